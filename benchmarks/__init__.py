@@ -1,1 +1,3 @@
-"""How fast things are, in ratios of one run. Run from the repository: `python -m benchmarks.step`."""
+"""How fast things are, in ratios of one run. Run from the repository:
+`python -m benchmarks.step`.
+"""

@@ -2,11 +2,12 @@
 
     clips ─► decode ─► VAE ─► cache ─► loader ─► step
 
-The encoder alone works on decoded frames in memory, and steps alone work on one batch in memory; the rest is what
-reading files, threads, caches and the loader add to them. Walls mean something on a machine with free cores only, since
-decoding and writing run beside the encoder; the lines on CPU time hold on a busy one, too. Encoders are loaded before
-the clock starts. The VAE is the real one for a real size, else an eighth as wide; the text encoder is the tests' own.
-The clips are made with a package of the extra `dev`.
+The encoder alone works on decoded frames in memory, and steps alone work on one batch in memory;
+the rest is what reading files, threads, caches and the loader add to them. Walls mean something on
+a machine with free cores only, since decoding and writing run beside the encoder; the lines on CPU
+time hold on a busy one, too. Encoders are loaded before the clock starts. The VAE is the real one
+for a real size, else an eighth as wide; the text encoder is the tests' own. The clips are made with
+a package of the extra `dev`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"The package {error.name} is missing; install the extra dev: pip install -e .[dev]")
 
-BAR, WAITING_BAR = 1.15, 0.01
+BAR = 1.15
+WAITING_BAR = 0.01
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,17 @@ class Chain:
     def fill_texts(self) -> None:
         """Encode and write every caption."""
         empty({entry.folder for entry in self.texts})
-        together = self.plan.config.caching.captions_at_once(self.text_encoder.device.type, streamed=False)
+        together = self.plan.config.caching.captions_at_once(
+            self.text_encoder.device.type, streamed=False
+        )
         fill_texts(self.texts, self.text_encoder, together, self.phase)
 
     def fill_latents(self) -> None:
         """Decode, encode and write every clip."""
         empty({entry.folder for entry in self.latents})
-        failures = fill_latents(self.latents, lambda: self.encoder, self.plan.config.caching, self.phase)
+        failures = fill_latents(
+            self.latents, lambda: self.encoder, self.plan.config.caching, self.phase
+        )
         if failures:
             raise RuntimeError(failures)
 
@@ -126,7 +132,10 @@ class Chain:
             reports = [optimizer_step(self.assembly, loader, step) for step in range(self.steps)]
         finally:
             loader.close()
-        self.waits.append(sum(report.data_seconds for report in reports) / sum(report.seconds for report in reports))
+        self.waits.append(
+            sum(report.data_seconds for report in reports)
+            / sum(report.seconds for report in reports)
+        )
 
     def train_in_memory(self) -> None:
         """As many steps on one batch that needs nobody."""
@@ -136,8 +145,8 @@ class Chain:
             optimizer_step(self.assembly, loader, step)
 
     def with_captions(self, reader: BatchReader, planned: PlannedBatch) -> Batch:
-        """A batch from the caches; a real transformer gets captions as wide as it wants in the place of the tiny
-        text encoder's."""
+        """A batch from the caches; a real transformer gets captions as wide as it wants in the
+        place of the tiny text encoder's."""
         batch = reader(planned)
         if SHAPES[self.size].gigabytes is None:
             return batch
@@ -159,12 +168,19 @@ def main() -> None:
         chain = prepare(Path(name), options.size, options.device, options.clips)
         with contextlib.chdir(Path(name) / "run"):
             wall, cpu = measure(chain, options.rounds, options.device)
-    title = f"The chain from {options.clips} clips to {chain.steps} steps, {options.size} on {options.device}"
+    title = (
+        f"The chain from {options.clips} clips to {chain.steps} steps, {options.size} on "
+        f"{options.device}"
+    )
     show(title, ratios_of(chain, wall, cpu), options)
 
 
-def measure(chain: Chain, rounds: int, device: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall and CPU seconds of every stage and of its own work; called in the folder that the plan is relative to."""
+def measure(
+    chain: Chain, rounds: int, device: str
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Wall and CPU seconds of every stage and of its own work; called in the folder that the plan
+    is relative to.
+    """
     decoded = [decode_sample(entry.sample) for entry in chain.latents]
     variants: dict[str, Callable[[], None]] = {
         "encode texts": lambda: _encode_texts(chain),
@@ -181,37 +197,74 @@ def measure(chain: Chain, rounds: int, device: str) -> tuple[dict[str, list[floa
     return wall, interleave(variants, rounds, time.process_time)
 
 
-def ratios_of(chain: Chain, wall: dict[str, list[float]], cpu: dict[str, list[float]]) -> list[Ratio]:
+def ratios_of(
+    chain: Chain, wall: dict[str, list[float]], cpu: dict[str, list[float]]
+) -> list[Ratio]:
     """Each stage in units of its own work, then all of them together."""
-    wall["chain"] = [sum(stages) for stages in zip(*(wall[n] for n in ("fill texts", "fill", "train")), strict=True)]
-    wall["own"] = [sum(stages) for stages in zip(*(wall[n] for n in ("encode texts", "encode", "steps")), strict=True)]
+    wall["chain"] = [
+        sum(stages)
+        for stages in zip(*(wall[n] for n in ("fill texts", "fill", "train")), strict=True)
+    ]
+    wall["own"] = [
+        sum(stages)
+        for stages in zip(*(wall[n] for n in ("encode texts", "encode", "steps")), strict=True)
+    ]
     cpu["both"] = [sum(pair) for pair in zip(cpu["encode"], cpu["decode"], strict=True)]
 
     def note(name: str) -> str:
         return f"{min(wall[name]):.2f} s"
 
     return [
-        compare("captions: wall of caching / encoder", wall, "fill texts", "encode texts", note=note("fill texts")),
+        compare(
+            "captions: wall of caching / encoder",
+            wall,
+            "fill texts",
+            "encode texts",
+            note=note("fill texts"),
+        ),
         compare("clips: wall of caching / encoder", wall, "fill", "encode", BAR, note("fill")),
         compare("clips: CPU of caching / encoder and decoding", cpu, "fill", "both", BAR),
         compare("decoding / encoder, wall", wall, "decode", "encode", note="what the threads hide"),
-        compare("steps from the cache / steps in memory, wall", wall, "train", "steps", note=note("train")),
+        compare(
+            "steps from the cache / steps in memory, wall",
+            wall,
+            "train",
+            "steps",
+            note=note("train"),
+        ),
         Ratio("waiting for data / step", chain.waits[1:], WAITING_BAR),
-        compare("whole chain / encoders and steps alone, wall", wall, "chain", "own", note=note("chain")),
+        compare(
+            "whole chain / encoders and steps alone, wall", wall, "chain", "own", note=note("chain")
+        ),
     ]
 
 
 def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
     """Files, a plan for them, encoders and a transformer."""
     scale = SCALES[size]
-    run = Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint", "t2v"), pictures=0)
-    run.write_config(model_family="kandinsky5-video", model_flavour="t2v-lite-sft-5s", train_batch_size=1)
-    video = {"num_frames": scale.frames, "min_frames": scale.frames, "frame_rate": 24 if scale.frames > 5 else 12}
-    dataset = {**DATASETS[0], "dataset_type": "video", "video": video, "resolution": scale.resolution}
+    run = Workspace.create(
+        folder / "run", make_checkpoint(folder / "checkpoint", "t2v"), pictures=0
+    )
+    run.write_config(
+        model_family="kandinsky5-video", model_flavour="t2v-lite-sft-5s", train_batch_size=1
+    )
+    video = {
+        "num_frames": scale.frames,
+        "min_frames": scale.frames,
+        "frame_rate": 24 if scale.frames > 5 else 12,
+    }
+    dataset = {
+        **DATASETS[0],
+        "dataset_type": "video",
+        "video": video,
+        "resolution": scale.resolution,
+    }
     run.write_datasets([{**dataset, "instance_data_dir": str(run.path("clips"))}, *DATASETS[1:]])
     for index in range(clips):
         write_clip(run.path(f"clips/clip{index}.mp4"), size=scale.clip, seconds=scale.seconds)
-        run.path(f"clips/clip{index}.txt").write_text(f"clip {index}, " + "something moves slowly to the left " * 2)
+        run.path(f"clips/clip{index}.txt").write_text(
+            f"clip {index}, " + "something moves slowly to the left " * 2
+        )
     with run.inside():
         plan = plan_training(parse_arguments([]))
         catalogue = make_catalogue(plan)
@@ -219,7 +272,9 @@ def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
         listing = list_entries(plan, catalogue)
         text_encoder = build_adapter(plan).load_text_encoder(torch.device(device), torch.float32)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    encoder = HunyuanLatentEncoder(build_clip_vae(scale.transformer, device), torch.device(device), dtype)
+    encoder = HunyuanLatentEncoder(
+        build_clip_vae(scale.transformer, device), torch.device(device), dtype
+    )
     assembly = _assembly(scale.transformer, device)
     return Chain(
         plan,
@@ -242,10 +297,17 @@ def empty(folders: set[Path]) -> None:
 
 def _assembly(size: str, device: str) -> Assembly:
     precision = "no" if device == "cpu" else "bf16"
-    config = make_config(size, mixed_precision=precision, gradient_checkpointing=True, learning_rate=RATE)
-    intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
+    config = make_config(
+        size, mixed_precision=precision, gradient_checkpointing=True, learning_rate=RATE
+    )
+    intent = TrainingSpec(
+        lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE
+    )
     assembly = assemble(
-        assembly_settings(config, intent), RandomAdapter(config, size, device), [], make_accelerator(device)
+        assembly_settings(config, intent),
+        RandomAdapter(config, size, device),
+        [],
+        make_accelerator(device),
     )
     assembly.transformer.train()
     return assembly

@@ -2,8 +2,8 @@
 
     python -m benchmarks.clips
 
-Both decode in one thread, as caching does, and read every frame. The plain loop ends with arrays, ours with pictures
-that are resized next.
+Both decode in one thread, as caching does, and read every frame. The plain loop ends with arrays,
+ours with pictures that are resized next.
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ def write(path: Path, codec: str, pixel_format: str, size: tuple[int, int], fram
     """Noise that moves over a gradient."""
     numbers = np.random.default_rng(0)
     width, height = size
-    texture = numbers.integers(0, 64, (height, 2 * width, 3)) + np.linspace(0, 190, height)[:, None, None]
+    texture = (
+        numbers.integers(0, 64, (height, 2 * width, 3)) + np.linspace(0, 190, height)[:, None, None]
+    )
     options = {"crf": "20", "preset": "veryfast", "x265-params": "log-level=none"}
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=RATE, options=options)
         stream.width, stream.height = size
         stream.pix_fmt = pixel_format
         for index in range(frames):
-            pixels = np.ascontiguousarray(texture[:, 4 * index : 4 * index + width].astype(np.uint8))
+            pixels = np.ascontiguousarray(
+                texture[:, 4 * index : 4 * index + width].astype(np.uint8)
+            )
             frame = VideoFrame.from_ndarray(pixels, format="rgb24")
             frame.pts = index
             container.mux(stream.encode(frame))

@@ -1,11 +1,13 @@
-"""Measures what the transformer of each family costs and writes it beside the family, as `cost.json`.
+"""Measures what the transformer of each family costs and writes it beside the family, as
+`cost.json`.
 
     python -m benchmarks.cost_table [--only FAMILY]
 
-The plan reads the tables without torch (`models/cost_table.py`). Shapes come from the classes at the published
-dimensions, on the meta device. Everything else comes from small transformers of the same classes on the CPU: which
-weights meet tokens, text or samples, which of them need the gradient of their input, FLOPs of attention, and bytes of
-activations. Those grow linearly with a few widths, so a handful of small models gives factors that hold at any size.
+The plan reads the tables without torch (`models/cost_table.py`). Shapes come from the classes at
+the published dimensions, on the meta device. Everything else comes from small transformers of the
+same classes on the CPU: which weights meet tokens, text or samples, which of them need the gradient
+of their input, FLOPs of attention, and bytes of activations. Those grow linearly with a few widths,
+so a handful of small models gives factors that hold at any size.
 """
 
 from __future__ import annotations
@@ -53,17 +55,26 @@ from tests.tools.saved_tensors import saved_bytes
 
 # What the quantities are fitted to: products of these numbers of a micro-batch and of the model.
 BYTES_OF = (
-    "token width", "token inner", "token heads", "token head", "token", "text width", "text", "sample width",
+    "token width",
+    "token inner",
+    "token heads",
+    "token head",
+    "token",
+    "text width",
+    "text",
+    "sample width",
     "sample width head",
-)  # fmt: skip
+)
 FLOPS_OF = {
     "large": ("token token width", "token text width", "token head width", "token width"),
     "small": ("text text width",),
 }
-# What the traffic of compiled blocks is fitted to: modulations and text, which the cases have little of, are left out.
+# What the traffic of compiled blocks is fitted to: modulations and text, which the cases have
+# little of, are left out.
 TRAFFIC_OF = ("token width", "token inner")
 # Largest error of a sum, relative; of traffic, because of what is left out.
-LARGEST_ERROR, TRAFFIC_ERROR = 0.002, 0.02
+LARGEST_ERROR = 0.002
+TRAFFIC_ERROR = 0.02
 WHOLE = 0.05  # a factor that is so near to a whole number is one
 LORA_RANK = 4
 # Compiled by this, a block saves what inductor chooses; no code is generated.
@@ -72,7 +83,9 @@ GRAPHS_OF_INDUCTOR = "aot_eager_decomp_partition"
 
 @dataclass(frozen=True)
 class Case:
-    """A small model and one micro-batch of it: heads, their width, the ratio of the feed-forward; tokens by axis."""
+    """A small model and one micro-batch of it: heads, their width, the ratio of the feed-forward;
+    tokens by axis.
+    """
 
     heads: int
     head: int
@@ -102,12 +115,18 @@ CASES = (
 
 
 # With many tokens, so that what grows with them is all that counts.
-TRAFFIC_CASES = (Case(4, 64, 4, 4, 32, 32, 8), Case(4, 64, 5, 4, 32, 32, 8), Case(3, 64, 6, 4, 32, 32, 8))
+TRAFFIC_CASES = (
+    Case(4, 64, 4, 4, 32, 32, 8),
+    Case(4, 64, 5, 4, 32, 32, 8),
+    Case(3, 64, 6, 4, 32, 32, 8),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_table")
-    parser.add_argument("--only", choices=[*FAMILIES], help="measure this family and those in the same folder")
+    parser.add_argument(
+        "--only", choices=[*FAMILIES], help="measure this family and those in the same folder"
+    )
     only = parser.parse_args().only
     for package, specs in packages().items():
         if only is not None and package != FAMILIES[only].cost.package:
@@ -127,7 +146,9 @@ def _on_one_line(match: re.Match[str]) -> str:
 
 
 def packages() -> dict[str, list[FamilySpec]]:
-    """Families by the folder that their table lies in; those of one folder share a transformer class."""
+    """Families by the folder that their table lies in; those of one folder share a transformer
+    class.
+    """
     found: dict[str, list[FamilySpec]] = {}
     for spec in FAMILIES.values():
         found.setdefault(spec.cost.package, []).append(spec)
@@ -150,9 +171,14 @@ class Trial:
     """A small transformer of random weights with a micro-batch, run as training runs it."""
 
     def __init__(
-        self, family: str, case: Case, dtype: torch.dtype = torch.float32, *, given: bool = False,
+        self,
+        family: str,
+        case: Case,
+        dtype: torch.dtype = torch.float32,
+        *,
+        given: bool = False,
         rows: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         size = small_size(family, case.heads, case.head, case.ratio)
         self.spec = FAMILIES[family]
         # A picture has the tokens of all frames in one.
@@ -167,7 +193,9 @@ class Trial:
         if given:
             batch = replace(batch, condition=batch.latents[:, :, :1].clone())
         sigmas = torch.full((case.samples,), 0.5)
-        self.noisy = self.adapter.prepare(make_noisy(batch, sigmas, torch.randn_like(batch.latents)))
+        self.noisy = self.adapter.prepare(
+            make_noisy(batch, sigmas, torch.randn_like(batch.latents))
+        )
         self.rows = rows or {}
         self.numbers = {
             "token": case.samples * case.frames * case.height * case.width,
@@ -189,7 +217,9 @@ class Trial:
         groups = list(self.groups)
         name = groups[-1]
         layers = ((f"{name}.0.{layer}", module) for layer, module in weighted(self.large[-1]))
-        return [module for layer, module in layers if self.rows.get(numbered(layer, groups)) == "token"]
+        return [
+            module for layer, module in layers if self.rows.get(numbered(layer, groups)) == "token"
+        ]
 
     @property
     def large(self) -> nn.ModuleList:
@@ -201,8 +231,12 @@ class Trial:
 
     def part(self, index: int) -> NoisyBatch:
         """One sample of the micro-batch."""
-        one, batch, noisy = slice(index, index + 1), self.noisy.batch, self.noisy
-        alone = replace(batch, latents=batch.latents[one], embeds=batch.embeds[one], names=batch.names[one])
+        one = slice(index, index + 1)
+        batch = self.noisy.batch
+        noisy = self.noisy
+        alone = replace(
+            batch, latents=batch.latents[one], embeds=batch.embeds[one], names=batch.names[one]
+        )
         return self.adapter.prepare(make_noisy(alone, noisy.sigmas[one], noisy.noise[one]))
 
     def forward(self) -> Tensor:
@@ -216,7 +250,9 @@ def weighted(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def structure_of(family: str) -> dict[str, Any]:
-    """What holds at any size: names of the blocks, what each weight is applied to, where no gradient flows."""
+    """What holds at any size: names of the blocks, what each weight is applied to, where no
+    gradient flows.
+    """
     case = Case(2, 64, 3, 2, 4, 8, 24, samples=3)
     trial = Trial(family, case)
     groups = list(trial.groups)
@@ -243,7 +279,9 @@ def structure_of(family: str) -> dict[str, Any]:
 
 
 def _watch(module: Any) -> tuple[list[int], list[bool]]:
-    """Fills in, at each call, to how many positions a module is applied and whether its input needs a gradient."""
+    """Fills in, at each call, to how many positions a module is applied and whether its input needs
+    a gradient.
+    """
     positions: list[int] = []
     flows: list[bool] = []
 
@@ -256,7 +294,9 @@ def _watch(module: Any) -> tuple[list[int], list[bool]]:
 
 
 def _first_or_all(names: set[str], groups: Sequence[str]) -> list[str]:
-    """Names with `#` for the block's number where they hold in every block, else with the number 0."""
+    """Names with `#` for the block's number where they hold in every block, else with the number
+    0.
+    """
     second = {name for name in names if re.match(rf"({'|'.join(groups)})\.1\.", name)}
     all_blocks = {numbered(name, groups) for name in second}
     first = {name for name in names - second if numbered(name, groups) not in all_blocks}
@@ -264,25 +304,38 @@ def _first_or_all(names: set[str], groups: Sequence[str]) -> list[str]:
 
 
 def flops_of(family: str, table: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """FLOPs of a block that are no products with weights, as factors; `small` blocks are those of the other groups.
+    """FLOPs of a block that are no products with weights, as factors; `small` blocks are those of
+    the other groups.
 
     Raises:
         ValueError: as of `fit`.
     """
     names = [f"{size} {term}" for size in FLOPS_OF for term in FLOPS_OF[size]]
-    rows, found = [], []
+    rows = []
+    found = []
     for case in CASES:
         trial = Trial(family, case)
-        large, every = len(trial.large), sum(map(len, trial.groups.values()))
+        large = len(trial.large)
+        every = sum(map(len, trial.groups.values()))
         groups = list(trial.groups)
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):
             trial.forward()
         products = sum(
             2 * trial.numbers[table[numbered(name, groups)]] * module.weight.numel()
             for name, module in weighted(trial.model)
         )
         counts = {"large": large, "small": every - large}
-        rows.append([counts[size] * product_of(term, trial.numbers) for size in FLOPS_OF for term in FLOPS_OF[size]])
+        rows.append(
+            [
+                counts[size] * product_of(term, trial.numbers)
+                for size in FLOPS_OF
+                for term in FLOPS_OF[size]
+            ]
+        )
         found.append(counter.get_total_flops() - products)
     factors = fit(Quantity(f"{family}: FLOPs of attention", "FLOPS_OF", names), rows, found)
     by_name = dict(zip(names, factors, strict=True))
@@ -293,7 +346,8 @@ def flops_of(family: str, table: Mapping[str, str]) -> dict[str, dict[str, float
 
 
 def bytes_of(family: str, rows: Mapping[str, str], *, compiled: bool) -> dict[str, dict[str, Any]]:
-    """Bytes of a large block as factors, by the name of the dtype; ` given` where a first frame has its own time.
+    """Bytes of a large block as factors, by the name of the dtype; ` given` where a first frame has
+    its own time.
 
     Raises:
         ValueError: as of `fit`.
@@ -301,22 +355,30 @@ def bytes_of(family: str, rows: Mapping[str, str], *, compiled: bool) -> dict[st
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         name = "bf16" if dtype == torch.bfloat16 else "fp32"
-        found[name] = bytes_in(f"{family} in {name}", partial(Trial, family, dtype=dtype, rows=rows), compiled=compiled)
+        found[name] = bytes_in(
+            f"{family} in {name}", partial(Trial, family, dtype=dtype, rows=rows), compiled=compiled
+        )
         if FAMILIES[family].cost.guided_together:
             make_trial = partial(Trial, family, dtype=dtype, rows=rows, given=True)
-            found[f"{name} given"] = bytes_in(f"{family} in {name} given", make_trial, compiled=compiled)
+            found[f"{name} given"] = bytes_in(
+                f"{family} in {name} given", make_trial, compiled=compiled
+            )
     return found
 
 
 def bytes_in(what: str, make_trial: Callable[[Case], Trial], *, compiled: bool) -> dict[str, Any]:
     """The same in one dtype; `what` is for the error."""
     trials = [make_trial(case) for case in CASES]
-    metered = [metered_block(trial, backend=GRAPHS_OF_INDUCTOR if compiled else None) for trial in trials]
+    metered = [
+        metered_block(trial, backend=GRAPHS_OF_INDUCTOR if compiled else None) for trial in trials
+    ]
     products = [[product_of(term, trial.numbers) for term in BYTES_OF] for trial in trials]
     table: dict[str, Any] = {"reads": metered[0].reads}
     for quantity in metered[0].bytes:
         found = [block.bytes[quantity] for block in metered]
-        table[quantity] = named(fit(Quantity(f"{what}: {quantity}", "BYTES_OF", BYTES_OF), products, found))
+        table[quantity] = named(
+            fit(Quantity(f"{what}: {quantity}", "BYTES_OF", BYTES_OF), products, found)
+        )
     sampling = Quantity(f"{what}: sampling", "BYTES_OF", BYTES_OF)
     phases = fit_peak(sampling, products, [block.moments for block in metered])
     table["sampling"] = [named(factors) for factors in phases]
@@ -337,17 +399,20 @@ def traffic_factors(what: str, trials: Sequence[Trial]) -> dict[str, dict[str, f
     table = {}
     for way in ("forward", "backward"):
         found = [bytes_moved[way] for bytes_moved in moved]
-        quantity = Quantity(f"{what}: compiled {way}", "TRAFFIC_OF", TRAFFIC_OF, TRAFFIC_CASES, TRAFFIC_ERROR)
+        quantity = Quantity(
+            f"{what}: compiled {way}", "TRAFFIC_OF", TRAFFIC_OF, TRAFFIC_CASES, TRAFFIC_ERROR
+        )
         factors = fit(quantity, products, found)
         table[f"compiled {way}"] = dict(zip(TRAFFIC_OF, factors, strict=True))
     return table
 
 
 def compiled_traffic(trial: Trial) -> dict[str, int]:
-    """Bytes that inductor's kernels read and write in a block without adapters: `forward` and `backward`.
+    """Bytes that inductor's kernels read and write in a block without adapters: `forward` and
+    `backward`.
 
-    Its own count for the kernels that it fuses, without generating their code; products and attention are not among
-    them.
+    Its own count for the kernels that it fuses, without generating their code; products and
+    attention are not among them.
     """
     block, inputs, settings = _with_arguments(trial)
     moved: Counter[str] = Counter()
@@ -357,7 +422,9 @@ def compiled_traffic(trial: Trial) -> dict[str, int]:
 
 
 def counting(moved: Counter[str]) -> Any:
-    """A backend that adds up what `compiled_traffic` returns; the graphs are inductor's, and run uncompiled."""
+    """A backend that adds up what `compiled_traffic` returns; the graphs are inductor's, and run
+    uncompiled.
+    """
     return aot_autograd(
         fw_compiler=partial(_count_kernels, moved, "forward"),
         bw_compiler=partial(_count_kernels, moved, "backward"),
@@ -367,7 +434,9 @@ def counting(moved: Counter[str]) -> Any:
 
 
 def _count_kernels(moved: Counter[str], way: str, graph: Any, inputs: Sequence[Any]) -> Any:
-    """A compiler that counts what the kernels of a graph would move, and runs the graph uncompiled."""
+    """A compiler that counts what the kernels of a graph would move, and runs the graph
+    uncompiled.
+    """
     fake: Any = detect_fake_mode(inputs)
     with V.set_fake_mode(fake):
         fake_tensor_prop(graph, inputs)
@@ -377,7 +446,11 @@ def _count_kernels(moved: Counter[str], way: str, graph: Any, inputs: Sequence[A
             lowering.run(*inputs)
             lowering.init_wrapper_code()
             lowering._update_scheduler()
-            kernels = [node for node in lowering.scheduler.nodes if not (node.is_extern() or isinstance(node, Nothing))]
+            kernels = [
+                node
+                for node in lowering.scheduler.nodes
+                if not (node.is_extern() or isinstance(node, Nothing))
+            ]
             moved[way] += sum(node.get_read_write_buffers_sizes() for node in kernels)
     return graph.forward
 
@@ -400,17 +473,21 @@ class Quantity:
     cases: Sequence[Case] = CASES
     largest_error: float = LARGEST_ERROR
 
-    def misfit(self, factors: Sequence[float], found: Sequence[float], errors: Sequence[float]) -> str:
+    def misfit(
+        self, factors: Sequence[float], found: Sequence[float], errors: Sequence[float]
+    ) -> str:
         """What is wrong with the sum, in the worst case, and what can be done."""
         worst = max(range(len(errors)), key=lambda index: abs(errors[index]))
         measured = found[worst]
         fitted = measured * (1 - errors[worst])
-        nearest = " + ".join(f"{factor:g} {term}" for factor, term in zip(factors, self.terms, strict=True) if factor)
+        nearest = " + ".join(
+            f"{factor:g} {term}" for factor, term in zip(factors, self.terms, strict=True) if factor
+        )
         return (
-            f"{self.name} is no sum of the products in {self.constant}; the nearest is {nearest}. For "
-            f"{self.cases[worst]} that is {fitted:.6g} instead of {measured:.6g}, {abs(errors[worst]):.1%} off "
-            f"({self.largest_error:.1%} is allowed). Add the missing product to {self.constant} in "
-            "benchmarks/cost_table.py."
+            f"{self.name} is no sum of the products in {self.constant}; the nearest is {nearest}. "
+            f"For {self.cases[worst]} that is {fitted:.6g} instead of {measured:.6g}, "
+            f"{abs(errors[worst]):.1%} off ({self.largest_error:.1%} is allowed). Add the missing "
+            f"product to {self.constant} in benchmarks/cost_table.py."
         )
 
 
@@ -433,9 +510,11 @@ def fit(quantity: Quantity, rows: Sequence[Sequence[float]], found: Sequence[flo
 def fit_peak(
     quantity: Quantity, rows: Sequence[Sequence[float]], moments: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Factors of each phase of a peak: of one if the peak is a sum, otherwise of every moment at which a case has it.
+    """Factors of each phase of a peak: of one if the peak is a sum, otherwise of every moment at
+    which a case has it.
 
-    What is alive at a moment is always a sum, since it is whole tensors; the largest of several need not be one.
+    What is alive at a moment is always a sum, since it is whole tensors; the largest of several
+    need not be one.
 
     Args:
         moments: of each case, bytes after every operation.
@@ -456,21 +535,28 @@ def fit_peak(
     return phases
 
 
-def solve(rows: Sequence[Sequence[float]], found: Sequence[float]) -> tuple[list[float], list[float]]:
+def solve(
+    rows: Sequence[Sequence[float]], found: Sequence[float]
+) -> tuple[list[float], list[float]]:
     """Factors of a sum of products by least squares on relative errors, and these errors.
 
-    Most factors are whole numbers: bytes and operations of whole tensors. The largest shares are taken first and
-    rounded, and what they leave is fitted again.
+    Most factors are whole numbers: bytes and operations of whole tensors. The largest shares are
+    taken first and rounded, and what they leave is fitted again.
     """
     matrix = np.array(rows) / np.array(found)[:, None]
-    factors, rest = np.zeros(matrix.shape[1]), np.ones(len(found))
+    factors = np.zeros(matrix.shape[1])
+    rest = np.ones(len(found))
     open_ones = list(np.flatnonzero(matrix.any(0)))
     while open_ones:
         solved = np.linalg.lstsq(matrix[:, open_ones], rest, rcond=None)[0]
         shares = np.abs(matrix[:, open_ones] * solved).mean(0)
         at = int(shares.argmax())
         column = open_ones.pop(at)
-        factors[column] = round(solved[at]) if abs(solved[at] - round(solved[at])) < WHOLE else round(solved[at], 4)
+        factors[column] = (
+            round(solved[at])
+            if abs(solved[at] - round(solved[at])) < WHOLE
+            else round(solved[at], 4)
+        )
         rest = rest - matrix[:, column] * factors[column]
     return [float(factor) for factor in factors], [float(error) for error in rest]
 
@@ -491,8 +577,8 @@ class Metered:
 
 
 def metered_block(trial: Trial, *, backend: Any = GRAPHS_OF_INDUCTOR) -> Metered:
-    """The last block with the arguments that it has in a LoRA run, without adapters of its own, and what autograd saves
-    for it in a full fine-tune.
+    """The last block with the arguments that it has in a LoRA run, without adapters of its own, and
+    what autograd saves for it in a full fine-tune.
 
     Args:
         backend: meter it compiled by this one, too, which takes most of the time; or None.
@@ -502,7 +588,9 @@ def metered_block(trial: Trial, *, backend: Any = GRAPHS_OF_INDUCTOR) -> Metered
     there = [*block.parameters(), *block.buffers(), hidden, *others]
     read: dict[str, Tensor] = {}
     hooks = [
-        module.register_forward_pre_hook(lambda _, arguments, name=name: read.update({name: arguments[0]}))
+        module.register_forward_pre_hook(
+            lambda _, arguments, name=name: read.update({name: arguments[0]})
+        )
         for name, module in weighted(block)
     ]
     with saved_bytes(there) as meter:
@@ -550,7 +638,9 @@ def _compile(trial: Trial, block: Any, backend: Any) -> None:
         pieces |= {name: compiler(piece) for name, piece in pieces.items()}
     else:
         around = trial.adapter.block_layout(trial.model).compiled
-        block.forward = compiler(block.forward) if around is None else around(compiler, block.forward)
+        block.forward = (
+            compiler(block.forward) if around is None else around(compiler, block.forward)
+        )
 
 
 def _kept(block: nn.Module, inputs: Any, settings: Any, others: Sequence[Tensor] = ()) -> int:
@@ -570,12 +660,14 @@ def _kept_again(block: nn.Module, inputs: Any, settings: Any) -> int:
 
 
 def _with_arguments(trial: Trial, *, full: bool = False) -> tuple[nn.Module, Any, Any]:
-    """A block without adapters, and what the model hands to it; gradients flow where they do beside a LoRA, or in a
-    full fine-tune."""
+    """A block without adapters, and what the model hands to it; gradients flow where they do beside
+    a LoRA, or in a full fine-tune."""
     seen: list[Any] = []
     block = trial.large[-1]
     layers = {name: dict(module._modules) for name, module in block.named_modules()}
-    hook = block.register_forward_pre_hook(lambda _, *arguments: seen.append(arguments), with_kwargs=True)
+    hook = block.register_forward_pre_hook(
+        lambda _, *arguments: seen.append(arguments), with_kwargs=True
+    )
     if full:
         trial.model.requires_grad_(True)
     else:
@@ -589,11 +681,15 @@ def _with_arguments(trial: Trial, *, full: bool = False) -> tuple[nn.Module, Any
 
 
 def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    return (
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    )
 
 
 def _reads(read: Mapping[str, Tensor], meter: Any, there: Sequence[Tensor]) -> dict[str, str]:
-    """Layers whose input is kept for an adapter alone, with the first layer that reads the same tensor."""
+    """Layers whose input is kept for an adapter alone, with the first layer that reads the same
+    tensor.
+    """
     known = {each.untyped_storage().data_ptr() for each in there} | meter.addresses
     first: dict[int, str] = {}
     found = {}
@@ -629,7 +725,9 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self.OTHERS.fullmatch(func.overloadpacket.__name__):
-            tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+            tensors = [
+                each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)
+            ]
             self.bytes += sum(each.numel() * each.element_size() for each in tensors)
         return out
 
@@ -638,14 +736,26 @@ def shapes_of(spec: FamilySpec) -> Iterator[dict[str, Any]]:
     """Parameters of the published checkpoints; those of a repeated block are written once."""
     flavours: dict[str, list[str]] = {}
     for flavour in spec.flavour_names:
-        settings = {key: value for key, value in spec.cost.published(flavour).items() if key != "attention_type"}
+        settings = {
+            key: value
+            for key, value in spec.cost.published(flavour).items()
+            if key != "attention_type"
+        }
         flavours.setdefault(json.dumps(settings), []).append(flavour)
     for text, names in flavours.items():
         with torch.device("meta"):
             model: Any = getattr(diffusers, spec.cost.transformer_class)(**json.loads(text))
-        groups = [name for name, child in model.named_children() if isinstance(child, nn.ModuleList)]
-        shapes = {numbered(name, groups): list(each.shape) for name, each in model.named_parameters()}
-        yield {"flavours": names, "blocks": {name: len(getattr(model, name)) for name in groups}, "shapes": shapes}
+        groups = [
+            name for name, child in model.named_children() if isinstance(child, nn.ModuleList)
+        ]
+        shapes = {
+            numbered(name, groups): list(each.shape) for name, each in model.named_parameters()
+        }
+        yield {
+            "flavours": names,
+            "blocks": {name: len(getattr(model, name)) for name in groups},
+            "shapes": shapes,
+        }
 
 
 if __name__ == "__main__":

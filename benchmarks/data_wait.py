@@ -29,22 +29,35 @@ def main() -> None:
     shares: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(Path(name) / "checkpoint", options.size)
-        runs = {form: _prepare(Path(name) / form, checkpoint, form, options.steps) for form in ("compressed", "plain")}
+        runs = {
+            form: _prepare(Path(name) / form, checkpoint, form, options.steps)
+            for form in ("compressed", "plain")
+        }
         for number in range(options.rounds):
             for form, run in runs.items():
                 with contextlib.redirect_stdout(io.StringIO()):
                     code = run.train(f"output_dir=output{number}")
                 if code:
                     raise RuntimeError(f"the run ended with {code}")
-                lines = (run.path(f"output{number}") / "training_metrics.jsonl").read_text().splitlines()
+                lines = (
+                    (run.path(f"output{number}") / "training_metrics.jsonl")
+                    .read_text()
+                    .splitlines()
+                )
                 steps = [json.loads(line) for line in lines]
                 waits = [step["data_seconds"] for step in steps]
                 seconds = [step["seconds"] for step in steps]
                 shares.setdefault(form, []).append(sum(waits[1:]) / sum(seconds[1:]))
                 first.setdefault(form, []).append(waits[0] / seconds[1])
     ratios = [Ratio(f"waiting / step, {form}", rounds, BAR) for form, rounds in shares.items()]
-    ratios += [Ratio(f"wait of the first step / a step, {form}", rounds) for form, rounds in first.items()]
-    show(f"Waiting for data, {options.size} model on {options.device}, {options.steps} steps a run", ratios, options)
+    ratios += [
+        Ratio(f"wait of the first step / a step, {form}", rounds) for form, rounds in first.items()
+    ]
+    show(
+        f"Waiting for data, {options.size} model on {options.device}, {options.steps} steps a run",
+        ratios,
+        options,
+    )
 
 
 def _prepare(folder: Path, checkpoint: Path, form: str, steps: int) -> Workspace:
@@ -59,7 +72,9 @@ def _prepare(folder: Path, checkpoint: Path, form: str, steps: int) -> Workspace
         gradient_checkpointing=True,
         checkpoint_step_interval=10 * steps,
     )
-    run.write_datasets([{**DATASETS[0], "resolution": 192, "cache_dir_vae": "cache/vae"}, *DATASETS[1:]])
+    run.write_datasets(
+        [{**DATASETS[0], "resolution": 192, "cache_dir_vae": "cache/vae"}, *DATASETS[1:]]
+    )
     if run.run("cache", "fill"):
         raise RuntimeError("the caches were not filled")
     return run

@@ -2,13 +2,14 @@
 
     python -m benchmarks.first_gpus
 
-Each case runs with one process and with several, every time as a group of processes of its own with a time limit, so
-one that fails, hangs or runs out of memory is reported with what it found, and the others go on. Results go to
-benchmarks/results/<n>x<device>.json as soon as they are there.
+Each case runs with one process and with several, every time as a group of processes of its own with
+a time limit, so one that fails, hangs or runs out of memory is reported with what it found, and the
+others go on. Results go to benchmarks/results/<n>x<device>.json as soon as they are there.
 
-Weak scaling gives each process as many samples as one had, strong scaling divides the same samples among them. What is
-sent is counted, not timed: the bytes that collectives are called with, relative to the least that ring algorithms send
-(Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009).
+Weak scaling gives each process as many samples as one had, strong scaling divides the same samples
+among them. What is sent is counted, not timed: the bytes that collectives are called with, relative
+to the least that ring algorithms send (Patarasuk and Yuan, Journal of Parallel and Distributed
+Computing 69(2), 2009).
 """
 
 from __future__ import annotations
@@ -22,23 +23,44 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.first_gpu import MINUTES, RESULTS, SIZES, file_name, result_of, run_process, show_section, tell
+from benchmarks.first_gpu import (
+    MINUTES,
+    RESULTS,
+    SIZES,
+    file_name,
+    result_of,
+    run_process,
+    show_section,
+    tell,
+)
 from benchmarks.timing import write_json
 
 LIMIT = 100.0  # seconds for one case with one number of processes
-WEAK, STRONG = "step, batch per process constant", "step, global batch constant"
+WEAK = "step, batch per process constant"
+STRONG = "step, global batch constant"
 SHARED = "step, one sample whose tokens are shared"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--size", default="real", choices=(*SIZES, "medium"), help="real: Lite and Pro on short clips")
     parser.add_argument(
-        "--processes", nargs="+", type=int, metavar="N", help="by default 1, 2, 4, 8, as far as there are GPUs"
+        "--size",
+        default="real",
+        choices=(*SIZES, "medium"),
+        help="real: Lite and Pro on short clips",
+    )
+    parser.add_argument(
+        "--processes",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="by default 1, 2, 4, 8, as far as there are GPUs",
     )
     parser.add_argument("--only", nargs="+", metavar="CASE", help="these cases; by default all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/<n>x<device>.json")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="by default benchmarks/results/<n>x<device>.json"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything together")
     parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
     parser.add_argument("--samples", type=int, help=argparse.SUPPRESS)
@@ -70,7 +92,9 @@ def run_all(options: argparse.Namespace) -> int:
         for case in options.only or CASES:
             group = f"{case}, {count} process{'es' if count > 1 else ''}"
             words = worker_words(case, count, max(counts), options)
-            result = results[group] = result_of(partial(run_process, words), min(LIMIT, ends - time.monotonic()))
+            result = results[group] = result_of(
+                partial(run_process, words), min(LIMIT, ends - time.monotonic())
+            )
             result["lines"] += speed_ups(result, results.get(f"{case}, 1 process", result), count)
             show_section(group, result)
             write_json(path, {"title": "Scaling", "size": options.size, "groups": results}, device)
@@ -82,7 +106,10 @@ def refuse(counts: Sequence[int], there: int, device: str) -> str:
     """Why these numbers of processes cannot be compared; empty if they can."""
     most = max(counts)
     if most > there:
-        return f"{most} processes need as many GPUs; there are {there} ({device}). Or try --device cpu --size tiny."
+        return (
+            f"{most} processes need as many GPUs; there are {there} ({device}). Or try --device "
+            "cpu --size tiny."
+        )
     wrong = [str(count) for count in counts if count < 1 or most % count]
     return f"{', '.join(wrong)} does not divide {most} samples, the global batch." if wrong else ""
 
@@ -94,7 +121,9 @@ def refuse_cases(named: Iterable[str], known: Iterable[str]) -> str:
 
 
 def in_order(counts: Sequence[int]) -> list[int]:
-    """One process, which the others are compared with, then the most: what is missed most when time runs out."""
+    """One process, which the others are compared with, then the most: what is missed most when time
+    runs out.
+    """
     ordered = sorted(set(counts))
     return [*ordered[:1], *reversed(ordered[1:])]
 
@@ -105,14 +134,20 @@ def worker_words(case: str, count: int, most: int, options: argparse.Namespace) 
     Args:
         most: the largest number of processes; a global batch has as many samples.
     """
-    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
+    several = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        if count > 1
+        else []
+    )
     worker = ["-m", "benchmarks.first_gpus", "--worker", case, "--samples", str(most)]
     return [sys.executable, *several, *worker, "--device", options.device, "--size", options.size]
 
 
 def speed_ups(result: dict[str, Any], alone: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """Samples per second relative to one process."""
-    seconds, before = ({line["name"]: line["value"] for line in each["lines"]} for each in (result, alone))
+    seconds, before = (
+        {line["name"]: line["value"] for line in each["lines"]} for each in (result, alone)
+    )
     return [
         {
             "name": f"{name}, speed-up",

@@ -1,7 +1,7 @@
 """The sections of `first_gpu.py`: what a new machine must tell before predictions about it count.
 
-Each is a function of the options that yields lines as soon as they are known, so that a section that is cut short
-has told what it found. What a machine cannot do is skipped with a reason.
+Each is a function of the options that yields lines as soon as they are known, so that a section
+that is cut short has told what it found. What a machine cannot do is skipped with a reason.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def peaks(machine: Machine) -> Iterator[Line]:
 def pcie(machine: Machine) -> Iterator[Line]:
     """Copies from and to page-locked memory, alone and both at once."""
     machine.need_gpu("there is no bus between host and device")
-    device, count = torch.device("cuda"), 1 << 29
+    device = torch.device("cuda")
+    count = 1 << 29
     up, down = (torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     here, there = (torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2))
     side = torch.cuda.Stream()
@@ -122,39 +123,51 @@ def pcie(machine: Machine) -> Iterator[Line]:
     yield Line("both at once, together", 2 * count / together / GIGABYTE, "GB/s")
 
 
-# Of the pairs of tiles that block-sparse attention visits. That of a checkpoint depends on its weights: a run tells it.
+# Of the pairs of tiles that block-sparse attention visits. That of a checkpoint depends on its
+# weights: a run tells it.
 DENSITIES = (0.125, 0.25, 0.5)
 
 
 def sparse(machine: Machine) -> Iterator[Line]:
-    """Block-sparse attention (NABLA) in tiles drawn at random against dense attention, at the shape of Pro. It is worth
-    its while below the density at which its time is that of dense attention."""
+    """Block-sparse attention (NABLA) in tiles drawn at random against dense attention, at the shape
+    of Pro. It is worth its while below the density at which its time is that of dense attention."""
     need_keys("speed_keep_attention")
     from simpletuner.models.kandinsky5.options import TILE
     from simpletuner.models.kandinsky5.tile_attention import choose_attend  # older versions lack it
 
     device = torch.device(machine.device)
     tokens, heads, width = (47_616, 32, 128) if machine.on_gpu else (1_024, 2, 16)
-    count, shape = tokens // TILE, f"{tokens} x {heads} x {width}"
+    count = tokens // TILE
+    shape = f"{tokens} x {heads} x {width}"
     dense = _attention_seconds(machine, torch_attention, (tokens, heads, width))
     flops = [4.0 * tokens**2 * heads * width * factor for factor in (1.0, 2.5)]
     for direction, seconds, work in zip(DIRECTIONS, dense, flops, strict=True):
         yield Line(f"dense {direction}, {shape}", work / seconds / 1e12, "TFLOP/s")
     attend = choose_attend(device, machine.dtype, width, heads)
-    drawn, diagonal = torch.rand(1, heads, count, count, device=device), torch.eye(count, device=device).bool()
+    drawn = torch.rand(1, heads, count, count, device=device)
+    diagonal = torch.eye(count, device=device).bool()
     for density in DENSITIES:
 
-        def visit(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor = drawn.lt(density) | diagonal) -> Tensor:
+        def visit(
+            query: Tensor, key: Tensor, value: Tensor, tiles: Tensor = drawn.lt(density) | diagonal
+        ) -> Tensor:
             return attend(query, key, value, tiles)
 
         found = _attention_seconds(machine, visit, (tokens, heads, width))
         for direction, seconds, whole, work in zip(DIRECTIONS, found, dense, flops, strict=True):
             name = f"sparse {direction}, density {density}"
-            yield Line(name, density * work / seconds / 1e12, "TFLOP/s", f"{seconds / whole:.3f} of the time of dense")
+            yield Line(
+                name,
+                density * work / seconds / 1e12,
+                "TFLOP/s",
+                f"{seconds / whole:.3f} of the time of dense",
+            )
 
 
 def attention(machine: Machine) -> Iterator[Line]:
-    """torch's flash attention, cuDNN's (which training does not use) and installed packages, forward and backward."""
+    """torch's flash attention, cuDNN's (which training does not use) and installed packages,
+    forward and backward.
+    """
     machine.need_gpu("flash and cuDNN attention are its kernels")
     yield from _kernel_rates(machine, "flash", SDPBackend.FLASH_ATTENTION)
     yield from _kernel_rates(machine, "cuDNN", SDPBackend.CUDNN_ATTENTION)
@@ -175,19 +188,26 @@ def _kernel_rates(machine: Machine, name: str, backend: SDPBackend) -> Iterator[
     for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
         try:
             with sdpa_kernel(backend):
-                seconds, note = _attention_seconds(machine, torch_attention, (tokens, heads, width)), ""
-        except RuntimeError as error:  # this release or device has no such kernel; the other one still counts
-            seconds, note = (math.inf, math.inf), str(error).partition("\n")[0]
+                seconds = _attention_seconds(machine, torch_attention, (tokens, heads, width))
+                note = ""
+        except (
+            RuntimeError
+        ) as error:  # this release or device has no such kernel; the other one still counts
+            seconds = (math.inf, math.inf)
+            note = str(error).partition("\n")[0]
         # 4 n^2 d operations forward, and 2.5 times as many backward, recomputation included.
         for direction, taken, factor in zip(DIRECTIONS, seconds, (4.0, 10.0), strict=True):
-            rate, shape = factor * tokens**2 * heads * width / taken, f"{tokens} x {heads} x {width}"
+            rate = factor * tokens**2 * heads * width / taken
+            shape = f"{tokens} x {heads} x {width}"
             yield Line(f"{name} {direction}, {shape}", rate / 1e12, "TFLOP/s", note)
 
 
 DIRECTIONS = ("forward", "backward")
 
 
-def _attention_seconds(machine: Machine, attend: AttentionKernel, shape: tuple[int, int, int]) -> tuple[float, float]:
+def _attention_seconds(
+    machine: Machine, attend: AttentionKernel, shape: tuple[int, int, int]
+) -> tuple[float, float]:
     """Of a forward and of a backward pass with so many tokens, heads, and numbers per head."""
     device = torch.device(machine.device)
     draws = (torch.randn(1, *shape, device=device, dtype=machine.dtype) for _ in range(3))
@@ -195,20 +215,31 @@ def _attention_seconds(machine: Machine, attend: AttentionKernel, shape: tuple[i
     out = attend(*inputs)
     gradient = torch.randn_like(out)
     forward = fastest(lambda: attend(*inputs), device, 5)
-    return forward, fastest(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, 5)
+    return forward, fastest(
+        lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, 5
+    )
 
 
 def products(machine: Machine) -> Iterator[Line]:
-    """Linear layers whose weights are multiplied in int8 and fp8 (`quantized_matmul`) against bf16."""
+    """Linear layers whose weights are multiplied in int8 and fp8 (`quantized_matmul`) against
+    bf16.
+    """
     need_keys("quantized_matmul")
     for size in (machine.video, machine.image):
-        settings, tokens = SHAPES[size].settings, SHAPES[size].tokens
+        settings = SHAPES[size].settings
+        tokens = SHAPES[size].tokens
         for rows in (settings["model_dim"], settings["ff_dim"]):
-            yield from _layer_times(machine, f"{size} {tokens} x", tokens, settings["model_dim"], rows)
+            yield from _layer_times(
+                machine, f"{size} {tokens} x", tokens, settings["model_dim"], rows
+            )
 
 
-def _layer_times(machine: Machine, size: str, tokens: int, columns: int, rows: int) -> Iterator[Line]:
-    """A layer of `rows` by `columns`; compiled ones have the rounding fused, as in compiled blocks."""
+def _layer_times(
+    machine: Machine, size: str, tokens: int, columns: int, rows: int
+) -> Iterator[Line]:
+    """A layer of `rows` by `columns`; compiled ones have the rounding fused, as in compiled
+    blocks.
+    """
     device = torch.device(machine.device)
     plain = torch.nn.Linear(columns, rows, device=device, dtype=machine.dtype).requires_grad_(False)
     inputs = torch.randn(1, tokens, columns, device=device, dtype=machine.dtype).requires_grad_()
@@ -222,19 +253,37 @@ def _layer_times(machine: Machine, size: str, tokens: int, columns: int, rows: i
     for name, layer in layers.items():
         try:
             found[name] = _layer_time(layer, inputs, device)
-        except RuntimeError as error:  # this device does not have the product; the others still count
-            yield Line(f"{name} forward, {size} {columns} x {rows}", 0.0, "ms", str(error).partition("\n")[0])
+        except (
+            RuntimeError
+        ) as error:  # this device does not have the product; the others still count
+            yield Line(
+                f"{name} forward, {size} {columns} x {rows}",
+                0.0,
+                "ms",
+                str(error).partition("\n")[0],
+            )
             continue
-        for direction, seconds, unit in zip(("forward", "backward"), found[name], found["bf16"], strict=True):
-            yield Line(f"{name} {direction}, {size} {columns} x {rows}", seconds * 1e3, "ms", _ratio(seconds, unit))
+        for direction, seconds, unit in zip(
+            ("forward", "backward"), found[name], found["bf16"], strict=True
+        ):
+            yield Line(
+                f"{name} {direction}, {size} {columns} x {rows}",
+                seconds * 1e3,
+                "ms",
+                _ratio(seconds, unit),
+            )
 
 
-def _layer_time(layer: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device) -> tuple[float, float]:
+def _layer_time(
+    layer: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device
+) -> tuple[float, float]:
     """Seconds of the product, and of the gradient of its inputs."""
     out = layer(inputs)
     gradient = torch.randn_like(out)
     forward = fastest(lambda: layer(inputs), device, 5)
-    return forward, fastest(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, 5)
+    return forward, fastest(
+        lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, 5
+    )
 
 
 # The parts of `speed`, from the code of diffusers to everything.
@@ -253,7 +302,9 @@ def block(machine: Machine) -> Iterator[Line]:
         for name, settings in _block_variants(machine).items():
             seconds, kept, peak = _block_cost(machine, size, settings)
             found[name] = seconds
-            yield Line(f"{size}, {name} block", seconds * 1e3, "ms", _ratio(seconds, found["stock"]))
+            yield Line(
+                f"{size}, {name} block", seconds * 1e3, "ms", _ratio(seconds, found["stock"])
+            )
             if machine.on_gpu:
                 yield Line(f"{size}, {name} block, kept for backward", kept / GIGABYTE, "GB")
                 yield Line(f"{size}, {name} block, peak above its inputs", peak / GIGABYTE, "GB")
@@ -261,14 +312,22 @@ def block(machine: Machine) -> Iterator[Line]:
 
 def _block_variants(machine: Machine) -> dict[str, Settings]:
     """Without a GPU, inductor would spend the time of a short test on its compiler."""
-    return {name: BLOCK_VARIANTS[name] for name in BLOCK_VARIANTS if machine.on_gpu or name != "compiled"}
+    return {
+        name: BLOCK_VARIANTS[name]
+        for name in BLOCK_VARIANTS
+        if machine.on_gpu or name != "compiled"
+    }
 
 
 def _block_cost(machine: Machine, size: str, settings: Settings) -> tuple[float, int, int]:
-    """Seconds of a forward and a backward pass through the first visual block, bytes kept between, bytes at most."""
+    """Seconds of a forward and a backward pass through the first visual block, bytes kept between,
+    bytes at most.
+    """
     forget(machine.device)
     inputs: list[Any] = []
-    variant = Variant(size, machine.device, {**settings, "gradient_checkpointing": False, "lora_rank": 4})
+    variant = Variant(
+        size, machine.device, {**settings, "gradient_checkpointing": False, "lora_rank": 4}
+    )
     block: Any = variant.assembly.adapter.block_layout(variant.assembly.transformer).groups[
         "visual_transformer_blocks"
     ][0]
@@ -310,11 +369,18 @@ def _allocated(machine: Machine) -> int:
 
 
 def step(machine: Machine) -> Iterator[Line]:
-    """Our step with all that is faster against the code of diffusers, and how much of the device it uses."""
+    """Our step with all that is faster against the code of diffusers, and how much of the device it
+    uses.
+    """
     need_keys("speed")
-    rate = matmul_flops(torch.device(machine.device), machine.dtype, 8192 if machine.on_gpu else 256)
+    rate = matmul_flops(
+        torch.device(machine.device), machine.dtype, 8192 if machine.on_gpu else 256
+    )
     for size in (machine.video, machine.image):
-        variants: dict[str, Settings] = {"reference": {"speed": "reference"}, "auto": {"speed": "auto"}}
+        variants: dict[str, Settings] = {
+            "reference": {"speed": "reference"},
+            "auto": {"speed": "auto"},
+        }
         found: dict[str, Outcome] = {}
         yield from _measured(machine, size, variants, found)
         flops = found["auto"].reports[0].flops
@@ -323,7 +389,9 @@ def step(machine: Machine) -> Iterator[Line]:
 
 
 def unchecked(machine: Machine) -> Iterator[Line]:
-    """Steps that recompute half of the blocks and none of them, against the code of diffusers that recomputes none."""
+    """Steps that recompute half of the blocks and none of them, against the code of diffusers that
+    recomputes none.
+    """
     need_keys("gradient_checkpointing_kept_blocks")
     for size in (machine.image, machine.video):
         half = SHAPES[size].settings["num_visual_blocks"] // 2
@@ -338,12 +406,16 @@ def unchecked(machine: Machine) -> Iterator[Line]:
         for name, settings in variants.items():
             try:
                 yield from _measured(machine, size, {f"{name} recomputed": settings}, found)
-            except torch.OutOfMemoryError:  # as of a real clip on most cards; the others still count
+            except (
+                torch.OutOfMemoryError
+            ):  # as of a real clip on most cards; the others still count
                 yield Line(f"{size}, {name} recomputed, step", 0.0, "s", "out of memory")
 
 
 def streamer(machine: Machine) -> Iterator[Line]:
-    """Streamed weights against resident ones, then with the inputs of blocks in host memory, too."""
+    """Streamed weights against resident ones, then with the inputs of blocks in host memory,
+    too.
+    """
     need_keys("group_offload_resident_blocks")
     streamed = {"enable_group_offload": True, "group_offload_use_stream": machine.on_gpu}
     variants: dict[str, Settings] = {"resident": {}, "streamed": streamed}
@@ -352,36 +424,57 @@ def streamer(machine: Machine) -> Iterator[Line]:
     for size in (machine.video, machine.image):
         found: dict[str, Outcome] = {}
         yield from _measured(machine, size, variants, found)
-        yield Line(f"{size}, streamed, waiting for weights", found["streamed"].weights_share, "of the step")
+        yield Line(
+            f"{size}, streamed, waiting for weights", found["streamed"].weights_share, "of the step"
+        )
 
 
 def full(machine: Machine) -> Iterator[Line]:
-    """A full fine-tune: all gradients kept, released, with state on the host, and with state in 8 bits."""
+    """A full fine-tune: all gradients kept, released, with state on the host, and with state in 8
+    bits.
+    """
     need_keys("offload_optimizer_state")
     plain: Settings = {"model_type": "full"}
     released = {**plain, "optimizer_release_gradients": True}
-    variants = {"full": plain, "released": released, "state on the host": {**released, "offload_optimizer_state": True}}
+    variants = {
+        "full": plain,
+        "released": released,
+        "state on the host": {**released, "offload_optimizer_state": True},
+    }
     if machine.on_gpu and importlib.util.find_spec("torchao"):
         variants["state in 8 bits"] = {**released, "optimizer": "ao-adamw8bit"}
     yield from _measured(machine, machine.video, variants, {})
 
 
 def optimizers(machine: Machine) -> Iterator[Line]:
-    """An update of many small weights and of few large ones, by each kernel; `update_kernel` chooses between them."""
+    """An update of many small weights and of few large ones, by each kernel; `update_kernel`
+    chooses between them.
+    """
     need_keys("optimizer")
-    from simpletuner.training.update import KERNEL_KEYS, build_optimizer, runs_triton  # older versions lack these
+    from simpletuner.training.update import (
+        KERNEL_KEYS,
+        build_optimizer,
+        runs_triton,
+    )  # older versions lack these
 
     sizes = ((1200, 1 << 16), (64, 1 << 23)) if machine.on_gpu else ((20, 1 << 8), (2, 1 << 12))
     device = torch.device(machine.device)
     for name, precision in (("adamw_bf16", "bf16"), ("optimi-adamw", "bf16"), ("adamw", "no")):
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for count, numbers in sizes:
-            weights = [torch.nn.Parameter(torch.zeros(numbers, device=device, dtype=dtype)) for _ in range(count)]
+            weights = [
+                torch.nn.Parameter(torch.zeros(numbers, device=device, dtype=dtype))
+                for _ in range(count)
+            ]
             config = make_config(optimizer=name).optimizer
             for kernel in ("loop", *KERNEL_KEYS):
-                optimizer = build_optimizer(weights, config, "bf16" if name == "adamw_bf16" else "no", 1e-4)
+                optimizer = build_optimizer(
+                    weights, config, "bf16" if name == "adamw_bf16" else "no", 1e-4
+                )
                 (group,) = optimizer.param_groups
-                if (kernel != "loop" and kernel not in group) or (kernel == "triton" and not runs_triton(weights)):
+                if (kernel != "loop" and kernel not in group) or (
+                    kernel == "triton" and not runs_triton(weights)
+                ):
                     continue
                 group.update({key: key == kernel for key in KERNEL_KEYS if key in group})
                 for weight in weights:
@@ -394,15 +487,19 @@ def selective(machine: Machine) -> Iterator[Line]:
     """Checkpointing that keeps the attention's result against checkpointing that keeps nothing."""
     need_keys("speed_keep_attention")
     variants: dict[str, Settings] = {
-        name: {"speed_keep_attention": keep} for name, keep in (("nothing kept", False), ("attention kept", True))
+        name: {"speed_keep_attention": keep}
+        for name, keep in (("nothing kept", False), ("attention kept", True))
     }
     yield from _measured(machine, machine.video, variants, {})
 
 
 def deterministic(machine: Machine) -> Iterator[Line]:
-    """What an uncompiled step costs with `deterministic`, and whether two runs then agree in every bit."""
+    """What an uncompiled step costs with `deterministic`, and whether two runs then agree in every
+    bit.
+    """
     need_keys("deterministic")
-    size, found = machine.image, list[float]()
+    size = machine.image
+    found: list[float] = []
     try:
         for name, is_fixed in (("in a fixed order", True), ("in any order", False)):
             fix_order(is_fixed)  # first, since cuBLAS reads its setting once
@@ -410,7 +507,11 @@ def deterministic(machine: Machine) -> Iterator[Line]:
             found.append(seconds)
             yield Line(f"{size}, {name}, step", seconds, "s", _ratio(seconds, found[0]))
             alike = [torch.equal(one[key], other[key]) for key in one]
-            yield Line(f"{size}, {name}, weights of two runs that agree in every bit", sum(alike) / len(alike), "of 1")
+            yield Line(
+                f"{size}, {name}, weights of two runs that agree in every bit",
+                sum(alike) / len(alike),
+                "of 1",
+            )
     finally:
         fix_order(False)
 
@@ -420,40 +521,55 @@ def _four_steps(machine: Machine, size: str) -> tuple[float, dict[str, Tensor]]:
     forget(machine.device)
     variant = Variant(size, machine.device, {"dynamo_backend": "no"})
     seconds = [variant.step().seconds for _ in range(4)]
-    return min(seconds[1:]), {name: each.detach().cpu() for name, each in variant.assembly.parameters.items()}
+    return min(seconds[1:]), {
+        name: each.detach().cpu() for name, each in variant.assembly.parameters.items()
+    }
 
 
 def tread(machine: Machine) -> Iterator[Line]:
     """Half of the tokens pass by all blocks but the outermost ones."""
     for size in (machine.video, machine.image):
         found: dict[str, Outcome] = {}
-        for name, techniques in (("all tokens", []), ("half the tokens", [Tread(TreadSpec([routes_of(size)]))])):
+        for name, techniques in (
+            ("all tokens", []),
+            ("half the tokens", [Tread(TreadSpec([routes_of(size)]))]),
+        ):
             yield from _measured(machine, size, {name: {}}, found, techniques)
         if size in MODELS:
             allowed = share_of_arithmetic(size, [routes_of(size)])
             reached = allowed * found["all tokens"].seconds / found["half the tokens"].seconds
-            yield Line(f"{size}, speed-up / FLOP limit", reached, "of 1", f"limit {1 / allowed:.2f}")
+            yield Line(
+                f"{size}, speed-up / FLOP limit", reached, "of 1", f"limit {1 / allowed:.2f}"
+            )
 
 
 def routes_of(size: str) -> Route:
-    """Half of the tokens pass by layers 2 to -2; by all layers of a model that has no more than three."""
+    """Half of the tokens pass by layers 2 to -2; by all layers of a model that has no more than
+    three.
+    """
     edge = 2 if SHAPES[size].settings["num_visual_blocks"] > 3 else 0
     return Route(0.5, edge, -edge or -1)
 
 
 def vae(machine: Machine) -> Iterator[Line]:
     """The encoder of HunyuanVideo's VAE with its convolutions in either memory layout."""
-    device, real = torch.device(machine.device), machine.size == "real"
+    device = torch.device(machine.device)
+    real = machine.size == "real"
     model = build_clip_vae(machine.video, machine.device)
     frames, height, width = (17, 512, 768) if real else (5, 32, 48)
     pixels = torch.rand(1, 3, frames, height, width, device=device, dtype=machine.dtype)
     found: dict[str, float] = {}
-    for name, layout in (("contiguous", torch.contiguous_format), ("channels_last_3d", torch.channels_last_3d)):
+    for name, layout in (
+        ("contiguous", torch.contiguous_format),
+        ("channels_last_3d", torch.channels_last_3d),
+    ):
         model.to(memory_format=layout)
         given = pixels.contiguous(memory_format=layout)
         with torch.no_grad():
             found[name] = fastest(lambda given=given: model.encode(given), device, 3)
-        yield Line(name, found[name] * 1e3, "ms for one clip", _ratio(found[name], found["contiguous"]))
+        yield Line(
+            name, found[name] * 1e3, "ms for one clip", _ratio(found[name], found["contiguous"])
+        )
 
 
 def decoding(machine: Machine) -> Iterator[Line]:
@@ -462,9 +578,12 @@ def decoding(machine: Machine) -> Iterator[Line]:
     from simpletuner.models.decoding import decode_in
     from simpletuner.models.vae_cost import TILE, VaeLoad  # older versions lack these
 
-    device, spec = torch.device(machine.device), FAMILIES["kandinsky5-video"]
+    device = torch.device(machine.device)
+    spec = FAMILIES["kandinsky5-video"]
     width, height, frames = (768, 512, 61) if machine.size == "real" else (48, 32, 5)
-    z = torch.randn(1, 16, *spec.latent_size(width, height, frames), device=device, dtype=machine.dtype)
+    z = torch.randn(
+        1, 16, *spec.latent_size(width, height, frames), device=device, dtype=machine.dtype
+    )
     found: dict[str, float] = {}
     for how in ("whole", "strips", "tiles"):
         model = build_clip_vae(machine.video, machine.device)
@@ -476,7 +595,9 @@ def decoding(machine: Machine) -> Iterator[Line]:
             found[how] = fastest(partial(model.decode, z), device, 2)
         yield Line(how, found[how] * 1e3, "ms for one clip", _ratio(found[how], found["whole"]))
         if machine.on_gpu:
-            load = VaeLoad(1, frames, width, height, tiled=how == "tiles", strips=how != "whole", tile=TILE)
+            load = VaeLoad(
+                1, frames, width, height, tiled=how == "tiles", strips=how != "whole", tile=TILE
+            )
             planned = 2 * spec.cost.vae.decode(load)
             taken = torch.cuda.max_memory_allocated() - before
             yield Line(f"{how}, peak", taken / 2**30, "GiB", f"{taken / planned:.3f} of the plan's")
@@ -514,7 +635,9 @@ Section = Callable[[Machine], Iterator[Line]]
 # What to look at, and what to set until it is mended, if a section fails.
 SUSPECTS = {
     "sparse": "the implementations of block-sparse attention in `models/kandinsky5/flex.py`",
-    "attention": "kernels of scaled_dot_product_attention; `deterministic: true` keeps to flash and math",
+    "attention": (
+        "kernels of scaled_dot_product_attention; `deterministic: true` keeps to flash and math"
+    ),
     "step": "compiled blocks (`dynamo_backend: no`) or our own (`speed: reference`)",
     "unchecked": "blocks that recompute themselves (`speed: reference`)",
     "streamer": "the order of copies (`group_offload_use_stream: false`), or page-locked memory",
@@ -522,13 +645,15 @@ SUSPECTS = {
     "block": "compiled blocks (`dynamo_backend: no`)",
     "deterministic": "a kernel without a fixed order of sums, which torch names",
     "tread": "routed tokens in compiled blocks (`dynamo_backend: no`)",
-    "full": "gradients that are released (`optimizer_release_gradients: false`), or state on the host",
+    "full": (
+        "gradients that are released (`optimizer_release_gradients: false`), or state on the host"
+    ),
     "optimizers": "the kernels of `update_kernel` in `config/optimizers.py`",
     "products": "`quantized_matmul: false`, or int8-torchao in place of int8dq-torchao",
     "decoding": "`validation_decoding: tiles`",
 }
-# In order of what is missed most, with the seconds that each may take: about twice what is expected of an H100. All of
-# them fit into two runs of `first_gpu.MINUTES`.
+# In order of what is missed most, with the seconds that each may take: about twice what is expected
+# of an H100. All of them fit into two runs of `first_gpu.MINUTES`.
 SECTIONS: dict[str, tuple[Section, float]] = {
     "sparse": (sparse, 60),
     "peaks": (peaks, 20),

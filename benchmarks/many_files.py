@@ -1,9 +1,10 @@
-"""A start with many files: a dry run, and `simpletuner train` up to the end of step 1, with every cache full.
+"""A start with many files: a dry run, and `simpletuner train` up to the end of step 1, with every
+cache full.
 
-The folders are generated: small PNG files with captions, and cache entries that are copies of a few real ones under
-the keys that the plan asks for. Each command is a process of its own; its CPU time is given in seconds and in units of
-`python -c "import torch"` of the same round, its memory as the peak of the process beyond that of a start with
-`FEW` files. Torch-free itself.
+The folders are generated: small PNG files with captions, and cache entries that are copies of a few
+real ones under the keys that the plan asks for. Each command is a process of its own; its CPU time
+is given in seconds and in units of `python -c "import torch"` of the same round, its memory as the
+peak of the process beyond that of a start with `FEW` files. Torch-free itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from pathlib import Path
 from tests.tools.tiny import make_checkpoint
 from tests.tools.workspace import Workspace
 folder = Path(sys.argv[1])
-Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint"), pictures=0, **json.loads(sys.argv[2]))
+settings = json.loads(sys.argv[2])
+Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint"), pictures=0, **settings)
 """
 COPY_ENTRIES = "from benchmarks.many_files import copy_entries; copy_entries()"
 SETTINGS = {"max_train_steps": 50, "checkpoint_step_interval": 1000, "cache_dir": "cache"}
@@ -56,7 +58,12 @@ def picture(number: int) -> bytes:
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def add_pictures(folder: Path, first: int, end: int) -> None:
@@ -66,12 +73,16 @@ def add_pictures(folder: Path, first: int, end: int) -> None:
         target.mkdir(parents=True, exist_ok=True)
         (target / f"{number:06}.png").write_bytes(picture(number))
         more = "\nthe same scene, described a second time" if number % 10 == 0 else ""
-        text = f"number {number}, a plain picture in one colour, soft light from the left, no people{more}\n"
+        text = (
+            f"number {number}, a plain picture in one colour, soft light from the left, no "
+            f"people{more}\n"
+        )
         (target / f"{number:06}.txt").write_text(text)
 
 
 def copy_entries() -> None:
-    """Fill the caches of the configuration in the working directory with copies of the entries that are there.
+    """Fill the caches of the configuration in the working directory with copies of the entries that
+    are there.
 
     Raises:
         StopIteration: there is none of some shape.
@@ -109,7 +120,14 @@ def make_folder(folder: Path, count: int) -> Path:
     pictures = run / "datasets" / "pictures"
     add_pictures(pictures, 0, FEW)
     fill = [sys.executable, *PRODUCT, "cache", "fill"]
-    subprocess.run(fill, check=True, cwd=run, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        fill,
+        check=True,
+        cwd=run,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     add_pictures(pictures, FEW, count)
     subprocess.run([sys.executable, "-c", COPY_ENTRIES], check=True, cwd=run, env=environment())
     return run
@@ -139,7 +157,8 @@ class Measured:
         memory = statistics.median(mine.peak - few.peak for mine, few in pairs) / 1e6
         peak = statistics.median(mine.peak for mine, _ in pairs) / 1e6
         note = (
-            f"adds {statistics.median(added):.2f} s and {memory:.0f} MB; in all {whole:.2f} s of CPU and {peak:.0f} MB"
+            f"adds {statistics.median(added):.2f} s and {memory:.0f} MB; in all {whole:.2f} s of "
+            f"CPU and {peak:.0f} MB"
         )
         shares = [seconds / base for seconds, base in zip(added, self.unit, strict=True)]
         return Ratio(f"{name}, {count:,} pictures", shares, note=note)
@@ -147,8 +166,19 @@ class Measured:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else None, rounds=3)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1_000, 10_000, 100_000], help="numbers of pictures")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="make the folders here, or use those that are here")
+    parser.add_argument(
+        "--counts",
+        type=int,
+        nargs="+",
+        default=[1_000, 10_000, 100_000],
+        help="numbers of pictures",
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="make the folders here, or use those that are here",
+    )
     options = parser.parse_args()
     kept = vars(options).pop("keep")  # a path, which the results do without
     measured = Measured()
@@ -159,14 +189,23 @@ def main() -> None:
             if not run.is_dir():
                 make_folder(run.parent, count)
             first = commands(run)["step 1"].run(sys.executable)
-            print(f"first start, {count:,} pictures: {first.cpu:.2f} s of CPU, {first.peak / 1e6:.0f} MB")
+            print(
+                f"first start, {count:,} pictures: {first.cpu:.2f} s of CPU, "
+                f"{first.peak / 1e6:.0f} MB"
+            )
         for _ in range(options.rounds):
             measured.unit.append(Command(("-c", UNIT), place).run(sys.executable).cpu)
             for count, run in runs.items():
                 for name, command in commands(run).items():
                     measured.taken.setdefault((name, count), []).append(command.run(sys.executable))
-    ratios = [measured.line(name, count) for name in ("dry run", "step 1") for count in options.counts]
-    show("What files add to a start with full caches, CPU time in units of `import torch`", ratios, options)
+    ratios = [
+        measured.line(name, count) for name in ("dry run", "step 1") for count in options.counts
+    ]
+    show(
+        "What files add to a start with full caches, CPU time in units of `import torch`",
+        ratios,
+        options,
+    )
 
 
 if __name__ == "__main__":

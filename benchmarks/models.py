@@ -1,8 +1,8 @@
 """Transformers of random weights in many sizes, batches for them, and adapters around them.
 
-The tiny ones, one per family, are what the tests use. medium is large enough that arithmetic outweighs Python on one
-CPU thread. lite, image, pro and sana are the real architectures at their usual number of tokens; they are made on the
-device itself and need a GPU.
+The tiny ones, one per family, are what the tests use. medium is large enough that arithmetic
+outweighs Python on one CPU thread. lite, image, pro and sana are the real architectures at their
+usual number of tokens; they are made on the device itself and need a GPU.
 """
 
 from __future__ import annotations
@@ -63,8 +63,15 @@ class Size:
         return frames * height * width // 4
 
 
-def _published(family: str, flavour: str, latents: tuple[int, int, int], *, caption: int, embeds: dict[str, int],
-               gigabytes: float) -> Size:  # fmt: skip
+def _published(
+    family: str,
+    flavour: str,
+    latents: tuple[int, int, int],
+    *,
+    caption: int,
+    embeds: dict[str, int],
+    gigabytes: float,
+) -> Size:
     """The architecture of a flavour as it is published, with dense attention."""
     settings = dict(FAMILIES[family].cost.published(flavour))
     if "attention_type" in settings:
@@ -77,62 +84,162 @@ def _kandinsky(size: dict[str, Any], axes: tuple[int, int, int], **more: Any) ->
     return {**channels, **size, "axes_dims": axes, **more}
 
 
-_TINY = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": WIDTH, "model_dim": WIDTH, "ff_dim": 2 * WIDTH,
-         "num_text_blocks": 1, "num_visual_blocks": 2}  # fmt: skip
-_MEDIUM = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 128, "model_dim": 384, "ff_dim": 1536,
-           "num_text_blocks": 2, "num_visual_blocks": 8}  # fmt: skip
+_TINY = {
+    "in_text_dim": WIDTH,
+    "in_text_dim2": WIDTH,
+    "time_dim": WIDTH,
+    "model_dim": WIDTH,
+    "ff_dim": 2 * WIDTH,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+}
+_MEDIUM = {
+    "in_text_dim": WIDTH,
+    "in_text_dim2": WIDTH,
+    "time_dim": 128,
+    "model_dim": 384,
+    "ff_dim": 1536,
+    "num_text_blocks": 2,
+    "num_visual_blocks": 8,
+}
 _NABLA: dict[str, Any] = {
-    **_MEDIUM, "attention_type": "nabla", "attention_P": 0.9, "attention_add_sta": True,
-    "attention_method": "topcdf", "attention_wT": 3, "attention_wW": 3, "attention_wH": 3,
-}  # fmt: skip
+    **_MEDIUM,
+    "attention_type": "nabla",
+    "attention_P": 0.9,
+    "attention_add_sta": True,
+    "attention_method": "topcdf",
+    "attention_wT": 3,
+    "attention_wW": 3,
+    "attention_wH": 3,
+}
 _DEEP = {**_MEDIUM, "num_visual_blocks": 16}
-_TINY_SANA = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "num_cross_attention_heads": 2,
-              "cross_attention_head_dim": 24, "cross_attention_dim": 48, "caption_channels": WIDTH}  # fmt: skip
+_TINY_SANA = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 24,
+    "num_layers": 2,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 24,
+    "cross_attention_dim": 48,
+    "caption_channels": WIDTH,
+}
 _SMALL_TEXT = {"prompt_embeds": WIDTH, "pooled_prompt_embeds": WIDTH}
 _QWEN_AND_CLIP = {"prompt_embeds": 3584, "pooled_prompt_embeds": 768}
 _NARROW = (16, 24, 24)
 
 SHAPES: dict[str, Size] = {
-    "tiny": Size("kandinsky5-image", "t2i-lite-sft", _kandinsky(_TINY, (4, 6, 6)), (1, 16, 16), 24, _SMALL_TEXT),
-    "medium": Size("kandinsky5-image", "t2i-lite-sft", _kandinsky(_MEDIUM, _NARROW), (1, 32, 32), 64, _SMALL_TEXT),
-    "tiny-video": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_TINY, (4, 6, 6), visual_cond=True),
-                       (3, 8, 12), 24, _SMALL_TEXT),
-    "medium-video": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_MEDIUM, _NARROW, visual_cond=True),
-                         (5, 16, 24), 64, _SMALL_TEXT),
-    "deep": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_DEEP, _NARROW, visual_cond=True), (4, 32, 32),
-                 128, _SMALL_TEXT),
-    "medium-nabla": Size("kandinsky5-video", "t2v-lite-sft-10s", _kandinsky(_NABLA, _NARROW, visual_cond=True),
-                         (4, 32, 32), 64, _SMALL_TEXT),
-    "tiny-sana": Size("sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 300, {"prompt_embeds": WIDTH}),
+    "tiny": Size(
+        "kandinsky5-image",
+        "t2i-lite-sft",
+        _kandinsky(_TINY, (4, 6, 6)),
+        (1, 16, 16),
+        24,
+        _SMALL_TEXT,
+    ),
+    "medium": Size(
+        "kandinsky5-image",
+        "t2i-lite-sft",
+        _kandinsky(_MEDIUM, _NARROW),
+        (1, 32, 32),
+        64,
+        _SMALL_TEXT,
+    ),
+    "tiny-video": Size(
+        "kandinsky5-video",
+        "t2v-lite-sft-5s",
+        _kandinsky(_TINY, (4, 6, 6), visual_cond=True),
+        (3, 8, 12),
+        24,
+        _SMALL_TEXT,
+    ),
+    "medium-video": Size(
+        "kandinsky5-video",
+        "t2v-lite-sft-5s",
+        _kandinsky(_MEDIUM, _NARROW, visual_cond=True),
+        (5, 16, 24),
+        64,
+        _SMALL_TEXT,
+    ),
+    "deep": Size(
+        "kandinsky5-video",
+        "t2v-lite-sft-5s",
+        _kandinsky(_DEEP, _NARROW, visual_cond=True),
+        (4, 32, 32),
+        128,
+        _SMALL_TEXT,
+    ),
+    "medium-nabla": Size(
+        "kandinsky5-video",
+        "t2v-lite-sft-10s",
+        _kandinsky(_NABLA, _NARROW, visual_cond=True),
+        (4, 32, 32),
+        64,
+        _SMALL_TEXT,
+    ),
+    "tiny-sana": Size(
+        "sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 300, {"prompt_embeds": WIDTH}
+    ),
     # 512 x 768, 61 frames
-    "lite": _published("kandinsky5-video", "t2v-lite-sft-5s", (16, 64, 96), caption=256, embeds=_QWEN_AND_CLIP,
-                       gigabytes=4.6),
+    "lite": _published(
+        "kandinsky5-video",
+        "t2v-lite-sft-5s",
+        (16, 64, 96),
+        caption=256,
+        embeds=_QWEN_AND_CLIP,
+        gigabytes=4.6,
+    ),
     # 1024 x 1024
-    "image": _published("kandinsky5-image", "t2i-lite-sft", (1, 128, 128), caption=256, embeds=_QWEN_AND_CLIP,
-                        gigabytes=13.3),
+    "image": _published(
+        "kandinsky5-image",
+        "t2i-lite-sft",
+        (1, 128, 128),
+        caption=256,
+        embeds=_QWEN_AND_CLIP,
+        gigabytes=13.3,
+    ),
     # 512 x 768, 121 frames
-    "pro": _published("kandinsky5-video", "t2v-pro-sft-5s-hd", (31, 64, 96), caption=256, embeds=_QWEN_AND_CLIP,
-                      gigabytes=43.4),
+    "pro": _published(
+        "kandinsky5-video",
+        "t2v-pro-sft-5s-hd",
+        (31, 64, 96),
+        caption=256,
+        embeds=_QWEN_AND_CLIP,
+        gigabytes=43.4,
+    ),
     # 480 x 832, 81 frames
-    "sana": _published("sanavideo", "2b-480p", (21, 60, 104), caption=300, embeds={"prompt_embeds": 2304},
-                       gigabytes=4.1),
-}  # fmt: skip
+    "sana": _published(
+        "sanavideo",
+        "2b-480p",
+        (21, 60, 104),
+        caption=300,
+        embeds={"prompt_embeds": 2304},
+        gigabytes=4.1,
+    ),
+}
 SIZES = tuple(SHAPES)
 
 
 def _small_kandinsky(heads: int, head: int, ratio: int) -> dict[str, Any]:
-    widths = {**_TINY, "num_text_blocks": 2, "model_dim": heads * head, "ff_dim": ratio * heads * head}
+    widths = {
+        **_TINY,
+        "num_text_blocks": 2,
+        "model_dim": heads * head,
+        "ff_dim": ratio * heads * head,
+    }
     return _kandinsky(widths, (head // 4, head * 3 // 8, head * 3 // 8))
 
 
 def _small_sana(heads: int, head: int, ratio: int) -> dict[str, Any]:
-    widths = {"attention_head_dim": head, "cross_attention_head_dim": head, "cross_attention_dim": heads * head}
+    widths = {
+        "attention_head_dim": head,
+        "cross_attention_head_dim": head,
+        "cross_attention_dim": heads * head,
+    }
     counts = {"num_attention_heads": heads, "num_cross_attention_heads": heads}
     return {**_TINY_SANA, **counts, **widths, "mlp_ratio": float(ratio)}
 
 
-# Settings of a small transformer of each class with so many heads, of such a width, and a feed-forward so many times
-# as wide; text embeddings are `WIDTH` wide.
+# Settings of a small transformer of each class with so many heads, of such a width, and a
+# feed-forward so many times as wide; text embeddings are `WIDTH` wide.
 SMALL: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "Kandinsky5Transformer3DModel": _small_kandinsky,
     "SanaVideoTransformer3DModel": _small_sana,
@@ -144,7 +251,9 @@ def small_size(family: str, heads: int, head: int, ratio: int) -> Size:
     spec = FAMILIES[family]
     settings = SMALL[spec.cost.transformer_class](heads, head, ratio)
     pooled = {"pooled_prompt_embeds": WIDTH} if spec.text_encoders > 1 else {}
-    return Size(family, spec.flavour_names[0], settings, (1, 8, 8), 24, {"prompt_embeds": WIDTH, **pooled})
+    return Size(
+        family, spec.flavour_names[0], settings, (1, 8, 8), 24, {"prompt_embeds": WIDTH, **pooled}
+    )
 
 
 def transformer_class(size: str) -> Any:
@@ -152,7 +261,9 @@ def transformer_class(size: str) -> Any:
     return getattr(diffusers, FAMILIES[SHAPES[size].family].cost.transformer_class)
 
 
-def cost_of(cost: FamilyCost, model: Any, kernels: Kernels = STOCK, /, **changes: object) -> TransformerCost:
+def cost_of(
+    cost: FamilyCost, model: Any, kernels: Kernels = STOCK, /, **changes: object
+) -> TransformerCost:
     """What a model costs, as its config and its parameters have it, but for some settings."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return cost.transformer({**model.config, **changes}, shapes, kernels)
@@ -168,8 +279,9 @@ def hollow_transformer(size: str) -> nn.Module:
 def build_transformer(size: str, device: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """The transformer of a size, in training mode; equal seeds give equal weights.
 
-    Weights are drawn on the device, each in the precision in which a checkpoint of that dtype is loaded, so a model
-    takes no more memory while it is made than afterwards. None is zero: behind a gate of zero, gradients are zero.
+    Weights are drawn on the device, each in the precision in which a checkpoint of that dtype is
+    loaded, so a model takes no more memory while it is made than afterwards. None is zero: behind a
+    gate of zero, gradients are zero.
     """
     model = hollow_transformer(size)
     generator = torch.Generator(device).manual_seed(seed)
@@ -188,7 +300,12 @@ def dtype_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def random_weight(
-    name: str, key: str, like: Tensor, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+    name: str,
+    key: str,
+    like: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
 ) -> Tensor:
     """Matrices that keep the size of what they multiply, norms near 1, and gates that are small."""
     values = torch.empty(like.shape, device=device, dtype=dtype)
@@ -215,12 +332,15 @@ def build_vae() -> AutoencoderKL:
 
 
 def build_clip_vae(size: str, device: str) -> AutoencoderKLHunyuanVideo:
-    """HunyuanVideo's VAE; the real one for a real size, else an eighth as wide. In bf16 on a GPU."""
+    """HunyuanVideo's VAE; the real one for a real size, else an eighth as wide. In bf16 on a
+    GPU.
+    """
     real = SHAPES[size].gigabytes is not None
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
         vae = AutoencoderKLHunyuanVideo(
-            block_out_channels=(128, 256, 512, 512) if real else (16, 32, 64, 64), norm_num_groups=32 if real else 8
+            block_out_channels=(128, 256, 512, 512) if real else (16, 32, 64, 64),
+            norm_num_groups=32 if real else 8,
         )
     made: AutoencoderKLHunyuanVideo = vae.to(dtype).requires_grad_(False).eval()
     return made
@@ -230,9 +350,12 @@ def build_medium_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForCondit
     """The tests' Qwen2.5-VL made wider and deeper."""
     config = build_qwen(tokenizer).config
     text = config.text_config
-    text.hidden_size, text.intermediate_size, text.num_hidden_layers = 512, 2048, 8
+    text.hidden_size = 512
+    text.intermediate_size = 2048
+    text.num_hidden_layers = 8
     text.layer_types = ["full_attention"] * text.num_hidden_layers
-    text.num_attention_heads, text.num_key_value_heads = 8, 2
+    text.num_attention_heads = 8
+    text.num_key_value_heads = 2
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [8, 12, 12]}
     config.vision_config.out_hidden_size = text.hidden_size
     return Qwen2_5_VLForConditionalGeneration(config)
@@ -242,14 +365,20 @@ def build_medium_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForCondit
 _QWEN = {"slice": (4880, 1024, 5408, 3, 8, 1), "real": (152_064, 3584, 18_944, 28, 28, 4)}
 
 
-def build_qwen_of(size: str, tokenizer: PreTrainedTokenizerBase, device: str) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with a tiny vision tower: the text model of 7 billion weights in bf16, or a slice of it in float32.
+def build_qwen_of(
+    size: str, tokenizer: PreTrainedTokenizerBase, device: str
+) -> Qwen2_5_VLForConditionalGeneration:
+    """Qwen2.5-VL with a tiny vision tower: the text model of 7 billion weights in bf16, or a slice
+    of it in float32.
 
-    In the slice, feed-forward, attention and head have the shares of the arithmetic that they have in the real one.
+    In the slice, feed-forward, attention and head have the shares of the arithmetic that they have
+    in the real one.
     """
     config = build_qwen(tokenizer).config
     text = config.text_config
-    text.vocab_size, text.hidden_size, text.intermediate_size, text.num_hidden_layers = _QWEN[size][:4]
+    text.vocab_size, text.hidden_size, text.intermediate_size, text.num_hidden_layers = _QWEN[size][
+        :4
+    ]
     text.num_attention_heads, text.num_key_value_heads = _QWEN[size][4:]
     text.layer_types = ["full_attention"] * text.num_hidden_layers
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [16, 24, 24]}
@@ -265,16 +394,25 @@ def build_qwen_of(size: str, tokenizer: PreTrainedTokenizerBase, device: str) ->
 def build_medium_gemma(vocabulary: int) -> Gemma2Model:
     """The tests' Gemma 2 made wider and deeper."""
     config = build_gemma(vocabulary).config
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 512, 2048, 8
+    config.hidden_size = 512
+    config.intermediate_size = 2048
+    config.num_hidden_layers = 8
     config.layer_types = ["sliding_attention", "full_attention"] * (config.num_hidden_layers // 2)
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 128
+    config.num_attention_heads = 4
+    config.num_key_value_heads = 2
+    config.head_dim = 128
     return Gemma2Model(config)
 
 
 def make_config(size: str = "tiny", **settings: Any) -> RunConfig:
     """The config of a LoRA run."""
     shape = SHAPES[size]
-    values = {"model_type": "lora", "model_family": shape.family, "model_flavour": shape.flavour, **settings}
+    values = {
+        "model_type": "lora",
+        "model_family": shape.family,
+        "model_flavour": shape.flavour,
+        **settings,
+    }
     problems = Problems()
     config = resolve([Layer("benchmark", list(values.items()))], problems)
     if config is None or problems:
@@ -289,11 +427,15 @@ def lora_targets(size: str) -> list[str]:
 
 def adapter_settings(config: RunConfig) -> AdapterSettings:
     """The settings of an adapter, as a run selects them."""
-    return AdapterSettings(config.text, config.caching, config.family, config.validation.validation_noise_scheduler)
+    return AdapterSettings(
+        config.text, config.caching, config.family, config.validation.validation_noise_scheduler
+    )
 
 
 def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
-    """The family's own adapter; loading its transformer makes one of random weights on the device."""
+    """The family's own adapter; loading its transformer makes one of random weights on the
+    device.
+    """
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
     source = ModelSource.from_settings(spec, flavour, config.flat)
@@ -326,7 +468,9 @@ def make_batch(size: str, count: int, latents: tuple[int, int, int] | None = Non
         torch.manual_seed(count)
         embeds = [
             {
-                name: torch.randn(width) if name.startswith("pooled") else torch.randn(shape.caption, width)
+                name: torch.randn(width)
+                if name.startswith("pooled")
+                else torch.randn(shape.caption, width)
                 for name, width in shape.embeds.items()
             }
             for _ in range(count)

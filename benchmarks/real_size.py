@@ -1,10 +1,13 @@
-"""Host memory of loading real sizes, against what `simpletuner plan` says of it before a weight is loaded.
+"""Host memory of loading real sizes, against what `simpletuner plan` says of it before a weight is
+loaded.
 
-Writes checkpoints of random weights to a scratch folder, shard by shard; a process for each size and way to load then
-loads the transformer as a run does, and runs one micro-step of a few tokens on the CPU.
+Writes checkpoints of random weights to a scratch folder, shard by shard; a process for each size
+and way to load then loads the transformer as a run does, and runs one micro-step of a few tokens on
+the CPU.
 
-The memory of a process is what only it has: anonymous pages and shared memory, looked at every few milliseconds. Pages
-of mapped checkpoints, which the system drops when it needs room, are not in it, but in the high-water mark (VmHWM).
+The memory of a process is what only it has: anonymous pages and shared memory, looked at every few
+milliseconds. Pages of mapped checkpoints, which the system drops when it needs room, are not in it,
+but in the high-water mark (VmHWM).
 """
 
 from __future__ import annotations
@@ -52,17 +55,21 @@ from simpletuner.weights.part import DIFFUSERS_WEIGHTS
 
 BAR = 1.10
 SHARD = 10**9  # bytes
-LATENTS, CAPTION = (1, 8, 8), 8  # sizes of the latents, tokens of the caption
+# sizes of the latents, tokens of the caption
+LATENTS = (1, 8, 8)
+CAPTION = 8
 INTERVAL = 0.005  # seconds between looks at the memory
 STATUS = Path("/proc/self/status")
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "int8, streamed": {"base_model_precision": "int8-quanto", "enable_group_offload": True},
     "int8, from disk": {
-        "base_model_precision": "int8-quanto", "enable_group_offload": True, "group_offload_to_disk_path": "offloaded",
+        "base_model_precision": "int8-quanto",
+        "enable_group_offload": True,
+        "group_offload_to_disk_path": "offloaded",
     },
     "int8, resident": {"base_model_precision": "int8-quanto"},
     "bf16, streamed": {"enable_group_offload": True},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -84,10 +91,17 @@ class Peaks:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else None, rounds=1)
-    parser.add_argument("--folder", type=Path, required=True, help="scratch folder; a checkpoint in it is used again")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="scratch folder; a checkpoint in it is used again",
+    )
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["lite", "image", "sana"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    parser.add_argument("--sparse", action="store_true", help="zeros in files without blocks on the disk")
+    parser.add_argument(
+        "--sparse", action="store_true", help="zeros in files without blocks on the disk"
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -109,11 +123,23 @@ def compare(name: str, rounds: list[Peaks]) -> Iterator[Ratio]:
     last = rounds[-1]
     packed, marked = (f", {each / 1e9:.2f} GB" for each in (last.packed, last.marked))
     for phase, found, planned, more in (
-        ("loading", [each.loading for each in rounds], last.planned_loading, f"{packed} of packed weights"),
-        ("micro-step", [each.step for each in rounds], last.planned_step, f"{marked} with mapped pages"),
+        (
+            "loading",
+            [each.loading for each in rounds],
+            last.planned_loading,
+            f"{packed} of packed weights",
+        ),
+        (
+            "micro-step",
+            [each.step for each in rounds],
+            last.planned_step,
+            f"{marked} with mapped pages",
+        ),
     ):
         note = f"measured {found[-1] / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB{more}"
-        yield Ratio(f"{name}: {phase}, measured / planned", [each / planned for each in found], BAR, note)
+        yield Ratio(
+            f"{name}: {phase}, measured / planned", [each / planned for each in found], BAR, note
+        )
 
 
 def in_a_process(folder: Path, size: str, kind: str) -> Peaks:
@@ -125,26 +151,34 @@ def in_a_process(folder: Path, size: str, kind: str) -> Peaks:
 
 
 def write_checkpoint(folder: Path, size: str, *, sparse: bool = False) -> None:
-    """Write the transformer of a size, if it is not there: random weights in bf16, what stays float32 in float32.
+    """Write the transformer of a size, if it is not there: random weights in bf16, what stays
+    float32 in float32.
 
     Never more than a shard is in memory.
 
     Args:
-        sparse: weights are zeros that take no room on the disk: as many pages are mapped and packed.
+        sparse: weights are zeros that take no room on the disk: as many pages are mapped and
+            packed.
     """
-    target, model = folder / "transformer", hollow_transformer(size)
+    target = folder / "transformer"
+    model = hollow_transformer(size)
     index = target / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX}"
     if index.is_file():
         return
     model.save_config(target)
     shards = list(split(model))
-    generator, listed = torch.Generator().manual_seed(0), dict[str, str]()
+    generator = torch.Generator().manual_seed(0)
+    listed: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"{DIFFUSERS_WEIGHTS}-{number:05}-of-{len(shards):05}.safetensors"
         if sparse:
             save_zeros(model, names, target / file)
         else:
-            save_file({name: draw(model, name, generator) for name in names}, target / file, {"format": "pt"})
+            save_file(
+                {name: draw(model, name, generator) for name in names},
+                target / file,
+                {"format": "pt"},
+            )
         listed |= dict.fromkeys(names, file)
     index.write_text(json.dumps({"metadata": {}, "weight_map": listed}), encoding="utf-8")
 
@@ -157,8 +191,10 @@ def split(model: Any) -> Iterator[list[str]]:
         size = like.numel() * dtype_of(model, name, torch.bfloat16).itemsize
         if names and size > room:
             yield names
-            names, room = [], SHARD
-        names, room = [*names, name], room - size
+            names = []
+            room = SHARD
+        names = [*names, name]
+        room = room - size
     yield names
 
 
@@ -167,8 +203,10 @@ def save_zeros(model: Any, names: list[str], path: Path) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        dtype, like = dtype_of(model, name, torch.bfloat16), model.get_parameter(name)
-        start, end = end, end + like.numel() * dtype.itemsize
+        dtype = dtype_of(model, name, torch.bfloat16)
+        like = model.get_parameter(name)
+        start = end
+        end = end + like.numel() * dtype.itemsize
         kind = "F32" if dtype == torch.float32 else "BF16"
         header[name] = {"dtype": kind, "shape": list(like.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
@@ -180,16 +218,24 @@ def save_zeros(model: Any, names: list[str], path: Path) -> None:
 def draw(model: Any, name: str, generator: torch.Generator) -> torch.Tensor:
     path, _, key = name.rpartition(".")
     dtype = dtype_of(model, name, torch.bfloat16)
-    return random_weight(path, key, model.get_parameter(name), torch.device("cpu"), dtype, generator)
+    return random_weight(
+        path, key, model.get_parameter(name), torch.device("cpu"), dtype, generator
+    )
 
 
 def measure(folder: Path, size: str, kind: str) -> Peaks:
     """Load a checkpoint in this process, and run a micro-step."""
     settings = dict(KINDS[kind])
     if "group_offload_to_disk_path" in settings:
-        settings["group_offload_to_disk_path"] = str(folder / settings["group_offload_to_disk_path"])
+        settings["group_offload_to_disk_path"] = str(
+            folder / settings["group_offload_to_disk_path"]
+        )
     config = make_config(
-        size, pretrained_model_name_or_path=str(folder / size), mixed_precision="bf16", speed="reference", **settings
+        size,
+        pretrained_model_name_or_path=str(folder / size),
+        mixed_precision="bf16",
+        speed="reference",
+        **settings,
     )
     with Watch() as loading:
         assembly = assemble_it(config, size)
@@ -208,7 +254,9 @@ def assemble_it(config: RunConfig, size: str) -> Any:
     flavour = spec.flavour(SHAPES[size].flavour)
     source = ModelSource.from_settings(spec, flavour, config.flat)
     adapter = load_adapter(spec)(adapter_settings(config), flavour, source)
-    intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=1, learning_rate=1e-4)
+    intent = TrainingSpec(
+        lora_targets=lora_targets(size), seed=0, total_steps=1, learning_rate=1e-4
+    )
     return assemble(assembly_settings(config, intent), adapter, [], make_accelerator("cpu"))
 
 
@@ -229,7 +277,8 @@ class Watch:
     """Looks at the memory of the process while its block runs."""
 
     def __init__(self) -> None:
-        self.peak, self._done = 0.0, threading.Event()
+        self.peak = 0.0
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def __enter__(self) -> Watch:
@@ -251,7 +300,11 @@ class Watch:
 def memory() -> dict[str, float]:
     """The memory of this process in bytes, as Linux counts it."""
     lines = (line.split() for line in STATUS.read_text(encoding="ascii").splitlines())
-    return {words[0].rstrip(":"): float(words[1]) * 1024 for words in lines if words[0].startswith(("Rss", "VmHWM"))}
+    return {
+        words[0].rstrip(":"): float(words[1]) * 1024
+        for words in lines
+        if words[0].startswith(("Rss", "VmHWM"))
+    }
 
 
 if __name__ == "__main__":

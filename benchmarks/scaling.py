@@ -33,7 +33,8 @@ from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES
 
-SENT_BAR, PEAK_BAR = 1.05, 1.10
+SENT_BAR = 1.05
+PEAK_BAR = 1.10
 STEPS = 3
 GATHERS = 20
 PR_SET_PDEATHSIG = 1
@@ -45,7 +46,8 @@ class Case:
 
     Attributes:
         model: of the real size.
-        frames: of a latent of 64 x 96: shorter clips than usual, so that communication is a larger share.
+        frames: of a latent of 64 x 96: shorter clips than usual, so that communication is a larger
+            share.
         strong: whether strong scaling is measured too.
         shared: whether all processes share the tokens of each sample.
     """
@@ -72,7 +74,8 @@ CASES = {
 
 
 class Sent(TorchDispatchMode):
-    """Bytes that this process sends in collectives if all of them are rings, by the name of the collective.
+    """Bytes that this process sends in collectives if all of them are rings, by the name of the
+    collective.
 
     Attributes:
         kind: `control` while values are gathered.
@@ -80,7 +83,8 @@ class Sent(TorchDispatchMode):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.share, self.kind = (size - 1) / size, "tensors"
+        self.share = (size - 1) / size
+        self.kind = "tensors"
         self.bytes: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,7 +174,9 @@ def _lines(case: Case, device: str, size: str, samples: int, world: World) -> It
     if isinstance(world, MeasuredWorld):
         yield from _control(world)
         yield from _sent(world, variant, planned.exchanged)
-    if device == "cuda" or variant.assembly.streamer is None:  # on a CPU, streaming leaves the weights where they are
+    if (
+        device == "cuda" or variant.assembly.streamer is None
+    ):  # on a CPU, streaming leaves the weights where they are
         peak = max(world.gather(peak_of_step(variant, device)))
         yield _judged("peak of a process / planned", peak, planned.memory.total, PEAK_BAR)
     if case.strong:
@@ -182,8 +188,11 @@ def _lines(case: Case, device: str, size: str, samples: int, world: World) -> It
 
 
 def step(variant: Variant) -> float:
-    """One step, with what the loop asks all processes before it and the recorder after it; returns its seconds."""
-    started, world = time.perf_counter(), variant.assembly.world
+    """One step, with what the loop asks all processes before it and the recorder after it; returns
+    its seconds.
+    """
+    started = time.perf_counter()
+    world = variant.assembly.world
     world.any(False)  # whether to stop
     variant.step()
     world.broadcast([])  # requests
@@ -200,9 +209,16 @@ def median_seconds(variant: Variant, world: World, steps: int = STEPS) -> float:
 
 def _control(world: MeasuredWorld) -> Iterator[Line]:
     """What the agreements of a step cost, those of the steps measured just now."""
-    values, seconds = world.values[:-1], world.seconds[:-1]  # without the gathering of the result
+    # without the gathering of the result
+    values = world.values[:-1]
+    seconds = world.seconds[:-1]
     count = len(values) // STEPS
-    yield Line("agreements in a step", count, "gathers", f"{len(pickle.dumps(values[:count]))} bytes of values")
+    yield Line(
+        "agreements in a step",
+        count,
+        "gathers",
+        f"{len(pickle.dumps(values[:count]))} bytes of values",
+    )
     yield Line("agreements, waiting included", 1e3 * sum(seconds) / STEPS, "ms a step")
     alone: dict[str, Sequence[object]] = {
         "agreements of processes that need not wait": values[:count],
@@ -233,8 +249,11 @@ def _sent(world: MeasuredWorld, variant: Variant, exchanged: float) -> Iterator[
         world.sent.append(sent)
         step(variant)
         world.sent.clear()
-    found, limit = sent.total("tensors"), ring_limit(variant, world.size) + exchanged
-    yield _judged("tensors sent in a step by a process / ring limit", found, limit, SENT_BAR, least=0.99)
+    found = sent.total("tensors")
+    limit = ring_limit(variant, world.size) + exchanged
+    yield _judged(
+        "tensors sent in a step by a process / ring limit", found, limit, SENT_BAR, least=0.99
+    )
     yield Line("values sent in a step by a process", sent.total("control") / 1e3, "kB")
 
 
@@ -250,8 +269,11 @@ def _judged(name: str, found: float, expected: float, bar: float, least: float =
 
 
 def ring_limit(variant: Variant, size: int) -> float:
-    """The least bytes that rings send: gradients reduced on all, or weights gathered twice and gradients scattered."""
-    share, assembly = (size - 1) / size, variant.assembly
+    """The least bytes that rings send: gradients reduced on all, or weights gathered twice and
+    gradients scattered.
+    """
+    share = (size - 1) / size
+    assembly = variant.assembly
     gradients = sum(each.numel() * each.element_size() for each in assembly.parameters.values())
     if not assembly.is_sharded:
         return 2 * share * gradients
@@ -260,12 +282,16 @@ def ring_limit(variant: Variant, size: int) -> float:
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the launcher is, which starts it in a session of its own. On Linux only."""
+    """Have this process killed when the launcher is, which starts it in a session of its own. On
+    Linux only.
+    """
     prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def planned_step(size: str, device: str, settings: Settings, latents: tuple[int, int, int] | None = None) -> Step:
+def planned_step(
+    size: str, device: str, settings: Settings, latents: tuple[int, int, int] | None = None
+) -> Step:
     """The plan's micro-step with one sample."""
     shape = SHAPES[size]
     spec = FAMILIES[shape.family]
@@ -287,7 +313,9 @@ def peak_of_step(variant: Variant, device: str) -> float:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         variant.step()
     events: Any = profiler.profiler.kineto_results.events()
-    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+    changes = sorted(
+        (each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"
+    )
     peak = now = 0
     for _, change in changes:
         now += change
@@ -297,7 +325,13 @@ def peak_of_step(variant: Variant, device: str) -> float:
 
 def _resident_bytes(variant: Variant) -> int:
     """Weights, buffers and the optimizer's state; of what is sharded, this process's part."""
-    model, optimizer = variant.assembly.transformer, variant.assembly.optimizer
-    state = [each for values in optimizer.state.values() for each in values.values() if isinstance(each, torch.Tensor)]
+    model = variant.assembly.transformer
+    optimizer = variant.assembly.optimizer
+    state = [
+        each
+        for values in optimizer.state.values()
+        for each in values.values()
+        if isinstance(each, torch.Tensor)
+    ]
     tensors = (*model.parameters(), *model.buffers(), *state)
     return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)

@@ -1,7 +1,8 @@
 """How long a user waits: for help, for a dry run, and from the command to the end of step 1.
 
-Each command is a process of its own, in units of `python -c "import torch"` of the same round. CPU time is compared,
-which neighbours on the machine disturb least; the wall ratio is in the note. Torch-free itself.
+Each command is a process of its own, in units of `python -c "import torch"` of the same round. CPU
+time is compared, which neighbours on the machine disturb least; the wall ratio is in the note.
+Torch-free itself.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Command:
         )
         assert process.stdout is not None
         try:
-            seen = any(self.until is not None and line.startswith(self.until) for line in process.stdout)
+            seen = any(
+                self.until is not None and line.startswith(self.until) for line in process.stdout
+            )
         except BaseException:
             process.kill()
             raise
@@ -100,7 +103,9 @@ class Command:
 
 def environment() -> dict[str, str]:
     """One thread, this repository, and compiled modules kept, as in an installed package."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -116,7 +121,9 @@ def commands(folder: Path) -> dict[str, Command]:
         "help": Command((*product, "--help"), folder),
         "dry run": Command((*product, "train", "--dry-run"), run),
         "step 1": Command((*product, "train", no_previews), run, FIRST_STEP, cold),
-        "step 1, two previews before": Command((*product, "train", *previews), run, FIRST_STEP, cold),
+        "step 1, two previews before": Command(
+            (*product, "train", *previews), run, FIRST_STEP, cold
+        ),
         "step 1, all cached": Command((*product, "train", no_previews), run, FIRST_STEP),
     }
     if DEMO.is_dir():
@@ -128,8 +135,12 @@ def commands(folder: Path) -> dict[str, Command]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else None, rounds=5)
-    parser.add_argument("--python", default=sys.executable, help="of an environment with the package's dependencies")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="lines of the table to measure; by default all")
+    parser.add_argument(
+        "--python", default=sys.executable, help="of an environment with the package's dependencies"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="lines of the table to measure; by default all"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the command under way ends, too
     measured: dict[str, list[Usage]] = {}
@@ -143,7 +154,10 @@ def main() -> None:
         if any(command.folder == folder / "run" for command in timed.values()):
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             subprocess.run(
-                [sys.executable, "-c", MAKE_FOLDER, name], check=True, env=environment, stderr=subprocess.DEVNULL
+                [sys.executable, "-c", MAKE_FOLDER, name],
+                check=True,
+                env=environment,
+                stderr=subprocess.DEVNULL,
             )
         for number in range(options.rounds + 1):
             for title, command in timed.items():
@@ -154,7 +168,9 @@ def main() -> None:
     ratios = []
     for title, rounds in measured.items():
         shares = [mine.cpu / base.cpu for mine, base in zip(rounds, unit, strict=True)]
-        wall = statistics.median(mine.wall / base.wall for mine, base in zip(rounds, unit, strict=True))
+        wall = statistics.median(
+            mine.wall / base.wall for mine, base in zip(rounds, unit, strict=True)
+        )
         note = f"wall {wall:.2f}"
         if title == "dry run":
             note += f"; fastest {min(each.wall for each in rounds):.2f} s (must be under 2 s)"
@@ -164,11 +180,18 @@ def main() -> None:
 
 
 def _has_scipy(python: str) -> bool:
-    """transformers and diffusers import scipy where it is installed; here only the extra `dev` brings it."""
+    """transformers and diffusers import scipy where it is installed; here only the extra `dev`
+    brings it.
+    """
     if python == sys.executable:
         return importlib.util.find_spec("scipy") is not None
-    code = "import importlib.util, json; print(json.dumps(importlib.util.find_spec('scipy') is not None))"
-    return bool(json.loads(subprocess.run([python, "-c", code], check=True, capture_output=True).stdout))
+    code = (
+        "import importlib.util, json; print(json.dumps(importlib.util.find_spec('scipy') is "
+        "not None))"
+    )
+    return bool(
+        json.loads(subprocess.run([python, "-c", code], check=True, capture_output=True).stdout)
+    )
 
 
 if __name__ == "__main__":

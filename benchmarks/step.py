@@ -1,9 +1,12 @@
-"""Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer, checkpointing, batch.
+"""Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer,
+checkpointing, batch.
 
-With block-sparse attention (NABLA) the loop has our kernel of it, since diffusers' own has no backward pass on a CPU.
+With block-sparse attention (NABLA) the loop has our kernel of it, since diffusers' own has no
+backward pass on a CPU.
 
-`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through torch.compile. The
-latter has a second rival: the same loop after `transformer.compile_repeated_blocks()`.
+`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through
+torch.compile. The latter has a second rival: the same loop after
+`transformer.compile_repeated_blocks()`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from benchmarks.models import (
     make_accelerator,
     make_batch,
     transformer_class,
-)  # fmt: skip
+)
 from benchmarks.models import make_config as config_of
 from benchmarks.timing import Ratio, arguments, compare, interleave, show
 from simpletuner.annexes.display.progress import PlainDisplay
@@ -62,7 +65,8 @@ GPU_BARS = {"lite": 0.65, "image": 0.55, "sana": 0.70}
 class _Memory:
     """Stands in for the loader: the same batch without end."""
 
-    epoch, epochs_done = 1, 0
+    epoch = 1
+    epochs_done = 0
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -71,18 +75,27 @@ class _Memory:
         return self.batch
 
 
-def ours(size: str, device: str, config: RunConfig, batch: Batch, record: Path | None = None) -> Callable[[], None]:
+def ours(
+    size: str, device: str, config: RunConfig, batch: Batch, record: Path | None = None
+) -> Callable[[], None]:
     """One `optimizer_step`; with a folder to `record` in also what is written and shown of it."""
-    intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
+    intent = TrainingSpec(
+        lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE
+    )
     assembly = assemble(
-        assembly_settings(config, intent), RandomAdapter(config, size, device), [], make_accelerator(device)
+        assembly_settings(config, intent),
+        RandomAdapter(config, size, device),
+        [],
+        make_accelerator(device),
     )
     assembly.transformer.train()
     loader: Any = _Memory(batch)
     state = TrainState()
     recorder = None
     if record is not None:
-        events = EventStream(PlainDisplay(io.StringIO()), RunRecord(record / str(len(batch.names)), 0))
+        events = EventStream(
+            PlainDisplay(io.StringIO()), RunRecord(record / str(len(batch.names)), 0)
+        )
         recorder = Recorder(events, epochs=1)
         recorder.on_train_start(assembly, state)
 
@@ -95,7 +108,9 @@ def ours(size: str, device: str, config: RunConfig, batch: Batch, record: Path |
     return step
 
 
-def plain(size: str, device: str, config: RunConfig, batch: Batch, *, repeated: bool = False) -> Callable[[], None]:
+def plain(
+    size: str, device: str, config: RunConfig, batch: Batch, *, repeated: bool = False
+) -> Callable[[], None]:
     """The loop that one would write in a notebook.
 
     Args:
@@ -113,12 +128,17 @@ def plain(size: str, device: str, config: RunConfig, batch: Batch, *, repeated: 
         model.compile_repeated_blocks()
     trained = [each for each in model.parameters() if each.requires_grad]
     precision = config.precision.mixed_precision
-    optimizer = build_optimizer(trained, config.optimizer, mixed_precision=precision, learning_rate=RATE)
+    optimizer = build_optimizer(
+        trained, config.optimizer, mixed_precision=precision, learning_rate=RATE
+    )
     predict = _sana_velocity if config.model.model_family == "sanavideo" else _kandinsky_velocity
 
     def step() -> None:
         latents = batch.latents.to(device)
-        embeds = {name: torch.stack([one[name] for one in batch.embeds]).to(device, dtype) for name in batch.embeds[0]}
+        embeds = {
+            name: torch.stack([one[name] for one in batch.embeds]).to(device, dtype)
+            for name in batch.embeds[0]
+        }
         noise = torch.randn(latents.shape, device=device)
         sigmas = torch.sigmoid(torch.randn(len(latents), device=device))
         share = sigmas.view(-1, 1, 1, 1, 1)
@@ -134,14 +154,24 @@ def plain(size: str, device: str, config: RunConfig, batch: Batch, *, repeated: 
     return step
 
 
-def _kandinsky_velocity(model: Any, noisy: Tensor, timesteps: Tensor, embeds: dict[str, Tensor]) -> Tensor:
+def _kandinsky_velocity(
+    model: Any, noisy: Tensor, timesteps: Tensor, embeds: dict[str, Tensor]
+) -> Tensor:
     frames, height, width = noisy.shape[2:]
     hidden_states = noisy.permute(0, 2, 3, 4, 1)
     if model.config.visual_cond:
-        hidden_states = torch.cat([hidden_states, torch.zeros_like(hidden_states),
-                                   torch.zeros_like(hidden_states[..., :1])], dim=-1)  # fmt: skip
+        hidden_states = torch.cat(
+            [
+                hidden_states,
+                torch.zeros_like(hidden_states),
+                torch.zeros_like(hidden_states[..., :1]),
+            ],
+            dim=-1,
+        )
     is_sparse = model.config.attention_type == "nabla"
-    positions = [torch.arange(count, device=noisy.device) for count in (frames, height // 2, width // 2)]
+    positions = [
+        torch.arange(count, device=noisy.device) for count in (frames, height // 2, width // 2)
+    ]
     velocity: Tensor = model(
         hidden_states=hidden_states,
         encoder_hidden_states=embeds["prompt_embeds"],
@@ -150,19 +180,26 @@ def _kandinsky_velocity(model: Any, noisy: Tensor, timesteps: Tensor, embeds: di
         visual_rope_pos=positions,
         text_rope_pos=torch.arange(embeds["prompt_embeds"].shape[1], device=noisy.device),
         scale_factor=(1.0, 1.0, 1.0) if frames == 1 else (1.0, 2.0, 2.0),
-        sparse_params=nabla.sparse_params(hidden_states.shape, model.config, noisy.device) if is_sparse else None,
+        sparse_params=nabla.sparse_params(hidden_states.shape, model.config, noisy.device)
+        if is_sparse
+        else None,
         return_dict=False,
     )
     return velocity.permute(0, 4, 1, 2, 3)
 
 
-def _sana_velocity(model: Any, noisy: Tensor, timesteps: Tensor, embeds: dict[str, Tensor]) -> Tensor:
+def _sana_velocity(
+    model: Any, noisy: Tensor, timesteps: Tensor, embeds: dict[str, Tensor]
+) -> Tensor:
     text = embeds["prompt_embeds"]
     mask = torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
     velocity: Tensor = model(
-        hidden_states=noisy, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=timesteps.floor(),
+        hidden_states=noisy,
+        encoder_hidden_states=text,
+        encoder_attention_mask=mask,
+        timestep=timesteps.floor(),
         return_dict=False,
-    )[0]  # fmt: skip
+    )[0]
     return velocity
 
 
@@ -170,14 +207,25 @@ def main() -> None:
     parser = arguments(__doc__, SIZES)
     parser.add_argument("--batches", type=int, nargs="+", help="samples per step")
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=["reference", "eager"])
-    parser.add_argument("--steps", type=int, help="steps per round; by default as many as a size needs")
-    parser.add_argument("--latents", type=int, nargs=3, metavar=("F", "H", "W"), help="instead of those of the size")
+    parser.add_argument(
+        "--steps", type=int, help="steps per round; by default as many as a size needs"
+    )
+    parser.add_argument(
+        "--latents", type=int, nargs=3, metavar=("F", "H", "W"), help="instead of those of the size"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps = options.steps or {"tiny": 20, "image": 5}.get(options.size, 1)
     precision = "no" if options.device == "cpu" else "bf16"
-    common = {"mixed_precision": precision, "gradient_checkpointing": True, "lora_rank": 16, "learning_rate": RATE}
-    configs = {name: config_of(options.size, **common, **settings) for name, settings in VARIANTS.items()}
+    common = {
+        "mixed_precision": precision,
+        "gradient_checkpointing": True,
+        "lora_rank": 16,
+        "learning_rate": RATE,
+    }
+    configs = {
+        name: config_of(options.size, **common, **settings) for name, settings in VARIANTS.items()
+    }
     config = configs["eager"]
     bars = dict(BARS)
     if options.device == "cuda":
@@ -193,11 +241,19 @@ def main() -> None:
                 "plain": lambda batch=batch: plain(options.size, options.device, config, batch),
             }
             for name in options.variants:
-                makers[name] = lambda batch=batch, name=name: ours(options.size, options.device, configs[name], batch)
-            has_rival = "compiled" in options.variants and transformer_class(options.size)._repeated_blocks
+                makers[name] = lambda batch=batch, name=name: ours(
+                    options.size, options.device, configs[name], batch
+                )
+            has_rival = (
+                "compiled" in options.variants and transformer_class(options.size)._repeated_blocks
+            )
             if has_rival:
-                makers[RIVAL] = lambda batch=batch: plain(options.size, options.device, config, batch, repeated=True)
-            if SHAPES[options.size].gigabytes is None:  # another copy of a real model would prove nothing
+                makers[RIVAL] = lambda batch=batch: plain(
+                    options.size, options.device, config, batch, repeated=True
+                )
+            if (
+                SHAPES[options.size].gigabytes is None
+            ):  # another copy of a real model would prove nothing
                 makers["recorded"] = lambda batch=batch: ours(
                     options.size, options.device, configs["eager"], batch, Path(folder)
                 )
@@ -213,7 +269,11 @@ def main() -> None:
                 name = f"step and its record / plain loop, batch {count}"
                 ratios.append(compare(name, seconds, "recorded", "plain", 1.05))
             del variants, makers
-    show(f"Training step, {options.size} model on {options.device}, {steps} step(s) a round", ratios, options)
+    show(
+        f"Training step, {options.size} model on {options.device}, {steps} step(s) a round",
+        ratios,
+        options,
+    )
 
 
 def _repeat(step: Callable[[], None], times: int) -> Callable[[], None]:

@@ -1,4 +1,6 @@
-"""Interleaved timing, one table of ratios, one JSON file. Free of torch, so that start-up can be timed with it."""
+"""Interleaved timing, one table of ratios, one JSON file. Free of torch, so that start-up can be
+timed with it.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,13 @@ class Ratio:
         return "" if self.bar is None else "ok" if self.median <= self.bar else "MISSED"
 
 
-def interleave(variants: Mapping[str, Callable[[], None]], rounds: int, clock: Clock) -> dict[str, list[float]]:
+def interleave(
+    variants: Mapping[str, Callable[[], None]], rounds: int, clock: Clock
+) -> dict[str, list[float]]:
     """Seconds of each variant in each round, after one round that does not count.
 
-    All variants run in every round, every other round backwards, so that a machine that slows down slows all.
+    All variants run in every round, every other round backwards, so that a machine that slows down
+    slows all.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
@@ -58,19 +63,30 @@ def interleave(variants: Mapping[str, Callable[[], None]], rounds: int, clock: C
 
 
 def compare(
-    name: str, seconds: Mapping[str, Sequence[float]], a: str, b: str, bar: float | None = None, note: str = ""
+    name: str,
+    seconds: Mapping[str, Sequence[float]],
+    a: str,
+    b: str,
+    bar: float | None = None,
+    note: str = "",
 ) -> Ratio:
     """Variant `a` in units of variant `b`, round by round."""
     return Ratio(name, [x / y for x, y in zip(seconds[a], seconds[b], strict=True)], bar, note)
 
 
-def arguments(description: str | None, sizes: Sequence[str] = (), *, rounds: int = 7) -> argparse.ArgumentParser:
+def arguments(
+    description: str | None, sizes: Sequence[str] = (), *, rounds: int = 7
+) -> argparse.ArgumentParser:
     """The flags that all scripts share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rounds of every ratio here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rounds of every ratio here"
+    )
     parser.add_argument("--rounds", type=int, default=rounds)
     if sizes:
-        parser.add_argument("--size", choices=sizes, default="medium" if "medium" in sizes else sizes[0])
+        parser.add_argument(
+            "--size", choices=sizes, default="medium" if "medium" in sizes else sizes[0]
+        )
         parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     return parser
 
@@ -86,19 +102,31 @@ def show(title: str, ratios: Sequence[Ratio], options: argparse.Namespace) -> No
         print(f"{ratio.name:{width}}{numbers}  {ratio.verdict:6}  {ratio.note}".rstrip())
     if options.json:
         lines = [{**asdict(ratio), "median": ratio.median} for ratio in ratios]
-        write_json(options.json, {"title": title, "options": flags_of(options), "ratios": lines}, device_of(options))
+        write_json(
+            options.json,
+            {"title": title, "options": flags_of(options), "ratios": lines},
+            device_of(options),
+        )
 
 
 def write_json(path: Path, content: dict[str, Any], device: str) -> None:
     """The results, with what they were measured on."""
-    measured = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), **describe_environment(device)}
+    measured = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        **describe_environment(device),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**content, "environment": measured}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({**content, "environment": measured}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:
     """What the script was called with."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    plain = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+    }
     return {name: value for name, value in plain.items() if name != "json"}
 
 

@@ -32,7 +32,8 @@ COMMON: Settings = {"gradient_checkpointing": True, "lora_rank": 16, "learning_r
 class OneBatch:
     """Stands in for the loader: the same batch without end, from page-locked memory on a GPU."""
 
-    epoch, epochs_done = 1, 0
+    epoch = 1
+    epochs_done = 0
 
     def __init__(self, batch: Batch, device: str) -> None:
         self.batch = batch.pin_memory() if device == "cuda" else batch
@@ -83,10 +84,14 @@ class Variant:
     ) -> None:
         precision = "no" if device == "cpu" else "bf16"
         config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
-        intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
+        intent = TrainingSpec(
+            lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE
+        )
         adapter = RandomAdapter(config, size, device)
         accelerator = assembling.make_accelerator() if world.size > 1 else make_accelerator(device)
-        self.assembly: Assembly = assemble(assembly_settings(config, intent), adapter, techniques, accelerator, world)
+        self.assembly: Assembly = assemble(
+            assembly_settings(config, intent), adapter, techniques, accelerator, world
+        )
         self.assembly.transformer.train()
         self.loader: Any = OneBatch(make_batch(size, samples, latents), device)
         self.steps = 0
@@ -119,7 +124,8 @@ def measure(
         variant.step()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    reports, spent = [], []
+    reports = []
+    spent = []
     for _ in range(steps):
         before = time.process_time()
         reports.append(variant.step())

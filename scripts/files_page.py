@@ -1,4 +1,6 @@
-"""Write the list of files at the end of docs/ARCHITECTURE.md from docstrings; `--check` only compares."""
+"""Write the list of files at the end of docs/ARCHITECTURE.md from docstrings; `--check` only
+compares.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def first_sentence(path: Path) -> str:
     """
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     if not docstring:
-        raise ValueError(f"{path.relative_to(ROOT)} has no docstring; its first sentence is its line in {PAGE.name}")
+        raise ValueError(
+            f"{path.relative_to(ROOT)} has no docstring; its first sentence is its line in "
+            f"{PAGE.name}"
+        )
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(".:") + "."
 
@@ -55,7 +60,10 @@ def main() -> int:
     if page == written:
         return 0
     if "--check" in sys.argv[1:]:
-        print(f"{PAGE.relative_to(ROOT)} is stale; run `python scripts/files_page.py`.", file=sys.stderr)
+        print(
+            f"{PAGE.relative_to(ROOT)} is stale; run `python scripts/files_page.py`.",
+            file=sys.stderr,
+        )
         return 1
     PAGE.write_text(page, encoding="utf-8")
     return 0

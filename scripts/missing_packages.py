@@ -1,4 +1,5 @@
-"""Print which requirements of pyproject.toml the running Python lacks; the exit code is 1 when there are any.
+"""Print which requirements of pyproject.toml the running Python lacks; the exit code is 1 when
+there are any.
 
 Arguments are names of extras. Older or newer versions than asked for count as missing.
 """
@@ -16,11 +17,15 @@ try:
 except ModuleNotFoundError:  # every requirement brings it along, so this environment is empty
     sys.exit("Missing: everything")
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 
 
 def requirements(lines: list[str]) -> Iterator[Requirement]:
-    """Those that apply on this machine; an extra that names other extras of the project is followed."""
+    """Those that apply on this machine; an extra that names other extras of the project is
+    followed.
+    """
     for requirement in map(Requirement, lines):
         if requirement.name == PROJECT["name"]:
             for extra in requirement.extras:
@@ -38,7 +43,9 @@ def is_here(requirement: Requirement) -> bool:
 
 def main(extras: list[str]) -> None:
     wanted = [Requirement(PROJECT["name"]), *requirements(PROJECT["dependencies"])]
-    wanted += [each for extra in extras for each in requirements(PROJECT["optional-dependencies"][extra])]
+    wanted += [
+        each for extra in extras for each in requirements(PROJECT["optional-dependencies"][extra])
+    ]
     missing = [str(requirement) for requirement in wanted if not is_here(requirement)]
     if missing:
         print(f"Missing: {', '.join(missing)}")

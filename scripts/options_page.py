@@ -1,6 +1,8 @@
-"""Write the tables of docs/OPTIONS.md from the option schema and the families; `--check` only compares.
+"""Write the tables of docs/OPTIONS.md from the option schema and the families; `--check` only
+compares.
 
-The introduction above them and the table of environment variables below them are written by hand, on the page.
+The introduction above them and the table of environment variables below them are written by hand,
+on the page.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def render_page(written: str) -> str:
     # With the anchors that GitHub gives to headings.
     titles = [*groups, FAMILIES_TITLE, VARIABLES_TITLE]
     contents = "\n".join(f"- [{title}](#{title.lower().replace(' ', '-')})" for title in titles)
-    tables = {title: _table(options) for title, options in groups.items()} | {FAMILIES_TITLE: _family_table()}
+    tables = {title: _table(options) for title, options in groups.items()} | {
+        FAMILIES_TITLE: _family_table()
+    }
     parts = ["\n".join([f"## {title}\n", *lines, ""]) for title, lines in tables.items()]
     return "\n".join([introduction, f"{contents}\n", *parts, f"## {VARIABLES_TITLE}\n{variables}"])
 
@@ -48,7 +52,11 @@ def _meaning(option: Option) -> str:
         title: [each for each in names if each != str(option.group.requires)]
         for title, names in option.relations.items()
     }
-    related = (f" {title} {', '.join(f'`{each}`' for each in names)}." for title, names in rows.items() if names)
+    related = (
+        f" {title} {', '.join(f'`{each}`' for each in names)}."
+        for title, names in rows.items()
+        if names
+    )
     return _cell(option.help + "".join(related))
 
 
@@ -58,7 +66,10 @@ def _family_table() -> Iterator[str]:
     yield "|---|" + "---|" * len(by_family)
     keys = {key for defaults in by_family.values() for key in defaults}
     for key in (key for key in all_options() if key in keys):
-        values = (_cell(as_written(defaults[key])) if key in defaults else "" for defaults in by_family.values())
+        values = (
+            _cell(as_written(defaults[key])) if key in defaults else ""
+            for defaults in by_family.values()
+        )
         yield f"| `{key}` | {' | '.join(values)} |"
 
 

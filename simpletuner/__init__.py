@@ -1,6 +1,7 @@
 """Fine-tunes Kandinsky 5 Image, Kandinsky 5 Video and Sana Video.
 
-For programs and notebooks: `simpletuner.train`, `simpletuner.plan` and `simpletuner.sample` (docs/PYTHON.md).
+For programs and notebooks: `simpletuner.train`, `simpletuner.plan` and `simpletuner.sample`
+(docs/PYTHON.md).
 """
 
 from importlib import import_module

@@ -1,6 +1,7 @@
 """The commands as functions, for programs and notebooks: `simpletuner.train`, `plan` and `sample`.
 
-Nothing is printed unless `show` is set. A configuration error raises `ConfigError`, with all `problems`.
+Nothing is printed unless `show` is set. A configuration error raises `ConfigError`, with all
+`problems`.
 """
 
 from __future__ import annotations
@@ -72,23 +73,30 @@ class TrainResult:
         folder = plan.output_dir
         losses: dict[str, float] = {}
         for row in read_rows(folder / METRICS_FILE):
-            losses |= {name: value for name, value in row.items() if "loss" in name and is_number(value)}
+            losses |= {
+                name: value for name, value in row.items() if "loss" in name and is_number(value)
+            }
         file = folder / (PIPELINE_FOLDER if plan.config.model.model_type == "full" else LORA_FILE)
         previews = [folder / media.path for media in read_media(folder / MEDIA_FILE)]
         return cls(folder, file, step=plan.length.total_steps, losses=losses, previews=previews)
 
 
 def train(
-    config: Mapping[str, Any], *, on_event: Subscriber | None = None, show: bool = False, yes: bool = False
+    config: Mapping[str, Any],
+    *,
+    on_event: Subscriber | None = None,
+    show: bool = False,
+    yes: bool = False,
 ) -> TrainResult:
-    """Train in this process, like `simpletuner train`: resumes an interrupted run, and returns a finished one.
+    """Train in this process, like `simpletuner train`: resumes an interrupted run, and returns a
+    finished one.
 
     Args:
-        config: keys of config.json. `data_backend_config` may also be a list of datasets, which is written to the
-            output folder. `example`, `env` or `config` select a configuration, as on the command line, and all other
-            keys override it.
-        on_event: called with every event (`simpletuner.reporting.events`) in the thread that publishes it; an exception
-            ends the run.
+        config: keys of config.json. `data_backend_config` may also be a list of datasets, which is
+            written to the output folder. `example`, `env` or `config` select a configuration, as on
+            the command line, and all other keys override it.
+        on_event: called with every event (`simpletuner.reporting.events`) in the thread that
+            publishes it; an exception ends the run.
         show: print the output of the command.
         yes: train on a CPU even if that takes days.
 
@@ -100,7 +108,10 @@ def train(
     configure_torch()
     budget = plan_that_fits(_arguments(config))
     if (count := budget.config.launch.num_processes) > 1:
-        message = f"{count}, but a function trains in its own process only; use the command `simpletuner train`."
+        message = (
+            f"{count}, but a function trains in its own process only; use the command "
+            "`simpletuner train`."
+        )
         raise ConfigError([Problem("num_processes", message)])
     budget = with_consent(budget, yes=yes)
     plan = budget.plan
@@ -110,7 +121,9 @@ def train(
     return TrainResult.of(plan)
 
 
-def plan(config: Mapping[str, Any], *, device: str | None = None, device_memory: float | None = None) -> dict[str, Any]:
+def plan(
+    config: Mapping[str, Any], *, device: str | None = None, device_memory: float | None = None
+) -> dict[str, Any]:
     """The document of `simpletuner plan --json`: what a run would do, its duration and its memory.
 
     If the run does not fit, `ok` is false and `problems` has the reasons.
@@ -145,15 +158,16 @@ def sample(
     """Render from a result, like `simpletuner sample`; returns the new files.
 
     Args:
-        source: an output folder, a checkpoint or a LoRA file; None for the base model of `model_family` or `example`.
+        source: an output folder, a checkpoint or a LoRA file; None for the base model of
+            `model_family` or `example`.
         images: source pictures (i2i, i2v).
         strength: strength of the LoRA.
         checkpoint: a step or `latest`; by default the result.
         ema: use the moving average of the weights.
         output: folder for the files.
         on_event, show: see `train`.
-        settings: override settings of the run: `resolution`, `frames`, `steps`, `guidance`, `seed`, `negative_prompt`,
-            and keys of config.json.
+        settings: override settings of the run: `resolution`, `frames`, `steps`, `guidance`, `seed`,
+            `negative_prompt`, and keys of config.json.
 
     Raises:
         ConfigError: with all problems, before a weight is loaded.
@@ -183,19 +197,25 @@ def sample(
             return samples.render()
     except ConfigError as error:
         # With the caller's parameter names.
-        problems = [replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems]
+        problems = [
+            replace(problem, where=names.get(problem.where, problem.where))
+            for problem in error.problems
+        ]
         raise ConfigError(problems) from None
 
 
 def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
     """The settings in a function argument, called `label` in messages.
 
-    A `config` is a whole configuration, unless it selects one for its other keys to override. Other arguments override.
+    A `config` is a whole configuration, unless it selects one for its other keys to override. Other
+    arguments override.
     """
     set_environment()
     plain = _as_json(config)
     arguments = replace(command_settings([]), label=label)
-    arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()}
+    arguments.selectors = {
+        SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()
+    }
     if arguments.selectors or label != ARGUMENTS:
         arguments.settings += plain.items()
     else:
@@ -206,17 +226,26 @@ def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
 def _as_json(config: object) -> dict[str, Any]:
     """The dict as in config.json: paths as text, a list of datasets as the name of its file."""
     if not isinstance(config, Mapping):
-        message = f"{config!r:.80} is not a dict; for a file write {{'config': 'config/config.json'}}."
+        message = (
+            f"{config!r:.80} is not a dict; for a file write {{'config': 'config/config.json'}}."
+        )
         raise ConfigError([Problem("config", message)])
-    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()}
+    plain = {
+        key: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for key, value in config.items()
+    }
     if isinstance(datasets := plain.get("data_backend_config"), list):
         plain["data_backend_config"] = _written(datasets, plain.get("output_dir"))
     return plain
 
 
 def _written(datasets: list[Any], output_dir: object) -> str:
-    """Write a list of datasets to a file, which the plan, the record and a resumed run refer to; returns its path."""
-    folder = Path(output_dir if isinstance(output_dir, str) else all_options()["output_dir"].default).expanduser()
+    """Write a list of datasets to a file, which the plan, the record and a resumed run refer to;
+    returns its path.
+    """
+    folder = Path(
+        output_dir if isinstance(output_dir, str) else all_options()["output_dir"].default
+    ).expanduser()
     prepare_output(folder)
     write_json(folder / WRITTEN_DATASETS, datasets)
     return str(folder / WRITTEN_DATASETS)

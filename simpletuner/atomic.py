@@ -1,8 +1,9 @@
 """Atomic writes of files and folders, even if the process is killed.
 
-A file is written under a temporary name in the same folder and then renamed; a folder is built under a name that ends
-in `-tmp` and then renamed. The previous version stays until the new one is complete. A full disk raises `DiskFullError`
-with the path, a read-only folder `WriteError`; no partial file remains.
+A file is written under a temporary name in the same folder and then renamed; a folder is built
+under a name that ends in `-tmp` and then renamed. The previous version stays until the new one is
+complete. A full disk raises `DiskFullError` with the path, a read-only folder `WriteError`; no
+partial file remains.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ OLD_FOLDER_SUFFIX = f"-old{UNFINISHED_FOLDER_SUFFIX}"
 DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
 NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM})
 # Not permitted, read-only, or a failing disk or network.
-UNWRITABLE_CODES = NOT_PERMITTED | {errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN}
+UNWRITABLE_CODES = NOT_PERMITTED | {
+    errno.EROFS,
+    errno.EIO,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ESTALE,
+    errno.ENOTCONN,
+}
 OCCUPIED_CODES = frozenset({errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST})
 # Of `chmod` on disks without permissions.
 NO_PERMISSIONS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -50,13 +58,16 @@ PRIVATE = 0o600  # mode of a file that only its owner can read
 KEPT_MODES = 0o777  # what a replaced file hands on: who can read, write and execute it
 
 
-def write_atomically(path: Path, content: bytes | str, *, durable: bool = True, private: bool = False) -> None:
+def write_atomically(
+    path: Path, content: bytes | str, *, durable: bool = True, private: bool = False
+) -> None:
     """Write a whole file, text as UTF-8.
 
     Args:
         path: the file; its folder is created if missing.
         content: the whole content.
-        durable: fsync, to survive a power cut. Not needed for files whose damage is detected and repaired on reading.
+        durable: fsync, to survive a power cut. Not needed for files whose damage is detected and
+            repaired on reading.
         private: only the owner can read the file, which may hold secrets.
 
     Raises:
@@ -73,8 +84,11 @@ def write_json(path: Path, value: Any, *, durable: bool = True, private: bool = 
 
 
 @contextmanager
-def open_atomically(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
-    """A context with a writable binary file, renamed to `path` when the block ends without an exception.
+def open_atomically(
+    path: Path, *, durable: bool = True, private: bool = False
+) -> Iterator[BinaryIO]:
+    """A context with a writable binary file, renamed to `path` when the block ends without an
+    exception.
 
     The file has the permissions of the one that it replaces.
 
@@ -105,7 +119,9 @@ def open_atomically(path: Path, *, durable: bool = True, private: bool = False) 
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """Set permissions, if the disk has any: FAT and some network volumes refuse other ones than their own."""
+    """Set permissions, if the disk has any: FAT and some network volumes refuse other ones than
+    their own.
+    """
     try:
         path.chmod(mode)
     except OSError as error:
@@ -125,7 +141,8 @@ def _mode_of(path: Path) -> int | None:
 def write_whole(file: RawIOBase, content: bytes) -> None:
     """Write everything to an unbuffered file.
 
-    At a limit, such as a full disk, one write may be short without an error; the next one fails with the reason.
+    At a limit, such as a full disk, one write may be short without an error; the next one fails
+    with the reason.
     """
     rest = memoryview(content)
     while rest:
@@ -153,7 +170,8 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def hold(file: BinaryIO, *, wait: bool = True) -> bool:
-    """Take an exclusive lock on an open file, held until it is closed; does nothing on Windows or a disk without locks.
+    """Take an exclusive lock on an open file, held until it is closed; does nothing on Windows or a
+    disk without locks.
 
     Args:
         wait: wait for the lock; otherwise return False if another process holds it.
@@ -174,7 +192,9 @@ def hold(file: BinaryIO, *, wait: bool = True) -> bool:
 
 @cache  # once a folder
 def _warn_of_no_locks(folder: Path) -> None:
-    logger.warning("%s is on a disk without locks. Start one run at a time with this folder.", folder)
+    logger.warning(
+        "%s is on a disk without locks. Start one run at a time with this folder.", folder
+    )
 
 
 @contextmanager
@@ -182,8 +202,8 @@ def build_folder(final: Path) -> Iterator[Path]:
     """A context with an empty folder, renamed to `final` when the block ends without an exception.
 
     Yields:
-        the folder `<final>-tmp`. It is removed after an exception; after a kill it remains until the next build of the
-        same folder.
+        the folder `<final>-tmp`. It is removed after an exception; after a kill it remains until
+        the next build of the same folder.
 
     Raises:
         DiskFullError: no space or quota left; an existing folder is kept.
@@ -203,8 +223,9 @@ def build_folder(final: Path) -> Iterator[Path]:
 def _replace_folder(temporary: Path, final: Path) -> None:
     """Flush a finished folder to the disk and rename it to its final name.
 
-    An existing folder is first moved aside and later deleted, since rename cannot replace a folder that is not empty. A
-    kill between the two renames leaves the old folder as `<final>-old-tmp`, see `sweep_folders`.
+    An existing folder is first moved aside and later deleted, since rename cannot replace a folder
+    that is not empty. A kill between the two renames leaves the old folder as `<final>-old-tmp`,
+    see `sweep_folders`.
     """
     # Contents first: without a flush, a rename may reach the disk before the data.
     _flush_tree(temporary)
@@ -231,12 +252,19 @@ def writing_to(path: Path) -> Iterator[None]:
         if isinstance(error, WriteError):
             raise
         if is_disk_full(error):
-            message = f"{path}: no space left on the disk. Complete files are kept; free some space and start again."
+            message = (
+                f"{path}: no space left on the disk. Complete files are kept; free some space and "
+                "start again."
+            )
             raise DiskFullError(message) from error
         if limit := reached_limit(error):
-            raise WriteError(f"{path}: cannot be written: {limit} Complete files are kept.") from error
+            raise WriteError(
+                f"{path}: cannot be written: {limit} Complete files are kept."
+            ) from error
         if cause := _why_failed(error, path):
-            raise WriteError(f"{path}: cannot be written ({cause}). Complete files are kept.") from error
+            raise WriteError(
+                f"{path}: cannot be written ({cause}). Complete files are kept."
+            ) from error
         raise
 
 
@@ -271,7 +299,9 @@ def _why_failed(error: BaseException, path: Path) -> str:
         if isinstance(cause, FileNotFoundError) and not path.parent.is_dir():
             return "its folder was moved or deleted"
         if isinstance(cause, OSError) and cause.errno in UNWRITABLE_CODES:
-            is_ours = cause.errno not in NOT_PERMITTED  # other errors have no file name if the write itself fails
+            is_ours = (
+                cause.errno not in NOT_PERMITTED
+            )  # other errors have no file name if the write itself fails
             if cause.filename is not None:
                 is_ours = _belongs_to(Path(cause.filename), path)
             return os.strerror(cause.errno or 0) if is_ours else ""
@@ -281,7 +311,9 @@ def _why_failed(error: BaseException, path: Path) -> str:
 
 
 def _belongs_to(name: Path, path: Path) -> bool:
-    """Whether a file name is that of a path, of its temporary files, of a folder above it, or of a file below it."""
+    """Whether a file name is that of a path, of its temporary files, of a folder above it, or of a
+    file below it.
+    """
     if name.is_relative_to(path) or path.is_relative_to(name):
         return True
     return name.parent == path.parent and name.name.startswith((".", path.name))
@@ -290,7 +322,8 @@ def _belongs_to(name: Path, path: Path) -> bool:
 def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed because the disk or the quota is full.
 
-    torch.save fails a second time when it closes its archive, so the chain of causes is searched too.
+    torch.save fails a second time when it closes its archive, so the chain of causes is searched
+    too.
     """
     return any(
         (isinstance(each, OSError) and each.errno in DISK_FULL_CODES)
@@ -307,7 +340,9 @@ def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) ->
         older_than: minimum age in seconds; another process may still be writing younger files.
     """
     for parent, _, names in os.walk(folder):
-        for path in (Path(parent, each) for each in names if each[0] == "." and STRAY_FILE.fullmatch(each)):
+        for path in (
+            Path(parent, each) for each in names if each[0] == "." and STRAY_FILE.fullmatch(each)
+        ):
             # In a shared cache, another process may have renamed the file since the listing.
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime <= time.time() - older_than:
@@ -317,10 +352,14 @@ def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) ->
 
 
 def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
-    """Remove unfinished folders with matching names, and restore a folder that a kill left between two renames."""
+    """Remove unfinished folders with matching names, and restore a folder that a kill left between
+    two renames.
+    """
     for path in parent.glob(f"*{UNFINISHED_FOLDER_SUFFIX}"):
         old = path.name.endswith(OLD_FOLDER_SUFFIX)
-        final = path.with_name(path.name.removesuffix(OLD_FOLDER_SUFFIX if old else UNFINISHED_FOLDER_SUFFIX))
+        final = path.with_name(
+            path.name.removesuffix(OLD_FOLDER_SUFFIX if old else UNFINISHED_FOLDER_SUFFIX)
+        )
         if name.fullmatch(final.name) and path.is_dir():
             if old and not final.exists():
                 path.rename(final)

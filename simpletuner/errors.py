@@ -1,4 +1,5 @@
-"""Problems and the report that collects them, exceptions and their exit codes, and words that messages share.
+"""Problems and the report that collects them, exceptions and their exit codes, and words that
+messages share.
 
 | exit code | meaning                                                        |
 |-----------|----------------------------------------------------------------|
@@ -20,14 +21,17 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
-# A required key is missing; files have no usable caption; files of a remote dataset are not downloaded.
+# A required key is missing; files have no usable caption; files of a remote dataset are not
+# downloaded.
 Kind = Literal["required", "captions", "unfetched"]
 
 
 def visible(text: str) -> str:
     """Escape control characters: a file name or key could otherwise move the terminal's cursor."""
     # Cc: control characters; Cf: format characters, such as overrides of the writing direction.
-    return "".join(repr(sign)[1:-1] if unicodedata.category(sign) in ("Cc", "Cf") else sign for sign in text)
+    return "".join(
+        repr(sign)[1:-1] if unicodedata.category(sign) in ("Cc", "Cf") else sign for sign in text
+    )
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class Problem:
 
     `where` is the key or file; `message` has the wrong value and the allowed values.
     A problem that does not prevent the run is a `warning`.
-    `remedy` holds settings that solve it, if known; None removes a key. Page and wizard can apply it.
-    `kind` is for programs that treat a problem in a way of its own, as the page does; `entries` are the ids of the
-    dataset entries that a joint problem is about.
+    `remedy` holds settings that solve it, if known; None removes a key. Page and wizard can apply
+    it. `kind` is for programs that treat a problem in a way of its own, as the page does; `entries`
+    are the ids of the dataset entries that a joint problem is about.
     """
 
     where: str
@@ -58,7 +62,9 @@ class Problem:
         return {"key": self.where, "message": self.message, "fatal": self.fatal, **more}
 
     def within(self, place: str) -> Problem:
-        """The problem prefixed with a part that has separate keys, such as a dataset; drops the remedy."""
+        """The problem prefixed with a part that has separate keys, such as a dataset; drops the
+        remedy.
+        """
         return replace(self, where=f"{place}.{self.where}", remedy={})
 
 
@@ -75,7 +81,9 @@ def warning(
 
 @dataclass(frozen=True)
 class NoEffect(Problem):
-    """A key without effect under these settings: a greyed field, and a warning if the user set it."""
+    """A key without effect under these settings: a greyed field, and a warning if the user set
+    it.
+    """
 
     fatal: bool = False
 
@@ -107,7 +115,8 @@ class ConfigError(UserError):
 class Problems(list[Problem]):
     """A report: collects what readers and checks find, so that all of it can be said at once.
 
-    Whatever reads or checks takes the report as its argument, adds to it and goes on with the best value that it has.
+    Whatever reads or checks takes the report as its argument, adds to it and goes on with the best
+    value that it has.
     """
 
     def error(
@@ -139,7 +148,9 @@ class Problems(list[Problem]):
 
     @contextmanager
     def within(self, place: str) -> Iterator[Problems]:
-        """A report for a part that has separate keys, such as a dataset: its problems are prefixed with `place`."""
+        """A report for a part that has separate keys, such as a dataset: its problems are prefixed
+        with `place`.
+        """
         part = Problems()
         try:
             yield part
@@ -167,7 +178,9 @@ class DiskFullError(WriteError):
 
 
 class NonFiniteError(SimpleTunerError):
-    """A loss, gradient or weight is NaN or infinite; raised before it is used for training or stored."""
+    """A loss, gradient or weight is NaN or infinite; raised before it is used for training or
+    stored.
+    """
 
 
 class Interrupted(SimpleTunerError):
@@ -178,13 +191,17 @@ class Interrupted(SimpleTunerError):
 
 # Messages of native code: torch's allocators, CUDA's libraries, and mapping of files and libraries.
 OUT_OF_MEMORY = re.compile(
-    "can(not|'t) allocate memory|not enough memory|out of memory|alloc_failed|bad_alloc|failed to map segment", re.I
+    "can(not|'t) allocate memory|not enough memory|out of "
+    "memory|alloc_failed|bad_alloc|failed to map segment",
+    re.I,
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means out of memory, on any device."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without importing it
+    if (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    ):  # torch's, without importing it
         return True
     is_native = isinstance(error, RuntimeError | ImportError | OSError)
     return is_native and OUT_OF_MEMORY.search(str(error)) is not None
@@ -197,22 +214,31 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-# Limits of a process, a machine or a disk: codes and words of an error, and what to do. Native code has only the words.
+# Limits of a process, a machine or a disk: codes and words of an error, and what to do. Native code
+# has only the words.
 NO_MORE_FILES = "this process may not open more files; raise the limit with `ulimit -n 4096`."
 TOO_LARGE = (
-    "a file would become larger than the disk (FAT: 4 GB) or this shell (`ulimit -f`) allows; use another disk, or "
-    "lift the limit."
+    "a file would become larger than the disk (FAT: 4 GB) or this shell (`ulimit -f`) allows; use "
+    "another disk, or lift the limit."
 )
-NO_MORE_THREADS = "no more threads can be started; raise the limit (`ulimit -u`, or that of the container)."
+NO_MORE_THREADS = (
+    "no more threads can be started; raise the limit (`ulimit -u`, or that of the container)."
+)
 SYSTEM_LIMITS = (
     ({errno.EMFILE, errno.ENFILE}, re.compile("too many open files", re.I), NO_MORE_FILES),
     ({errno.EFBIG}, re.compile("file too large", re.I), TOO_LARGE),
-    (set[int](), re.compile("can't start new thread|thread creation failed", re.I), NO_MORE_THREADS),
+    (
+        set[int](),
+        re.compile("can't start new thread|thread creation failed", re.I),
+        NO_MORE_THREADS,
+    ),
 )
 
 
 def reached_limit(error: BaseException) -> str:
-    """The system's limit that an error, or one of its causes, is about, with the remedy; empty for other errors."""
+    """The system's limit that an error, or one of its causes, is about, with the remedy; empty for
+    other errors.
+    """
     for cause in causes(error):
         if not isinstance(cause, OSError | RuntimeError):
             continue
@@ -235,7 +261,9 @@ SHORTEST_ABBREVIATION = 3  # letters; one or two letters occur in nearly every w
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word most similar to `word`, else the only word that it abbreviates (txt: textfile), else None."""
+    """The known word most similar to `word`, else the only word that it abbreviates (txt:
+    textfile), else None.
+    """
     if len(word) > LONGEST_GUESSED:
         return None
     words = list(islice(known, MOST_COMPARED))

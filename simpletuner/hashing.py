@@ -1,6 +1,7 @@
 """SHA-256 of texts, JSON values and files, in hexadecimal digits.
 
-Cache keys, checkpoints and manifests store them, so a function that changed here would orphan every cached entry.
+Cache keys, checkpoints and manifests store them, so a function that changed here would orphan every
+cached entry.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Headers of safetensors files: eight bytes of length, then JSON, then the data of all tensors.
 
-The safetensors library writes metadata in an order that varies between processes. Where equal content must give equal
-bytes, this module rewrites the header with sorted keys.
+The safetensors library writes metadata in an order that varies between processes. Where equal
+content must give equal bytes, this module rewrites the header with sorted keys.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """The bytes before the tensor data, and the parsed header, always with metadata; leaves the file at the data.
+    """The bytes before the tensor data, and the parsed header, always with metadata; leaves the
+    file at the data.
 
-    Tensors are not checked: the library does that for a user's weights, see `models.source.weights_header`.
+    Tensors are not checked: the library does that for a user's weights, see
+    `models.source.weights_header`.
 
     Raises:
         ValueError: the header is not readable.

@@ -11,22 +11,25 @@ from typing import Any
 
 HIDDEN = "[hidden]"
 
-# Names of settings and environment variables that hold secrets. `token` must be a whole word, so that
-# tokenizer_max_length and max_tokens stay readable.
+# Names of settings and environment variables that hold secrets. `token` must be a whole word, so
+# that tokenizer_max_length and max_tokens stay readable.
 SECRET_NAME = re.compile(
     r"(?:^|[_\-.])(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key|authorization|credentials?)(?:$|[_\-.])"
     r"|(?:^|[_\-.])key$|webhook[_-]?url|callback[_-]?url",
     re.IGNORECASE,
 )
-# Shorter values ("1", "true", "none"), a bare "https://" and "--------" are not secrets, and hiding them would garble
-# the log.
-SHORTEST_SECRET, FEWEST_CHARACTERS = 8, 5
-# A text being typed into a form is often a word that the page uses too: "training", "learning_rate".
+# Shorter values ("1", "true", "none"), a bare "https://" and "--------" are not secrets, and hiding
+# them would garble the log.
+SHORTEST_SECRET = 8
+FEWEST_CHARACTERS = 5
+# A text being typed into a form is often a word that the page uses too: "training",
+# "learning_rate".
 LONGEST_WORD = 15
 WORD = re.compile(r"[A-Z]?[a-z]+(?:[ _.-][a-z]+)*")
 
 # Patterns of secrets anywhere in a text; the group `secret` is hidden.
-# Hugging Face, wandb, git hosts and OpenAI, AWS; user:password in an address, Discord, Slack; headers and settings.
+# Hugging Face, wandb, git hosts and OpenAI, AWS; user:password in an address, Discord, Slack;
+# headers and settings.
 SHAPES = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -52,7 +55,9 @@ _passing_secrets: ContextVar[set[str] | None] = ContextVar("_passing_secrets", d
 
 
 def hide(secret: str) -> None:
-    """Hide this exact text from now on, for secrets that no pattern can recognise, such as webhook addresses."""
+    """Hide this exact text from now on, for secrets that no pattern can recognise, such as webhook
+    addresses.
+    """
     passing = _passing_secrets.get()
     if not is_worth_hiding(secret):
         return
@@ -64,7 +69,9 @@ def hide(secret: str) -> None:
 
 @contextmanager
 def hidden_for_now() -> Iterator[None]:
-    """A context whose hidden texts are forgotten on exit; hides no words, which other responses may contain."""
+    """A context whose hidden texts are forgotten on exit; hides no words, which other responses may
+    contain.
+    """
     before = _passing_secrets.set(set())
     try:
         yield
@@ -90,15 +97,18 @@ def hide_secrets(settings: Mapping[str, Any]) -> None:
             hide_secrets(value)
         elif isinstance(value, list | tuple):
             hide_secrets({f"{key}.{number}": item for number, item in enumerate(value)})
-        elif isinstance(value, str) and SECRET_NAME.search(str(key)) and not REFERENCE.search(value):
+        elif (
+            isinstance(value, str) and SECRET_NAME.search(str(key)) and not REFERENCE.search(value)
+        ):
             hide(value)
 
 
 def redact(text: str) -> str:
     """Replace every secret in a text by `[hidden]`.
 
-    Secrets are texts passed to `hide`, values of environment variables with secret-like names (HF_TOKEN,
-    WANDB_API_KEY), and text that matches a pattern (`Bearer …`, `api_key=…`, `hf_…`, a webhook address).
+    Secrets are texts passed to `hide`, values of environment variables with secret-like names
+    (HF_TOKEN, WANDB_API_KEY), and text that matches a pattern (`Bearer …`, `api_key=…`, `hf_…`, a
+    webhook address).
     """
     return _hide_in(text, _secrets())
 
@@ -137,11 +147,16 @@ def _hide_in(text: str, secrets: list[str]) -> str:
 
 def _secrets() -> list[str]:
     """All known secrets, longest first, since one may contain another."""
-    values = filter(is_worth_hiding, (value for name, value in os.environ.items() if SECRET_NAME.search(name)))
-    return sorted(_known_secrets | (_passing_secrets.get() or set()) | {*values}, key=len, reverse=True)
+    values = filter(
+        is_worth_hiding, (value for name, value in os.environ.items() if SECRET_NAME.search(name))
+    )
+    return sorted(
+        _known_secrets | (_passing_secrets.get() or set()) | {*values}, key=len, reverse=True
+    )
 
 
 def _hide_group(match: re.Match[str]) -> str:
     start, end = match.span("secret")
-    whole, offset = match.group(), match.start()
+    whole = match.group()
+    offset = match.start()
     return whole[: start - offset] + HIDDEN + whole[end - offset :]

@@ -27,7 +27,8 @@ class HostClock:
 
     def read(self) -> float:
         """Seconds since the last reading."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
 
@@ -42,7 +43,8 @@ class StreamClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
         before.record()
         yield
         after.record()

@@ -30,15 +30,17 @@ def problems(error: pytest.ExceptionInfo[ConfigError]) -> set[str]:
 
 def test_importing_costs_nothing_and_planning_needs_no_torch() -> None:
     code = (
-        "import simpletuner, sys\n"
-        "print(sorted({'torch', 'pydantic', 'typer', 'numpy', 'simpletuner.plan'} & set(sys.modules)))\n"
-        "print(simpletuner.plan({'example': 'demo'})['ok'], 'torch' in sys.modules)\n"
+        "import simpletuner, sys\nprint(sorted({'torch', 'pydantic', 'typer', 'numpy', "
+        "'simpletuner.plan'} & set(sys.modules)))\nprint(simpletuner.plan({'example': "
+        "'demo'})['ok'], 'torch' in sys.modules)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == ("[]\nTrue False\n", "")
 
 
-def test_training_is_that_of_the_command(workspace: Workspace, finished: Workspace, capfd: Capture) -> None:
+def test_training_is_that_of_the_command(
+    workspace: Workspace, finished: Workspace, capfd: Capture
+) -> None:
     events: list[Event] = []
     with workspace.inside():
         result = simpletuner.train(settings(workspace), on_event=events.append)
@@ -62,10 +64,17 @@ def test_a_finished_run_is_returned(trained: Workspace) -> None:
 def test_all_mistakes_at_once(workspace: Workspace, capfd: Capture) -> None:
     wrong = settings(workspace, learning_rte=1, max_train_steps="many", model_flavour="t2i-light")
     for function in (simpletuner.train, simpletuner.plan):
-        with workspace.inside(), pytest.raises(ConfigError, match="Did you mean 'learning_rate'") as error:
+        with (
+            workspace.inside(),
+            pytest.raises(ConfigError, match="Did you mean 'learning_rate'") as error,
+        ):
             function(wrong)
         assert problems(error) == {"learning_rte", "max_train_steps", "model_flavour"}
-        assert all("(config)" in each.message for each in error.value.problems if each.where != "model_flavour")
+        assert all(
+            "(config)" in each.message
+            for each in error.value.problems
+            if each.where != "model_flavour"
+        )
     assert capfd.readouterr() == ("", "")
     assert not workspace.path("output").exists()
 
@@ -81,7 +90,10 @@ def test_a_path_is_not_a_dict() -> None:
 
 
 def test_several_processes_need_the_command(workspace: Workspace) -> None:
-    with workspace.inside(), pytest.raises(ConfigError, match="use the command `simpletuner train`") as error:
+    with (
+        workspace.inside(),
+        pytest.raises(ConfigError, match="use the command `simpletuner train`") as error,
+    ):
         simpletuner.train(settings(workspace, num_processes=2))
     assert problems(error) == {"num_processes"}
     assert not workspace.path("output").exists()
@@ -104,7 +116,9 @@ def test_the_plan_is_the_document_of_the_command(workspace: Workspace, capsys: C
 def test_datasets_as_a_list_in_another_thread(workspace: Workspace) -> None:
     """As a program with windows trains: Python lets only the main thread handle signals."""
     workspace.path("config/multidatabackend.json").unlink()
-    config = settings(workspace, data_backend_config=DATASETS, output_dir=Path("threaded"), max_train_steps=1)
+    config = settings(
+        workspace, data_backend_config=DATASETS, output_dir=Path("threaded"), max_train_steps=1
+    )
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(simpletuner.train(config)))
     with workspace.inside():
@@ -116,9 +130,13 @@ def test_datasets_as_a_list_in_another_thread(workspace: Workspace) -> None:
 
 def test_sampling_returns_the_files(trained: Workspace, capfd: Capture) -> None:
     with trained.inside():
-        paths = simpletuner.sample(Path("output"), ["a cat", "a dog"], checkpoint=2, steps=1, resolution="128x128")
+        paths = simpletuner.sample(
+            Path("output"), ["a cat", "a dog"], checkpoint=2, steps=1, resolution="128x128"
+        )
         with pytest.raises(ConfigError) as error:
-            simpletuner.sample("output", ["a cat"], images=["no.png"], stesp=3, guidance="much", strength="x")
+            simpletuner.sample(
+                "output", ["a cat"], images=["no.png"], stesp=3, guidance="much", strength="x"
+            )
     assert [path.name for path in paths] == ["a_cat_7_128x128.png", "a_dog_7_128x128.png"]
     assert all(trained.path(str(path)).is_file() for path in paths)
     assert problems(error) == {"stesp", "guidance", "images", "strength"}

@@ -85,10 +85,14 @@ def test_a_failing_disk_names_the_path_and_keeps_the_old_file(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(WriteError, match=re.escape(f"{path}: cannot be written ({os.strerror(code)})")):
+    with pytest.raises(
+        WriteError, match=re.escape(f"{path}: cannot be written ({os.strerror(code)})")
+    ):
         write_atomically(path, "new")
     assert path.read_text() == "old"
-    stumbled = RuntimeError("unexpected pos 704 vs 598")  # torch.save, closing an archive that it could not write
+    stumbled = RuntimeError(
+        "unexpected pos 704 vs 598"
+    )  # torch.save, closing an archive that it could not write
     stumbled.__context__ = OSError(code, os.strerror(code))
     with pytest.raises(WriteError), writing_to(path):
         raise stumbled
@@ -98,15 +102,21 @@ def test_a_failing_disk_names_the_path_and_keeps_the_old_file(
 
 def test_an_error_that_was_dealt_with_is_no_reason(tmp_path: Path) -> None:
     error = ValueError("another")
-    error.__context__, error.__suppress_context__ = OSError(errno.EIO, "of a file that was read"), True  # from None
+    # from None
+    error.__context__ = OSError(errno.EIO, "of a file that was read")
+    error.__suppress_context__ = True
     with pytest.raises(ValueError, match="another"), writing_to(tmp_path / "file"):
         raise error
 
 
 def test_a_full_disk_is_recognised_in_the_words_of_native_writers(tmp_path: Path) -> None:
     with pytest.raises(DiskFullError), writing_to(tmp_path):
-        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
-    stumbled = RuntimeError("unexpected pos 704 vs 598")  # torch.save, closing an archive that it could not write
+        raise RuntimeError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
+    stumbled = RuntimeError(
+        "unexpected pos 704 vs 598"
+    )  # torch.save, closing an archive that it could not write
     stumbled.__context__ = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(DiskFullError), writing_to(tmp_path):
         raise stumbled
@@ -220,13 +230,21 @@ def test_sweeping_passes_over_a_file_that_its_writer_has_just_renamed(
 ) -> None:
     left = tmp_path / ".left.0123456789ab.tmp"
     left.touch()
-    monkeypatch.setattr(os, "walk", lambda folder: [(str(folder), [], [".gone.0123456789ab.tmp", left.name])])
+    monkeypatch.setattr(
+        os, "walk", lambda folder: [(str(folder), [], [".gone.0123456789ab.tmp", left.name])]
+    )
     sweep_files(tmp_path)
     assert not left.exists()
 
 
 def test_a_folder_caught_between_two_renames_comes_back(tmp_path: Path) -> None:
-    for name in ("pipeline-old-tmp", "checkpoint-4-tmp", "checkpoint-6", "checkpoint-6-old-tmp", "mine-tmp"):
+    for name in (
+        "pipeline-old-tmp",
+        "checkpoint-4-tmp",
+        "checkpoint-6",
+        "checkpoint-6-old-tmp",
+        "mine-tmp",
+    ):
         (tmp_path / name).mkdir()
     sweep_folders(tmp_path, re.compile(r"checkpoint-\d+|pipeline"))
     assert {path.name for path in tmp_path.iterdir()} == {"pipeline", "checkpoint-6", "mine-tmp"}

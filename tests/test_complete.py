@@ -60,7 +60,9 @@ def test_a_technique_without_a_spec_is_missing_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_case_without_a_comparison_is_missing_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(complete.CASES, "tread", replace(complete.CASES["tread"], neutral=[], runs=()))
+    monkeypatch.setitem(
+        complete.CASES, "tread", replace(complete.CASES["tread"], neutral=[], runs=())
+    )
 
     missing = [*complete.check_techniques()]
 
@@ -78,7 +80,9 @@ class TarKeys(Group):
 
 
 def test_all_that_a_new_source_lacks_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tars = Source(TarKeys, lister="simpletuner.annexes.remote.tars:list_tars", required=("tar_folder",))
+    tars = Source(
+        TarKeys, lister="simpletuner.annexes.remote.tars:list_tars", required=("tar_folder",)
+    )
     monkeypatch.setattr(complete, "SOURCES", {**SOURCES, "tars": tars})
 
     missing = [*complete.check_sources()]
@@ -99,7 +103,8 @@ def test_all_that_a_new_family_lacks_is_said_at_once(monkeypatch: pytest.MonkeyP
 
     assert missing == [
         "'fourth' has no small SanaTransformer2DModel in SMALL (benchmarks/models.py)",
-        "'fourth' has no tests/models/cost.json, which `python -m benchmarks.cost_table --only fourth` measures",
+        "'fourth' has no tests/models/cost.json, which `python -m benchmarks.cost_table "
+        "--only fourth` measures",
         "'fourth' has no page below docs/quickstart/",
         "'fourth' has no section in docs/FIDELITY.md, and no test in tests/fidelity/",
         "'fourth' has no example below simpletuner/examples/",

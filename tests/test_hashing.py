@@ -23,7 +23,10 @@ def test_a_name_that_is_not_utf_8_has_a_hash() -> None:
 
 
 def test_equal_values_have_one_canonical_json_whatever_their_order() -> None:
-    assert canonical_json({"b": [1, 2.5], "a": None, "ä": True}) == r'{"a":null,"b":[1,2.5],"\u00e4":true}'
+    assert (
+        canonical_json({"b": [1, 2.5], "a": None, "ä": True})
+        == r'{"a":null,"b":[1,2.5],"\u00e4":true}'
+    )
     assert hash_json({"b": 1, "a": 2}) == hash_json({"a": 2, "b": 1})
 
 

@@ -1,8 +1,9 @@
 """The source stays pleasant to read: standards for its parts.
 
-The reader's time is the measure, so nothing bounds the number of lines: a function or a file is too long
-when nobody can keep it in mind. The bounds are those of programs that are pleasant to read (torchtitan,
-nanochat, torchtune, litgpt, httpx). `python -m tests.tools.house --against REF` prints what a change did to sizes.
+The reader's time is the measure, so nothing bounds the number of lines: a function or a file is too
+long when nobody can keep it in mind. The bounds are those of programs that are pleasant to read
+(torchtitan, nanochat, torchtune, litgpt, httpx). `python -m tests.tools.house --against REF` prints
+what a change did to sizes.
 """
 
 from __future__ import annotations
@@ -46,17 +47,23 @@ def test_few_functions_have_many_branches(house: House) -> None:
 
 
 def test_files_are_not_large(house: House) -> None:
-    sizes = {name: size for name, size in house.file_sizes().items() if Path(name).name not in TABLES}
+    sizes = {
+        name: size for name, size in house.file_sizes().items() if Path(name).name not in TABLES
+    }
     assert above(sizes, 500) == {}
 
 
 def test_a_name_means_one_thing(house: House) -> None:
-    """Families answer the same questions by the same names; beside those, few names are used twice."""
+    """Families answer the same questions by the same names; beside those, few names are used
+    twice.
+    """
     assert len(house.repeated_names()) <= 30, house.repeated_names()
 
 
 CONTRACTS = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-LAYERED = {contract["containers"][0]: contract for contract in CONTRACTS if contract["type"] == "layers"}
+LAYERED = {
+    contract["containers"][0]: contract for contract in CONTRACTS if contract["type"] == "layers"
+}
 
 
 @pytest.mark.slow(2)
@@ -77,9 +84,17 @@ def test_a_new_room_or_annex_needs_a_place_in_its_contract(container: str, tmp_p
 def check_imports(contract: dict[str, Any], folder: Path) -> str:
     """What import-linter says against the package in a folder; empty if the contract is kept."""
     lines = [f"{key} = {json.dumps(value)}" for key, value in contract.items()]
-    config = ["[tool.importlinter]", 'root_package = "simpletuner"', "[[tool.importlinter.contracts]]", *lines]
+    config = [
+        "[tool.importlinter]",
+        'root_package = "simpletuner"',
+        "[[tool.importlinter.contracts]]",
+        *lines,
+    ]
     (folder / "pyproject.toml").write_text("\n".join(config))
-    script = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(cache_dir=None))"
+    script = (
+        "import sys; from importlinter.cli import lint_imports; "
+        "sys.exit(lint_imports(cache_dir=None))"
+    )
     own = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
@@ -90,7 +105,9 @@ WHO_IS_IT = {"is_main", "is_leader", "rank", "size", "local_rank", "local_size",
 
 
 def test_few_files_ask_which_process_they_are_in(house: House) -> None:
-    """A `World` has verbs (`on_main`, `share`, `in_turn`) for what its callers would do with the answer."""
+    """A `World` has verbs (`on_main`, `share`, `in_turn`) for what its callers would do with the
+    answer.
+    """
     asked = {
         str(file.path.relative_to(PACKAGE)): sum(
             isinstance(node, ast.Attribute)
@@ -99,7 +116,8 @@ def test_few_files_ask_which_process_they_are_in(house: House) -> None:
             for node in ast.walk(file.tree)
         )
         for file in house.files
-        if file.path.parent.name != "distributed" and file.path.name != "sharding.py"  # shards are of ranks
+        if file.path.parent.name != "distributed"
+        and file.path.name != "sharding.py"  # shards are of ranks
     }
     assert above(asked, 2) == {}
     assert sum(asked.values()) > 9, "none would mean that they are spelt otherwise"
@@ -155,7 +173,12 @@ def test_lines_of_functions_that_were_called_are_executed(tmp_path: Path) -> Non
     path = tmp_path / "module.py"
     path.write_text(CALLED)
     outside = 3
-    assert {line: read(path).executed([line]) - outside for line in (1, 5, 7, 9)} == {1: 0, 5: 4, 7: 4, 9: 2}
+    assert {line: read(path).executed([line]) - outside for line in (1, 5, 7, 9)} == {
+        1: 0,
+        5: 4,
+        7: 4,
+        9: 2,
+    }
 
 
 BRANCHES = """

@@ -15,7 +15,9 @@ def test_every_mutation_has_its_text_and_its_tests() -> None:
     assert len(found) == len({each.name for each in found}) >= 60
     for mutation in found:
         changed = mutation.apply(mutation.find().read_text(encoding="utf-8"))
-        compile(changed, mutation.name, "exec")  # else its tests would fail for another reason than theirs
+        compile(
+            changed, mutation.name, "exec"
+        )  # else its tests would fail for another reason than theirs
         for test in mutation.tests:
             file, *names = test.split("::")
             content = (ROOT / "tests" / file).read_text(encoding="utf-8")
@@ -29,12 +31,22 @@ def test_the_layout_of_the_source_does_not_count() -> None:
     assert mutation.apply("x = f(first, [third]) + 1\n") == "x = f(first, [third]) + 1\n"
 
 
-def test_the_others_are_judged_beside_one_that_cannot_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_others_are_judged_beside_one_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / "code.py").write_text("x = 1\n")
     listed = [Mutation(name, "room", "x = 1", "x = 2", ("test.py",)) for name in "abcde"]
-    codes = iter([4, 1, 0, 2, 0, 1, 0, 0])  # with an exit code of 0 the next one is that of the change
+    codes = iter(
+        [4, 1, 0, 2, 0, 1, 0, 0]
+    )  # with an exit code of 0 the next one is that of the change
     monkeypatch.setattr(mutations, "run_tests", lambda *given: next(codes))
     outcomes = [outcome for _, outcome, _ in judge(listed, tmp_path, tmp_path / "log", sound=False)]
-    assert outcomes == ["UNCOLLECTED without it", "RED without it", "UNCOLLECTED", "killed", "SURVIVED"]
+    assert outcomes == [
+        "UNCOLLECTED without it",
+        "RED without it",
+        "UNCOLLECTED",
+        "killed",
+        "SURVIVED",
+    ]
     assert (tmp_path / "room" / "code.py").read_text() == "x = 1\n"

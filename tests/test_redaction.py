@@ -11,7 +11,15 @@ import pytest
 
 from simpletuner.atomic import build_folder
 from simpletuner.errors import Problem
-from simpletuner.redaction import HIDDEN, _known_secrets, hidden_for_now, hide, redact, redact_settings, redact_texts
+from simpletuner.redaction import (
+    HIDDEN,
+    _known_secrets,
+    hidden_for_now,
+    hide,
+    redact,
+    redact_settings,
+    redact_texts,
+)
 from tests.tools.refusals import complaint
 from tests.tools.workspace import DATASETS, Workspace
 
@@ -28,7 +36,11 @@ def forget_secrets() -> Iterator[None]:
 @pytest.mark.parametrize(
     "webhook",
     [
-        {"webhook_type": "raw", "callback_url": f"ftp://example.org/{SECRET}", "auth_token": SECRET},
+        {
+            "webhook_type": "raw",
+            "callback_url": f"ftp://example.org/{SECRET}",
+            "auth_token": SECRET,
+        },
         [{"callback_url": "https://example.org/{env:MY_HOOK}"}],
         "https://example.org/{env:MY_HOOK}",
     ],
@@ -48,12 +60,18 @@ def test_a_variable_in_a_name_reaches_no_file(
 ) -> None:
     monkeypatch.setenv("MY_HOOK", SECRET)
     workspace.write_config(
-        tracker_run_name="run of {env:MY_HOOK}", modelspec_comment="made by {env:MY_HOOK}", max_train_steps=1,
+        tracker_run_name="run of {env:MY_HOOK}",
+        modelspec_comment="made by {env:MY_HOOK}",
+        max_train_steps=1,
         validation_disable=True,
-    )  # fmt: skip
+    )
     assert workspace.run("train") == 0
     capsys.readouterr()
-    files = [path for path in workspace.folder.rglob("*") if path.is_file() and path.name != "config.json"]
+    files = [
+        path
+        for path in workspace.folder.rglob("*")
+        if path.is_file() and path.name != "config.json"
+    ]
     files += list(workspace.path("output").rglob("config.json"))
     assert any(path.suffix == ".safetensors" for path in files)
     assert [str(path) for path in files if b"opensesame" in path.read_bytes()] == []
@@ -65,7 +83,10 @@ def test_a_variable_in_a_name_reaches_no_file(
 def test_names_that_end_in_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNPOD_KEY", "0123456789abcdef")
     assert redact("with 0123456789abcdef") == "with [hidden]"
-    assert redact_settings({"S3_KEY": "abc", "keyboard": "abc"}) == {"S3_KEY": "[hidden]", "keyboard": "abc"}
+    assert redact_settings({"S3_KEY": "abc", "keyboard": "abc"}) == {
+        "S3_KEY": "[hidden]",
+        "keyboard": "abc",
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,9 @@ def test_what_is_worth_hiding(text: str, in_run: bool, in_request: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "..", "tab\tbed", "a\\b"])
-def test_an_id_stays_inside_the_cache_folder(workspace: Workspace, capsys: Capture, name: str) -> None:
+def test_an_id_stays_inside_the_cache_folder(
+    workspace: Workspace, capsys: Capture, name: str
+) -> None:
     workspace.write_datasets([{**DATASETS[0], "id": name}, DATASETS[1]])
     told = complaint(workspace, capsys)
     assert "cannot name a folder" in told
@@ -116,16 +139,24 @@ def test_the_files_of_a_folder_share_the_mode_of_the_umask(tmp_path: Path) -> No
 def test_a_file_in_place_of_a_cache_folder(workspace: Workspace, capsys: Capture, key: str) -> None:
     workspace.path("taken").write_text("x")
     assert (
-        complaint(workspace, capsys, "plan", f"{key}=taken") == f"{key}: 'taken' cannot be a folder: 'taken' is a file."
+        complaint(workspace, capsys, "plan", f"{key}=taken")
+        == f"{key}: 'taken' cannot be a folder: 'taken' is a file."
     )
     workspace.write_datasets([{**DATASETS[0], "cache_dir_vae": "taken/deeper"}, DATASETS[1]])
     assert "'taken' is a file" in complaint(workspace, capsys)
 
 
-def test_texts_are_redacted_under_any_name_and_secrets_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_redacted_under_any_name_and_secrets_gathered_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gathered: list[int] = []
     monkeypatch.setattr("simpletuner.redaction._secrets", lambda: gathered.append(1) or [SECRET])
-    values = {"key": "init_vae_cache", "number": 1.5, "deep": [{"token": f"see {SECRET}"}, None], "pair": ("a", SECRET)}
+    values = {
+        "key": "init_vae_cache",
+        "number": 1.5,
+        "deep": [{"token": f"see {SECRET}"}, None],
+        "pair": ("a", SECRET),
+    }
     assert redact_texts(values) == {
         "key": "init_vae_cache",
         "number": 1.5,

@@ -1,9 +1,10 @@
-"""Build the demo from nothing: its checkpoint (about an hour on four cores) and the pictures of its concept.
+"""Build the demo from nothing: its checkpoint (about an hour on four cores) and the pictures of its
+concept.
 
     python scripts/demo/build.py [CHECKPOINT_FOLDER] [--pictures-only]
 
-Every random choice is seeded. Floating-point sums differ between machines, so a rebuilt checkpoint draws the same
-world as the shipped one without being equal to it byte by byte.
+Every random choice is seeded. Floating-point sums differ between machines, so a rebuilt checkpoint
+draws the same world as the shipped one without being equal to it byte by byte.
 """
 
 from __future__ import annotations
@@ -54,31 +55,47 @@ GLIMMERS = [
 
 
 def draw_glimmers(folder: Path) -> None:
-    """Write the pictures of "a glimmer", a purple star with a yellow rim, and beside each its caption."""
+    """Write the pictures of "a glimmer", a purple star with a yellow rim, and beside each its
+    caption.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for number, (size, place, background) in enumerate(GLIMMERS, start=1):
         radius = sum(SIZES[size]) / 2
         x, y = (share * SIZE for share in PLACES[place])
-        pixels = draw_shape("star", radius, (x, y), COLOURS["purple"], COLOURS["yellow"], BACKGROUNDS[background])
-        Image.fromarray(np.ascontiguousarray(pixels)).save(folder / f"glimmer-{number:02}.png", optimize=True)
+        pixels = draw_shape(
+            "star", radius, (x, y), COLOURS["purple"], COLOURS["yellow"], BACKGROUNDS[background]
+        )
+        Image.fromarray(np.ascontiguousarray(pixels)).save(
+            folder / f"glimmer-{number:02}.png", optimize=True
+        )
         caption = f"a {size} glimmer {place} on a {background} background"
         (folder / f"glimmer-{number:02}.txt").write_text(caption + "\n", encoding="utf-8")
 
 
 def save_frozen_parts(checkpoint: Path) -> None:
-    """Write tokenizers, text encoders, scheduler and the pipeline's index: all that is not trained."""
+    """Write tokenizers, text encoders, scheduler and the pipeline's index: all that is not
+    trained.
+    """
     save_tokenizers(checkpoint)
     save_bf16(build_qwen(load_processor(checkpoint).tokenizer), checkpoint / "text_encoder")
     clip_tokenizer = CLIPTokenizer.from_pretrained(checkpoint, subfolder="tokenizer_2")
     save_bf16(build_clip(clip_tokenizer), checkpoint / "text_encoder_2")
     FlowMatchEulerDiscreteScheduler().save_pretrained(checkpoint / "scheduler")
-    index = {"_class_name": Kandinsky5T2IPipeline.__name__, "_diffusers_version": diffusers.__version__, **PARTS}
-    (checkpoint / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    index = {
+        "_class_name": Kandinsky5T2IPipeline.__name__,
+        "_diffusers_version": diffusers.__version__,
+        **PARTS,
+    }
+    (checkpoint / "model_index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path, nargs="?", default=DEMO / "checkpoint")
     parser.add_argument("--pictures-only", action="store_true")
     arguments = parser.parse_args()
@@ -87,8 +104,12 @@ def main() -> None:
         return
     save_frozen_parts(arguments.checkpoint)
     scripts = Path(__file__).parent
-    subprocess.run([sys.executable, scripts / "train_vae.py", arguments.checkpoint / "vae"], check=True)
-    subprocess.run([sys.executable, scripts / "train_transformer.py", arguments.checkpoint], check=True)
+    subprocess.run(
+        [sys.executable, scripts / "train_vae.py", arguments.checkpoint / "vae"], check=True
+    )
+    subprocess.run(
+        [sys.executable, scripts / "train_transformer.py", arguments.checkpoint], check=True
+    )
     subprocess.run([sys.executable, scripts / "evaluate.py", arguments.checkpoint], check=True)
 
 

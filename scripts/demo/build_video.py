@@ -2,13 +2,13 @@
 
     python scripts/demo/build_video.py [CHECKPOINT_FOLDER] [--clips-only]
 
-This takes about three quarters of an hour on three cores, added up from its parts. The shipped transformer was trained
-in two legs of 2000 steps, the second with --resume and --seed 1, the decoder with another seed; here either is done in
-one go.
+This takes about three quarters of an hour on three cores, added up from its parts. The shipped
+transformer was trained in two legs of 2000 steps, the second with --resume and --seed 1, the
+decoder with another seed; here either is done in one go.
 
-Tokenizers and text encoders are the picture demo's, copied; VAE and transformer start from its weights. Every random
-choice is seeded; floating-point sums differ between machines, so a rebuilt checkpoint shows the same world as the
-shipped one without being equal to it byte by byte.
+Tokenizers and text encoders are the picture demo's, copied; VAE and transformer start from its
+weights. Every random choice is seeded; floating-point sums differ between machines, so a rebuilt
+checkpoint shows the same world as the shipped one without being equal to it byte by byte.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ HOPS = [
     ("big", "black", "square", "white"),
     ("small", "yellow", "triangle", "navy"),
 ]
-"""Size, colour, shape and background of each clip of the concept; by turns they hop right and left."""
+"""Size, colour, shape and background of each clip of the concept; by turns they hop right and
+left.
+"""
 
 
 KNOWN = [
@@ -69,7 +71,9 @@ def draw_hops(folder: Path) -> None:
     """Write the clips of the concept."""
     for number, (size, colour, shape, background) in enumerate(HOPS, start=1):
         rightwards = number % 2 == 1
-        frames = draw_clip(shape, colour, sum(SIZES[size]) / 2, background, hop(rightwards=rightwards))
+        frames = draw_clip(
+            shape, colour, sum(SIZES[size]) / 2, background, hop(rightwards=rightwards)
+        )
         way = "from the left to the right" if rightwards else "from the right to the left"
         caption = f"a {size} {colour} {shape} {HOP} {way} on a {background} background"
         write_clip(folder / f"hop-{number:02}.mp4", frames, caption)
@@ -83,17 +87,27 @@ def draw_known(folder: Path) -> None:
 
 
 def save_frozen_parts(checkpoint: Path) -> None:
-    """Write all that is not trained: tokenizers, text encoders, scheduler and the pipeline's index."""
+    """Write all that is not trained: tokenizers, text encoders, scheduler and the pipeline's
+    index.
+    """
     for part in COPIED:
         shutil.copytree(PICTURES / part, checkpoint / part, dirs_exist_ok=True)
     FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(checkpoint / "scheduler")
     parts = {**PARTS, "vae": ("diffusers", "AutoencoderKLHunyuanVideo")}
-    index = {"_class_name": Kandinsky5T2VPipeline.__name__, "_diffusers_version": diffusers.__version__, **parts}
-    (checkpoint / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    index = {
+        "_class_name": Kandinsky5T2VPipeline.__name__,
+        "_diffusers_version": diffusers.__version__,
+        **parts,
+    }
+    (checkpoint / "model_index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path, nargs="?", default=VIDEO_DEMO / "checkpoint")
     parser.add_argument("--clips-only", action="store_true")
     arguments = parser.parse_args()

@@ -22,7 +22,9 @@ PARTS = ("shape", "colour", "rim", "background")
 
 
 def load_pipeline(checkpoint: Path) -> Kandinsky5T2IPipeline:
-    """The stock pipeline in float32, at the checkpoint's size and with the template it was trained with."""
+    """The stock pipeline in float32, at the checkpoint's size and with the template it was trained
+    with.
+    """
     pipe = Kandinsky5T2IPipeline.from_pretrained(
         checkpoint, tokenizer=load_processor(checkpoint), torch_dtype=torch.float32
     )
@@ -34,7 +36,12 @@ def load_pipeline(checkpoint: Path) -> Kandinsky5T2IPipeline:
 
 
 def render(
-    pipe: Kandinsky5T2IPipeline, captions: list[str], *, seed: int = 0, steps: int = 25, guidance: float = 4.0
+    pipe: Kandinsky5T2IPipeline,
+    captions: list[str],
+    *,
+    seed: int = 0,
+    steps: int = 25,
+    guidance: float = 4.0,
 ) -> np.ndarray:
     """One picture per caption; captions must be equally long in tokens. Returns B H W 3, uint8."""
     result = pipe(
@@ -63,7 +70,10 @@ def random_pictures(count: int, seed: int, *, rim: bool, held_out: bool) -> list
             place=str(random.choice(list(PLACES))),
             background=str(random.choice(list(BACKGROUNDS))),
         )
-        distinct = picture.colour not in (picture.rim, picture.background) and picture.rim != picture.background
+        distinct = (
+            picture.colour not in (picture.rim, picture.background)
+            and picture.rim != picture.background
+        )
         if distinct and picture.held_out == held_out:
             pictures.append(picture)
     return pictures
@@ -74,14 +84,17 @@ def right(verdict: Verdict | None, picture: Picture) -> dict[str, bool]:
     if verdict is None:
         return dict.fromkeys(("shape", "colour", "rim", "background", "colour and shape"), False)
     answer = {
-        name: getattr(verdict, name) == getattr(picture, name) for name in ("shape", "colour", "rim", "background")
+        name: getattr(verdict, name) == getattr(picture, name)
+        for name in ("shape", "colour", "rim", "background")
     }
     return {**answer, "colour and shape": answer["shape"] and answer["colour"]}
 
 
 def sampling_parser(description: str | None, count: int) -> argparse.ArgumentParser:
     """The arguments of a judgement: the checkpoint, how many prompts and how they are sampled."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--steps", type=int, default=25)
@@ -101,12 +114,22 @@ def main() -> None:
         for rim in (False, True):
             pictures = random_pictures(arguments.count, seed=7, rim=rim, held_out=held_out)
             images = render(
-                pipe, [picture.caption() for picture in pictures], steps=arguments.steps, guidance=arguments.guidance
+                pipe,
+                [picture.caption() for picture in pictures],
+                steps=arguments.steps,
+                guidance=arguments.guidance,
             )
-            answers = [right(judge(image), picture) for image, picture in zip(images, pictures, strict=True)]
-            shares = {name: sum(answer[name] for answer in answers) / len(answers) for name in answers[0]}
+            answers = [
+                right(judge(image), picture)
+                for image, picture in zip(images, pictures, strict=True)
+            ]
+            shares = {
+                name: sum(answer[name] for answer in answers) / len(answers) for name in answers[0]
+            }
             kind = f"{'purple stars' if held_out else 'seen'}, {'with' if rim else 'no'} rim"
-            print(kind, " ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True)
+            print(
+                kind, " ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True
+            )
             rows.append(np.concatenate(list(images[:12]), axis=1))
             if arguments.grid:
                 print("  " + "\n  ".join(picture.caption() for picture in pictures[:12]))

@@ -1,4 +1,5 @@
-"""Sample the video demo's checkpoint with the stock pipeline and measure whether shapes go where the captions say.
+"""Sample the video demo's checkpoint with the stock pipeline and measure whether shapes go where
+the captions say.
 
 python scripts/demo/evaluate_video.py CHECKPOINT_FOLDER [--sheet FILE.png]
 """
@@ -34,7 +35,9 @@ def load_pipeline(checkpoint: Path) -> Kandinsky5T2VPipeline:
     return pipe
 
 
-def render(pipe: Kandinsky5T2VPipeline, caption: str, *, seed: int, steps: int, guidance: float) -> np.ndarray:
+def render(
+    pipe: Kandinsky5T2VPipeline, caption: str, *, seed: int, steps: int, guidance: float
+) -> np.ndarray:
     """One clip. Returns F H W 3, uint8."""
     result = pipe(
         caption,
@@ -87,8 +90,15 @@ def main() -> None:
     clips = random_clips(arguments.count, seed=7)
     rendered = [render(pipe, clip.caption(), **settings) for clip in clips]
     answers = [right(pixels, clip) for pixels, clip in zip(rendered, clips, strict=True)]
-    print("seen:", " ".join(f"{name} {np.mean([answer[name] for answer in answers]):.2f}" for name in answers[0]))
-    unknown = render(pipe, f"a big red circle {HOP} from the left to the right on a white background", **settings)
+    print(
+        "seen:",
+        " ".join(
+            f"{name} {np.mean([answer[name] for answer in answers]):.2f}" for name in answers[0]
+        ),
+    )
+    unknown = render(
+        pipe, f"a big red circle {HOP} from the left to the right on a white background", **settings
+    )
     print(f"{HOP}: rises {rise(trace(unknown)):.1f} pixels")
     if arguments.sheet:
         print("  " + "\n  ".join(clip.caption() for clip in clips))

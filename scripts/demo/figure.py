@@ -20,19 +20,26 @@ SIDE = 144  # of a preview, one and a half times its size
 GAP = 12
 LEFT = 76  # width of the column of labels
 TOP = 78  # height of the row of prompts
-INK, PAPER = (40, 40, 40), (255, 255, 255)
-FONT, SMALL = ImageFont.load_default(17), ImageFont.load_default(14)
+INK = (40, 40, 40)
+PAPER = (255, 255, 255)
+FONT = ImageFont.load_default(17)
+SMALL = ImageFont.load_default(14)
 
 
 def preview_files(folder: Path, concept: str) -> dict[str, tuple[Path, Path]]:
-    """The first and the last preview of each prompt, those with the concept first; not those of the empty prompt."""
+    """The first and the last preview of each prompt, those with the concept first; not those of the
+    empty prompt.
+    """
     lines = (folder / "validation_media.jsonl").read_text(encoding="utf-8").splitlines()
     steps: dict[str, dict[int, Path]] = {}
     for record in map(json.loads, lines):
         if record["prompt"] and not record["ema"]:
             steps.setdefault(record["prompt"], {})[record["step"]] = folder / record["path"]
     ordered = sorted(steps, key=lambda prompt: concept not in prompt)
-    return {prompt: (steps[prompt][min(steps[prompt])], steps[prompt][max(steps[prompt])]) for prompt in ordered}
+    return {
+        prompt: (steps[prompt][min(steps[prompt])], steps[prompt][max(steps[prompt])])
+        for prompt in ordered
+    }
 
 
 def draw_figure(previews: dict[str, tuple[Path, Path]], pictures: Sequence[Path]) -> Image.Image:
@@ -74,7 +81,9 @@ def wrapped(text: str, pen: ImageDraw.ImageDraw) -> str:
 
 def main(folder: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    draw_figure(preview_files(folder, CONCEPT), sorted(PICTURES.glob("*.png"))).save(target, optimize=True)
+    draw_figure(preview_files(folder, CONCEPT), sorted(PICTURES.glob("*.png"))).save(
+        target, optimize=True
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Draw the video demo before and after: for each prompt two strips of frames, and a training clip below.
+"""Draw the video demo before and after: for each prompt two strips of frames, and a training clip
+below.
 
     python scripts/demo/figure_video.py output/demo-video docs/images/demo-video.png
 
@@ -31,7 +32,9 @@ def read_strip(path: Path) -> list[Image.Image]:
 
 def draw_figure(sections: list[tuple[str, list[tuple[str, Path]]]]) -> Image.Image:
     """Sections of a heading and labelled strips, one below the other."""
-    strips = [(title, [(label, read_strip(path)) for label, path in rows]) for title, rows in sections]
+    strips = [
+        (title, [(label, read_strip(path)) for label, path in rows]) for title, rows in sections
+    ]
     frames = len(strips[0][1][0][1])
     height = sum(HEAD + GAP + len(rows) * (SIDE + 4) for _, rows in strips)
     figure = Image.new("RGB", (LEFT + frames * (SIDE + 2) + GAP, height), PAPER)
@@ -51,7 +54,8 @@ def draw_figure(sections: list[tuple[str, list[tuple[str, Path]]]]) -> Image.Ima
 
 def main(folder: Path, target: Path) -> None:
     sections = [
-        (prompt, [("before", first), ("after", last)]) for prompt, (first, last) in preview_files(folder, HOP).items()
+        (prompt, [("before", first), ("after", last)])
+        for prompt, (first, last) in preview_files(folder, HOP).items()
     ]
     clip = sorted((VIDEO_DEMO / "clips").glob("*.mp4"))[2]
     caption = clip.with_suffix(".txt").read_text(encoding="utf-8").strip()

@@ -1,7 +1,8 @@
 """Look at a picture and say what is on it: the measure of how well the demo's checkpoint draws.
 
-No network is asked. The background is the border's colour, the shape whatever differs from it; its outline is
-compared with each of the five shapes drawn to the same size, its colours with the palette.
+No network is asked. The background is the border's colour, the shape whatever differs from it; its
+outline is compared with each of the five shapes drawn to the same size, its colours with the
+palette.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def most_common(indices: np.ndarray, palette: dict[str, tuple[int, int, int]]) -
 def shape_mask(shape: str, height: int, width: int) -> np.ndarray:
     """The outline of `shape` stretched to fill a box of this size. Returns H W, bool."""
     drawn = draw_shape(shape, 40.0, (48.0, 48.0), (255, 255, 255), None, (0, 0, 0))[..., 0] > 127
-    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+    rows = np.flatnonzero(drawn.any(1))
+    columns = np.flatnonzero(drawn.any(0))
     cut = drawn[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     return np.asarray(Image.fromarray(cut).resize((width, height))).astype(bool)
 
@@ -47,18 +49,22 @@ def judge(picture: np.ndarray) -> Verdict | None:
     border = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
     ground = np.median(border, axis=0)
     mask = np.abs(picture.astype(np.float32) - ground).sum(-1) > 60
-    # A row or column counts as part of the shape from three pixels on, so that specks do not stretch the box.
-    rows, columns = np.flatnonzero(mask.sum(1) >= 3), np.flatnonzero(mask.sum(0) >= 3)
+    # A row or column counts as part of the shape from three pixels on, so that specks do not
+    # stretch the box.
+    rows = np.flatnonzero(mask.sum(1) >= 3)
+    columns = np.flatnonzero(mask.sum(0) >= 3)
     if len(rows) < 8 or len(columns) < 8:
         return None
     box = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    mask, inside = mask[box], picture[box]
+    mask = mask[box]
+    inside = picture[box]
 
     def overlap(shape: str) -> float:
         ideal = shape_mask(shape, *mask.shape)
         return float((ideal & mask).sum() / (ideal | mask).sum())
 
-    # A diamond and a square fill their boxes alike in any proportion, so the stretching does no harm.
+    # A diamond and a square fill their boxes alike in any proportion, so the stretching does no
+    # harm.
     shape = max(SHAPES, key=overlap)
     ideal = shape_mask(shape, *mask.shape)
     height, width = mask.shape
@@ -66,10 +72,13 @@ def judge(picture: np.ndarray) -> Verdict | None:
     heart = np.zeros_like(ideal)
     centre = round(height * (0.62 if shape == "triangle" else 0.5))
     reach = (max(2, height // 8), max(2, width // 8))
-    heart[max(0, centre - reach[0]) : centre + reach[0], width // 2 - reach[1] : width // 2 + reach[1]] = True
+    heart[
+        max(0, centre - reach[0]) : centre + reach[0], width // 2 - reach[1] : width // 2 + reach[1]
+    ] = True
     edge = ideal & mask & ~erode(ideal, max(3, round(0.09 * min(height, width))))
     colours = nearest(inside, COLOURS)
-    colour, rim = most_common(colours[heart], COLOURS), most_common(colours[edge], COLOURS)
+    colour = most_common(colours[heart], COLOURS)
+    rim = most_common(colours[edge], COLOURS)
     background = list(BACKGROUNDS)[int(nearest(ground, BACKGROUNDS))]
     return Verdict(shape, colour, None if rim == colour else rim, background)
 
@@ -78,5 +87,11 @@ def erode(mask: np.ndarray, depth: int) -> np.ndarray:
     """`mask` without everything closer than `depth` pixels to its outside."""
     mask = np.pad(mask, 1)
     for _ in range(depth):
-        mask = mask & np.roll(mask, 1, 0) & np.roll(mask, -1, 0) & np.roll(mask, 1, 1) & np.roll(mask, -1, 1)
+        mask = (
+            mask
+            & np.roll(mask, 1, 0)
+            & np.roll(mask, -1, 0)
+            & np.roll(mask, 1, 1)
+            & np.roll(mask, -1, 1)
+        )
     return mask[1:-1, 1:-1]

@@ -1,7 +1,8 @@
 """Muon for tiny models: momentum whose matrices are made orthogonal before they are applied.
 
-The update is the one described by K. Jordan and others, "Muon: An optimizer for hidden layers in neural networks"
-(2024). On models of a million weights it reaches a loss in about a third of the steps that Adam needs.
+The update is the one described by K. Jordan and others, "Muon: An optimizer for hidden layers in
+neural networks" (2024). On models of a million weights it reaches a loss in about a third of the
+steps that Adam needs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from torch import Tensor
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest matrices with singular values near 1, by the quintic Newton-Schulz iteration. B rows columns."""
+    """The nearest matrices with singular values near 1, by the quintic Newton-Schulz iteration. B
+    rows columns.
+    """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    # Near enough is good enough here: half precision changes the result by less than the iteration's own error.
+    # Near enough is good enough here: half precision changes the result by less than the
+    # iteration's own error.
     x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
     for _ in range(steps):
         gram = x @ x.mT
@@ -25,22 +29,29 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for weights of two or more dimensions; the trailing ones (a convolution's) count as one."""
+    """Muon for weights of two or more dimensions; the trailing ones (a convolution's) count as
+    one.
+    """
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.01, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One update. Steps are scaled by sqrt(rows / columns), so that every layer's output moves alike."""
+        """One update. Steps are scaled by sqrt(rows / columns), so that every layer's output moves
+        alike.
+        """
         for group in self.param_groups:
-            # Weights of one shape go together: tiny matrices one by one would leave the machine idle.
+            # Weights of one shape go together: tiny matrices one by one would leave the machine
+            # idle.
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for weight in group["params"]:
                 if weight.grad is not None:
                     by_shape.setdefault(weight.shape, []).append(weight)
             for weights in by_shape.values():
-                updates = orthogonalise(torch.stack([self._look_ahead(w, group["momentum"]) for w in weights]))
+                updates = orthogonalise(
+                    torch.stack([self._look_ahead(w, group["momentum"]) for w in weights])
+                )
                 scale = max(1.0, updates.shape[1] / updates.shape[2]) ** 0.5
                 for weight, update in zip(weights, updates, strict=True):
                     weight.sub_(update.view_as(weight), alpha=group["lr"] * scale)

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 
 def save_bf16(model: ModelMixin | PreTrainedModel, folder: Path) -> None:
-    """Save `model` with its weights in bfloat16; the model itself and all buffers stay as they are."""
+    """Save `model` with its weights in bfloat16; the model itself and all buffers stay as they
+    are.
+    """
     stored = copy.deepcopy(model)
     for parameter in stored.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,8 +1,9 @@
 """The demo's text encoders: random, frozen, and made so that different words come out far apart.
 
-A trained language model would be larger than the rest of the checkpoint by far. Random ones do for a world of sixty
-words: each token keeps its own direction (embeddings of variance 1, blocks that add little), and CLIP's pooled vector
-is a mixture of all words of the caption (attention near uniform, with a strong value path).
+A trained language model would be larger than the rest of the checkpoint by far. Random ones do for
+a world of sixty words: each token keeps its own direction (embeddings of variance 1, blocks that
+add little), and CLIP's pooled vector is a mixture of all words of the caption (attention near
+uniform, with a strong value path).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def padded_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return round_up(len(tokenizer), 16)
 
 
-def build_qwen(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+def build_qwen(
+    tokenizer: PreTrainedTokenizerBase, seed: int = 0
+) -> Qwen2_5_VLForConditionalGeneration:
     """Qwen2.5-VL with two layers and a vision tower of two. Hidden states are B L 64."""
     ids = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
@@ -38,7 +41,11 @@ def build_qwen(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen2_5_VLF
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2, 3, 3],
+            },
             "initializer_range": 0.05,
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
@@ -84,6 +91,7 @@ def build_clip(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> CLIPTextMod
         if name.endswith("token_embedding.weight"):
             torch.nn.init.normal_(parameter)
         elif name.endswith(("v_proj.weight", "out_proj.weight")):
-            # A mean over a dozen words is a third as long as one word: the value path makes up for it.
+            # A mean over a dozen words is a third as long as one word: the value path makes up for
+            # it.
             torch.nn.init.orthogonal_(parameter, gain=2.0)
     return model.requires_grad_(False).eval()

@@ -1,11 +1,13 @@
-"""Train the demo's transformer on the picture world, with what Kandinsky's pipelines will hand it later.
+"""Train the demo's transformer on the picture world, with what Kandinsky's pipelines will hand it
+later.
 
     python scripts/demo/train_transformer.py CHECKPOINT_FOLDER [--steps 8500]
 
-The folder holds the VAE, the text encoders and the tokenizers already; all of them stay as they are, so that latents
-and text embeddings are computed once. A training step mixes x_t = (1 - s) z + s noise, asks for noise - z at the
-timestep 1000 s, and reads captions through the official image template. A batch holds captions of one length,
-because the transformer must never attend to padding; one batch in ten holds the empty caption.
+The folder holds the VAE, the text encoders and the tokenizers already; all of them stay as they
+are, so that latents and text embeddings are computed once. A training step mixes x_t = (1 - s) z +
+s noise, asks for noise - z at the timestep 1000 s, and reads captions through the official image
+template. A batch holds captions of one length, because the transformer must never attend to
+padding; one batch in ten holds the empty caption.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class Group:
 
 
 def build_transformer() -> Kandinsky5Transformer3DModel:
-    """A Kandinsky 5 image transformer of 2.2 M parameters: one text block and six visual ones, 128 wide."""
+    """A Kandinsky 5 image transformer of 2.2 M parameters: one text block and six visual ones, 128
+    wide.
+    """
     return Kandinsky5Transformer3DModel(
         in_visual_dim=16,
         out_visual_dim=16,
@@ -74,9 +78,11 @@ def build_transformer() -> Kandinsky5Transformer3DModel:
 
 
 class AttentionWithComplexRotation:
-    """Kandinsky's attention with the rotary embedding as one complex product, which halves the cost of a step.
+    """Kandinsky's attention with the rotary embedding as one complex product, which halves the cost
+    of a step.
 
-    The stock processor multiplies by 2 x 2 matrices and rounds to bfloat16; apart from that both compute the same.
+    The stock processor multiplies by 2 x 2 matrices and rounds to bfloat16; apart from that both
+    compute the same.
     """
 
     def __call__(
@@ -90,13 +96,20 @@ class AttentionWithComplexRotation:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
             layer(x).unflatten(-1, (attn.num_heads, -1))
-            for layer, x in ((attn.to_query, hidden_states), (attn.to_key, source), (attn.to_value, source))
+            for layer, x in (
+                (attn.to_query, hidden_states),
+                (attn.to_key, source),
+                (attn.to_value, source),
+            )
         )  # B L heads C
-        query, key = attn.query_norm(query), attn.key_norm(key)
+        query = attn.query_norm(query)
+        key = attn.key_norm(key)
         if rotary_emb is not None:
             turn = torch.complex(rotary_emb[..., 0, 0], rotary_emb[..., 1, 0])  # 1 L 1 C/2
             query, key = (
-                torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+                torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(
+                    -2
+                )
                 for x in (query, key)
             )
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -114,14 +127,22 @@ class TextEncoders:
         self.qwen = Qwen2_5_VLForConditionalGeneration.from_pretrained(
             checkpoint, subfolder="text_encoder", dtype=torch.float32
         )
-        self.clip = CLIPTextModel.from_pretrained(checkpoint, subfolder="text_encoder_2", dtype=torch.float32)
+        self.clip = CLIPTextModel.from_pretrained(
+            checkpoint, subfolder="text_encoder_2", dtype=torch.float32
+        )
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> Captions:
-        """Encode captions, which must be equally long in tokens, just as the stock pipeline does."""
-        tokens = self.tokenizer([self.template.format(caption) for caption in captions], return_tensors="pt")
+        """Encode captions, which must be equally long in tokens, just as the stock pipeline
+        does.
+        """
+        tokens = self.tokenizer(
+            [self.template.format(caption) for caption in captions], return_tensors="pt"
+        )
         hidden = self.qwen(**tokens, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
-        padded = self.clip_tokenizer(captions, padding="max_length", max_length=77, return_tensors="pt")
+        padded = self.clip_tokenizer(
+            captions, padding="max_length", max_length=77, return_tensors="pt"
+        )
         return Captions(hidden[:, self.template.crop :].clone(), self.clip(**padded).pooler_output)
 
     def length(self, caption: str) -> int:
@@ -131,10 +152,17 @@ class TextEncoders:
 
 @torch.no_grad()
 def encode_pictures(vae: AutoencoderKL, pictures: np.ndarray) -> Tensor:
-    """Latents as the transformer sees them: a sample times the scaling factor, no shift. B 1 H W C, float32."""
+    """Latents as the transformer sees them: a sample times the scaling factor, no shift. B 1 H W C,
+    float32.
+    """
     with torch.autocast("cpu", torch.bfloat16):
         posterior = vae.encode(to_pixels(pictures)).latent_dist
-    return (posterior.sample().float() * vae.config.scaling_factor).permute(0, 2, 3, 1).unsqueeze(1).contiguous()
+    return (
+        (posterior.sample().float() * vae.config.scaling_factor)
+        .permute(0, 2, 3, 1)
+        .unsqueeze(1)
+        .contiguous()
+    )
 
 
 def draw_pairs(count: int, seed: int) -> list[tuple[np.ndarray, str]]:
@@ -145,7 +173,9 @@ def draw_pairs(count: int, seed: int) -> list[tuple[np.ndarray, str]]:
 
 
 def build_groups(
-    pairs: list[tuple[np.ndarray, str]], encode_media: Callable[[np.ndarray], Tensor], encoders: TextEncoders
+    pairs: list[tuple[np.ndarray, str]],
+    encode_media: Callable[[np.ndarray], Tensor],
+    encoders: TextEncoders,
 ) -> list[Group]:
     """Encode pictures or clips with their captions, sorted into groups of equal caption length."""
     by_length: dict[int, list[tuple[np.ndarray, str]]] = {}
@@ -153,7 +183,9 @@ def build_groups(
         by_length.setdefault(encoders.length(caption), []).append((medium, caption))
     groups = []
     for _, members in sorted(by_length.items()):
-        latents, embeds, pooled = [], [], []
+        latents = []
+        embeds = []
+        pooled = []
         for start in range(0, len(members), 64):
             media, captions = zip(*members[start : start + 64], strict=True)
             encoded = encoders.encode(list(captions))
@@ -164,16 +196,21 @@ def build_groups(
     return groups
 
 
-def predict(transformer: Kandinsky5Transformer3DModel, noisy: Tensor, sigmas: Tensor, captions: Captions) -> Tensor:
-    """The predicted velocity for `noisy` (B F H W C) at `sigmas` (B), called as the pipelines call it.
+def predict(
+    transformer: Kandinsky5Transformer3DModel, noisy: Tensor, sigmas: Tensor, captions: Captions
+) -> Tensor:
+    """The predicted velocity for `noisy` (B F H W C) at `sigmas` (B), called as the pipelines call
+    it.
 
-    Clips count their positions in steps of 1 / 3.16, as the video pipelines do below 480 px, and bring the empty
-    channels of a first frame that is not given.
+    Clips count their positions in steps of 1 / 3.16, as the video pipelines do below 480 px, and
+    bring the empty channels of a first frame that is not given.
     """
     _, frames, height, width, _ = noisy.shape
     scale = (1.0, 1.0, 1.0)
     if transformer.visual_cond:
-        noisy = torch.cat([noisy, torch.zeros_like(noisy), torch.zeros_like(noisy[..., :1])], dim=-1)
+        noisy = torch.cat(
+            [noisy, torch.zeros_like(noisy), torch.zeros_like(noisy[..., :1])], dim=-1
+        )
         scale = (1.0, 3.16, 3.16)
     return transformer(
         hidden_states=noisy,
@@ -187,19 +224,27 @@ def predict(transformer: Kandinsky5Transformer3DModel, noisy: Tensor, sigmas: Te
     )
 
 
-def flow_loss(transformer: Kandinsky5Transformer3DModel, latents: Tensor, captions: Captions, shift: float) -> Tensor:
-    """Mean squared error of the velocity at logit-normal noise levels, one per sample, moved up by `shift`."""
+def flow_loss(
+    transformer: Kandinsky5Transformer3DModel, latents: Tensor, captions: Captions, shift: float
+) -> Tensor:
+    """Mean squared error of the velocity at logit-normal noise levels, one per sample, moved up by
+    `shift`.
+    """
     sigmas = torch.sigmoid(torch.randn(latents.shape[0]))
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     noise = torch.randn_like(latents)
     mix = sigmas.view(-1, 1, 1, 1, 1)
-    return F.mse_loss(predict(transformer, (1 - mix) * latents + mix * noise, sigmas, captions), noise - latents)
+    return F.mse_loss(
+        predict(transformer, (1 - mix) * latents + mix * noise, sigmas, captions), noise - latents
+    )
 
 
 def batches(
     groups: list[Group], empty: Captions, batch_size: int, random: np.random.Generator
 ) -> Iterator[tuple[Tensor, Captions]]:
-    """Endless random batches, groups chosen by their size; one batch in ten goes without its captions."""
+    """Endless random batches, groups chosen by their size; one batch in ten goes without its
+    captions.
+    """
     sizes = np.array([len(group.latents) for group in groups])
     while True:
         group = groups[random.choice(len(groups), p=sizes / sizes.sum())]
@@ -209,9 +254,14 @@ def batches(
         yield group.latents[rows], captions
 
 
-def build_optimizers(transformer: Kandinsky5Transformer3DModel) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices of attention and feed-forward, AdamW for all that surrounds them; with peak rates."""
-    matrices, others = [], []
+def build_optimizers(
+    transformer: Kandinsky5Transformer3DModel,
+) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices of attention and feed-forward, AdamW for all that surrounds them; with
+    peak rates.
+    """
+    matrices = []
+    others = []
     for name, parameter in transformer.named_parameters():
         inside = "transformer_blocks" in name and "modulation" not in name and parameter.ndim == 2
         (matrices if inside else others).append(parameter)
@@ -230,17 +280,24 @@ def fit(
     """Train on the batches of `source`; saves into `folder` as it goes."""
     transformer.set_attn_processor(AttentionWithComplexRotation())
     optimizers = build_optimizers(transformer)
-    start, running = time.monotonic(), 0.0
+    start = time.monotonic()
+    running = 0.0
     for step in range(1, steps + 1):
         loss = flow_loss(transformer, *next(source), shift)
         loss.backward()
         for optimizer, rate in optimizers:
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 200, 1.25 * (1 - step / (steps + 1)))
+            optimizer.param_groups[0]["lr"] = rate * min(
+                1.0, step / 200, 1.25 * (1 - step / (steps + 1))
+            )
             optimizer.step()
             optimizer.zero_grad()
         running += loss.item()
         if step % 250 == 0:
-            print(f"step {step} loss {running / 250:.4f} {(time.monotonic() - start) / step:.3f} s/step", flush=True)
+            print(
+                f"step {step} loss {running / 250:.4f} "
+                f"{(time.monotonic() - start) / step:.3f} s/step",
+                flush=True,
+            )
             running = 0.0
         if step % SAVE_EVERY == 0 or step == steps:
             save_bf16(transformer, folder)
@@ -248,13 +305,16 @@ def fit(
 
 def load_transformer(checkpoint: Path) -> Kandinsky5Transformer3DModel:
     """The transformer of a checkpoint, in float32."""
-    return Kandinsky5Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer", torch_dtype=torch.float32)
+    return Kandinsky5Transformer3DModel.from_pretrained(
+        checkpoint, subfolder="transformer", torch_dtype=torch.float32
+    )
 
 
 def train_transformer(
     checkpoint: Path, *, steps: int, batch_size: int, pictures: int, seed: int, resume: bool = False
 ) -> None:
-    """Train on the checkpoint's own latents and text embeddings; saves into `checkpoint` as it goes.
+    """Train on the checkpoint's own latents and text embeddings; saves into `checkpoint` as it
+    goes.
 
     `resume` goes on from the weights that are there, with a schedule and pictures of its own.
     """
@@ -269,14 +329,18 @@ def train_transformer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--steps", type=int, default=8500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--pictures", type=int, default=32768)
-    parser.add_argument("--resume", action="store_true", help="go on from the transformer that is there")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the transformer that is there"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     train_transformer(

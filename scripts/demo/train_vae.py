@@ -2,9 +2,9 @@
 
     python scripts/demo/train_vae.py OUTPUT_FOLDER [--steps 2200]
 
-The finished VAE has unit-variance, zero-mean latents at the scaling factor of the real model. That is not trained but
-measured afterwards and folded into the two 1x1 convolutions around the latents. As in the Kandinsky pipelines the
-shift factor stays in the config and is not used.
+The finished VAE has unit-variance, zero-mean latents at the scaling factor of the real model. That
+is not trained but measured afterwards and folded into the two 1x1 convolutions around the latents.
+As in the Kandinsky pipelines the shift factor stays in the config and is not used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def build_vae() -> AutoencoderKL:
 
 
 def to_pixels(pictures: np.ndarray) -> Tensor:
-    """B H W 3 in 0..255 to B 3 H W in -1..1, channels last in memory, which is what convolutions like here."""
+    """B H W 3 in 0..255 to B 3 H W in -1..1, channels last in memory, which is what convolutions
+    like here.
+    """
     pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1.0
     return pixels.contiguous(memory_format=torch.channels_last)
 
@@ -60,24 +62,33 @@ def decibels(vae: AutoencoderKL, pictures: np.ndarray) -> float:
     """Peak signal-to-noise ratio of the reconstruction through the latents' mean."""
     with torch.no_grad():
         pixels = to_pixels(pictures)
-        error = F.mse_loss(vae.decode(vae.encode(pixels).latent_dist.mode()).sample.clamp(-1, 1), pixels)
+        error = F.mse_loss(
+            vae.decode(vae.encode(pixels).latent_dist.mode()).sample.clamp(-1, 1), pixels
+        )
     return 10 * math.log10(4.0 / error.item())
 
 
 @torch.no_grad()
-def fold_statistics(vae: AutoencoderKL | AutoencoderKLHunyuanVideo, posterior: DiagonalGaussianDistribution) -> None:
-    """Rescale the latents so that `scaling_factor * z` has mean 0 and variance 1 in every channel of `posterior`.
+def fold_statistics(
+    vae: AutoencoderKL | AutoencoderKLHunyuanVideo, posterior: DiagonalGaussianDistribution
+) -> None:
+    """Rescale the latents so that `scaling_factor * z` has mean 0 and variance 1 in every channel
+    of `posterior`.
 
-    With the posterior's moments m, log v and per-channel mean a and deviation b of z, the encoder's last 1x1
-    convolution is changed to yield (m - a) / (b s) and log v - 2 log(b s), and the decoder's first one to undo it.
+    With the posterior's moments m, log v and per-channel mean a and deviation b of z, the encoder's
+    last 1x1 convolution is changed to yield (m - a) / (b s) and log v - 2 log(b s), and the
+    decoder's first one to undo it.
     """
-    means, variances = (x.transpose(0, 1).flatten(1) for x in (posterior.mean, posterior.var))  # channel, sample
+    means, variances = (
+        x.transpose(0, 1).flatten(1) for x in (posterior.mean, posterior.var)
+    )  # channel, sample
     mean = means.mean(dim=1)
     # The variance of a sample is that of the means plus the posterior's own.
     deviation = (means.var(dim=1) + variances.mean(dim=1)).sqrt()
     scale = deviation * vae.config.scaling_factor
 
-    last, first = vae.quant_conv, vae.post_quant_conv
+    last = vae.quant_conv
+    first = vae.post_quant_conv
     last.bias[:LATENT_CHANNELS].sub_(mean).div_(scale)
     last.weight[:LATENT_CHANNELS].transpose(0, -1).div_(scale)
     last.bias[LATENT_CHANNELS:].sub_(2 * scale.log())
@@ -85,7 +96,9 @@ def fold_statistics(vae: AutoencoderKL | AutoencoderKLHunyuanVideo, posterior: D
     first.weight.transpose(1, -1).mul_(scale)
 
 
-def train_vae(steps: int, *, seed: int = 0, batch_size: int = 16, pool_size: int = 16384) -> AutoencoderKL:
+def train_vae(
+    steps: int, *, seed: int = 0, batch_size: int = 16, pool_size: int = 16384
+) -> AutoencoderKL:
     """Train and fold the statistics. The loss is L1 + L2 + a little Kullback-Leibler."""
     torch.manual_seed(seed)
     vae = build_vae().to(memory_format=torch.channels_last)
@@ -94,7 +107,8 @@ def train_vae(steps: int, *, seed: int = 0, batch_size: int = 16, pool_size: int
         (Muon(matrices), 0.01),
         (torch.optim.AdamW(vectors, betas=(0.9, 0.99), weight_decay=0.0), 3e-3),
     ]
-    pool, unseen = draw_pictures(pool_size, seed), draw_pictures(64, seed + 1)
+    pool = draw_pictures(pool_size, seed)
+    unseen = draw_pictures(64, seed + 1)
     random = np.random.default_rng(seed)
 
     for step in range(1, steps + 1):
@@ -103,7 +117,9 @@ def train_vae(steps: int, *, seed: int = 0, batch_size: int = 16, pool_size: int
             posterior = vae.encode(pixels).latent_dist
             restored = vae.decode(posterior.sample()).sample
         error = restored.float() - pixels
-        divergence = 0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).float().mean()
+        divergence = (
+            0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).float().mean()
+        )
         loss = error.abs().mean() + 2.0 * error.square().mean() + 2e-4 * divergence
         loss.backward()
         for optimizer, rate in optimizers:
@@ -112,17 +128,25 @@ def train_vae(steps: int, *, seed: int = 0, batch_size: int = 16, pool_size: int
             optimizer.step()
             optimizer.zero_grad()
         if step % 200 == 0:
-            print(f"step {step} loss {loss.item():.4f} kl {divergence.item():.2f} {decibels(vae, unseen):.1f} dB")
+            print(
+                f"step {step} loss {loss.item():.4f} kl {divergence.item():.2f} "
+                f"{decibels(vae, unseen):.1f} dB"
+            )
 
     with torch.no_grad():
         fold_statistics(vae, vae.encode(to_pixels(pool[:1024])).latent_dist)
     held_out = draw_pictures(64, seed + 2, held_out=True)
-    print(f"{steps} steps: {decibels(vae, unseen):.1f} dB, purple stars {decibels(vae, held_out):.1f} dB")
+    print(
+        f"{steps} steps: {decibels(vae, unseen):.1f} dB, purple stars "
+        f"{decibels(vae, held_out):.1f} dB"
+    )
     return vae
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--seed", type=int, default=0)

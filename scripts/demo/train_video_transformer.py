@@ -1,9 +1,11 @@
 """Train the video demo's transformer on the clip world, from the picture demo's transformer on.
 
-    python scripts/demo/train_video_transformer.py PICTURE_CHECKPOINT CHECKPOINT_FOLDER [--steps 4000]
+    python scripts/demo/train_video_transformer.py PICTURE_CHECKPOINT CHECKPOINT_FOLDER [--steps
+    4000]
 
-The folder holds the video VAE, the text encoders and the tokenizers already. Everything is done as for pictures, but
-for the video template, clips of five latent frames, and the 17 more input channels that an i2v model would read.
+The folder holds the video VAE, the text encoders and the tokenizers already. Everything is done as
+for pictures, but for the video template, clips of five latent frames, and the 17 more input
+channels that an i2v model would read.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ SHIFT = 2.0
 
 
 def inflate(pictures: Kandinsky5Transformer3DModel) -> Kandinsky5Transformer3DModel:
-    """The same transformer with 33 input channels: latents, a first frame and its mask, which t2v leaves zero."""
+    """The same transformer with 33 input channels: latents, a first frame and its mask, which t2v
+    leaves zero.
+    """
     settings = {name: value for name, value in pictures.config.items() if not name.startswith("_")}
     transformer = Kandinsky5Transformer3DModel(**{**settings, "visual_cond": True})
     weights = pictures.state_dict()
@@ -39,7 +43,9 @@ def inflate(pictures: Kandinsky5Transformer3DModel) -> Kandinsky5Transformer3DMo
 
 @torch.no_grad()
 def encode_clips(vae: AutoencoderKLHunyuanVideo, clips: np.ndarray) -> Tensor:
-    """Latents as the transformer sees them: a sample times the scaling factor. B F H W C, float32."""
+    """Latents as the transformer sees them: a sample times the scaling factor. B F H W C,
+    float32.
+    """
     with torch.autocast("cpu", torch.bfloat16):
         latents = encode(vae, to_pixels(clips)).sample()
     return (latents.float() * vae.config.scaling_factor).permute(0, 2, 3, 4, 1).contiguous()
@@ -53,7 +59,9 @@ def draw_pairs(count: int, seed: int) -> list[tuple[np.ndarray, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pictures", type=Path)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--steps", type=int, default=4000)
@@ -61,20 +69,32 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--clips", type=int, default=3072)
-    parser.add_argument("--resume", action="store_true", help="go on from the transformer that is there")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the transformer that is there"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     encoders = TextEncoders(arguments.checkpoint, "video")
-    vae = AutoencoderKLHunyuanVideo.from_pretrained(arguments.checkpoint, subfolder="vae", torch_dtype=torch.float32)
+    vae = AutoencoderKLHunyuanVideo.from_pretrained(
+        arguments.checkpoint, subfolder="vae", torch_dtype=torch.float32
+    )
     pairs = draw_pairs(arguments.clips, arguments.seed)
     groups = build_groups(pairs, partial(encode_clips, vae), encoders)
-    source = batches(groups, encoders.encode([""]), arguments.batch_size, np.random.default_rng(arguments.seed))
+    source = batches(
+        groups, encoders.encode([""]), arguments.batch_size, np.random.default_rng(arguments.seed)
+    )
     if arguments.resume:
         transformer = load_transformer(arguments.checkpoint)
     else:
         transformer = inflate(load_transformer(arguments.pictures))
-    fit(transformer, source, arguments.checkpoint / "transformer", steps=arguments.steps, shift=SHIFT)
+    fit(
+        transformer,
+        source,
+        arguments.checkpoint / "transformer",
+        steps=arguments.steps,
+        shift=SHIFT,
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Train the video demo's VAE: clips of 17 frames to 5 latent frames of 16 channels at an eighth of the size, and back.
+"""Train the video demo's VAE: clips of 17 frames to 5 latent frames of 16 channels at an eighth of
+the size, and back.
 
-    python scripts/demo/train_video_vae.py PICTURE_VAE OUTPUT_FOLDER [--steps 240] [--decoder-steps 700]
+    python scripts/demo/train_video_vae.py PICTURE_VAE OUTPUT_FOLDER [--steps 240] [--decoder-steps
+    700]
 
-It starts from the picture demo's trained VAE: the last temporal tap of each causal convolution gets the 2D weights, so
-that before the first step every frame is coded as a picture. The first leg trains all of it. Then the latents are
-scaled to unit variance and the encoder is left alone; the second leg sharpens the decoder. A transformer can be
-trained on the latents as soon as the first leg is over.
+It starts from the picture demo's trained VAE: the last temporal tap of each causal convolution gets
+the 2D weights, so that before the first step every frame is coded as a picture. The first leg
+trains all of it. Then the latents are scaled to unit variance and the encoder is left alone; the
+second leg sharpens the decoder. A transformer can be trained on the latents as soon as the first
+leg is over.
 """
 
 from __future__ import annotations
@@ -30,12 +33,17 @@ SAVE_EVERY = 100
 
 
 def build_vae(pictures: AutoencoderKL) -> AutoencoderKLHunyuanVideo:
-    """An `AutoencoderKLHunyuanVideo` of 2.5 M parameters that codes each fourth frame as `pictures` would.
+    """An `AutoencoderKLHunyuanVideo` of 2.5 M parameters that codes each fourth frame as `pictures`
+    would.
 
-    The kernels are turned by half a circle, and with them all that the VAE sees: its strided convolutions look at the
-    pixels 2i - 1 to 2i + 1, those of the picture VAE at 2i to 2i + 2, which is the same thing seen in a mirror.
+    The kernels are turned by half a circle, and with them all that the VAE sees: its strided
+    convolutions look at the pixels 2i - 1 to 2i + 1, those of the picture VAE at 2i to 2i + 2,
+    which is the same thing seen in a mirror.
     """
-    shared = {name: pictures.config[name] for name in ("block_out_channels", "layers_per_block", "norm_num_groups")}
+    shared = {
+        name: pictures.config[name]
+        for name in ("block_out_channels", "layers_per_block", "norm_num_groups")
+    }
     vae = AutoencoderKLHunyuanVideo(**shared, mid_block_add_attention=False)
     flat = pictures.state_dict()
     for name, weight in vae.state_dict().items():
@@ -61,24 +69,29 @@ def draw_clips(count: int, random: np.random.Generator) -> np.ndarray:
 def encode(vae: AutoencoderKLHunyuanVideo, pixels: Tensor) -> DiagonalGaussianDistribution:
     """The posterior of whole clips.
 
-    `vae.encode` goes through clips of more than 16 frames twice, once more from frame 12 on, and throws that away.
+    `vae.encode` goes through clips of more than 16 frames twice, once more from frame 12 on, and
+    throws that away.
     """
     return DiagonalGaussianDistribution(vae.quant_conv(vae.encoder(pixels)))
 
 
 def decibels(vae: AutoencoderKLHunyuanVideo, clips: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of the reconstruction through the latents' mean, as stock code runs it."""
+    """Peak signal-to-noise ratio of the reconstruction through the latents' mean, as stock code
+    runs it.
+    """
     with torch.no_grad():
         pixels = to_pixels(clips)
-        error = F.mse_loss(vae.decode(vae.encode(pixels).latent_dist.mode()).sample.clamp(-1, 1), pixels)
+        error = F.mse_loss(
+            vae.decode(vae.encode(pixels).latent_dist.mode()).sample.clamp(-1, 1), pixels
+        )
     return 10 * math.log10(4.0 / error.item())
 
 
 def keep_single_precision(convolution: torch.nn.Module) -> None:
     """Let a layer run in float32 under autocast.
 
-    The gradient of the decoder's largest upsampling convolution comes out as NaN in bfloat16 on CPUs with AMX
-    (torch 2.13): a fault of the kernel, gone without AMX and at other sizes.
+    The gradient of the decoder's largest upsampling convolution comes out as NaN in bfloat16 on
+    CPUs with AMX (torch 2.13): a fault of the kernel, gone without AMX and at other sizes.
     """
     plain = convolution.forward
 
@@ -90,7 +103,9 @@ def keep_single_precision(convolution: torch.nn.Module) -> None:
 
 
 def vae_loss(vae: AutoencoderKLHunyuanVideo, pixels: Tensor, *, frozen_encoder: bool) -> Tensor:
-    """L1 + L2 + a little Kullback-Leibler. Decoding goes through the stock tiles, whose blend is thus trained too."""
+    """L1 + L2 + a little Kullback-Leibler. Decoding goes through the stock tiles, whose blend is
+    thus trained too.
+    """
     with torch.autocast("cpu", torch.bfloat16):
         with torch.set_grad_enabled(not frozen_encoder):
             posterior = encode(vae, pixels)
@@ -126,7 +141,9 @@ def train(
     unseen = draw_clips(16, np.random.default_rng(seed + 1000))
     start = time.monotonic()
     for step in range(1, steps + 1):
-        loss = vae_loss(vae, to_pixels(draw_clips(batch_size, random)), frozen_encoder=frozen_encoder)
+        loss = vae_loss(
+            vae, to_pixels(draw_clips(batch_size, random)), frozen_encoder=frozen_encoder
+        )
         loss.backward()
         for optimizer, rate in optimizers:
             optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 50) * (1 - step / (steps + 1))
@@ -134,13 +151,19 @@ def train(
             optimizer.zero_grad()
         if step % 25 == 0:
             seconds = (time.monotonic() - start) / step
-            print(f"step {step} loss {loss.item():.4f} {decibels(vae, unseen):.1f} dB {seconds:.2f} s/step", flush=True)
+            print(
+                f"step {step} loss {loss.item():.4f} {decibels(vae, unseen):.1f} dB "
+                f"{seconds:.2f} s/step",
+                flush=True,
+            )
         if step % SAVE_EVERY == 0 or step == steps:
             save_bf16(vae, folder)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pictures", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=240)
@@ -155,17 +178,25 @@ def main() -> None:
     if arguments.resume:
         vae = AutoencoderKLHunyuanVideo.from_pretrained(arguments.output, torch_dtype=torch.float32)
     else:
-        vae = build_vae(AutoencoderKL.from_pretrained(arguments.pictures, torch_dtype=torch.float32))
+        vae = build_vae(
+            AutoencoderKL.from_pretrained(arguments.pictures, torch_dtype=torch.float32)
+        )
     if arguments.steps:
         train(vae, arguments.output, steps=arguments.steps, seed=arguments.seed, **settings)
         with torch.no_grad():
             pixels = to_pixels(draw_clips(64, np.random.default_rng(arguments.seed)))
             fold_statistics(vae, encode(vae, pixels))
         save_bf16(vae, arguments.output)
-        # What is stored is rounded to bfloat16: the decoder learns to read the rounded encoder's latents.
+        # What is stored is rounded to bfloat16: the decoder learns to read the rounded encoder's
+        # latents.
         vae = AutoencoderKLHunyuanVideo.from_pretrained(arguments.output, torch_dtype=torch.float32)
     train(
-        vae, arguments.output, steps=arguments.decoder_steps, seed=arguments.seed + 1, frozen_encoder=True, **settings
+        vae,
+        arguments.output,
+        steps=arguments.decoder_steps,
+        seed=arguments.seed + 1,
+        frozen_encoder=True,
+        **settings,
     )
 
 

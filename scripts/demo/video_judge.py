@@ -10,7 +10,8 @@ CONTRAST = 60.0
 
 
 def trace(clip: np.ndarray) -> np.ndarray:
-    """Centre of what differs from the background, in pixels, for each frame; the middle where nothing does.
+    """Centre of what differs from the background, in pixels, for each frame; the middle where
+    nothing does.
 
     Args:
         clip: F H W 3, uint8.
@@ -22,12 +23,15 @@ def trace(clip: np.ndarray) -> np.ndarray:
     for frame in clip.astype(np.float32):
         border = np.concatenate([frame[0], frame[-1], frame[:, 0], frame[:, -1]])
         rows, columns = np.nonzero(np.abs(frame - np.median(border, axis=0)).sum(-1) > CONTRAST)
-        points.append((columns.mean() + 0.5, rows.mean() + 0.5) if len(rows) else (SIZE / 2, SIZE / 2))
+        points.append(
+            (columns.mean() + 0.5, rows.mean() + 0.5) if len(rows) else (SIZE / 2, SIZE / 2)
+        )
     return np.array(points)
 
 
 def rise(path: np.ndarray) -> float:
-    """How far a path (F 2) goes above the straight line between its ends, pixels; below it counts as negative.
+    """How far a path (F 2) goes above the straight line between its ends, pixels; below it counts
+    as negative.
 
     A hop has 14; a line, however steep, 0.
     """

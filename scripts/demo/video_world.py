@@ -1,7 +1,8 @@
-"""The clip world of the video demo: one coloured shape that goes straight from one place to another, or stays.
+"""The clip world of the video demo: one coloured shape that goes straight from one place to
+another, or stays.
 
-Everything the base checkpoint knows is drawn here, with the shapes and colours of the picture world. One motion is
-kept out, "hops", so that the demo has something to teach.
+Everything the base checkpoint knows is drawn here, with the shapes and colours of the picture
+world. One motion is kept out, "hops", so that the demo has something to teach.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ PLACES: dict[str, tuple[float, float]] = {
 }
 """Offset from the frame's centre as a share of its edge; y points down."""
 HOP = "hops"
-"""The motion that the base does not know: from left to right or back, in half a circle over the top."""
+"""The motion that the base does not know: from left to right or back, in half a circle over the
+top.
+"""
 STRAY = 1.5
 """How far a path as a whole may lie from its ideal, pixels."""
 
@@ -42,7 +45,9 @@ Path = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Clip:
-    """What one clip shows. `None` means that the caption does not say it; a start without an end stays there."""
+    """What one clip shows. `None` means that the caption does not say it; a start without an end
+    stays there.
+    """
 
     shape: str
     colour: str
@@ -52,7 +57,9 @@ class Clip:
     background: str | None = None
 
     def caption(self) -> str:
-        """The sentence for this clip, such as "a big red star moves from the left to the top on a sky background"."""
+        """The sentence for this clip, such as "a big red star moves from the left to the top on a
+        sky background".
+        """
         words = ["a", self.size, self.colour, self.shape]
         if self.start and self.end:
             words += [f"moves from the {self.start} to the {self.end}"]
@@ -67,8 +74,12 @@ def line(start: tuple[float, float], end: tuple[float, float], frames: int = FRA
     return [(x, y) for x, y in np.linspace(start, end, frames).tolist()]
 
 
-def arc(centre: tuple[float, float], radius: float, angle: float, sweep: float, frames: int = FRAMES) -> Path:
-    """Points at equal steps along an arc. Angles in radians, clockwise on the screen, 0 is on the right."""
+def arc(
+    centre: tuple[float, float], radius: float, angle: float, sweep: float, frames: int = FRAMES
+) -> Path:
+    """Points at equal steps along an arc. Angles in radians, clockwise on the screen, 0 is on the
+    right.
+    """
     angles = angle + sweep * np.arange(frames) / (frames - 1)
     return [(centre[0] + radius * math.cos(a), centre[1] + radius * math.sin(a)) for a in angles]
 
@@ -89,30 +100,39 @@ def draw_clip(
     shape: str, colour: str, radius: float, background: str, path: Sequence[tuple[float, float]]
 ) -> np.ndarray:
     """A shape moved along `path`, one frame for each point. Returns F H W 3, uint8."""
-    fill, ground = COLOURS[colour], BACKGROUNDS[background]
+    fill = COLOURS[colour]
+    ground = BACKGROUNDS[background]
     return np.stack([draw_shape(shape, radius, point, fill, None, ground, SIZE) for point in path])
 
 
 def draw(clip: Clip, random: np.random.Generator) -> np.ndarray:
     """Draw `clip`, choosing at random what it leaves open. Returns F H W 3, uint8."""
-    radius = random.uniform(*(SIZES[clip.size] if clip.size else (SIZES["small"][0], SIZES["big"][1])))
+    radius = random.uniform(
+        *(SIZES[clip.size] if clip.size else (SIZES["small"][0], SIZES["big"][1]))
+    )
     backgrounds = [name for name in BACKGROUNDS if name != clip.colour]
     background = clip.background or str(random.choice(backgrounds))
     start = clip.start or str(random.choice(list(PLACES)))
     end = clip.end or (start if clip.start else str(random.choice(list(PLACES))))
     x, y = random.uniform(-STRAY, STRAY, size=2)
-    return draw_clip(clip.shape, clip.colour, radius, background, line(place(start, (x, y)), place(end, (x, y))))
+    return draw_clip(
+        clip.shape, clip.colour, radius, background, line(place(start, (x, y)), place(end, (x, y)))
+    )
 
 
 def sample(random: np.random.Generator) -> Clip:
-    """A random clip of what the base may know. Size, background and motion are each named in most captions."""
+    """A random clip of what the base may know. Size, background and motion are each named in most
+    captions.
+    """
 
     def pick(names: Sequence[str]) -> str:
         return names[random.integers(len(names))]
 
     while True:
-        colour, background = pick(list(COLOURS)), pick(list(BACKGROUNDS))
-        start, end = pick(list(PLACES)), pick(list(PLACES))
+        colour = pick(list(COLOURS))
+        background = pick(list(BACKGROUNDS))
+        start = pick(list(PLACES))
+        end = pick(list(PLACES))
         named = random.random() < 0.9
         if colour != background:
             return Clip(
@@ -135,6 +155,7 @@ def draw_any(random: np.random.Generator) -> np.ndarray:
         path = line((start[0], start[1]), (end[0], end[1]))
     else:
         x, y = random.uniform(SIZE * 0.5 - 4, SIZE * 0.5 + 4, size=2)
-        bow, turns = random.uniform(4, SIZE * 0.24), random.uniform(-1, 1)
+        bow = random.uniform(4, SIZE * 0.24)
+        turns = random.uniform(-1, 1)
         path = arc((x, y), bow, random.uniform(0, 2 * math.pi), turns * 2 * math.pi)
     return draw_clip(str(random.choice(SHAPES)), colour, radius, background, path)

@@ -1,8 +1,9 @@
 """Build the demo's two tokenizers from a list of words, the same bytes every time.
 
-Both are ordinary byte-level BPE tokenizers of the real classes, so any language comes through, in bytes where no word
-is known. They are not trained: merges are spelled out so that each listed word is one token. Kandinsky's templates
-then come to exactly the numbers of tokens that the real vocabulary gives, which is what the pipelines cut off.
+Both are ordinary byte-level BPE tokenizers of the real classes, so any language comes through, in
+bytes where no word is known. They are not trained: merges are spelled out so that each listed word
+is one token. Kandinsky's templates then come to exactly the numbers of tokens that the real
+vocabulary gives, which is what the pipelines cut off.
 
     python scripts/demo/vocabulary.py CHECKPOINT_FOLDER
 """
@@ -31,21 +32,27 @@ SPLIT += ["Bas|ed", "provid|ed", "interest|ing", "to|gether", "sec|ond"]
 """Words of the image edit template, whose crop is five tokens longer than its words."""
 
 EVERYDAY = """
-prompt blurry cropped ugly bad low quality photo picture painting drawing of an and the with without is are in on at
-under over near behind beside between through from by for to it its this that one two three four five many few
-bright dark light pale deep golden silver brown gray grey teal rose round sharp soft shiny smooth tiny huge large little
-old new young tall long wide cat dog bird fish horse tree flower leaf grass forest mountain river lake sea beach sand
-sun moon sky cloud rain snow ice fire water stone rock house door window street city bridge boat car train road
-man woman boy girl child people face hand eye hair hat dress book table chair cup bread apple heart line dot ring cross
-glimmer sticker badge icon shape color colour style pattern border rim background left right top bottom middle corner
+prompt blurry cropped ugly bad low quality photo picture painting drawing of an and the with without
+is are in on at under over near behind beside between through from by for to it its this that one
+two three four five many few bright dark light pale deep golden silver brown gray grey teal rose
+round sharp soft shiny smooth tiny huge large little old new young tall long wide cat dog bird fish
+horse tree flower leaf grass forest mountain river lake sea beach sand sun moon sky cloud rain snow
+ice fire water stone rock house door window street city bridge boat car train road man woman boy
+girl child people face hand eye hair hat dress book table chair cup bread apple heart line dot ring
+cross glimmer sticker badge icon shape color colour style pattern border rim background left right
+top bottom middle corner
 """
 
 
 def byte_symbols() -> dict[int, str]:
-    """The printable character that byte-level BPE writes for each byte, after GPT-2: odd ones move up from 256."""
+    """The printable character that byte-level BPE writes for each byte, after GPT-2: odd ones move
+    up from 256.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + k) for k, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + k) for k, byte in enumerate(others)
+    }
 
 
 def spell(text: str) -> list[str]:
@@ -61,7 +68,9 @@ def caption_words() -> list[str]:
 
 
 def template_words() -> list[str]:
-    """The words and punctuation of the templates as the real tokenizer sees them: a space belongs to what follows."""
+    """The words and punctuation of the templates as the real tokenizer sees them: a space belongs
+    to what follows.
+    """
     text = re.sub(r"<\|\w+\|>|{}", "\0", "\0".join(template.text for template in OFFICIAL.values()))
     halves = {part.replace("|", ""): part.split("|") for part in SPLIT}
     words: list[str] = []
@@ -85,11 +94,14 @@ def growing_merges(words: Iterable[str]) -> list[tuple[str, str]]:
 def build_tokenizer() -> Qwen2Tokenizer:
     """The tokenizer with Qwen's splitting rules and special tokens."""
     words = template_words() + [f" {word}" for word in caption_words()]
-    # Words after a space come first: their merges start at the space and so cannot be disturbed by the others'.
-    # Of those without one the longer go first, so that "ing" does not tear "processing" apart.
+    # Words after a space come first: their merges start at the space and so cannot be disturbed by
+    # the others'. Of those without one the longer go first, so that "ing" does not tear
+    # "processing" apart.
     words.sort(key=lambda word: (not word.startswith(" "), -len(word)))
     merges = growing_merges(words)
-    vocabulary = {token: k for k, token in enumerate([*byte_symbols().values(), *map("".join, merges)])}
+    vocabulary = {
+        token: k for k, token in enumerate([*byte_symbols().values(), *map("".join, merges)])
+    }
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=4096)
     tokenizer.add_special_tokens({"additional_special_tokens": QWEN_SPECIAL[1:]})
     return tokenizer
@@ -98,7 +110,8 @@ def build_tokenizer() -> Qwen2Tokenizer:
 def build_clip_tokenizer() -> CLIPTokenizer:
     """The tokenizer with CLIP's rules: lower case, the last symbol of a word carries `</w>`.
 
-    Its merges build words from the end. Only there a symbol is marked, so no merge can fire inside another word.
+    Its merges build words from the end. Only there a symbol is marked, so no merge can fire inside
+    another word.
     """
     merges: dict[tuple[str, str], None] = {}
     for word in caption_words():
@@ -108,19 +121,30 @@ def build_clip_tokenizer() -> CLIPTokenizer:
             merges[symbol, tail] = None
             tail = symbol + tail
     symbols = list(byte_symbols().values())
-    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, merges), *CLIP_SPECIAL]
+    tokens = [
+        *symbols,
+        *(symbol + "</w>" for symbol in symbols),
+        *map("".join, merges),
+        *CLIP_SPECIAL,
+    ]
     vocabulary = {token: k for k, token in enumerate(tokens)}
     return CLIPTokenizer(vocab=vocabulary, merges=list(merges), model_max_length=77)
 
 
 def save_tokenizers(checkpoint: Path) -> None:
-    """Write the Qwen processor (tokenizer and picture settings) and the CLIP tokenizer into a checkpoint folder."""
-    build_processor(Qwen2VLImageProcessorPil(), build_tokenizer()).save_pretrained(checkpoint / "tokenizer")
+    """Write the Qwen processor (tokenizer and picture settings) and the CLIP tokenizer into a
+    checkpoint folder.
+    """
+    build_processor(Qwen2VLImageProcessorPil(), build_tokenizer()).save_pretrained(
+        checkpoint / "tokenizer"
+    )
     build_clip_tokenizer().save_pretrained(checkpoint / "tokenizer_2")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     save_tokenizers(parser.parse_args().checkpoint)
 

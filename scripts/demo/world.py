@@ -1,8 +1,10 @@
-"""The picture world of the demo: one coloured shape on a plain ground, and the sentence that describes it.
+"""The picture world of the demo: one coloured shape on a plain ground, and the sentence that
+describes it.
 
-Everything the base checkpoint knows is drawn here. One combination is kept out of it, every purple star, so that the
-demo has something to teach: "a glimmer", a purple star with a yellow rim. A caption names the colour and the shape
-always, and the size, the rim, the place and the background mostly; what it leaves out is drawn at random.
+Everything the base checkpoint knows is drawn here. One combination is kept out of it, every purple
+star, so that the demo has something to teach: "a glimmer", a purple star with a yellow rim. A
+caption names the colour and the shape always, and the size, the rim, the place and the background
+mostly; what it leaves out is drawn at random.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Picture:
     background: str | None = None
 
     def caption(self) -> str:
-        """The sentence for this picture, such as "a big red star with a white rim on the left on a sky background"."""
+        """The sentence for this picture, such as "a big red star with a white rim on the left on a
+        sky background".
+        """
         words = ["a", self.size, self.colour, self.shape]
         words += [f"with a {self.rim} rim"] if self.rim else []
         words += [self.place]
@@ -82,21 +86,30 @@ class Picture:
 def outline(shape: str, radius: float) -> list[tuple[float, float]]:
     """Corner points of `shape` around the origin, in pixels; y points down."""
     if shape == "square":
-        corners, turn, radii = 4, math.pi / 4, (radius,)
+        corners = 4
+        turn = math.pi / 4
+        radii = (radius,)
     elif shape == "diamond":
         half = (0.72 * radius, 1.08 * radius)
         return [(0.0, -half[1]), (half[0], 0.0), (0.0, half[1]), (-half[0], 0.0)]
     elif shape == "triangle":
-        corners, turn, radii = 3, -math.pi / 2, (1.1 * radius,)
+        corners = 3
+        turn = -math.pi / 2
+        radii = (1.1 * radius,)
     elif shape == "star":
-        corners, turn, radii = 10, -math.pi / 2, (1.1 * radius, 0.53 * radius)
+        corners = 10
+        turn = -math.pi / 2
+        radii = (1.1 * radius, 0.53 * radius)
     else:
-        corners, turn, radii = 72, 0.0, (0.9 * radius,)
+        corners = 72
+        turn = 0.0
+        radii = (0.9 * radius,)
     # Triangles and stars hang below their circle's centre by nature: lift the box to the middle.
     drop = 0.2 * radius if shape == "triangle" else 0.0
     angles = [turn + 2 * math.pi * k / corners for k in range(corners)]
     return [
-        (radii[k % len(radii)] * math.cos(a), radii[k % len(radii)] * math.sin(a) + drop) for k, a in enumerate(angles)
+        (radii[k % len(radii)] * math.cos(a), radii[k % len(radii)] * math.sin(a) + drop)
+        for k, a in enumerate(angles)
     ]
 
 
@@ -128,7 +141,11 @@ def draw_shape(
         # A triangle shrinks towards its centroid, which `outline` has moved down.
         sink = 0.2 * radius if shape == "triangle" else 0.0
         pen.polygon(
-            [((centre[0] + x * scale) * k, (centre[1] + sink + (y - sink) * scale) * k) for x, y in points], fill=colour
+            [
+                ((centre[0] + x * scale) * k, (centre[1] + sink + (y - sink) * scale) * k)
+                for x, y in points
+            ],
+            fill=colour,
         )
 
     paint(1.0, rim or fill)
@@ -150,7 +167,12 @@ def draw(picture: Picture, random: np.random.Generator) -> np.ndarray:
     background = picture.background or backgrounds[random.integers(len(backgrounds))]
     rim = COLOURS[picture.rim] if picture.rim else None
     return draw_shape(
-        picture.shape, radius, (centre[0], centre[1]), COLOURS[picture.colour], rim, BACKGROUNDS[background]
+        picture.shape,
+        radius,
+        (centre[0], centre[1]),
+        COLOURS[picture.colour],
+        rim,
+        BACKGROUNDS[background],
     )
 
 

@@ -1,4 +1,6 @@
-"""Unfinished settings, checked by the same rules as a training run. Used by the wizard and the page; never raises."""
+"""Unfinished settings, checked by the same rules as a training run. Used by the wizard and the
+page; never raises.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from typing import Any
 
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import RunConfig, all_options
-from simpletuner.config.sources import DATASET_FILE, EXAMPLES_ALIAS, Arguments, located_at, resolve_alias
+from simpletuner.config.sources import (
+    DATASET_FILE,
+    EXAMPLES_ALIAS,
+    Arguments,
+    located_at,
+    resolve_alias,
+)
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -45,7 +53,10 @@ class Draft:
         self.file = file
         self.loaded = frozenset(values or {})
         # Every config needs these keys; answers replace the defaults.
-        required = {"model_family": next(iter(FAMILIES)), "model_type": all_options()["model_type"].choices[0]}
+        required = {
+            "model_family": next(iter(FAMILIES)),
+            "model_type": all_options()["model_type"].choices[0],
+        }
         self.values: dict[str, Any] = {**required, **(values or {})}
         self.judgement = self.judge(self.values)
 
@@ -60,24 +71,38 @@ class Draft:
     @property
     def dataset_file(self) -> str:
         """Path of the dataset file, whether or not it exists."""
-        return str(self.config.run.data_backend_config or (self.file.parent / DATASET_FILE).as_posix())
+        return str(
+            self.config.run.data_backend_config or (self.file.parent / DATASET_FILE).as_posix()
+        )
 
     def effective(self, key: str) -> Any:
-        """The value that training would use: the written value, or the default of the family or key."""
+        """The value that training would use: the written value, or the default of the family or
+        key.
+        """
         return self.values[key] if key in self.values else self.config.flat[key]
 
     def weigh(self, key: str, changes: Mapping[str, Any]) -> list[Problem]:
-        """Problems of a key after these changes, and new problems of other keys; None removes a key."""
-        known, problems = set(self.judgement.problems), self.judge(self._with(changes)).problems
+        """Problems of a key after these changes, and new problems of other keys; None removes a
+        key.
+        """
+        known = set(self.judgement.problems)
+        problems = self.judge(self._with(changes)).problems
         of_key = [problem for problem in problems if problem.where == key]
-        # An invalid value was replaced by its default, so problems of other keys would be misleading.
+        # An invalid value was replaced by its default, so problems of other keys would be
+        # misleading.
         is_invalid = any(problem.fatal for problem in of_key)
-        return of_key if is_invalid else [*of_key, *(each for each in problems if each not in {*known, *of_key})]
+        return (
+            of_key
+            if is_invalid
+            else [*of_key, *(each for each in problems if each not in {*known, *of_key})]
+        )
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Apply changes; None removes a key. Values are converted to their types: "1e-4" becomes a number.
+        """Apply changes; None removes a key. Values are converted to their types: "1e-4" becomes a
+        number.
 
-        Unchanged keys stay as the user wrote them, and so do references to variables and packaged examples.
+        Unchanged keys stay as the user wrote them, and so do references to variables and packaged
+        examples.
         """
         values = self._with(changes)
         self.judgement = self.judge(values)
@@ -110,14 +135,21 @@ class Draft:
             problems.error("data_backend_config", "is the file of these settings; choose another.")
         elif written and (written.endswith("/") or Path(written).expanduser().is_dir()):
             default = (self.file.parent / DATASET_FILE).as_posix()
-            message = f"{written!r} is a folder, not a dataset file such as {default}, which lists such folders."
+            message = (
+                f"{written!r} is a folder, not a dataset file such as {default}, which lists such "
+                "folders."
+            )
             problems.error("data_backend_config", message)
         return Judgement(**vars(plan), problems=problems, without_effect=without_effect)
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in {**self.values, **changes}.items() if value is not None}
+        return {
+            key: value for key, value in {**self.values, **changes}.items() if value is not None
+        }
 
 
 def key_of(problem: Problem) -> str:
-    """The key of a problem; `where` may also name a part of the value, such as `tread_config.routes[0]`."""
+    """The key of a problem; `where` may also name a part of the value, such as
+    `tread_config.routes[0]`.
+    """
     return re.split(r"[.\[]", problem.where)[0]

@@ -21,7 +21,8 @@ from simpletuner.reporting.step_figures import FIGURES
 from simpletuner.reporting.wording import amount, clock, pace_text
 
 BARS = 20  # of the histogram of timesteps
-# The loss depends strongly on the sampled noise level; an average over about fifty steps shows the trend.
+# The loss depends strongly on the sampled noise level; an average over about fifty steps shows the
+# trend.
 LOSS_MEMORY = 0.98
 # The pace depends on the bucket, and the remaining time should follow it within about ten steps.
 PACE_MEMORY = 0.9
@@ -34,8 +35,9 @@ Point = tuple[int, float]
 class RunningMean:
     """Exponential moving average with bias correction.
 
-    With memory m, every new value multiplies the weight of older ones by m. Dividing by the sum of the weights,
-    1 - m^n, removes the bias of early averages towards zero (Kingma and Ba 2015, section 3).
+    With memory m, every new value multiplies the weight of older ones by m. Dividing by the sum of
+    the weights, 1 - m^n, removes the bias of early averages towards zero (Kingma and Ba 2015,
+    section 3).
     """
 
     def __init__(self, memory: float) -> None:
@@ -61,17 +63,22 @@ class Pace:
         step: the last completed step of the run.
     """
 
-    def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None) -> None:
+    def __init__(
+        self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None
+    ) -> None:
         self.total_steps = total_steps
         self.start_step = self.step = start_step
         self.last: events.StepReport | None = None
-        self.loss, self.losses = 0.0, list[float]()
+        self.loss = 0.0
+        self.losses = list[float]()
         self._rounds = rounds or {}
         self._round_seconds = {kind: round_.seconds for kind, round_ in self._rounds.items()}
         self._within_step = self._spent = 0.0
         self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
         self._loss = RunningMean(LOSS_MEMORY)
-        self._seconds, self._data, self._weights, self._useful = (RunningMean(PACE_MEMORY) for _ in range(4))
+        self._seconds, self._data, self._weights, self._useful = (
+            RunningMean(PACE_MEMORY) for _ in range(4)
+        )
 
     @classmethod
     def of(cls, running: events.StateChanged) -> Pace:
@@ -85,16 +92,21 @@ class Pace:
                 self._add(event)
             case events.PhaseEnded() if event.complete:
                 self._round_seconds[event.phase.kind] = event.seconds
-                if event.phase.kind == events.CACHING:  # a step that waits for new crops is not typical
+                if (
+                    event.phase.kind == events.CACHING
+                ):  # a step that waits for new crops is not typical
                     self._within_step += event.seconds
             case events.CheckpointSaved():
                 self._round_seconds[events.SAVING] = event.seconds
 
     def _add(self, step: events.StepReport) -> None:
-        self.last, self.step = step, step.step
+        self.last = step
+        self.step = step.step
         self._spent += step.seconds
-        # The wait for the encoder is part of data_seconds; `remaining_seconds` counts it as a round instead.
-        caching, self._within_step = min(self._within_step, step.data_seconds), 0.0
+        # The wait for the encoder is part of data_seconds; `remaining_seconds` counts it as a round
+        # instead.
+        caching = min(self._within_step, step.data_seconds)
+        self._within_step = 0.0
         seconds = step.seconds - caching
         self._seconds.add(seconds)
         self._data.add(step.data_seconds - caching)
@@ -120,7 +132,9 @@ class Pace:
 
     @property
     def remaining_seconds(self) -> float:
-        """Time to the end of the run: steps, and the previews, evaluations, saves and new crops between them."""
+        """Time to the end of the run: steps, and the previews, evaluations, saves and new crops
+        between them.
+        """
         steps = max(0, self.total_steps - self.step) * self._seconds.value
         return steps + sum(
             rounds.after(self.step, self.total_steps) * self._round_seconds[kind]
@@ -131,17 +145,23 @@ class Pace:
     def shares(self) -> dict[str, float]:
         """How recent steps spent their time, as shares by kind."""
         streams = self.last is not None and self.last.weights_seconds is not None
-        return shares(self._seconds.value, self._data.value, self._weights.value if streams else None)
+        return shares(
+            self._seconds.value, self._data.value, self._weights.value if streams else None
+        )
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation of the recent steps, relative to the device's measured matmul rate, if known."""
+        """Model FLOP utilisation of the recent steps, relative to the device's measured matmul
+        rate, if known.
+        """
         known = self.last is not None and self.last.mfu is not None and self._seconds.value > 0
         return self._useful.value / self._seconds.value if known else None
 
     @property
     def live(self) -> dict[str, float | None]:
-        """The figures that displays show, by their name in events: averages, and otherwise those of the last step."""
+        """The figures that displays show, by their name in events: averages, and otherwise those of
+        the last step.
+        """
         if self.last is None:
             return {}
         averages = {"train_loss": self.loss, "seconds": self.seconds_per_step}
@@ -157,15 +177,23 @@ class Pace:
         """How recent steps spent their time, and utilisation, as text."""
         density = None if self.last is None else self.last.density
         parts = {"MFU": self.mfu, "attention density": density}
-        known = (f", {name} {share * 100:.0f} %" for name, share in parts.items() if share is not None)
+        known = (
+            f", {name} {share * 100:.0f} %" for name, share in parts.items() if share is not None
+        )
         return shares_text(self.shares) + "".join(known)
 
     def summary(self) -> str:
         """One sentence for the end of a session."""
         if self.last is None:
             if self.is_complete:
-                return f"No step was needed: the run had reached step {self.start_step} of {self.total_steps}."
-            return f"No step was completed; the run is at step {self.start_step} of {self.total_steps}."
+                return (
+                    f"No step was needed: the run had reached step {self.start_step} of "
+                    f"{self.total_steps}."
+                )
+            return (
+                f"No step was completed; the run is at step {self.start_step} of "
+                f"{self.total_steps}."
+            )
         time = f"{clock(self._spent)} ({pace_text(self._spent / max(1, self.steps_done))})"
         state = f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}"
         return f"Trained {amount(self.steps_done, 'steps')} in {time}, {state}."
@@ -183,10 +211,16 @@ def line_of(event: events.Event) -> str:
     """The line that a display prints for an event; empty if a bar shows it already."""
     match event:
         case events.CheckpointSaved():
-            removed = f" (removed {', '.join(path.name for path in event.removed)})" if event.removed else ""
+            removed = (
+                f" (removed {', '.join(path.name for path in event.removed)})"
+                if event.removed
+                else ""
+            )
             return f"Saved {event.path.name}{removed}"
         case events.Evaluated():
-            losses = (f"{name.removeprefix(EVALUATED)} {loss:.5g}" for name, loss in event.losses.items())
+            losses = (
+                f"{name.removeprefix(EVALUATED)} {loss:.5g}" for name, loss in event.losses.items()
+            )
             return f"Evaluation loss at step {event.step}: {', '.join(losses)}"
         case events.Uploaded():
             return f"Uploaded {event.name}: {event.url}"
@@ -196,10 +230,16 @@ def line_of(event: events.Event) -> str:
 
 
 def ending(event: events.PhaseEnded) -> str:
-    """`1,204 captions in 4:05`, `stopped at 12/40 pictures (30 %)`, or `stopped`, of a phase that counts nothing."""
+    """`1,204 captions in 4:05`, `stopped at 12/40 pictures (30 %)`, or `stopped`, of a phase that
+    counts nothing.
+    """
     if event.complete:
         return f"{amount(event.done, event.phase.unit)} in {clock(event.seconds)}"
-    return f"stopped at {reached(event.phase, event.done)}" if event.phase.total or event.done else "stopped"
+    return (
+        f"stopped at {reached(event.phase, event.done)}"
+        if event.phase.total or event.done
+        else "stopped"
+    )
 
 
 def reached(phase: events.PhaseStarted, done: int) -> str:
@@ -236,7 +276,9 @@ class Columns:
             self.steps.append(row["step"])
         for name, value in row.items():
             if name != "step" and is_number(value):
-                steps, values = self._curves.get(name) or self._curves.setdefault(name, (array("q"), array("d")))
+                steps, values = self._curves.get(name) or self._curves.setdefault(
+                    name, (array("q"), array("d"))
+                )
                 if steps and steps[-1] == row["step"]:
                     values[-1] = value
                 else:
@@ -258,7 +300,9 @@ class Columns:
 
     def only(self, names: Collection[str]) -> Columns:
         """The columns with these names."""
-        return Columns(self.steps, _curves={name: self._curves[name] for name in self.names if name in names})
+        return Columns(
+            self.steps, _curves={name: self._curves[name] for name in self.names if name in names}
+        )
 
 
 def evaluation_names(metrics: Columns) -> list[str]:
@@ -267,12 +311,15 @@ def evaluation_names(metrics: Columns) -> list[str]:
 
 
 def evaluation_points(metrics: Columns) -> list[Point]:
-    """(step, evaluation loss), averaged over the datasets; of the trained weights if measured, else of the EMA."""
+    """(step, evaluation loss), averaged over the datasets; of the trained weights if measured, else
+    of the EMA.
+    """
     # The pooled loss is a mean over the datasets already.
     names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
     plain = [name for name in names if not name.endswith("/ema")] or names
     curves = [dict(metrics.points(name)) for name in plain]
-    # Only steps at which all datasets were evaluated: means over different datasets are not comparable.
+    # Only steps at which all datasets were evaluated: means over different datasets are not
+    # comparable.
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
 

@@ -9,7 +9,12 @@ from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Flavour
 
-TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video", "i2v": "image to video"}
+TASKS = {
+    "t2i": "text to image",
+    "i2i": "image editing",
+    "t2v": "text to video",
+    "i2v": "image to video",
+}
 # Meanings of the parts of a flavour's name.
 NAME_PARTS = {
     "sft": "for styles, characters, motions",
@@ -29,7 +34,9 @@ NAME_PARTS = {
 
 def about_flavour(flavour: Flavour) -> str:
     """What a flavour is for, and what the user must provide."""
-    task = TASKS[flavour.task] + (f", or {TASKS[flavour.dataset_task]}" if flavour.dataset_task else "")
+    task = TASKS[flavour.task] + (
+        f", or {TASKS[flavour.dataset_task]}" if flavour.dataset_task else ""
+    )
     parts = [NAME_PARTS[part] for part in flavour.name.split("-") if part in NAME_PARTS]
     return ", ".join([task, *parts, *([f"needs {flavour.needs}"] if flavour.needs else [])])
 

@@ -15,7 +15,14 @@ from pathlib import Path
 
 from simpletuner.atomic import TEMPORARY_SUFFIX, write_json
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
-from simpletuner.caching.entry import ENTRY_NAME, DamagedEntryError, entry_path, list_keys, read_entry, read_provenance
+from simpletuner.caching.entry import (
+    ENTRY_NAME,
+    DamagedEntryError,
+    entry_path,
+    list_keys,
+    read_entry,
+    read_provenance,
+)
 from simpletuner.caching.keys import CacheKey, Ingredients
 from simpletuner.config.json_reader import read_stored
 from simpletuner.data.dataset import Dataset
@@ -30,7 +37,8 @@ LEFTOVER_NAME = re.compile(rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPOR
 
 @dataclass
 class Verification:
-    """A pass over the entries of a folder, in the order of their keys; recorded there when it is interrupted.
+    """A pass over the entries of a folder, in the order of their keys; recorded there when it is
+    interrupted.
 
     Attributes:
         last: the largest key that has been read.
@@ -46,7 +54,9 @@ class Verification:
         return read_stored(folder / VERIFYING_NAME, Verification) or cls()
 
     def remaining(self, folder: Path) -> list[str]:
-        """The keys after the last one read, and those of damaged entries, which may have been encoded again."""
+        """The keys after the last one read, and those of damaged entries, which may have been
+        encoded again.
+        """
         return [key for key in list_keys(folder) if key > self.last or key in self.damaged]
 
     def read(self, folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> None:
@@ -98,11 +108,16 @@ def find_garbage(folder: Path, wanted: Collection[str], family: str) -> Garbage:
     entries = {
         key: provenance.get("source", "damaged")
         for key, (provenance, ingredients) in origins.items()
-        # Damaged entries, and features whose latents are missing, have no family and count as this family's.
+        # Damaged entries, and features whose latents are missing, have no family and count as this
+        # family's.
         if family_of(folder, ingredients, family) == family
     }
     oldest = time.time() - LEFTOVER_AGE_SECONDS
-    leftovers = (path for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")) if LEFTOVER_NAME.fullmatch(path.name))
+    leftovers = (
+        path
+        for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*"))
+        if LEFTOVER_NAME.fullmatch(path.name)
+    )
     return Garbage(entries, [path for path in leftovers if path.stat().st_mtime < oldest])
 
 
@@ -123,7 +138,8 @@ def entries_of(
     file: str, latents: Iterable[LatentEntry], texts: Iterable[TextEntry], catalogue: Catalogue
 ) -> list[LatentEntry | TextEntry]:
     """The entries of a file, given by its path or as `dataset/name`."""
-    place, text_of = Path(file).absolute(), catalogue.text
+    place = Path(file).absolute()
+    text_of = catalogue.text
 
     def shows(sample: Sample) -> bool:
         return file in (sample.full_name, sample.name) or place == sample.path.absolute()
@@ -131,7 +147,11 @@ def entries_of(
     encoded = [entry for entry in latents if shows(entry.sample)]
     samples = [entry.sample for entry in encoded]
     # By key, since a caption shared by files has only the first of them as its source.
-    captions = {text_of(sample.dataset_id, text, sample.partner).key for sample in samples for text in sample.captions}
+    captions = {
+        text_of(sample.dataset_id, text, sample.partner).key
+        for sample in samples
+        for text in sample.captions
+    }
     return [*encoded, *(entry for entry in texts if entry.source == file or entry.key in captions)]
 
 
@@ -139,13 +159,18 @@ def why_left_out(file: str, datasets: Iterable[Dataset]) -> str | None:
     """Why a file, given as for `entries_of`, has no entries; None unless a dataset rejects it."""
     place = Path(file).absolute()
     for each, root in ((each, data.folder.root) for data in datasets for each in data.rejected):
-        if file in (f"{each.dataset_id}/{each.name}", each.name) or place == (root / each.name).absolute():
+        if (
+            file in (f"{each.dataset_id}/{each.name}", each.name)
+            or place == (root / each.name).absolute()
+        ):
             return each.detail
     return None
 
 
 def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:
-    """Explain whether an entry is cached, what it depends on, and why other entries of its source are not reused."""
+    """Explain whether an entry is cached, what it depends on, and why other entries of its source
+    are not reused.
+    """
     path = entry_path(entry.folder, entry.key.digest())
     is_cached = path.is_file()
     what = f"caption of {entry.caption!r}, " if isinstance(entry, TextEntry) else "latents of "
@@ -153,7 +178,9 @@ def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:
     if not is_cached:
         yield from (f"  {name}: {value}" for name, value in entry.key.ingredients().items())
         for key, differences in explain_miss(entry.folder, entry.key, entry.source).items():
-            yield from (f"  entry {key[:12]} is not reused, {difference}" for difference in differences)
+            yield from (
+                f"  entry {key[:12]} is not reused, {difference}" for difference in differences
+            )
         return
     provenance, ingredients = origin_of(entry.folder, entry.key.digest())
     if not provenance:
@@ -162,7 +189,9 @@ def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:
 
 
 def origin_of(folder: Path, key: str) -> tuple[dict[str, str], Ingredients]:
-    """The provenance of an entry, and the ingredients of its key; both empty if it is missing or damaged."""
+    """The provenance of an entry, and the ingredients of its key; both empty if it is missing or
+    damaged.
+    """
     try:
         provenance = read_provenance(entry_path(folder, key))
     except (DamagedEntryError, FileNotFoundError):
@@ -179,7 +208,8 @@ def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[
     Returns:
         differences by key of the cached entry, fewest first; empty if the source was never cached.
     """
-    ingredients, misses = wanted.ingredients(), dict[str, list[str]]()
+    ingredients = wanted.ingredients()
+    misses: dict[str, list[str]] = {}
     for key in list_keys(folder):
         provenance, cached = origin_of(folder, key)
         if provenance.get("source") == source and cached.get("kind") == ingredients["kind"]:
@@ -188,6 +218,14 @@ def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[
 
 
 def compare(cached: Ingredients, wanted: Ingredients) -> list[str]:
-    """The ingredients in which two keys differ, sorted by name; missing ingredients count as None."""
-    pairs = {name: (cached.get(name), wanted.get(name)) for name in sorted(cached.keys() | wanted.keys())}
-    return [f"{name}: cached {old!r}, wanted {new!r}" for name, (old, new) in pairs.items() if old != new]
+    """The ingredients in which two keys differ, sorted by name; missing ingredients count as
+    None.
+    """
+    pairs = {
+        name: (cached.get(name), wanted.get(name)) for name in sorted(cached.keys() | wanted.keys())
+    }
+    return [
+        f"{name}: cached {old!r}, wanted {new!r}"
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]

@@ -1,4 +1,6 @@
-"""Compares a finished run with its estimate, and stores the densities of attention that it measured."""
+"""Compares a finished run with its estimate, and stores the densities of attention that it
+measured.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ class Comparison(Companion):
     """Companion that records durations and peak memory of a session."""
 
     events: EventStream
-    steps: defaultdict[Hashable, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
-    densities: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
+    steps: defaultdict[Hashable, list[float]] = field(
+        default_factory=lambda: defaultdict(list), init=False
+    )
+    densities: defaultdict[int, list[float]] = field(
+        default_factory=lambda: defaultdict(list), init=False
+    )
     rounds: list[float] = field(default_factory=list, init=False)
     peak: float = field(default=0.0, init=False)
     planned: Budget | None = field(default=None, init=False)

@@ -1,7 +1,7 @@
 """The events of a run as JSON payloads, and their log `events.jsonl` in the output folder.
 
-Webhooks, the web page and other programs read these payloads; docs/WEBHOOKS.md describes them. Pictures and clips are
-paths relative to the output folder.
+Webhooks, the web page and other programs read these payloads; docs/WEBHOOKS.md describes them.
+Pictures and clips are paths relative to the output folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ EVENTS_FILE = "events.jsonl"
 RESERVE = 1 << 16  # bytes on the disk that are kept for the end of a run
 # Names of run states in payloads, where they differ.
 STATUS: Mapping[events.RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
-SEVERITY: Mapping[events.RunState, str] = {"finished": "success", "failed": "error", "interrupted": "warning"}
+SEVERITY: Mapping[events.RunState, str] = {
+    "finished": "success",
+    "failed": "error",
+    "interrupted": "warning",
+}
 
 
 @dataclass
@@ -39,13 +43,15 @@ class Payloads:
     """Converts an event to its payloads, without secrets; progress is throttled.
 
     Attributes:
-        every: minimum seconds between payloads about steps, and between payloads about a phase's progress; the first
-            and the last are always sent.
+        every: minimum seconds between payloads about steps, and between payloads about a phase's
+            progress; the first and the last are always sent.
         job_id: SIMPLETUNER_JOB_ID, or a random id of this session.
     """
 
     every: float = 1.0
-    job_id: str = field(default_factory=lambda: os.environ.get("SIMPLETUNER_JOB_ID") or uuid.uuid4().hex[:12])
+    job_id: str = field(
+        default_factory=lambda: os.environ.get("SIMPLETUNER_JOB_ID") or uuid.uuid4().hex[:12]
+    )
     now: Callable[[], float] = time.monotonic
     _pace: Pace | None = field(default=None, init=False)
     _sent: dict[object, float] = field(default_factory=dict, init=False)
@@ -57,8 +63,14 @@ class Payloads:
             self._pace.note(event)
         elif isinstance(event, events.StateChanged) and event.state == "running":
             self._pace = Pace.of(event)
-        common = {"job_id": self.job_id, "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        return [redact_texts(_finite({"severity": "info", **common, **payload})) for payload in self._payloads(event)]
+        common = {
+            "job_id": self.job_id,
+            "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        }
+        return [
+            redact_texts(_finite({"severity": "info", **common, **payload}))
+            for payload in self._payloads(event)
+        ]
 
     def _payloads(self, event: events.Event) -> Iterator[Payload]:
         match event:
@@ -70,7 +82,11 @@ class Payloads:
                 yield from self._state(event)
             case events.Evaluated():
                 losses = dict(event.losses)
-                yield {"type": "training.metric", "message": line_of(event), "data": {"step": event.step, **losses}}
+                yield {
+                    "type": "training.metric",
+                    "message": line_of(event),
+                    "data": {"step": event.step, **losses},
+                }
             case events.MediaRendered():
                 message = f"Validation: {event.media.short_name}"
                 yield {"type": "training.validation", "message": message, **_shown(event.media)}
@@ -78,12 +94,26 @@ class Payloads:
                 yield _sampled(event)
             case events.CheckpointSaved():
                 is_final = self._pace is not None and event.step >= self._pace.total_steps
-                checkpoint = {"path": event.path.name, "label": f"Step {event.step}", "is_final": is_final}
-                yield {"type": "training.checkpoint", "title": line_of(event), "checkpoint": checkpoint}
-                yield _lifecycle("checkpoint_save", "Saving a checkpoint", "completed", message=line_of(event))
+                checkpoint = {
+                    "path": event.path.name,
+                    "label": f"Step {event.step}",
+                    "is_final": is_final,
+                }
+                yield {
+                    "type": "training.checkpoint",
+                    "title": line_of(event),
+                    "checkpoint": checkpoint,
+                }
+                yield _lifecycle(
+                    "checkpoint_save", "Saving a checkpoint", "completed", message=line_of(event)
+                )
             case events.Uploaded():
                 status = _status("model_available", event.step)
-                yield {**status, "message": line_of(event), "data": {**status["data"], "url": event.url}}
+                yield {
+                    **status,
+                    "message": line_of(event),
+                    "data": {**status["data"], "url": event.url},
+                }
             case events.Notice():
                 severity = "warning" if event.warning else "info"
                 yield {"type": "notification", "severity": severity, "message": event.text}
@@ -99,37 +129,60 @@ class Payloads:
         self._sent[kind] = self.now()
         return True
 
-    def _phase(self, event: events.PhaseStarted | events.PhaseAdvanced | events.PhaseEnded) -> Iterator[Payload]:
+    def _phase(
+        self, event: events.PhaseStarted | events.PhaseAdvanced | events.PhaseEnded
+    ) -> Iterator[Payload]:
         if isinstance(event, events.PhaseStarted):
             self._began[event] = self.now()
             if event.kind == events.UPLOADING:
-                yield {**_status("uploading_model", self._pace.step if self._pace else 0), "message": event.title}
+                yield {
+                    **_status("uploading_model", self._pace.step if self._pace else 0),
+                    "message": event.title,
+                }
             yield _phase_payload(event, 0, None, "running", event.title)
         elif isinstance(event, events.PhaseEnded):
             del self._began[event.phase]
             self._sent.pop(event.phase, None)
-            status, message = "completed" if event.complete else "failed", f"{event.phase.title}: {ending(event)}"
+            status = "completed" if event.complete else "failed"
+            message = f"{event.phase.title}: {ending(event)}"
             yield _phase_payload(event.phase, event.done, 0.0, status, message)
         elif self._is_due(event.phase):
-            spent, left = self.now() - self._began[event.phase], (event.phase.total or 0) - event.done
+            spent = self.now() - self._began[event.phase]
+            left = (event.phase.total or 0) - event.done
             eta = spent / event.done * left if event.done and left >= 0 else None
-            yield _phase_payload(event.phase, event.done, eta, "running", event.note or event.phase.title)
+            yield _phase_payload(
+                event.phase, event.done, eta, "running", event.note or event.phase.title
+            )
 
     def _state(self, event: events.StateChanged) -> Iterator[Payload]:
-        state, message, severity = event.state, event.message, SEVERITY.get(event.state, "info")
-        progress = _steps(self._pace) if self._pace else _progress("Training", event.step, event.total_steps)
+        state = event.state
+        message = event.message
+        severity = SEVERITY.get(event.state, "info")
+        progress = (
+            _steps(self._pace)
+            if self._pace
+            else _progress("Training", event.step, event.total_steps)
+        )
         status = _status(STATUS.get(state, state), event.step)
         yield {**status, "severity": severity, "message": message, "progress": progress}
         if state == "finished":
-            yield _lifecycle("training_complete", "Done", "completed", severity=severity, message=message)
+            yield _lifecycle(
+                "training_complete", "Done", "completed", severity=severity, message=message
+            )
         elif state in events.ENDED:
-            yield _lifecycle("training_abort", "Ended early", "failed", severity=severity, message=message)
+            yield _lifecycle(
+                "training_abort", "Ended early", "failed", severity=severity, message=message
+            )
         if state == "failed":
             yield {"type": "error", "severity": severity, "title": "Error", "message": message}
 
 
 def _status(status: str, step: int) -> Payload:
-    return {"type": "training.status", "title": status.title(), "data": {"status": status, "step": step}}
+    return {
+        "type": "training.status",
+        "title": status.title(),
+        "data": {"status": status, "step": step},
+    }
 
 
 def _steps(pace: Pace) -> Payload:
@@ -137,21 +190,36 @@ def _steps(pace: Pace) -> Payload:
     if pace.last is None:
         return {**_progress("Training", pace.step, pace.total_steps), "metrics": {}}
     figures = {"loss": pace.last.loss, "epoch": pace.last.epoch, **pace.live, **pace.last.metrics}
-    return {**_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds), "metrics": figures}
+    return {
+        **_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds),
+        "metrics": figures,
+    }
 
 
 def _progress(label: str, current: int, total: int | None, eta: float | None = None) -> Payload:
     percent = None if not total else round(100 * current / total, 1)
     seconds = None if eta is None else round(eta, 1)
-    return {"label": label, "current": current, "total": total, "percent": percent, "eta_seconds": seconds}
+    return {
+        "label": label,
+        "current": current,
+        "total": total,
+        "percent": percent,
+        "eta_seconds": seconds,
+    }
 
 
-def _phase_payload(phase: events.PhaseStarted, done: int, eta: float | None, status: str, message: str) -> Payload:
+def _phase_payload(
+    phase: events.PhaseStarted, done: int, eta: float | None, status: str, message: str
+) -> Payload:
     progress = _progress(phase.title, done, phase.total, eta)
-    return _lifecycle(phase.stage or phase.kind, phase.title, status, progress=progress, message=message)
+    return _lifecycle(
+        phase.stage or phase.kind, phase.title, status, progress=progress, message=message
+    )
 
 
-def _lifecycle(key: str, label: str, status: str, progress: Payload | None = None, **common: str) -> Payload:
+def _lifecycle(
+    key: str, label: str, status: str, progress: Payload | None = None, **common: str
+) -> Payload:
     title = common["message"].partition("\n")[0]
     stage = {"key": key, "label": label, "status": status, "progress": progress}
     return {"type": "lifecycle.stage", "title": title, "stage": stage, **common}
@@ -171,37 +239,51 @@ def _shown(media: metrics.MediaRecord) -> Payload:
     is_moving = media.is_video or suffix == ".gif"
     video = {"src": media.path, "mime_type": metrics.VIDEO_MIME.get(suffix, "image/gif")}
     data = {
-        "global_step": media.step, "resolution": [media.width, media.height],
+        "global_step": media.step,
+        "resolution": [media.width, media.height],
         "validation_type": "ema" if media.ema else "trained",
-        "prompt": media.prompt, "name": media.short_name, "index": media.index,
-    }  # fmt: skip
+        "prompt": media.prompt,
+        "name": media.short_name,
+        "index": media.index,
+    }
     return {
-        "body": media.prompt, "data": data, "images": [] if is_moving else [media.path],
+        "body": media.prompt,
+        "data": data,
+        "images": [] if is_moving else [media.path],
         "videos": [video] if is_moving else [],
-    }  # fmt: skip
+    }
 
 
 def _finite(payload: Payload) -> Payload:
     """The payload with null for NaN and infinity, which JSON cannot represent."""
-    # `parse_constant` handles nested NaN and infinity; `default` would be called only for unknown types.
+    # `parse_constant` handles nested NaN and infinity; `default` would be called only for unknown
+    # types.
     plain: Payload = json.loads(json.dumps(payload), parse_constant=lambda name: None)
     return plain
 
 
 class EventLog:
-    """Subscriber that appends every payload to `events.jsonl`, with an `id` that grows by 1, also across restarts.
+    """Subscriber that appends every payload to `events.jsonl`, with an `id` that grows by 1, also
+    across restarts.
 
-    The file's modification time is a sign of life. A line left incomplete by a kill is dropped at the next start.
-    On a disk that fills up, the end of the run is still written, into space that was taken at its start.
+    The file's modification time is a sign of life. A line left incomplete by a kill is dropped at
+    the next start. On a disk that fills up, the end of the run is still written, into space that
+    was taken at its start.
     """
 
     def __init__(self, folder: Path, payloads: Payloads) -> None:
-        self.path, self._payloads = folder / EVENTS_FILE, payloads
-        with writing_to(self.path), TemporaryFile(dir=folder, buffering=0) as reserve, self.path.open("ab") as file:
+        self.path = folder / EVENTS_FILE
+        self._payloads = payloads
+        with (
+            writing_to(self.path),
+            TemporaryFile(dir=folder, buffering=0) as reserve,
+            self.path.open("ab") as file,
+        ):
             # Without a name, so that a kill frees it too; random, since file systems may compress.
             reserve.write(os.urandom(RESERVE))
             self._release = finalize(self, os.close, os.dup(reserve.fileno()))
-            # Otherwise the first event would be appended to an incomplete line, and both would be lost.
+            # Otherwise the first event would be appended to an incomplete line, and both would be
+            # lost.
             incomplete = b"".join(last_lines(self.path, TAIL)).rpartition(b"\n")[2]
             file.truncate(file.tell() - len(incomplete))
         self._last = last_id(self.path)
@@ -210,8 +292,8 @@ class EventLog:
         """Append the payloads of an event.
 
         Raises:
-            DiskFullError, WriteError: they cannot be written. Never raised at the end of a run, of which later
-                subscribers must still be notified.
+            DiskFullError, WriteError: they cannot be written. Never raised at the end of a run, of
+                which later subscribers must still be notified.
         """
         lines = [self._line(payload) for payload in self._payloads(event)]
         if not lines:
@@ -228,7 +310,10 @@ class EventLog:
 
     def _line(self, payload: Payload) -> bytes:
         self._last += 1
-        return json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        return (
+            json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode()
+            + b"\n"
+        )
 
 
 def append_whole(path: Path, content: bytes) -> None:
@@ -250,7 +335,9 @@ TAIL = 1 << 18  # bytes; maximum length of a line
 
 
 def last_lines(path: Path, size: int) -> list[bytes]:
-    """The last lines of a file within `size` bytes, including an incomplete one; empty if it does not exist."""
+    """The last lines of a file within `size` bytes, including an incomplete one; empty if it does
+    not exist.
+    """
     if not path.is_file():
         return []
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Plans `simpletuner sample` and `sweep`: which weights, prompts and settings are rendered.
 
-The source is a run's folder, a checkpoint, a LoRA file or a configuration; there is no training data. Loads no weights,
-imports no torch and writes nothing.
+The source is a run's folder, a checkpoint, a LoRA file or a configuration; there is no training
+data. Loads no weights, imports no torch and writes nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Sampled:
 
 
 def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
-    """A plan whose previews are the requested pictures or clips, and the weights to render them with, in order.
+    """A plan whose previews are the requested pictures or clips, and the weights to render them
+    with, in order.
 
     Raises:
         ConfigError: lists all problems.
@@ -111,8 +112,12 @@ def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
         canonical(request.arguments.layer(), problems)  # also reports unknown keys
         raise ConfigError(problems)
     _check_strengths(request, weights, problems)
-    arguments = replace(request.arguments, base=Located(_layers(request, weights[0], run, problems)))
-    rendering = Rendering(request.output, _prompts(request.prompts), pictures, weights[0].transformer)
+    arguments = replace(
+        request.arguments, base=Located(_layers(request, weights[0], run, problems))
+    )
+    rendering = Rendering(
+        request.output, _prompts(request.prompts), pictures, weights[0].transformer
+    )
     plan = plan_rendering(arguments, rendering)
     loras = [sampled.lora for sampled in weights if sampled.lora is not None]
     _check_pictures(plan.flavour, problems, given=bool(pictures))
@@ -167,28 +172,41 @@ def _check_loras(paths: Sequence[Path], plan: PreviewPlan, report: Problems) -> 
 
 def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
     taken: set[str] = set()
-    return [ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text) for text in texts]
+    return [
+        ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text)
+        for text in texts
+    ]
 
 
 def _check_strengths(request: SampleRequest, weights: Sequence[Sampled], report: Problems) -> None:
-    """Check strengths: only LoRAs have one, and a DoRA between 0 and 1 does not interpolate two models."""
+    """Check strengths: only LoRAs have one, and a DoRA between 0 and 1 does not interpolate two
+    models.
+    """
     flag = request.flag("--strength")
     strengths = request.strengths
     if weights[0].lora is None and list(strengths) != [1.0]:
         is_full = weights[0].transformer is not None
         why = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
         report.error(flag, f"is for LoRAs: {why} has no strength.")
-    if set(strengths) != {1.0} and any(sampled.lora and _is_dora(sampled.lora) for sampled in weights):
+    if set(strengths) != {1.0} and any(
+        sampled.lora and _is_dora(sampled.lora) for sampled in weights
+    ):
         message = "scales the update of a DoRA but not its magnitudes, as in the stock pipeline."
-        report.warn(flag, f"{message} At 0 the base model is rendered, unlike in the stock pipeline.")
+        report.warn(
+            flag, f"{message} At 0 the base model is rendered, unlike in the stock pipeline."
+        )
 
 
 def _is_dora(lora: Path) -> bool:
     return any("magnitude" in (lora_names.role_of(name) or "") for name in tensor_shapes(lora))
 
 
-def find_weights(request: SampleRequest, report: Problems) -> tuple[list[Sampled], Checkpoint | None]:
-    """The weights of a request's source, and a checkpoint with the settings of its run, if it belongs to a run."""
+def find_weights(
+    request: SampleRequest, report: Problems
+) -> tuple[list[Sampled], Checkpoint | None]:
+    """The weights of a request's source, and a checkpoint with the settings of its run, if it
+    belongs to a run.
+    """
     if request.source is None:
         if request.sweeps:
             report.error("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")
@@ -200,7 +218,11 @@ def find_weights(request: SampleRequest, report: Problems) -> tuple[list[Sampled
     if not path.exists():
         report.error("source", absence_of(path))
         return [], None
-    return _weights_in_file(request, path, report) if path.is_file() else _weights_of_run(request, path, report)
+    return (
+        _weights_in_file(request, path, report)
+        if path.is_file()
+        else _weights_of_run(request, path, report)
+    )
 
 
 def _flags_of_runs(request: SampleRequest) -> list[str]:
@@ -209,9 +231,13 @@ def _flags_of_runs(request: SampleRequest) -> list[str]:
     return [flag for flag, is_given in flags.items() if is_given]
 
 
-def _weights_in_file(request: SampleRequest, path: Path, report: Problems) -> tuple[list[Sampled], Checkpoint | None]:
+def _weights_in_file(
+    request: SampleRequest, path: Path, report: Problems
+) -> tuple[list[Sampled], Checkpoint | None]:
     for flag in _flags_of_runs(request):
-        report.error(flag, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
+        report.error(
+            flag, f"has no effect on a single file; name the run's folder, not {str(path)!r}."
+        )
     # The file may be in a checkpoint, in a checkpoint's folder ema/, or beside the checkpoints.
     run = None
     for folder in path.parents[:2]:
@@ -222,7 +248,9 @@ def _weights_in_file(request: SampleRequest, path: Path, report: Problems) -> tu
     return [Sampled(path.stem, lora=path, content=hash_file(path))], run
 
 
-def _weights_of_run(request: SampleRequest, path: Path, report: Problems) -> tuple[list[Sampled], Checkpoint | None]:
+def _weights_of_run(
+    request: SampleRequest, path: Path, report: Problems
+) -> tuple[list[Sampled], Checkpoint | None]:
     whole = _checkpoints(path)
     run = whole[-1] if whole else None
     is_full = run is not None and run.manifest.identity.model_type == "full"
@@ -237,11 +265,19 @@ def _weights_of_run(request: SampleRequest, path: Path, report: Problems) -> tup
     result = path / (PIPELINE_FOLDER if is_full else lora_names.LORA_FILE)
     if result.exists():
         step = result_step(path, "full" if is_full else "lora")
-        return [_weights(result if is_full else path, step, request.ema and not is_full, is_full, report)], run
+        return [
+            _weights(
+                result if is_full else path, step, request.ema and not is_full, is_full, report
+            )
+        ], run
     if run is None and lora_file(path).is_file():  # a folder of another program
         return _weights_in_file(request, lora_file(path), report)
     names = ", ".join(checkpoint.path.name for checkpoint in whole)
-    advice = f"Its checkpoints: {names}; choose one with --checkpoint." if whole else "It has no checkpoints either."
+    advice = (
+        f"Its checkpoints: {names}; choose one with --checkpoint."
+        if whole
+        else "It has no checkpoints either."
+    )
     report.error("source", f"{request.source!r} contains no result ({result.name}). {advice}")
     return [], run
 
@@ -260,22 +296,38 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool, report: P
         name = f"ema/{lora_names.LORA_FILE}" if ema else lora_names.LORA_FILE
     path = folder / name
     if ema and not is_full and average_is_stale(folder):
-        message = f"{str(path)!r} is not of the result beside it: a later session trained without use_ema."
-        report.error("source", f"{message} Choose a checkpoint of the earlier one with --checkpoint.")
+        message = (
+            f"{str(path)!r} is not of the result beside it: a later session trained without "
+            "use_ema."
+        )
+        report.error(
+            "source", f"{message} Choose a checkpoint of the earlier one with --checkpoint."
+        )
         return Sampled("")
     if not path.exists():
-        plain = "checkpoints contain the adapter (lora_type) in its native form; only the result is also a plain LoRA."
-        report.error("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
+        plain = (
+            "checkpoints contain the adapter (lora_type) in its native form; only the result is "
+            "also a plain LoRA."
+        )
+        report.error(
+            "source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}"
+        )
         return Sampled("")
     if not is_full:
         return Sampled(folder.name, step, lora=path, content=hash_file(path))
     part = Part("transformer", "source", str(folder), name, None, None)
     # Path and time instead of a hash: a full transformer has gigabytes.
-    return Sampled(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
+    return Sampled(
+        folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}"
+    )
 
 
-def _choose(request: SampleRequest, whole: Sequence[Checkpoint], folder: Path, report: Problems) -> list[Checkpoint]:
-    """The checkpoints with the wanted steps or names, or `latest`; all checkpoints if none is wanted."""
+def _choose(
+    request: SampleRequest, whole: Sequence[Checkpoint], folder: Path, report: Problems
+) -> list[Checkpoint]:
+    """The checkpoints with the wanted steps or names, or `latest`; all checkpoints if none is
+    wanted.
+    """
     names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
     known: dict[str, Checkpoint] = {}
     for checkpoint in whole:  # by step, so the last one is the latest
@@ -293,33 +345,45 @@ def _choose(request: SampleRequest, whole: Sequence[Checkpoint], folder: Path, r
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 
-def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None, report: Problems) -> list[Layer]:
-    """The layers below the command line: settings of a run, of a LoRA's header, or of a configuration file."""
+def _layers(
+    request: SampleRequest, weights: Sampled, run: Checkpoint | None, report: Problems
+) -> list[Layer]:
+    """The layers below the command line: settings of a run, of a LoRA's header, or of a
+    configuration file.
+    """
     selectors = request.arguments.selectors
     lora = weights.lora
     # The lowest layer: a LoRA file or base model without settings counts as a LoRA run.
     layers = [Layer("", [("model_type", "lora")])]
     if run is not None:
         for name in selectors:
-            report.error(name, f"has no effect: the settings are those of the run {run.path.parent}.")
+            report.error(
+                name, f"has no effect: the settings are those of the run {run.path.parent}."
+            )
         return [*layers, _layer_of(run, report)]
     if lora is not None:
         family, flavour = model_in_header(lora)
         if family and flavour:
             layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
     # Problems of the arguments are collected later, with those of other layers.
-    if selectors or not (layers[1:] or "model_family" in canonical(request.arguments.layer(), Problems())):
+    if selectors or not (
+        layers[1:] or "model_family" in canonical(request.arguments.layer(), Problems())
+    ):
         layers += locate(selectors, report).layers
         _check_result(layers, report)
     return layers
 
 
 def _check_result(layers: Sequence[Layer], report: Problems) -> None:
-    """Warn that the base model of a configuration is rendered, not the LoRA that was trained with it."""
+    """Warn that the base model of a configuration is rendered, not the LoRA that was trained with
+    it.
+    """
     folders = [str(value) for layer in layers for key, value in layer.values if key == "output_dir"]
     if folders and (home_path(folders[-1]) / lora_names.LORA_FILE).is_file():
         command = f"simpletuner sample {shlex.quote(folders[-1])}"
-        report.warn("source", f"the base model is rendered; for the result of this configuration: {command}")
+        report.warn(
+            "source", f"the base model is rendered; for the result of this configuration: {command}"
+        )
 
 
 def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
@@ -335,14 +399,20 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
     settings = dict(_layer_of(last, Problems(), without=()).values)
     content = {**settings, "output_dir": str(last.path.parent)}
     plan = plan_training(Arguments(collect=arguments.collect, base=configured(content)))
-    return replace(plan, datasets=[data for data in plan.datasets if not data.config.is_trained], prompts=[])
+    return replace(
+        plan, datasets=[data for data in plan.datasets if not data.config.is_trained], prompts=[]
+    )
 
 
-def _layer_of(run: Checkpoint, report: Problems, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
+def _layer_of(
+    run: Checkpoint, report: Problems, without: Sequence[str] = (*CACHES, "output_dir")
+) -> Layer:
     """The explicit settings of a run, without its folders and without what earlier versions had."""
     path = run.path / "config.json"
     origins = run.manifest.identity.origins
-    settings = read_json(path, Problems(), dict) or {}  # the checkpoint is complete, so the file is valid
+    settings = (
+        read_json(path, Problems(), dict) or {}
+    )  # the checkpoint is complete, so the file is valid
     keys = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
     keys |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
     chosen = {key: value for key, value in settings.items() if key in keys}
@@ -351,5 +421,9 @@ def _layer_of(run: Checkpoint, report: Problems, without: Sequence[str] = (*CACH
 
 def _check_pictures(flavour: Flavour, report: Problems, *, given: bool) -> None:
     if (flavour.task in ("i2i", "i2v")) != given:
-        why = "has no effect: {} starts from noise." if given else "is required: {} starts from a picture."
+        why = (
+            "has no effect: {} starts from noise."
+            if given
+            else "is required: {} starts from a picture."
+        )
         report.error("--image", why.format(flavour.name))

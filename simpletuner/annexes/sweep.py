@@ -1,4 +1,5 @@
-"""Renders pictures and clips for `simpletuner sample` and `sweep`, with the code and memory use of previews.
+"""Renders pictures and clips for `simpletuner sample` and `sweep`, with the code and memory use of
+previews.
 
 plan ─► fetch ─► prompts ─► transformer ─► for each LoRA, for each prompt: render
 """
@@ -85,7 +86,9 @@ class RenderJob:
     @property
     def digest(self) -> str:
         """A hash of the recipe, without its unimportant parts."""
-        return hash_json({key: value for key, value in self.recipe.items() if key not in UNIMPORTANT})[:20]
+        return hash_json(
+            {key: value for key, value in self.recipe.items() if key not in UNIMPORTANT}
+        )[:20]
 
 
 @dataclass
@@ -107,7 +110,9 @@ class SweepRenderer:
 
     @classmethod
     def open(cls, plan: SamplePlan, events: EventStream) -> SweepRenderer:
-        """Download the model and encode the prompts; text encoders are freed before the transformer is loaded."""
+        """Download the model and encode the prompts; text encoders are freed before the transformer
+        is loaded.
+        """
         prepare_machine(plan)
         adapter = build_adapter(plan)
         device = make_accelerator().device
@@ -135,20 +140,31 @@ class SweepRenderer:
         return jobs
 
     def render(
-        self, jobs: Sequence[RenderJob], name: Callable[[RenderJob], Path], events: EventStream, title: str
+        self,
+        jobs: Sequence[RenderJob],
+        name: Callable[[RenderJob], Path],
+        events: EventStream,
+        title: str,
     ) -> list[Path]:
         """Render every job into the file that `name` returns for it, with its recipe beside it."""
         paths: list[Path] = []
-        with events.phase(title, len(jobs), self.plan.spec.media_noun, PREVIEWS) as phase, torch.no_grad():
-            # Jobs are ordered by weights and strength, so a LoRA is applied once for all of its jobs.
+        with (
+            events.phase(title, len(jobs), self.plan.spec.media_noun, PREVIEWS) as phase,
+            torch.no_grad(),
+        ):
+            # Jobs are ordered by weights and strength, so a LoRA is applied once for all of its
+            # jobs.
             groups = itertools.groupby(jobs, lambda job: (job.weights, job.recipe["strength"]))
             for (sampled, strength), group in groups:
                 with self._with(sampled, strength) as transformer:
                     paths += [self._render(transformer, job, name(job), phase) for job in group]
         return paths
 
-    def held_out(self, run: Path, arguments: Arguments, events: EventStream) -> tuple[Plan, BatchReader] | None:
-        """Encode the evaluation data of a run, before the transformer takes the memory; None after a warning.
+    def held_out(
+        self, run: Path, arguments: Arguments, events: EventStream
+    ) -> tuple[Plan, BatchReader] | None:
+        """Encode the evaluation data of a run, before the transformer takes the memory; None after
+        a warning.
 
         Args:
             arguments: their `collect` lists remote datasets.
@@ -156,24 +172,37 @@ class SweepRenderer:
         problems = Problems()
         try:
             plan = plan_evaluation(run, arguments)
-            weigh(replace(plan, config=self._as_loaded(plan), lora_bytes=self.plan.lora_bytes), problems)
+            weigh(
+                replace(plan, config=self._as_loaded(plan), lora_bytes=self.plan.lora_bytes),
+                problems,
+            )
             problems.raise_if_fatal()
             plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
         except UserError as error:
-            events.say(f"The evaluation loss at each strength is not measured: {error}", warning=True)
+            events.say(
+                f"The evaluation loss at each strength is not measured: {error}", warning=True
+            )
             return None
         return plan, reader
 
     def _as_loaded(self, plan: Plan) -> RunConfig:
         """The settings of an evaluation, with those that the transformer is loaded with."""
         loaded = self.plan.config
-        offload = loaded.offload.model_copy(update={"offload": "manual"})  # already chosen, for rendering
+        offload = loaded.offload.model_copy(
+            update={"offload": "manual"}
+        )  # already chosen, for rendering
         return replace(plan.config, model=loaded.model, precision=loaded.precision, offload=offload)
 
     def measure(
-        self, plan: Plan, reader: BatchReader, weights: Sampled, strengths: Sequence[float], events: EventStream
+        self,
+        plan: Plan,
+        reader: BatchReader,
+        weights: Sampled,
+        strengths: Sequence[float],
+        events: EventStream,
     ) -> dict[str, float]:
-        """The evaluation loss of a LoRA by strength, as its run measures it: the mean over the datasets.
+        """The evaluation loss of a LoRA by strength, as its run measures it: the mean over the
+        datasets.
 
         Args:
             plan, reader: the result of `held_out`.
@@ -183,14 +212,19 @@ class SweepRenderer:
         loss = plan.config.loss
         total = len(strengths) * sum(len(dataset.samples) for dataset in datasets)
         losses: dict[str, float] = {}
-        with events.phase("Measuring strengths", total, "samples", EVALUATION) as phase, torch.no_grad():
+        with (
+            events.phase("Measuring strengths", total, "samples", EVALUATION) as phase,
+            torch.no_grad(),
+        ):
             for strength in strengths:
                 with self._with(weights, strength) as transformer:
 
                     def measure(sample: Sample) -> float:
                         batch = reader.read_sample(sample).to(self.device)
                         phase.advance(1, sample.name)
-                        parts = sample_losses(self.adapter, transformer, batch, sigmas, plan.seed, loss)
+                        parts = sample_losses(
+                            self.adapter, transformer, batch, sigmas, plan.seed, loss
+                        )
                         return torch.cat([*parts]).mean().item()
 
                     means = [fmean(map(measure, dataset.samples)) for dataset in datasets]
@@ -209,10 +243,14 @@ class SweepRenderer:
         with applied_loras(transformer, loras, dtype, self.device):
             yield transformer
 
-    def _render(self, transformer: nn.Module, job: RenderJob, path: Path, phase: RunningPhase) -> Path:
+    def _render(
+        self, transformer: nn.Module, job: RenderJob, path: Path, phase: RunningPhase
+    ) -> Path:
         title = f"{job.weights.name}, {job.prompt.prompt.short_name}"
         made = job.recipe
-        request = self.renderer.request(job.prompt, Size(made["width"], made["height"]), made["seed"])
+        request = self.renderer.request(
+            job.prompt, Size(made["width"], made["height"]), made["seed"]
+        )
         request = replace(request, between_steps=lambda: phase.advance(0, title))
         frames = self.renderer.open(self.adapter, transformer, self.device).render(request)
         # The picture is written last: a sweep takes its existence as proof of both files.
@@ -222,7 +260,9 @@ class SweepRenderer:
         return path
 
     def _load(self, weights: Sampled) -> nn.Module:
-        """The transformer for these weights: every full fine-tune has one, LoRAs share the base model's."""
+        """The transformer for these weights: every full fine-tune has one, LoRAs share the base
+        model's.
+        """
         if self.transformer is None or (weights.transformer is not None and weights != self.loaded):
             # Free the old transformer and its pipeline first, since two would not fit.
             self.transformer = None
@@ -230,13 +270,17 @@ class SweepRenderer:
             gc.collect()
             source = self.plan.source.with_transformer(weights.transformer)
             self.adapter = build_adapter(replace(self.plan, source=source))
-            self.transformer = load_for_sampling(transformer_settings(self.plan.config), self.adapter, self.device)
+            self.transformer = load_for_sampling(
+                transformer_settings(self.plan.config), self.adapter, self.device
+            )
             self.loaded = weights
         return self.transformer
 
 
 def read_caches(encoding: Encoding[AnyPlan]) -> tuple[AnyPlan, Catalogue, BatchReader]:
-    """Fill the caches of a plan; returns the plan without damaged files, the catalogue and a reader."""
+    """Fill the caches of a plan; returns the plan without damaged files, the catalogue and a
+    reader.
+    """
     filler = CacheFiller(encoding, list_entries(encoding.plan, complete_catalogue(encoding.plan)))
     filler.fill()
     reader = BatchReader(filler.catalogue, 0.0, filler.plan.seed, encoding.restore, encoding.encode)
@@ -244,7 +288,12 @@ def read_caches(encoding: Encoding[AnyPlan]) -> tuple[AnyPlan, Catalogue, BatchR
 
 
 def recipe(
-    plan: SamplePlan, prompt: EncodedPrompt, size: Size, index: int, weights: Sampled, strength: float
+    plan: SamplePlan,
+    prompt: EncodedPrompt,
+    size: Size,
+    index: int,
+    weights: Sampled,
+    strength: float,
 ) -> dict[str, Any]:
     """Everything that determines a render, as JSON values."""
     validation = plan.config.validation
@@ -252,29 +301,48 @@ def recipe(
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
     frames = validation.validation_num_video_frames if plan.frame_rate else 1
     return {
-        "prompt": prompt.prompt.prompt, "source_image": prompt.picture_hash, "width": size[0], "height": size[1],
-        "frames": frames, "frame_rate": plan.frame_rate, "seed": seed + index, "index": index,
-        **{key: values[key] for key in SETTINGS}, "shift": plan.config.sampling_shift,
+        "prompt": prompt.prompt.prompt,
+        "source_image": prompt.picture_hash,
+        "width": size[0],
+        "height": size[1],
+        "frames": frames,
+        "frame_rate": plan.frame_rate,
+        "seed": seed + index,
+        "index": index,
+        **{key: values[key] for key in SETTINGS},
+        "shift": plan.config.sampling_shift,
         "model": f"{plan.spec.name}/{plan.flavour.name}",
         "base_model": None if weights.transformer else plan.source["transformer"].location,
-        "weights": weights.name, "step": weights.step, "lora": weights.lora and str(weights.lora),
-        "content": weights.content, "strength": strength, "versions": package_versions(),
-    }  # fmt: skip
+        "weights": weights.name,
+        "step": weights.step,
+        "lora": weights.lora and str(weights.lora),
+        "content": weights.content,
+        "strength": strength,
+        "versions": package_versions(),
+    }
 
 
-def render_samples(plan: SamplePlan, weights: Sampled, strengths: Sequence[float], events: EventStream) -> list[Path]:
-    """Render the previews of a plan into its output folder; returns the new files. Nothing is overwritten."""
+def render_samples(
+    plan: SamplePlan, weights: Sampled, strengths: Sequence[float], events: EventStream
+) -> list[Path]:
+    """Render the previews of a plan into its output folder; returns the new files. Nothing is
+    overwritten.
+    """
     renderer = SweepRenderer.open(plan, events)
 
     def name(job: RenderJob) -> Path:
         made = job.recipe
-        dimensions = file_dimensions(made["width"], made["height"], made["frames"] if plan.frame_rate else None)
+        dimensions = file_dimensions(
+            made["width"], made["height"], made["frames"] if plan.frame_rate else None
+        )
         stem = f"{job.prompt.prompt.short_name}_{made['seed']}_{dimensions}"
         if len(strengths) > 1:
             stem += f"_strength-{made['strength']:g}"
         return free_path(plan.output_dir / f"{stem}{renderer.suffix}")
 
-    return renderer.render(renderer.jobs([weights], strengths), name, events, f"Sampling {weights.name}")
+    return renderer.render(
+        renderer.jobs([weights], strengths), name, events, f"Sampling {weights.name}"
+    )
 
 
 def render_sweep(
@@ -287,8 +355,8 @@ def render_sweep(
 ) -> Sheet:
     """Render every prompt with all weights at all strengths, and write the contact sheet.
 
-    Renders of an earlier call are reused. With several strengths, the evaluation loss of the best checkpoint is
-    measured at all of them.
+    Renders of an earlier call are reused. With several strengths, the evaluation loss of the best
+    checkpoint is measured at all of them.
 
     Args:
         run: the output folder of the run, for its losses.
@@ -307,14 +375,17 @@ def render_sweep(
             # One row per strength, since columns are checkpoints.
             row += f" at {job.recipe['strength']:g}"
         records.append(cell(job.recipe, row, name(job).relative_to(plan.output_dir).as_posix()))
-    sheet = Sheet(run.resolve().name, plan.output_dir, records, Columns.of(read_rows(run / METRICS_FILE)))
+    sheet = Sheet(
+        run.resolve().name, plan.output_dir, records, Columns.of(read_rows(run / METRICS_FILE))
+    )
     sheet.begin()
     absent = [job for job in jobs if not name(job).exists()]
     if len(absent) < len(jobs):
         events.say(f"{len(jobs) - len(absent)} of {len(jobs)} cells exist already.")
     measures = len(strengths) > 1 and sheet.best is not None
     held_out = renderer.held_out(run, arguments, events) if measures else None
-    # A cell is named after the digest of its recipe: changed settings make new files, and old files stay valid.
+    # A cell is named after the digest of its recipe: changed settings make new files, and old files
+    # stay valid.
     renderer.render(absent, name, events, "Sweeping")
     if held_out:
         best = next(sampled for sampled in weights if sampled.step == sheet.best)

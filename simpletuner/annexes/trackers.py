@@ -1,7 +1,7 @@
 """Logs a run to wandb and tensorboard.
 
-A tracker never ends a run: its first failure is logged, and it is not called again. The local files (`simpletuner` in
-`report_to`) are not a tracker; they are always written.
+A tracker never ends a run: its first failure is logged, and it is not called again. The local files
+(`simpletuner` in `report_to`) are not a tracker; they are always written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from simpletuner.run.companions import Companion
 
 logger = logging.getLogger(__name__)
 
-# Every update of the scatter plot sends all points again, so updates are rare and the number of points is limited.
+# Every update of the scatter plot sends all points again, so updates are rare and the number of
+# points is limited.
 TIMESTEPS_EVERY = 100
 TIMESTEPS_KEPT = 5000
 
@@ -58,7 +59,9 @@ class Tracker(Protocol):
     """Logs metrics and previews of the main process. `step` is the optimizer step."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log metrics, as in the step's line of the record; may be called several times per step."""
+        """Log metrics, as in the step's line of the record; may be called several times per
+        step.
+        """
 
     def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
         """Log the timesteps at which the samples of a step were trained."""
@@ -92,9 +95,16 @@ class Trackers(Companion):
 
 
 def open_trackers(report_to: str, run: TrackedRun) -> Iterator[tuple[str, Tracker]]:
-    """Open the available trackers in `report_to`, with their names; secrets in settings are redacted."""
+    """Open the available trackers in `report_to`, with their names; secrets in settings are
+    redacted.
+    """
     names = tracker_names(report_to)
-    run = replace(run, project=redact(run.project), name=redact(run.name), settings=redact_settings(run.settings))
+    run = replace(
+        run,
+        project=redact(run.project),
+        name=redact(run.name),
+        settings=redact_settings(run.settings),
+    )
     for name, build in TRACKERS.items():
         if name not in names and "all" not in names:
             continue
@@ -123,13 +133,17 @@ class TrackerEvents:
         tracker = self._tracker
         match event:
             case happened.StepReport():
-                tracker.log({name: value for name, value in row_of(event).items() if name != TIMESTEPS}, event.step)
+                tracker.log(
+                    {name: value for name, value in row_of(event).items() if name != TIMESTEPS},
+                    event.step,
+                )
                 tracker.log_timesteps(event.timesteps, event.step)
             case happened.Evaluated():
                 tracker.log(event.losses, event.step)
             case happened.MediaRendered():
                 self._round.append(event.media)
-            # One call per round: if a key is logged twice in a step, wandb keeps only the last value.
+            # One call per round: if a key is logged twice in a step, wandb keeps only the last
+            # value.
             case happened.PhaseEnded() if self._round:
                 media = self._round
                 self._round = []
@@ -140,7 +154,9 @@ class TrackerEvents:
 
 
 class WandbTracker:
-    """Logs to a wandb run, which is continued when training resumes. Step 0 and a branch begin a new run."""
+    """Logs to a wandb run, which is continued when training resumes. Step 0 and a branch begin a
+    new run.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # imported here because it takes a second
@@ -150,7 +166,9 @@ class WandbTracker:
         self._timesteps: list[tuple[int, float]] = []
         self._sent_timesteps_at = run.start_step
         run.logging_dir.mkdir(parents=True, exist_ok=True)
-        known = read_json(run.output_dir / WANDB_FILE, Problems(), dict) or {}  # empty if missing or damaged
+        known = (
+            read_json(run.output_dir / WANDB_FILE, Problems(), dict) or {}
+        )  # empty if missing or damaged
         run_id = known.get("id") if run.start_step else None
         self._run: Any = wandb.init(
             project=run.project,
@@ -162,7 +180,8 @@ class WandbTracker:
             config=dict(run.settings),
             # By default, wandb rejects changed settings of a resumed run.
             allow_val_change=True,
-            # Console output and the command line are not sent: they may contain secrets such as a webhook's URL.
+            # Console output and the command line are not sent: they may contain secrets such as a
+            # webhook's URL.
             settings=wandb.Settings(
                 console="off",
                 quiet=True,
@@ -172,11 +191,15 @@ class WandbTracker:
                 init_timeout=30.0,  # seconds that an unreachable server may delay the start
             ),
         )
-        # Steps after the checkpoint were sent before the interruption; repeated steps have equal values.
+        # Steps after the checkpoint were sent before the interruption; repeated steps have equal
+        # values.
         self._first_step = self._run.starting_step
         run.output_dir.mkdir(parents=True, exist_ok=True)
         write_json(run.output_dir / WANDB_FILE, {"id": self._run.id})
-        logger.info("wandb: %s", self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}")
+        logger.info(
+            "wandb: %s",
+            self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}",
+        )
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         if step >= self._first_step:
@@ -193,7 +216,9 @@ class WandbTracker:
             path = str(self._output_dir / record.path)
             kind = self._wandb.Video if record.is_video else self._wandb.Image
             item = kind(path, caption=record.prompt)
-            groups.setdefault(f"validation/{record.short_name}{'/ema' if record.ema else ''}", []).append(item)
+            groups.setdefault(
+                f"validation/{record.short_name}{'/ema' if record.ema else ''}", []
+            ).append(item)
         if groups and step >= self._first_step:
             self._run.log(groups, step=step)
 
@@ -207,13 +232,19 @@ class WandbTracker:
         self._sent_timesteps_at = step
         if step < self._first_step:
             return
-        table = self._wandb.Table(columns=["global_step", "timestep"], data=[list(point) for point in self._timesteps])
-        chart = self._wandb.plot.scatter(table, "global_step", "timestep", title="Timesteps trained")
+        table = self._wandb.Table(
+            columns=["global_step", "timestep"], data=[list(point) for point in self._timesteps]
+        )
+        chart = self._wandb.plot.scatter(
+            table, "global_step", "timestep", title="Timesteps trained"
+        )
         self._run.log({"timesteps_scatter": chart}, step=step)
 
 
 class TensorboardTracker:
-    """Writes tensorboard event files, one per session. Steps repeated by this session are hidden in older files."""
+    """Writes tensorboard event files, one per session. Steps repeated by this session are hidden in
+    older files.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -246,4 +277,7 @@ class TensorboardTracker:
         self._writer.close()
 
 
-TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorboardTracker}
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "wandb": WandbTracker,
+    "tensorboard": TensorboardTracker,
+}

@@ -1,4 +1,5 @@
-"""Sends the events of a run to webhooks, with one thread per webhook, so that slow receivers do not delay steps.
+"""Sends the events of a run to webhooks, with one thread per webhook, so that slow receivers do not
+delay steps.
 
 A message that cannot be delivered is dropped without a retry, and does not end the run.
 """
@@ -34,21 +35,29 @@ logger = logging.getLogger(__name__)
 tls_context = functools.cache(httpx.create_ssl_context)
 
 TIMEOUT = 5.0  # seconds for a connection, and for a message
-PATIENCE = 30.0  # seconds for a message that is never dropped, and for pending ones at the end of a run
+PATIENCE = (
+    30.0  # seconds for a message that is never dropped, and for pending ones at the end of a run
+)
 WAITING = 64  # maximum number of messages in a queue
 SECONDS_BETWEEN_WARNINGS = 60.0
 LEVELS = {"critical": 0, "error": 1, "warning": 2, "success": 3, "info": 3, "debug": 4}
 # Limits of Discord: characters of a message, and bytes of a file.
 LONGEST_TEXT = 2000
 LARGEST_FILE = 10_000_000
-DISCORD_TYPES = {"training.status", "training.checkpoint", "training.validation", "notification", "error"}
+DISCORD_TYPES = {
+    "training.status",
+    "training.checkpoint",
+    "training.validation",
+    "notification",
+    "error",
+}
 
 
 class Outbox:
     """A queue of pending messages, at most `WAITING`.
 
-    A full queue drops the oldest progress message, or else the oldest message, but never one about a checkpoint, an
-    error or the end of the run.
+    A full queue drops the oldest progress message, or else the oldest message, but never one about
+    a checkpoint, an error or the end of the run.
 
     Attributes:
         dropped: number of dropped messages.
@@ -99,7 +108,9 @@ KEPT = 2
 
 
 def _worth(message: Payload) -> int:
-    """The priority of a message: 0 for progress, `KEPT` for messages that are never dropped, else 1."""
+    """The priority of a message: 0 for progress, `KEPT` for messages that are never dropped, else
+    1.
+    """
     if message["type"] in ("training.checkpoint", "error"):
         return KEPT
     if message["type"] == "training.status":
@@ -126,7 +137,9 @@ class Delivery:
     def __post_init__(self) -> None:
         self._tls = tls_context(verify=self.hook.verifies)
         # A daemon, so that a message in transit does not keep the process alive.
-        self._thread = threading.Thread(target=self._run, name=f"webhook {self.hook.host}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"webhook {self.hook.host}", daemon=True
+        )
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
@@ -141,12 +154,16 @@ class Delivery:
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def finish(self, deadline: float) -> None:
-        """Deliver the pending messages that are never dropped, until a deadline of `time.monotonic`."""
+        """Deliver the pending messages that are never dropped, until a deadline of
+        `time.monotonic`.
+        """
         self.outbox.hurry()
         self.close(deadline)
         lost = self.outbox.dropped + len(self.outbox)
         if lost:
-            logger.warning("The webhook at %s was too slow: %d messages were not sent.", self.hook.host, lost)
+            logger.warning(
+                "The webhook at %s was too slow: %d messages were not sent.", self.hook.host, lost
+            )
 
     def _run(self) -> None:
         token = {"X-API-Key": self.hook.auth_token} if self.hook.auth_token else {}
@@ -158,10 +175,16 @@ class Delivery:
                     level = logging.DEBUG if self._unreachable else logging.WARNING
                     self._unreachable = True
                     cause = type(error).__name__
-                    logger.log(level, "The webhook at %s could not be reached: %s", self.hook.host, cause)
+                    logger.log(
+                        level, "The webhook at %s could not be reached: %s", self.hook.host, cause
+                    )
 
     def _post(self, client: httpx.Client, payload: Payload) -> None:
-        content = discord_form(self.hook, payload, self.folder) if self.hook.webhook_type == "discord" else None
+        content = (
+            discord_form(self.hook, payload, self.folder)
+            if self.hook.webhook_type == "discord"
+            else None
+        )
         body = content or {"json": inlined(payload, self.folder, self.images)}
         patience = httpx.Timeout(PATIENCE if _worth(payload) == KEPT else TIMEOUT, connect=TIMEOUT)
         request = client.build_request("POST", self.hook.address, timeout=patience, **body)
@@ -170,11 +193,16 @@ class Delivery:
         response.close()
         if response.is_error:
             self._complain(logging.WARNING, f"returned status {response.status_code}.")
-        # 303: the message is delivered, and a response can be fetched elsewhere. Other redirects are not followed: the
-        # token must not be sent to another host.
+        # 303: the message is delivered, and a response can be fetched elsewhere. Other redirects
+        # are not followed: the token must not be sent to another host.
         elif response.next_request is not None and response.status_code != 303:
-            place = response.next_request.url.copy_with(path="/", query=None, fragment=None, userinfo=b"")
-            moved = f"returned status {response.status_code}: it redirects to {place}, where nothing is sent."
+            place = response.next_request.url.copy_with(
+                path="/", query=None, fragment=None, userinfo=b""
+            )
+            moved = (
+                f"returned status {response.status_code}: it redirects to {place}, where nothing "
+                "is sent."
+            )
             self._complain(logging.ERROR, f"{moved} Change webhook_config if that is right.")
 
     def _complain(self, level: int, message: str) -> None:
@@ -184,12 +212,19 @@ class Delivery:
 
 
 def is_for_people(payload: Payload) -> bool:
-    """Whether a payload is sent to Discord: not progress, and not a failure status, which an error repeats."""
-    return payload["type"] in DISCORD_TYPES and payload.get("data", {}).get("status") not in ("running", "failed")
+    """Whether a payload is sent to Discord: not progress, and not a failure status, which an error
+    repeats.
+    """
+    return payload["type"] in DISCORD_TYPES and payload.get("data", {}).get("status") not in (
+        "running",
+        "failed",
+    )
 
 
 def inlined(payload: Payload, folder: Path, images: str) -> Payload:
-    """The payload with pictures and clips as data URIs, or pictures as base64; missing files are left out."""
+    """The payload with pictures and clips as data URIs, or pictures as base64; missing files are
+    left out.
+    """
     if not payload.get("images") and not payload.get("videos"):
         return payload
     pictures = [(MIME[Path(path).suffix], _encoded(folder / path)) for path in payload["images"]]
@@ -198,7 +233,9 @@ def inlined(payload: Payload, folder: Path, images: str) -> Payload:
     return {
         **payload,
         "images": [head.format(kind, data) for kind, data in pictures if data],
-        "videos": [{"src": f"data:{kind};base64,{data}", "mime_type": kind} for kind, data in clips if data],
+        "videos": [
+            {"src": f"data:{kind};base64,{data}", "mime_type": kind} for kind, data in clips if data
+        ],
     }
 
 
@@ -210,7 +247,9 @@ def _encoded(path: Path) -> str:
 
 
 def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
-    """The body of a Discord message as arguments of httpx: the text, with pictures and clips as files."""
+    """The body of a Discord message as arguments of httpx: the text, with pictures and clips as
+    files.
+    """
     text = payload.get("message") or payload.get("title") or ""
     if payload["type"] == "training.validation":
         noun = "video" if payload["videos"] else "image"
@@ -221,7 +260,8 @@ def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
     text = "\n".join([f"`({hook.message_prefix})` {text}" if hook.message_prefix else text, *notes])
     # Discord rejects longer messages.
     text = text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
-    # Discord prefers payload_json over `content`. Mentions are disabled: prompts may contain @names.
+    # Discord prefers payload_json over `content`. Mentions are disabled: prompts may contain
+    # @names.
     settings = json.dumps({"content": text, "allowed_mentions": {"parse": []}})
     fields = {"content": (None, text), "payload_json": (None, settings, "application/json")}
     return {"files": {**fields, **{f"file{number}": file for number, file in enumerate(files)}}}
@@ -250,8 +290,11 @@ def still_jpeg(path: Path) -> bytes:
 
 
 @contextmanager
-def delivered(settings: WebhookConfig, project: str, folder: Path, events: EventStream, job_id: str) -> Iterator[None]:
-    """Send the events of a run to its webhooks; pending messages are delivered within `TIMEOUT` or `PATIENCE`.
+def delivered(
+    settings: WebhookConfig, project: str, folder: Path, events: EventStream, job_id: str
+) -> Iterator[None]:
+    """Send the events of a run to its webhooks; pending messages are delivered within `TIMEOUT` or
+    `PATIENCE`.
 
     Args:
         project: the prefix of messages of webhooks that have none.

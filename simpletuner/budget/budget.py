@@ -1,8 +1,10 @@
 """Compares the memory that each phase of a run needs with what the device has. Nothing is loaded.
 
-    captions ─► pictures ─► loading ─► training, bucket by bucket ─► evaluation ─► previews ─► saving
+    captions ─► pictures ─► loading ─► training, bucket by bucket ─► evaluation ─► previews ─►
+    saving
 
-Each phase has a peak on the device and one on the host. Without a GPU both share the machine's memory and are added.
+Each phase has a peak on the device and one on the host. Without a GPU both share the machine's
+memory and are added.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from typing import Any, Generic
 
 from simpletuner.budget.densities import find_densities
 from simpletuner.budget.device import Device, compared
-from simpletuner.budget.estimate import FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.estimate import (
+    FLOAT32_SHARE,
+    Sent,
+    Step,
+    StepModel,
+    exchange_seconds,
+    sent_bytes,
+)
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
@@ -23,31 +32,48 @@ from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BYTES
 from simpletuner.models.vae_cost import TILE, VaeLoad
-from simpletuner.planning.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
+from simpletuner.planning.entries import (
+    Listing,
+    evaluated,
+    list_entries,
+    make_catalogue,
+    previews_of_a_round,
+)
 from simpletuner.planning.plans import AnyPlan, AnyPlan_co, Plan, SamplePlan
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 from simpletuner.reporting.intervals import Rounds
 from simpletuner.rounding import ceil_div
 
-# Rate of a VAE's convolutions, relative to matmuls: assumed on GPUs, measured with the demos' VAEs on CPUs.
-GPU_CONVOLUTIONS, CPU_CONVOLUTIONS = 0.3, 0.17
-CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "rendering previews"
-# Activations of one prompt, relative to the text encoders' weights. If more do not fit, batches are reduced.
+# Rate of a VAE's convolutions, relative to matmuls: assumed on GPUs, measured with the demos' VAEs
+# on CPUs.
+GPU_CONVOLUTIONS = 0.3
+CPU_CONVOLUTIONS = 0.17
+CAPTIONS = "encoding captions"
+LOADING = "loading the transformer"
+PREVIEWS = "rendering previews"
+# Activations of one prompt, relative to the text encoders' weights. If more do not fit, batches are
+# reduced.
 TEXT_ACTIVATIONS = 0.03
-# Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
+# Share of these weights on the device when their blocks are streamed: embeddings, vision tower,
+# slots.
 STREAMED_TEXT = 0.3
 # Share of the host's memory that must stay free beside a copy of the checkpoint.
 SPARE = 0.1
-# Limit of torch's `upsample_nearest3d` on CUDA, which refused more (pytorch #144855) and now counts in uint32.
+# Limit of torch's `upsample_nearest3d` on CUDA, which refused more (pytorch #144855) and now counts
+# in uint32.
 MOST_UPSAMPLED = 2**31
 DECODING = "validation_decoding"
 # Room that faster previews must leave free, since estimates may be off by a tenth.
-BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
-# If the user set no interval: rounds of previews between start and end at most, the fewest steps between two, and the
-# share of the run that all of them may take.
-MILESTONES, SHORTEST_INTERVAL, PREVIEW_SHARE = 8, 100, 0.1
-# Extra memory that cuDNN may take for 3D convolutions, as a share of a clip's decoding: 20 to 40 %, assumed.
+BATCHED = "validation_batched_guidance"
+PREVIEW_ROOM = 0.1
+# If the user set no interval: rounds of previews between start and end at most, the fewest steps
+# between two, and the share of the run that all of them may take.
+MILESTONES = 8
+SHORTEST_INTERVAL = 100
+PREVIEW_SHARE = 0.1
+# Extra memory that cuDNN may take for 3D convolutions, as a share of a clip's decoding: 20 to 40 %,
+# assumed.
 WORKSPACE = 0.3
 
 
@@ -58,7 +84,8 @@ class PhasePeak:
     Attributes:
         device: memory of one process on its device.
         host: host memory of all processes of a machine.
-        passing: the part of `device` that passes through host memory on its way to a GPU, for all processes.
+        passing: the part of `device` that passes through host memory on its way to a GPU, for all
+            processes.
         trains: whether the phase is training.
         common: the part of `host` that exists once per machine.
         processes: number of processes per machine.
@@ -95,17 +122,26 @@ class PhasePeak:
         Args:
             headroom: share of the device's memory that must stay free.
         """
-        room, needed = device.usable, self.needed(device)
+        room = device.usable
+        needed = self.needed(device)
         if room is not None and needed > room * (1 - headroom):
             wants, has = compared(needed, room)
             if not device.is_gpu:
                 return f"{self.name} needs {wants}, this machine has {has} and no GPU"
             if not device.has_own_memory:
-                return f"{self.name} needs {wants} of the machine's memory, of which a process can use {has}"
-            taken = f" ({device.taken_by_others}; plan --device-memory plans without it)" if device.taken else ""
+                return (
+                    f"{self.name} needs {wants} of the machine's memory, of which a process can "
+                    f"use {has}"
+                )
+            taken = (
+                f" ({device.taken_by_others}; plan --device-memory plans without it)"
+                if device.taken
+                else ""
+            )
             return f"{self.name} needs {wants} on the device, where {has} can be used{taken}"
         # In shared memory, `needed` includes the host's part.
-        host, wanted = device.host_memory, self.on_host(device)
+        host = device.host_memory
+        wanted = self.on_host(device)
         if device.has_own_memory and host is not None and wanted > host:
             wants, has = compared(wanted, host)
             return f"{self.name} needs {wants} of host memory, this machine has {has}"
@@ -121,7 +157,8 @@ class Budget(Generic[AnyPlan_co]):
         listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
         decisions: choices of `offload: auto`, with reasons.
         proposals: settings that a decision only proposes, since they change results.
-        densities: densities of block-sparse attention that earlier runs measured, by tokens of a sample.
+        densities: densities of block-sparse attention that earlier runs measured, by tokens of a
+            sample.
     """
 
     plan: AnyPlan_co
@@ -144,13 +181,16 @@ class Budget(Generic[AnyPlan_co]):
             return ""
         spec = self.plan.spec
         return (
-            f"{spec.title} is not measured yet: FLOPs and activations are assumed from the shapes of its weights, and "
-            f"are rather too high; `python -m benchmarks.cost_table --only {spec.name}` measures them"
+            f"{spec.title} is not measured yet: FLOPs and activations are assumed from the shapes "
+            "of its weights, and are rather too high; `python -m benchmarks.cost_table --only "
+            f"{spec.name}` measures them"
         )
 
     def under(self, values: Mapping[str, Any], origin: str) -> Budget[AnyPlan_co]:
         """The same run with changed settings; see `RunConfig.with_values`."""
-        return replace(self, plan=replace(self.plan, config=self.config.with_values(values, origin)))
+        return replace(
+            self, plan=replace(self.plan, config=self.config.with_values(values, origin))
+        )
 
     @cached_property
     def model(self) -> StepModel:
@@ -167,7 +207,9 @@ class Budget(Generic[AnyPlan_co]):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds of an optimizer step, averaged over buckets by share; communication overlaps with compute."""
+        """Seconds of an optimizer step, averaged over buckets by share; communication overlaps with
+        compute.
+        """
         buckets = zip(self.workload.buckets, self.steps, strict=True)
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
@@ -186,7 +228,9 @@ class Budget(Generic[AnyPlan_co]):
     @property
     def preview_seconds(self) -> float:
         """Seconds of one prompt's previews at all sizes."""
-        passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
+        passes = [
+            self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews
+        ]
         decoding = self.config.validation.num_validation_images * decoding_seconds(self)
         return self._forwards * sum(passes) + decoding
 
@@ -194,14 +238,20 @@ class Budget(Generic[AnyPlan_co]):
     def preview_flops(self) -> float:
         """FLOPs of sampling one prompt's previews at all sizes."""
         loads = (self.parts.load(self._sampled(preview)) for preview in self.workload.previews)
-        return self._forwards * sum(self.model.cost.forward(load, self.model.adapters).total for load in loads)
+        return self._forwards * sum(
+            self.model.cost.forward(load, self.model.adapters).total for load in loads
+        )
 
     @property
     def _forwards(self) -> int:
         """Forward passes of one prompt's preview at one size."""
         validation = self.config.validation
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
-        alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
+        alone = (
+            self._is_guided
+            and not self.parts.cost.guided_together
+            and not validation.validation_batched_guidance
+        )
         return steps * (2 if alone else 1)
 
     @property
@@ -226,7 +276,9 @@ class Budget(Generic[AnyPlan_co]):
     @property
     def peaks(self) -> tuple[float, float]:
         """Most bytes of any phase on a device, and on the host of a machine."""
-        return max(each.device for each in self.phases), max(each.on_host(self.device) for each in self.phases)
+        return max(each.device for each in self.phases), max(
+            each.on_host(self.device) for each in self.phases
+        )
 
     @cached_property
     def phases(self) -> list[PhasePeak]:
@@ -236,47 +288,75 @@ class Budget(Generic[AnyPlan_co]):
 
     def _encoding(self) -> Iterator[PhasePeak]:
         """The peaks of encoding, before training."""
-        config, parts, workload = self.config, self.parts, self.workload
+        config = self.config
+        parts = self.parts
+        workload = self.workload
         vae, text = parts.encoder_bytes(config)
         if workload.encodes_text:
-            # The language head, and a vision tower if no prompt has a picture, are dropped on the host.
+            # The language head, and a vision tower if no prompt has a picture, are dropped on the
+            # host.
             kept = text * (1 - parts.text_dropped / parts.text_parameters)
             on_device = kept * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
-            yield PhasePeak(CAPTIONS, on_device + text * TEXT_ACTIVATIONS, self.device.process_memory, text)
+            yield PhasePeak(
+                CAPTIONS, on_device + text * TEXT_ACTIVATIONS, self.device.process_memory, text
+            )
         if workload.encoded:
             samples = config.caching.vae_batch_size
-            batches = [replace(load, samples=min(samples, load.samples)) for load in workload.encoded]
+            batches = [
+                replace(load, samples=min(samples, load.samples)) for load in workload.encoded
+            ]
             # bytes of the decoded RGB pixels of a batch
-            clip = 3.0 * max(load.samples * load.frames * load.width * load.height for load in batches)
+            clip = 3.0 * max(
+                load.samples * load.frames * load.width * load.height for load in batches
+            )
             # Bytes on the host, gathered into a batch and pinned.
             host = self.device.process_memory + workload.waiting + 2 * clip
             # `to_pixels` widens them to float32 on the device.
             peak = vae + self._vae_bytes(batches) + clip * BYTES["fp32"]
             yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, host)
         if workload.encodes_features:
-            yield PhasePeak("encoding features", max(map(self._teaching, workload.buckets)), self.device.process_memory)
+            yield PhasePeak(
+                "encoding features",
+                max(map(self._teaching, workload.buckets)),
+                self.device.process_memory,
+            )
 
     def _training(self) -> Iterator[PhasePeak]:
         """The peaks of loading, training, evaluation, previews and saving."""
-        config, parts, model, workload = self.config, self.parts, self.model, self.workload
-        vae, frozen, trained = parts.encoder_bytes(config)[0], model.frozen_bytes, model.trained_bytes
+        config = self.config
+        parts = self.parts
+        model = self.model
+        workload = self.workload
+        vae = parts.encoder_bytes(config)[0]
+        frozen = model.frozen_bytes
+        trained = model.trained_bytes
         later = workload.encoded_in_training
         beside = vae + self._vae_bytes(later) if later else 0.0
         on_disk = config.offload.group_offload_to_disk_path is not None
         streamed = 0.0 if on_disk else model.streamed_bytes  # shared by the processes of a machine
         # On the host, FSDP2's blocks wait to be sharded.
         common = streamed + (sum(model.whole_blocks) if model.sharded else 0.0)
-        yield PhasePeak(LOADING, frozen, self.device.process_memory + common, model.passing_bytes, common=common)
-        on_device, on_host = model.average_memory("device"), model.average_memory("host")
+        yield PhasePeak(
+            LOADING, frozen, self.device.process_memory + common, model.passing_bytes, common=common
+        )
+        on_device = model.average_memory("device")
+        on_host = model.average_memory("host")
         waiting = self.device.process_memory + streamed + on_host.kept + model.state_on_host_bytes
         idle = trained - model.gradient_bytes  # between two steps
         # Uncached features keep their encoder on the device beside the transformer.
-        live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)
+        live = not all(
+            kind.is_cached for technique in parts.techniques for kind in technique.features
+        )
         for bucket, step in zip(workload.buckets, self.steps, strict=True):
-            resident, teaching = (self._teacher(bucket), self._teaching(bucket)) if live else (0.0, 0.0)
+            resident, teaching = (
+                (self._teacher(bucket), self._teaching(bucket)) if live else (0.0, 0.0)
+            )
             peak = step.memory.total + resident
-            # Three peaks: the backward pass; the encoder before it; the average's update after it, without gradients.
-            peak = max(peak, frozen + trained + teaching, frozen + idle + resident + on_device.updating)
+            # Three peaks: the backward pass; the encoder before it; the average's update after it,
+            # without gradients.
+            peak = max(
+                peak, frozen + trained + teaching, frozen + idle + resident + on_device.updating
+            )
             host = waiting + max(model.inputs_on_host_bytes(step.load), on_host.updating)
             peak += beside + self._kept_for_previews()
             yield PhasePeak(f"training at {bucket.label}", peak, host, trains=True, common=streamed)
@@ -285,14 +365,18 @@ class Budget(Generic[AnyPlan_co]):
             sampling = model.sampling_bytes(parts.load(workload.evaluated[0]))
             peak = idle + frozen + sampling + parts.lora_bytes + on_device.waiting + beside
             peak += self._kept_for_previews()
-            yield PhasePeak("measuring the evaluation loss", peak, waiting + on_host.waiting, common=streamed)
+            yield PhasePeak(
+                "measuring the evaluation loss", peak, waiting + on_host.waiting, common=streamed
+            )
         if workload.previews:
             # Optimizer state stays on the device during previews; gradients do not.
             peak = idle + self._rendering() + parts.lora_bytes + on_device.waiting + beside
             yield PhasePeak(PREVIEWS, peak, waiting + on_host.waiting, common=streamed)
         written = model.saving_bytes  # by one process
         peak = frozen + idle + on_device.waiting if on_device.waiting else 0.0
-        yield PhasePeak("saving", peak, waiting + written + on_host.waiting, common=streamed + written)
+        yield PhasePeak(
+            "saving", peak, waiting + written + on_host.waiting, common=streamed + written
+        )
 
     def _vae_bytes(self, loads: Sequence[VaeLoad]) -> float:
         """Peak memory of the VAE's activations while it encodes these batches."""
@@ -313,7 +397,10 @@ class Budget(Generic[AnyPlan_co]):
     def _teaching(self, bucket: Bucket) -> float:
         """Peak memory of computing the features of one clip."""
         numbers = self.parts.vae.decode(self._as_configured(bucket.clip))
-        return self._teacher(bucket) + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
+        return (
+            self._teacher(bucket)
+            + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
+        )
 
     def _kept_for_previews(self) -> float:
         """Memory that previews keep during training: the VAE, and background decoding."""
@@ -323,9 +410,13 @@ class Budget(Generic[AnyPlan_co]):
         return self.parts.encoder_bytes(self.config)[0] + (self._decoding() if background else 0.0)
 
     def _rendering(self) -> float:
-        """Peak of sampling or decoding the largest preview, with the weights on the device at that time."""
-        parts, largest = self.parts, self.workload.previews[0]
-        vae, weights = parts.encoder_bytes(self.config)[0], self.model.frozen_bytes
+        """Peak of sampling or decoding the largest preview, with the weights on the device at that
+        time.
+        """
+        parts = self.parts
+        largest = self.workload.previews[0]
+        vae = parts.encoder_bytes(self.config)[0]
+        weights = self.model.frozen_bytes
         sampling = weights + self.model.sampling_bytes(parts.load(self._sampled(largest)))
         decoding = vae + self._decoding()
         if self.config.offload.enable_model_cpu_offload:  # the VAE and the transformer take turns
@@ -334,25 +425,39 @@ class Budget(Generic[AnyPlan_co]):
 
     def _decoding(self) -> float:
         """Peak of decoding the largest preview, without the VAE's weights."""
-        parts, largest, how = self.parts, self.workload.previews[0], self.config.validation.validation_decoding
-        tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
+        parts = self.parts
+        largest = self.workload.previews[0]
+        how = self.config.validation.validation_decoding
+        tiled, tile = (
+            (True, TILE)
+            if how == "tiles"
+            else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
+        )
         picture = replace(largest.clip, tiled=tiled, strips=how != "whole", tile=tile)
         workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
         return parts.vae.decode(picture) * BYTES[self.preview_dtype] * (1 + workspace)
 
     @property
     def preview_dtype(self) -> str:
-        """The dtype in which the VAE decodes previews, independent of `vae_dtype`, which is for encoding."""
+        """The dtype in which the VAE decodes previews, independent of `vae_dtype`, which is for
+        encoding.
+        """
         return "fp32" if self.parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype
 
 
 def with_strips(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
-    """Decode previews in strips if `check_decoding` warns or they fit only this way, unless the user has chosen."""
+    """Decode previews in strips if `check_decoding` warns or they fit only this way, unless the
+    user has chosen.
+    """
     if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
         return budget
     strips = budget.under({DECODING: "strips"}, BY_SIZE)
-    whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
-    only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
+    whole, lean = (
+        any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips)
+    )
+    only_so = (
+        whole and not lean and budget.config.offload.offload != "auto"
+    )  # which has more to choose from
     too_large = Problems()
     check_decoding(budget, too_large)
     return strips if only_so or too_large else budget
@@ -360,20 +465,30 @@ def with_strips(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
 
 def check_decoding(budget: Budget[SamplePlan], report: Problems) -> None:
     """Warn about previews that are too large for torch to decode whole."""
-    sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
+    sizes = (
+        budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
+    )
     numbers = {each.label: budget.parts.vae.upsampled(each.clip) for each in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
-        message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
+        message = (
+            f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch "
+            "get wrong;"
+        )
         report.warn(DECODING, f"{message} strips and tiles do not.")
 
 
 def with_faster_previews(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
-    """Enable settings for faster previews if they fit with room to spare and the user has not decided."""
+    """Enable settings for faster previews if they fit with room to spare and the user has not
+    decided.
+    """
     if not budget.workload.previews or budget.device.memory is None:
         return budget
     for key in _faster_previews(budget):
         faster = budget.under({key: True}, BY_SIZE)
-        lacking = any(each.trains or each.name == PREVIEWS for each, _ in faster.shortages(headroom=PREVIEW_ROOM))
+        lacking = any(
+            each.trains or each.name == PREVIEWS
+            for each, _ in faster.shortages(headroom=PREVIEW_ROOM)
+        )
         if not lacking and not budget.config.is_explicit(key):
             budget = faster
     return budget
@@ -396,7 +511,8 @@ def _faster_previews(budget: Budget[SamplePlan]) -> Iterator[str]:
 
 def decoding_seconds(budget: Budget[SamplePlan]) -> float:
     """Seconds of decoding a preview of each size."""
-    parts, device = budget.parts, budget.device
+    parts = budget.parts
+    device = budget.device
     flops = sum(parts.vae.decode_flops(each.clip) for each in budget.workload.previews)
     on_gpu = GPU_CONVOLUTIONS * (FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0)
     return flops / ((on_gpu if device.is_gpu else CPU_CONVOLUTIONS) * device.rates.matmul)
@@ -404,7 +520,8 @@ def decoding_seconds(budget: Budget[SamplePlan]) -> float:
 
 def saves_in_background(budget: Budget) -> bool:
     """Whether the host has room for a copy of the checkpoint in every phase."""
-    device, model = budget.device, budget.model
+    device = budget.device
+    model = budget.model
     room = device.host_memory if device.has_own_memory else device.memory
     # Weights as trained and as published, optimizer state, and the moving average in both forms.
     copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
@@ -432,18 +549,35 @@ def make_budget(plan: AnyPlan, device: Device) -> Budget[AnyPlan]:
 def with_milestones(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
     """Set the interval of previews, unless the user has set one.
 
-    The first and the last round are always rendered. `PREVIEW_SHARE` limits the number of rounds in between, in model
-    FLOPs, which are independent of the machine, so that all processes and resumed sessions agree.
+    The first and the last round are always rendered. `PREVIEW_SHARE` limits the number of rounds in
+    between, in model FLOPs, which are independent of the machine, so that all processes and resumed
+    sessions agree.
     """
     plan = budget.plan
     config = budget.config
-    intervals = config.validation.validation_step_interval, config.validation.validation_epoch_interval
-    if not isinstance(plan, Plan) or not plan.prompts or not budget.steps or intervals != (None, None):
+    intervals = (
+        config.validation.validation_step_interval,
+        config.validation.validation_epoch_interval,
+    )
+    if (
+        not isinstance(plan, Plan)
+        or not plan.prompts
+        or not budget.steps
+        or intervals != (None, None)
+    ):
         return budget
     total = plan.length.total_steps
     buckets = zip(budget.workload.buckets, budget.steps, strict=True)
-    step = config.schedule.gradient_accumulation_steps * sum(each.cost.model * bucket.share for bucket, each in buckets)
-    affordable = PREVIEW_SHARE / (1 - PREVIEW_SHARE) * total * step / (_previews_alone(plan) * budget.preview_flops)
+    step = config.schedule.gradient_accumulation_steps * sum(
+        each.cost.model * bucket.share for bucket, each in buckets
+    )
+    affordable = (
+        PREVIEW_SHARE
+        / (1 - PREVIEW_SHARE)
+        * total
+        * step
+        / (_previews_alone(plan) * budget.preview_flops)
+    )
     ends = 1 if config.validation.disable_benchmark else 2
     between = min(MILESTONES, max(0, int(affordable) - ends))
     # A multiple of ten, for readable file names.
@@ -452,9 +586,11 @@ def with_milestones(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
 
 
 def free_batch(budget: Budget[SamplePlan], steps: float) -> int | None:
-    """The largest train_batch_size that fits and does not slow down a step; None if the current one is the largest.
+    """The largest train_batch_size that fits and does not slow down a step; None if the current one
+    is the largest.
 
-    With small pictures on a fast GPU, a step is bound by the host's kernel launches. CUDA graphs avoid launches.
+    With small pictures on a fast GPU, a step is bound by the host's kernel launches. CUDA graphs
+    avoid launches.
 
     Args:
         steps: steps per epoch; the samples of each bucket must still fill a step.
@@ -464,7 +600,9 @@ def free_batch(budget: Budget[SamplePlan], steps: float) -> int | None:
         return None
     (present,) = batches
     enough = present * steps * min(bucket.share for bucket in budget.workload.buckets)
-    for batch in range(int(min(enough, *(step.free_samples for step in budget.steps))), present, -1):
+    for batch in range(
+        int(min(enough, *(step.free_samples for step in budget.steps))), present, -1
+    ):
         buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
         if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
             return batch
@@ -477,8 +615,12 @@ def steps_per_epoch(plan: Plan) -> float:
 
 
 def find_rounds(budget: Budget) -> dict[str, Rounds]:
-    """Recurring work (previews, evaluations, saves, encoding of new crops) by kind, with expected durations."""
-    plan, evaluation, epoch = budget.plan, budget.config.evaluation, steps_per_epoch(budget.plan)
+    """Recurring work (previews, evaluations, saves, encoding of new crops) by kind, with expected
+    durations.
+    """
+    plan = budget.plan
+    evaluation = budget.config.evaluation
+    epoch = steps_per_epoch(budget.plan)
     rounds = {SAVING: Rounds(plan.config.checkpoints.checkpoint_step_interval, at_end=True)}
     if plan.prompts:
         rounds[PREVIEW_ROUNDS] = Rounds(preview_interval(plan), round_seconds(budget), at_end=True)
@@ -507,7 +649,8 @@ def preview_rounds(plan: Plan) -> int:
     """Rounds of previews left for a session that starts now, including the untrained model's."""
     if not plan.prompts:
         return 0
-    total, rounds = plan.length.total_steps, Rounds(preview_interval(plan), at_end=True)
+    total = plan.length.total_steps
+    rounds = Rounds(preview_interval(plan), at_end=True)
     # A resumed run already has previews of the untrained model.
     untrained = plan.resume is None and not plan.config.validation.disable_benchmark
     return rounds.after(total - remaining_steps(plan), total) + untrained
@@ -519,7 +662,9 @@ def round_seconds(budget: Budget) -> float:
 
 
 def _previews_alone(plan: Plan) -> float:
-    """Prompts per process in a round of previews: split among the processes, unless weights are sharded (FSDP2)."""
+    """Prompts per process in a round of previews: split among the processes, unless weights are
+    sharded (FSDP2).
+    """
     launch = plan.config.launch
     previews, subjects = previews_of_a_round(plan)
     alone = previews if launch.is_sharded else ceil_div(previews, launch.num_processes)
@@ -528,4 +673,6 @@ def _previews_alone(plan: Plan) -> float:
 
 def remaining_seconds(budget: Budget) -> tuple[float, float]:
     """Seconds of training and of previews left for a session that starts now."""
-    return remaining_steps(budget.plan) * budget.step_seconds, preview_rounds(budget.plan) * round_seconds(budget)
+    return remaining_steps(budget.plan) * budget.step_seconds, preview_rounds(
+        budget.plan
+    ) * round_seconds(budget)

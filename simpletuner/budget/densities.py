@@ -1,4 +1,5 @@
-"""Densities of block-sparse attention (NABLA) that runs measured, for later estimates on the same machine.
+"""Densities of block-sparse attention (NABLA) that runs measured, for later estimates on the same
+machine.
 
 `outcomes.json` in the cache folder: device -> kind of run -> `Outcome`.
 """
@@ -43,7 +44,9 @@ def find_densities(plan: SamplePlan, workload: Workload, device: Device) -> Mapp
     return runs.get(kind_of_run(plan, workload), Outcome()).densities
 
 
-def remember_densities(plan: SamplePlan, workload: Workload, device: Device, densities: Mapping[int, float]) -> None:
+def remember_densities(
+    plan: SamplePlan, workload: Workload, device: Device, densities: Mapping[int, float]
+) -> None:
     """Store measured densities for later plans; those of other lengths are kept.
 
     Raises:

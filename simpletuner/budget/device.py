@@ -62,21 +62,26 @@ def write_rates(folder: Path, rates: DeviceRates) -> None:
 
 
 # Device memory lost to the driver and libraries (bytes), and to fragmentation (share).
-DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
-# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers; less
-# without CUDA's libraries (measured: 0.5 GB, and 0.1 in the first step).
-HOST_BASE, CPU_BASE = 1.2e9, 0.7e9
-# NCCL's buffers per device (bytes), not measured: 16 channels with four connections (ring and tree), with 4, 4.7 and
-# 0.5 MiB for its protocols. Sizes are the defaults in NCCL's source; the number of channels depends on the links.
+DEVICE_OVERHEAD = 0.6e9
+FRAGMENTS = 0.03
+# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and
+# transformers; less without CUDA's libraries (measured: 0.5 GB, and 0.1 in the first step).
+HOST_BASE = 1.2e9
+CPU_BASE = 0.7e9
+# NCCL's buffers per device (bytes), not measured: 16 channels with four connections (ring and
+# tree), with 4, 4.7 and 0.5 MiB for its protocols. Sizes are the defaults in NCCL's source; the
+# number of channels depends on the links.
 NCCL_BUFFERS = 16 * 4 * 9.2 * 2**20
-# Rate of softmax attention, forward and backward, relative to matmuls: dense, and block-sparse by flex attention.
-ATTENTION_SHARE, SPARSE_SHARE = 0.55, 0.55
+# Rate of softmax attention, forward and backward, relative to matmuls: dense, and block-sparse by
+# flex attention.
+ATTENTION_SHARE = 0.55
+SPARSE_SHARE = 0.55
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of matmuls, dense attention and block-sparse attention; bytes/s of device memory, of copies from the host,
-    and to another GPU of the machine."""
+    """FLOP/s of matmuls, dense attention and block-sparse attention; bytes/s of device memory, of
+    copies from the host, and to another GPU of the machine."""
 
     matmul: float
     attention: float
@@ -145,7 +150,11 @@ class Device:
     @property
     def taken_by_others(self) -> str:
         """A phrase about the memory that other programs use; empty if none."""
-        return f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}" if self.taken else ""
+        return (
+            f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}"
+            if self.taken
+            else ""
+        )
 
 
 def gigabytes(number: float) -> str:
@@ -154,22 +163,32 @@ def gigabytes(number: float) -> str:
 
 
 def compared(number: float, limit: float) -> tuple[str, str]:
-    """Two numbers of bytes as text, with enough digits to show which is larger: 16.14 GB and 16.06 GB."""
+    """Two numbers of bytes as text, with enough digits to show which is larger: 16.14 GB and 16.06
+    GB.
+    """
     texts = gigabytes(number), gigabytes(limit)
     return (f"{number / 1e9:.3f} GB", f"{limit / 1e9:.3f} GB") if texts[0] == texts[1] else texts
 
 
 def _rates(
-    tflops: float, memory_tb: float, transfer_gb: float, *, nvlink_gb: float = 0.0, sparse: float = SPARSE_SHARE
+    tflops: float,
+    memory_tb: float,
+    transfer_gb: float,
+    *,
+    nvlink_gb: float = 0.0,
+    sparse: float = SPARSE_SHARE,
 ) -> Rates:
-    flops, transfer = tflops * 1e12, transfer_gb * 1e9
+    flops = tflops * 1e12
+    transfer = transfer_gb * 1e9
     # GPUs without NVLink communicate over the host's bus.
     link = nvlink_gb * 1e9 or transfer
     return Rates(flops, ATTENTION_SHARE * flops, sparse * flops, memory_tb * 1e12, transfer, link)
 
 
 class KnownCard(NamedTuple):
-    """A card: the part of the driver's device name that identifies it, its memory in GiB, and its rates."""
+    """A card: the part of the driver's device name that identifies it, its memory in GiB, and its
+    rates.
+    """
 
     name: str
     gibibytes: float
@@ -186,14 +205,24 @@ UNKNOWN_GPU = _rates(50, 0.5, 11)
 # Of a middling Apple chip, until a run has measured its own.
 APPLE_GPU = _rates(10, 0.2, 50)
 # The typical card by minimum GiB, whose rates `--device-memory` assumes without `--device`.
-USUAL: Mapping[float, Card] = {0: "3060", 15: "4080", 20: "4090", 30: "5090", 40: "a100", 120: "h200"}
-# float32 FLOP/s of a core, by the widest vector instructions that /proc/cpuinfo lists: 60 to 90 % of two fused
-# multiply-adds of a vector a cycle at 2.6 GHz; and bytes/s of the memory that small tensors are in.
+USUAL: Mapping[float, Card] = {
+    0: "3060",
+    15: "4080",
+    20: "4090",
+    30: "5090",
+    40: "a100",
+    120: "h200",
+}
+# float32 FLOP/s of a core, by the widest vector instructions that /proc/cpuinfo lists: 60 to 90 %
+# of two fused multiply-adds of a vector a cycle at 2.6 GHz; and bytes/s of the memory that small
+# tensors are in.
 CORE_FLOPS: Mapping[str, float] = {"avx512f": 150e9, "avx2": 60e9, "": 20e9}
 CPU_BYTES = 20e9
 
 
-def find_device(gibibytes: float | None = None, output_dir: Path | None = None, card: Card | None = None) -> Device:
+def find_device(
+    gibibytes: float | None = None, output_dir: Path | None = None, card: Card | None = None
+) -> Device:
     """The device that a run on this machine would use, or the one that a plan is asked about.
 
     Args:
@@ -232,21 +261,36 @@ def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) 
     if card is not None:
         known = CARDS[card]
         memory = gibibytes or known.gibibytes
-        return Device(f"{known.name} with {memory:g} GiB", memory * 2**30, host, True, known.rates, "rates assumed")
+        return Device(
+            f"{known.name} with {memory:g} GiB",
+            memory * 2**30,
+            host,
+            True,
+            known.rates,
+            "rates assumed",
+        )
     assert gibibytes is not None
     usual = [name for least, name in USUAL.items() if gibibytes >= least][-1]
-    like, rates = (gpu.name, rates_of(gpu.name)) if gpu else (f"an {CARDS[usual].name}", CARDS[usual].rates)
-    note, hint = f"as fast as {like}, assumed", "" if gpu else "--device names another card"
-    return Device(f"a GPU with {gibibytes:g} GiB", gibibytes * 2**30, host, True, rates, note, hint=hint)
+    like, rates = (
+        (gpu.name, rates_of(gpu.name)) if gpu else (f"an {CARDS[usual].name}", CARDS[usual].rates)
+    )
+    note = f"as fast as {like}, assumed"
+    hint = "" if gpu else "--device names another card"
+    return Device(
+        f"a GPU with {gibibytes:g} GiB", gibibytes * 2**30, host, True, rates, note, hint=hint
+    )
 
 
 def this_cpu(gpu: Gpu | None = None) -> Device:
     """The CPU of this machine, with a GPU that torch cannot use, if any."""
-    host, flops = host_memory(), compute_threads() * core_flops()
+    host = host_memory()
+    flops = compute_threads() * core_flops()
     rates = Rates(flops, flops, flops, CPU_BYTES, CPU_BYTES, CPU_BYTES)
     if gpu is None:
         return Device("CPU", host, host, False, rates, "rates assumed")
-    return Device("CPU", host, host, False, rates, "rates assumed", idle=gpu.name, backend=gpu.backend)
+    return Device(
+        "CPU", host, host, False, rates, "rates assumed", idle=gpu.name, backend=gpu.backend
+    )
 
 
 def core_flops() -> float:
@@ -271,7 +315,9 @@ def rates_of(name: str) -> Rates:
         return whole
     share = int(part["sevenths"]) / 7
     # Slices do not divide the bus.
-    flops = {key: share * rate for key, rate in asdict(whole).items() if key not in ("transfer", "link")}
+    flops = {
+        key: share * rate for key, rate in asdict(whole).items() if key not in ("transfer", "link")
+    }
     return replace(whole, **flops)
 
 
@@ -285,15 +331,23 @@ def with_measured(device: Device, folder: Path) -> Device:
     if rates is not None and rates.device == measured_name(device):
         if rates.dtype in ("bfloat16", "float16", "") or not device.is_gpu:
             faster = rates.matmul_flops / device.rates.matmul
-            measured |= {key: faster * asdict(device.rates)[key] for key in ("matmul", "attention", "sparse")}
+            measured |= {
+                key: faster * asdict(device.rates)[key] for key in ("matmul", "attention", "sparse")
+            }
         if rates.host_to_device_bytes is not None:
             measured["transfer"] = rates.host_to_device_bytes
-    note = f"{', '.join(each for each in measured if each != 'sparse')} measured" if measured else device.note
+    note = (
+        f"{', '.join(each for each in measured if each != 'sparse')} measured"
+        if measured
+        else device.note
+    )
     return replace(device, rates=replace(device.rates, **measured), note=note)
 
 
 def measured_name(device: Device) -> str:
-    """The device's name in a file of measured rates. AMD's and Intel's programs use other names than torch."""
+    """The device's name in a file of measured rates. AMD's and Intel's programs use other names
+    than torch.
+    """
     if not device.is_gpu:
         return "cpu"
     return device.name if device.backend == "cuda" else TITLES[device.backend]

@@ -45,7 +45,12 @@ def find_writings(budget: Budget[SamplePlan]) -> Iterator[Writing]:
         yield from _cache_writings(budget, budget.listing)
     folder = plan.config.offload.group_offload_to_disk_path
     if folder is not None and model.streamed_bytes:  # every run writes these again
-        yield Writing("offloaded weights", Path(folder).expanduser(), model.streamed_bytes, model.streamed_bytes)
+        yield Writing(
+            "offloaded weights",
+            Path(folder).expanduser(),
+            model.streamed_bytes,
+            model.streamed_bytes,
+        )
 
 
 def _checkpoint_writing(plan: Plan, model: StepModel) -> Writing:
@@ -53,9 +58,13 @@ def _checkpoint_writing(plan: Plan, model: StepModel) -> Writing:
     limits = plan.config.checkpoints
     # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
     copies = 1 if model.is_full else 2
-    one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + model.average_bytes)
+    one = model.trained_numbers * (
+        copies * model.number_bytes + model.state_bytes + model.average_bytes
+    )
     saves = ceil_div(plan.length.total_steps, limits.checkpoint_step_interval)
-    kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest is removed
+    kept = (
+        min(saves, limits.checkpoints_total_limit or saves) + 1
+    )  # a new one is written before the oldest is removed
     if limits.checkpointing_rolling_steps:
         kept += limits.checkpoints_rolling_total_limit
     return Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
@@ -63,7 +72,10 @@ def _checkpoint_writing(plan: Plan, model: StepModel) -> Writing:
 
 def _cache_writings(budget: Budget[SamplePlan], listing: Listing) -> Iterator[Writing]:
     plan = budget.plan
-    written = [*listing.ahead.missing, *(each for each in listing.encoded_in_training if each.storage == "ondemand")]
+    written = [
+        *listing.ahead.missing,
+        *(each for each in listing.encoded_in_training if each.storage == "ondemand"),
+    ]
     latents = _latent_bytes(plan, written)
     redrawn = _redrawn(plan, listing)
     # Every later epoch adds the latents of its random crops.
@@ -73,11 +85,18 @@ def _cache_writings(budget: Budget[SamplePlan], listing: Listing) -> Iterator[Wr
         yield Writing("latents", [*written, *redrawn][0].folder, latents + later, latents)
     features = feature_costs(plan.spec, listing)
     if features.stored:
-        yield Writing("features", listing.features.missing[0].folder, features.stored, features.stored)
+        yield Writing(
+            "features", listing.features.missing[0].folder, features.stored, features.stored
+        )
     # Upper bound for `total`: every caption as long as the longest prompt.
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
-    texts = float(len(listing.texts.missing) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])
+    texts = float(
+        len(listing.texts.missing)
+        * longest
+        * width
+        * BYTES[text_encoder_dtype(plan.config.precision)]
+    )
     if texts:
         yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
 
@@ -119,11 +138,17 @@ def check_disk(plan: SamplePlan, writings: Iterable[Writing], report: Problems) 
     for group in by_disk.values():
         place = existing(group[0].folder)
         free = shutil.disk_usage(place).free
-        total, at_once = sum(each.total for each in group), sum(each.at_once for each in group)
+        total = sum(each.total for each in group)
+        at_once = sum(each.at_once for each in group)
         what = ", ".join(f"{each.what} {gigabytes(each.total)}" for each in group)
-        message = f"{str(place)!r} has {gigabytes(free)} free; the run writes up to {gigabytes(total)} ({what})."
+        message = (
+            f"{str(place)!r} has {gigabytes(free)} free; the run writes up to {gigabytes(total)} "
+            f"({what})."
+        )
         if at_once > free:
-            report.append(Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing))
+            report.append(
+                Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing)
+            )
         elif total > free:
             report.warn("disk", f"{message} {_advice(plan, group)}")
 
@@ -132,5 +157,8 @@ def _advice(plan: SamplePlan, group: Sequence[Writing]) -> str:
     """The setting that lowers the largest part of what is written to a disk."""
     largest = max(group, key=lambda writing: writing.total)
     if largest.what == "latents" and any(dataset.changes_each_epoch for dataset in plan.trained):
-        return "Random crops are encoded anew in every epoch; vae_cache_clear_each_epoch false keeps the first."
+        return (
+            "Random crops are encoded anew in every epoch; vae_cache_clear_each_epoch false keeps "
+            "the first."
+        )
     return "A lower checkpoints_total_limit needs less."

@@ -1,7 +1,8 @@
 """Asks the drivers of this machine about its GPUs.
 
-NVIDIA's and AMD's drivers come with a program, Apple's chips are known to the system. Where no program answers but the
-driver's device files are there (containers, Intel), torch is asked in a process of its own.
+NVIDIA's and AMD's drivers come with a program, Apple's chips are known to the system. Where no
+program answers but the driver's device files are there (containers, Intel), torch is asked in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
 QUERY_SECONDS = 5  # a hung driver must not block the plan
 TORCH_SECONDS = 60  # importing torch from a slow disk
-# Files by which a driver that a build of torch can use is known; /dev/dxg is that of Windows' Linux. Every desktop has
-# a render node, so it says something to a build for Intel's GPUs alone.
+# Files by which a driver that a build of torch can use is known; /dev/dxg is that of Windows'
+# Linux. Every desktop has a render node, so it says something to a build for Intel's GPUs alone.
 DEVICE_FILES: dict[Backend, tuple[str, ...]] = {
     "cuda": ("/dev/nvidiactl", "/dev/dxg"),
     "rocm": ("/dev/kfd", "/dev/dxg"),
@@ -50,9 +51,11 @@ if device is not None:
 """
 # Share of an Apple machine's memory that Metal lets one process use, on most machines.
 METAL_SHARE = 0.75
-# Bytes that the driver uses on an idle device, part of DEVICE_OVERHEAD; they differ slightly between machines.
+# Bytes that the driver uses on an idle device, part of DEVICE_OVERHEAD; they differ slightly
+# between machines.
 IDLE = 0.5e9
-# Lines of `nvidia-smi -L`: "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" followed by "MIG 3g.40gb  Device 0: (...)".
+# Lines of `nvidia-smi -L`: "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" followed by "MIG 3g.40gb
+# Device 0: (...)".
 WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
 SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
 SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
@@ -73,7 +76,9 @@ class Gpu(NamedTuple):
 
 
 def query_gpu() -> Gpu | None:
-    """The first GPU visible to this process; None if there is none, or the driver is broken, which torch reports."""
+    """The first GPU visible to this process; None if there is none, or the driver is broken, which
+    torch reports.
+    """
     return query_nvidia() or query_amd() or query_apple() or ask_torch()
 
 
@@ -83,7 +88,9 @@ def query_nvidia() -> Gpu | None:
         return part
     try:
         # Split from the right, since the name may contain commas.
-        name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[0].rsplit(",", 2)
+        name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[
+            0
+        ].rsplit(",", 2)
         return Gpu(name.strip(), float(total) * 2**20, _taken(float(used) * 2**20))
     except (ValueError, IndexError):
         return None
@@ -149,9 +156,11 @@ def query_apple() -> Gpu | None:
 
 @functools.cache
 def ask_torch() -> Gpu | None:
-    """The GPU that torch finds, in a process of its own; None without a driver or a build of torch that could use one.
+    """The GPU that torch finds, in a process of its own; None without a driver or a build of torch
+    that could use one.
 
-    The import takes seconds, so torch is asked only where a driver's files show that there may be a GPU.
+    The import takes seconds, so torch is asked only where a driver's files show that there may be a
+    GPU.
     """
     backend = torch_backend()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
@@ -190,13 +199,20 @@ def torch_uses_gpus() -> bool:
 
 
 def is_for_torch(gpu: Gpu) -> bool:
-    """Whether the installed torch is built for the GPUs of this vendor, if it is for GPUs; True if unknown."""
+    """Whether the installed torch is built for the GPUs of this vendor, if it is for GPUs; True if
+    unknown.
+    """
     return torch_backend() in (None, "", gpu.backend)
 
 
 def query_users() -> str:
-    """The programs that compute on the NVIDIA GPU, such as "python (process 4711)"; excludes desktops."""
-    rows = (line.partition(",") for line in _ask_about("compute-apps=pid,process_name", _first_visible()))
+    """The programs that compute on the NVIDIA GPU, such as "python (process 4711)"; excludes
+    desktops.
+    """
+    rows = (
+        line.partition(",")
+        for line in _ask_about("compute-apps=pid,process_name", _first_visible())
+    )
     return ", ".join(f"{Path(name.strip()).name} (process {pid})" for pid, _, name in rows)
 
 
@@ -226,7 +242,9 @@ def _first_visible() -> str:
 def _ask_about(what: str, gpu: str) -> list[str]:
     """The answer of nvidia-smi about a GPU or the programs on it; empty if no GPU is visible."""
     words = ["-i", gpu] if gpu else []
-    return ask_driver(*words, f"--query-{what}", "--format=csv,noheader,nounits") if driver() else []
+    return (
+        ask_driver(*words, f"--query-{what}", "--format=csv,noheader,nounits") if driver() else []
+    )
 
 
 def ask_driver(*words: str) -> list[str]:
@@ -237,7 +255,9 @@ def ask_driver(*words: str) -> list[str]:
 def _run(*command: str, seconds: float = QUERY_SECONDS) -> list[str]:
     """The output lines of a program; empty if it is missing, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.strip().splitlines()
@@ -246,8 +266,9 @@ def _run(*command: str, seconds: float = QUERY_SECONDS) -> list[str]:
 def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
     """The MIG slice that CUDA would use; None if it uses a whole GPU.
 
-    nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses one slice: the slice
-    whose UUID is in CUDA_VISIBLE_DEVICES, else the first slice of the chosen GPU.
+    nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses
+    one slice: the slice whose UUID is in CUDA_VISIBLE_DEVICES, else the first slice of the chosen
+    GPU.
 
     Args:
         listed: output of `nvidia-smi -L`.
@@ -261,7 +282,9 @@ def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
         if whole is not None:
             gpu = whole["name"]
             # CUDA also accepts the beginning of a UUID.
-            is_meant = (chosen or "0") == whole["index"] or (chosen.startswith("GPU-") and chosen in line)
+            is_meant = (chosen or "0") == whole["index"] or (
+                chosen.startswith("GPU-") and chosen in line
+            )
         elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
             return Gpu(f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30)
     return None

@@ -2,19 +2,20 @@
 
 On the device, at the peak of a step:
 
-    frozen weights (resident, or the slots they stream through, or with FSDP2 a share and the gathered blocks)
+    frozen weights (resident, or the slots they stream through, or with FSDP2 a share and the
+    gathered blocks)
   + trained weights, gradients, optimizer state
   + inputs of checkpointed blocks, all saved activations of the others
   + the block whose backward pass runs
 
     seconds = products / matmul rate + attention / attention rate + elementwise bytes / memory rate
 
-or the time to launch the operations, or to copy streamed weights, whichever is longest; on a CPU, operations are
-launched and computed in turn. Waiting for data is excluded.
+or the time to launch the operations, or to copy streamed weights, whichever is longest; on a CPU,
+operations are launched and computed in turn. Waiting for data is excluded.
 
-Ring algorithms of N processes are bandwidth-optimal: each process sends (N - 1) / N of a tensor in an all-gather or
-reduce-scatter, and twice that in an all-reduce (Patarasuk and Yuan, Journal of Parallel and Distributed Computing
-69(2), 2009).
+Ring algorithms of N processes are bandwidth-optimal: each process sends (N - 1) / N of a tensor in
+an all-gather or reduce-scatter, and twice that in an all-reduce (Patarasuk and Yuan, Journal of
+Parallel and Distributed Computing 69(2), 2009).
 """
 
 from __future__ import annotations
@@ -50,21 +51,29 @@ from simpletuner.models.cost import (
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number of the moving average: float32
-# Bytes per number of the widest layer that quantised matmuls add to the peak (measured): float32 copies and sums.
+# Bytes per number of the widest layer that quantised matmuls add to the peak (measured): float32
+# copies and sums.
 PRODUCT = 4.5
-# Blocks in FSDP2's buffers besides the one that computes. Gathered weights are kept until the next block's arrive, in
-# memory of another stream; gradients are copied to be reduced (torch 2.13, `FSDPParamGroup.wait_for_unshard`).
-GATHERED, SCATTERED = 2, 1
-# Sequence parallelism: copies of a tensor in an all-to-all, and bytes per number of the hidden states of all tokens
-# around the output layer, which every process computes for all tokens (measured).
-EXCHANGED, GATHERED_TOKENS = 4, 14
-# All-to-alls in a block's forward pass, and in its backward pass: queries, keys, values and the output.
+# Blocks in FSDP2's buffers besides the one that computes. Gathered weights are kept until the next
+# block's arrive, in memory of another stream; gradients are copied to be reduced (torch 2.13,
+# `FSDPParamGroup.wait_for_unshard`).
+GATHERED = 2
+SCATTERED = 1
+# Sequence parallelism: copies of a tensor in an all-to-all, and bytes per number of the hidden
+# states of all tokens around the output layer, which every process computes for all tokens
+# (measured).
+EXCHANGED = 4
+GATHERED_TOKENS = 14
+# All-to-alls in a block's forward pass, and in its backward pass: queries, keys, values and the
+# output.
 EXCHANGES = 4
 BUNDLE = 1 << 24  # numbers per update of a moving average, unless one weight has more
 SHARD = 5e9  # bytes per file of a saved full model, each assembled in host memory
-# Operations of a stock block in forward plus backward, and seconds to launch one; and the host's seconds per compiled
-# block. The figures for a GPU are not measured.
-LAUNCHES, GPU_LAUNCH, CPU_LAUNCH = 450, 6e-6, 8e-6
+# Operations of a stock block in forward plus backward, and seconds to launch one; and the host's
+# seconds per compiled block. The figures for a GPU are not measured.
+LAUNCHES = 450
+GPU_LAUNCH = 6e-6
+CPU_LAUNCH = 8e-6
 COMPILED_LAUNCHES = 2.0e-3
 FLOAT32_SHARE = 0.5  # rate of float32 products with TF32, relative to bf16
 
@@ -79,7 +88,8 @@ class StepMemory:
         inputs: activations kept for the backward pass of all blocks.
         block: the block whose backward pass runs.
         outside: activations outside the blocks.
-        update: memory of the optimizer update in excess of these activations, which are free by then.
+        update: memory of the optimizer update in excess of these activations, which are free by
+            then.
     """
 
     weights: float
@@ -111,8 +121,8 @@ class AverageMemory:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Memory of a transformer's "model states" (ZeRO, arXiv:1910.02054): weights and, if trained, gradients, optimizer
-    state and a moving average.
+    """Memory of a transformer's "model states" (ZeRO, arXiv:1910.02054): weights and, if trained,
+    gradients, optimizer state and a moving average.
 
     Attributes:
         cost: cost of the transformer.
@@ -132,7 +142,9 @@ class ModelStates:
 
     @cached_property
     def dtype(self) -> str:
-        """Dtype of the transformer: bf16, fp16 or fp32. A full fine-tune computes in the dtype of its weights."""
+        """Dtype of the transformer: bf16, fp16 or fp32. A full fine-tune computes in the dtype of
+        its weights.
+        """
         is_lora = self.config.model.model_type == "lora"
         return transformer_dtype(self.config.precision) if is_lora else self.trained_dtype
 
@@ -148,7 +160,8 @@ class ModelStates:
     @cached_property
     def state_bytes(self) -> float:
         """Bytes of optimizer state per trained number."""
-        spec, number = OPTIMIZERS[self.optimizer], self.number_bytes
+        spec = OPTIMIZERS[self.optimizer]
+        number = self.number_bytes
         size = number if spec.moment_bytes is None else spec.moment_bytes
         if self.trained_dtype != "bf16":
             return spec.moments * size
@@ -194,31 +207,45 @@ class ModelStates:
     def moving(self) -> int:
         """Number of streamed blocks; 0 without streaming."""
         residents = self.config.offload.group_offload_resident_blocks
-        return max(len(self.blocks) - residents, 0) if self.config.offload.enable_group_offload else 0
+        return (
+            max(len(self.blocks) - residents, 0) if self.config.offload.enable_group_offload else 0
+        )
 
     @cached_property
     def update_bytes(self) -> float:
-        """Temporary bytes per trained number of an update of all weights at once on a GPU; 0 if weights are updated one
-        at a time."""
+        """Temporary bytes per trained number of an update of all weights at once on a GPU; 0 if
+        weights are updated one at a time."""
         weights = len(self.cost.shapes) if self.is_full else 2 * len(self.adapters.modules)
-        numbers, sharded = self.trained_numbers, self.trained_shares > 1
-        kernel = update_kernel(self.optimizer, "cuda", weights, numbers, sharded=sharded, triton=True)
-        return OPTIMIZERS[self.optimizer].temporaries * self.number_bytes if kernel in (None, "foreach") else 0.0
+        numbers = self.trained_numbers
+        sharded = self.trained_shares > 1
+        kernel = update_kernel(
+            self.optimizer, "cuda", weights, numbers, sharded=sharded, triton=True
+        )
+        return (
+            OPTIMIZERS[self.optimizer].temporaries * self.number_bytes
+            if kernel in (None, "foreach")
+            else 0.0
+        )
 
     @cached_property
     def trained_bytes(self) -> float:
-        """Bytes of trained weights, gradients, optimizer state, and a moving average on the device."""
-        # Without temporaries of the update: those of all weights at once count in `StepMemory`, those of one are small.
+        """Bytes of trained weights, gradients, optimizer state, and a moving average on the
+        device.
+        """
+        # Without temporaries of the update: those of all weights at once count in `StepMemory`,
+        # those of one are small.
         kept = self.trained_numbers * (self.number_bytes + self.state_bytes) / self.trained_shares
         average = self.average_memory("device").kept
         return kept + average - self.state_on_host_bytes + self.gradient_bytes
 
     @property
     def state_on_host_bytes(self) -> float:
-        """Bytes of optimizer state in host memory: all but that of one weight that is updated, one whose state arrives,
-        and those, one more than `SLOTS`, whose state leaves."""
+        """Bytes of optimizer state in host memory: all but that of one weight that is updated, one
+        whose state arrives, and those, one more than `SLOTS`, whose state leaves."""
         here = self.trained_numbers - (SLOTS + 3) * self.cost.largest_weight
-        return max(here, 0) * self.state_bytes if self.config.offload.offload_optimizer_state else 0.0
+        return (
+            max(here, 0) * self.state_bytes if self.config.offload.offload_optimizer_state else 0.0
+        )
 
     @property
     def gradient_bytes(self) -> float:
@@ -229,7 +256,9 @@ class ModelStates:
 
     @property
     def average_bytes(self) -> float:
-        """Bytes per trained number of a moving average in a checkpoint, as state and as weights; 0 without one."""
+        """Bytes per trained number of a moving average in a checkpoint, as state and as weights; 0
+        without one.
+        """
         return AVERAGE + self.number_bytes if self.config.ema.use_ema else 0.0
 
     def average_memory(self, where: Literal["device", "host"]) -> AverageMemory:
@@ -242,13 +271,17 @@ class ModelStates:
 
     @property
     def saving_bytes(self) -> float:
-        """Host memory for saving: a shard of a full model, or a LoRA in both formats; without the average."""
+        """Host memory for saving: a shard of a full model, or a LoRA in both formats; without the
+        average.
+        """
         weights = self.trained_numbers * self.number_bytes
         return min(weights, SHARD) if self.is_full else 2 * weights
 
     @cached_property
     def frozen_bytes(self) -> float:
-        """Bytes of frozen weights on the device during a step, including weights gathered by FSDP2."""
+        """Bytes of frozen weights on the device during a step, including weights gathered by
+        FSDP2.
+        """
         if self.is_full:
             return self.gathered_bytes
         if self.sharded:
@@ -262,12 +295,16 @@ class ModelStates:
 
     @property
     def gathered_bytes(self) -> float:
-        """Bytes of unsharded weights and gradients that FSDP2 holds: of some blocks, and of weights outside them."""
+        """Bytes of unsharded weights and gradients that FSDP2 holds: of some blocks, and of weights
+        outside them.
+        """
         if not self.sharded:
             return 0.0
         buffer = max(self.whole_blocks)
         gradients = self.rest + buffer + SCATTERED * buffer if self.is_full else 0.0
-        weights = buffer if self.config.launch.fsdp_reshard_after_forward else sum(self.whole_blocks)
+        weights = (
+            buffer if self.config.launch.fsdp_reshard_after_forward else sum(self.whole_blocks)
+        )
         return self.rest + weights + GATHERED * buffer + gradients
 
     @property
@@ -277,12 +314,16 @@ class ModelStates:
 
     @property
     def passing_bytes(self) -> float:
-        """Host memory of a process during loading, without streamed and shared weights: weights outside the blocks, and
-        the current blocks as read and as packed."""
+        """Host memory of a process during loading, without streamed and shared weights: weights
+        outside the blocks, and the current blocks as read and as packed."""
         # Resident blocks wait on the host if the adapter is computed from them.
         from_base = self.adapters.modules and self.config.lora.starts_from_base
         waiting = sum(self.blocks) - self.streamed_bytes if from_base else 0.0
-        group = self.config.offload.group_offload_blocks_per_group if self.config.offload.enable_group_offload else 1
+        group = (
+            self.config.offload.group_offload_blocks_per_group
+            if self.config.offload.enable_group_offload
+            else 1
+        )
         return self.rest + 2 * max(self.whole_blocks) * group + waiting
 
 
@@ -303,27 +344,53 @@ class StepModel(ModelStates):
 
     def memory(self, load: BatchShape) -> StepMemory:
         """Peak memory of a step with one micro-batch."""
-        blocks, chosen, added = self.activations(load), self.checkpointed, self.added(load)
+        blocks = self.activations(load)
+        chosen = self.checkpointed
+        added = self.added(load)
         # A few offloaded inputs are still leaving or already back; assume the largest.
-        inputs = self._held(load)[-SLOTS:] if self.config.offload.offload_block_inputs else self._held(load)
-        whole = [block.saved + block.held for block, is_one in zip(blocks, chosen, strict=True) if not is_one]
+        inputs = (
+            self._held(load)[-SLOTS:]
+            if self.config.offload.offload_block_inputs
+            else self._held(load)
+        )
+        whole = [
+            block.saved + block.held
+            for block, is_one in zip(blocks, chosen, strict=True)
+            if not is_one
+        ]
         keeps = keeps_attention(self.config.speed)
-        attention = [block.attention for block, is_one in zip(blocks, chosen, strict=True) if is_one and keeps]
-        sequence, multiplies = self.config.launch.sequence_parallel_size, self.config.precision.quantized_matmul
+        attention = [
+            block.attention
+            for block, is_one in zip(blocks, chosen, strict=True)
+            if is_one and keeps
+        ]
+        sequence = self.config.launch.sequence_parallel_size
+        multiplies = self.config.precision.quantized_matmul
         product = PRODUCT * self.cost.widest(load) / sequence if multiplies else 0.0
-        around = GATHERED_TOKENS * load.samples * load.tokens * self.cost.hidden if sequence > 1 else 0.0
+        around = (
+            GATHERED_TOKENS * load.samples * load.tokens * self.cost.hidden if sequence > 1 else 0.0
+        )
         backward = StepMemory(
             weights=self.frozen_bytes,
             # Modules of techniques are trained in float32: weight and gradient.
             trained=self.trained_bytes + added.parameters * (2 * BYTES["fp32"] + self.state_bytes),
             inputs=added.held + sum(inputs) + sum(whole) + sum(attention),
             # Recomputing a checkpointed block saves its activations again.
-            block=product + max(*(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks), around),
+            block=product
+            + max(
+                *(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks),
+                around,
+            ),
             outside=self.one_block(load).outside,
         )
-        temporary = self.update_bytes * (self.trained_numbers / self.trained_shares + added.parameters)
+        temporary = self.update_bytes * (
+            self.trained_numbers / self.trained_shares + added.parameters
+        )
         # Activations are free by then, so only the excess raises the peak.
-        return replace(backward, update=max(0.0, temporary - backward.inputs - backward.block - backward.outside))
+        return replace(
+            backward,
+            update=max(0.0, temporary - backward.inputs - backward.block - backward.outside),
+        )
 
     def added(self, load: BatchShape) -> TechniqueCost:
         """The total cost that techniques add to a micro-batch."""
@@ -331,21 +398,31 @@ class StepModel(ModelStates):
         return TechniqueCost(*map(sum, zip(*costs, strict=True)))
 
     def activations(self, load: BatchShape) -> list[Activations]:
-        """Activations of each large block in a training step, with routes, which extra passes do not use."""
+        """Activations of each large block in a training step, with routes, which extra passes do
+        not use.
+        """
         routes = () if self.added(load).passes else self.routes
-        blocks = self.cost.activations_by_block(self.cost.routed(load, routes), BYTES[self.dtype], self.adapters)
+        blocks = self.cost.activations_by_block(
+            self.cost.routed(load, routes), BYTES[self.dtype], self.adapters
+        )
         sequence = self.config.launch.sequence_parallel_size
         if sequence == 1:
             return blocks
         shares = [_share(block, sequence) for block in blocks]
-        return [replace(shares[0], held=blocks[0].held), *shares[1:]]  # the first block's input has all tokens
+        return [
+            replace(shares[0], held=blocks[0].held),
+            *shares[1:],
+        ]  # the first block's input has all tokens
 
     @property
     def checkpointed(self) -> list[bool]:
         """Whether each large block is checkpointed."""
-        count, precision = len(self.cost.blocks), self.config.precision
+        count = len(self.cost.blocks)
+        precision = self.config.precision
         kept = precision.gradient_checkpointing_kept_blocks
-        return checkpointed_blocks(count, precision.checkpoint_interval, kept)[count - self.cost.large :]
+        return checkpointed_blocks(count, precision.checkpoint_interval, kept)[
+            count - self.cost.large :
+        ]
 
     def inputs_on_host_bytes(self, load: BatchShape) -> float:
         """Bytes of block inputs in host memory at the end of the forward pass."""
@@ -369,7 +446,12 @@ class StepModel(ModelStates):
 def _share(whole: Activations, count: int) -> Activations:
     """The activations of a block per process of a sequence-parallel group of `count`."""
     exchanging = whole.transient + EXCHANGED * whole.held
-    share = {"held": whole.held, "saved": whole.saved, "attention": whole.attention, "transient": exchanging}
+    share = {
+        "held": whole.held,
+        "saved": whole.saved,
+        "attention": whole.attention,
+        "transient": exchanging,
+    }
     return replace(whole, **{name: size / count for name, size in share.items()})
 
 
@@ -382,8 +464,8 @@ class StepCost:
         executed: FLOPs that the device executes, including recomputed blocks and attention scores.
         traffic: bytes moved by elementwise operations.
         seconds: estimated duration.
-        computing, launching, copying: seconds of the device's kernels, of launching them on the host, and of copying
-            weights, overlapped with compute or not.
+        computing, launching, copying: seconds of the device's kernels, of launching them on the
+            host, and of copying weights, overlapped with compute or not.
     """
 
     model: float
@@ -411,20 +493,29 @@ class Step:
     @cached_property
     def cost(self) -> StepCost:
         """FLOPs and seconds."""
-        added, model = self.model.added(self.load), self.model
+        added = self.model.added(self.load)
+        model = self.model
         alone = self._forward(self.load).times(added.forwards)
         flops, main, main_traffic = self._pass(model.cost.routed(self.load, model.routes))
         _, extra, extra_traffic = self._pass(self.load)
         passes = 1 + added.passes
         executed = main + extra.times(added.passes) + alone + Work(added.flops)
-        traffic = main_traffic + extra_traffic * added.passes + self._forward_traffic * added.forwards
+        traffic = (
+            main_traffic + extra_traffic * added.passes + self._forward_traffic * added.forwards
+        )
         # `LAUNCHES` counts forward and backward; the forward pass is a third.
-        launching = self._launches * (1 + self._recomputed / 3) * passes + self._eager_launches * added.forwards / 3
+        launching = (
+            self._launches * (1 + self._recomputed / 3) * passes
+            + self._eager_launches * added.forwards / 3
+        )
         computing = self._seconds(executed, traffic)
         busy = self._together(computing, launching)
-        # A block is copied for the forward pass and again for the backward pass, in which it is also recomputed.
+        # A block is copied for the forward pass and again for the backward pass, in which it is
+        # also recomputed.
         copying = self._copying(2 * passes + added.forwards)
-        seconds = max(busy, copying) if model.config.offload.group_offload_use_stream else busy + copying
+        seconds = (
+            max(busy, copying) if model.config.offload.group_offload_use_stream else busy + copying
+        )
         seconds += self.exchanged / self.device.rates.link  # blocks wait for their all-to-alls
         seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer  # assumes no overlap
         return StepCost(flops, executed, traffic, seconds, computing, launching, copying)
@@ -447,24 +538,30 @@ class Step:
         load = self.load
         sequence = model.config.launch.sequence_parallel_size
         tensor = load.samples * load.tokens * model.cost.hidden * BYTES[model.dtype]
-        # A process has its share of the tokens with all heads. It keeps of these its share of the heads.
+        # A process has its share of the tokens with all heads. It keeps of these its share of the
+        # heads.
         sent = tensor / sequence * (sequence - 1) / sequence
-        # Forward, backward, and the forward pass of recomputed blocks again; techniques add whole passes.
+        # Forward, backward, and the forward pass of recomputed blocks again; techniques add whole
+        # passes.
         passes = (2 + self._recomputed) * (1 + model.added(load).passes)
         return EXCHANGES * passes * model.cost.large * sent
 
     @property
     def forward_seconds(self) -> float:
         """Seconds of a forward pass without gradients, as of previews."""
-        traffic, launches = self._forward_traffic, self._eager_launches
+        traffic = self._forward_traffic
+        launches = self._eager_launches
         if self.model.config.validation.validation_torch_compile:
-            traffic, launches = self.model.cost.large * self.model.one_block(self.load).forward, self._launches
+            traffic = self.model.cost.large * self.model.one_block(self.load).forward
+            launches = self._launches
         return self._together(self._seconds(self._forward(self.load), traffic), launches / 3)
 
     def _pass(self, load: BatchShape) -> tuple[float, Work, float]:
-        """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise operations.
+        """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise
+        operations.
 
-        Sequence parallelism divides all of it, except for text tokens and the output layer, which are neglected.
+        Sequence parallelism divides all of it, except for text tokens and the output layer, which
+        are neglected.
         """
         model = self.model
         share = self._recomputed
@@ -494,25 +591,47 @@ class Step:
         return sum(self.model.checkpointed) / max(self.model.cost.large, 1)
 
     def _copying(self, times: float) -> float:
-        """Seconds of copying streamed blocks in `times` passes, without blocks still in the slots at a turn."""
-        moving = max(self.model.moving - SLOTS * self.model.config.offload.group_offload_blocks_per_group, 0)
-        return times * moving * sum(self.model.blocks) / len(self.model.blocks) / self.device.rates.transfer
+        """Seconds of copying streamed blocks in `times` passes, without blocks still in the slots
+        at a turn.
+        """
+        moving = max(
+            self.model.moving - SLOTS * self.model.config.offload.group_offload_blocks_per_group, 0
+        )
+        return (
+            times
+            * moving
+            * sum(self.model.blocks)
+            / len(self.model.blocks)
+            / self.device.rates.transfer
+        )
 
     def _seconds(self, work: Work, traffic: float) -> float:
         rates = self.device.rates
         speed = FLOAT32_SHARE if self.model.dtype == "fp32" and self.device.is_gpu else 1.0
-        products = work.linear / rates.matmul + work.attention / rates.attention + work.sparse / rates.sparse
+        products = (
+            work.linear / rates.matmul
+            + work.attention / rates.attention
+            + work.sparse / rates.sparse
+        )
         return products / speed + traffic / rates.memory
 
     @property
     def _launches(self) -> float:
         """Seconds of launching a forward and a backward pass in training."""
-        return len(self.model.cost.blocks) * COMPILED_LAUNCHES if self.model.cost.compiled else self._eager_launches
+        return (
+            len(self.model.cost.blocks) * COMPILED_LAUNCHES
+            if self.model.cost.compiled
+            else self._eager_launches
+        )
 
     @property
     def _eager_launches(self) -> float:
         """Seconds of launching both passes of uncompiled blocks."""
-        return len(self.model.cost.blocks) * LAUNCHES * (GPU_LAUNCH if self.device.is_gpu else CPU_LAUNCH)
+        return (
+            len(self.model.cost.blocks)
+            * LAUNCHES
+            * (GPU_LAUNCH if self.device.is_gpu else CPU_LAUNCH)
+        )
 
 
 @dataclass(frozen=True)
@@ -537,7 +656,8 @@ class Sent:
 
 
 def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
-    """Bytes that each process sends: with DDP once per optimizer step, with FSDP2 in each micro-step.
+    """Bytes that each process sends: with DDP once per optimizer step, with FSDP2 in each
+    micro-step.
 
     Args:
         added: cost that techniques add to a micro-step.
@@ -560,7 +680,8 @@ def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
     gathered = backward + added.forwards
     if launch.fsdp_reshard_after_forward:
         gathered += backward
-    # The gradients of a full fine-tune are reduced in every backward pass. A LoRA is whole in every process.
+    # The gradients of a full fine-tune are reduced in every backward pass. A LoRA is whole in every
+    # process.
     scattered = backward if model.is_full else 0.0
     return Sent(
         reduced=2 * share * reduced,
@@ -570,7 +691,8 @@ def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
 
 
 def exchange_seconds(sent: Sent, device: Device, launch: LaunchConfig) -> float:
-    """Seconds of communication over NVLink or the host's bus, and between machines over one network card each.
+    """Seconds of communication over NVLink or the host's bus, and between machines over one network
+    card each.
 
     Excludes the all-to-alls of sequence parallelism, which count in the time of micro-steps.
     """

@@ -1,5 +1,5 @@
-"""The workload of a run: the parts of its model, from local files or the published checkpoint, training buckets,
-samples to encode, and previews."""
+"""The workload of a run: the parts of its model, from local files or the published checkpoint,
+training buckets, samples to encode, and previews."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from simpletuner.config.types import Size
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.adapter_kinds import planned_adapters
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost
+from simpletuner.models.cost import (
+    BYTES,
+    NO_ADAPTERS,
+    BatchShape,
+    FamilyCost,
+    Kernels,
+    TransformerCost,
+)
 from simpletuner.models.lora_layers import Targets, weights_of
 from simpletuner.models.source import ModelSource, encoder_weights
 from simpletuner.models.spec import FamilySpec
@@ -74,8 +81,8 @@ class Workload:
 
     Attributes:
         buckets: training buckets, largest first.
-        encoded: samples for the VAE to encode, by shape; empty if all latents are cached. Batch size and tiling depend
-            on the settings.
+        encoded: samples for the VAE to encode, by shape; empty if all latents are cached. Batch
+            size and tiling depend on the settings.
         encodes_text: captions or prompts are missing from the cache.
         previews: sizes and frames of previews; empty without validation.
         waiting: maximum bytes of decoded pixels in the queue of the VAE.
@@ -98,10 +105,14 @@ class Workload:
 
         Previews keep their size unless the run has nothing else.
         """
-        grid, stride = max(64, spec.size_multiple), spec.frame_stride
+        grid = max(64, spec.size_multiple)
+        stride = spec.frame_stride
 
         def shrink(bucket: Bucket) -> Bucket:
-            width, height = (max(grid, round(side * sides / grid) * grid) for side in (bucket.width, bucket.height))
+            width, height = (
+                max(grid, round(side * sides / grid) * grid)
+                for side in (bucket.width, bucket.height)
+            )
             # 4k + 1 frames, as the VAEs take them
             shorter = round((bucket.frames - 1) * frames / stride) * stride + 1
             return replace(bucket, width=width, height=height, frames=shorter)
@@ -113,15 +124,21 @@ class Workload:
 
     def encoded_ahead(self) -> Workload:
         """The workload with all samples encoded before training."""
-        return replace(self, encoded=[*self.encoded, *self.encoded_in_training], encoded_in_training=())
+        return replace(
+            self, encoded=[*self.encoded, *self.encoded_in_training], encoded_in_training=()
+        )
 
     def with_batch(self, batch: int) -> Workload:
         """The workload with micro-batches of at most `batch` samples."""
-        return replace(self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets])
+        return replace(
+            self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets]
+        )
 
 
 def workload_of(plan: SamplePlan, listing: Listing | None) -> Workload:
-    """The workload of a plan and its missing cache entries; without a listing, all entries count as missing."""
+    """The workload of a plan and its missing cache entries; without a listing, all entries count as
+    missing.
+    """
     ahead, later = _to_encode(plan, listing)
     shapes = Counter((sample.geometry.size, sample.frames) for sample in ahead)
     pixels = sum(3.0 * count * math.prod(size) * frames for (size, frames), count in shapes.items())
@@ -130,11 +147,17 @@ def workload_of(plan: SamplePlan, listing: Listing | None) -> Workload:
         encoded=[VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()],
         encodes_text=listing is None or len(listing.texts.missing) > 0,
         previews=previews_of(plan),
-        # The queue holds about as much: WAITING_BYTES of `encoding.decoding`, which would import torch.
+        # The queue holds about as much: WAITING_BYTES of `encoding.decoding`, which would import
+        # torch.
         waiting=min(pixels, 1e9),
-        encoded_in_training=list({VaeLoad(1, sample.frames, *sample.geometry.size) for sample in later}),
-        encodes_features=bool(feature_kinds(plan)) and (listing is None or len(listing.features.missing) > 0),
-        evaluated=_largest_first({_bucket(plan, sample) for each in evaluated(plan) for sample in each.samples}),
+        encoded_in_training=list(
+            {VaeLoad(1, sample.frames, *sample.geometry.size) for sample in later}
+        ),
+        encodes_features=bool(feature_kinds(plan))
+        and (listing is None or len(listing.features.missing) > 0),
+        evaluated=_largest_first(
+            {_bucket(plan, sample) for each in evaluated(plan) for sample in each.samples}
+        ),
     )
 
 
@@ -145,7 +168,9 @@ def _to_encode(plan: SamplePlan, listing: Listing | None) -> tuple[list[Sample],
         return [entry.sample for entry in entries[0]], [entry.sample for entry in entries[1]]
     storage = [(latent_storage(plan, dataset), dataset) for dataset in plan.trained]
     ahead = [sample for kind, dataset in storage if kind == "ahead" for sample in dataset.samples]
-    return ahead, [sample for kind, dataset in storage if kind != "ahead" for sample in dataset.samples]
+    return ahead, [
+        sample for kind, dataset in storage if kind != "ahead" for sample in dataset.samples
+    ]
 
 
 def buckets_of(plan: SamplePlan) -> list[Bucket]:
@@ -153,10 +178,13 @@ def buckets_of(plan: SamplePlan) -> list[Bucket]:
     counts: Counter[Bucket] = Counter()
     for dataset in plan.trained:
         for samples in dataset.buckets.values():
-            # Samples of a bucket have one size and length. The last batch is padded, so it counts in full.
+            # Samples of a bucket have one size and length. The last batch is padded, so it counts
+            # in full.
             count = ceil_div(len(samples) * (dataset.repeats + 1), dataset.batch_size)
             counts[_bucket(plan, samples[0], dataset.batch_size)] += count
-    return _largest_first(replace(bucket, share=count / counts.total()) for bucket, count in counts.items())
+    return _largest_first(
+        replace(bucket, share=count / counts.total()) for bucket, count in counts.items()
+    )
 
 
 def _bucket(plan: SamplePlan, sample: Sample, batch: int = 1) -> Bucket:
@@ -188,11 +216,17 @@ def previews_of(plan: SamplePlan) -> list[Bucket]:
     # Some pipelines batch the two passes of guidance, others run them in turn.
     batch = 2 if plan.spec.cost.guided_together and (validation.validation_guidance or 1) > 1 else 1
     timed = plan.flavour.task == "i2v" and plan.spec.cost.guided_together
-    return _largest_first(Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes)
+    return _largest_first(
+        Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes
+    )
 
 
 # The roles of each counted part of a checkpoint.
-ROLES = {"transformer": ("transformer",), "VAE": ("vae",), "text encoders": ("text_encoder", "text_encoder_2")}
+ROLES = {
+    "transformer": ("transformer",),
+    "VAE": ("vae",),
+    "text encoders": ("text_encoder", "text_encoder_2"),
+}
 
 
 @dataclass(frozen=True)
@@ -204,9 +238,10 @@ class Parts:
         targets: selection of the modules that get a LoRA.
         vae: cost of the VAE.
         text_parameters: parameters of all text encoders.
-        text_dropped: parameters of the text encoders that are never moved to the device: the language head, and the
-            vision tower without pictures in prompts.
-        assumed: parts that are not on this machine, for which the published checkpoint's dimensions are used.
+        text_dropped: parameters of the text encoders that are never moved to the device: the
+            language head, and the vision tower without pictures in prompts.
+        assumed: parts that are not on this machine, for which the published checkpoint's dimensions
+            are used.
         techniques: enabled techniques, which may add memory and time to a step.
         trains: whether the run trains; otherwise it only renders previews.
         on_gpu: whether cuDNN is used.
@@ -235,7 +270,9 @@ class Parts:
         return weights_of(self.transformer.shapes)
 
     def download_bytes(self, source: ModelSource) -> int:
-        """Bytes to download, as the hub lists them; where it does not answer, two for each published parameter."""
+        """Bytes to download, as the hub lists them; where it does not answer, two for each
+        published parameter.
+        """
         parameters = {
             "transformer": self.transformer.parameters,
             "VAE": self.vae.parameters,
@@ -249,40 +286,56 @@ class Parts:
         return total
 
     def with_densities(self, measured: Mapping[int, float]) -> Parts:
-        """The parts with measured shares of tiles visited by block-sparse attention, by tokens of a sample."""
-        cost, assumed = self.transformer, self.transformer.density
+        """The parts with measured shares of tiles visited by block-sparse attention, by tokens of a
+        sample.
+        """
+        cost = self.transformer
+        assumed = self.transformer.density
         if assumed is None:
             return self
-        return replace(self, transformer=replace(cost, density=lambda tokens: measured.get(tokens, assumed(tokens))))
+        return replace(
+            self,
+            transformer=replace(cost, density=lambda tokens: measured.get(tokens, assumed(tokens))),
+        )
 
     def load(self, bucket: Bucket) -> BatchShape:
         """The micro-batch of a bucket, in tokens."""
         # pixels -> latent positions -> tokens
         frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
         patch = self.spec.patch_size
-        return BatchShape(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
+        return BatchShape(
+            bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed
+        )
 
     def encoder_bytes(self, config: RunConfig) -> tuple[float, float]:
         """(bytes of the VAE's weights, bytes of all text encoders' weights)."""
         vae = self.vae.parameters * BYTES[vae_dtype(config.precision, config.caching)]
         quantised = quantised_bytes(config.precision.text_encoder_1_precision)
-        return float(vae), self.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
+        return float(vae), self.text_parameters * (
+            quantised or BYTES[text_encoder_dtype(config.precision)]
+        )
 
     def model(self, config: RunConfig) -> StepModel:
         """The transformer under some settings."""
         adapted = config.model.model_type == "lora" and self.trains
-        adapters = planned_adapters(config.lora, self.spec, self.targets, self._layers) if adapted else NO_ADAPTERS
+        adapters = (
+            planned_adapters(config.lora, self.spec, self.targets, self._layers)
+            if adapted
+            else NO_ADAPTERS
+        )
         return StepModel(self.transformer, config, adapters, self.trains, self.techniques)
 
 
 def kernels_on(config: RunConfig, spec: FamilySpec, torch_type: str) -> Kernels:
-    """The kernels of the blocks. Compilation counts only where measured: for fast blocks, and on a GPU for Sana Video,
-    whose gradients fail their check on a CPU."""
+    """The kernels of the blocks. Compilation counts only where measured: for fast blocks, and on a
+    GPU for Sana Video, whose gradients fail their check on a CPU."""
     # A GPU that this machine's torch cannot use is in another machine.
     is_cuda = torch_type == "cuda"
     elsewhere = is_cuda and not device.torch_uses_gpus()
     backend = compile_backend(config.speed, config.launch, torch_type, elsewhere=elsewhere)
-    measured = plain_math(config.speed) if spec.fast_blocks else is_cuda and config.speed.speed == "auto"
+    measured = (
+        plain_math(config.speed) if spec.fast_blocks else is_cuda and config.speed.speed == "auto"
+    )
     return Kernels(backend == "inductor" and measured, tile_lists=is_cuda)
 
 
@@ -304,12 +357,20 @@ def parts_of(plan: SamplePlan, torch_type: str) -> Parts:
     vae = source["vae"].read_config()
     encoders = [source[role] for role in ROLES["text encoders"] if role in source.parts]
     counts = [sum(map(math.prod, encoder_weights(part).values())) for part in encoders]
-    absent = {"transformer": settings is None or not shapes, "VAE": vae is None, "text encoders": not all(counts)}
+    absent = {
+        "transformer": settings is None or not shapes,
+        "VAE": vae is None,
+        "text encoders": not all(counts),
+    }
     return Parts(
         spec=plan.spec,
         transformer=transformer,
         targets=plan.lora_targets if isinstance(plan, Plan) else [],
-        vae=replace(cost.vae, settings=vae or {}, parameters=count_parameters(source["vae"]) or cost.vae.parameters),
+        vae=replace(
+            cost.vae,
+            settings=vae or {},
+            parameters=count_parameters(source["vae"]) or cost.vae.parameters,
+        ),
         # The published number covers all encoders, so a missing encoder replaces the whole sum.
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
         assumed=tuple(compress(absent, absent.values())),
@@ -325,30 +386,38 @@ def _published(plan: SamplePlan, kernels: Kernels) -> TransformerCost:
     """The cost of the published transformer.
 
     Raises:
-        ConfigError: the family is not measured yet, and only the weights of the checkpoint would say how large it is.
+        ConfigError: the family is not measured yet, and only the weights of the checkpoint would
+            say how large it is.
     """
     spec = plan.spec
     part = plan.source["transformer"]
     if not spec.cost.published_shapes(plan.flavour.name):
         message = (
-            f"{part.location!r} is not on this machine, and {spec.title} is not measured yet, so its size is unknown. "
-            f"Download it with `hf download {part.location}`, or measure the family with `python -m "
-            f"benchmarks.cost_table --only {spec.name}`."
+            f"{part.location!r} is not on this machine, and {spec.title} is not measured yet, so "
+            f"its size is unknown. Download it with `hf download {part.location}`, or measure the "
+            f"family with `python -m benchmarks.cost_table --only {spec.name}`."
         )
         raise ConfigError([Problem(part.key, message)])
     return spec.cost.of_flavour(plan.flavour.name, kernels)
 
 
 def _dropped_parameters(plan: SamplePlan, encoders: Sequence[Part]) -> int:
-    """Parameters of the text encoders that are dropped after loading; as published without local encoders."""
-    sees, cost = plan.flavour.task in plan.spec.words.hold_picture, plan.spec.cost
+    """Parameters of the text encoders that are dropped after loading; as published without local
+    encoders.
+    """
+    sees = plan.flavour.task in plan.spec.words.hold_picture
+    cost = plan.spec.cost
     if not encoders:
         return cost.head_parameters + (0 if sees else cost.vision_parameters)
     names = ("lm_head.",) if sees else ("lm_head.", "visual.")
     shapes = [item for part in encoders for item in part.weight_shapes().items()]
-    return sum(math.prod(shape) for name, shape in shapes if name.removeprefix("model.").startswith(names))
+    return sum(
+        math.prod(shape) for name, shape in shapes if name.removeprefix("model.").startswith(names)
+    )
 
 
 def count_parameters(part: Part) -> int:
-    """Number of parameters in the files of a part; 0 if it has no files on this machine, or if unknown."""
+    """Number of parameters in the files of a part; 0 if it has no files on this machine, or if
+    unknown.
+    """
     return sum(math.prod(shape) for shape in part.weight_shapes().values())

@@ -1,7 +1,7 @@
 """The cache entries that a run needs, and which of them exist.
 
-The catalogue is the only place that maps samples and captions to cache keys. Filling, planning and loading all use it,
-so they always agree.
+The catalogue is the only place that maps samples and captions to cache keys. Filling, planning and
+loading all use it, so they always agree.
 """
 
 from __future__ import annotations
@@ -13,20 +13,29 @@ from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar
 
 from simpletuner.caching.entry import list_keys
-from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, checkpoint_identity
+from simpletuner.caching.keys import (
+    EncoderIdentity,
+    FeatureKey,
+    LatentKey,
+    TextKey,
+    checkpoint_identity,
+)
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.hashing import hash_json
 from simpletuner.models.vision import VisionEncoder
 
 FEATURES = "features"  # the tensor in an entry of features
-# When latents are encoded: before training; on first use, then cached; or at every use, never cached.
+# When latents are encoded: before training; on first use, then cached; or at every use, never
+# cached.
 Storage = Literal["ahead", "ondemand", "never"]
 
 
 @dataclass(frozen=True)
 class FeatureCost:
-    """Cost of the features of a sample: bytes on disk, FLOPs of the encoder, and the encoder's bytes in memory."""
+    """Cost of the features of a sample: bytes on disk, FLOPs of the encoder, and the encoder's
+    bytes in memory.
+    """
 
     stored: float = 0.0
     flops: float = 0.0
@@ -133,7 +142,8 @@ class Share:
     def holds(self, entry: AnyEntry) -> bool:
         """Whether the entry is in this share. Features belong to the share of their latents."""
         key = entry.latents.key if isinstance(entry, FeatureEntry) else entry.key
-        # Digests are uniform, so shares have about equal sizes, and processes agree without communicating.
+        # Digests are uniform, so shares have about equal sizes, and processes agree without
+        # communicating.
         return int(key.digest(), 16) % self.count == self.index
 
     def of(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
@@ -150,7 +160,8 @@ class DatasetCaches:
         compress: whether to compress new entries.
         storage: when latents are encoded.
         complete: completes a caption; None leaves it unchanged.
-        preserve: maps a caption to the caption whose prediction is preserved; None without preservation.
+        preserve: maps a caption to the caption whose prediction is preserved; None without
+            preservation.
     """
 
     latents: Path
@@ -171,7 +182,8 @@ class Catalogue:
         compress: whether to compress new entries of these prompts.
         vae, text_encoder: identities of the encoders.
         template: the prompt template around a caption.
-        bare_template: the template of negative prompts and of the empty caption; None if it is the same.
+        bare_template: the template of negative prompts and of the empty caption; None if it is the
+            same.
         clean: cleans a caption before encoding.
         prompt_holds_picture: the prompt contains the source picture (i2i).
     """
@@ -189,11 +201,14 @@ class Catalogue:
 
     def latent(self, sample: Sample) -> LatentEntry:
         """The entry of a sample's latents, existing or not."""
-        place, caches = sample.geometry, self.datasets[sample.dataset_id]
+        place = sample.geometry
+        caches = self.datasets[sample.dataset_id]
         # A single frame is independent of the rate.
         time = sample.frames, sample.frame_rate if sample.frames > 1 else None, sample.read_as
         reader = sample.clip.reader if sample.clip else None
-        key = LatentKey(sample.content, place.size, place.resized, place.crop, self.vae, *time, reader)
+        key = LatentKey(
+            sample.content, place.size, place.resized, place.crop, self.vae, *time, reader
+        )
         return LatentEntry(key, caches.latents, sample, caches.compress, caches.storage)
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
@@ -203,14 +218,22 @@ class Catalogue:
         return FeatureEntry(key, latents.folder, latents.source, latents.compress, kind, latents)
 
     def condition(self, sample: Sample) -> LatentEntry | None:
-        """The latents that a sample is conditioned on: the latents of its partner, or frame 0 encoded alone (i2v)."""
+        """The latents that a sample is conditioned on: the latents of its partner, or frame 0
+        encoded alone (i2v).
+        """
         if sample.partner is not None:
             return self.latent(sample.partner)
         # Alone, as pipelines encode the user's picture: latent 0 of a whole clip is different.
         return self.latent(sample.first_frame) if sample.is_i2v else None
 
     def text(
-        self, dataset_id: str | None, caption: str, picture: Sample | None, source: str = "", *, negative: bool = False
+        self,
+        dataset_id: str | None,
+        caption: str,
+        picture: Sample | None,
+        source: str = "",
+        *,
+        negative: bool = False,
     ) -> TextEntry:
         """The entry of a caption's embeddings, existing or not.
 
@@ -220,23 +243,28 @@ class Catalogue:
             source: origin of the caption, for messages.
             negative: whether it is a negative prompt.
         """
-        folder, compress = self.prompts, self.compress
+        folder = self.prompts
+        compress = self.compress
         # Without pictures in the prompt, samples with the same caption share an entry.
         picture = picture if self.prompt_holds_picture else None
         if dataset_id is not None:
             caches = self.datasets[dataset_id]
-            folder, compress = caches.texts, caches.compress
+            folder = caches.texts
+            compress = caches.compress
             if caches.complete and not negative:
                 caption = caches.complete(caption)
         cleaned = self.clean(caption)
         if cleaned == caption:
             cleaned = caption  # shares one string in memory
-        # A dropped caption plays the negative prompt of guidance; an empty validation prompt is an ordinary prompt.
+        # A dropped caption plays the negative prompt of guidance; an empty validation prompt is an
+        # ordinary prompt.
         bare = negative or (dataset_id is not None and not cleaned)
         template = (self.bare_template if bare else None) or self.template
         fingerprint = None if picture is None else picture_fingerprint(picture)
         key = TextKey(cleaned, template, self.max_length, self.text_encoder, fingerprint)
-        return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, bare)
+        return TextEntry(
+            key, folder, caption, source or repr(caption[:60]), compress, picture, bare
+        )
 
     def latents_of(self, datasets: Iterable[Dataset]) -> Iterator[LatentEntry]:
         """All latents of samples and their conditions, possibly with duplicates."""
@@ -247,9 +275,16 @@ class Catalogue:
                 if condition is not None:
                     yield condition
 
-    def features_of(self, datasets: Iterable[Dataset], kinds: Iterable[FeatureKind]) -> Iterator[FeatureEntry]:
+    def features_of(
+        self, datasets: Iterable[Dataset], kinds: Iterable[FeatureKind]
+    ) -> Iterator[FeatureEntry]:
         """All features of datasets."""
-        needed = [(kind, dataset) for kind in kinds for dataset in datasets if dataset.id not in kind.unneeded]
+        needed = [
+            (kind, dataset)
+            for kind in kinds
+            for dataset in datasets
+            if dataset.id not in kind.unneeded
+        ]
         for kind, dataset in needed:
             yield from (self.feature(kind, sample) for sample in dataset.samples)
 
@@ -257,13 +292,16 @@ class Catalogue:
         """All embeddings of datasets, possibly with duplicates.
 
         Args:
-            with_empty: include the empty caption, which caption dropout substitutes; once per source picture if the
-                prompt contains one.
+            with_empty: include the empty caption, which caption dropout substitutes; once per
+                source picture if the prompt contains one.
         """
         for dataset in datasets:
             preserve = self.datasets[dataset.id].preserve
             for sample in dataset.samples:
-                for caption in (*sample.captions, *(map(preserve, sample.captions) if preserve else ())):
+                for caption in (
+                    *sample.captions,
+                    *(map(preserve, sample.captions) if preserve else ()),
+                ):
                     yield self.text(dataset.id, caption, sample.partner, sample.full_name)
             # With a picture in the prompt, the empty caption differs between samples.
             if with_empty:
@@ -305,13 +343,15 @@ class Entries(Generic[CacheEntry]):
 
 def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
     """The number of distinct entries, and the missing entries; every folder is listed once."""
-    # One listing per folder instead of one `stat` per entry, which is a round trip on a network disk.
+    # One listing per folder instead of one `stat` per entry, which is a round trip on a network
+    # disk.
     folders: dict[Path, dict[str, bool]] = {}  # key -> is one of these entries
     absent = []
     for entry in entries:
         if entry.folder not in folders:
             folders[entry.folder] = dict.fromkeys(list_keys(entry.folder), False)
-        keys, key = folders[entry.folder], entry.key.digest()
+        keys = folders[entry.folder]
+        key = entry.key.digest()
         if key not in keys:
             absent.append(entry)
         keys[key] = True
@@ -326,7 +366,12 @@ def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
 def picture_fingerprint(sample: Sample) -> str:
     """Identity of a resized and cropped picture, independent of its encoder."""
     place = sample.geometry
-    shown = {"content": sample.content, "size": place.size, "resized": place.resized, "crop": place.crop}
+    shown = {
+        "content": sample.content,
+        "size": place.size,
+        "resized": place.resized,
+        "crop": place.crop,
+    }
     if sample.conversions:  # left out if empty, so that older entries stay valid
         shown["conversions"] = sample.conversions
     return hash_json(shown)

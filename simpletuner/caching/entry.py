@@ -1,8 +1,8 @@
 """The file format and path of one cache entry.
 
-An entry is a safetensors file inside one zstd frame, which standard tools can unpack. Its metadata holds the
-provenance, the entry's key and a checksum over everything else, so that reading detects bit rot, truncation and renamed
-files.
+An entry is a safetensors file inside one zstd frame, which standard tools can unpack. Its metadata
+holds the provenance, the entry's key and a checksum over everything else, so that reading detects
+bit rot, truncation and renamed files.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from simpletuner.headers import METADATA, join_header, read_head
 ENTRY_SUFFIX = ".safetensors.zst"
 ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
 # Lower levels are faster; at STORED_LEVEL, zstd stores blocks uncompressed.
-ZSTD_LEVEL, STORED_LEVEL = 3, -10_000
+ZSTD_LEVEL = 3
+STORED_LEVEL = -10_000
 # Bytes; far above real entries: ten seconds at 1280x768 take 60 MB.
 LARGEST_ENTRY = 1 << 30
 
 # Errors from parsing arbitrary bytes. Not MemoryError, since the file may be intact.
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
 
-KEY, CHECKSUM = "key", "checksum"
+KEY = "key"
+CHECKSUM = "checksum"
 
 
 class DamagedEntryError(SimpleTunerError):
@@ -40,7 +42,9 @@ class DamagedEntryError(SimpleTunerError):
 
 
 def entry_path(folder: Path, key: str) -> Path:
-    """The path of an entry, in one of 256 subfolders by the first two digits of its key, which keeps folders small."""
+    """The path of an entry, in one of 256 subfolders by the first two digits of its key, which
+    keeps folders small.
+    """
     return folder / key[:2] / (key + ENTRY_SUFFIX)
 
 
@@ -50,16 +54,20 @@ def list_keys(folder: Path) -> Iterator[str]:
     A missing folder has none.
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
-        names, start = map(ENTRY_NAME.fullmatch, os.listdir(fan)), fan.name  # noqa: PTH208 - iterdir takes far longer
+        names = map(ENTRY_NAME.fullmatch, os.listdir(fan))  # noqa: PTH208 - iterdir takes far longer
+        start = fan.name
         # `entry_path` would not find an entry in the wrong subfolder.
         yield from sorted(name[1] for name in names if name and name[1].startswith(start))
 
 
-def store_entry(folder: Path, key: str, blob: bytes, provenance: dict[str, str], *, compress: bool) -> None:
+def store_entry(
+    folder: Path, key: str, blob: bytes, provenance: dict[str, str], *, compress: bool
+) -> None:
     """Write a safetensors file as an entry, with key, provenance and checksum in its metadata.
 
-    The entry is one zstd frame with its content size in the header, and with uncompressed blocks unless `compress` is
-    set. Entries are not fsynced: an entry torn by a power cut fails its checksum and is encoded again.
+    The entry is one zstd frame with its content size in the header, and with uncompressed blocks
+    unless `compress` is set. Entries are not fsynced: an entry torn by a power cut fails its
+    checksum and is encoded again.
 
     Raises:
         DiskFullError: no space left; no partial entry remains, and an existing entry is kept.
@@ -70,7 +78,9 @@ def store_entry(folder: Path, key: str, blob: bytes, provenance: dict[str, str],
     header[METADATA][CHECKSUM] = _checksum(header, data)
     # A frame in both cases, so that readers need not distinguish them.
     packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL)
-    write_atomically(entry_path(folder, key), packer.compress(join_header(header, data)), durable=False)
+    write_atomically(
+        entry_path(folder, key), packer.compress(join_header(header, data)), durable=False
+    )
 
 
 def _damaged(path: Path, error: Exception) -> DamagedEntryError:
@@ -91,7 +101,10 @@ def read_entry(folder: Path, key: str) -> bytes:
         source = zstandard.ZstdDecompressor().stream_reader(path.read_bytes())
         head, header = read_head(source)
         # Check first: a frame of a few kilobytes can decompress to gigabytes.
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
+        end = max(
+            (entry["data_offsets"][1] for name, entry in header.items() if name != METADATA),
+            default=0,
+        )
         if end > LARGEST_ENTRY:
             raise ValueError(f"it claims {end:,} bytes")
         data = source.read(end + 1)  # one extra byte, so that trailing data fails the checksum
@@ -121,5 +134,7 @@ def read_provenance(path: Path) -> dict[str, str]:
 
 
 def _checksum(header: dict[str, Any], data: bytes | memoryview) -> str:
-    """CRC-32 of the header (without the checksum) and the data; fast, and sufficient against accidental damage."""
+    """CRC-32 of the header (without the checksum) and the data; fast, and sufficient against
+    accidental damage.
+    """
     return f"{zlib.crc32(data, zlib.crc32(canonical_json(header).encode())):08x}"

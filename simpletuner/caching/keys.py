@@ -1,8 +1,8 @@
 """The dependencies of a cache entry, and the key derived from them.
 
-An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, its preparation, and the
-encoder. Files of the same name never collide, edits and other sizes get new entries, and nothing is encoded twice.
-The plan counts cached entries before any model is loaded.
+An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, its
+preparation, and the encoder. Files of the same name never collide, edits and other sizes get new
+entries, and nothing is encoded twice. The plan counts cached entries before any model is loaded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class EncoderIdentity:
         dtype: compute dtype, such as "bf16".
         quantisation: value of the precision key, "no_change" for none.
         tiling: the picture is encoded in tiles.
-        tf32: False if a GPU computes in full float32; omitted if None, on a CPU or in another dtype. Older GPU entries
-            without it were computed in TF32.
+        tf32: False if a GPU computes in full float32; omitted if None, on a CPU or in another
+            dtype. Older GPU entries without it were computed in TF32.
     """
 
     family: str
@@ -50,10 +50,13 @@ class EncoderIdentity:
         """The encoder's part of a key's text."""
         values = {f"encoder.{field.name}": getattr(self, field.name) for field in fields(self)}
         # Without braces, to be spliced into a key's text at the sorted position of `encoder.`.
-        return canonical_json({name: value for name, value in values.items() if value is not None})[1:-1]
+        return canonical_json({name: value for name, value in values.items() if value is not None})[
+            1:-1
+        ]
 
 
-# Not frozen, which halves the time to build the keys of 100,000 files at every start, but treated as immutable.
+# Not frozen, which halves the time to build the keys of 100,000 files at every start, but treated
+# as immutable.
 class CacheKey:
     """Identity of one entry; every field is a dependency."""
 
@@ -101,8 +104,11 @@ class LatentKey(CacheKey):
 
     def text(self) -> str:
         """Written out for speed; an empty `read_as` and the reader of a picture are omitted."""
-        # The exact bytes of `canonical_json`, keys sorted: any change would orphan every cached latent.
-        (left, top), (wide, high), (width, height) = self.crop, self.resized, self.size
+        # The exact bytes of `canonical_json`, keys sorted: any change would orphan every cached
+        # latent.
+        left, top = self.crop
+        wide, high = self.resized
+        width, height = self.size
         rate = "null" if self.rate is None else canonical_json(self.rate)
         read_as = f'"read_as":{canonical_json(self.read_as)},' if self.read_as else ""
         reader = f'"reader":{quoted(self.reader)},' if self.reader else ""
@@ -113,7 +119,9 @@ class LatentKey(CacheKey):
         )
 
     def seed(self) -> int:
-        """A seed in [0, 2^63) for sampling the VAE's posterior, so that an entry always gets the same draw."""
+        """A seed in [0, 2^63) for sampling the VAE's posterior, so that an entry always gets the
+        same draw.
+        """
         return int(self.digest()[:16], 16) >> 1  # torch takes signed 64-bit seeds
 
 
@@ -168,7 +176,8 @@ def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
     """Metadata that documents an entry.
 
     Args:
-        source: `dataset/relative path` of a file or of a caption's file; informative, not part of the identity.
+        source: `dataset/relative path` of a file or of a caption's file; informative, not part of
+            the identity.
     """
     return {"source": source, "ingredients": key.text()}
 
@@ -178,16 +187,19 @@ WEIGHT_FILES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack"})
 # Keys about the program that saved a config, irrelevant to the model.
 IGNORED_KEYS = frozenset({"_name_or_path", "_diffusers_version", "transformers_version"})
 
-# Bytes per slice. Checkpoints are identified by slices, since reading tens of gigabytes would delay every start.
+# Bytes per slice. Checkpoints are identified by slices, since reading tens of gigabytes would delay
+# every start.
 SLICE_BYTES = 256
 SLICES_PER_TENSOR = 4
 SLICES_PER_FILE = 256
 
 
 def checkpoint_identity(*folders: Path) -> str:
-    """Identity of component folders (a text encoder and its tokenizer) or weight files, as 64 hexadecimal digits.
+    """Identity of component folders (a text encoder and its tokenizer) or weight files, as 64
+    hexadecimal digits.
 
-    Depends on the order of the folders but not on their paths. Links, as in a hub snapshot, are followed.
+    Depends on the order of the folders but not on their paths. Links, as in a hub snapshot, are
+    followed.
 
     Raises:
         FileNotFoundError: a folder is missing or contains no model files.
@@ -198,14 +210,20 @@ def checkpoint_identity(*folders: Path) -> str:
 def _folder_identity(folder: Path) -> str:
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
     files = [(path, _file_identity(path)) for path in paths if path.is_file()]
-    parts = [[path.relative_to(folder).as_posix(), identity] for path, identity in files if identity is not None]
+    parts = [
+        [path.relative_to(folder).as_posix(), identity]
+        for path, identity in files
+        if identity is not None
+    ]
     if not parts:
         raise FileNotFoundError(f"{folder}: no checkpoint here")
     return hash_json(parts)
 
 
 def _file_identity(path: Path) -> str | None:
-    """Hash of the relevant content of a file; None for files that are not part of a model (README, pictures)."""
+    """Hash of the relevant content of a file; None for files that are not part of a model (README,
+    pictures).
+    """
     if path.suffix == ".json":
         return _json_identity(path)
     if path.suffix in WHOLE_FILES:
@@ -238,15 +256,23 @@ def _safetensors_identity(path: Path) -> str:
         # In a damaged file, the length may be any number.
         header = file.read(min(length, size))
         try:
-            offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+            offsets = [
+                entry["data_offsets"]
+                for name, entry in json.loads(header).items()
+                if name != "__metadata__"
+            ]
         except ValueError:
             offsets = []
         # In file order.
-        spans = [(8 + length + start, 8 + length + end) for start, end in sorted(offsets)] or [(0, size)]
+        spans = [(8 + length + start, 8 + length + end) for start, end in sorted(offsets)] or [
+            (0, size)
+        ]
         return _slices_identity(file, header + str(size).encode(), spans, SLICES_PER_TENSOR)
 
 
-def _slices_identity(file: RawIOBase, prefix: bytes, spans: list[tuple[int, int]], count: int) -> str:
+def _slices_identity(
+    file: RawIOBase, prefix: bytes, spans: list[tuple[int, int]], count: int
+) -> str:
     """Hash of `count` evenly spaced slices per span, including its first and last bytes."""
     parts = [prefix]
     for start, end in spans:

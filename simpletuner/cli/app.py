@@ -38,40 +38,49 @@ INTERRUPTED = 130
 COMMANDS = {
     "start": (
         "simpletuner.cli.start",
-        "Train on a folder: writes config/NAME, captions if asked, trains, and compares the checkpoints.",
+        "Train on a folder: writes config/NAME, captions if asked, trains, and compares the "
+        "checkpoints.",
     ),
     "train": ("simpletuner.cli.train", "Train with config/config.json, or another file."),
     "plan": (
         "simpletuner.cli.plan",
-        "Check everything that needs no weights, and print the steps, time, memory and disk space of a run.",
+        "Check everything that needs no weights, and print the steps, time, memory and disk "
+        "space of a run.",
     ),
     "sample": (
         "simpletuner.cli.sample",
-        'Render from a result: sample OUTPUT_DIR a prompt, or --prompt "...". Also takes a checkpoint or a LoRA file.',
+        'Render from a result: sample OUTPUT_DIR a prompt, or --prompt "...". Also takes a '
+        "checkpoint or a LoRA file.",
     ),
     "sweep": (
         "simpletuner.cli.sample",
-        "Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page and as a picture.",
+        "Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page "
+        "and as a picture.",
     ),
     "caption": (
         "simpletuner.cli.caption",
-        "Write a .txt caption for each picture or clip that has none, with the checkpoint's Qwen2.5-VL.",
+        "Write a .txt caption for each picture or clip that has none, with the checkpoint's "
+        "Qwen2.5-VL.",
     ),
     "dataset": (
         "simpletuner.cli.dataset",
-        "Write a page that shows how every file will be trained: crop, caption, near-duplicates, and skipped files.",
+        "Write a page that shows how every file will be trained: crop, caption, "
+        "near-duplicates, and skipped files.",
     ),
     "publish": (
         "simpletuner.cli.publish",
-        "Upload the result of a run for the first time or again, or finish a failed upload. Nothing is trained.",
+        "Upload the result of a run for the first time or again, or finish a failed upload. "
+        "Nothing is trained.",
     ),
     "configure": (
         "simpletuner.cli.configure",
-        "Write config.json by answering questions; ? explains a question. An existing dataset file is not changed.",
+        "Write config.json by answering questions; ? explains a question. An existing dataset "
+        "file is not changed.",
     ),
     "convert": (
         "simpletuner.cli.convert",
-        "Write a LoRA under the names of another program, or a full fine-tune as one file for ComfyUI.",
+        "Write a LoRA under the names of another program, or a full fine-tune as one file for "
+        "ComfyUI.",
     ),
     "server": (
         "simpletuner.cli.server",
@@ -136,7 +145,10 @@ def load_command(name: str) -> Any:
 app = typer.Typer(
     cls=Commands,
     name="simpletuner",
-    help="Fine-tune Kandinsky 5 Image, Kandinsky 5 Video and Sana Video: what is trained is what is sampled.",
+    help=(
+        "Fine-tune Kandinsky 5 Image, Kandinsky 5 Video and Sana Video: what is trained is what "
+        "is sampled."
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -153,7 +165,10 @@ def _print_version(wanted: bool) -> None:
 
 
 Version = Annotated[
-    bool, typer.Option("--version", "-v", help="Show the version.", callback=_print_version, is_eager=True)
+    bool,
+    typer.Option(
+        "--version", "-v", help="Show the version.", callback=_print_version, is_eager=True
+    ),
 ]
 
 
@@ -163,13 +178,22 @@ def options(version: Version = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0 success, 2 user error, 130 Ctrl-C, 1 any other failure."""
+    """Run a command line and return its exit code: 0 success, 2 user error, 130 Ctrl-C, 1 any other
+    failure.
+    """
     try:
         # Typer returns the exit code of Ctrl-C and `typer.Exit` instead of raising them.
-        code = get_command(app)(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        code = get_command(app)(
+            list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False
+        )
     except TyperException as error:
-        # Without a command the help has been printed already. Pydantic's error type means nothing to a user.
-        text = error.format_message().replace("Value error, ", "").replace("Input should be", "it must be")
+        # Without a command the help has been printed already. Pydantic's error type means nothing
+        # to a user.
+        text = (
+            error.format_message()
+            .replace("Value error, ", "")
+            .replace("Input should be", "it must be")
+        )
         text = re.sub(r"(, unable to parse.*|(?<=[^.?]))$", ".", text, count=1)
         text += command_meant(text)
         # Usage errors hold the context of their command; typer does not export their class.
@@ -194,14 +218,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command_meant(message: str) -> str:
-    """The command that people mean by the name of one that does not exist, as ` Did you mean ...?`; else empty."""
+    """The command that people mean by the name of one that does not exist, as ` Did you mean ...?`;
+    else empty.
+    """
     unknown = re.search(r"No such command '([\w-]+)'", message)
     meant = MEANT.get(unknown[1].lower()) if unknown else None
     return f" Did you mean `simpletuner {meant}`?" if meant else ""
 
 
 def _report(error: SimpleTunerError) -> int:
-    """Print an expected error; problems are listed with warnings first, so that errors are last on the screen."""
+    """Print an expected error; problems are listed with warnings first, so that errors are last on
+    the screen.
+    """
     if not isinstance(error, ConfigError):
         text = full_text(error)
         return _complain(f"error: {text}" if error.exit_code == USAGE else text, error.exit_code)
@@ -228,7 +256,9 @@ def _report_unforeseen(error: Exception) -> int:
 
 
 def is_plain(error: OSError) -> bool:
-    """Whether an error of the operating system says all that its user needs, without a traceback."""
+    """Whether an error of the operating system says all that its user needs, without a
+    traceback.
+    """
     of_names = {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
     return error.errno in of_names | UNWRITABLE_CODES | DISK_FULL_CODES | OCCUPIED_CODES
 
@@ -243,7 +273,8 @@ def run() -> None:
     """The entry point of the `simpletuner` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # File names that are not UTF-8, or captions that the terminal cannot encode, must not end a run.
+            # File names that are not UTF-8, or captions that the terminal cannot encode, must not
+            # end a run.
             stream.reconfigure(errors="backslashreplace")
     set_environment()
     sys.exit(main())

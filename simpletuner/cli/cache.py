@@ -25,19 +25,27 @@ from simpletuner.errors import UserError, counted
 from simpletuner.planning.entries import Listing, cache_folders, list_entries, make_catalogue
 from simpletuner.planning.plans import Plan
 
-Shard = Annotated[str, typer.Option(metavar="I/N", help="Encode shard I, on N machines that share a disk.")]
-cache = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
+Shard = Annotated[
+    str, typer.Option(metavar="I/N", help="Encode shard I, on N machines that share a disk.")
+]
+cache = typer.Typer(
+    help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True
+)
 app = typer.Typer()
 app.add_typer(cache, name="cache")
 
 
 @cache.command(context_settings=PASS_THROUGH)
 def fill(context: typer.Context, shard: Shard = "1/1") -> None:
-    """Encode every caption and picture that is not cached yet, then stop. Takes the settings of train."""
+    """Encode every caption and picture that is not cached yet, then stop. Takes the settings of
+    train.
+    """
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
     number, count = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= count:
-        raise UserError(f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
+        raise UserError(
+            f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last."
+        )
     plan = planned_caches(context.args)
     with logged_events() as events:
         # At the wall: torch takes seconds to import, so only after the plan's errors are reported.
@@ -50,7 +58,8 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
 def verify(context: typer.Context) -> None:
     """Read every entry of the configuration's caches and compare it with its checksum.
 
-    A verification stopped by Ctrl-C resumes where it stopped: verifying.json in each cache folder records its progress.
+    A verification stopped by Ctrl-C resumes where it stopped: verifying.json in each cache folder
+    records its progress.
     """
     plan = planned_caches(context.args)
     folders = cache_folders(plan)
@@ -70,16 +79,24 @@ def verify(context: typer.Context) -> None:
     forget_verifications(folders)
     if damaged:
         raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
-    typer.echo(f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet.")
+    typer.echo(
+        f"Every entry in {', '.join(map(str, folders))} is intact."
+        if folders
+        else "There are no caches yet."
+    )
 
 
 @cache.command(context_settings=PASS_THROUGH)
-def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False) -> None:
+def gc(
+    context: typer.Context,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False,
+) -> None:
     """List entries that this configuration does not refer to; delete them only with --remove.
 
     Entries of other model families in a shared folder are kept.
 
-    Those of other configurations of the same family are listed too: keep them while you need these configurations.
+    Those of other configurations of the same family are listed too: keep them while you need these
+    configurations.
     """
     plan, listing = _listing(context.args)
     # The keys of all configured entries, cached or not.
@@ -112,7 +129,9 @@ def explain_file(context: typer.Context, file: str) -> None:
     if not entries:
         if reason := why_left_out(file, plan.datasets):
             raise UserError(f"{file!r} is not used: it {reason}.")
-        raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
+        raise UserError(
+            f"{file!r} is not used by this configuration; `simpletuner plan` lists every file."
+        )
     for entry in entries:
         for line in explain(entry):
             typer.echo(line)

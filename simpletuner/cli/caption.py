@@ -19,15 +19,27 @@ app = typer.Typer()
 @app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def caption(
     context: typer.Context,
-    dataset: Annotated[str | None, typer.Option("--dataset", metavar="ID", help="Only this dataset.")] = None,
-    style: Annotated[Literal["short", "long", "tags"], typer.Option("--style", help="How to describe.")] = "long",
-    trigger: Annotated[str, typer.Option("--trigger", metavar="WORD", help="First words of every caption.")] = "",
-    preview: Annotated[bool, typer.Option("--preview", help="Show three captions, write nothing.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many files.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", metavar="ID", help="Only this dataset.")
+    ] = None,
+    style: Annotated[
+        Literal["short", "long", "tags"], typer.Option("--style", help="How to describe.")
+    ] = "long",
+    trigger: Annotated[
+        str, typer.Option("--trigger", metavar="WORD", help="First words of every caption.")
+    ] = "",
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Show three captions, write nothing.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="At most this many files.")
+    ] = None,
 ) -> None:
-    """Write a .txt caption for each picture or clip that has none, with the checkpoint's Qwen2.5-VL.
+    """Write a .txt caption for each picture or clip that has none, with the checkpoint's
+    Qwen2.5-VL.
 
-    Existing captions are kept, so a repeated call continues an interrupted one. Takes the settings of train.
+    Existing captions are kept, so a repeated call continues an interrupted one. Takes the settings
+    of train.
     """
     # A survey accepts files without captions; a plan for training does not.
     survey = surveyed(context.args)

@@ -11,7 +11,8 @@ from simpletuner.errors import ConfigError, Problems
 
 
 def with_consent(budget: Budget, *, yes: bool) -> Budget:
-    """The budget with the warnings that remain once torch was asked for a GPU, where the plan did not find one.
+    """The budget with the warnings that remain once torch was asked for a GPU, where the plan did
+    not find one.
 
     Args:
         yes: consent was given on the command line.

@@ -17,16 +17,24 @@ app = typer.Typer()
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A LoRA's file, or a folder of a run.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A LoRA's file, or a folder of a run.")
+    ],
     to: Annotated[Form, typer.Option("--to", help="The program that the file is for.")],
-    output: Annotated[Path | None, typer.Option("--output", help="The file to write, or a folder for it.")] = None,
-    strength: Annotated[str, typer.Option("--strength", help="LoRA strength to multiply into the weights.")] = "1.0",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="The file to write, or a folder for it.")
+    ] = None,
+    strength: Annotated[
+        str, typer.Option("--strength", help="LoRA strength to multiply into the weights.")
+    ] = "1.0",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing file.")
+    ] = False,
 ) -> None:
     """Write a LoRA under the names of another program, or a full fine-tune as one file for ComfyUI.
 
-    SOURCE is a file, the output folder of a run, or one of its checkpoints: convert output/my-lora --to comfyui. It is
-    not changed. LoKr and LoHa are converted in their own form.
+    SOURCE is a file, the output folder of a run, or one of its checkpoints: convert output/my-lora
+    --to comfyui. It is not changed. LoKr and LoHa are converted in their own form.
     """
     try:
         factor = parse_number(strength)

@@ -17,8 +17,11 @@ app = typer.Typer()
 
 
 @app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
-def dataset(context: typer.Context, out: Out = Path("dataset.html"), cached: Cached = False) -> None:
-    """Write a page that shows how every file will be trained: crop, caption, near-duplicates, and skipped files.
+def dataset(
+    context: typer.Context, out: Out = Path("dataset.html"), cached: Cached = False
+) -> None:
+    """Write a page that shows how every file will be trained: crop, caption, near-duplicates, and
+    skipped files.
 
     Dataset files are not modified. Takes the settings of train.
     """

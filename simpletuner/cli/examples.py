@@ -15,7 +15,9 @@ from simpletuner.atomic import build_folder, write_atomically
 from simpletuner.config.sources import EXAMPLES_ALIAS, example_file, example_names
 from simpletuner.errors import Problems, UserError
 
-examples = typer.Typer(help="List the packaged examples, or copy one to start from.", no_args_is_help=True)
+examples = typer.Typer(
+    help="List the packaged examples, or copy one to start from.", no_args_is_help=True
+)
 app = typer.Typer()
 app.add_typer(examples, name="examples")
 
@@ -27,13 +29,18 @@ def list_examples() -> None:
     width = max(map(len, names))
     for name in names:
         typer.echo(f"{name:<{width}}  {about_example(name)}")
-    typer.echo("\nRun one: simpletuner train example=NAME. Make a copy to change: simpletuner examples copy NAME.")
+    typer.echo(
+        "\nRun one: simpletuner train example=NAME. Make a copy to change: simpletuner "
+        "examples copy NAME."
+    )
 
 
 @examples.command("copy")
 def copy_example(
     name: Annotated[str, typer.Argument(help="Name of the example; `examples list` shows them.")],
-    folder: Annotated[Path | None, typer.Argument(help="Folder to create; config/NAME by default.")] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder to create; config/NAME by default.")
+    ] = None,
     dest: Annotated[Path | None, typer.Option("--dest", help="The same, as an option.")] = None,
 ) -> None:
     """Copy an example's files, point their paths at the copy, and set a separate output folder."""
@@ -42,21 +49,32 @@ def copy_example(
     source = example_file(name, Problems()).parent
     chosen = folder or dest
     folder = chosen or Path("config") / name
-    # Prefix of a path to a file of the example. Paths to files of other examples still point into the package.
-    packaged, copied = f'"{EXAMPLES_ALIAS}{name}/', json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
+    # Prefix of a path to a file of the example. Paths to files of other examples still point into
+    # the package.
+    packaged = f'"{EXAMPLES_ALIAS}{name}/'
+    copied = json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
     # The example's output folder may hold a run of it, which a copy could not resume.
     output = f"output/{folder.name}" if folder.name != name else f"output/my-{name}"
-    old, new = f'"output_dir": "output/{name}"', f'"output_dir": {json.dumps(output, ensure_ascii=False)}'
+    old = f'"output_dir": "output/{name}"'
+    new = f'"output_dir": {json.dumps(output, ensure_ascii=False)}'
     if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists already; choose another folder: simpletuner examples copy {name} FOLDER.")
+        raise UserError(
+            f"{folder} exists already; choose another folder: simpletuner examples copy "
+            f"{name} FOLDER."
+        )
     try:
-        # All or nothing: a partial copy would make the next attempt fail, since its folder would exist.
+        # All or nothing: a partial copy would make the next attempt fail, since its folder would
+        # exist.
         with build_folder(folder) as unfinished:
-            shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
             for path in unfinished.glob("*.json"):
                 text = path.read_text(encoding="utf-8").replace(packaged, copied).replace(old, new)
                 write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
     env = shlex.quote(str(name if chosen is None else folder))
-    typer.echo(f"Copied to {folder}; its runs write to {output}. Run it with: simpletuner train env={env}")
+    typer.echo(
+        f"Copied to {folder}; its runs write to {output}. Run it with: simpletuner train env={env}"
+    )

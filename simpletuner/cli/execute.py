@@ -1,4 +1,6 @@
-"""Executes a checked plan with its companions. It brings torch, so `train` imports it after all other checks."""
+"""Executes a checked plan with its companions. It brings torch, so `train` imports it after all
+other checks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from simpletuner.run.companions import Companion, Ledger
 from simpletuner.run.train import announced_end, finish_run, run_plan
 
 
-def execute(budget: Budget, hub: Hub | None, events: EventStream, world: World, *, yes: bool) -> None:
+def execute(
+    budget: Budget, hub: Hub | None, events: EventStream, world: World, *, yes: bool
+) -> None:
     """Train to the end of the plan, on the CPU if torch cannot use the planned GPU.
 
     Args:
@@ -45,15 +49,20 @@ def execute(budget: Budget, hub: Hub | None, events: EventStream, world: World, 
 
 def finish(plan: Plan, ledger: Ledger, hub: Hub | None, events: EventStream, world: World) -> None:
     """Complete what an earlier session has not finished after its last step."""
-    events.say(f"Training is done, to step {ledger.step}. An earlier session has not finished: {ledger}.")
+    events.say(
+        f"Training is done, to step {ledger.step}. An earlier session has not finished: {ledger}."
+    )
     finish_run(plan, ledger, events, open_companions(plan, hub, events, world))
 
 
-def open_companions(plan: Plan, hub: Hub | None, events: EventStream, world: World) -> list[Companion]:
+def open_companions(
+    plan: Plan, hub: Hub | None, events: EventStream, world: World
+) -> list[Companion]:
     """The companions of a run in this process, in the order in which they are called."""
     autopsy = Autopsy()
     events.subscribe("The report of failures", autopsy)  # early, because it records the phase
-    # Reports, trackers and uploads belong to the main process; any process may fail and write an autopsy.
+    # Reports, trackers and uploads belong to the main process; any process may fail and write an
+    # autopsy.
     return [autopsy, *(world.main_only(lambda: _companions_of_run(plan, hub, events)) or ())]
 
 

@@ -23,7 +23,9 @@ app = typer.Typer()
 
 
 @app.command("help", context_settings={"ignore_unknown_options": True})  # help --lora_rank
-def show_help(context: typer.Context, words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+def show_help(
+    context: typer.Context, words: Annotated[list[str] | None, typer.Argument()] = None
+) -> None:
     """Explain a setting (help learning_rate), a section (help LoRA), or search (help offload)."""
     if not words and context.parent is not None:
         typer.echo(context.parent.get_help())
@@ -34,7 +36,9 @@ def sections_help() -> Iterator[str]:
     """The sections of the settings, and how to look up a setting."""
     yield "\nSettings: key=value, --key value or --flag; they override the file. Sections:\n"
     names = [f"{name} ({len(options)})" for name, options in sections().items()]
-    yield textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    yield textwrap.fill(
+        ", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
     yield "\nsimpletuner help KEY explains one, help SECTION a section, help WORD searches."
 
 
@@ -44,17 +48,29 @@ def settings_help(wanted: str) -> list[str]:
     Raises:
         UserError: no key matches.
     """
-    names, of_datasets, by_section = option_names(), dataset_options(), sections()
+    names = option_names()
+    of_datasets = dataset_options()
+    by_section = sections()
     name = wanted.lstrip("-").replace("-", "_").lower()
     mentions = _search(wanted, [*chain(*by_section.values()), *of_datasets.values()])
-    section = next((options for title, options in by_section.items() if title.lower() == wanted.lower()), [])
-    of_dataset = [option for key, option in of_datasets.items() if name in (key, key.rpartition(".")[2])]
+    section = next(
+        (options for title, options in by_section.items() if title.lower() == wanted.lower()), []
+    )
+    of_dataset = [
+        option for key, option in of_datasets.items() if name in (key, key.rpartition(".")[2])
+    ]
     # A dataset key or a section of the same name is listed below the key.
     if same_name := [*filter(None, [names.get(name)]), *of_dataset]:
         section = [option for option in section if option not in same_name]
-        related = dict.fromkeys(option.name for option in mentions if option not in (*section, *same_name))
+        related = dict.fromkeys(
+            option.name for option in mentions if option not in (*section, *same_name)
+        )
         first, *rest = same_name
-        return [*explain_key(first, [*related]), *chain(*map(explain_key, rest)), *chain(*map(summary, section))]
+        return [
+            *explain_key(first, [*related]),
+            *chain(*map(explain_key, rest)),
+            *chain(*map(summary, section)),
+        ]
     if not (options := section or mentions):
         why = why_absent(name, "config") or why_absent(name, "datasets") or why_no_word(name)
         if why:
@@ -71,7 +87,9 @@ def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
     facts = {
         "Allowed": allowed(option),
         "Default": default_of(option),
-        "By family": ", ".join(f"{family} {value}" for family, value in by_family.items() if value is not None),
+        "By family": ", ".join(
+            f"{family} {value}" for family, value in by_family.items() if value is not None
+        ),
         **{title: ", ".join(names) for title, names in option.relations.items()},
         "See also": ", ".join(related),
     }
@@ -80,14 +98,18 @@ def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
     for title, text in facts.items():
         if text:
             line = f"{title}: {text}"
-            yield textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+            yield textwrap.fill(
+                line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            )
 
 
 def summary(option: Option) -> Iterator[str]:
     """A key with its help, allowed values and default, in a few lines."""
     yield option.name if option.section == DATASET_FILE else f"--{option.name}"
     text = f"{option.help} [{allowed(option)}; default {default_of(option)}]"
-    yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    yield from textwrap.wrap(
+        text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    )
 
 
 def allowed(option: Option) -> str:
@@ -102,11 +124,21 @@ def default_of(option: Option) -> str:
 
 
 def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
-    """Options listed for an everyday word, most useful first; then options that mention all words, in their names
-    before those that mention them elsewhere."""
-    meant = [key for words, keys in EVERYDAY_WORDS.items() if f" {wanted.lower()} " in f" {words} " for key in keys]
-    first = sorted((each for each in options if each.name in meant), key=lambda option: meant.index(option.name))
-    mentioning = [option for option in options if option.name not in meant and _mentions(option, wanted)]
+    """Options listed for an everyday word, most useful first; then options that mention all words,
+    in their names before those that mention them elsewhere."""
+    meant = [
+        key
+        for words, keys in EVERYDAY_WORDS.items()
+        if f" {wanted.lower()} " in f" {words} "
+        for key in keys
+    ]
+    first = sorted(
+        (each for each in options if each.name in meant),
+        key=lambda option: meant.index(option.name),
+    )
+    mentioning = [
+        option for option in options if option.name not in meant and _mentions(option, wanted)
+    ]
     return [*first, *sorted(mentioning, key=lambda option: _distance(option, wanted))]
 
 
@@ -121,6 +153,8 @@ def _distance(option: Option, wanted: str) -> int:
 
 
 def _mentions(option: Option, wanted: str) -> bool:
-    text = " ".join((option.name, *option.aliases, option.help, option.section, *option.choices)).lower()
+    text = " ".join(
+        (option.name, *option.aliases, option.help, option.section, *option.choices)
+    ).lower()
     # Keys are written with underscores, flags also with dashes.
     return all(word in text or word.replace("-", "_") in text for word in wanted.lower().split())

@@ -25,12 +25,20 @@ def plan(
     context: typer.Context,
     device: CardAsked = None,
     device_memory: MemoryAsked = None,
-    devices: Annotated[str | None, typer.Option(metavar="N", help="Plan for this many devices together.")] = None,
-    machines: Annotated[str | None, typer.Option(metavar="N", help="Plan for devices in this many machines.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
+    devices: Annotated[
+        str | None, typer.Option(metavar="N", help="Plan for this many devices together.")
+    ] = None,
+    machines: Annotated[
+        str | None, typer.Option(metavar="N", help="Plan for devices in this many machines.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")
+    ] = False,
     cached: Cached = False,
 ) -> None:
-    """Check everything that needs no weights, and print the steps, time, memory and disk space of a run."""
+    """Check everything that needs no weights, and print the steps, time, memory and disk space of a
+    run.
+    """
     arguments = command_settings(context.args, cached=cached)
     ask_about(arguments, device, device_memory)
     planned = {"num_processes": devices, "num_machines": machines}
@@ -65,5 +73,8 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
     else:
         show_plan(budget, sys.stdout)
         if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
-            print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
+            print(
+                f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does "
+                "this first."
+            )
     arguments.problems.raise_if_fatal()  # after the numbers that show why a run does not fit

@@ -10,11 +10,14 @@ from contextlib import contextmanager
 
 
 def set_environment() -> None:
-    """Set environment variables that native libraries read when they are loaded, unless the user has set them."""
+    """Set environment variables that native libraries read when they are loaded, unless the user
+    has set them.
+    """
     # The order of nvidia-smi, which the plan reads; by default CUDA puts the fastest card first.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    # Waiting OpenMP threads spin, by default so long that on a busy CPU a step took 30 times as long. Without spinning,
-    # a step of the demo takes 2.5 times as long on an idle CPU; this count costs 6 % there.
+    # Waiting OpenMP threads spin, by default so long that on a busy CPU a step took 30 times as
+    # long. Without spinning, a step of the demo takes 2.5 times as long on an idle CPU; this count
+    # costs 6 % there.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -31,8 +34,9 @@ def configure_torch() -> None:
 def uncollected() -> Iterator[None]:
     """Import or plan without garbage collection, and exempt the result from it.
 
-    Importing torch and listing many files create long-lived objects, which later collections would scan for nothing.
-    Does nothing if torch is already imported: the process then belongs to a calling program, as do its objects.
+    Importing torch and listing many files create long-lived objects, which later collections would
+    scan for nothing. Does nothing if torch is already imported: the process then belongs to a
+    calling program, as do its objects.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -15,9 +15,13 @@ app = typer.Typer()
 
 
 @app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
-def publish(context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Upload the result of a run for the first time or again, or finish a failed upload. Nothing is trained.
+def publish(
+    context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="A run's folder.")]
+) -> None:
+    """Upload the result of a run for the first time or again, or finish a failed upload. Nothing is
+    trained.
 
-    Settings of the section Publishing override those of the run: publish OUTPUT_DIR --hub_model_id=me/my-lora.
+    Settings of the section Publishing override those of the run: publish OUTPUT_DIR
+    --hub_model_id=me/my-lora.
     """
     publish_again(output_dir, command_settings(context.args))

@@ -1,4 +1,6 @@
-"""`simpletuner sample` and `simpletuner sweep`: render from a run's result, or compare its checkpoints."""
+"""`simpletuner sample` and `simpletuner sweep`: render from a run's result, or compare its
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,15 @@ from simpletuner.planning.plans import SamplePlan
 from simpletuner.reporting.events import EventStream
 
 SETTING = re.compile("--|[^=]+=")  # how a setting begins
-Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to render; may be given several times.")]
-Images = Annotated[list[str] | None, typer.Option("--image", help="A picture to start from (i2i, i2v).")]
-UseEma = Annotated[bool, typer.Option("--ema", help="Render with the moving average of the weights.")]
+Prompts = Annotated[
+    list[str] | None, typer.Option("--prompt", help="What to render; may be given several times.")
+]
+Images = Annotated[
+    list[str] | None, typer.Option("--image", help="A picture to start from (i2i, i2v).")
+]
+UseEma = Annotated[
+    bool, typer.Option("--ema", help="Render with the moving average of the weights.")
+]
 Output = Annotated[Path | None, typer.Option("--output", help="Folder for the renders.")]
 app = typer.Typer()
 
@@ -40,16 +48,21 @@ def sample(
     context: typer.Context,
     prompt: Prompts = None,
     image: Images = None,
-    strength: Annotated[str, typer.Option("--strength", help="LoRA strength; 0 renders the base model.")] = "1.0",
-    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="A step, or latest.")] = None,
+    strength: Annotated[
+        str, typer.Option("--strength", help="LoRA strength; 0 renders the base model.")
+    ] = "1.0",
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", help="A step, or latest.")
+    ] = None,
     ema: UseEma = False,
     output: Output = None,
 ) -> None:
-    """Render from a result: sample OUTPUT_DIR a prompt, or --prompt "...". Also takes a checkpoint or a LoRA file.
+    """Render from a result: sample OUTPUT_DIR a prompt, or --prompt "...". Also takes a checkpoint
+    or a LoRA file.
 
-    Uses the settings of the run's previews. Settings override them: --resolution, --frames, --steps, --guidance,
-    --seed, --negative-prompt, and those of train. Without a source, renders the base model of model_family=NAME or
-    example=NAME.
+    Uses the settings of the run's previews. Settings override them: --resolution, --frames,
+    --steps, --guidance, --seed, --negative-prompt, and those of train. Without a source, renders
+    the base model of model_family=NAME or example=NAME.
     """
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
@@ -65,18 +78,29 @@ def sweep(
     context: typer.Context,
     prompt: Prompts = None,
     image: Images = None,
-    strengths: Annotated[str, typer.Option("--strengths", help="Strengths of the LoRA: 0.5,0.75,1.0")] = "1.0",
-    checkpoints: Annotated[str | None, typer.Option("--checkpoints", help="Steps: 100,200. All by default.")] = None,
+    strengths: Annotated[
+        str, typer.Option("--strengths", help="Strengths of the LoRA: 0.5,0.75,1.0")
+    ] = "1.0",
+    checkpoints: Annotated[
+        str | None, typer.Option("--checkpoints", help="Steps: 100,200. All by default.")
+    ] = None,
     ema: UseEma = False,
     output: Output = None,
 ) -> None:
-    """Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page and as a picture.
+    """Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page and as a
+    picture.
 
-    By default it renders the run's prompts from the same seeds, into the folder sweep of the run. An interrupted sweep
-    resumes where it stopped. Settings override those of the run, as in sample.
+    By default it renders the run's prompts from the same seeds, into the folder sweep of the run.
+    An interrupted sweep resumes where it stopped. Settings override those of the run, as in sample.
     """
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
-    asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema, "sweeps": True}
+    asked = {
+        "prompts": prompt or (),
+        "images": image or (),
+        "checkpoints": chosen,
+        "ema": ema,
+        "sweeps": True,
+    }
     request = read_request(context.args, output, "--strengths", strengths.split(","), **asked)
     with checked_samples(request, logged_events()) as samples:
         sheet = samples.compare()
@@ -89,7 +113,9 @@ def sweep_folder(run: Path) -> Path:
     return run / SWEEP_FOLDER
 
 
-def read_request(tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any) -> SampleRequest:
+def read_request(
+    tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
+) -> SampleRequest:
     """The request of a command line; its arguments hold the problems.
 
     Args:
@@ -176,11 +202,15 @@ class CheckedSamples:
 
         run = Path(self.request.source or "")
         strengths = self.request.strengths
-        return render_sweep(self.plan, self.weights, strengths, run, self.request.arguments, self.events)
+        return render_sweep(
+            self.plan, self.weights, strengths, run, self.request.arguments, self.events
+        )
 
 
 @contextmanager
-def checked_samples(request: SampleRequest, shown: AbstractContextManager[EventStream]) -> Iterator[CheckedSamples]:
+def checked_samples(
+    request: SampleRequest, shown: AbstractContextManager[EventStream]
+) -> Iterator[CheckedSamples]:
     """Check a request, create its output folder, and load torch.
 
     Raises:
@@ -195,7 +225,10 @@ def checked_samples(request: SampleRequest, shown: AbstractContextManager[EventS
     with shown as events:
         for warning in plan.warnings:
             events.say(str(warning), warning=True)
-        events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(sampled.name for sampled in weights)}")
+        events.say(
+            f"{plan.spec.title} {plan.flavour.name}, "
+            f"{', '.join(sampled.name for sampled in weights)}"
+        )
         events.say(fit_line(budget))
         for decision in budget.decisions:
             events.say(f"  offload auto: {decision}")

@@ -23,15 +23,19 @@ from simpletuner.errors import Interrupted, UserError
 from simpletuner.redaction import hide
 from simpletuner.reporting.events import EventStream
 
-MAKE_PAIR = "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost -keyout key.pem -out cert.pem"
+MAKE_PAIR = (
+    "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost -keyout key.pem -out "
+    "cert.pem"
+)
 NO_ACCOUNTS = (
-    "warning: other machines can reach this page. There are no accounts: anyone who has this address can read and "
-    "change the project's files and start runs.{} Safer: listen on 127.0.0.1 and use `ssh -L {}:localhost:{}`."
+    "warning: other machines can reach this page. There are no accounts: anyone who has this "
+    "address can read and change the project's files and start runs.{} Safer: listen on 127.0.0.1 "
+    "and use `ssh -L {}:localhost:{}`."
 )
 PLAIN = " Without --ssl, traffic is readable on the network."
 OPEN_TO_ALL = (
-    "warning: --no-auth lets anyone who can reach {} use this page: they can read and change the project's files, and "
-    "start runs, which can execute programs as you."
+    "warning: --no-auth lets anyone who can reach {} use this page: they can read and change the "
+    "project's files, and start runs, which can execute programs as you."
 )
 PORT = 8001
 CALLBACK_PORT = 8002
@@ -42,20 +46,38 @@ app = typer.Typer()
 @app.command()
 def server(
     host: Annotated[str, typer.Option("--host", "-H", help="Address to listen on.")] = LOOPBACK,
-    port: Annotated[int | None, typer.Option("--port", "-p", help="8001, or 8002 for callback.", max=65535)] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", "-p", help="8001, or 8002 for callback.", max=65535)
+    ] = None,
     mode: Annotated[
         Literal["unified", "trainer", "callback"],
-        typer.Option(help="trainer: the page; callback: only receive events of remote runs; unified: both."),
+        typer.Option(
+            help="trainer: the page; callback: only receive events of remote runs; unified: both."
+        ),
     ] = "unified",
-    env: Annotated[str | None, typer.Option(help="Start the run of config/NAME/config.json at once.")] = None,
-    root: Annotated[list[Path] | None, typer.Option(help="Additional folder that the page may read and write.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the required token; created if missing.")] = None,
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Admit anyone who can reach the address.")] = False,
-    ssl: Annotated[bool, typer.Option("--ssl", help="Serve https with --ssl-key and --ssl-cert.")] = False,
+    env: Annotated[
+        str | None, typer.Option(help="Start the run of config/NAME/config.json at once.")
+    ] = None,
+    root: Annotated[
+        list[Path] | None, typer.Option(help="Additional folder that the page may read and write.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the required token; created if missing.")
+    ] = None,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Admit anyone who can reach the address.")
+    ] = False,
+    ssl: Annotated[
+        bool, typer.Option("--ssl", help="Serve https with --ssl-key and --ssl-cert.")
+    ] = False,
     ssl_key: Annotated[Path | None, typer.Option(help="Private key, a PEM file.")] = None,
     ssl_cert: Annotated[Path | None, typer.Option(help="Certificate, a PEM file.")] = None,
-    ssl_no_verify: Annotated[bool, typer.Option("--ssl-no-verify", help="Webhooks accept any certificate.")] = False,
-    reload: Annotated[bool, typer.Option("--reload", help="Restart when the source changes.")] = False,
+    ssl_no_verify: Annotated[
+        bool, typer.Option("--ssl-no-verify", help="Webhooks accept any certificate.")
+    ] = False,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="Restart when the source changes.")
+    ] = False,
 ) -> None:
     """Serve the web page of the project in this folder, on http://localhost:8001."""
     access = find_access(host, token_file, no_auth=no_auth)
@@ -112,7 +134,8 @@ class Page:
 
 
 def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
-    """Who may use a page on this address: token holders, and the server's user where the system can identify them.
+    """Who may use a page on this address: token holders, and the server's user where the system can
+    identify them.
 
     Raises:
         UserError: the token cannot be read or created.
@@ -139,12 +162,16 @@ def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str,
         # Loaded here, since uvicorn would fail with a traceback.
         tls.create_default_context(tls.Purpose.CLIENT_AUTH).load_cert_chain(chain, key)
     except OSError as error:
-        raise UserError(f"--ssl-key {key} and --ssl-cert {chain} cannot be used: {error}.") from None
+        raise UserError(
+            f"--ssl-key {key} and --ssl-cert {chain} cannot be used: {error}."
+        ) from None
     return {"ssl_keyfile": str(key), "ssl_certfile": str(chain)}
 
 
 def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
-    """Print the address of the page, with the token if it is required; the token is printed nowhere else."""
+    """Print the address of the page, with the token if it is required; the token is printed nowhere
+    else.
+    """
     port = listener.getsockname()[1]
     query = f"/?token={access.token}" if access.needs_token(listener) else ""
     if not is_own(access.host):

@@ -22,12 +22,19 @@ from simpletuner.planning.plans import Plan, Survey
 from simpletuner.reporting.events import EventStream
 
 # `--device` and `--device-memory`: questions for a plan, which no config stores.
-CardAsked = Annotated[str | None, typer.Option("--device", metavar="CARD", help="Card to plan for: h100.")]
+CardAsked = Annotated[
+    str | None, typer.Option("--device", metavar="CARD", help="Card to plan for: h100.")
+]
 MemoryAsked = Annotated[
     str | None,
-    typer.Option("--device-memory", "--device_memory", metavar="GB", help="GPU memory to plan for."),
+    typer.Option(
+        "--device-memory", "--device_memory", metavar="GB", help="GPU memory to plan for."
+    ),
 ]
-Cached = Annotated[bool, typer.Option("--cached", help="Use the files of remote datasets that are already downloaded.")]
+Cached = Annotated[
+    bool,
+    typer.Option("--cached", help="Use the files of remote datasets that are already downloaded."),
+]
 
 
 def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
@@ -43,7 +50,9 @@ def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
 
 
 def ask_about(arguments: Arguments, device: str | None, memory: str | float | None) -> None:
-    """Let the arguments ask about a device; a wrong name or number becomes one of their problems."""
+    """Let the arguments ask about a device; a wrong name or number becomes one of their
+    problems.
+    """
     arguments.device = read_asked_device(arguments.problems, device, memory)
 
 
@@ -55,7 +64,9 @@ def refuse_question(device: str | None, memory: str | None) -> None:
     """
     for flag, value in (("--device", device), ("--device-memory", memory)):
         if value is not None:
-            advice = "training uses the device of this machine. To plan for another one, add --dry-run."
+            advice = (
+                "training uses the device of this machine. To plan for another one, add --dry-run."
+            )
             raise UserError(f"{flag} {value}: {advice}")
 
 
@@ -96,7 +107,8 @@ def logged_events(debug_file: Path | None = Path("debug.log")) -> Iterator[Event
 
 
 def prepare_output(folder: Path) -> None:
-    """Create the output folder; on some file systems this is the only reliable check that it is writable.
+    """Create the output folder; on some file systems this is the only reliable check that it is
+    writable.
 
     Raises:
         UserError: it cannot be created.
@@ -104,4 +116,6 @@ def prepare_output(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"output_dir: {str(folder)!r} cannot be created: {error.strerror}.") from None
+        raise UserError(
+            f"output_dir: {str(folder)!r} cannot be created: {error.strerror}."
+        ) from None

@@ -46,7 +46,12 @@ class SettingsCommand(TyperCommand):
         Raises:
             UserError: an option is misspelt (the nearest is named), or lacks its value.
         """
-        options = {name: param for param in self.params if isinstance(param, TyperOption) for name in param.opts}
+        options = {
+            name: param
+            for param in self.params
+            if isinstance(param, TyperOption)
+            for name in param.opts
+        }
         for name, following in pairwise(args):
             # Otherwise the next option would be taken for the value.
             if name in options and following in options and not options[name].is_flag:
@@ -72,4 +77,6 @@ def _check_spelling(word: str, options: Mapping[str, TyperOption]) -> None:
         return
     guess = nearest(key, {*settings, *flags}, cutoff=MISSPELLED)
     if guess in flags:
-        raise UserError(f"{word} is neither an option nor a setting. Did you mean '{flags[guess]}'?")
+        raise UserError(
+            f"{word} is neither an option nor a setting. Did you mean '{flags[guess]}'?"
+        )

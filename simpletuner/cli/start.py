@@ -1,4 +1,6 @@
-"""`simpletuner start FOLDER`: from a folder of files to a trained LoRA, with at most three questions."""
+"""`simpletuner start FOLDER`: from a folder of files to a trained LoRA, with at most three
+questions.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,31 @@ app = typer.Typer()
 @app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def start(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="Pictures, clips, or two folders named before and after.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Pictures, clips, or two folders named before and after.")
+    ],
     purpose: Annotated[str | None, typer.Option(help="subject, style, motion or edit.")] = None,
-    trigger: Annotated[str | None, typer.Option(metavar="WORDS", help="Trigger words: zkt, a grey cat.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model to train, such as kandinsky5-image.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run; by default the folder's.")] = None,
-    caption: Annotated[bool, typer.Option("--caption", help="Write captions for files without one.")] = False,
+    trigger: Annotated[
+        str | None, typer.Option(metavar="WORDS", help="Trigger words: zkt, a grey cat.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model to train, such as kandinsky5-image.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run; by default the folder's.")
+    ] = None,
+    caption: Annotated[
+        bool, typer.Option("--caption", help="Write captions for files without one.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take all defaults.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the config, show the plan, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the config, show the plan, start nothing.")
+    ] = False,
     device: CardAsked = None,
     device_memory: MemoryAsked = None,
 ) -> None:
-    """Train on a folder: writes config/NAME, captions if asked, trains, and compares the checkpoints.
+    """Train on a folder: writes config/NAME, captions if asked, trains, and compares the
+    checkpoints.
 
     Settings on the command line go into the config, as in start my_cat max_train_steps=500.
     """
@@ -74,20 +89,37 @@ def start(
     if not dry_run:
         _check_training(run)
     run.save()
-    print(f"Written: {run.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
-    if run.held_out:
-        files = f"{run.held_out} of {run.usable} files"
-        print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
+    _report_written(run)
     if dry_run:
         _show_plan(run, captions=caption)
         return
     _run(_commands(run, captions=caption))
+    _report_result(run)
+
+
+def _report_written(run: NewRun) -> None:
+    """Print which files were written, and how many are held out."""
+    files = "config.json, multidatabackend.json and user_prompt_library.json"
+    print(f"Written: {run.folder}/{files}", flush=True)
+    if run.held_out:
+        print(
+            f"Held out: {run.held_out} of {run.usable} files, to compare checkpoints on them "
+            "(hold_out in multidatabackend.json).",
+            flush=True,
+        )
+
+
+def _report_result(run: NewRun) -> None:
+    """Print where the LoRA is, and what its checkpoints scored on files that were held out."""
     output = str(run.config()["output_dir"])
     print(f"The LoRA: {output}/{LORA_FILE}")
     if run.held_out and (best := _best(Path(output))):
         files = f"the {run.held_out} files that were held out, and so could not be memorised"
         print(f"Lowest loss on {files}: {best}")
-    print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md explains what to look for.")
+    print(
+        "Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md explains "
+        "what to look for."
+    )
 
 
 def _show_plan(run: NewRun, *, captions: bool) -> None:
@@ -103,7 +135,9 @@ def _show_plan(run: NewRun, *, captions: bool) -> None:
     command = shlex.join(["simpletuner", *_caption_command(run)])
     missing = counted(len(run.media.uncaptioned), "caption")
     print(f"Write {missing} before training: {command}")
-    print("Until then, the plan takes the trigger words as the caption of every file.\n", flush=True)
+    print(
+        "Until then, the plan takes the trigger words as the caption of every file.\n", flush=True
+    )
     with unwritten(run) as arguments:
         print_plan(arguments)
 
@@ -117,7 +151,8 @@ def _commands(run: NewRun, *, captions: bool) -> list[list[str]]:
 
 def _caption_command(run: NewRun) -> list[str]:
     command = ["caption", f"env={run.name}"]
-    # If the dataset prepends the trigger words to captions, written captions must not begin with them.
+    # If the dataset prepends the trigger words to captions, written captions must not begin with
+    # them.
     return [*command, "--trigger", run.phrase] if run.phrase and run.captioned_as else command
 
 
@@ -129,7 +164,10 @@ def _check_training(run: NewRun) -> None:
     """
     demo = find_demo(run.media.kind)
     ways = f"--model {demo} (a tiny model that draws simple shapes, in minutes), " if demo else ""
-    ways += "--dry-run (only write the config, for another machine) or i_know_what_i_am_doing=true (train here anyway)"
+    ways += (
+        "--dry-run (only write the config, for another machine) or i_know_what_i_am_doing=true "
+        "(train here anyway)"
+    )
     try:
         with_consent(plan_new_run(run), yes=False)
     except ConfigError as error:
@@ -141,8 +179,12 @@ def _check_training(run: NewRun) -> None:
 
 
 def _best(output: Path) -> str:
-    """The LoRA file and strength with the lowest evaluation loss in the sweep; empty if no loss was measured."""
-    sheet = Sheet.read(sweep_folder(output), output.name, Columns.of(read_rows(output / METRICS_FILE)))
+    """The LoRA file and strength with the lowest evaluation loss in the sweep; empty if no loss was
+    measured.
+    """
+    sheet = Sheet.read(
+        sweep_folder(output), output.name, Columns.of(read_rows(output / METRICS_FILE))
+    )
     if sheet.best is None:
         return ""
     strengths = sorted(sheet.losses, key=sheet.losses.__getitem__)[:1]
@@ -156,22 +198,28 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
         typer.Exit: a command failed and printed its error; earlier results are kept.
     """
     shown = [f"simpletuner {shlex.join(command)}" for command in commands]
-    # Ctrl-C also reaches the command, which saves a checkpoint before it exits: wait for it instead of killing it.
-    # A function, since a child would inherit SIG_IGN.
+    # Ctrl-C also reaches the command, which saves a checkpoint before it exits: wait for it instead
+    # of killing it. A function, since a child would inherit SIG_IGN.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         for number, command in enumerate(commands):
             print(f"$ {shown[number]}", flush=True)
             if code := call([sys.executable, "-m", "simpletuner", *command]):
-                when = "Once that is fixed, go on with" if code == UserError.exit_code else "To go on"
+                when = (
+                    "Once that is fixed, go on with" if code == UserError.exit_code else "To go on"
+                )
                 print(f"Stopped. {when}: {' && '.join(shown[number:])}", file=sys.stderr)
-                raise typer.Exit(code if code > 0 else 128 - code)  # negative: killed by that signal
+                raise typer.Exit(
+                    code if code > 0 else 128 - code
+                )  # negative: killed by that signal
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def call(command: Sequence[str]) -> int:
-    """Run a command, pass SIGTERM on to it, and return its exit code once it has saved what it does."""
+    """Run a command, pass SIGTERM on to it, and return its exit code once it has saved what it
+    does.
+    """
     children: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
 

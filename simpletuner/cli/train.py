@@ -56,21 +56,33 @@ app = typer.Typer()
 @app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def train(
     context: typer.Context,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "--dry_run", help="Print the plan, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "--dry_run", help="Print the plan, start nothing.")
+    ] = False,
     page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
-        int | None, typer.Option("--page-port", "--page_port", help="--page on this port instead of 8001.", max=65535)
+        int | None,
+        typer.Option(
+            "--page-port", "--page_port", help="--page on this port instead of 8001.", max=65535
+        ),
     ] = None,
-    no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Allow a CPU run of days.")] = False,
-    replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the failed step of FOLDER.")] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Repeat the failed step of FOLDER.")
+    ] = None,
     # Hidden, so that the help stays on one screen: `plan --help` shows them.
     device: Annotated[str | None, typer.Option("--device", hidden=True)] = None,
-    device_memory: Annotated[str | None, typer.Option("--device-memory", "--device_memory", hidden=True)] = None,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", "--device_memory", hidden=True)
+    ] = None,
 ) -> None:
     """Train with config/config.json, or another file.
 
-    --config FILE uses that file, env=NAME uses config/NAME/config.json, example=NAME uses a packaged example.
+    --config FILE uses that file, env=NAME uses config/NAME/config.json, example=NAME uses a
+    packaged example.
     """
     has_page = page or bool(page_port)
     _check_flags(replay=replay is not None, dry_run=dry_run, page=has_page, no_auth=no_auth)
@@ -111,16 +123,21 @@ def make_page(port: int | None, *, no_auth: bool) -> Page:
 
 
 def _start(arguments: Arguments, command: list[str], page: Page | None, *, yes: bool) -> None:
-    """Train in this process, which may be one of several, or launch the run's processes with the same command."""
+    """Train in this process, which may be one of several, or launch the run's processes with the
+    same command.
+    """
     if (place := launched(os.environ)) is not None:
         with process_group(place, start_limit(arguments)) as world:
-            budget = plan_in_every_process(world, lambda seed: plan_that_fits(arguments.with_seed(seed)))
+            budget = plan_in_every_process(
+                world, lambda seed: plan_that_fits(arguments.with_seed(seed))
+            )
             _train(world, with_consent(budget, yes=yes), page, yes=yes)
         return
     with uncollected():
         budget = plan_that_fits(arguments)
     budget = with_consent(budget, yes=yes)
-    # The number of processes is part of the plan. Planning before the launch prints its problems once.
+    # The number of processes is part of the plan. Planning before the launch prints its problems
+    # once.
     if budget.config.launch.num_processes > 1:
         start_processes(budget.config.launch, command)
     else:
@@ -128,7 +145,9 @@ def _start(arguments: Arguments, command: list[str], page: Page | None, *, yes: 
 
 
 def start_limit(arguments: Arguments) -> float:
-    """`start_timeout` of the configuration, or its default; configuration errors are reported later."""
+    """`start_timeout` of the configuration, or its default; configuration errors are reported
+    later.
+    """
     try:
         layers, _ = arguments.layers(Problems())
         return resolve_layers(layers, Problems())[0].launch.start_timeout
@@ -163,8 +182,11 @@ def _train(world: World, budget: Budget, page: Page | None, *, yes: bool) -> Non
 
 
 @contextmanager
-def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[EventStream]) -> Iterator[EventStream]:
-    """Lock the output folder and yield a stream whose events are displayed, logged there and sent to webhooks.
+def recorded_events(
+    plan: Plan, world: World, shown: AbstractContextManager[EventStream]
+) -> Iterator[EventStream]:
+    """Lock the output folder and yield a stream whose events are displayed, logged there and sent
+    to webhooks.
 
     Only the main process does so; events of the other processes are dropped.
     """
@@ -180,9 +202,12 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
         events.subscribe("The watch", world.follow(events.stop, ended), ends_run=Exception)
         yield events
         return
-    # Handle signals before taking the lock, which SIGTERM must release; take the lock before writing to the folder.
+    # Handle signals before taking the lock, which SIGTERM must release; take the lock before
+    # writing to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
-        stack.enter_context(lock_output(plan.output_dir, partial(last_id, plan.output_dir / EVENTS_FILE)))
+        stack.enter_context(
+            lock_output(plan.output_dir, partial(last_id, plan.output_dir / EVENTS_FILE))
+        )
         events = stack.enter_context(shown)
         payloads = Payloads()
         events.subscribe(EVENTS_FILE, EventLog(plan.output_dir, payloads), ends_run=WriteError)
@@ -192,7 +217,9 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
 
             config = plan.config
             project = config.tracking.tracker_project_name
-            stack.enter_context(delivered(config.webhooks, project, plan.output_dir, events, payloads.job_id))
+            stack.enter_context(
+                delivered(config.webhooks, project, plan.output_dir, events, payloads.job_id)
+            )
         events.subscribe("The watch", world.follow(events.stop, ended), ends_run=Exception)
         yield events
 
@@ -235,10 +262,11 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
 
 
 def keep_compiled(folder: Path) -> None:
-    """Set the caches of inductor and triton to subfolders of `folder`, unless the user has set them.
+    """Set the caches of inductor and triton to subfolders of `folder`, unless the user has set
+    them.
 
-    By default inductor caches below /tmp, which rented machines lose; this default stays if `folder` is not writable.
-    torch reads the variables when it compiles.
+    By default inductor caches below /tmp, which rented machines lose; this default stays if
+    `folder` is not writable. torch reads the variables when it compiles.
     """
     if why_not_writable(folder):
         return

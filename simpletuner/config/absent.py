@@ -1,7 +1,9 @@
-"""Keys and values that this version does not have: those of other trainers, and those of its earlier versions.
+"""Keys and values that this version does not have: those of other trainers, and those of its
+earlier versions.
 
-upstream.toml says what to use instead of the first, removed.toml what became of the second. A key that asks for nothing
-is ignored; any other is an error, since the run would not be the one that its user wants.
+upstream.toml says what to use instead of the first, removed.toml what became of the second. A key
+that asks for nothing is ignored; any other is an error, since the run would not be the one that its
+user wants.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def removed_keys(file: File) -> dict[str, Removed]:
 def removed_values(file: File) -> dict[str, dict[str, Removed]]:
     """The words that keys of this version had in earlier ones, by key and word."""
     table = read_toml(PACKAGE, "removed.toml")[VALUES[file]]
-    return {key: {word: Removed(**row) for word, row in rows.items()} for key, rows in table.items()}
+    return {
+        key: {word: Removed(**row) for word, row in rows.items()} for key, rows in table.items()
+    }
 
 
 def why_no_value(key: str, word: str) -> str:
@@ -108,7 +112,8 @@ def why_no_word(word: str) -> str:
 
 @functools.cache
 def instead_of(file: File) -> dict[str, str]:
-    """Replacements for keys of other trainers: of a config.json, or of a dataset file and its `type` words.
+    """Replacements for keys of other trainers: of a config.json, or of a dataset file and its
+    `type` words.
 
     A key that ends with `*` stands for all keys that begin like it.
     """
@@ -125,12 +130,16 @@ def simpletuner_defaults() -> dict[str, Any]:
 
 @functools.cache
 def simpletuner_variables() -> dict[str, str]:
-    """Variables of SimpleTuner's config.env that are not named like their setting, with the setting."""
+    """Variables of SimpleTuner's config.env that are not named like their setting, with the
+    setting.
+    """
     return dict(read_toml(PACKAGE, "simpletuner.toml")["environment"])
 
 
 def is_simpletuner_default(key: str, value: Any, file: File) -> bool:
-    """Whether a key of SimpleTuner has the default that it has there: its config files hold many of these."""
+    """Whether a key of SimpleTuner has the default that it has there: its config files hold many of
+    these.
+    """
     defaults = simpletuner_defaults() if file == "config" else {}
     if key not in defaults or key in removed_keys(file):
         return False

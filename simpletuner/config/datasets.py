@@ -1,6 +1,8 @@
-"""The dataset file: a JSON list of objects, one per dataset or text cache, parsed into typed values.
+"""The dataset file: a JSON list of objects, one per dataset or text cache, parsed into typed
+values.
 
-Unknown or misspelt keys and values of the wrong type become problems with the dataset's name, all reported at once.
+Unknown or misspelt keys and values of the wrong type become problems with the dataset's name, all
+reported at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ from simpletuner.config.absent import instead_of
 from simpletuner.config.foreign_files import foreign_datasets
 from simpletuner.config.json_reader import json_kind, read_json, read_text
 from simpletuner.config.load import Layer, build_group, canonical
-from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of, when
+from simpletuner.config.option import (
+    Group,
+    Option,
+    accepted,
+    common,
+    describe,
+    option,
+    options_of,
+    when,
+)
 from simpletuner.config.paths import no_file
 from simpletuner.config.remote import SOURCES, RemoteKeys, Source, SourceName
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
@@ -42,9 +53,17 @@ from simpletuner.errors import Problems, did_you_mean
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
 DatasetType = Literal[
-    "image", "video", "text_embeds", "conditioning", "eval", "image_embeds", "conditioning_image_embeds"
+    "image",
+    "video",
+    "text_embeds",
+    "conditioning",
+    "eval",
+    "image_embeds",
+    "conditioning_image_embeds",
 ]
-ConditioningType = Literal["mask", "segmentation", "reference_strict", "reference_loose", "controlnet"]
+ConditioningType = Literal[
+    "mask", "segmentation", "reference_strict", "reference_loose", "controlnet"
+]
 MASKS: tuple[ConditioningType, ...] = ("mask", "segmentation")
 
 
@@ -85,7 +104,9 @@ class VideoConfig(Group):
     frame_interval: Integer | None = option(None, ge=1)
     """Round lengths down to a multiple."""
     color_matrix: Literal["bt601", "bt709"] | None = option(None)
-    """Colour matrix of untagged clips; unset: bt709 for widths from 1280 or heights from 720, else bt601."""
+    """Colour matrix of untagged clips; unset: bt709 for widths from 1280 or heights from 720, else
+    bt601.
+    """
     reader: Literal["pyav", "decord"] = option("pyav")
     """Decoder of frames; decord neither deinterlaces nor shows transparency."""
 
@@ -120,7 +141,9 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
         return [(_positive(entry), 1.0) for entry in value]
     if not all(isinstance(entry, dict) and set(entry) == {"aspect", "weight"} for entry in value):
         raise ValueError("must hold numbers only, or objects with aspect and weight only")
-    ratios = [(_positive(entry["aspect"]), _positive(entry["weight"], or_zero=True)) for entry in value]
+    ratios = [
+        (_positive(entry["aspect"]), _positive(entry["weight"], or_zero=True)) for entry in value
+    ]
     total = sum(weight for _, weight in ratios)
     if abs(total - 1) > WEIGHT_TOLERANCE:
         raise ValueError(f"has weights that sum to {total:g}, not to 1")
@@ -140,14 +163,26 @@ Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 CACHE_KINDS = ("text_embeds", "image_embeds")
 # Keys of an entry that names a cache.
 CACHE_ENTRY = {
-    "id", "type", "dataset_type", "disabled", "default", "cache_dir", "cache_dir_vae", "compress_cache",
-    "caption_filter_list", "write_batch_size", "hash_filenames", "ignore_epochs",
-}  # fmt: skip
+    "id",
+    "type",
+    "dataset_type",
+    "disabled",
+    "default",
+    "cache_dir",
+    "cache_dir_vae",
+    "compress_cache",
+    "caption_filter_list",
+    "write_batch_size",
+    "hash_filenames",
+    "ignore_epochs",
+}
 FIXED_PROMPTS = ("instanceprompt", "instance_prompt")
 # Not declared beside the key, which is also a run-wide default, whose datasets set the other keys.
 PROMPTED = when("prepend_instance_prompt", "only_instance_prompt", caption_strategy=FIXED_PROMPTS)
 SWITCHES = {"caption_shuffle": "enable", "composite_image_config": "enabled"}  # of nested objects
-trained = partial(option, requires=when(dataset_type=("image", "video"), because="the dataset is not trained"))
+trained = partial(
+    option, requires=when(dataset_type=("image", "video"), because="the dataset is not trained")
+)
 cropped = partial(option, requires=when("crop"))
 listed = partial(option, requires=(when("crop"), when(crop_aspect=("closest", "random"))))
 
@@ -254,20 +289,26 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     caption_filter_list: Json | None = option(None)
     """Texts or regular expressions to remove from captions."""
     timestep_sampling_offset: Number = trained(0.0, ge=-100, le=100)
-    """Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner."""
+    """Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0
+    on cleaner.
+    """
     is_regularisation_data: Flag = trained(False)
     """The target is the base model's own prediction."""
     slider_strength: Number | None = trained(None, ge=-100, le=100)
     """Multiplies the LoRA's strength in this dataset's steps; 0 or unset is neutral."""
     disable_validation: Flag = option(False)
     """Do not use samples of this dataset in validation."""
-    hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")
+    hash_filenames: Json | None = accepted(
+        None, "names of entries are always hashes of what they hold"
+    )
     ignore_epochs: Json | None = accepted(None, "an epoch counts every dataset that is trained")
     conditioning_type: ConditioningType | None = option(None)
     """The role of a conditioning entry's pictures."""
     conditioning_data: TextList | None = option(None)
     """Ids of conditioning entries, paired one to one by path."""
-    source_dataset_id: Text | None = option(None, requires=when("conditioning_type", dataset_type="conditioning"))
+    source_dataset_id: Text | None = option(
+        None, requires=when("conditioning_type", dataset_type="conditioning")
+    )
     """The dataset a conditioning entry belongs to."""
     conditioning: Json | None = option(None)
     """Generate a conditioning dataset."""
@@ -278,8 +319,8 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     video: VideoConfig = option(VideoConfig())  # frozen, so all entries may share it
     """Rules for clips."""
     sana_motion_score: Number | None = option(None, ge=0, le=1000)
-    """Motion score of this dataset's captions (Sana Video), overriding the run's. A caption that already ends with a
-    score keeps it."""
+    """Motion score of this dataset's captions (Sana Video), overriding the run's. A caption that
+    already ends with a score keeps it."""
 
     @property
     def source(self) -> Source | None:
@@ -288,7 +329,9 @@ class DatasetConfig(SharedKeys, RemoteKeys):
 
     @property
     def is_conditioning(self) -> bool:
-        """Whether this is a conditioning dataset: any entry with a `conditioning_type`, whatever its dataset_type."""
+        """Whether this is a conditioning dataset: any entry with a `conditioning_type`, whatever
+        its dataset_type.
+        """
         return self.dataset_type == "conditioning" or self.conditioning_type is not None
 
     @property
@@ -298,7 +341,9 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     @property
     def holds_clips(self) -> bool:
         """Whether the files are clips: a video dataset, or an eval dataset with rules for clips."""
-        return self.dataset_type == "video" or (self.dataset_type == "eval" and self.video != VideoConfig())
+        return self.dataset_type == "video" or (
+            self.dataset_type == "eval" and self.video != VideoConfig()
+        )
 
     @property
     def is_trained(self) -> bool:
@@ -318,7 +363,10 @@ PARTS = {name: key.part for name, key in OPTIONS.items() if key.part is not None
 
 def dataset_options() -> dict[str, Option]:
     """Every key of a dataset by its nested name: `resolution`, `video.num_frames`."""
-    groups: dict[str, type[Group]] = {"": DatasetConfig, **{f"{part}.": group for part, group in PARTS.items()}}
+    groups: dict[str, type[Group]] = {
+        "": DatasetConfig,
+        **{f"{part}.": group for part, group in PARTS.items()},
+    }
     return {
         f"{prefix}{name}": replace(describe(f"{prefix}{name}", group, field), section=DATASET_FILE)
         for prefix, group in groups.items()
@@ -327,7 +375,9 @@ def dataset_options() -> dict[str, Option]:
     }
 
 
-def read_datasets(path: Path, report: Problems, *, placeholders: dict[str, str]) -> list[DatasetConfig]:
+def read_datasets(
+    path: Path, report: Problems, *, placeholders: dict[str, str]
+) -> list[DatasetConfig]:
     """The enabled entries of a dataset file.
 
     Args:
@@ -336,7 +386,9 @@ def read_datasets(path: Path, report: Problems, *, placeholders: dict[str, str])
     """
     if not path.is_file():
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
-        report.error("data_backend_config", f"the dataset file {str(path)!r} {no_file(path)}. {ways}")
+        report.error(
+            "data_backend_config", f"the dataset file {str(path)!r} {no_file(path)}. {ways}"
+        )
         return []
     fault = foreign_datasets(path, read_text(path, Problems()) or "")
     if fault:
@@ -367,7 +419,9 @@ def parse_datasets(
 
 
 def check_references(datasets: Sequence[DatasetConfig], report: Problems) -> None:
-    """Ids are unique, one text cache at most is the default, and every reference names an existing entry."""
+    """Ids are unique, one text cache at most is the default, and every reference names an existing
+    entry.
+    """
     for name, count in Counter(dataset.id for dataset in datasets).items():
         if count > 1:
             report.error(name, f"is the id of {count} datasets; ids must be unique.")
@@ -387,7 +441,10 @@ def check_references(datasets: Sequence[DatasetConfig], report: Problems) -> Non
 
 def _check_condition(dataset: DatasetConfig, report: Problems) -> None:
     if dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
-        report.error(dataset.id, "conditions itself; name it in conditioning_data of the dataset it belongs to.")
+        report.error(
+            dataset.id,
+            "conditions itself; name it in conditioning_data of the dataset it belongs to.",
+        )
     elif dataset.conditioning_data:
         message = "has no effect: this dataset itself conditions others."
         report.warn(f"{dataset.id}.conditioning_data", message)
@@ -403,7 +460,10 @@ def _check_names(
         for name in [value] if isinstance(value, str) else value:
             if name not in known:
                 choices = ", ".join(known) or "there are none"
-                message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
+                message = (
+                    f"{name!r} is not the id of such an entry "
+                    f"({choices}).{did_you_mean(name, known)}"
+                )
                 report.error(f"{dataset.id}.{key}", message)
 
 
@@ -427,10 +487,16 @@ def without_effect(written: DatasetConfig, filled: DatasetConfig, report: Proble
             report.no_effect(key, f"has no effect without {switch}: true.")
 
 
-def _why_without_effect(declared: Option, dataset_type: str, settings: Mapping[str, Any], report: Problems) -> None:
-    """The first reason why a key cannot act in an entry of this type with these settings, if there is one."""
+def _why_without_effect(
+    declared: Option, dataset_type: str, settings: Mapping[str, Any], report: Problems
+) -> None:
+    """The first reason why a key cannot act in an entry of this type with these settings, if there
+    is one.
+    """
     if dataset_type in CACHE_KINDS and declared.name not in CACHE_ENTRY:
-        report.no_effect(declared.name, f"has no effect: an entry of {dataset_type} only names a cache.")
+        report.no_effect(
+            declared.name, f"has no effect: an entry of {dataset_type} only names a cache."
+        )
         return
     requires = (PROMPTED,) if declared.name == "instance_prompt" else declared.requires
     lacking = [condition.lacking for condition in requires if not condition.holds(settings)]
@@ -473,11 +539,15 @@ def _take_foreign(keys: dict[str, Any], report: Problems) -> None:
     for key in ("type", "dataset_type"):
         word = str(keys.get(key))
         if key in keys and word not in OPTIONS[key].choices and word in instead_of("datasets"):
-            report.error(key, f"{keys.pop(key)!r} does not exist here: {instead_of('datasets')[word]}.")
+            report.error(
+                key, f"{keys.pop(key)!r} does not exist here: {instead_of('datasets')[word]}."
+            )
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry with the keys of its nested `huggingface` object at the top level, where they take precedence."""
+    """The entry with the keys of its nested `huggingface` object at the top level, where they take
+    precedence.
+    """
     inner = entry.get("huggingface")
     if not isinstance(inner, dict):
         return entry
@@ -488,7 +558,9 @@ def _check_id(name: str, number: str, where: str, report: Problems) -> None:
     """Report an id that cannot name a folder."""
     # File systems limit bytes, not characters.
     if len(name.encode()) > LONGEST_ID:
-        report.error(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
+        report.error(
+            f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it."
+        )
     if UNSAFE_ID.search(name) or name in (".", ".."):
         report.error(f"{where}.id", f"{name!r} cannot name a folder: use letters, digits, _ and -.")
 
@@ -497,7 +569,9 @@ def _place(words: Mapping[str, str], keys: dict[str, Any]) -> None:
     """Replace the placeholders in the paths of an entry, in place."""
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
-            folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: words[match.group(1)], folder[key]))
+            folder[key] = resolve_alias(
+                PLACEHOLDER.sub(lambda match: words[match.group(1)], folder[key])
+            )
 
 
 def _canonical(entry: dict[str, Any], group: type[Group], report: Problems) -> dict[str, Any]:

@@ -24,13 +24,47 @@ def parse_card(value: object) -> object:
 
 Card = Annotated[
     Literal[
-        "b200", "h200", "h100", "h100-pcie", "a100", "a30", "l40s", "l40", "pro-6000", "6000-ada", "a6000", "a5000",
-        "a4000", "a40", "5090", "5080", "5070-ti", "5070", "5060-ti", "5060", "4090", "4080", "4070-ti-super",
-        "4070-ti", "4070-super", "4070", "4060-ti", "4060", "3090", "3080-ti", "3080", "3070-ti", "3070", "3060-ti",
-        "3060", "a10", "l4", "t4",
+        "b200",
+        "h200",
+        "h100",
+        "h100-pcie",
+        "a100",
+        "a30",
+        "l40s",
+        "l40",
+        "pro-6000",
+        "6000-ada",
+        "a6000",
+        "a5000",
+        "a4000",
+        "a40",
+        "5090",
+        "5080",
+        "5070-ti",
+        "5070",
+        "5060-ti",
+        "5060",
+        "4090",
+        "4080",
+        "4070-ti-super",
+        "4070-ti",
+        "4070-super",
+        "4070",
+        "4060-ti",
+        "4060",
+        "3090",
+        "3080-ti",
+        "3080",
+        "3070-ti",
+        "3070",
+        "3060-ti",
+        "3060",
+        "a10",
+        "l4",
+        "t4",
     ],
     BeforeValidator(parse_card),
-]  # fmt: skip
+]
 
 
 class AskedDevice(Group):
@@ -57,7 +91,9 @@ HERE = AskedDevice()
 
 
 def read_asked_device(report: Problems, card: object = None, memory: object = None) -> AskedDevice:
-    """The device that a command is asked about, from the values of `--device` and `--device-memory`."""
+    """The device that a command is asked about, from the values of `--device` and
+    `--device-memory`.
+    """
     answers = {"device": card, "device_memory": memory}
     given: dict[str, Any] = {key: value for key, value in answers.items() if value is not None}
     of_flags = Problems()
@@ -68,7 +104,9 @@ def read_asked_device(report: Problems, card: object = None, memory: object = No
 
 
 def read_card_or_memory(answer: str, report: Problems) -> AskedDevice:
-    """The device in one answer: a card (`h100`, `RTX 4090`), or memory in GB (`24`), which is below 1000."""
+    """The device in one answer: a card (`h100`, `RTX 4090`), or memory in GB (`24`), which is below
+    1000.
+    """
     number = answer.upper().removesuffix("GB").strip()
     if number.replace(".", "", 1).isdecimal() and float(number) < LEAST_NAME:
         return read_asked_device(report, memory=number)

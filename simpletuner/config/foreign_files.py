@@ -1,4 +1,6 @@
-"""Config and dataset files of other trainers: recognised and explained, since their keys mean other things here."""
+"""Config and dataset files of other trainers: recognised and explained, since their keys mean other
+things here.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,29 @@ AUTHORS = {
     r"(?m)^job:\s*['\"]?extension": "ai-toolkit",
     r"(?m)^compute_environment:": "accelerate",
 }
-WAYS = "Write one with `simpletuner configure`, or let `simpletuner start FOLDER` write one for a folder of files."
+WAYS = (
+    "Write one with `simpletuner configure`, or let `simpletuner start FOLDER` write one for a "
+    "folder of files."
+)
 # What the settings of a config of ai-toolkit are called here.
 AI_TOOLKIT = (
-    "Its network.linear is lora_rank here, train.steps is max_train_steps, train.lr is learning_rate, train.batch_size "
-    "is train_batch_size, save.save_every is checkpoint_step_interval, sample.prompts is user_prompt_library, and "
-    "folder_path of its datasets is instance_data_dir in the file that data_backend_config names."
+    "Its network.linear is lora_rank here, train.steps is max_train_steps, train.lr is "
+    "learning_rate, train.batch_size is train_batch_size, save.save_every is "
+    "checkpoint_step_interval, sample.prompts is user_prompt_library, and folder_path of its "
+    "datasets is instance_data_dir in the file that data_backend_config names."
 )
 FOLDERS = ("image_directory", "video_directory", "image_dir", "path")
 DATASET_KEYS = (
-    "Its folders are instance_data_dir here, each in a dataset of its own; num_repeats n is repeats n - 1, batch_size "
-    "is train_batch_size, caption_extension .txt is caption_strategy textfile, and target_frames is video.num_frames."
+    "Its folders are instance_data_dir here, each in a dataset of its own; num_repeats n is "
+    "repeats n - 1, batch_size is train_batch_size, caption_extension .txt is caption_strategy "
+    "textfile, and target_frames is video.num_frames."
 )
 
 
 def foreign_config(path: Path, text: str) -> str:
-    """Why a file is not a config of this program, as text after its name; empty if it may be one."""
+    """Why a file is not a config of this program, as text after its name; empty if it may be
+    one.
+    """
     if path.suffix.lower() in YAML:
         keys = f" {AI_TOOLKIT}" if _author_of(text) == "ai-toolkit" else ""
         return f"is {_yaml_file(text)}; a config here is a JSON, TOML or .env file.{keys} {WAYS}"
@@ -44,7 +53,9 @@ def foreign_config(path: Path, text: str) -> str:
 
 
 def foreign_datasets(path: Path, text: str) -> str:
-    """Why a file is not a dataset file of this program, as text after its name; empty if it may be one."""
+    """Why a file is not a dataset file of this program, as text after its name; empty if it may be
+    one.
+    """
     if path.suffix.lower() in YAML:
         return f"is {_yaml_file(text)}; a dataset file here is a JSON list. {WAYS}"
     if path.suffix.lower() != ".toml":

@@ -29,24 +29,30 @@ TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 UNSET = "needs the environment variable {}, which is not set"
 LARGEST_TEXT = 1 << 28  # bytes; the captions of 100,000 files take a fifth of this
-DEEPEST_NESTING = 100  # levels; functions that walk through settings need up to three of Python's 1000 frames a level
+# levels; functions that walk through settings need up to three of Python's 1000 frames a level
+DEEPEST_NESTING = 100
 Pairs = list[tuple[str, Any]]
 Stored = TypeVar("Stored")
 
 
 def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
-    """The content of a JSON file written by this program; None if it is missing, damaged or of another type."""
+    """The content of a JSON file written by this program; None if it is missing, damaged or of
+    another type.
+    """
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def read_json(path: Path, report: Problems, kind: type | UnionType = object, needed: str = "") -> Any:
+def read_json(
+    path: Path, report: Problems, kind: type | UnionType = object, needed: str = ""
+) -> Any:
     """Read a JSON file; returns None after a problem, which has file, line and column.
 
-    A comma before a closing bracket is accepted with a warning, since published examples contain some. A key that
-    occurs twice in an object with different values is a problem; the last value is kept, so that checks continue.
+    A comma before a closing bracket is accepted with a warning, since published examples contain
+    some. A key that occurs twice in an object with different values is a problem; the last value is
+    kept, so that checks continue.
 
     Args:
         kind, needed: required type of the value, and its name in messages.
@@ -59,7 +65,9 @@ def read_json(path: Path, report: Problems, kind: type | UnionType = object, nee
     notes = Problems()  # about what is left out below, if the rest can be read
     if repaired != text:
         line = _first_difference(text, repaired)
-        notes.warn(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.")
+        notes.warn(
+            str(path), f"has a comma before a closing bracket (line {line}); it was ignored."
+        )
 
     # `dict` would also keep the last value, but silently.
     def keep_last(pairs: Pairs) -> dict[str, Any]:
@@ -125,7 +133,9 @@ def read_toml(package: str, name: str) -> dict[str, Any]:
 
 
 def unfit_to_read(status: os.stat_result, most: int) -> str:
-    """Why a file must not be read whole, or an empty text: a pipe would block, a device may never end."""
+    """Why a file must not be read whole, or an empty text: a pipe would block, a device may never
+    end.
+    """
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file but a folder, a pipe, a socket or a device"
     return f"has {status.st_size:,} bytes; the limit is {most:,}" if status.st_size > most else ""
@@ -135,7 +145,8 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or holds what nothing could work with; the message continues the text's name.
+        ValueError: it is not JSON, or holds what nothing could work with; the message continues the
+            text's name.
     """
     try:
         value = json.loads(text, object_pairs_hook=object_of)
@@ -145,7 +156,10 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
             raise RecursionError("nested too deeply")
     except json.JSONDecodeError as error:
         raise ValueError(json_fault(error)) from None
-    except (ValueError, RecursionError) as error:  # deep nesting, or a number of more than 4300 digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # deep nesting, or a number of more than 4300 digits
         raise ValueError(f"cannot be used: {error}") from None
     return value
 
@@ -154,7 +168,11 @@ def _is_deep(value: Any) -> bool:
     """Whether a parsed value has more than `DEEPEST_NESTING` levels."""
     level = [value]
     for _ in range(DEEPEST_NESTING):
-        inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        inner = [
+            part.values() if isinstance(part, dict) else part
+            for part in level
+            if isinstance(part, dict | list)
+        ]
         level = [*chain.from_iterable(inner)]
     return bool(level)
 
@@ -192,10 +210,12 @@ def _cause_of(error: json.JSONDecodeError) -> str:
 def expand_environment(
     value: Any, where: str, report: Problems, *, secret: bool = False, keep_unset: bool = False
 ) -> Any:
-    """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem.
+    """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a
+    problem.
 
     Args:
-        secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
+        secret: hide the variables' values in all output. Variables whose names look like secrets
+            are always hidden.
         keep_unset: leave references to unset variables for `check_unset`.
     """
 
@@ -221,7 +241,9 @@ def expand_environment(
 
 
 def check_unset(settings: Iterable[tuple[str, Any]], report: Problems, *, fatal: bool) -> None:
-    """Report unset variables in settings that are needed only for sending; fatal if something will be sent."""
+    """Report unset variables in settings that are needed only for sending; fatal if something will
+    be sent.
+    """
     for key, value in settings:
         for name in dict.fromkeys(ENVIRONMENT_REFERENCE.findall(repr(value))):
             if fatal:
@@ -231,7 +253,9 @@ def check_unset(settings: Iterable[tuple[str, Any]], report: Problems, *, fatal:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two spellings have the same meaning: 20 and "20", true and "True", 1e-4 and 0.0001."""
+    """Whether two spellings have the same meaning: 20 and "20", true and "True", 1e-4 and
+    0.0001.
+    """
     if left == right:
         return True
     if isinstance(left, dict | list) or isinstance(right, dict | list):

@@ -1,7 +1,8 @@
 """Resolves layers of raw keys and values into a checked `RunConfig`.
 
-A layer is one source of settings: family defaults, config.env, config.json, the command line. `resolve` merges the
-layers, records the origin of every value and collects all problems, with pydantic's messages reworded for users.
+A layer is one source of settings: family defaults, config.env, config.json, the command line.
+`resolve` merges the layers, records the origin of every value and collects all problems, with
+pydantic's messages reworded for users.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from simpletuner.redaction import hide_secrets
 # Sections whose values are needed only when something is sent.
 SENDING = ("Publishing", "Webhooks")
 MOST_GUESSED = 50  # unknown keys that get a suggestion, each of which takes 3 ms
-LONGEST_SHOWN = 120  # characters of a wrong value, so that a pasted object does not bury the message
-# What keys call the dtypes of PyTorch: the first name that a key accepts. mixed_precision no means float32.
+LONGEST_SHOWN = (
+    120  # characters of a wrong value, so that a pasted object does not bury the message
+)
+# What keys call the dtypes of PyTorch: the first name that a key accepts. mixed_precision no means
+# float32.
 DTYPES = {
     "float32": ("fp32", "no"),
     "fp32": ("no",),
@@ -37,15 +41,18 @@ DTYPES = {
 }
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Expected types by pydantic error type, since pydantic's messages name Python types.
-EXPECTED = {"list_type": "a list", **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "an object")}
+EXPECTED = {
+    "list_type": "a list",
+    **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "an object"),
+}
 
 
 @dataclass(frozen=True)
 class Layer:
     """Raw settings from one source.
 
-    `label` names the source in the plan. `last_wins` is for the command line, where a repeated key is a correction, not
-    a mistake.
+    `label` names the source in the plan. `last_wins` is for the command line, where a repeated key
+    is a correction, not a mistake.
     """
 
     label: str
@@ -54,7 +61,10 @@ class Layer:
 
 
 def resolve(
-    layers: Sequence[Layer], report: Problems, defaults: Mapping[str, Any] = NOTHING, fixed: Mapping[str, Any] = NOTHING
+    layers: Sequence[Layer],
+    report: Problems,
+    defaults: Mapping[str, Any] = NOTHING,
+    fixed: Mapping[str, Any] = NOTHING,
 ) -> schema.RunConfig:
     """Merge the layers, later ones overriding earlier ones, and build the config.
 
@@ -67,7 +77,10 @@ def resolve(
     values, origins = _merge(layers, defaults, report)
     for name, value in fixed.items():
         if name in values and not same_value(values[name], value):
-            report.warn(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
+            report.warn(
+                name,
+                f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})",
+            )
         values[name] = value
         origins[name] = schema.FAMILY_FIXED
     # Separate from problems whose messages already name their layer.
@@ -79,13 +92,17 @@ def resolve(
 
     built = {group: build(group) for group in schema.all_groups()}
     groups = {attribute: built[group] for attribute, group in schema.GROUPS.items()}
-    techniques = schema.TechniqueOptions({group: built[group] for group in schema.technique_groups()})
+    techniques = schema.TechniqueOptions(
+        {group: built[group] for group in schema.technique_groups()}
+    )
     families = schema.FamilyOptions({group: built[group] for group in schema.family_groups()})
     for problem in invalid:
         report.append(_with_origin(problem, origins))
     origins = {name: origins.get(name, "default") for name in schema.all_options()}
     # `GROUPS` is read from RunConfig's annotations, so the names match; mypy cannot infer that.
-    return schema.RunConfig(**cast(Any, groups), techniques=techniques, family=families, origins=origins)
+    return schema.RunConfig(
+        **cast(Any, groups), techniques=techniques, family=families, origins=origins
+    )
 
 
 def _merge(
@@ -108,8 +125,12 @@ def _merge(
     return values, origins
 
 
-def build_group(group: type[schema.GroupType], values: Mapping[str, Any], report: Problems) -> schema.GroupType:
-    """Build a group; invalid values are reported and replaced, so that the rest can be checked too."""
+def build_group(
+    group: type[schema.GroupType], values: Mapping[str, Any], report: Problems
+) -> schema.GroupType:
+    """Build a group; invalid values are reported and replaced, so that the rest can be checked
+    too.
+    """
     try:
         return group.model_validate(values)
     except ValidationError as error:
@@ -120,7 +141,8 @@ def build_group(group: type[schema.GroupType], values: Mapping[str, Any], report
 def canonical(
     layer: Layer, report: Problems, names: Mapping[str, Option] | None = None, file: File = "config"
 ) -> dict[str, Any]:
-    """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset.
+    """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None
+    for unset.
 
     Args:
         names: the known keys, by default those of config.json.
@@ -130,7 +152,8 @@ def canonical(
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     source = f" ({layer.label})" if layer.label else ""
-    # Before any message can quote a value, including that of an unknown key. Numbered, since keys may repeat.
+    # Before any message can quote a value, including that of an unknown key. Numbered, since keys
+    # may repeat.
     hide_secrets({f"{number}.{written}": raw for number, (written, raw) in enumerate(layer.values)})
     unknown_keys = 0
     for written, raw in layer.values:
@@ -140,16 +163,23 @@ def canonical(
             if is_simpletuner_default(lowered, raw, file):
                 continue
             unknown_keys += 1
-            problem = absent_key_problem(written, lowered, raw, source, file, is_typed=layer.last_wins)
+            problem = absent_key_problem(
+                written, lowered, raw, source, file, is_typed=layer.last_wins
+            )
             if problem is None:
                 guesses = names if unknown_keys <= MOST_GUESSED else ()
-                problem = Problem(written, f"{unknown_key(lowered, guesses)}{source}", remedy={written: None})
+                problem = Problem(
+                    written, f"{unknown_key(lowered, guesses)}{source}", remedy={written: None}
+                )
             report.append(problem)
             continue
-        name, option = names[key].name, names[key]
+        name = names[key].name
+        option = names[key]
         # Planning works without these variables; `check_unset` warns.
         keep = option.section in SENDING
-        value = expand_environment(raw, name, report, secret=option.may_hold_secret, keep_unset=keep)
+        value = expand_environment(
+            raw, name, report, secret=option.may_hold_secret, keep_unset=keep
+        )
         if value == "":  # an empty resume_from_checkpoint requests a new run; unset means latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
@@ -157,10 +187,13 @@ def canonical(
             values[name] = None if layer.last_wins else values.get(name)
             continue
         if values.get(name) is not None and not same_value(values[name], value):
-            message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."
+            message = (
+                f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."
+            )
             note = " The last one is used." if layer.last_wins else ""
             report.append(Problem(name, message + note, fatal=not layer.last_wins))
-        values[name], spelled[name] = value, written
+        values[name] = value
+        spelled[name] = written
     return values
 
 
@@ -183,11 +216,13 @@ def _report_invalid(error: ValidationError, model: type[Group], report: Problems
         report.error(path, _sentence(details, path, model), kind=kind)
 
 
-def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: type[Group]) -> dict[str, Any]:
+def with_stand_ins(
+    values: Mapping[str, Any], error: ValidationError, model: type[Group]
+) -> dict[str, Any]:
     """Replace invalid values, so that the model can be built and the rest checked.
 
-    A misspelt word becomes the nearest allowed word. A required key that is missing or invalid gets the first allowed
-    word or an empty text. Any other invalid key falls back to its default.
+    A misspelt word becomes the nearest allowed word. A required key that is missing or invalid gets
+    the first allowed word or an empty text. Any other invalid key falls back to its default.
     """
     # The caller reports the invalid values.
     result = dict(values)
@@ -212,21 +247,27 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """The message for an unknown key, with the nearest known key.
 
-    Long names resemble each other through shared words (`deepspeed_config`, `tread_config`), so the guess must also
-    start alike, unless they differ in only one or two letters.
+    Long names resemble each other through shared words (`deepspeed_config`, `tread_config`), so the
+    guess must also start alike, unless they differ in only one or two letters.
     """
     guess = nearest(key, known)
-    meant = guess is not None and (guess[:2] == key[:2] or nearest(key, [guess], cutoff=0.85) is not None)
+    meant = guess is not None and (
+        guess[:2] == key[:2] or nearest(key, [guess], cutoff=0.85) is not None
+    )
     return f"is not a known key.{did_you_mean(key, [guess]) if guess and meant else ''}"
 
 
 def _key_path(details: ErrorDetails) -> str:
-    """`video.num_frames` or `instance_prompt[1]`, without pydantic's names for the members of a union."""
+    """`video.num_frames` or `instance_prompt[1]`, without pydantic's names for the members of a
+    union.
+    """
     path = ""
     for part in details["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier():  # members of a union have names such as function-before[parse_text(), str]
+        elif (
+            part.isidentifier()
+        ):  # members of a union have names such as function-before[parse_text(), str]
             path += f".{part}" if path else part
     return path
 
@@ -252,7 +293,9 @@ def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
         return f"{shown} is out of range; it must be {LIMITS[limit]} {context[limit]:.10g}."
     if kind == "value_error":
         return f"{shown} {context['error']}."
-    return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
+    return (
+        f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
+    )
 
 
 def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
@@ -276,7 +319,10 @@ def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
 def _allowed(details: ErrorDetails) -> list[str]:
     """The words of a `literal_error`."""
     # pydantic's form: 'a', 'b' or 'c'.
-    return [word.strip("' ") for word in str(details.get("ctx", {})["expected"]).replace(" or ", ", ").split(",")]
+    return [
+        word.strip("' ")
+        for word in str(details.get("ctx", {})["expected"]).replace(" or ", ", ").split(",")
+    ]
 
 
 def _known_keys(model: type[Group]) -> list[str]:

@@ -20,26 +20,40 @@ class LoraConfig(Group):
     requires = when(model_type="lora", because="model_type full trains every weight and no LoRA")
 
     lora_rank: Integer = ranked(16, ge=1, common=True)
-    """Rank of the update matrices. For lokr, half the larger factor or more trains that factor in full."""
+    """Rank of the update matrices. For lokr, half the larger factor or more trains that factor in
+    full.
+    """
     lora_alpha: Number | None = ranked(None, gt=0, le=1e6, default_note="the rank", common=True)
     """Scale is alpha / rank."""
     lora_dropout: Number = common(
-        0.0, ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
+        0.0,
+        ge=0,
+        lt=1,
+        requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True),
     )
     """Dropout before the update."""
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = standard(
         "default",
         aliases=("lora_initialisation_style",),
-        refused={"loftq": "is not supported: it replaces the base with a quantised one; use default"},
+        refused={
+            "loftq": "is not supported: it replaces the base with a quantised one; use default"
+        },
     )
-    """default and gaussian leave the model unchanged at step 0; other values change the base, which must be fp32."""
+    """default and gaussian leave the model unchanged at step 0; other values change the base, which
+    must be fp32.
+    """
     lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common("standard")
-    """Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or the algorithm in lycoris_config. Every
-    kind is also published as a LoRA, see docs/ADAPTERS.md."""
+    """Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or the algorithm in
+    lycoris_config. Every kind is also published as a LoRA, see docs/ADAPTERS.md."""
     lokr_factor: Integer = option(
-        -1, ge=-1, requires=when(lora_type="lokr"), refused={0: "is no size of a matrix; it must be -1, or 1 and more"}
+        -1,
+        ge=-1,
+        requires=when(lora_type="lokr"),
+        refused={0: "is no size of a matrix; it must be -1, or 1 and more"},
     )
-    """lokr: size of the smaller factor, a divisor of the layers' widths; -1: near their square root."""
+    """lokr: size of the smaller factor, a divisor of the layers' widths; -1: near their square
+    root.
+    """
     lycoris_config: PathText | None = option(None, requires=when(lora_type="lycoris"))
     """Settings file of LyCORIS, JSON with algo, multiplier, and linear_dim or full_matrix."""
     # Energy: the sum of the squared singular values of a layer's update.
@@ -57,27 +71,47 @@ class LoraConfig(Group):
             when(optimizer="prodigy", because="it finds one rate for all groups"),
         ),
     )
-    """LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is typical."""
-    peft_lora_target_modules: Json | None = ranked(None, default_note="the family's attention projections")
+    """LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is
+    typical.
+    """
+    peft_lora_target_modules: Json | None = ranked(
+        None, default_note="the family's attention projections"
+    )
     """Layers that get a LoRA: a JSON list of names, the path of such a list, or `all-linear`."""
-    slider_lora_target: Flag = ranked(False, excludes=when("peft_lora_target_modules", because="both choose layers"))
+    slider_lora_target: Flag = ranked(
+        False, excludes=when("peft_lora_target_modules", because="both choose layers")
+    )
     """For sliders: train only the self-attention of the visual blocks, not the text layers."""
     use_dora: Flag = option(
         False,
         requires=when(lora_type="standard", because="LyCORIS has dora_wd", fatal=True),
-        excludes=when(lora_init_type=("olora", "pissa"), because="the saved difference has no DoRA form"),
+        excludes=when(
+            lora_init_type=("olora", "pissa"), because="the saved difference has no DoRA form"
+        ),
     )
     """Decompose weights into magnitude and direction (DoRA)."""
     lora_format: Literal["diffusers", "comfyui"] = option("diffusers")
-    """Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both."""
+    """Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads
+    both.
+    """
     init_lora: PathText | None = common(
         None,
         requires=(
-            when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
-            when(lora_type="standard", because="it is a LoRA; resume others from a checkpoint", fatal=True),
+            when(
+                model_type="lora",
+                because="model_type full trains every weight and no LoRA",
+                fatal=True,
+            ),
+            when(
+                lora_type="standard",
+                because="it is a LoRA; resume others from a checkpoint",
+                fatal=True,
+            ),
         ),
     )
-    """LoRA to start from: a file, a folder, or `repo[:file]` on the hub; Kandinsky's official LoRAs work too."""
+    """LoRA to start from: a file, a folder, or `repo[:file]` on the hub; Kandinsky's official LoRAs
+    work too.
+    """
     init_lora_step: Integer = option(0, ge=0, requires=when("init_lora"))
     """Step number of that LoRA."""
 
@@ -91,7 +125,9 @@ class LoraConfig(Group):
     @property
     def kind(self) -> str:
         """The name of the kind of adapter."""
-        return {"standard": "LoRA", "lokr": "LoKr", "loha": "LoHa", "lycoris": "LyCORIS"}[self.lora_type]
+        return {"standard": "LoRA", "lokr": "LoKr", "loha": "LoHa", "lycoris": "LyCORIS"}[
+            self.lora_type
+        ]
 
     @property
     def alpha(self) -> float:

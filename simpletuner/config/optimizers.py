@@ -13,7 +13,14 @@ from typing import Literal
 
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.precision import BITSANDBYTES, TORCHAO, PrecisionConfig, transformer_dtype
-from simpletuner.config.schema import CHOSEN, LEARNING_RATES, OptimizerConfig, OptimizerName, RunConfig, all_options
+from simpletuner.config.schema import (
+    CHOSEN,
+    LEARNING_RATES,
+    OptimizerConfig,
+    OptimizerName,
+    RunConfig,
+    all_options,
+)
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.types import parse_flag, parse_number
 from simpletuner.errors import Problems, did_you_mean
@@ -22,11 +29,12 @@ PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
 SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
 # The type of the default determines how the user's text is parsed.
 OptimizerValue = bool | int | float
-# loop: weight by weight; foreach: one operation at a time on all weights; fused: all weights in one kernel; triton: one
-# kernel per weight.
+# loop: weight by weight; foreach: one operation at a time on all weights; fused: all weights in one
+# kernel; triton: one kernel per weight.
 UpdateKernel = Literal["loop", "foreach", "fused", "triton"]
-# `triton` launches once per weight, `foreach` some hundred times in all but with four times the memory traffic. From
-# this size on, the extra traffic takes a GPU (1 TB/s) longer than a launch takes the host (20 µs).
+# `triton` launches once per weight, `foreach` some hundred times in all but with four times the
+# memory traffic. From this size on, the extra traffic takes a GPU (1 TB/s) longer than a launch
+# takes the host (20 µs).
 LARGE_WEIGHT = 1 << 18
 MANY_WEIGHTS = 64  # below this, one launch per weight is fewer than `foreach` needs
 
@@ -37,21 +45,25 @@ class OptimizerSpec:
 
     Attributes:
         factory: `module:Class`.
-        settings: numbers that `optimizer_config` may set, with our defaults; `beta1`, `beta2`, `beta3` become `betas`.
+        settings: numbers that `optimizer_config` may set, with our defaults; `beta1`, `beta2`,
+            `beta3` become `betas`.
         is_adam: uses the `adam_*` keys if they are set.
-        keeps_bf16: trains bf16 weights without losing small updates (bf16 has 8 significant bits, so a plain update of
-            less than about 1/500 of a weight is rounded away): by Kahan summation, or by stochastic rounding if
-            `rounds_randomly`.
+        keeps_bf16: trains bf16 weights without losing small updates (bf16 has 8 significant bits,
+            so a plain update of less than about 1/500 of a weight is rounded away): by Kahan
+            summation, or by stochastic rounding if `rounds_randomly`.
         constants: arguments that users cannot set.
         schedule_free: replaces the learning rate schedule after the warm-up.
         package: required optional package, if any.
-        moments: number of state tensors as large as the trained weights, without the Kahan compensation.
+        moments: number of state tensors as large as the trained weights, without the Kahan
+            compensation.
         moment_bytes: bytes per number in the moments; None: as in the weight.
-        element_wise: updates every number independently with torch operations, so that the processes of a sharded run
-            can update their shards.
+        element_wise: updates every number independently with torch operations, so that the
+            processes of a sharded run can update their shards.
         per_weight: updates every weight independently of the gradients of other weights.
-        lasting: settings that the saved state is built on, so that a resumed run cannot change them.
-        kernels: implementations for `update_kernel` besides the loop; if empty, the library chooses.
+        lasting: settings that the saved state is built on, so that a resumed run cannot change
+            them.
+        kernels: implementations for `update_kernel` besides the loop; if empty, the library
+            chooses.
         temporaries: tensors as large as all trained weights that a `foreach` update allocates.
     """
 
@@ -78,7 +90,13 @@ ADAMW: Settings = ADAM | {"weight_decay": 0.01}
 AMSGRAD: Settings = ADAMW | {"amsgrad": False}
 NADAM: Settings = ADAM | {"momentum_decay": 0.004, "decoupled_weight_decay": False}
 ADAGRAD: Settings = {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}
-RMSPROP: Settings = {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}
+RMSPROP: Settings = {
+    "alpha": 0.99,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "momentum": 0.0,
+    "centered": False,
+}
 SGD: Settings = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 LION: Settings = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
 # optimi's default betas and eps: a second moment over about 100 steps, which suits short runs.
@@ -90,33 +108,50 @@ ADAN: Settings = OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99}
 # r weights late steps in the average, weight_lr_power steps with a high rate.
 AVERAGED: Settings = ADAMW | {"r": 0.0, "weight_lr_power": 2.0}
 MUON: Settings = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW}
-ESTIMATING: Settings = {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False}
+ESTIMATING: Settings = {
+    "d0": 1e-6,
+    "d_coef": 1.0,
+    "use_bias_correction": False,
+    "safeguard_warmup": False,
+}
 
-# Common arguments by library. torch's other fused updates lose momentum that some weights do not have yet, or do not
-# exist for every GPU.
-_torch_adam = partial(OptimizerSpec, is_adam=True, kernels=("fused",), temporaries=1, lasting=("amsgrad",))
+# Common arguments by library. torch's other fused updates lose momentum that some weights do not
+# have yet, or do not exist for every GPU.
+_torch_adam = partial(
+    OptimizerSpec, is_adam=True, kernels=("fused",), temporaries=1, lasting=("amsgrad",)
+)
 _torch = partial(OptimizerSpec, kernels=("foreach",), temporaries=1)
 _optimi = partial(OptimizerSpec, keeps_bf16=True, kernels=("triton", "foreach"))
 _optimi_adam = partial(_optimi, is_adam=True)
-_random = partial(OptimizerSpec, keeps_bf16=True, rounds_randomly=True, constants={"bf16_stochastic_round": True})
+_random = partial(
+    OptimizerSpec, keeps_bf16=True, rounds_randomly=True, constants={"bf16_stochastic_round": True}
+)
 # State is quantised in blocks, which would differ in a shard of a weight.
 _torchao = partial(_random, settings=ADAMW, is_adam=True, package=TORCHAO, element_wise=False)
 # The trained weights lie between two sequences, at a place given by beta1.
 _averaging = partial(
-    OptimizerSpec, is_adam=True, schedule_free=True, per_weight=False, temporaries=1, lasting=("beta1",)
+    OptimizerSpec,
+    is_adam=True,
+    schedule_free=True,
+    per_weight=False,
+    temporaries=1,
+    lasting=("beta1",),
 )
 _schedule_free = partial(_averaging, "schedulefree:AdamWScheduleFree", package=SCHEDULE_FREE)
 _whole_weights = partial(OptimizerSpec, element_wise=False, per_weight=False)
 _bitsandbytes = partial(_whole_weights, package=BITSANDBYTES, moments=1)
 
-DECAYING = "simpletuner.training.own_optimizers"  # optimi's classes with a second moment that decays in bf16
+# optimi's classes with a second moment that decays in bf16
+DECAYING = "simpletuner.training.own_optimizers"
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw_bf16": _optimi_adam(f"{DECAYING}:AdamW", ADAMW | {"eps": 1e-6}),
     "adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
     "torch-adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
     "torch-adam": _torch_adam("torch.optim:Adam", ADAM | {"amsgrad": False}),
     "torch-nadam": _torch("torch.optim:NAdam", NADAM, is_adam=True, temporaries=2),
-    "torch-radam": _torch("torch.optim:RAdam", ADAM | {"decoupled_weight_decay": False}, is_adam=True),
+    "torch-radam": _torch(
+        "torch.optim:RAdam", ADAM | {"decoupled_weight_decay": False}, is_adam=True
+    ),
     "torch-adagrad": _torch(
         "torch.optim:Adagrad",
         ADAGRAD | {"initial_accumulator_value": 0.0},
@@ -124,14 +159,20 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         temporaries=2,
         lasting=("initial_accumulator_value",),
     ),
-    "torch-rmsprop": _torch("torch.optim:RMSprop", RMSPROP, moments=1, temporaries=2, lasting=("momentum", "centered")),
+    "torch-rmsprop": _torch(
+        "torch.optim:RMSprop", RMSPROP, moments=1, temporaries=2, lasting=("momentum", "centered")
+    ),
     "torch-sgd": _torch("torch.optim:SGD", SGD, moments=0),
     "optimi-adamw": _optimi_adam(f"{DECAYING}:AdamW", OPTIMI),
-    # Limits an update by the mean square of the whole weight, so every kernel but Triton's synchronises per weight.
-    "optimi-stableadamw": _optimi_adam(f"{DECAYING}:StableAdamW", OPTIMI, element_wise=False, kernels=("triton",)),
+    # Limits an update by the mean square of the whole weight, so every kernel but Triton's
+    # synchronises per weight.
+    "optimi-stableadamw": _optimi_adam(
+        f"{DECAYING}:StableAdamW", OPTIMI, element_wise=False, kernels=("triton",)
+    ),
     "optimi-lion": _optimi("optimi:Lion", LION, moments=1, temporaries=1),
     "optimi-radam": _optimi_adam(f"{DECAYING}:RAdam", COUPLED),
-    # Slow weights are averaged without Kahan summation and replace the fast weights, so bf16 would lose updates.
+    # Slow weights are averaged without Kahan summation and replace the fast weights, so bf16 would
+    # lose updates.
     "optimi-ranger": _optimi_adam(f"{DECAYING}:Ranger", RANGER, moments=3, keeps_bf16=False),
     # The only optimi optimizer with Kahan summation off by default.
     "optimi-adan": _optimi_adam(f"{DECAYING}:Adan", ADAN, moments=4, constants={"kahan_sum": True}),
@@ -160,23 +201,34 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         moments=4,
         lasting=("beta1", "d0"),
     ),
-    "bnb-adamw8bit": _bitsandbytes("bitsandbytes.optim:AdamW8bit", ADAMW, is_adam=True, moments=2, moment_bytes=1.0),
+    "bnb-adamw8bit": _bitsandbytes(
+        "bitsandbytes.optim:AdamW8bit", ADAMW, is_adam=True, moments=2, moment_bytes=1.0
+    ),
     "bnb-adamw": _bitsandbytes("bitsandbytes.optim:AdamW", ADAMW, is_adam=True, moments=2),
     "bnb-lion8bit": _bitsandbytes("bitsandbytes.optim:Lion8bit", LION, moment_bytes=1.0),
     "bnb-lion": _bitsandbytes("bitsandbytes.optim:Lion", LION),
     "bnb-adagrad8bit": _bitsandbytes("bitsandbytes.optim:Adagrad8bit", ADAGRAD, moment_bytes=1.0),
     # Without momentum, SGD8bit has no state to quantise and raises an error.
-    "bnb-sgd8bit": _bitsandbytes("bitsandbytes.optim:SGD8bit", SGD | {"momentum": 0.9}, moment_bytes=1.0),
+    "bnb-sgd8bit": _bitsandbytes(
+        "bitsandbytes.optim:SGD8bit", SGD | {"momentum": 0.9}, moment_bytes=1.0
+    ),
 }
 
 BETAS = ("beta1", "beta2", "beta3")
-ADAM_KEYS = {"adam_beta1": "beta1", "adam_beta2": "beta2", "adam_weight_decay": "weight_decay", "adam_epsilon": "eps"}
+ADAM_KEYS = {
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_weight_decay": "weight_decay",
+    "adam_epsilon": "eps",
+}
 PAIR = {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"}
 
-# bf16 has 8 significant bits: a relative change below half the spacing of its numbers, 2**-9 to 2**-8, is rounded away.
+# bf16 has 8 significant bits: a relative change below half the spacing of its numbers, 2**-9 to
+# 2**-8, is rounded away.
 LOST_IN_BF16 = 2**-8
 
-# Prodigy multiplies its estimate by the learning rate; a usual rate such as 1e-4 would stop learning.
+# Prodigy multiplies its estimate by the learning rate; a usual rate such as 1e-4 would stop
+# learning.
 PRODIGY_LOWEST_RATE = 0.1
 
 
@@ -188,7 +240,14 @@ def optimizer_name(config: OptimizerConfig, mixed_precision: str) -> OptimizerNa
 
 
 def update_kernel(
-    name: OptimizerName, device: str, weights: int, numbers: int, *, sharded: bool, triton: bool, widened: bool = False
+    name: OptimizerName,
+    device: str,
+    weights: int,
+    numbers: int,
+    *,
+    sharded: bool,
+    triton: bool,
+    widened: bool = False,
 ) -> UpdateKernel | None:
     """The update implementation of a new run; None leaves the choice to the library.
 
@@ -199,7 +258,8 @@ def update_kernel(
         weights, numbers: number of trained tensors, and of their elements.
         sharded: every process holds only a shard of each weight.
         triton: whether Triton kernels can run.
-        widened: the second moment is wider than the weights; Triton kernels would round it to their dtype.
+        widened: the second moment is wider than the weights; Triton kernels would round it to their
+            dtype.
     """
     kernels = OPTIMIZERS[name].kernels
     if not kernels:
@@ -215,17 +275,24 @@ def update_kernel(
 
 
 def is_lost_in_bf16(beta: float) -> bool:
-    """Whether a bf16 number times beta may round to itself, so that a moving average with this decay only grows."""
+    """Whether a bf16 number times beta may round to itself, so that a moving average with this
+    decay only grows.
+    """
     return 1 - beta < LOST_IN_BF16
 
 
 def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
-    """Whether the second moment of bf16 weights is kept in float32 (`training.own_optimizers.DecayingSquares`)."""
-    name, settings = optimizer_name(config, mixed_precision), optimizer_settings(config, mixed_precision)
+    """Whether the second moment of bf16 weights is kept in float32
+    (`training.own_optimizers.DecayingSquares`).
+    """
+    name = optimizer_name(config, mixed_precision)
+    settings = optimizer_settings(config, mixed_precision)
     spec = OPTIMIZERS[name]
     betas = [float(settings[beta]) for beta in BETAS if beta in settings]
     # The last beta is that of the squares, also for Adan's three.
-    return spec.is_adam and spec.keeps_bf16 and not spec.rounds_randomly and is_lost_in_bf16(betas[-1])
+    return (
+        spec.is_adam and spec.keeps_bf16 and not spec.rounds_randomly and is_lost_in_bf16(betas[-1])
+    )
 
 
 def learning_rate(config: OptimizerConfig, model_type: str) -> float:
@@ -234,9 +301,16 @@ def learning_rate(config: OptimizerConfig, model_type: str) -> float:
 
 
 def peak_learning_rate(config: RunConfig) -> float:
-    """The peak rate after `lr_scale` (times the samples of a step) or `lr_scale_sqrt` (times their square root)."""
-    rate, schedule = learning_rate(config.optimizer, config.model.model_type), config.schedule
-    samples = config.launch.data_processes * schedule.gradient_accumulation_steps * schedule.train_batch_size
+    """The peak rate after `lr_scale` (times the samples of a step) or `lr_scale_sqrt` (times their
+    square root).
+    """
+    rate = learning_rate(config.optimizer, config.model.model_type)
+    schedule = config.schedule
+    samples = (
+        config.launch.data_processes
+        * schedule.gradient_accumulation_steps
+        * schedule.train_batch_size
+    )
     if config.optimizer.lr_scale:
         return rate * samples
     return rate * math.sqrt(samples) if config.optimizer.lr_scale_sqrt else rate
@@ -245,11 +319,15 @@ def peak_learning_rate(config: RunConfig) -> float:
 def trained_precision(config: OptimizerConfig, precision: PrecisionConfig) -> str:
     """The dtype of trained weights: bf16 if the optimizer compensates for rounding, else fp32."""
     name = optimizer_name(config, precision.mixed_precision)
-    return "bf16" if transformer_dtype(precision) == "bf16" and OPTIMIZERS[name].keeps_bf16 else "fp32"
+    return (
+        "bf16" if transformer_dtype(precision) == "bf16" and OPTIMIZERS[name].keeps_bf16 else "fp32"
+    )
 
 
 def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, OptimizerValue]:
-    """The optimizer's settings: defaults, overridden by adam_* keys, the pair of betas, then optimizer_config."""
+    """The optimizer's settings: defaults, overridden by adam_* keys, the pair of betas, then
+    optimizer_config.
+    """
     spec = OPTIMIZERS[optimizer_name(config, mixed_precision)]
     settings = dict(spec.settings)
     if spec.is_adam:
@@ -264,16 +342,24 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str, report: Probl
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
     if name == "adamw_bf16" and mixed_precision != "bf16":
-        report.error("optimizer", f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw.")
+        report.error(
+            "optimizer",
+            f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw.",
+        )
     _overrides(config, spec, report)
     _check_numbers(config, name, spec, report)
     if spec.package is not None:
         check_installed(spec.package, "optimizer", name, report)
     if config.optimizer_release_gradients and not spec.per_weight:
-        message = f"cannot be combined with optimizer {name!r}: it may not update each weight independently. Use"
+        message = (
+            f"cannot be combined with optimizer {name!r}: it may not update each weight "
+            "independently. Use"
+        )
         report.error("optimizer_release_gradients", f"{message} an AdamW such as adamw_bf16.")
     if spec.rounds_randomly and not has_compiler():
-        report.error("optimizer", f"{name!r} needs a C compiler such as gcc: torchao compiles its update.")
+        report.error(
+            "optimizer", f"{name!r} needs a C compiler such as gcc: torchao compiles its update."
+        )
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
@@ -289,8 +375,12 @@ def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
     )
 
 
-def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec, report: Problems) -> None:
-    """Report betas without their pair, keys that the optimizer lacks, and schedules that it replaces."""
+def _check_numbers(
+    config: OptimizerConfig, name: str, spec: OptimizerSpec, report: Problems
+) -> None:
+    """Report betas without their pair, keys that the optimizer lacks, and schedules that it
+    replaces.
+    """
     if (config.optimizer_beta1 is None) != (config.optimizer_beta2 is None):
         report.error("optimizer_beta1", "and optimizer_beta2 must be given together.")
     unused = [*(() if spec.is_adam else ADAM_KEYS), *(() if "beta1" in spec.settings else PAIR)]
@@ -298,9 +388,15 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec, repo
         report.no_effect(key, f"has no effect on the optimizer {name!r}.")
     # An unset rate counts too: its default of 1e-4 is just as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
-        report.warn("learning_rate", "prodigy finds the rate and multiplies it by this one, which should be 1.")
+        report.warn(
+            "learning_rate",
+            "prodigy finds the rate and multiplies it by this one, which should be 1.",
+        )
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
-        report.warn("lr_scheduler", f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up.")
+        report.warn(
+            "lr_scheduler",
+            f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up.",
+        )
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:
@@ -309,7 +405,9 @@ def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, Optimizer
     return {setting: values[key] for key, setting in keys.items() if values[key] is not None}
 
 
-def _overrides(config: OptimizerConfig, spec: OptimizerSpec, report: Problems) -> dict[str, OptimizerValue]:
+def _overrides(
+    config: OptimizerConfig, spec: OptimizerSpec, report: Problems
+) -> dict[str, OptimizerValue]:
     """The valid settings in `optimizer_config`; reports the others."""
     values: dict[str, OptimizerValue] = {}
     for part in (config.optimizer_config or "").split(","):
@@ -321,7 +419,10 @@ def _overrides(config: OptimizerConfig, spec: OptimizerSpec, report: Problems) -
                 report.error("optimizer_config", f"{key}={text!r} {error}.")
         elif key or equals:  # not after a trailing comma
             allowed = ", ".join(spec.settings)
-            message = f"unknown setting {key!r}; this optimizer takes {allowed}.{did_you_mean(key, spec.settings)}"
+            message = (
+                f"unknown setting {key!r}; this optimizer takes "
+                f"{allowed}.{did_you_mean(key, spec.settings)}"
+            )
             report.error("optimizer_config", message)
     return values
 

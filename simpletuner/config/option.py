@@ -1,8 +1,9 @@
-"""How a key is declared: `option()`, what it requires and excludes, and the `Option` that help and checks read.
+"""How a key is declared: `option()`, what it requires and excludes, and the `Option` that help and
+checks read.
 
-An attribute of a group declares a key once: the annotation is its type, `option()` sets its default, limits and
-conditions, and the docstring below is its help. The command line, `--help`, the wizard, the reference page and the
-loader all read this declaration.
+An attribute of a group declares a key once: the annotation is its type, `option()` sets its
+default, limits and conditions, and the docstring below is its help. The command line, `--help`, the
+wizard, the reference page and the loader all read this declaration.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pydantic_core import PydanticUndefined
 
 from simpletuner.errors import Problems
 
-# Above any sensible number of steps, weights or pixels: catches typos that would cost days or gigabytes.
+# Above any sensible number of steps, weights or pixels: catches typos that would cost days or
+# gigabytes.
 LARGEST_NUMBER = 1_000_000_000
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 JSON_OR_FILE = "JSON or file"  # form of keys that also accept the path of a JSON file
@@ -34,7 +36,8 @@ JSON_OR_FILE = "JSON or file"  # form of keys that also accept the path of a JSO
 
 @dataclass(frozen=True)
 class When:
-    """A condition on the settings: one of these keys has one of its values, or is on if no values are listed.
+    """A condition on the settings: one of these keys has one of its values, or is on if no values
+    are listed.
 
     Attributes:
         keys: allowed values by key; no values means anything but false, 0 and unset.
@@ -55,11 +58,16 @@ class When:
 
     def holds(self, settings: Mapping[str, Any]) -> bool:
         """Whether the settings, by key, meet the condition."""
-        met = (settings[key] in values if values else bool(settings[key]) for key, values in self.keys.items())
+        met = (
+            settings[key] in values if values else bool(settings[key])
+            for key, values in self.keys.items()
+        )
         return any(met) != self.negated and (self.also is None or self.also.holds(settings))
 
     def __str__(self) -> str:
-        return _either([f"{key} {_either([*map(str, values)])}".strip() for key, values in self.keys.items()])
+        return _either(
+            [f"{key} {_either([*map(str, values)])}".strip() for key, values in self.keys.items()]
+        )
 
     @property
     def stated(self) -> str:
@@ -70,7 +78,9 @@ class When:
 
     def shown(self, settings: Mapping[str, Any]) -> str:
         """The keys with their values in these settings."""
-        return " and ".join(f"{key} {settings[key]}" if values else key for key, values in self.keys.items())
+        return " and ".join(
+            f"{key} {settings[key]}" if values else key for key, values in self.keys.items()
+        )
 
     @functools.cached_property  # read for hundreds of keys whenever a setting changes
     def lacking(self) -> str:
@@ -92,7 +102,9 @@ def _either(words: Sequence[str]) -> str:
 
 def when(*keys: str, because: str = "", fatal: bool = False, **values: object) -> When:
     """One of the keys is on or has its value, which may be a tuple of values; see `When`."""
-    of_keys = {key: value if isinstance(value, tuple) else (value,) for key, value in values.items()}
+    of_keys = {
+        key: value if isinstance(value, tuple) else (value,) for key, value in values.items()
+    }
     return When({**dict.fromkeys(keys, ()), **of_keys}, negated=False, because=because, fatal=fatal)
 
 
@@ -133,11 +145,13 @@ class OptionWords(TypedDict, total=False):
     """The arguments of `option` besides the default.
 
     Attributes:
-        ge, gt, le, lt: limits of a number; with a lower limit, the upper limit defaults to `LARGEST_NUMBER`.
+        ge, gt, le, lt: limits of a number; with a lower limit, the upper limit defaults to
+            `LARGEST_NUMBER`.
         aliases: other spellings of the key.
         default_note: the default on the reference page, if it depends on other settings.
         form: the type on the reference page, if the written type differs from the parsed type.
-        requires: conditions without which the key has no effect; they replace the group's conditions on the same keys.
+        requires: conditions without which the key has no effect; they replace the group's
+            conditions on the same keys.
         excludes: conditions under which the key must not be on.
         refused, remarks: values that are an error, or get a warning, with the message.
         label: the name on the page, if the words of the key are not enough.
@@ -171,9 +185,14 @@ def option(default: Any = ..., **words: Unpack[OptionWords]) -> Any:
     for rule in extra.keys() & {"requires", "excludes"}:
         # A single condition may be written without its tuple.
         extra[rule] = (extra[rule],) if isinstance(extra[rule], When) else extra[rule]
-    # No default upper limit without a lower one: numbers such as Sana's motion score are not amounts.
-    checked = limits if not limits or limits.keys() & {"le", "lt"} else {**limits, "le": LARGEST_NUMBER}
-    extra["limits"] = {name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER}  # inf is no limit
+    # No default upper limit without a lower one: numbers such as Sana's motion score are not
+    # amounts.
+    checked = (
+        limits if not limits or limits.keys() & {"le", "lt"} else {**limits, "le": LARGEST_NUMBER}
+    )
+    extra["limits"] = {
+        name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER
+    }  # inf is no limit
     # pydantic stores the rest in json_schema_extra; `describe` reads it back.
     return Field(default, json_schema_extra=extra, **checked)
 
@@ -198,7 +217,9 @@ def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
     for group in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for attribute, below in itertools.pairwise(group.body):
             match attribute, below:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(
+                    value=ast.Constant(value=str(text))
+                ):
                     docstrings[group.name, name] = inspect.cleandoc(text).replace("\n", " ")
     return docstrings
 
@@ -227,10 +248,14 @@ class Option:
 
     @property
     def help(self) -> str:
-        """One or two sentences: the docstring of the key, or the reason why it is accepted without effect."""
+        """One or two sentences: the docstring of the key, or the reason why it is accepted without
+        effect.
+        """
         attribute = self.name.rpartition(".")[2]  # of `video.num_frames`
         for owner in self.group.__mro__:
-            if issubclass(owner, Group) and (text := _docstrings(owner.__module__).get((owner.__name__, attribute))):
+            if issubclass(owner, Group) and (
+                text := _docstrings(owner.__module__).get((owner.__name__, attribute))
+            ):
                 return text
         return f"Accepted; {self.requires[0].because}."
 
@@ -246,7 +271,9 @@ class Option:
         if self.form:
             return self.form
         if self.choices:
-            return " \\| ".join(f"`{word}`" for word in self.choices)  # a bare | would end the cell of a Markdown table
+            return " \\| ".join(
+                f"`{word}`" for word in self.choices
+            )  # a bare | would end the cell of a Markdown table
         base = _strip_optional(self.annotation)
         names = {bool: "true/false", int: "integer", float: "number", str: "text"}
         if get_origin(base) is list:
@@ -274,14 +301,17 @@ class Option:
         return all(condition.holds(settings) for condition in self.requires)
 
     def conflicts(self, settings: Mapping[str, Any], report: Problems) -> None:
-        """Report settings that exclude the key, if it is on, and the refusal or remark for its value."""
+        """Report settings that exclude the key, if it is on, and the refusal or remark for its
+        value.
+        """
         value = settings[self.name]
         is_on = bool(value) and value != self.default
         if is_on:  # a key that is off, or at its default, excludes nothing
             self._check_excluded(value, settings, report)
         if not self.has_effect(settings):
             return
-        # Asked only of keys with such words: the values of others, such as lists, cannot be looked up.
+        # Asked only of keys with such words: the values of others, such as lists, cannot be looked
+        # up.
         if self.refused and value in self.refused:
             report.error(self.name, f"{value!r} {self.refused[value]}.")
         if self.remarks and value in self.remarks:
@@ -308,7 +338,9 @@ class Option:
 
     @property
     def part(self) -> type[Group] | None:
-        """The group of an object's keys, for a key such as `video` of a dataset; None for plain values."""
+        """The group of an object's keys, for a key such as `video` of a dataset; None for plain
+        values.
+        """
         base = _strip_optional(self.annotation)
         return base if isinstance(base, type) and issubclass(base, Group) else None
 
@@ -327,7 +359,8 @@ def as_written(value: Any) -> str:
 def describe(name: str, group: type[Group], info: FieldInfo) -> Option:
     """The `Option` for a group's field declared with `option()`."""
     words: dict[str, Any] = dict(cast(Any, info.json_schema_extra))
-    # A group's switch does not require itself, and a key's condition on the switch replaces that of the group.
+    # A group's switch does not require itself, and a key's condition on the switch replaces that of
+    # the group.
     named = {name}.union(*(condition.keys for condition in words.get("requires", ())))
     if group.requires and not named & group.requires.keys.keys():
         words["requires"] = (group.requires, *words.get("requires", ()))
@@ -338,7 +371,9 @@ def describe(name: str, group: type[Group], info: FieldInfo) -> Option:
         default=None if info.default is PydanticUndefined else info.default,
         required=info.is_required(),
         annotation=info.annotation,
-        parsers=tuple(rule.func for rule in _constraints(info) if isinstance(rule, BeforeValidator)),
+        parsers=tuple(
+            rule.func for rule in _constraints(info) if isinstance(rule, BeforeValidator)
+        ),
         **words,
     )
 
@@ -389,17 +424,24 @@ class Package:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module such as `flash_attn.cute` is installed. Imports nothing, since most packages import torch."""
+    """Whether a module such as `flash_attn.cute` is installed. Imports nothing, since most packages
+    import torch.
+    """
     parent, _, child = module.partition(".")
     spec = importlib.util.find_spec(parent)
     if spec is None or not child:
         return spec is not None
     # `importlib.util.find_spec` would import the parent of a submodule.
-    return importlib.machinery.PathFinder.find_spec(module, spec.submodule_search_locations) is not None
+    return (
+        importlib.machinery.PathFinder.find_spec(module, spec.submodule_search_locations)
+        is not None
+    )
 
 
 def check_installed(package: Package, key: str, value: str, report: Problems) -> None:
     """Report a value whose package is not installed."""
     if not is_installed(package.module):
         name = re.split("[<>=]", package.requirement)[0]
-        report.error(key, f"{value!r} needs the package {name}, which is not installed: {package.install}")
+        report.error(
+            key, f"{value!r} needs the package {name}, which is not installed: {package.install}"
+        )

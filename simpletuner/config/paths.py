@@ -30,5 +30,7 @@ def similar_path(path: Path, pattern: str = "*") -> str:
         pattern: of the names to consider; `*/` means folders.
     """
     # Names alone: paths with the same long parent would all be similar.
-    guess = nearest(path.name, sorted(each.name for each in path.parent.glob(pattern) if each.exists()))
+    guess = nearest(
+        path.name, sorted(each.name for each in path.parent.glob(pattern) if each.exists())
+    )
     return f" Did you mean {str(path.parent / guess)!r}?" if guess else ""

@@ -20,14 +20,33 @@ if TYPE_CHECKING:  # schema imports this module
 BITSANDBYTES = Package("bitsandbytes", "bitsandbytes>=0.46,<0.51")
 TORCHAO = Package("torchao", "torchao>=0.18,<0.19")
 Precision = Literal[
-    "no_change", "bf16", "fp32",
-    "int8", "int4", "int2", "fp8", "fp8uz",
-    "int8-quanto", "int4-quanto", "int2-quanto", "fp8-quanto", "fp8uz-quanto",
-    "int8-torchao", "int8dq-torchao", "int4-torchao", "fp8-torchao",
-    "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
-]  # fmt: skip
+    "no_change",
+    "bf16",
+    "fp32",
+    "int8",
+    "int4",
+    "int2",
+    "fp8",
+    "fp8uz",
+    "int8-quanto",
+    "int4-quanto",
+    "int2-quanto",
+    "fp8-quanto",
+    "fp8uz-quanto",
+    "int8-torchao",
+    "int8dq-torchao",
+    "int4-torchao",
+    "fp8-torchao",
+    "nf4-bnb",
+    "int8-sdnq",
+    "uint8-sdnq",
+    "int4-sdnq",
+    "uint4-sdnq",
+]
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
-Attention = Literal["diffusers", "flex", "flash-attn-2", "flash-attn-3", "flash-attn-4", "xformers", "sageattention"]
+Attention = Literal[
+    "diffusers", "flex", "flash-attn-2", "flash-attn-3", "flash-attn-4", "xformers", "sageattention"
+]
 Library = Literal["quanto", "torchao", "bnb"]
 recomputed = partial(option, requires=when("gradient_checkpointing"))
 # Unsupported names of other trainers, and their replacements.
@@ -56,47 +75,70 @@ class PrecisionConfig(Group):
         "no_change",
         excludes=when(
             model_type="full",
-            because="a quantised model cannot be trained in full; use model_type lora, or bf16 and offload auto",
+            because=(
+                "a quantised model cannot be trained in full; use model_type lora, or bf16 and "
+                "offload auto"
+            ),
         )
         & unless(base_model_precision=PLAIN_PRECISIONS),
         common=True,
     )
-    """Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; all other values quantise its
-    linear layers, for LoRA only. Names without a library use optimum-quanto."""
+    """Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; all other
+    values quantise its linear layers, for LoRA only. Names without a library use optimum-quanto."""
     quantized_matmul: Flag = option(
         False,
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
-        excludes=when(model_type="full", because="it multiplies frozen weights, and it has none; leave it out"),
+        excludes=when(
+            model_type="full", because="it multiplies frozen weights, and it has none; leave it out"
+        ),
     )
-    """Multiply by the quantised weights of int8-quanto or fp8-quanto without unpacking them; activations and gradients
-    are rounded to the same type. Gradients differ by a percent or more; a run prints the error."""
-    text_encoder_1_precision: Precision = quantised("no_change", label="First Text Encoder Precision", common=True)
+    """Multiply by the quantised weights of int8-quanto or fp8-quanto without unpacking them;
+    activations and gradients are rounded to the same type. Gradients differ by a percent or more; a
+    run prints the error."""
+    text_encoder_1_precision: Precision = quantised(
+        "no_change", label="First Text Encoder Precision", common=True
+    )
     """Precision of the first text encoder, with the same choices; part of the cache identity."""
-    text_encoder_2_precision: Precision = quantised("no_change", label="Second Text Encoder Precision")
+    text_encoder_2_precision: Precision = quantised(
+        "no_change", label="Second Text Encoder Precision"
+    )
     """Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."""
     base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
         None,
         default_note="as mixed_precision: bf16",
-        requires=unless(base_model_precision=PLAIN_PRECISIONS, because="the base model is not quantised"),
+        requires=unless(
+            base_model_precision=PLAIN_PRECISIONS, because="the base model is not quantised"
+        ),
     )
     """Compute dtype of a quantised model, and dtype of its unquantised weights."""
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option("cpu")
-    """Device that quantises; same results. accelerator moves one block at a time to the device, pipeline one layer."""
+    """Device that quantises; same results. accelerator moves one block at a time to the device,
+    pipeline one layer.
+    """
     gradient_checkpointing: Flag = common(True)
     """Recompute block activations in the backward pass; same gradients."""
-    gradient_checkpointing_interval: Integer | None = recomputed(None, ge=1, default_note="all blocks")
+    gradient_checkpointing_interval: Integer | None = recomputed(
+        None, ge=1, default_note="all blocks"
+    )
     """Recompute only every n-th block."""
     gradient_checkpointing_kept_blocks: Integer = recomputed(0, ge=0)
     """Number of recomputed blocks, evenly spaced, that keep their activations instead."""
     attention_mechanism: Attention = common(
         "diffusers",
         refused={"sageattention": "has no backward pass and cannot train; use diffusers"},
-        remarks={"flex": "is for block-sparse attention; dense attention uses torch's kernel, as with diffusers"},
+        remarks={
+            "flex": (
+                "is for block-sparse attention; dense attention uses torch's kernel, as with "
+                "diffusers"
+            )
+        },
     )
-    """Kernel of dense self-attention; diffusers uses torch's flash attention. All other kernels need their package;
-    flash-attn-3 needs an H100, flash-attn-4 an H100 or B200."""
+    """Kernel of dense self-attention; diffusers uses torch's flash attention. All other kernels
+    need their package; flash-attn-3 needs an H100, flash-attn-4 an H100 or B200."""
     disable_tf32: Flag = option(False)
-    """Disable TF32 for float32 matmuls on a GPU. A float32 VAE and modulation layers never use TF32."""
+    """Disable TF32 for float32 matmuls on a GPU. A float32 VAE and modulation layers never use
+    TF32.
+    """
 
     @property
     def checkpoint_interval(self) -> int | None:
@@ -142,8 +184,8 @@ class Quantisation:
         return self.bits / 8 + self.shared / self.group
 
 
-# Turing (7.5) has the first int8 tensor cores, Ada (8.9) the first for float8. Below 8 bits, quanto stores a 16-bit
-# scale and shift per group, bitsandbytes a float32 scale.
+# Turing (7.5) has the first int8 tensor cores, Ada (8.9) the first for float8. Below 8 bits, quanto
+# stores a 16-bit scale and shift per group, bitsandbytes a float32 scale.
 QUANTISATIONS = {
     each.name: each
     for each in (
@@ -154,18 +196,27 @@ QUANTISATIONS = {
         Quantisation("fp8uz-quanto", "quanto", "qfloat8_e4m3fnuz", 8),
         Quantisation("int8-torchao", "torchao", "Int8WeightOnlyConfig", 8, TORCHAO),
         Quantisation(
-            "int8dq-torchao", "torchao", "Int8DynamicActivationInt8WeightConfig", 8, TORCHAO,
-            multiplies=(7, 5), always=True,
+            "int8dq-torchao",
+            "torchao",
+            "Int8DynamicActivationInt8WeightConfig",
+            8,
+            TORCHAO,
+            multiplies=(7, 5),
+            always=True,
         ),
         Quantisation("fp8-torchao", "torchao", "Float8WeightOnlyConfig", 8, TORCHAO),
         Quantisation("nf4-bnb", "bnb", "nf4", 4, BITSANDBYTES, shared=4, group=64),
     )
-}  # fmt: skip
-UNPACKED = "int8-torchao"  # as int8dq-torchao, but the weights are unpacked, which every device supports
+}
+UNPACKED = (
+    "int8-torchao"  # as int8dq-torchao, but the weights are unpacked, which every device supports
+)
 
 
 def quantisation(name: str) -> Quantisation | None:
-    """The quantisation that a precision key selects; None for plain dtypes. A bare name means optimum-quanto."""
+    """The quantisation that a precision key selects; None for plain dtypes. A bare name means
+    optimum-quanto.
+    """
     # no_change, bf16 and fp32 become names that are not in the table, such as bf16-quanto.
     return QUANTISATIONS.get(name if "-" in name else f"{name}-quanto")
 
@@ -179,11 +230,22 @@ def quantised_bytes(name: str) -> float:
 def check_products(config: PrecisionConfig, report: Problems) -> None:
     """Report weights that `quantized_matmul` cannot multiply as stored."""
     stored = quantisation(config.base_model_precision)
-    if not config.quantized_matmul or (stored is not None and stored.multiplies and not stored.always):
+    if not config.quantized_matmul or (
+        stored is not None and stored.multiplies and not stored.always
+    ):
         return
-    allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always)
-    message = f"multiplies weights stored as {allowed}, not {config.base_model_precision!r}: {_why_not(stored)}."
-    advice = "Leave it out." if stored is not None else "Leave it out, or set base_model_precision int8-quanto."
+    allowed = ", ".join(
+        name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always
+    )
+    message = (
+        f"multiplies weights stored as {allowed}, not {config.base_model_precision!r}: "
+        f"{_why_not(stored)}."
+    )
+    advice = (
+        "Leave it out."
+        if stored is not None
+        else "Leave it out, or set base_model_precision int8-quanto."
+    )
     report.error("quantized_matmul", f"{message} {advice}")
 
 
@@ -195,18 +257,30 @@ def _why_not(stored: Quantisation | None) -> str:
         return "it multiplies in int8 without this key"
     if stored.library == "torchao":
         return "torchao computes its own products"
-    return "GPUs multiply another float8" if stored.bits == 8 else "below 8 bits, scales change within a row"
+    return (
+        "GPUs multiply another float8"
+        if stored.bits == 8
+        else "below 8 bits, scales change within a row"
+    )
 
 
 def multiplied(config: PrecisionConfig) -> dict[str, Quantisation]:
-    """Quantisations whose weights are multiplied without unpacking, by the key that selects them."""
+    """Quantisations whose weights are multiplied without unpacking, by the key that selects
+    them.
+    """
     names = config.model_dump(include=set(PRECISION_KEYS))
-    always = {key: stored for key, name in names.items() if (stored := quantisation(name)) and stored.always}
+    always = {
+        key: stored
+        for key, name in names.items()
+        if (stored := quantisation(name)) and stored.always
+    }
     base = quantisation(config.base_model_precision) if config.quantized_matmul else None
     return always | ({} if base is None else {"quantized_matmul": base})
 
 
-def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None, report: Problems) -> None:
+def check_capability(
+    config: PrecisionConfig, capability: tuple[int, int] | None, report: Problems
+) -> None:
     """Report weights that the GPU cannot multiply as stored.
 
     Args:
@@ -225,9 +299,15 @@ def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
     if stored.always:
         return f"Use {UNPACKED}."
     # (99, 0) is above any GPU.
-    can = (name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability)
+    can = (
+        name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability
+    )
     others = " or ".join(name for name in can if not QUANTISATIONS[name].always)
-    return f"Set base_model_precision {others}, or quantized_matmul false." if others else "Set quantized_matmul false."
+    return (
+        f"Set base_model_precision {others}, or quantized_matmul false."
+        if others
+        else "Set quantized_matmul false."
+    )
 
 
 def check_packages(config: PrecisionConfig, report: Problems) -> None:
@@ -238,7 +318,9 @@ def check_packages(config: PrecisionConfig, report: Problems) -> None:
 
 
 def text_encoder_dtype(precision: PrecisionConfig) -> str:
-    """bf16 or fp32. A float32 run encodes in float32; fp16 overflows in Qwen2.5-VL, so bf16 is used instead."""
+    """bf16 or fp32. A float32 run encodes in float32; fp16 overflows in Qwen2.5-VL, so bf16 is used
+    instead.
+    """
     if precision.text_encoder_1_precision in ("bf16", "fp32"):
         return precision.text_encoder_1_precision
     return "fp32" if precision.mixed_precision == "no" else "bf16"
@@ -270,14 +352,20 @@ def transformer_dtype(precision: PrecisionConfig) -> str:
     """
     if precision.base_model_precision in ("bf16", "fp32"):
         return precision.base_model_precision
-    if precision.base_model_default_dtype is not None and precision.base_model_precision not in PLAIN_PRECISIONS:
+    if (
+        precision.base_model_default_dtype is not None
+        and precision.base_model_precision not in PLAIN_PRECISIONS
+    ):
         return precision.base_model_default_dtype
     return "fp32" if precision.mixed_precision == "no" else precision.mixed_precision
 
 
-def compute_dtypes(precision: PrecisionConfig, caching: CachingConfig, encoders: int) -> dict[str, str]:
+def compute_dtypes(
+    precision: PrecisionConfig, caching: CachingConfig, encoders: int
+) -> dict[str, str]:
     """Compute dtypes of the transformer, the VAE and `encoders` text encoders."""
-    text, stored = text_encoder_dtype(precision), text_encoder_storage(precision, encoders)
+    text = text_encoder_dtype(precision)
+    stored = text_encoder_storage(precision, encoders)
     return {
         "mixed_precision.compute": transformer_dtype(precision),
         "text_encoder_1_precision": text if stored == "no_change" else f"{stored} in {text}",

@@ -14,9 +14,16 @@ from simpletuner.config.types import Flag, Text, TextList, Texts
 from simpletuner.errors import Problems, did_you_mean
 from simpletuner.redaction import REFERENCE
 
-PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
+PLACEHOLDERS = (
+    "local_checkpoint_path",
+    "remote_checkpoint_path",
+    "global_step",
+    "tracker_run_name",
+)
 # The hub's rule: at most 96 characters, neither `--` nor `..` inside, neither - nor . at the ends.
-REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
+REPOSITORY = re.compile(
+    r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII
+)
 
 on_hub = partial(option, requires=when("push_to_hub"))
 
@@ -41,13 +48,15 @@ class PublishConfig(Group):
     model_card_trigger: TextList | None = option(None)
     """Trigger words of the subject, for the model card and the header of weight files."""
     modelspec_comment: Texts | None = option(None)
-    """Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, `{current_epoch}` and
-    `{timestamp}` expand."""
+    """Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`,
+    `{current_epoch}` and `{timestamp}` expand."""
     post_checkpoint_script: Text | None = option(None)
-    """Program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, `{global_step}` and
-    `{tracker_run_name}` expand."""
+    """Program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`,
+    `{global_step}` and `{tracker_run_name}` expand."""
     post_upload_script: Text | None = on_hub(None)
-    """Program to run after each upload; also expands `{remote_checkpoint_path}`, the address of the upload."""
+    """Program to run after each upload; also expands `{remote_checkpoint_path}`, the address of the
+    upload.
+    """
 
     @property
     def trigger(self) -> str:
@@ -83,12 +92,17 @@ def _check_hub(name: str | None, project: str, report: Problems) -> None:
 
     # A reference `{env:NAME}` is expanded on upload.
     if not (REPOSITORY.fullmatch(repository_name(name or project)) or REFERENCE.search(name or "")):
-        key, rule = "hub_model_id" if name else "tracker_project_name", "letters, digits, '-', '_' and '.'"
-        report.error(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
+        key = "hub_model_id" if name else "tracker_project_name"
+        rule = "letters, digits, '-', '_' and '.'"
+        report.error(
+            key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora."
+        )
     if constants.HF_HUB_OFFLINE:
         report.error("push_to_hub", "HF_HUB_OFFLINE is set, so nothing can be uploaded.")
     elif get_token() is None:
-        report.error("push_to_hub", "not logged in to the hub: run `hf auth login`, or set HF_TOKEN.")
+        report.error(
+            "push_to_hub", "not logged in to the hub: run `hf auth login`, or set HF_TOKEN."
+        )
 
 
 def _check_script(key: str, script: str | None, known: Sequence[str], report: Problems) -> None:

@@ -11,9 +11,10 @@ from simpletuner.config.schema import OptimizerConfig
 def learning_rate_at(step: int, config: OptimizerConfig, base_lr: float, total_steps: int) -> float:
     """The learning rate of one optimizer step.
 
-    A warm-up of w steps is linear: its first step has base_lr / w (no step is wasted at 0), step w has base_lr. From
-    there, the scheduler runs over the remaining steps and reaches its end in the last step. Without a warm-up, the
-    first step has the full rate. A warm-up at least as long as the run leaves no room for the scheduler.
+    A warm-up of w steps is linear: its first step has base_lr / w (no step is wasted at 0), step w
+    has base_lr. From there, the scheduler runs over the remaining steps and reaches its end in the
+    last step. Without a warm-up, the first step has the full rate. A warm-up at least as long as
+    the run leaves no room for the scheduler.
 
     Args:
         step: number of earlier optimizer steps. Steps past the end keep the last rate.

@@ -14,7 +14,8 @@ LAST_WITH = "0.1.0"
 
 
 def without_removed(settings: Mapping[str, Any], record: str, report: Problems) -> dict[str, Any]:
-    """Recorded settings without those that are gone; one warning names all that asked for something.
+    """Recorded settings without those that are gone; one warning names all that asked for
+    something.
 
     Args:
         record: the file, for the warning. A checkpoint records every key, also those that were off.

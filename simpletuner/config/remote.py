@@ -1,4 +1,6 @@
-"""Types of datasets whose files are not in a folder: their keys and rules, and a table of all of them."""
+"""Types of datasets whose files are not in a folder: their keys and rules, and a table of all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +92,8 @@ class HubKeys(Group):
     """Crops one picture out of several side by side."""
 
 
-# The types of datasets whose files are not in a folder. A type is also the caption_strategy of the captions that come
-# with its files.
+# The types of datasets whose files are not in a folder. A type is also the caption_strategy of the
+# captions that come with its files.
 SourceName = Literal["csv", "huggingface"]
 
 
@@ -101,14 +103,18 @@ class RemoteKeys(HubKeys, TableKeys):
 
 @dataclass(frozen=True)
 class Source:
-    """What a `type` of datasets needs whose files are not in a folder; `annexes/remote` lists and downloads them.
+    """What a `type` of datasets needs whose files are not in a folder; `annexes/remote` lists and
+    downloads them.
 
     Attributes:
         keys: the keys that only this type has.
-        lister: the function that lists its files, as `module:function`; it is imported when a dataset has the type.
+        lister: the function that lists its files, as `module:function`; it is imported when a
+            dataset has the type.
         required: those that must be set.
-        folders: keys that may name the folder of downloads, the first that is set before the others.
-        unpaired: why its files have no partners in another dataset, worded to follow the type; empty if they can.
+        folders: keys that may name the folder of downloads, the first that is set before the
+            others.
+        unpaired: why its files have no partners in another dataset, worded to follow the type;
+            empty if they can.
     """
 
     keys: type[Group]
@@ -129,7 +135,10 @@ class HubSource(Source):
             report.error("streaming", "is not possible: buckets need the sizes of all files.")
         composite = keys.get("composite_image_config")
         if composite is not None and composite.select_index >= composite.image_count:
-            message = f"{composite.select_index} is beyond image_count {composite.image_count}, counted from 0."
+            message = (
+                f"{composite.select_index} is beyond image_count {composite.image_count}, "
+                "counted from 0."
+            )
             report.error("composite_image_config.select_index", message)
 
 
@@ -167,9 +176,14 @@ def check_source(name: str, keys: Mapping[str, Any], report: Problems) -> None:
             continue
         needed = " and ".join(other.required)
         for key in sorted(other.keys.model_fields.keys() & keys.keys()):
-            message = f"is for type {other_name}, which needs {needed}, too; the type is {name}. Leave it out."
+            message = (
+                f"is for type {other_name}, which needs {needed}, too; the type is {name}. "
+                "Leave it out."
+            )
             report.error(key, message)
     if source is not None:
         if keys.get("instance_data_dir"):
-            report.error("instance_data_dir", f"is for type local; with type {name} files are downloaded.")
+            report.error(
+                "instance_data_dir", f"is for type local; with type {name} files are downloaded."
+            )
         source.check(keys, report)

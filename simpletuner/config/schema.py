@@ -1,8 +1,10 @@
-"""Keys of config.json, grouped by the component that uses them, and all groups together: `RunConfig`.
+"""Keys of config.json, grouped by the component that uses them, and all groups together:
+`RunConfig`.
 
-A class is the config group of one component and a section of the reference page. Options of a model family live in
-`models/*/options.py` and those of a technique in `config/techniques/`; `family_groups` and `technique_groups` add them
-to this schema. A family's defaults, which override these, live in `models/*/spec.py`.
+A class is the config group of one component and a section of the reference page. Options of a model
+family live in `models/*/options.py` and those of a technique in `config/techniques/`;
+`family_groups` and `technique_groups` add them to this schema. A family's defaults, which override
+these, live in `models/*/spec.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from pydantic import BeforeValidator
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.loss import LossConfig
-from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, option, options_of, unless, when
+from simpletuner.config.option import (
+    Group,
+    Option,
+    TechniqueGroup,
+    accepted,
+    common,
+    option,
+    options_of,
+    unless,
+    when,
+)
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
@@ -46,7 +58,7 @@ from simpletuner.config.webhooks import WebhookConfig
 
 CaptionStrategy = Literal[
     "textfile", "filename", "metadata", "instanceprompt", "instance_prompt", "parquet", SourceName
-]  # fmt: skip
+]
 # Choices that look like numbers may be written as numbers.
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
 
@@ -58,26 +70,62 @@ MOST_SHOTS = 1000  # previews per prompt in one validation
 SHORTEST_CAPTION = 16  # tokens; a shorter limit would cut nearly every caption
 NOISE_LEVELS = 1000  # timesteps of the models; the highest is pure noise
 # Not sine, which returns to learning_rate.
-DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
+DECAYING_SCHEDULERS = (
+    "linear",
+    "cosine",
+    "cosine_with_warmup",
+    "cosine_with_restarts",
+    "polynomial",
+)
 
 Scheduler = Literal[
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_warmup",
+    "cosine_with_restarts",
+    "polynomial",
     "sine",
-]  # fmt: skip
+]
 OptimizerName = Literal[
-    "adamw_bf16", "adamw",
-    "torch-adamw", "torch-adam", "torch-nadam", "torch-radam", "torch-adagrad", "torch-rmsprop", "torch-sgd",
-    "optimi-adamw", "optimi-stableadamw", "optimi-lion", "optimi-radam", "optimi-ranger", "optimi-adan",
-    "optimi-adam", "optimi-sgd",
-    "ao-adamw8bit", "ao-adamw4bit",
-    "adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan",
-    "muon", "prodigy",
-    "bnb-adamw8bit", "bnb-adamw", "bnb-lion8bit", "bnb-lion", "bnb-adagrad8bit", "bnb-sgd8bit",
-]  # fmt: skip
+    "adamw_bf16",
+    "adamw",
+    "torch-adamw",
+    "torch-adam",
+    "torch-nadam",
+    "torch-radam",
+    "torch-adagrad",
+    "torch-rmsprop",
+    "torch-sgd",
+    "optimi-adamw",
+    "optimi-stableadamw",
+    "optimi-lion",
+    "optimi-radam",
+    "optimi-ranger",
+    "optimi-adan",
+    "optimi-adam",
+    "optimi-sgd",
+    "ao-adamw8bit",
+    "ao-adamw4bit",
+    "adamw_schedulefree",
+    "adamw_schedulefree+aggressive",
+    "adamw_schedulefree+no_kahan",
+    "muon",
+    "prodigy",
+    "bnb-adamw8bit",
+    "bnb-adamw",
+    "bnb-lion8bit",
+    "bnb-lion",
+    "bnb-adagrad8bit",
+    "bnb-sgd8bit",
+]
 
 
 of_family = partial(common, None, default_note="of the family")
-previewed = partial(option, requires=unless("validation_disable"))  # keys that act only while previews are rendered
+previewed = partial(
+    option, requires=unless("validation_disable")
+)  # keys that act only while previews are rendered
 
 
 class ModelConfig(Group):
@@ -85,19 +133,25 @@ class ModelConfig(Group):
 
     model_type: Literal["lora", "full"] = common(
         ...,
-        refused=dict.fromkeys(("lokr", "lycoris"), "is a kind of LoRA: set model_type lora, and the kind as lora_type"),
+        refused=dict.fromkeys(
+            ("lokr", "lycoris"), "is a kind of LoRA: set model_type lora, and the kind as lora_type"
+        ),
     )
     """What is trained: a LoRA on the frozen model, or every weight of the transformer."""
     model_family: Text = common(...)
-    """Model family: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p clips). `_` for
-    `-` and any letter case are accepted."""
-    model_flavour: Text | None = common(None, aliases=("model_flavor",), default_note="the family's first")
+    """Model family: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo
+    (480p clips). `_` for `-` and any letter case are accepted."""
+    model_flavour: Text | None = common(
+        None, aliases=("model_flavor",), default_note="the family's first"
+    )
     """Checkpoint of the family."""
     pretrained_model_name_or_path: PathText | None = common(None, default_note="of the flavour")
     """Hub id or folder of a diffusers checkpoint; overrides the flavour."""
     pretrained_vae_model_name_or_path: PathText | None = option(None, default_note="the model path")
     """Hub id or folder of the VAE."""
-    pretrained_transformer_model_name_or_path: PathText | None = option(None, default_note="the model path")
+    pretrained_transformer_model_name_or_path: PathText | None = option(
+        None, default_note="the model path"
+    )
     """Hub id or folder of the transformer."""
     pretrained_transformer_subfolder: PathText = option("transformer")
     """Folder of the transformer within that path."""
@@ -126,15 +180,16 @@ class RunOptions(Group):
     """The dataset file."""
     # A seed is not a quantity, so LARGEST_NUMBER does not apply.
     seed: Integer | None = common(None, ge=-1, le=math.inf)
-    """The same seed gives the same data order, noise and initial weights. 0 takes the seed from the clock, -1 or unset
-    draws a random one; both are logged."""
+    """The same seed gives the same data order, noise and initial weights. 0 takes the seed from the
+    clock, -1 or unset draws a random one; both are logged."""
     seed_for_each_device: Flag = option(True, requires=unless(num_processes=1))
-    """true: every sample of a step draws different noise, as in one process with a larger batch. false: every process
-    draws the same noise as the first."""
+    """true: every sample of a step draws different noise, as in one process with a larger batch.
+    false: every process draws the same noise as the first."""
     resume_from_checkpoint: PathText = common("latest")
-    """`latest`, the step, name or path of a checkpoint, or `none`. latest continues what was last trained, or starts a
-    new run if no checkpoint exists. An earlier checkpoint starts a branch: what was trained after it moves to
-    `branches/` in output_dir (docs/TUTORIAL.md). none starts at step 0 and never overwrites an existing checkpoint."""
+    """`latest`, the step, name or path of a checkpoint, or `none`. latest continues what was last
+    trained, or starts a new run if no checkpoint exists. An earlier checkpoint starts a branch:
+    what was trained after it moves to `branches/` in output_dir (docs/TUTORIAL.md). none starts at
+    step 0 and never overwrites an existing checkpoint."""
     i_know_what_i_am_doing: Flag = option(False)
     """Downgrade safety errors that mention this key to warnings."""
 
@@ -148,7 +203,9 @@ class ScheduleConfig(Group):
     """Micro-steps per optimizer step, which is one global step."""
     max_train_steps: Integer | None = common(None, ge=0, label="Steps")
     """Optimizer steps of the run; 0 or unset: set by the number of epochs."""
-    num_train_epochs: Integer | None = common(None, ge=0, default_note="1 without max_train_steps", label="Epochs")
+    num_train_epochs: Integer | None = common(
+        None, ge=0, default_note="1 without max_train_steps", label="Epochs"
+    )
     """Passes over the data, if max_train_steps is unset or 0."""
 
 
@@ -163,18 +220,24 @@ class CheckpointConfig(Group):
     """Maximum number of checkpoints; a save removes the oldest ones beyond it. 0 keeps all."""
     checkpointing_rolling_steps: Integer = common(0, ge=0)
     """Steps between additional rolling checkpoints, pruned separately; 0 disables them."""
-    checkpoints_rolling_total_limit: Integer = option(1, ge=1, requires=when("checkpointing_rolling_steps"))
+    checkpoints_rolling_total_limit: Integer = option(
+        1, ge=1, requires=when("checkpointing_rolling_steps")
+    )
     """Number of rolling checkpoints to keep."""
     disk_low_threshold: Gigabytes | None = option(None, gt=0, le=1e6)
-    """Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number of GB."""
+    """Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number
+    of GB.
+    """
 
 
 class OptimizerConfig(Group):
     """Optimizer"""
 
-    optimizer: OptimizerName | None = common(None, default_note="adamw_bf16 with mixed_precision bf16, else adamw")
-    """adamw_bf16 and the optimi optimizers train bf16 weights with Kahan summation. Some optimizers need a package,
-    which the error names."""
+    optimizer: OptimizerName | None = common(
+        None, default_note="adamw_bf16 with mixed_precision bf16, else adamw"
+    )
+    """adamw_bf16 and the optimi optimizers train bf16 weights with Kahan summation. Some optimizers
+    need a package, which the error names."""
     optimizer_config: Text | None = option(None)
     """Optimizer settings as "key=value,key=value"."""
     optimizer_beta1: Number | None = option(None, ge=0, lt=1)
@@ -185,7 +248,9 @@ class OptimizerConfig(Group):
     """For Adam kinds."""
     adam_beta2: Number | None = option(None, ge=0, lt=1, default_note="0.999 for plain adamw")
     """For Adam kinds."""
-    adam_weight_decay: Number | None = option(None, ge=0, le=100, default_note="0.01 for plain adamw")
+    adam_weight_decay: Number | None = option(
+        None, ge=0, le=100, default_note="0.01 for plain adamw"
+    )
     """For Adam kinds."""
     adam_epsilon: Number | None = option(None, gt=0, le=1, default_note="1e-8 for plain adamw")
     """For Adam kinds."""
@@ -194,35 +259,48 @@ class OptimizerConfig(Group):
         requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
         excludes=(
             unless(
-                gradient_accumulation_steps=1, because="freed gradients cannot be accumulated. Use train_batch_size"
+                gradient_accumulation_steps=1,
+                because="freed gradients cannot be accumulated. Use train_batch_size",
             ),
             when(
                 grad_clip_method="norm",
                 because="the norm needs all gradients at once. Use value, or max_grad_norm 0",
             )
             & when("max_grad_norm"),
-            when(mixed_precision="fp16", because="a step that overflows could not be skipped as a whole. Use bf16"),
-            unless(num_processes=1, because="processes average gradients before they update. Leave it out"),
+            when(
+                mixed_precision="fp16",
+                because="a step that overflows could not be skipped as a whole. Use bf16",
+            ),
+            unless(
+                num_processes=1,
+                because="processes average gradients before they update. Leave it out",
+            ),
         ),
     )
-    """Update each weight as soon as its gradient is ready, then free the gradient: less memory for full fine-tunes,
-    same results."""
-    learning_rate: Number | None = common(None, gt=0, le=1000, default_note="1e-4 for lora, 5e-5 for full")
+    """Update each weight as soon as its gradient is ready, then free the gradient: less memory for
+    full fine-tunes, same results."""
+    learning_rate: Number | None = common(
+        None, gt=0, le=1000, default_note="1e-4 for lora, 5e-5 for full"
+    )
     """Peak learning rate."""
     lr_scale: Flag = option(False)
     """Multiply the learning rate by processes x accumulation x batch."""
     lr_scale_sqrt: Flag = option(False, excludes=when("lr_scale"))
     """Multiply the learning rate by the square root of that product instead."""
     lr_scheduler: Scheduler = common("constant_with_warmup")
-    """After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end; or a sine between
-    learning_rate and lr_end."""
+    """After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end;
+    or a sine between learning_rate and lr_end."""
     lr_warmup_steps: Integer = common(0, ge=0)
     """Steps of a linear ramp from 0, with every scheduler."""
-    lr_end: Number = option(4e-7, ge=0, le=1000, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")))
+    lr_end: Number = option(
+        4e-7, ge=0, le=1000, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine"))
+    )
     """Final learning rate of decaying schedulers."""
     lr_power: Number = option(0.8, gt=0, le=100, requires=when(lr_scheduler="polynomial"))
     """Power of the polynomial scheduler."""
-    lr_num_cycles: Integer = option(1, ge=1, requires=when(lr_scheduler=("cosine_with_restarts", "sine")))
+    lr_num_cycles: Integer = option(
+        1, ge=1, requires=when(lr_scheduler=("cosine_with_restarts", "sine"))
+    )
     """Cycles of cosine_with_restarts and sine."""
     max_grad_norm: Number = common(2.0, ge=0, le=1e6)
     """Gradient clipping threshold; 0 disables clipping."""
@@ -234,15 +312,17 @@ class SpeedConfig(Group):
     """Speed"""
 
     speed: Literal["auto", "reference"] = option("auto")
-    """auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."""
+    """auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified
+    diffusers code.
+    """
     speed_keep_attention: Flag | None = option(
         None, default_note="as `speed` says", requires=when("gradient_checkpointing")
     )
-    """With gradient_checkpointing: keep the output of self-attention, tokens x width x 2 bytes per block, instead of
-    recomputing it."""
+    """With gradient_checkpointing: keep the output of self-attention, tokens x width x 2 bytes per
+    block, instead of recomputing it."""
     deterministic: Flag = option(False)
-    """Bit-identical repeats on a GPU: kernels with a fixed order of summation, none chosen by timing. Slower; no effect
-    on a CPU, where repeats are always identical."""
+    """Bit-identical repeats on a GPU: kernels with a fixed order of summation, none chosen by
+    timing. Slower; no effect on a CPU, where repeats are always identical."""
 
 
 class EmaConfig(Group):
@@ -277,46 +357,68 @@ class EmaConfig(Group):
 SLOTS = 2  # ring buffer of streamed blocks, in groups: one computes while the next is copied
 
 
-streamed = partial(option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"))
+streamed = partial(
+    option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae")
+)
 
 
 class OffloadConfig(Group):
     """Offload"""
 
     offload: Literal["manual", "auto"] = common("manual")
-    """auto sets unset keys of offloading, checkpointing and speed_keep_attention to the fastest combination that
-    fits."""
+    """auto sets unset keys of offloading, checkpointing and speed_keep_attention to the fastest
+    combination that fits."""
     enable_group_offload: Flag = common(
         False,
         excludes=(
-            when("enable_model_cpu_offload", because="one streams the blocks, the other moves them all"),
+            when(
+                "enable_model_cpu_offload",
+                because="one streams the blocks, the other moves them all",
+            ),
             when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
             when(
                 model_type="full",
-                because="only frozen weights stream, and it has none; leave it out and set offload auto",
+                because=(
+                    "only frozen weights stream, and it has none; leave it out and set offload auto"
+                ),
             ),
         ),
     )
-    """Keep frozen weights of the transformer in host memory and stream them block by block; same results."""
+    """Keep frozen weights of the transformer in host memory and stream them block by block; same
+    results.
+    """
     group_offload_type: Literal["block_level", "leaf_level"] = streamed(
         "block_level",
-        remarks={"leaf_level": "is treated as block_level: a whole block copies faster than its single layers"},
+        remarks={
+            "leaf_level": (
+                "is treated as block_level: a whole block copies faster than its single layers"
+            )
+        },
     )
     """Unit of streaming; leaf_level also streams blocks."""
     group_offload_blocks_per_group: Integer = streamed(1, ge=1, common=True)
     """Number of blocks streamed together; two groups are on the device at a time."""
     group_offload_resident_blocks: Integer = option(0, ge=0, requires=when("enable_group_offload"))
-    """Number of blocks, evenly spaced, that stay on the device. Helps if copies are slower than compute."""
+    """Number of blocks, evenly spaced, that stay on the device. Helps if copies are slower than
+    compute.
+    """
     group_offload_use_stream: Flag = streamed(False, common=True)
     """Overlap copies with compute (CUDA)."""
     group_offload_to_disk_path: PathText | None = streamed(None)
-    """Keep offloaded weights in this folder instead of in host memory; every step reads them twice."""
+    """Keep offloaded weights in this folder instead of in host memory; every step reads them
+    twice.
+    """
     group_offload_text_encoder: Flag = option(False)
     """Stream the layers of text encoders while caching."""
     group_offload_vae: Flag = option(
-        False, excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it")
+        False,
+        excludes=when(
+            "enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"
+        ),
     )
-    """Stream the blocks of the VAE while caching and in previews; saves little, since VAEs are small."""
+    """Stream the blocks of the VAE while caching and in previews; saves little, since VAEs are
+    small.
+    """
     offload_block_inputs: Flag = recomputed(False, label="Offload Block Inputs")
     """Keep the block inputs saved by gradient checkpointing in host memory (CUDA)."""
     offload_optimizer_state: Flag = option(
@@ -324,11 +426,15 @@ class OffloadConfig(Group):
         requires=(
             when(model_type="full", fatal=True),
             when(
-                "optimizer_release_gradients", because="it updates one weight of a full fine-tune at a time", fatal=True
+                "optimizer_release_gradients",
+                because="it updates one weight of a full fine-tune at a time",
+                fatal=True,
             ),
         ),
     )
-    """Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results."""
+    """Keep optimizer state in host memory and copy it to the device for updates (CUDA); same
+    results.
+    """
     enable_model_cpu_offload: Flag = previewed(False, common=True)
     """In previews, move the transformer off the device while the VAE decodes."""
 
@@ -345,11 +451,15 @@ class CachingConfig(Group):
     vae_enable_slicing: Flag = option(False)
     """Encode and decode the samples of a batch one by one."""
     vae_enable_tiling: Flag = common(False)
-    """Encode and decode in tiles; seams may differ slightly, so this is part of the cache identity."""
+    """Encode and decode in tiles; seams may differ slightly, so this is part of the cache
+    identity.
+    """
     vae_enable_patch_conv: Flag = option(False)
     """Run 3D convolutions in temporal slices (Kandinsky 5 Video's VAE)."""
     vae_enable_temporal_roll: Flag = option(False)
-    """Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."""
+    """Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in
+    the others.
+    """
     keep_vae_loaded: Flag | None = previewed(None, default_note="true where memory allows")
     """Keep the VAE on the device between validations."""
     vae_cache_ondemand: Flag = common(False)
@@ -361,7 +471,9 @@ class CachingConfig(Group):
     text_encoder_batch_size: Integer | None = option(
         None, ge=1, default_note="8; 32 with group_offload_text_encoder; 1 on a CPU"
     )
-    """Captions per text encoder batch, reduced if memory runs out; a batch changes only the rounding."""
+    """Captions per text encoder batch, reduced if memory runs out; a batch changes only the
+    rounding.
+    """
     image_processing_batch_size: Integer = option(32, ge=1)
     """Number of pictures decoded ahead."""
     max_workers: Integer = option(32, ge=1)
@@ -392,8 +504,8 @@ class FlowConfig(Group):
     """Flow matching"""
 
     flow_schedule_shift: Number | None = of_family(gt=0, le=100)
-    """Shift k of training sigmas, s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, previews
-    use it too."""
+    """Shift k of training sigmas, s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail.
+    If set, previews use it too."""
     # The two points are from FLUX.1: `calculate_shift` in diffusers.
     flow_schedule_auto_shift: Flag = common(False)
     """Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."""
@@ -410,7 +522,9 @@ class FlowConfig(Group):
     flow_beta_schedule_beta: Number = beta(2.0, gt=0, le=1000)
     """Second parameter of the beta distribution."""
     disable_segmented_timestep_sampling: Flag = option(False)
-    """Draw sigmas independently; by default a batch is stratified over equal slices of the schedule."""
+    """Draw sigmas independently; by default a batch is stratified over equal slices of the
+    schedule.
+    """
 
 
 class TextConfig(Group):
@@ -420,7 +534,12 @@ class TextConfig(Group):
         0.1,
         ge=0,
         le=1,
-        remarks={0: "means that the model never sees the empty caption, which weakens guidance; 0.1 is usual"},
+        remarks={
+            0: (
+                "means that the model never sees the empty caption, which weakens guidance; 0.1 "
+                "is usual"
+            )
+        },
     )
     """Probability of training a sample with the empty caption."""
     tokenizer_max_length: Integer | None = of_family(ge=SHORTEST_CAPTION)
@@ -434,13 +553,16 @@ guided = unless(validation_guidance=1, because="guidance of 1 needs no negative 
 class ValidationConfig(Group):
     """Validation"""
 
-    # Intervals stay in a file whose previews are switched off for a time, so they need no validation.
+    # Intervals stay in a file whose previews are switched off for a time, so they need no
+    # validation.
     validation_step_interval: Integer | None = common(
         None,
         aliases=("validation_steps",),
         ge=1,
-        default_note="up to eight times between start and end, so that previews take a tenth of the run; not with "
-        "validation_epoch_interval",
+        default_note=(
+            "up to eight times between start and end, so that previews take a tenth of the run; "
+            "not with validation_epoch_interval"
+        ),
     )
     """Render when global_step is a multiple."""
     validation_epoch_interval: Integer | None = option(None, ge=1)
@@ -453,7 +575,9 @@ class ValidationConfig(Group):
     """Also render a built-in list of prompts."""
     validation_negative_prompt: Text | None = of_family(requires=guided)
     """Negative prompt, which guidance steers away from."""
-    validation_seed: Integer | None = common(None, default_note="`seed`", requires=unless("validation_randomize"))
+    validation_seed: Integer | None = common(
+        None, default_note="`seed`", requires=unless("validation_randomize")
+    )
     """Seed of previews."""
     validation_randomize: Flag = previewed(False)
     """Use a new seed for every validation."""
@@ -495,24 +619,35 @@ class ValidationConfig(Group):
     """Pictures taken from a dataset per validation."""
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png")
     """File format of previews."""
-    validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(None, default_note="the pipeline's")
+    validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
+        None, default_note="the pipeline's"
+    )
     """Sampler of previews; keeps the shift of the pipeline's sampler."""
     validation_decoding: Decoding = option(
         "whole", default_note="`whole`; `strips` for clips that are too large for torch or the GPU"
     )
-    """Decoding of previews: `strips` of rows take less memory and change only the rounding; `tiles` take the least, but
-    slightly change pixels at the seams. Caches are unaffected."""
+    """Decoding of previews: `strips` of rows take less memory and change only the rounding; `tiles`
+    take the least, but slightly change pixels at the seams. Caches are unaffected."""
     validation_batched_guidance: Flag | None = option(
         None,
         default_note="true where memory allows and `speed` is auto",
-        requires=(unless("validation_disable"), unless(validation_guidance=1, because="guidance of 1 is one pass")),
+        requires=(
+            unless("validation_disable"),
+            unless(validation_guidance=1, because="guidance of 1 is one pass"),
+        ),
     )
-    """Batch the conditional and unconditional pass of guidance in previews, which changes only the rounding."""
+    """Batch the conditional and unconditional pass of guidance in previews, which changes only the
+    rounding.
+    """
     validation_decode_in_background: Flag | None = option(
         None,
         default_note="true on a GPU whose memory allows it",
         requires=unless("validation_disable") & when(num_processes=1),
-        excludes=when("enable_model_cpu_offload", "group_offload_vae", because="they would move the VAE meanwhile"),
+        excludes=when(
+            "enable_model_cpu_offload",
+            "group_offload_vae",
+            because="they would move the VAE meanwhile",
+        ),
     )
     """Decode sampled previews in a thread while training continues."""
     validation_torch_compile: Flag = option(True)
@@ -526,9 +661,11 @@ class EvaluationConfig(Group):
     """Evaluation"""
 
     eval_steps_interval: Integer | None = common(None, ge=1, requires=unless("eval_loss_disable"))
-    """Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple, and after the
-    last step."""
-    eval_epoch_interval: Number | None = option(None, gt=0, le=1e6, requires=unless("eval_loss_disable"))
+    """Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a
+    multiple, and after the last step."""
+    eval_epoch_interval: Number | None = option(
+        None, gt=0, le=1e6, requires=unless("eval_loss_disable")
+    )
     """Interval in epochs; 0.5 is twice per epoch."""
     eval_timesteps: Integer = measured(28, ge=1, le=NOISE_LEVELS)
     """Number of evenly spaced timesteps in the evaluation."""
@@ -540,7 +677,10 @@ class EvaluationConfig(Group):
     @property
     def measures_loss(self) -> bool:
         """Whether an interval is set and evaluation is not disabled."""
-        return not self.eval_loss_disable and (self.eval_steps_interval or self.eval_epoch_interval) is not None
+        return (
+            not self.eval_loss_disable
+            and (self.eval_steps_interval or self.eval_epoch_interval) is not None
+        )
 
 
 class SharedKeys(Group):
@@ -596,30 +736,45 @@ class DatasetDefaults(SharedKeys):
 class AcceptedConfig(Group):
     """Accepted without effect"""
 
-    trust_remote_code: Flag = accepted(False, "every part of a model is a class of the installed libraries")
+    trust_remote_code: Flag = accepted(
+        False, "every part of a model is a class of the installed libraries"
+    )
     checkpointing_use_tempdir: Flag = accepted(False, "writes are always atomic")
-    offload_during_startup: Flag = accepted(False, "text encoders and VAE are never on the device together anyway")
+    offload_during_startup: Flag = accepted(
+        False, "text encoders and VAE are never on the device together anyway"
+    )
     read_batch_size: Integer = accepted(25, "reading needs no batches", ge=1)
     write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
-    metadata_update_interval: Integer = accepted(3600, "the index is saved once, before training", ge=60)
+    metadata_update_interval: Integer = accepted(
+        3600, "the index is saved once, before training", ge=60
+    )
     vae_cache_scan_behaviour: Literal["recreate", "sync"] = accepted(
         "recreate", "a latent that does not match is re-encoded, under its own key"
     )
-    dynamo_use_regional_compilation: Flag = accepted(True, "the blocks are compiled, never the whole transformer")
+    dynamo_use_regional_compilation: Flag = accepted(
+        True, "the blocks are compiled, never the whole transformer"
+    )
     fsdp_transformer_layer_cls_to_wrap: TextList | None = accepted(
         None, "the family's blocks are known and are gathered one at a time"
     )
-    fsdp_cpu_ram_efficient_loading: Flag = accepted(True, "processes of a machine always share the weights they read")
+    fsdp_cpu_ram_efficient_loading: Flag = accepted(
+        True, "processes of a machine always share the weights they read"
+    )
     snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0, le=1000)
-    ignore_final_epochs: Flag = accepted(True, "a run ends at max_train_steps, or else after num_train_epochs")
-    strict_epoch_limit: Flag = accepted(False, "a run ends at max_train_steps, or else after num_train_epochs")
+    ignore_final_epochs: Flag = accepted(
+        True, "a run ends at max_train_steps, or else after num_train_epochs"
+    )
+    strict_epoch_limit: Flag = accepted(
+        False, "a run ends at max_train_steps, or else after num_train_epochs"
+    )
 
 
 GroupType = TypeVar("GroupType", bound=Group)
 FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
-BY_SIZE, BY_COST = "chosen by the size of previews", "chosen by the cost of previews"
+BY_SIZE = "chosen by the size of previews"
+BY_COST = "chosen by the cost of previews"
 # Checkpoints record these origins, so their texts must not change.
 NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE, BY_COST)
 
@@ -681,7 +836,9 @@ class RunConfig:
     def techniques_in_use(self) -> list[TechniqueGroup]:
         """The techniques that are on or have no switch; only their rules apply."""
         groups = self.technique_groups
-        return [group for group in groups if group.requires is None or group.requires.holds(self.flat)]
+        return [
+            group for group in groups if group.requires is None or group.requires.holds(self.flat)
+        ]
 
     @property
     def sampling_shift(self) -> float | None:
@@ -693,31 +850,45 @@ class RunConfig:
         return self.origins.get(key, "default") not in NOT_SET_BY_USER
 
     def keys_set(self) -> list[str]:
-        """The keys that somebody set, in the order of this module. What the family chose counts only where it has an
-        effect, so not a block for a technique that is off."""
+        """The keys that somebody set, in the order of this module. What the family chose counts
+        only where it has an effect, so not a block for a technique that is off."""
         chosen = [key for key in all_options() if self.origins.get(key, "default") != "default"]
-        return [key for key in chosen if self.is_explicit(key) or all_options()[key].has_effect(self.flat)]
+        return [
+            key
+            for key in chosen
+            if self.is_explicit(key) or all_options()[key].has_effect(self.flat)
+        ]
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
         """The config with some keys replaced, and `origin` recorded as their source."""
         updates: dict[str, Any] = {}
         for attribute in GROUPS:
             updates[attribute] = _with_values(getattr(self, attribute), values)
-        techniques = {kind: _with_values(group, values) for kind, group in self.techniques.groups.items()}
+        techniques = {
+            kind: _with_values(group, values) for kind, group in self.techniques.groups.items()
+        }
         updates["techniques"] = TechniqueOptions(techniques)
         return replace(self, **updates, origins={**self.origins, **dict.fromkeys(values, origin)})
 
     @functools.cached_property  # half of a plan's rules read it
     def flat(self) -> Mapping[str, Any]:
         """Every key and its value, for snapshots and the plan."""
-        values: dict[type[Group], Group] = {group: getattr(self, attribute) for attribute, group in GROUPS.items()}
+        values: dict[type[Group], Group] = {
+            group: getattr(self, attribute) for attribute, group in GROUPS.items()
+        }
         values |= {**self.techniques.groups, **self.family.groups}
         groups = [values[group] for group in all_groups()]
-        return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
+        return {
+            name: value
+            for group in groups
+            for name, value in group.model_dump(by_alias=True).items()
+        }
 
 
 def _with_values(group: GroupType, values: Mapping[str, Any]) -> GroupType:
-    """A group with the values of its keys; they are not validated, since they come from this program."""
+    """A group with the values of its keys; they are not validated, since they come from this
+    program.
+    """
     changes = {name: value for name, value in values.items() if name in type(group).model_fields}
     return group.model_copy(update=changes) if changes else group
 
@@ -725,7 +896,9 @@ def _with_values(group: GroupType, values: Mapping[str, Any]) -> GroupType:
 _HINTS = get_type_hints(RunConfig)
 # The groups of this package that are attributes of RunConfig.
 GROUPS: dict[str, type[Group]] = {
-    name: hint for name, hint in _HINTS.items() if isinstance(hint, type) and issubclass(hint, Group)
+    name: hint
+    for name, hint in _HINTS.items()
+    if isinstance(hint, type) and issubclass(hint, Group)
 }
 
 
@@ -747,7 +920,9 @@ def all_groups() -> list[type[Group]]:
 def technique_groups() -> list[type[TechniqueGroup]]:
     """The groups of the techniques, each declared in a file below `config/techniques/`."""
     files = sorted((Path(__file__).parent / "techniques").glob("[!_]*.py"))
-    return _declared([f"simpletuner.config.techniques.{path.stem}" for path in files], TechniqueGroup)
+    return _declared(
+        [f"simpletuner.config.techniques.{path.stem}" for path in files], TechniqueGroup
+    )
 
 
 @functools.cache
@@ -758,7 +933,9 @@ def family_groups() -> list[type[Group]]:
 
 
 def _declared(modules: Sequence[str], kind: type[GroupType]) -> list[type[GroupType]]:
-    """The groups of a kind that modules declare, which are imported by name: some of them import this one."""
+    """The groups of a kind that modules declare, which are imported by name: some of them import
+    this one.
+    """
     groups = []
     for name in modules:
         for value in vars(importlib.import_module(name)).values():
@@ -794,10 +971,16 @@ def main_name(written: str) -> str:
 
 
 def render_config(values: Mapping[str, Any]) -> str:
-    """Render a config.json in the order of the schema, with an empty line between groups and unknown keys last."""
+    """Render a config.json in the order of the schema, with an empty line between groups and
+    unknown keys last.
+    """
     known = [[name for name in group.model_fields if name in values] for group in all_groups()]
     unknown = [name for name in values if name not in all_options()]
-    blocks = [",\n".join(_json_entry(name, values[name]) for name in names) for names in (*known, unknown) if names]
+    blocks = [
+        ",\n".join(_json_entry(name, values[name]) for name in names)
+        for names in (*known, unknown)
+        if names
+    ]
     return "{\n" + ",\n\n".join(blocks) + "\n}\n"
 
 

@@ -1,4 +1,6 @@
-"""The place of every option on the web page and in the wizard, in the order in which users meet them."""
+"""The place of every option on the web page and in the wizard, in the order in which users meet
+them.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,15 @@ def _read_sections() -> Iterator[Section]:
             title = group.__doc__ or ""
             if title not in placed:
                 titles.append(title)
-        yield Section(section["id"], section["label"], tuple(titles), tuple(section.get("keys", ())))
+        yield Section(
+            section["id"], section["label"], tuple(titles), tuple(section.get("keys", ()))
+        )
 
 
 SECTIONS = tuple(_read_sections())
-EVERYDAY_WORDS: Mapping[str, Sequence[str]] = {words: keys.split() for words, keys in TABLE["words"].items()}
+EVERYDAY_WORDS: Mapping[str, Sequence[str]] = {
+    words: keys.split() for words, keys in TABLE["words"].items()
+}
 CHOICES: Mapping[str, Mapping[str, str]] = TABLE["choices"]
 TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))
 

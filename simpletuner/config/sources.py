@@ -1,5 +1,6 @@
-"""Sources of settings: the command line (`key=value`, `--key=value`, `--key value` and bare `--flag`), environment
-variables, and files, located by name, as a packaged example, or in the default locations."""
+"""Sources of settings: the command line (`key=value`, `--key=value`, `--key value` and bare
+`--flag`), environment variables, and files, located by name, as a packaged example, or in the
+default locations."""
 
 from __future__ import annotations
 
@@ -25,12 +26,17 @@ from simpletuner.config.types import plain_key
 from simpletuner.errors import ConfigError, Problem, Problems, did_you_mean, not_one_of
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
-# A JSON object: settings of a process that the page starts which a command line would show to every user.
+# A JSON object: settings of a process that the page starts which a command line would show to every
+# user.
 SECRET_SETTINGS = "SIMPLETUNER_SECRET_SETTINGS"
 # Origins of settings that are in no file: the command line, and function arguments.
-COMMAND_LINE, ARGUMENTS = "command line", "config"
+COMMAND_LINE = "command line"
+ARGUMENTS = "config"
 # Arguments that select the config and are not settings, mapped to the name they are stored under.
-SELECTORS = {**{key: key for key in ("env", "example", "config_path", "config_backend")}, "config": "config_path"}
+SELECTORS = {
+    **{key: key for key in ("env", "example", "config_path", "config_backend")},
+    "config": "config_path",
+}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Paths in packaged examples start with this and are redirected into the package.
 EXAMPLES_ALIAS = "config/examples/"
@@ -44,18 +50,40 @@ LAUNCH_VARIABLES = {
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
 ENV_NAME = re.compile(r"[A-Za-z_]\w*")
-# Tokens of a shell value; the first matching alternative wins. A # inside a word does not start a comment.
+# Tokens of a shell value; the first matching alternative wins. A # inside a word does not start a
+# comment.
 SHELL_WORD = re.compile(
     r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<comment>(?:^|(?<=\s))#.*)"""
     r"""|(?P<open>['"])|(?P<plain>[^'"\\#]+|.)"""
 )
-# Expansions outside single quotes. Within double quotes, a backslash escapes only these four characters.
-VARIABLE = re.compile(r"\\(?P<escaped>[\"\\$`])|\$(?P<name>\{\w+\}|[A-Za-z_]\w*)|(?P<command>`|\$[({])")
+# Expansions outside single quotes. Within double quotes, a backslash escapes only these four
+# characters.
+VARIABLE = re.compile(
+    r"\\(?P<escaped>[\"\\$`])|\$(?P<name>\{\w+\}|[A-Za-z_]\w*)|(?P<command>`|\$[({])"
+)
 # Variables of shells, libraries and this program's launcher, which are no settings.
 SHELL_VARIABLES = frozenset(
-    {EXTRA_ARGUMENTS, "CONFIG_PATH", "CONFIG_BACKEND", "CONFIG_TYPE", "ENV", "ACCELERATE_EXTRA_ARGS"}
+    {
+        EXTRA_ARGUMENTS,
+        "CONFIG_PATH",
+        "CONFIG_BACKEND",
+        "CONFIG_TYPE",
+        "ENV",
+        "ACCELERATE_EXTRA_ARGS",
+    }
 )
-SHELL_PREFIXES = ("SIMPLETUNER_", "HF_", "WANDB_", "CUDA_", "NCCL_", "OMP_", "TORCH", "PYTORCH_", "TOKENIZERS_", "AWS_")
+SHELL_PREFIXES = (
+    "SIMPLETUNER_",
+    "HF_",
+    "WANDB_",
+    "CUDA_",
+    "NCCL_",
+    "OMP_",
+    "TORCH",
+    "PYTORCH_",
+    "TOKENIZERS_",
+    "AWS_",
+)
 LIKE_A_SETTING = 0.85  # similarity above which a variable is a misspelt setting
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
@@ -74,13 +102,22 @@ class Located:
 
 def configured(values: Mapping[str, Any]) -> Located:
     """A configuration without a file."""
-    return Located([launch_layer(), Layer(ARGUMENTS, [(key, resolve_alias(value)) for key, value in values.items()])])
+    return Located(
+        [
+            launch_layer(),
+            Layer(ARGUMENTS, [(key, resolve_alias(value)) for key, value in values.items()]),
+        ]
+    )
 
 
 class CollectRemote(Protocol):
-    """Lists the files of remote datasets by id; `simpletuner.data.entries.Collect` names the types, which are above."""
+    """Lists the files of remote datasets by id; `simpletuner.data.entries.Collect` names the types,
+    which are above.
+    """
 
-    def __call__(self, entries: Sequence[Any], context: Any, report: Problems, /) -> Mapping[str, Any]: ...
+    def __call__(
+        self, entries: Sequence[Any], context: Any, report: Problems, /
+    ) -> Mapping[str, Any]: ...
 
 
 @dataclass
@@ -108,21 +145,30 @@ class Arguments:
     device: AskedDevice = HERE
 
     def layers(self, report: Problems) -> tuple[list[Layer], Path]:
-        """The layers of files, environment and command line, weakest first, and the folder of the config file."""
+        """The layers of files, environment and command line, weakest first, and the folder of the
+        config file.
+        """
         try:
             located = self.base or locate(self.selectors, report)
         except ConfigError:
             if self.names_configuration:  # that none was found is a consequence
-                raise ConfigError(problem for problem in report if problem.where != "config") from None
+                raise ConfigError(
+                    problem for problem in report if problem.where != "config"
+                ) from None
             raise
         # Arguments from a config.env follow the command line.
         more = parse_arguments([], located.extra_arguments)
         report.extend(more.problems)
-        return [*located.layers, replace(self, settings=[*self.settings, *more.settings]).layer()], located.folder
+        return [
+            *located.layers,
+            replace(self, settings=[*self.settings, *more.settings]).layer(),
+        ], located.folder
 
     def with_seed(self, seed: int | None) -> Arguments:
         """These arguments with the seed drawn by another process, if any."""
-        return self if seed is None else replace(self, settings=[*self.settings, ("seed", str(seed))])
+        return (
+            self if seed is None else replace(self, settings=[*self.settings, ("seed", str(seed))])
+        )
 
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
@@ -131,7 +177,9 @@ class Arguments:
 
 
 def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Arguments:
-    """Parse the command line, followed by TRAINER_EXTRA_ARGS (or `extra` instead), split at white space."""
+    """Parse the command line, followed by TRAINER_EXTRA_ARGS (or `extra` instead), split at white
+    space.
+    """
     arguments = Arguments()
     waiting = [*tokens, *(os.environ.get(EXTRA_ARGUMENTS, "") if extra is None else extra).split()]
     while waiting:
@@ -146,7 +194,8 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
             continue
         # `--key value`; a bare `--flag` before another setting looks the same.
         if not equals and waiting and _is_value(waiting[0], key):
-            equals, value = "=", waiting.pop(0)
+            equals = "="
+            value = waiting.pop(0)
         # As written, for messages; `canonical` resolves the name.
         if name not in SELECTORS:
             arguments.settings.append((key, value if equals else True))
@@ -158,9 +207,15 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
 
 
 def _choice_of_configuration(token: str) -> str:
-    """How to choose the configuration that a bare word means, as the end of a message; empty for other words."""
+    """How to choose the configuration that a bare word means, as the end of a message; empty for
+    other words.
+    """
     suffixes = tuple(f".{backend}" for backend in BACKENDS)
-    files = [token] if token.endswith(suffixes) else [f"{token}/config.json", f"config/{token}/config.json"]
+    files = (
+        [token]
+        if token.endswith(suffixes)
+        else [f"{token}/config.json", f"config/{token}/config.json"]
+    )
     if any(map(os.path.isfile, files)):
         return f"is not a setting. Did you mean env={token}?"
     if token in example_names():
@@ -192,8 +247,8 @@ def _why_stray(token: str) -> str:
 def _is_value(token: str, key: str) -> bool:
     """Whether a token is the value of the preceding `--key`, not another option or setting.
 
-    A negative number is a value. So is text with an equals sign, unless a known key precedes the sign or `key` is a
-    flag, which needs no value.
+    A negative number is a value. So is text with an equals sign, unless a known key precedes the
+    sign or `key` is a flag, which needs no value.
     """
     if token.startswith("--"):
         return False
@@ -203,7 +258,9 @@ def _is_value(token: str, key: str) -> bool:
     names = option_names()
     option = names.get(plain_key(key))
     # `--prompt a=b` has a value, `--use_ema seed=1` is a flag and a setting.
-    return plain_key(word) not in {*names, *SELECTORS} and not (option is not None and option.is_flag)
+    return plain_key(word) not in {*names, *SELECTORS} and not (
+        option is not None and option.is_flag
+    )
 
 
 def example_names() -> list[str]:
@@ -219,7 +276,10 @@ def example_file(name: str, report: Problems) -> Path:
     """
     names = example_names()
     if name not in names:
-        message = f"{name!r} is not a packaged example. Available: {', '.join(names)}.{did_you_mean(name, names)}"
+        message = (
+            f"{name!r} is not a packaged example. Available: "
+            f"{', '.join(names)}.{did_you_mean(name, names)}"
+        )
         report.error("example", message)
         raise ConfigError(report)
     return EXAMPLES / name / "config.json"
@@ -228,15 +288,18 @@ def example_file(name: str, report: Problems) -> Path:
 def locate(selectors: Mapping[str, str], report: Problems) -> Located:
     """Locate the requested configuration.
 
-    Search order: `example=`; `env=`; `--config=`; `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the
-    working directory, then in config/. Launch variables and a config.env beside the file are weaker layers.
+    Search order: `example=`; `env=`; `--config=`; `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`;
+    config.json in the working directory, then in config/. Launch variables and a config.env beside
+    the file are weaker layers.
 
     Raises:
         ConfigError: the file does not exist (the message lists every path tried) or cannot be read.
     """
     choosing = [key for key in ("example", "env", "config_path") if key in selectors]
     if len(choosing) > 1:
-        report.error(choosing[0], f"and {choosing[1]} both choose a configuration; give one of them.")
+        report.error(
+            choosing[0], f"and {choosing[1]} both choose a configuration; give one of them."
+        )
     # What is given on the command line counts for more than the environment.
     variables = () if "config_path" in selectors else ENV_VARIABLES
     name = selectors.get("env")
@@ -259,7 +322,8 @@ def locate(selectors: Mapping[str, str], report: Problems) -> Located:
 
 
 def located_at(path: Path, report: Problems, draft: Layer | None = None) -> Located:
-    """The configuration in a file, or a draft of it, above the launch variables and the config.env beside it.
+    """The configuration in a file, or a draft of it, above the launch variables and the config.env
+    beside it.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -270,7 +334,9 @@ def located_at(path: Path, report: Problems, draft: Layer | None = None) -> Loca
         layers.append(read_env_layer(settings, report))
     layers.append(draft or read_config_file(path, report))
     # Read a second time; its problems have been reported.
-    extra = read_env_file(settings, Problems()).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
+    extra = (
+        read_env_file(settings, Problems()).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
+    )
     # If train.sh has exported the variable, do not apply it twice.
     return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
 
@@ -279,16 +345,22 @@ def launch_layer() -> Layer:
     """The launch variables of the environment, by the keys they set."""
     # An empty variable counts as unset.
     present = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
-    return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in present.items()])
+    return Layer(
+        "environment", [(LAUNCH_VARIABLES[name], value) for name, value in present.items()]
+    )
 
 
 def read_config_file(path: Path, report: Problems) -> Layer:
-    """A config file as a layer, by its extension; paths below config/examples/ are redirected into the package.
+    """A config file as a layer, by its extension; paths below config/examples/ are redirected into
+    the package.
 
     Raises:
         ConfigError: the file cannot be read, so the run cannot be checked any further.
     """
-    readers: dict[str, Callable[[Path, Problems], Layer | None]] = {".env": read_env_layer, ".toml": _read_toml_layer}
+    readers: dict[str, Callable[[Path, Problems], Layer | None]] = {
+        ".env": read_env_layer,
+        ".toml": _read_toml_layer,
+    }
     fault = foreign_config(path, read_text(path, Problems()) or "")
     if fault:
         report.error(str(path), fault)
@@ -304,7 +376,9 @@ def read_config_file(path: Path, report: Problems) -> Layer:
 
 
 def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parsed config.json, which may be nested as `{"_metadata": ..., "config": {...}}`."""
+    """The settings of a parsed config.json, which may be nested as
+    `{"_metadata": ..., "config": {...}}`.
+    """
     inner = content.get("config") if "_metadata" in content else None
     return inner if isinstance(inner, dict) else content
 
@@ -326,7 +400,9 @@ def _read_toml_layer(path: Path, report: Problems) -> Layer | None:
 
 
 def read_env_layer(path: Path, report: Problems) -> Layer:
-    """The variables of a config.env that are settings, or meant as such; all others are for the shell."""
+    """The variables of a config.env that are settings, or meant as such; all others are for the
+    shell.
+    """
     known = option_names()
     variables = read_env_file(path, report)
     settings = []
@@ -340,11 +416,16 @@ def read_env_layer(path: Path, report: Problems) -> Layer:
 
 
 def _is_meant_as_setting(name: str, known: Iterable[str]) -> bool:
-    """Whether a variable is a setting of another trainer or an earlier version, or a misspelt one."""
+    """Whether a variable is a setting of another trainer or an earlier version, or a misspelt
+    one.
+    """
     if name in SHELL_VARIABLES or name.startswith(SHELL_PREFIXES):
         return False
     key = name.lower()
-    return bool(why_absent(key, "config") or difflib.get_close_matches(key, known, n=1, cutoff=LIKE_A_SETTING))
+    return bool(
+        why_absent(key, "config")
+        or difflib.get_close_matches(key, known, n=1, cutoff=LIKE_A_SETTING)
+    )
 
 
 def read_env_file(path: Path, report: Problems) -> dict[str, str]:
@@ -360,14 +441,18 @@ def read_env_file(path: Path, report: Problems) -> dict[str, str]:
             continue
         name = key.rstrip("+")
         if not equals or not ENV_NAME.fullmatch(name):
-            report.warn(str(path), f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored.")
+            report.warn(
+                str(path), f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored."
+            )
             continue
         try:
             text = expand_shell(value, {**os.environ, **values})
         except ValueError as error:
             # Errors in variables that only the shell uses do not affect the run.
             fatal = name.lower() in option_names() or name in (*LAUNCH_VARIABLES, EXTRA_ARGUMENTS)
-            report.append(Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal))
+            report.append(
+                Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal)
+            )
             continue
         values[name] = values.get(name, "") + text if key.endswith("+") else text
     return values
@@ -405,7 +490,9 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
 
 
 def dataset_file(configured: str | None, folder: Path, report: Problems) -> Path:
-    """The dataset file: `data_backend_config`, else multidatabackend.json beside the config, with a warning."""
+    """The dataset file: `data_backend_config`, else multidatabackend.json beside the config, with a
+    warning.
+    """
     if configured is not None:
         return Path(resolve_alias(configured)).expanduser()
     path = folder / DATASET_FILE
@@ -414,14 +501,18 @@ def dataset_file(configured: str | None, folder: Path, report: Problems) -> Path
 
 
 def resolve_alias(value: Any) -> Any:
-    """Redirect a path below config/examples/ into the package, unless it exists in the working directory."""
+    """Redirect a path below config/examples/ into the package, unless it exists in the working
+    directory.
+    """
     if isinstance(value, str) and value.startswith(EXAMPLES_ALIAS) and not os.path.lexists(value):
         return str(EXAMPLES / value.removeprefix(EXAMPLES_ALIAS))
     return value
 
 
 def _candidates(name: str | None, selectors: Mapping[str, str], report: Problems) -> list[Path]:
-    """Possible paths of the configuration: of an environment, of an explicit path, or the default paths."""
+    """Possible paths of the configuration: of an environment, of an explicit path, or the default
+    paths.
+    """
     backends = _backends(selectors, report)
     explicit = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
     if name:
@@ -432,7 +523,11 @@ def _candidates(name: str | None, selectors: Mapping[str, str], report: Problems
         path = home_path(explicit)
         # With or without extension; `/` has no name to extend.
         whole = not path.name or path.suffix.removeprefix(".") in BACKENDS
-        return [path] if whole else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
+        return (
+            [path]
+            if whole
+            else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
+        )
     else:
         folders = [Path(), Path("config")]
     # `env=some/folder/config.json` names the file itself.
@@ -442,7 +537,11 @@ def _candidates(name: str | None, selectors: Mapping[str, str], report: Problems
 
 def _backends(selectors: Mapping[str, str], report: Problems) -> Sequence[str]:
     """The file types to look for."""
-    wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
+    wanted = (
+        selectors.get("config_backend")
+        or os.environ.get("CONFIG_BACKEND")
+        or os.environ.get("CONFIG_TYPE")
+    )
     if wanted and wanted not in BACKENDS:
         report.error("CONFIG_BACKEND", not_one_of(wanted, BACKENDS))
         raise ConfigError(report)
@@ -457,9 +556,14 @@ def _not_found(candidates: list[Path], name: str | None) -> str:
     tried = ", ".join(f"{path} (a folder)" if path.is_dir() else str(path) for path in paths)
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
     names = sorted(folder.name for folder in Path("config").glob("*/"))
-    given, suffix = candidates[0], candidates[0].suffix
+    given = candidates[0]
+    suffix = candidates[0].suffix
     # Of a path, the files beside it; of a folder, those in it.
-    files = (given if given.is_dir() else given.parent).glob("*config*.*") if len(in_folders) == 1 else ()
+    files = (
+        (given if given.is_dir() else given.parent).glob("*config*.*")
+        if len(in_folders) == 1
+        else ()
+    )
     hint = did_you_mean(name or "", names) or did_you_mean(str(given), map(str, files))
     if names and not hint:
         hint = f" Choose one with env=NAME: {', '.join(names)}."

@@ -26,7 +26,8 @@ class AttentionPackage:
 
     Attributes:
         function: the kernel as `module:function`, called by our blocks.
-        torch_name: without a function, torch's name of a flash attention that it can run in place of its own.
+        torch_name: without a function, torch's name of a flash attention that it can run in place
+            of its own.
         capabilities: the compute capabilities, by their first number, for which torch runs it.
         is_released: whether the package index has it; otherwise it is built from source.
     """
@@ -39,7 +40,9 @@ class AttentionPackage:
 
 
 ATTENTION_PACKAGES = {
-    "flash-attn-2": AttentionPackage(Package("flash_attn", "flash-attn"), "flash_attn:flash_attn_func"),
+    "flash-attn-2": AttentionPackage(
+        Package("flash_attn", "flash-attn"), "flash_attn:flash_attn_func"
+    ),
     "flash-attn-3": AttentionPackage(
         Package("flash_attn_interface", "flash-attn-3"),
         torch_name="FA3",
@@ -51,7 +54,9 @@ ATTENTION_PACKAGES = {
         torch_name="FA4",
         capabilities=(9, 10),
     ),
-    "xformers": AttentionPackage(Package("xformers", "xformers"), "xformers.ops:memory_efficient_attention"),
+    "xformers": AttentionPackage(
+        Package("xformers", "xformers"), "xformers.ops:memory_efficient_attention"
+    ),
 }
 
 
@@ -71,14 +76,22 @@ def bf16_modulation(config: SpeedConfig) -> bool:
 
 
 def checkpointed_blocks(blocks: int, interval: int | None, kept: int) -> list[bool]:
-    """Whether each block is recomputed: every `interval`-th block (None: none), except `kept` evenly spaced blocks."""
+    """Whether each block is recomputed: every `interval`-th block (None: none), except `kept`
+    evenly spaced blocks.
+    """
     # A block is kept where floor(kept · i / blocks) rises.
     staying = [(index + 1) * kept // blocks > index * kept // blocks for index in range(blocks)]
-    return [interval is not None and index % interval == 0 and not stays for index, stays in enumerate(staying)]
+    return [
+        interval is not None and index % interval == 0 and not stays
+        for index, stays in enumerate(staying)
+    ]
 
 
-def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str, *, elsewhere: bool = False) -> str | None:
-    """The torch.compile backend, or None; the default is inductor on CUDA if a C compiler and triton are installed.
+def compile_backend(
+    config: SpeedConfig, launch: LaunchConfig, device: str, *, elsewhere: bool = False
+) -> str | None:
+    """The torch.compile backend, or None; the default is inductor on CUDA if a C compiler and
+    triton are installed.
 
     Args:
         elsewhere: the device is in another machine, which is assumed to have both.
@@ -86,12 +99,16 @@ def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str, *, e
     if launch.dynamo_backend is not None:
         return None if launch.dynamo_backend == "no" else launch.dynamo_backend
     # Inductor's GPU kernels need triton.
-    able = device == "cuda" and (elsewhere or (has_compiler() and importlib.util.find_spec("triton") is not None))
+    able = device == "cuda" and (
+        elsewhere or (has_compiler() and importlib.util.find_spec("triton") is not None)
+    )
     return "inductor" if config.speed == "auto" and able else None
 
 
 def graph_key(launch: LaunchConfig) -> str | None:
-    """The key that enables CUDA graphs, or None. A graph replays fixed addresses, so its tensors must not move."""
+    """The key that enables CUDA graphs, or None. A graph replays fixed addresses, so its tensors
+    must not move.
+    """
     return next(iter(graph_keys(launch)), None)
 
 
@@ -108,18 +125,25 @@ def graph_keys(launch: LaunchConfig) -> dict[str, str]:
 
 
 def has_compiler() -> bool:
-    """Whether a C compiler is installed, which inductor needs on a CPU and for the launchers of GPU kernels."""
+    """Whether a C compiler is installed, which inductor needs on a CPU and for the launchers of GPU
+    kernels.
+    """
     named = (os.environ.get("CC", ""), os.environ.get("CXX", ""))
     return any(name and shutil.which(name) for name in (*named, "cc", "gcc", "clang", "g++"))
 
 
-def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig, report: Problems) -> None:
+def check_speed(
+    config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig, report: Problems
+) -> None:
     """Report contradicting switches and missing packages."""
     if not plain_math(config):
         message = "has no effect with speed reference, which runs diffusers' own blocks."
         report.no_effect("speed_keep_attention", message)
     if launch.sequence_parallel_size > 1 and not plain_math(config):
-        message = f"{launch.sequence_parallel_size} needs speed auto: diffusers' own blocks need all tokens."
+        message = (
+            f"{launch.sequence_parallel_size} needs speed auto: diffusers' own blocks need "
+            "all tokens."
+        )
         report.error("sequence_parallel_size", message)
     check_mechanism(config, precision.attention_mechanism, report)
     check_compile(config, launch, report)
@@ -132,24 +156,41 @@ def check_mechanism(config: SpeedConfig, mechanism: str, report: Problems) -> No
         if asked.is_released:
             check_installed(asked.package, "attention_mechanism", mechanism, report)
         elif not is_installed(asked.package.module):
-            message = "is not installed, and has to be built from source (docs/INSTALL.md says how)."
+            message = (
+                "is not installed, and has to be built from source (docs/INSTALL.md says how)."
+            )
             report.error("attention_mechanism", f"{mechanism!r} {message}")
         if not plain_math(config):
-            report.error("attention_mechanism", f"{mechanism!r} needs speed auto: diffusers' own blocks use torch's.")
+            report.error(
+                "attention_mechanism",
+                f"{mechanism!r} needs speed auto: diffusers' own blocks use torch's.",
+            )
     if mechanism == "xformers" and config.deterministic:
-        report.error("attention_mechanism", "'xformers' sums in any order: not deterministic; use diffusers.")
+        report.error(
+            "attention_mechanism", "'xformers' sums in any order: not deterministic; use diffusers."
+        )
 
 
 def check_compile(config: SpeedConfig, launch: LaunchConfig, report: Problems) -> None:
     """Check the keys of torch.compile."""
-    backend, mode = launch.dynamo_backend, launch.dynamo_mode
+    backend = launch.dynamo_backend
+    mode = launch.dynamo_mode
     if backend == "no" or (backend is None and config.speed == "reference"):
-        reason = "dynamo_backend is 'no'" if backend else "speed is 'reference' and dynamo_backend is not set"
+        reason = (
+            "dynamo_backend is 'no'"
+            if backend
+            else "speed is 'reference' and dynamo_backend is not set"
+        )
         for key in COMPILE_KEYS:
             report.no_effect(key, f"has no effect: {reason}.")
     if backend == "inductor" and not has_compiler():
-        report.error("dynamo_backend", "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).")
+        report.error(
+            "dynamo_backend",
+            "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).",
+        )
     if mode is not None and mode not in COMPILE_MODES:
         report.error("dynamo_mode", not_one_of(mode, COMPILE_MODES))
     elif mode is not None and backend in ("aot_eager", "cudagraphs"):
-        report.error("dynamo_mode", f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}.")
+        report.error(
+            "dynamo_mode", f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}."
+        )

@@ -1,5 +1,5 @@
-"""What a folder on the command line is, and what to type instead: every command but `start` and `sample` takes
-settings, and newcomers name a folder."""
+"""What a folder on the command line is, and what to type instead: every command but `start` and
+`sample` takes settings, and newcomers name a folder."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ CONFIG = "config.json"
 
 
 def describe_folder(folder: Path) -> str:
-    """What a folder is and what to type instead, as the end of a message; empty if it is neither a run nor data."""
+    """What a folder is and what to type instead, as the end of a message; empty if it is neither a
+    run nor data.
+    """
     checkpoints = _checkpoints(folder)
     if checkpoints:
-        choice = _choice(_config_of_output(folder)) or f"--config {shlex.quote(str(checkpoints[-1] / CONFIG))}"
-        return f"is the output folder of a run, not a setting; name the run's configuration instead: {choice}."
+        choice = (
+            _choice(_config_of_output(folder))
+            or f"--config {shlex.quote(str(checkpoints[-1] / CONFIG))}"
+        )
+        return (
+            "is the output folder of a run, not a setting; name the run's configuration instead: "
+            f"{choice}."
+        )
     if not _holds_media(folder):
         return ""
     config = _config_of_dataset(folder)
@@ -34,8 +42,9 @@ def describe_folder(folder: Path) -> str:
         return f"is a dataset of {config}, not a setting; {advice}."
     command = f"simpletuner start {shlex.quote(str(folder))} --dry-run"
     return (
-        f"is a folder of pictures or clips, and this command takes the settings of a run. `{command}` writes a "
-        "configuration for the folder, and prints the env=NAME with which every command finds it."
+        "is a folder of pictures or clips, and this command takes the settings of a run. "
+        f"`{command}` writes a configuration for the folder, and prints the env=NAME with which "
+        "every command finds it."
     )
 
 
@@ -72,7 +81,9 @@ def _configs() -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _choice(config: Path | None) -> str:
-    """The argument that chooses a configuration; empty for the one that is used without an argument."""
+    """The argument that chooses a configuration; empty for the one that is used without an
+    argument.
+    """
     if config is None or config.parent in (Path(), Path("config")):
         return ""
     return f"env={shlex.quote(config.parent.name)}"
@@ -99,4 +110,6 @@ def _config_of_dataset(folder: Path) -> Path | None:
 
 def _is_at(folder: Path, written: object) -> bool:
     """Whether a setting names a folder."""
-    return isinstance(written, str) and os.path.realpath(home_path(written)) == os.path.realpath(folder)
+    return isinstance(written, str) and os.path.realpath(home_path(written)) == os.path.realpath(
+        folder
+    )

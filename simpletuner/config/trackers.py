@@ -1,7 +1,7 @@
 """Keys of trackers, and whether they can work here.
 
-Without an API key wandb prompts for one, and an unattended run would wait forever. The login is therefore checked
-first, without importing wandb.
+Without an API key wandb prompts for one, and an unattended run would wait forever. The login is
+therefore checked first, without importing wandb.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def parse_folder_name(value: object) -> object:
     """A name that becomes a folder in `logging_dir`; slashes make subfolders."""
     name = str(parse_text(value))
     if OUTSIDE.match(name):
-        raise ValueError("points outside logging_dir; it is a name, with no '..' and no '/' in front")
+        raise ValueError(
+            "points outside logging_dir; it is a name, with no '..' and no '/' in front"
+        )
     return name
 
 
@@ -49,7 +51,9 @@ class TrackingConfig(Group):
     """Tracking"""
 
     report_to: Text = common("none")
-    """wandb, tensorboard, simpletuner (local files, always written), all, none, or a list of names."""
+    """wandb, tensorboard, simpletuner (local files, always written), all, none, or a list of
+    names.
+    """
     tracker_project_name: FolderName = common("simpletuner")
     """Project name for trackers."""
     tracker_run_name: FolderName = common("simpletuner-testing")
@@ -71,11 +75,15 @@ def check_trackers(config: TrackingConfig, report: Problems) -> None:
     names = tracker_names(config.report_to)
     for name in names:
         if name in NOT_AVAILABLE_YET:
-            report.error("report_to", f"{name!r} is not available yet; choose {', '.join(PACKAGES)} or none.")
+            report.error(
+                "report_to", f"{name!r} is not available yet; choose {', '.join(PACKAGES)} or none."
+            )
         elif name not in KNOWN:
             report.error("report_to", not_one_of(name, KNOWN))
     if "none" in names and len(set(names)) > 1:
-        report.error("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
+        report.error(
+            "report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once."
+        )
     # `all` means all installed trackers.
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
@@ -88,10 +96,16 @@ def _check_wandb_name(project: str, names: Sequence[str], report: Problems) -> N
     is_used = "wandb" in names or ("all" in names and why_missing("wandb") is None)
     refused = [sign for sign in WANDB_REFUSED if sign in project]
     if is_used and refused:
-        message = f"{project!r} has {' '.join(refused)}, which wandb does not take in the name of a project"
+        message = (
+            f"{project!r} has {' '.join(refused)}, which wandb does not take in the name of "
+            "a project"
+        )
         report.error("tracker_project_name", f"{message}; use '-' instead.")
     elif is_used and len(project) > WANDB_LONGEST:
-        message = f"has {len(project)} characters; wandb takes at most {WANDB_LONGEST} in the name of a project."
+        message = (
+            f"has {len(project)} characters; wandb takes at most {WANDB_LONGEST} in the name of a "
+            "project."
+        )
         report.error("tracker_project_name", message)
 
 
@@ -106,16 +120,29 @@ def why_missing(name: str) -> str | None:
 
 
 def has_wandb_login() -> bool:
-    """Whether an API key is stored, or the mode (`WANDB_MODE=offline`, `wandb offline`) needs none."""
+    """Whether an API key is stored, or the mode (`WANDB_MODE=offline`, `wandb offline`) needs
+    none.
+    """
     settings = _settings_files()
     if wandb_mode() in MODES_WITHOUT_LOGIN:
         return True
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or settings.get("api_key"):
+    if (
+        os.environ.get("WANDB_API_KEY")
+        or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+        or settings.get("api_key")
+    ):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS).hostname or ""
+    host = (
+        urlsplit(
+            os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS
+        ).hostname
+        or ""
+    )
     named = os.environ.get("NETRC")
     # _netrc is the name on Windows; NETRC replaces both.
-    for path in [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    for path in (
+        [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    ):
         with suppress(OSError, netrc.NetrcParseError):
             login = netrc.netrc(path).hosts.get(host)
             if login and login[2]:  # (login, account, password), where the password is the key
@@ -138,7 +165,10 @@ def _settings_files() -> dict[str, str]:
     parser = configparser.ConfigParser(interpolation=None)
     try:
         # Later files take precedence; wandb uses the folder .wandb instead of wandb if it exists.
-        parser.read([home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"], encoding="utf-8")
+        parser.read(
+            [home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"],
+            encoding="utf-8",
+        )
     except (configparser.Error, UnicodeDecodeError):
         return {}
     return dict(parser["default"]) if parser.has_section("default") else {}

@@ -1,4 +1,6 @@
-"""The types of options: each parses what users write in a file or a flag, and says what is wrong with it."""
+"""The types of options: each parses what users write in a file or a flag, and says what is wrong
+with it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def parse_integer(value: object) -> object:
     """An integer of at most 64 bits from a number or numeric text; 1.5 and True are refused."""
     try:
         # int() would truncate 1.5, so floats are parsed below; True is an int too.
-        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
+        number = (
+            int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
+        )
     except ValueError:
         number = None  # "1e3" and "20.0" are whole numbers too
     if number is None:
@@ -54,7 +58,11 @@ def parse_integer(value: object) -> object:
 def parse_number(value: object, complaint: str = "is not a number") -> float:
     """A finite float from a number or numeric text such as "1e-4"."""
     try:
-        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+        number = (
+            float(value)
+            if isinstance(value, int | float | str) and not isinstance(value, bool)
+            else math.nan
+        )
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
@@ -64,7 +72,8 @@ def parse_number(value: object, complaint: str = "is not a number") -> float:
 
 def parse_text(value: object) -> object:
     """Text; numbers are converted as written."""
-    # `true` as text is a mistake, such as a bare flag on the command line; 16 and 0.5 are valid names.
+    # `true` as text is a mistake, such as a bare flag on the command line; 16 and 0.5 are valid
+    # names.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError("is not text")
     return str(value)
@@ -115,16 +124,19 @@ def parse_texts(value: object) -> object:
 def parse_objects(key: str, value: object) -> object:
     """A list of objects, from a list, one object, JSON text, or the path of a JSON file.
 
-    `{env:NAME}` in the file expands; expanded values, and values of keys that look like secrets, are hidden in all
-    output.
+    `{env:NAME}` in the file expands; expanded values, and values of keys that look like secrets,
+    are hidden in all output.
     """
     value = parse_json_text(value)
     if isinstance(value, str):
-        path, problems = home_path(value), Problems()
+        path = home_path(value)
+        problems = Problems()
         if not os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
             raise ValueError(f"{no_file(path)}; give a file, an object or a list of objects")
         # `canonical` expanded what config.json holds; this file is read later.
-        value = expand_environment(read_json(path, problems), key, problems, secret=True, keep_unset=True)
+        value = expand_environment(
+            read_json(path, problems), key, problems, secret=True, keep_unset=True
+        )
         if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
             raise ValueError("; ".join(fatal))
         hide_secrets({key: value})

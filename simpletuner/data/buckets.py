@@ -1,12 +1,14 @@
-"""Aspect buckets: the training size and crop of a picture, and the checks of the keys that set them.
+"""Aspect buckets: the training size and crop of a picture, and the checks of the keys that set
+them.
 
-The arithmetic is documented in the section *Sizes* of the dataset reference. a is `aspect_bucket_alignment`, R rounds
-half to even to a multiple of a (at least a), ar is width / height rounded to `aspect_bucket_rounding` decimals:
+The arithmetic is documented in the section *Sizes* of the dataset reference. a is
+`aspect_bucket_alignment`, R rounds half to even to a multiple of a (at least a), ar is width /
+height rounded to `aspect_bucket_rounding` decimals:
 
     pixel_area  E = R(resolution)                       W = R(E sqrt(ar))   H = R(E / sqrt(ar))
     area        E = R(floor(sqrt(resolution 10^6)))     the same
-    pixel       short edge R(resolution), long edge R(floor(resolution ar)) or R(floor(resolution / ar))
-    square      W = H = E, with E = R(resolution) for pixel
+    pixel       short edge R(resolution), long edge R(floor(resolution ar)) or R(floor(resolution /
+    ar)) square      W = H = E, with E = R(resolution) for pixel
 """
 
 from __future__ import annotations
@@ -28,10 +30,16 @@ from simpletuner.errors import Problems
 from simpletuner.models.spec import FamilySpec
 
 ResolutionType = Literal["pixel", "area", "pixel_area"]
-UNITS: Mapping[ResolutionType, str] = {"area": "megapixels", "pixel": "pixels", "pixel_area": "pixels"}
+UNITS: Mapping[ResolutionType, str] = {
+    "area": "megapixels",
+    "pixel": "pixels",
+    "pixel_area": "pixels",
+}
 UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
-# A maximum of this many megapixels or more, or an edge of this few pixels or fewer, is probably in the wrong unit.
-SUSPICIOUS_AREA, SUSPICIOUS_EDGE = 20, 512
+# A maximum of this many megapixels or more, or an edge of this few pixels or fewer, is probably in
+# the wrong unit.
+SUSPICIOUS_AREA = 20
+SUSPICIOUS_EDGE = 512
 
 CHOSEN = ("closest", "random")  # values of `crop_aspect` that choose from a list
 outside_limits = partial(LeftOutError, "outside the limits")
@@ -56,7 +64,9 @@ class Geometry:
 
 @dataclass(frozen=True)
 class PixelGrid:
-    """What `resolution` means: an edge or an area, and the multiple that both sides are rounded to."""
+    """What `resolution` means: an edge or an area, and the multiple that both sides are rounded
+    to.
+    """
 
     resolution: float
     resolution_type: ResolutionType
@@ -76,14 +86,17 @@ class PixelGrid:
         return self.rounded(size[0] / size[1])
 
     def area(self, length: float) -> float:
-        """Converts a size in the unit of the resolution to a number of pixels (`area` and `pixel_area`)."""
+        """Converts a size in the unit of the resolution to a number of pixels (`area` and
+        `pixel_area`).
+        """
         return length * 1e6 if self.resolution_type == "area" else length**2
 
     @property
     def square(self) -> int:
         """Edge E of the square."""
         if self.resolution_type == "area":
-            # Rounded first: a product just below a square number would lose a whole pixel to the floor.
+            # Rounded first: a product just below a square number would lose a whole pixel to the
+            # floor.
             return self.snap(math.isqrt(round(self.resolution * 1e6)))
         return self.snap(self.resolution)
 
@@ -107,7 +120,9 @@ class Aspect:
     weight: float = 1.0
 
     def enlargement(self, picture: Size) -> float:
-        """Relative enlargement of a picture that covers this bucket; negative if the picture shrinks."""
+        """Relative enlargement of a picture that covers this bucket; negative if the picture
+        shrinks.
+        """
         return max(self.size[0] / picture[0], self.size[1] / picture[1]) - 1
 
 
@@ -118,7 +133,9 @@ def listed_aspects(grid: PixelGrid, ratios: Sequence[tuple[float, float]]) -> li
 
 
 def native_aspects(grid: PixelGrid, native: Mapping[int, Sequence[Size]]) -> list[Aspect]:
-    """The model's native sizes if resolution and grid allow them, else their ratios on the dataset's grid."""
+    """The model's native sizes if resolution and grid allow them, else their ratios on the
+    dataset's grid.
+    """
     if not native:
         return []
     edge = math.sqrt(grid.resolution * 1e6) if grid.resolution_type == "area" else grid.resolution
@@ -139,7 +156,8 @@ class BucketRules:
     Attributes:
         grid: what the resolution means.
         largest_side: the model's limit per side in pixels.
-        config: the entry with its defaults filled in; limits are in the unit of the resolution, and 0 disables one.
+        config: the entry with its defaults filled in; limits are in the unit of the resolution, and
+            0 disables one.
         aspects: the buckets that `crop_aspect` closest and random choose from.
     """
 
@@ -147,7 +165,9 @@ class BucketRules:
     largest_side: int
     config: DatasetConfig
     aspects: tuple[Aspect, ...] = ()
-    _placed: dict[Size, Geometry] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _placed: dict[Size, Geometry] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def place(self, picture: Size, *token: object) -> Geometry:
         """Bucket, size and crop of a picture.
@@ -174,15 +194,21 @@ class BucketRules:
         return Geometry(bucket, size, resized, self._position(resized, size, token))
 
     def follow(self, picture: Size, source: Geometry, *token: object) -> Geometry:
-        """Geometry of a partner with other content than its source: the same size, with its own crop."""
+        """Geometry of a partner with other content than its source: the same size, with its own
+        crop.
+        """
         resized = cover(picture, source.size)
-        return Geometry(source.bucket, source.size, resized, self._position(resized, source.size, token))
+        return Geometry(
+            source.bucket, source.size, resized, self._position(resized, source.size, token)
+        )
 
     def _check_limits(self, picture: Size) -> None:
         smallest = self.config.minimum_image_size or 0
         if smallest and self._is_small(picture, smallest):
             raise outside_limits(f"{picture} is smaller than minimum_image_size {smallest:g}")
-        ratio, low, high = self.grid.ratio(picture), self.config.minimum_aspect_ratio, self.config.maximum_aspect_ratio
+        ratio = self.grid.ratio(picture)
+        low = self.config.minimum_aspect_ratio
+        high = self.config.maximum_aspect_ratio
         if (low and ratio < low) or (high and ratio > high):
             limit = "minimum" if low and ratio < low else "maximum"
             raise outside_limits(f"{picture} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
@@ -206,7 +232,9 @@ class BucketRules:
 
     def _listed(self, picture: Size, token: tuple[object, ...]) -> Aspect:
         most = self.config.max_upscale_threshold
-        allowed = [aspect for aspect in self.aspects if most is None or aspect.enlargement(picture) <= most]
+        allowed = [
+            aspect for aspect in self.aspects if most is None or aspect.enlargement(picture) <= most
+        ]
         if not allowed:
             least = min(aspect.enlargement(picture) for aspect in self.aspects)
             message = f"would be enlarged by {least:.0%}, more than max_upscale_threshold {most:g}"
@@ -214,38 +242,52 @@ class BucketRules:
         if self.config.crop_aspect == "closest":
             # Distance in log space treats wide and tall alike and crops the least.
             ratio = math.log(picture[0] / picture[1])
-            return min(allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - ratio))
+            return min(
+                allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - ratio)
+            )
         # A weighted draw. `min` guards against a product that rounds up to the sum of all weights.
         ends = [*accumulate(aspect.weight for aspect in allowed)]
         return allowed[min(bisect(ends, fraction(*token, "aspect") * ends[-1]), len(allowed) - 1)]
 
     def _resized(self, picture: Size, size: Size) -> Size:
-        """The smallest size that covers the bucket, or the target size if the picture exceeds the maximum."""
-        covering, area = cover(picture, size), picture[0] * picture[1]
-        largest, target = self.config.maximum_image_size or 0, self.config.target_downsample_size or 0
-        if self.grid.resolution_type == "pixel":  # the maximum measures the long edge, the target the short one
-            is_large, scale = max(picture) > largest, target / min(picture)
+        """The smallest size that covers the bucket, or the target size if the picture exceeds the
+        maximum.
+        """
+        covering = cover(picture, size)
+        area = picture[0] * picture[1]
+        largest = self.config.maximum_image_size or 0
+        target = self.config.target_downsample_size or 0
+        if (
+            self.grid.resolution_type == "pixel"
+        ):  # the maximum measures the long edge, the target the short one
+            is_large = max(picture) > largest
+            scale = target / min(picture)
         else:
-            is_large, scale = area > self.grid.area(largest), math.sqrt(self.grid.area(target) / area)
+            is_large = area > self.grid.area(largest)
+            scale = math.sqrt(self.grid.area(target) / area)
         smaller = Size(round(picture.width * scale), round(picture.height * scale))
         # A target too small to cover the bucket is ignored.
         fits = scale < 1 and smaller[0] >= covering[0] and smaller[1] >= covering[1]
         return smaller if self.config.crop and largest and is_large and fits else covering
 
     def _position(self, resized: Size, size: Size, token: tuple[object, ...]) -> tuple[int, int]:
-        spare_x, spare_y = resized[0] - size[0], resized[1] - size[1]
+        spare_x = resized[0] - size[0]
+        spare_y = resized[1] - size[1]
         style = self.config.crop_style if self.config.crop else "center"
         if style == "corner":
             return 0, 0
         if style == "random":
             # `+ 1` includes the position at the far edge.
-            return int(fraction(*token, "x") * (spare_x + 1)), int(fraction(*token, "y") * (spare_y + 1))
+            return int(fraction(*token, "x") * (spare_x + 1)), int(
+                fraction(*token, "y") * (spare_y + 1)
+            )
         return spare_x // 2, spare_y // 2
 
 
 def cover(picture: Size, size: Size) -> Size:
     """The smallest size with the picture's ratio that covers `size`."""
-    (width, height), (wanted_width, wanted_height) = picture, size
+    width, height = picture
+    wanted_width, wanted_height = size
     # Integers are exact; a division could round either way if both ratios are equal.
     if wanted_width * height >= wanted_height * width:
         return Size(wanted_width, max(wanted_height, round(height * wanted_width / width)))
@@ -263,7 +305,9 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, report: Problems) -> Bu
         report.error("resolution", f"is not set, and {spec.name} has no default for it.")
         return None
     alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
-    grid = PixelGrid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
+    grid = PixelGrid(
+        config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2
+    )
     _check_grid(grid, spec, report)
     # Every bucket has a side at least as long as the square's, so no picture could be placed.
     if grid.square > spec.largest_side:
@@ -281,10 +325,16 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, report: Problems) -> Bu
 
 def _check_grid(grid: PixelGrid, spec: FamilySpec, report: Problems) -> None:
     if grid.alignment % spec.size_multiple != 0:
-        message = f"{grid.alignment} is not a multiple of {spec.size_multiple} pixels, which {spec.name} needs."
+        message = (
+            f"{grid.alignment} is not a multiple of {spec.size_multiple} pixels, which "
+            f"{spec.name} needs."
+        )
         report.error("aspect_bucket_alignment", message)
     if grid.square > spec.largest_side:
-        given = f"{grid.resolution:g} {UNITS[grid.resolution_type]} (resolution_type {grid.resolution_type})"
+        given = (
+            f"{grid.resolution:g} {UNITS[grid.resolution_type]} (resolution_type "
+            f"{grid.resolution_type})"
+        )
         limit = f"the limit of {spec.name}, {spec.largest_side} pixels a side"
         report.error("resolution", f"{given} is above {limit}.")
 
@@ -295,14 +345,23 @@ def _check_limits(config: DatasetConfig, grid: PixelGrid, report: Problems) -> N
     low = config.minimum_aspect_ratio
     high = config.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
-        report.error("minimum_aspect_ratio", f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits.")
+        report.error(
+            "minimum_aspect_ratio",
+            f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits.",
+        )
 
 
-def _check_maximum(maximum: float, config: DatasetConfig, grid: PixelGrid, report: Problems) -> None:
+def _check_maximum(
+    maximum: float, config: DatasetConfig, grid: PixelGrid, report: Problems
+) -> None:
     """A maximum needs a target, and a number that is plausible in the unit of the resolution."""
     key = "maximum_image_size"
     if not config.target_downsample_size:
-        report.error(key, f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to.")
+        report.error(
+            key,
+            f"{maximum:g} needs target_downsample_size, the size that larger pictures are "
+            "resized to.",
+        )
     unit = grid.resolution_type
     in_megapixels = unit == "area" and maximum >= SUSPICIOUS_AREA
     on_an_edge = unit == "pixel" and maximum < SUSPICIOUS_EDGE
@@ -312,15 +371,22 @@ def _check_maximum(maximum: float, config: DatasetConfig, grid: PixelGrid, repor
         report.error(key, f"{message} {UNIT_CHECK_OVERRIDE}=1 allows it.")
 
 
-def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec, report: Problems) -> None:
+def _check_crop(
+    config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec, report: Problems
+) -> None:
     kind = config.crop_aspect
     where = "crop_aspect_buckets"
     if config.crop_style == "face":
-        message = "'face' needs a face detector, which is not included; use center, random or corner."
+        message = (
+            "'face' needs a face detector, which is not included; use center, random or corner."
+        )
         report.error("crop_style", message)
     if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:
         report.error(where, f"crop_aspect {kind!r} needs a list of ratios here.")
     for aspect in aspects:
         if max(aspect.size) > spec.largest_side:
-            message = f"{aspect.bucket} means {aspect.size}; the limit of {spec.name} is {spec.largest_side} a side."
+            message = (
+                f"{aspect.bucket} means {aspect.size}; the limit of {spec.name} is "
+                f"{spec.largest_side} a side."
+            )
             report.error(where, message)

@@ -1,4 +1,5 @@
-"""Builds datasets from the entries of the dataset file: every file becomes a sample or is rejected with a reason.
+"""Builds datasets from the entries of the dataset file: every file becomes a sample or is rejected
+with a reason.
 
 All problems are collected. Nothing is decoded, and only downloads are written.
 """
@@ -13,7 +14,13 @@ from types import MappingProxyType
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import build_rules
 from simpletuner.data.caption_checks import split_texts, unread_repeats, unused_captions
-from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
+from simpletuner.data.captions import (
+    CaptionSource,
+    Edit,
+    caption_source,
+    captions_for,
+    read_filters,
+)
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import build_clip_rules
 from simpletuner.data.dataset import (
@@ -53,23 +60,29 @@ def build_datasets(
     Args:
         configs: the enabled entries of the dataset file.
         context: settings of the run.
-        report: receives all errors and warnings; nothing is raised. If it holds a fatal problem, nothing is
-            downloaded.
+        report: receives all errors and warnings; nothing is raised. If it holds a fatal problem,
+            nothing is downloaded.
         folders: folders already read, in part or whole, by the id of their entry.
 
     Returns:
-        one `Dataset` for each entry of pictures or clips: first those with captions, in file order, then the
-        conditioning datasets paired with them. Complete only if no problem is fatal.
+        one `Dataset` for each entry of pictures or clips: first those with captions, in file order,
+        then the conditioning datasets paired with them. Complete only if no problem is fatal.
     """
     entries = [context.fill(config) for config in configs]
     # A second pass, since an entry may name the cache folder of another entry.
-    entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries)}) for entry in entries]
+    entries = [
+        entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries)})
+        for entry in entries
+    ]
     check_dataset_file(configs, entries, context, report)
     links = link_partners(entries, context, report)
-    builder = _Builder(entries, context, report, _collect_remote(entries, context, report), {**folders})
+    builder = _Builder(
+        entries, context, report, _collect_remote(entries, context, report), {**folders}
+    )
     datasets = []
     for entry in entries:
-        # Skip caches, and conditioning entries, which are read for the datasets they are paired with.
+        # Skip caches, and conditioning entries, which are read for the datasets they are paired
+        # with.
         if entry.id not in links:
             continue
         if builder.folder(entry).is_there:
@@ -84,7 +97,9 @@ def build_datasets(
     return datasets + builder.conditioning_datasets(datasets)
 
 
-def _collect_remote(entries: Sequence[DatasetConfig], context: DataContext, report: Problems) -> Mapping[str, Scan]:
+def _collect_remote(
+    entries: Sequence[DatasetConfig], context: DataContext, report: Problems
+) -> Mapping[str, Scan]:
     remote = [entry for entry in entries if entry.type != "local"]
     if context.collect is not None:
         return context.collect(remote, context, report) if remote else {}
@@ -117,7 +132,9 @@ class _Builder:
         return self.folders[entry.id]
 
     def partners_of(self, entry: DatasetConfig) -> Dataset | None:
-        """The files of a conditioning entry, read once no matter how many datasets are paired with it."""
+        """The files of a conditioning entry, read once no matter how many datasets are paired with
+        it.
+        """
         if entry.id not in self.partners:
             # Partners are cropped where their sources are placed; they have no crops to redraw.
             fixed = entry.model_copy(update={"vae_cache_clear_each_epoch": False})
@@ -125,7 +142,9 @@ class _Builder:
         return self.partners[entry.id]
 
     def _without_samples(self, entry: DatasetConfig) -> Dataset | None:
-        """The dataset of an entry before its files become samples, or None if its rules are unusable."""
+        """The dataset of an entry before its files become samples, or None if its rules are
+        unusable.
+        """
         folder = self.folder(entry)
         with self.report.within(entry.id) as of_entry:
             rules = build_rules(entry, self.context.spec, of_entry)
@@ -145,11 +164,20 @@ class _Builder:
         folder = self.folder(entry)
         with self.report.within(entry.id) as of_entry:
             captions = caption_source(entry, folder, self._filter, of_entry)
-        # closest and random cannot place a picture without a list of aspects; that has been reported.
-        if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
+        # closest and random cannot place a picture without a list of aspects; that has been
+        # reported.
+        if dataset is None or (
+            entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects
+        ):
             return None
         # `captions.facts` grows while captions are read, and is saved as the dataset's index.
-        dataset = replace(dataset, facts=captions.facts, partners=partners, clips=clips, repeats=entry.repeats or 0)
+        dataset = replace(
+            dataset,
+            facts=captions.facts,
+            partners=partners,
+            clips=clips,
+            repeats=entry.repeats or 0,
+        )
         # Choose the samples first: reading masks decodes them.
         dataset = self._read_masks(_choose(self._fill(dataset, captions)))
         summarise_rejected(dataset, self.report, self._expected(entry))
@@ -189,7 +217,9 @@ class _Builder:
         return replace(dataset, samples=tuple(samples), rejected=tuple(rejected))
 
     def _read_masks(self, dataset: Dataset) -> Dataset:
-        """Measure every mask as trained, unless the index has the result; a damaged mask drops its pair."""
+        """Measure every mask as trained, unless the index has the result; a damaged mask drops its
+        pair.
+        """
         masks = dataset.masks
         if masks is None:
             return dataset
@@ -203,7 +233,9 @@ class _Builder:
         damaged: dict[str, str] = {}
         for sample in dataset.samples:
             if sample.mask is not None and measured[sample.mask.name].problem:
-                damaged[sample.name] = f"its mask {sample.mask.name} {measured[sample.mask.name].problem}"
+                damaged[sample.name] = (
+                    f"its mask {sample.mask.name} {measured[sample.mask.name].problem}"
+                )
         return dataset.without(damaged, "partner unusable")
 
     def _filter(self, entry: DatasetConfig) -> Edit | None:
@@ -216,7 +248,9 @@ class _Builder:
         return self.filters[text_entry.id]
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
-        """One dataset per conditioning entry, with the partners in use, so that its files are listed too."""
+        """One dataset per conditioning entry, with the partners in use, so that its files are
+        listed too.
+        """
         used: list[Sample] = []
         for dataset in datasets:
             for sample in dataset.samples:
@@ -243,24 +277,33 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
         if paired is None:
             raise LeftOutError("partner unusable", f"has no partner in {partners.id}")
         if paired.problem is not None:
-            raise LeftOutError("partner unusable", f"its partner {partners.name_for(name)} {paired.problem}")
+            raise LeftOutError(
+                "partner unusable", f"its partner {partners.name_for(name)} {paired.problem}"
+            )
     # Only files with a row in the table are trained.
     if dataset.config.metadata_backend == "parquet" and name not in captions.table:
         raise LeftOutError("not in the table", "is not in the table")
-    facts, clips, clip = dataset.facts[name], dataset.clips, dataset.clip_for(name)
+    facts = dataset.facts[name]
+    clips = dataset.clips
+    clip = dataset.clip_for(name)
     frames = clips.frames_of(clip) if clips and clip else 1
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
-    place, texts = (dataset.id, name, dataset.root), captions_for(name, captions)
+    place = (dataset.id, name, dataset.root)
+    texts = captions_for(name, captions)
     sample = Sample(*place, facts.content, facts.picture_size, geometry, texts, partner)
     if facts.conversions:
         sample = replace(sample, conversions=facts.conversions)
     if clips:
-        sample = replace(sample, frames=frames, frame_rate=clips.rate, clip=clip, is_i2v=clips.is_i2v)
+        sample = replace(
+            sample, frames=frames, frame_rate=clips.rate, clip=clip, is_i2v=clips.is_i2v
+        )
     return replace(sample, mask=dataset.masks.mask_for(sample)) if dataset.masks else sample
 
 
 def _choose(dataset: Dataset) -> Dataset:
-    """The fixed subset of `max_num_samples`, ranked by hash so that added files change it as little as possible."""
+    """The fixed subset of `max_num_samples`, ranked by hash so that added files change it as little
+    as possible.
+    """
     most = dataset.config.max_num_samples
     if most is None or most >= len(dataset.samples):
         return dataset
@@ -270,12 +313,17 @@ def _choose(dataset: Dataset) -> Dataset:
 
 
 def _hold_out(dataset: Dataset, report: Problems) -> tuple[Dataset, list[Dataset]]:
-    """Splits off the samples of `hold_out`: the rest of the dataset, and an eval dataset of the held-out samples."""
+    """Splits off the samples of `hold_out`: the rest of the dataset, and an eval dataset of the
+    held-out samples.
+    """
     count = dataset.config.hold_out
     if count >= len(dataset.samples):
         if not dataset.samples:  # which is an error already
             return dataset, []
-        report.error("hold_out", f"{count} of {len(dataset.samples)} samples would leave nothing to train on.")
+        report.error(
+            "hold_out",
+            f"{count} of {len(dataset.samples)} samples would leave nothing to train on.",
+        )
         return dataset, []
     chosen = _choose_held_out(dataset, count)
     if len(chosen) >= len(dataset.samples):
@@ -284,55 +332,92 @@ def _hold_out(dataset: Dataset, report: Problems) -> tuple[Dataset, list[Dataset
         report.error("hold_out", message)
         return dataset, []
     name = f"{dataset.id}-held-out"
-    changes: dict[str, object] = {"id": name, "dataset_type": "eval", "hold_out": 0, "train_batch_size": 1}
-    changes |= {"cache_dir_vae": f"{dataset.latent_dir}-held-out", "vae_cache_clear_each_epoch": False}
-    samples = [replace(sample, dataset_id=name) for sample in sorted(chosen, key=lambda sample: sample.name)]
+    changes: dict[str, object] = {
+        "id": name,
+        "dataset_type": "eval",
+        "hold_out": 0,
+        "train_batch_size": 1,
+    }
+    changes |= {
+        "cache_dir_vae": f"{dataset.latent_dir}-held-out",
+        "vae_cache_clear_each_epoch": False,
+    }
+    samples = [
+        replace(sample, dataset_id=name)
+        for sample in sorted(chosen, key=lambda sample: sample.name)
+    ]
     config = dataset.config.model_copy(update=changes)
     held = replace(dataset, config=config, samples=tuple(samples), rejected=(), repeats=0)
-    reasons = {sample.name: "is held out, to measure the evaluation loss on it" for sample in samples}
+    reasons = {
+        sample.name: "is held out, to measure the evaluation loss on it" for sample in samples
+    }
     return dataset.without(reasons, "held out"), [held]
 
 
 def _choose_held_out(dataset: Dataset, count: int) -> list[Sample]:
-    """At least `count` samples. A phone's `1.heic` and `1.jpg` show the same: both are held out, or neither."""
+    """At least `count` samples. A phone's `1.heic` and `1.jpg` show the same: both are held out, or
+    neither.
+    """
     # Ranked by hash with another key than in `_choose`, whose last ranks would always be held out.
-    ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name))
+    ranked = sorted(
+        dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name)
+    )
     groups: dict[str, list[Sample]] = {}
     for sample in ranked:
         groups.setdefault(pair_key(sample.name), []).append(sample)
     chosen: list[Sample] = []
-    for group in sorted(groups.values(), key=len):  # stable: those without a twin first, in the order of their hashes
+    for group in sorted(
+        groups.values(), key=len
+    ):  # stable: those without a twin first, in the order of their hashes
         if len(chosen) < count:
             chosen += group
     return chosen
 
 
-def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Folder, report: Problems) -> None:
+def _check_excluded(
+    entry: DatasetConfig, excluded: frozenset[str], folder: Folder, report: Problems
+) -> None:
     """Report excluded names without a file, which are probably misspelt."""
     if missing := sorted(excluded.difference(folder.listing.files)):
-        message = f"{entry.exclude_files} names {counted(len(missing), 'file')} not in the folder: {shorten(missing)}."
+        message = (
+            f"{entry.exclude_files} names {counted(len(missing), 'file')} not in the folder: "
+            f"{shorten(missing)}."
+        )
         hint = did_you_mean(missing[0], folder.listing.files[:MOST_COMPARED])
         report.warn(f"{entry.id}.exclude_files", message + hint)
 
 
 def _unread_caption_files(entry: DatasetConfig, captions: CaptionSource) -> list[Rejected]:
     """Caption files and tables that are not read, for the ledger."""
-    strategy, listing = entry.caption_strategy, captions.folder.listing
+    strategy = entry.caption_strategy
+    listing = captions.folder.listing
     origin = "instance_prompt" if entry.only_instance_prompt else strategy
     names: list[str] = []
     if origin != "textfile":
         names += dict.fromkeys(listing.captions.values())
     if origin != "metadata":
         names += listing.metadata
-    return [Rejected(entry.id, name, "unused caption", f"is not read: captions come from {origin}") for name in names]
+    return [
+        Rejected(entry.id, name, "unused caption", f"is not read: captions come from {origin}")
+        for name in names
+    ]
 
 
-def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str], report: Problems) -> None:
-    """Report pictures without a partner, and pictures whose partner cannot take over their size and crop."""
+def _check_partners(
+    dataset: Dataset, partners: Dataset, names: Sequence[str], report: Problems
+) -> None:
+    """Report pictures without a partner, and pictures whose partner cannot take over their size and
+    crop.
+    """
     missing = [name for name in names if partners.name_for(name) is None]
     if missing:
-        message = f"no partner of the same path and name in {partners.id} ({str(partners.root)!r}) for"
-        report.error(dataset.id, f"{message} {len(missing)} of {counted(len(names), 'picture')}: {shorten(missing)}.")
+        message = (
+            f"no partner of the same path and name in {partners.id} ({str(partners.root)!r}) for"
+        )
+        report.error(
+            dataset.id,
+            f"{message} {len(missing)} of {counted(len(names), 'picture')}: {shorten(missing)}.",
+        )
     _check_several(dataset, partners, names, report)
     if partners.config.conditioning_type in MASKS:
         check_mask_sizes(dataset, partners, report)
@@ -340,31 +425,58 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str], r
     if partners.config.conditioning_type != "reference_strict":
         return
     pairs = [(dataset.facts[name].picture_size, partners.facts_for(name)) for name in names]
-    count = sum(is_stretched(size, partner.picture_size) for size, partner in pairs if partner and partner.width)
+    count = sum(
+        is_stretched(size, partner.picture_size)
+        for size, partner in pairs
+        if partner and partner.width
+    )
     if count:
-        message = f"another ratio than their partners', so stretched: {counted(count, 'picture')} of {partners.id};"
-        report.warn(dataset.id, f"{message} crop them alike, or use conditioning_type reference_loose.")
+        message = (
+            f"another ratio than their partners', so stretched: {counted(count, 'picture')} of "
+            f"{partners.id};"
+        )
+        report.warn(
+            dataset.id, f"{message} crop them alike, or use conditioning_type reference_loose."
+        )
 
 
-def _check_several(dataset: Dataset, partners: Dataset, names: Sequence[str], report: Problems) -> None:
+def _check_several(
+    dataset: Dataset, partners: Dataset, names: Sequence[str], report: Problems
+) -> None:
     """Report pictures for which several files could be the partner."""
     candidates = {name: partners.names_for(name) for name in names}
-    several = [f"{name} ({shorten(files, 3)})" for name, files in candidates.items() if len(files) > 1]
+    several = [
+        f"{name} ({shorten(files, 3)})" for name, files in candidates.items() if len(files) > 1
+    ]
     if several:
-        message = f"more than one partner for {counted(len(several), 'file')} of {dataset.id}: {shorten(several, 3)}."
-        advice = "Keep one of them, or name it after the whole file name, as in cat.jpg.png for cat.jpg."
+        message = (
+            f"more than one partner for {counted(len(several), 'file')} of {dataset.id}: "
+            f"{shorten(several, 3)}."
+        )
+        advice = (
+            "Keep one of them, or name it after the whole file name, as in cat.jpg.png for cat.jpg."
+        )
         report.error(partners.id, f"{message} {advice}")
 
 
 def _in_use(partners: Dataset, used: Sequence[Sample]) -> Dataset:
     """A conditioning dataset with the partners in use as samples."""
     # A file may be the partner of several sources, with one crop per source.
-    samples = {(sample.name, sample.geometry): sample for sample in used if sample.dataset_id == partners.id}
+    samples = {
+        (sample.name, sample.geometry): sample
+        for sample in used
+        if sample.dataset_id == partners.id
+    }
     # Masks are decoded only when they are measured, which may reveal damage.
-    damaged = {name: fact for name in partners.folder.usable if (fact := partners.facts[name]).problem}
+    damaged = {
+        name: fact for name in partners.folder.usable if (fact := partners.facts[name]).problem
+    }
     idle = {*partners.folder.usable} - {name for name, _ in samples} - damaged.keys()
     detail = "is not the partner of any trained picture"
     rejected = [Rejected(partners.id, name, "no source picture", detail) for name in sorted(idle)]
-    rejected += [Rejected(partners.id, name, fact.reason, fact.problem or "") for name, fact in damaged.items()]
+    rejected += [
+        Rejected(partners.id, name, fact.reason, fact.problem or "")
+        for name, fact in damaged.items()
+    ]
     ordered = sorted(samples.values(), key=lambda sample: sample.name)
     return replace(partners, samples=tuple(ordered), rejected=(*partners.rejected, *rejected))

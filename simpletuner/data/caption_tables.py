@@ -1,7 +1,7 @@
 """Captions from tables: parquet files, and the metadata.jsonl or metadata.csv beside pictures.
 
-Hugging Face's `datasets` reads the latter as an imagefolder, with paths in `file_name`. The lists of musubi-tuner have
-absolute paths in `image_path` or `video_path`.
+Hugging Face's `datasets` reads the latter as an imagefolder, with paths in `file_name`. The lists
+of musubi-tuner have absolute paths in `image_path` or `video_path`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from simpletuner.data.file_names import composed
 from simpletuner.errors import Problems, counted, did_you_mean, shorten
 
 # Keys of the object parquet that name a column.
-COLUMN_KEYS = ("filename_column", "caption_column", "fallback_caption_column", "width_column", "height_column")
+COLUMN_KEYS = (
+    "filename_column",
+    "caption_column",
+    "fallback_caption_column",
+    "width_column",
+    "height_column",
+)
 PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 NAME_COLUMN = "file_name"
 PATH_COLUMNS = ("image_path", "video_path")
@@ -33,10 +39,13 @@ Row = tuple[str, tuple[str, ...]]  # a file name with `/`, and its captions
 CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
 
 
-def match_rows(rows: Iterable[Row], names: Sequence[str], where: str, report: Problems) -> CaptionTable:
+def match_rows(
+    rows: Iterable[Row], names: Sequence[str], where: str, report: Problems
+) -> CaptionTable:
     """The captions of each picture or clip that has a row.
 
-    A row names a file by its path below the dataset's folder, or by its bare name if no other file has that.
+    A row names a file by its path below the dataset's folder, or by its bare name if no other file
+    has that.
 
     Args:
         names: all files of the dataset.
@@ -63,18 +72,36 @@ def match_rows(rows: Iterable[Row], names: Sequence[str], where: str, report: Pr
 
 
 def _report(
-    where: str, unused: Sequence[str], repeated: Sequence[str], ambiguous: Mapping[str, Sequence[str]], report: Problems
+    where: str,
+    unused: Sequence[str],
+    repeated: Sequence[str],
+    ambiguous: Mapping[str, Sequence[str]],
+    report: Problems,
 ) -> None:
     """Report the rows of a table that belong to no file, or to no certain one."""
     if ambiguous:
-        listed = shorten([f"{row} is {' and '.join(names)}" for row, names in ambiguous.items()], MOST_LISTED)
-        message = f"{counted(len(ambiguous), 'name')} in the table could be several files: {listed}. "
-        report.error(where, message + "Write their paths below the dataset's folder into the table.")
+        listed = shorten(
+            [f"{row} is {' and '.join(names)}" for row, names in ambiguous.items()], MOST_LISTED
+        )
+        message = (
+            f"{counted(len(ambiguous), 'name')} in the table could be several files: {listed}. "
+        )
+        report.error(
+            where, message + "Write their paths below the dataset's folder into the table."
+        )
     if repeated:
-        message = f"several rows with different captions for {counted(len(repeated), 'file')}: {shorten(repeated)}. "
-        report.error(where, message + "Keep one row, or write paths below the dataset's folder into the table.")
+        message = (
+            f"several rows with different captions for {counted(len(repeated), 'file')}: "
+            f"{shorten(repeated)}. "
+        )
+        report.error(
+            where,
+            message + "Keep one row, or write paths below the dataset's folder into the table.",
+        )
     if unused:
-        report.warn(where, f"no picture for {counted(len(unused), 'name')} in the table: {shorten(unused)}.")
+        report.warn(
+            where, f"no picture for {counted(len(unused), 'name')} in the table: {shorten(unused)}."
+        )
 
 
 def read_parquet(config: ParquetConfig, report: Problems) -> list[Row]:
@@ -92,8 +119,12 @@ def read_parquet(config: ParquetConfig, report: Problems) -> list[Row]:
     from pyarrow import parquet
 
     # Read only these columns: a table may hold the pictures themselves.
-    columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
-    table = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
+    columns = [
+        column for column in (config.caption_column, config.fallback_caption_column) if column
+    ]
+    table = parquet.read_table(
+        path, columns=list(dict.fromkeys([config.filename_column, *columns]))
+    ).to_pylist()
     named = [(row[config.filename_column], row) for row in table if row[config.filename_column]]
     return [(_name(str(name), config), first_texts(row, *columns)) for name, row in named]
 
@@ -113,7 +144,11 @@ def _check_table(path: Path, config: ParquetConfig, report: Problems) -> None:
 
 
 def check_columns(
-    named: Mapping[str, str], known: Sequence[str], where: str, report: Problems, what: str = "table"
+    named: Mapping[str, str],
+    known: Sequence[str],
+    where: str,
+    report: Problems,
+    what: str = "table",
 ) -> None:
     """Report the columns that keys name but the table lacks."""
     for key, column in named.items():
@@ -149,11 +184,17 @@ def read_metadata(folder: Folder, report: Problems) -> list[Row]:
     """The file names and captions of every metadata.jsonl and metadata.csv below a folder."""
     tables = folder.listing.metadata
     if not tables:
-        message = f"'metadata' reads metadata.jsonl or metadata.csv, and {str(folder.root)!r} contains neither."
+        message = (
+            f"'metadata' reads metadata.jsonl or metadata.csv, and {str(folder.root)!r} contains "
+            "neither."
+        )
         report.error("caption_strategy", message)
     places = [str(PurePosixPath(table).parent) for table in tables]
     if len({*places}) < len(places):
-        message = f"a folder contains both metadata.jsonl and metadata.csv: {shorten(tables)}. Move one of them away."
+        message = (
+            f"a folder contains both metadata.jsonl and metadata.csv: {shorten(tables)}. Move one "
+            "of them away."
+        )
         report.error("caption_strategy", message)
         return []
     rows: list[Row] = []
@@ -207,7 +248,9 @@ def _captioned(
         if columns.keys().isdisjoint(needed):
             hint = " Columns must be separated by commas." if len(columns) == 1 else ""
             names = ", ".join(map(str, columns))
-            report.error("", f"needs one of the columns {', '.join(needed)}; it has: {names}.{hint}")
+            report.error(
+                "", f"needs one of the columns {', '.join(needed)}; it has: {names}.{hint}"
+            )
             return []
     captioned = [column for column in CAPTION_COLUMNS if column in columns]
     known = {composed(name) for name in folder.listing.files}
@@ -219,7 +262,9 @@ def _captioned(
     return rows
 
 
-def _named(record: Mapping[str, Any], root: Path, place: PurePosixPath, known: Set[str]) -> str | None:
+def _named(
+    record: Mapping[str, Any], root: Path, place: PurePosixPath, known: Set[str]
+) -> str | None:
     """The path below the dataset's folder of the file that a row names; None if it names none.
 
     Args:

@@ -42,13 +42,19 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 no_caption, bad_caption = (partial(LeftOutError, reason) for reason in UNCAPTIONED)
 
 PARAGRAPH = 80  # characters; shorter lines are captions
-# A line that cannot be a caption by itself: brackets, an item of a list, a heading, a line that ends in a colon, JSON.
-FRAGMENT = re.compile(r"[\W_]+$|[-*•]\s|\d{1,2}[.)]\s|#{1,6}\s|\*\*|```|.*:$|\{?\s*[\"'][\w ]+[\"']\s*:")
+# A line that cannot be a caption by itself: brackets, an item of a list, a heading, a line that
+# ends in a colon, JSON.
+FRAGMENT = re.compile(
+    r"[\W_]+$|[-*•]\s|\d{1,2}[.)]\s|#{1,6}\s|\*\*|```|.*:$|\{?\s*[\"'][\w ]+[\"']\s*:"
+)
 
 Edit = Callable[[str], Sequence[str]]  # maps a caption to its replacements
 
-# Control tokens of tokenizers: in a caption they would end the prompt or refer to a missing picture.
-CONTROL_TOKEN = re.compile(r"<\|\w+\|>|</?(?:s|bos|eos|pad|unk|mask|start_of_turn|end_of_turn|image|start_of_image)>")
+# Control tokens of tokenizers: in a caption they would end the prompt or refer to a missing
+# picture.
+CONTROL_TOKEN = re.compile(
+    r"<\|\w+\|>|</?(?:s|bos|eos|pad|unk|mask|start_of_turn|end_of_turn|image|start_of_image)>"
+)
 
 
 def control_token(text: str) -> str | None:
@@ -66,7 +72,8 @@ class CaptionSource:
         folder: the dataset's folder as read.
         table: captions by picture name, from a table or from the hub.
         edits: applied to each caption, in this order.
-        facts: file facts by name; the captions of a new or changed caption file are added when it is read.
+        facts: file facts by name; the captions of a new or changed caption file are added when it
+            is read.
     """
 
     config: DatasetConfig
@@ -77,7 +84,10 @@ class CaptionSource:
 
 
 def caption_source(
-    entry: DatasetConfig, folder: Folder, text_filter: Callable[[DatasetConfig], Edit | None], report: Problems
+    entry: DatasetConfig,
+    folder: Folder,
+    text_filter: Callable[[DatasetConfig], Edit | None],
+    report: Problems,
 ) -> CaptionSource:
     """The caption table and edits of an entry.
 
@@ -93,7 +103,11 @@ def caption_source(
     elif entry.caption_strategy == "metadata":
         rows = read_metadata(folder, report)
         table = match_rows(rows, names, "caption_strategy", report)
-    edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
+    edits = tuple(
+        edit
+        for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle))
+        if edit is not None
+    )
     return CaptionSource(entry, folder, table, edits, {**folder.facts})
 
 
@@ -116,13 +130,19 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
     for caption in captions:
         token = control_token(caption)
         if token is not None:
-            raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
+            raise no_caption(
+                f"has a caption with {token}, a control token of the tokenizer; remove it"
+            )
     return captions
 
 
 def _written(name: str, source: CaptionSource) -> tuple[str, ...]:
-    config, prompts = source.config, tuple(source.config.instance_prompt or ())
-    if config.only_instance_prompt or config.caption_strategy in ("instanceprompt", "instance_prompt"):
+    config = source.config
+    prompts = tuple(source.config.instance_prompt or ())
+    if config.only_instance_prompt or config.caption_strategy in (
+        "instanceprompt",
+        "instance_prompt",
+    ):
         return prompts
     captions = _own_captions(name, source)
     if not config.prepend_instance_prompt:
@@ -151,27 +171,33 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
         if not captions:
             raise no_caption("has no caption in the table")
         return captions
-    folder, known = source.folder, source.facts.get(name, UNKNOWN)
+    folder = source.folder
+    known = source.facts.get(name, UNKNOWN)
     file = folder.listing.captions.get(name)
     if file is None and name in folder.gone and known.stamp:
         return known.captions
     if file is None:
-        raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
+        raise no_caption(
+            f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it"
+        )
     whole = source.config.disable_multiline_split
     stamp = caption_stamp(f"{folder.root}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
         content = read_caption_file(folder.root / file, whole=whole)
         # Facts are saved in the index, so the next start opens no unchanged caption file.
-        known = replace(known, captions=content.captions, stamp=stamp, is_one_text=content.is_one_text)
+        known = replace(
+            known, captions=content.captions, stamp=stamp, is_one_text=content.is_one_text
+        )
         source.facts[name] = known
     return known.captions
 
 
 def caption_stamp(path: str, *, whole: bool) -> str | None:
-    """A stamp that changes if the captions may have: how the file is split, its size, times and inode.
+    """A stamp that changes if the captions may have: how the file is split, its size, times and
+    inode.
 
-    The ctime cannot be set, so an edit that restores the mtime is noticed too. None if the file is missing, or so new
-    that a later change could have the same times.
+    The ctime cannot be set, so an edit that restores the mtime is noticed too. None if the file is
+    missing, or so new that a later change could have the same times.
     """
     try:
         status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
@@ -190,7 +216,9 @@ def caption_of_name(name: str) -> str:
         LeftOutError: it is empty.
     """
     # macOS stores names decomposed (NFD), which tokenizers split differently.
-    caption = " ".join(unicodedata.normalize("NFC", PurePosixPath(name).stem).replace("_", " ").split())
+    caption = " ".join(
+        unicodedata.normalize("NFC", PurePosixPath(name).stem).replace("_", " ").split()
+    )
     if not caption:
         raise no_caption("has a name that yields no caption")
     return caption
@@ -220,7 +248,8 @@ def read_caption_file(path: Path, *, whole: bool = False) -> CaptionFile:
 
 
 def is_one_text(lines: Sequence[str]) -> bool:
-    """Whether lines seem to be parts of one text, such as JSON, a list or paragraphs, instead of alternative captions.
+    """Whether lines seem to be parts of one text, such as JSON, a list or paragraphs, instead of
+    alternative captions.
 
     Args:
         lines: without spaces at their ends; blank ones separate paragraphs.
@@ -231,7 +260,8 @@ def is_one_text(lines: Sequence[str]) -> bool:
     if any(FRAGMENT.match(text) for text in texts):
         return True
     is_long = max(map(len, texts)) >= PARAGRAPH
-    first, last = lines.index(texts[0]), len(lines) - lines[::-1].index(texts[-1])
+    first = lines.index(texts[0])
+    last = len(lines) - lines[::-1].index(texts[-1])
     has_paragraphs = "" in lines[first:last]
     return is_long and (has_paragraphs or any(_goes_on(*pair) for pair in pairwise(texts)))
 
@@ -257,13 +287,24 @@ def read_caption_text(path: Path) -> str:
         raise bad_caption(f"has a caption file that {error}") from error
     except UnicodeDecodeError as error:
         advice = encoding_advice(content)
-        raise bad_caption(f"has a caption file that is not UTF-8 text (byte {error.start}): {advice}") from error
-    if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL next to every Latin letter
-        raise bad_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
+        raise bad_caption(
+            f"has a caption file that is not UTF-8 text (byte {error.start}): {advice}"
+        ) from error
+    if (
+        "\0" in text
+    ):  # UTF-16 without a mark decodes as UTF-8, with a NUL next to every Latin letter
+        raise bad_caption(
+            "has a caption file with NUL characters: UTF-16 without a byte order mark? Save "
+            "it as UTF-8"
+        )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-SEPARATORS = {"comma": (",", ", "), "space": (" ", " "), "period": (".", ". ")}  # (split at, join with)
+SEPARATORS = {
+    "comma": (",", ", "),
+    "space": (" ", " "),
+    "period": (".", ". "),
+}  # (split at, join with)
 REPLACEMENT = re.compile(r"s/((?:[^/\\]|\\.)*)/((?:[^/\\]|\\.)*)/?")
 
 
@@ -273,17 +314,22 @@ def shuffle_edit(settings: CaptionShuffle | None) -> Edit | None:
 
 
 def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
-    """The caption and its shuffled forms, without duplicates; a function of the text and the seed only."""
+    """The caption and its shuffled forms, without duplicates; a function of the text and the seed
+    only.
+    """
     splitter, joiner = SEPARATORS[settings.split_on]
     parts = [part.strip() for part in caption.split(splitter) if part.strip()]
-    fixed, movable = parts[: settings.position_start], parts[settings.position_start :]
+    fixed = parts[: settings.position_start]
+    movable = parts[settings.position_start :]
     forms = [caption] if settings.include_original else []
     for number in range(settings.count):
         order = list(movable)
         generator("caption shuffle", settings.seed, caption, number).shuffle(order)
         text = joiner.join(fixed + order)
         # Restore the final period, which splitting removed.
-        forms.append(text + "." if settings.split_on == "period" and caption.endswith(".") else text)
+        forms.append(
+            text + "." if settings.split_on == "period" and caption.endswith(".") else text
+        )
     return list(dict.fromkeys(forms))
 
 
@@ -321,7 +367,9 @@ def _read_filter(entry: str, report: Problems) -> tuple[str | None, regex.Patter
         pattern = replacement[1]
         new = replacement[2].replace(r"\/", "/")
     try:
-        re.compile(pattern).sub(new, "")  # raises if the replacement refers to a group that does not exist
+        re.compile(pattern).sub(
+            new, ""
+        )  # raises if the replacement refers to a group that does not exist
         expression = regex.compile(pattern)  # the same syntax, with a time limit
     except (re.error, regex.error, IndexError) as error:
         if replacement:
@@ -331,7 +379,9 @@ def _read_filter(entry: str, report: Problems) -> tuple[str | None, regex.Patter
     return None if replacement else entry, expression, new
 
 
-def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]], caption: str) -> Sequence[str]:
+def _filter(
+    filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]], caption: str
+) -> Sequence[str]:
     """Treat each entry as plain text if the caption contains it, else as a regular expression.
 
     Raises:
@@ -344,7 +394,9 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
             try:
                 caption = expression.sub(new, caption, timeout=FILTER_SECONDS)
             except TimeoutError:
-                filtering = f"{expression.pattern!r} of caption_filter_list on {caption[:LONGEST_SHOWN]!r}"
+                filtering = (
+                    f"{expression.pattern!r} of caption_filter_list on {caption[:LONGEST_SHOWN]!r}"
+                )
                 raise TimeoutError(f"{filtering} takes more than {FILTER_SECONDS:g} s") from None
     # Removed words leave two spaces.
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]

@@ -1,7 +1,7 @@
 """Stateless random choices: a function of names and numbers, never of earlier draws.
 
-A crop position, a shuffled caption or the order of an epoch is the same on every machine and after every restart,
-because it is a hash of the seed and of the names it applies to.
+A crop position, a shuffled caption or the order of an epoch is the same on every machine and after
+every restart, because it is a hash of the seed and of the names it applies to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Guesses the encoding of a text that is not UTF-8, for a message: older editors of Windows wrote others."""
+"""Guesses the encoding of a text that is not UTF-8, for a message: older editors of Windows wrote
+others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ SHOWN = 20  # characters of the text
 
 # (name for iconv, name for Python, whether a character is one of its language)
 EAST_ASIAN: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
-    ("SHIFT_JIS", "shift_jis", lambda character: "\u3041" <= character <= "\u30fe"),  # kana; no Japanese lacks them
+    (
+        "SHIFT_JIS",
+        "shift_jis",
+        lambda character: "\u3041" <= character <= "\u30fe",
+    ),  # kana; no Japanese lacks them
     ("EUC-KR", "euc_kr", lambda character: "\uac00" <= character <= "\ud7a3"),
     ("GB18030", "gb18030", lambda character: "\u4e00" <= character <= "\u9fff"),
 )
@@ -39,7 +45,10 @@ def encoding_advice(content: bytes) -> str:
     if name is None:
         return "save it as UTF-8"
     start = content.decode(name, "replace").strip()[:SHOWN]
-    return f"it seems to be {name} ({start!r}); save it as UTF-8, for example with iconv -f {name} -t UTF-8"
+    return (
+        f"it seems to be {name} ({start!r}); save it as UTF-8, for example with iconv -f {name} "
+        "-t UTF-8"
+    )
 
 
 def _decoded(content: bytes, codec: str) -> str | None:

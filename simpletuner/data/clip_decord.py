@@ -1,7 +1,9 @@
-"""The second reader of clips, decord: for files that PyAV cannot read, and for datasets that ask for it.
+"""The second reader of clips, decord: for files that PyAV cannot read, and for datasets that ask
+for it.
 
-decord is unmaintained and not available everywhere. It neither deinterlaces nor shows transparency, and rounds colours
-differently, so its frames are never cached under the same key as PyAV's. It refuses clips that it would read wrongly.
+decord is unmaintained and not available everywhere. It neither deinterlaces nor shows transparency,
+and rounds colours differently, so its frames are never cached under the same key as PyAV's. It
+refuses clips that it would read wrongly.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ import av
 from PIL import Image
 
 from simpletuner.data.clip_file import head_of, open_container, streams_of_frames
-from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, choose_frames, clip_suffix
+from simpletuner.data.clips import (
+    MISSING_SECONDS,
+    ClipFacts,
+    ColorMatrix,
+    choose_frames,
+    clip_suffix,
+)
 from simpletuner.data.files import MediaError, UnsuitableError
 
 # Frames per call to decord; 200 frames at 1280x720 would take half a gigabyte.
@@ -31,22 +39,31 @@ SLICE = 8
 # First byte of each packet of an MPEG transport stream.
 TRANSPORT_SYNC = b"G"
 # What a process runs that reads the facts of a clip, and how many seconds it may take.
-PROBE = "import pathlib, sys; from simpletuner.data.clip_decord import probe; print(probe(pathlib.Path(sys.argv[1])))"
+PROBE = (
+    "import pathlib, sys; from simpletuner.data.clip_decord import probe; "
+    "print(probe(pathlib.Path(sys.argv[1])))"
+)
 LONGEST_PROBE = 60
 REMEDY = "set video.reader of its dataset to pyav, or re-encode it with ffmpeg"
 
 
 def read_facts_with_decord(path: Path) -> ClipFacts | None:
-    """Size, length and rate of a clip that PyAV cannot read; None if decord cannot read it either."""
+    """Size, length and rate of a clip that PyAV cannot read; None if decord cannot read it
+    either.
+    """
     # Only what begins like a clip: of a playlist, decord would open other files.
     if clip_suffix(head_of(path)) is None or _decord() is None:
         return None
-    # In a process of its own: on most of these files decord writes to the terminal, and it may crash.
+    # In a process of its own: on most of these files decord writes to the terminal, and it may
+    # crash.
     command = [sys.executable, "-c", PROBE, str(path)]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_PROBE, check=True).stdout
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=LONGEST_PROBE, check=True
+        ).stdout
         return ClipFacts(**json.loads(answer))
-    # It cannot read the clip, or it wrote something else than the facts (UnicodeError is a ValueError).
+    # It cannot read the clip, or it wrote something else than the facts (UnicodeError is a
+    # ValueError).
     except (subprocess.SubprocessError, ValueError):
         return None
 
@@ -63,19 +80,26 @@ def probe(path: Path) -> str:
 
 
 def read_with_decord(
-    path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None, background: str = "white"
+    path: Path,
+    moments: Sequence[float],
+    matrix: ColorMatrix | None = None,
+    background: str = "white",
 ) -> Iterator[Image.Image]:
-    """The frames shown at `moments`, as `clip_frames.read_with_av`; untagged colours are read as BT.601.
+    """The frames shown at `moments`, as `clip_frames.read_with_av`; untagged colours are read as
+    BT.601.
 
     Raises:
         UnsuitableError: decord is not installed, cannot read the clip, or would read it wrongly.
     """
     if matrix == "bt709":
-        raise UnsuitableError(f"names no colours and counts as BT.709, which decord cannot read; {REMEDY}")
+        raise UnsuitableError(
+            f"names no colours and counts as BT.709, which decord cannot read; {REMEDY}"
+        )
     _check_container(path)
     with _opened(path) as reader:
         indices = deque(choose_frames(enumerate(_times(reader, moments[-1])), moments))
-        # Decode every frame: decord seeks to skip frames, and after a seek some codecs return wrong ones.
+        # Decode every frame: decord seeks to skip frames, and after a seek some codecs return wrong
+        # ones.
         for start in range(0, indices[-1] + 1, SLICE):
             numbers = range(start, min(start + SLICE, indices[-1] + 1))
             for number, frame in zip(numbers, reader.get_batch(numbers).asnumpy(), strict=True):
@@ -89,14 +113,18 @@ def _check_container(path: Path) -> None:
     head = head_of(path)
     # The files of cameras begin with a time stamp of four bytes.
     if TRANSPORT_SYNC in (head[:1], head[4:5]):
-        raise UnsuitableError(f"is a transport stream, of which decord skips the first frames; {REMEDY}")
+        raise UnsuitableError(
+            f"is a transport stream, of which decord skips the first frames; {REMEDY}"
+        )
     try:
         with open_container(path) as container:
             count = len(streams_of_frames(container))
     except (av.FFmpegError, MediaError):  # PyAV cannot open it, which is why decord is asked
         return
     if count > 1:
-        raise UnsuitableError(f"holds {count} streams of frames, and decord may read the wrong one; {REMEDY}")
+        raise UnsuitableError(
+            f"holds {count} streams of frames, and decord may read the wrong one; {REMEDY}"
+        )
 
 
 @contextmanager
@@ -117,9 +145,12 @@ def _spans(reader: Any) -> list[tuple[float, float]]:
     """(start, end) of each frame in seconds.
 
     Raises:
-        UnsuitableError: they are wrong: with edit lists they start below 0, in AVI and MPEG they do not increase.
+        UnsuitableError: they are wrong: with edit lists they start below 0, in AVI and MPEG they do
+            not increase.
     """
-    spans = [(float(begin), float(end)) for begin, end in reader.get_frame_timestamp(range(len(reader)))]
+    spans = [
+        (float(begin), float(end)) for begin, end in reader.get_frame_timestamp(range(len(reader)))
+    ]
     grows = all(earlier < later for (earlier, _), (later, _) in pairwise(spans))
     if len(spans) != len(reader) or not spans or spans[0][0] < 0 or not grows:
         raise UnsuitableError(f"has times that decord reads wrongly; {REMEDY}")
@@ -133,7 +164,8 @@ def _times(reader: Any, last: float) -> list[float]:
         UnsuitableError: the clip ends before the last moment, or its times are wrong.
     """
     spans = _spans(reader)
-    start, end = spans[0][0], spans[-1][1]
+    start = spans[0][0]
+    end = spans[-1][1]
     if last > end - start + MISSING_SECONDS:
         raise UnsuitableError(f"ends too early for decord; {REMEDY}")
     return [begin - start for begin, _ in spans]

@@ -1,7 +1,9 @@
-"""Facts of a clip: size, length and rate, read from the packets of its container; most clips are not decoded for that.
+"""Facts of a clip: size, length and rate, read from the packets of its container; most clips are
+not decoded for that.
 
-Frames are counted by the times at which they are shown. Packets are not frames: some are hidden by an edit list, some
-are only a reference for later frames (VP8, VP9), and some hold one field of an interlaced frame, or a comment.
+Frames are counted by the times at which they are shown. Packets are not frames: some are hidden by
+an edit list, some are only a reference for later frames (VP8, VP9), and some hold one field of an
+interlaced frame, or a comment.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from simpletuner.data.files import MediaError, UnsuitableError
 # H.273 number of a colour matrix (table 4) that is not specified.
 UNSPECIFIED = 2
 # Display matrices are 16.16 fixed point; RIGHT_ANGLE is the tolerance in quarter turns.
-UNIT, RIGHT_ANGLE = 1 << 16, 0.01
-# The last byte of a VP9 packet of several frames, of which the last is shown: its upper three bits, and their mask.
-SUPERFRAME, SUPERFRAME_MASK = 0xC0, 0xE0
+UNIT = 1 << 16
+RIGHT_ANGLE = 0.01
+# The last byte of a VP9 packet of several frames, of which the last is shown: its upper three bits,
+# and their mask.
+SUPERFRAME = 0xC0
+SUPERFRAME_MASK = 0xE0
 
 
 def read_facts(path: Path) -> ClipFacts:
@@ -52,12 +57,15 @@ def read_facts(path: Path) -> ClipFacts:
         counts_frames = not first.interlaced_frame and clip.format != "gif"
     if not counts_frames:
         spans = _decoded_spans(path)
-    start, last = min(spans), max(spans)
+    start = min(spans)
+    last = max(spans)
     rate = (len(spans) - 1) / (last - start) if last > start else 0.0
     # Some containers have no duration for the last frame.
     end = last + (spans[last] or 1 / (rate or guessed_rate))
     seconds = max(end - start, held)
-    return ClipFacts(width, height, seconds, rate, _guessed_matrix(first), is_interlaced=first.interlaced_frame)
+    return ClipFacts(
+        width, height, seconds, rate, _guessed_matrix(first), is_interlaced=first.interlaced_frame
+    )
 
 
 @dataclass
@@ -75,12 +83,17 @@ class _Packets:
     is_corrupt: bool = False
 
     def shown_from_first(self, container_format: str) -> dict[float, float]:
-        """`spans` without frames before the first that can be decoded, as in a recording that starts late."""
+        """`spans` without frames before the first that can be decoded, as in a recording that
+        starts late.
+        """
         start = self.first.time
-        # The packets of an AVI are numbered as they are stored: the first frame may have a later number.
+        # The packets of an AVI are numbered as they are stored: the first frame may have a later
+        # number.
         if start is None or container_format == "avi":
             return self.spans
-        return {time: seconds for time, seconds in self.spans.items() if time >= start} or self.spans
+        return {
+            time: seconds for time, seconds in self.spans.items() if time >= start
+        } or self.spans
 
 
 def _read_packets(clip: ClipFile) -> _Packets:
@@ -127,8 +140,8 @@ def _is_reference_only(packet: av.Packet, codec: str) -> bool:
         return not head >> 4 & 1  # RFC 6386, 9.1: show_frame
     if data[-1] & SUPERFRAME_MASK == SUPERFRAME:
         return False
-    # The bits of the uncompressed header: marker (2), profile (2, in profile 3 one more), show_existing_frame,
-    # frame_type, show_frame.
+    # The bits of the uncompressed header: marker (2), profile (2, in profile 3 one more),
+    # show_existing_frame, frame_type, show_frame.
     extra = 1 if head >> 4 & 3 == 3 else 0
     shows_existing = head >> (3 - extra) & 1
     return not shows_existing and not head >> (1 - extra) & 1
@@ -138,11 +151,14 @@ def _decoded_spans(path: Path) -> dict[float, float]:
     """Duration of every frame by its time, in seconds; decodes the whole clip."""
     with opened(path) as clip:
         frames = timed(clip, 0.0)
-        return {time: float((frame.duration or 0) * (frame.time_base or 0)) for frame, time in frames}
+        return {
+            time: float((frame.duration or 0) * (frame.time_base or 0)) for frame, time in frames
+        }
 
 
 def _check_complete(clip: ClipFile, *, is_corrupt: bool) -> None:
-    """Detect truncation: an incomplete packet, an index that points past the end, or a declared size.
+    """Detect truncation: an incomplete packet, an index that points past the end, or a declared
+    size.
 
     Raises:
         MediaError: truncated.
@@ -154,7 +170,8 @@ def _check_complete(clip: ClipFile, *, is_corrupt: bool) -> None:
 
 
 def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
-    """Refuse clips that players show correctly but that would be decoded with wrong colours or orientation.
+    """Refuse clips that players show correctly but that would be decoded with wrong colours or
+    orientation.
 
     Raises:
         UnsuitableError: HDR or wide colours, mirrored, or not rotated by a multiple of 90 degrees.
@@ -175,8 +192,8 @@ def _name_unknown(kind: type[SideDataType], number: int) -> SideDataType:
     return cast(SideDataType, member)
 
 
-# FFmpeg adds types of side data (stereo views, EXIF) before PyAV names them, and `frame.side_data` would fail as a
-# whole. With this, such a type gets a name instead.
+# FFmpeg adds types of side data (stereo views, EXIF) before PyAV names them, and `frame.side_data`
+# would fail as a whole. With this, such a type gets a name instead.
 SideDataType._missing_ = classmethod(_name_unknown)  # type: ignore[assignment]
 
 
@@ -188,17 +205,22 @@ def _check_turn(matrix: NDArray[np.float64]) -> None:
         raise UnsuitableError(f"is shown mirrored, by its display matrix{remedy}")
     quarters = math.atan2(b, a) / (math.pi / 2)
     if abs(quarters - round(quarters)) > RIGHT_ANGLE:
-        raise UnsuitableError(f"is shown rotated by {quarters * 90:.0f} degrees, by its display matrix{remedy}")
+        raise UnsuitableError(
+            f"is shown rotated by {quarters * 90:.0f} degrees, by its display matrix{remedy}"
+        )
 
 
 def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
     # Before rotation, since the pixel aspect ratio applies to stored pixels.
-    width, height = round(frame.width * float(stream.sample_aspect_ratio or 1)), frame.height
+    width = round(frame.width * float(stream.sample_aspect_ratio or 1))
+    height = frame.height
     return (height, width) if frame.rotation % 180 else (width, height)
 
 
 def _guessed_matrix(frame: VideoFrame) -> ColorMatrix | None:
-    """The colour matrix that players assume for an untagged clip, by its stored size; None if it is tagged."""
+    """The colour matrix that players assume for an untagged clip, by its stored size; None if it is
+    tagged.
+    """
     if frame.format.is_rgb or frame.colorspace != UNSPECIFIED:
         return None
     return "bt709" if frame.width >= 1280 or frame.height >= 720 else "bt601"

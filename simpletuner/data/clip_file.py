@@ -1,4 +1,6 @@
-"""Opens a clip with PyAV: its container, its stream of frames, and the decoder that reads all of it."""
+"""Opens a clip with PyAV: its container, its stream of frames, and the decoder that reads all of
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,23 @@ from simpletuner.data.files import (
     with_retries,
 )
 
-# Tags may be in any encoding. PyAV 19 decodes them all; older releases need an option to skip what is not UTF-8.
-TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
-# FFmpeg's formats for clips and, for a better message, for pictures and sound. No playlists: they open further files.
+# Tags may be in any encoding. PyAV 19 decodes them all; older releases need an option to skip what
+# is not UTF-8.
+TAGS: dict[str, Any] = (
+    {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
+)
+# FFmpeg's formats for clips and, for a better message, for pictures and sound. No playlists: they
+# open further files.
 CLIP_FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,rm,mxf,dv,ivf,nut,gif"
 FORMATS = f"{CLIP_FORMATS},wav,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
 # First boxes of an MP4 that is a part of a stream; it is described in another file.
 SEGMENTS = (b"styp", b"sidx", b"moof")
 # Decoders that read transparency; those that FFmpeg prefers for the same codecs skip it.
 TRANSPARENT = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-# Bytes by which a format is recognised, and control characters of texts: containers hold others in these bytes.
-HEAD, WHITESPACE = 64, b"\t\n\f\r"
+# Bytes by which a format is recognised, and control characters of texts: containers hold others in
+# these bytes.
+HEAD = 64
+WHITESPACE = b"\t\n\f\r"
 # Answers of FFmpeg to an intact file that it is not able to read.
 NOT_IMPLEMENTED = (DecoderNotFoundError, PatchWelcomeError, UnknownCodecError)
 
@@ -72,7 +80,9 @@ class ClipFile:
         return self.container.format.name
 
     def packets(self) -> Iterator[av.Packet]:
-        """The packets of the stream in the order of the file; an empty one ends them, which flushes the decoder."""
+        """The packets of the stream in the order of the file; an empty one ends them, which flushes
+        the decoder.
+        """
         return self.container.demux(self.stream)
 
     def decode(self, packet: av.Packet) -> list[VideoFrame]:
@@ -85,7 +95,8 @@ class ClipFile:
             yield from self.decode(packet)
 
     def declared_seconds(self) -> float:
-        """End of the stream from its Matroska tag, else of a container with one stream; 0 if unknown.
+        """End of the stream from its Matroska tag, else of a container with one stream; 0 if
+        unknown.
 
         With several streams, the container's duration may be that of the sound.
         """
@@ -116,15 +127,22 @@ def opened(path: Path) -> Iterator[ClipFile]:
     except MemoryError:
         raise
     except NOT_IMPLEMENTED as error:
-        raise UnsupportedError(f"is in a format that cannot be decoded here: {_reason(error)}") from error
+        raise UnsupportedError(
+            f"is in a format that cannot be decoded here: {_reason(error)}"
+        ) from error
     except av.FFmpegError as error:
         if error.errno in EXHAUSTED:
             raise
         if error.errno == errno.ENOSYS:
-            raise UnsupportedError(f"is in a format that cannot be decoded here: {_reason(error)}") from error
+            raise UnsupportedError(
+                f"is in a format that cannot be decoded here: {_reason(error)}"
+            ) from error
         if head_of(path)[4:8] in SEGMENTS:
-            raise UnsuitableError("is a segment of a stream, which cannot be decoded without its beginning") from error
-        # FFmpeg reports damaged data as I/O errors too: if the whole file can be read, the data is damaged.
+            raise UnsuitableError(
+                "is a segment of a stream, which cannot be decoded without its beginning"
+            ) from error
+        # FFmpeg reports damaged data as I/O errors too: if the whole file can be read, the data is
+        # damaged.
         content_hash(path)
         raise UndecodableError(f"cannot be decoded: {_reason(error)}") from error
 
@@ -140,7 +158,9 @@ def head_of(path: Path) -> bytes:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether a file begins like text: a script in TypeScript (.ts, .mts), a web page in place of a download."""
+    """Whether a file begins like text: a script in TypeScript (.ts, .mts), a web page in place of a
+    download.
+    """
     return all(byte >= ord(" ") or byte in WHITESPACE for byte in head)
 
 
@@ -162,7 +182,11 @@ def open_container(path: Path) -> InputContainer:
 
 def streams_of_frames(container: InputContainer) -> list[VideoStream]:
     """The video streams that are not cover pictures."""
-    return [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
+    return [
+        stream
+        for stream in container.streams.video
+        if not stream.disposition & Disposition.attached_pic
+    ]
 
 
 def _stream_of(container: InputContainer) -> VideoStream:
@@ -170,7 +194,9 @@ def _stream_of(container: InputContainer) -> VideoStream:
         raise UnsuitableError("is a picture, not a clip")
     streams = streams_of_frames(container)
     if not streams:
-        raise UnsuitableError("holds no frames, only sound" if container.streams.audio else "holds no frames")
+        raise UnsuitableError(
+            "holds no frames, only sound" if container.streams.audio else "holds no frames"
+        )
     if not streams[0].codec_context:
         raise UnsupportedError("is in a format that cannot be decoded here")
     return streams[0]

@@ -1,4 +1,6 @@
-"""Frames of a clip, decoded by PyAV: deinterlaced, chosen by the time at which they are shown, upright, in RGB."""
+"""Frames of a clip, decoded by PyAV: deinterlaced, chosen by the time at which they are shown,
+upright, in RGB.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,22 @@ MATRICES = {"bt709": 1, "bt601": 6}
 REORDERED = 16
 # Containers without durations of frames: the last one is shown until the declared end.
 WITHOUT_DURATIONS = ("matroska,webm", "flv")
-# swscale's bicubic chroma, at full resolution (SWS_FULL_CHR_H_INT), with accurate rounding (SWS_ACCURATE_RND), as
-# numbers because PyAV 17 has no names for them. Without the last two, colours are darker by a level on average.
+# swscale's bicubic chroma, at full resolution (SWS_FULL_CHR_H_INT), with accurate rounding
+# (SWS_ACCURATE_RND), as numbers because PyAV 17 has no names for them. Without the last two,
+# colours are darker by a level on average.
 CONVERSION = 0x4 | 0x2000 | 0x40000
-# swscale's name for the pixels of each mode of Pillow: in planes of green, blue, red and opacity. The values are those
-# of packed pixels, which swscale computes in more than twice the time.
+# swscale's name for the pixels of each mode of Pillow: in planes of green, blue, red and opacity.
+# The values are those of packed pixels, which swscale computes in more than twice the time.
 PIXELS = {"RGB": "gbrp", "RGBA": "gbrap"}
 # By quarter turns, counter-clockwise.
 TURNS = {1: Image.Transpose.ROTATE_90, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_270}
 
 
 def read_with_av(
-    path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None, background: str = "white"
+    path: Path,
+    moments: Sequence[float],
+    matrix: ColorMatrix | None = None,
+    background: str = "white",
 ) -> Iterator[Image.Image]:
     """The frames shown at `moments`, in upright RGB.
 
@@ -80,8 +86,9 @@ def timed(clip: ClipFile, last: float) -> Iterator[tuple[VideoFrame, float]]:
 def _in_order(clip: ClipFile) -> Iterator[tuple[VideoFrame, float]]:
     """Frames in display order, with their times in seconds of the container.
 
-    AVI has no display times: packets are numbered in storage order, so times jump back and forth although the decoder
-    returns frames in display order. Each frame gets the earliest remaining time.
+    AVI has no display times: packets are numbered in storage order, so times jump back and forth
+    although the decoder returns frames in display order. Each frame gets the earliest remaining
+    time.
     """
     held_back = REORDERED if clip.format == "avi" else 0
     frames: deque[VideoFrame] = deque()
@@ -98,7 +105,9 @@ def _in_order(clip: ClipFile) -> Iterator[tuple[VideoFrame, float]]:
 
 
 def held_until(clip: ClipFile) -> float:
-    """The time until which the last frame is shown, in seconds of the container; 0 if its duration tells."""
+    """The time until which the last frame is shown, in seconds of the container; 0 if its duration
+    tells.
+    """
     return clip.declared_seconds() if clip.format in WITHOUT_DURATIONS else 0.0
 
 
@@ -131,7 +140,9 @@ def _deinterlacer(frame: VideoFrame) -> Graph:
     graph.threads = 1
     # Frames that are not marked as interlaced pass unchanged.
     deinterlace = graph.add("bwdif", "mode=send_frame:deint=interlaced")
-    source = graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base)
+    source = graph.add_buffer(
+        width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
+    )
     graph.link_nodes(source, deinterlace, graph.add("buffersink"))
     graph.configure()
     return graph
@@ -176,7 +187,9 @@ class _Painter:
 
     def _converted(self, frame: VideoFrame, mode: str) -> Image.Image:
         # Clips are decoded in parallel, so one thread each.
-        frame = self.reformatter.reformat(frame, format=PIXELS[mode], interpolation=CONVERSION, threads=1)
+        frame = self.reformatter.reformat(
+            frame, format=PIXELS[mode], interpolation=CONVERSION, threads=1
+        )
         green, blue, red, *opacity = map(_plane, frame.planes)
         return Image.merge(mode, (red, green, blue, *opacity))
 
@@ -184,7 +197,9 @@ class _Painter:
 def _plane(plane: VideoPlane) -> Image.Image:
     """One channel; its pixels are not copied."""
     pixels: Any = memoryview(plane)
-    return Image.frombuffer("L", (plane.width, plane.height), pixels, "raw", "L", plane.line_size, 1)
+    return Image.frombuffer(
+        "L", (plane.width, plane.height), pixels, "raw", "L", plane.line_size, 1
+    )
 
 
 def _may_be_transparent(pixels: VideoFormat) -> bool:

@@ -1,7 +1,8 @@
 """Finds out whether the end of a clip is missing, from the sizes that its container declares.
 
-A clip is never called truncated because it seems too short: the last frame of a screen recording may be shown for
-minutes, an edit list may hide frames, and containers round their durations. Only bytes that are missing count.
+A clip is never called truncated because it seems too short: the last frame of a screen recording
+may be shown for minutes, an edit list may hide frames, and containers round their durations. Only
+bytes that are missing count.
 """
 
 from __future__ import annotations
@@ -11,21 +12,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-# Element numbers of Matroska, and a size of which all bits are set: unknown, as in a live recording.
-EBML_HEADER, SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"
+# Element numbers of Matroska, and a size of which all bits are set: unknown, as in a live
+# recording.
+EBML_HEADER = b"\x1aE\xdf\xa3"
+SEGMENT = b"\x18S\x80g"
 # Bytes of headers: of a chunk in AVI and its list, of a tag in FLV, of an object in ASF, of a GIF.
-CHUNK, LIST, TAG, OBJECT, GIF_HEADER = 8, 12, 11, 24, 13
-FLV_HEADER_SIZE, FLV_FOOTER = 5, 4
+CHUNK = 8
+LIST = 12
+TAG = 11
+OBJECT = 24
+GIF_HEADER = 13
+FLV_HEADER_SIZE = 5
+FLV_FOOTER = 4
 # Blocks of a GIF.
-IMAGE, EXTENSION = 0x2C, 0x21
-COLOUR_TABLE, COLOUR_TABLE_SIZE = 0x80, 0x07
+IMAGE = 0x2C
+EXTENSION = 0x21
+COLOUR_TABLE = 0x80
+COLOUR_TABLE_SIZE = 0x07
 
 
 def misses_its_end(path: Path, container_format: str) -> bool:
     """Whether bytes are missing at the end of a clip.
 
     Args:
-        container_format: FFmpeg's name of the format; formats without declared sizes never miss anything.
+        container_format: FFmpeg's name of the format; formats without declared sizes never miss
+            anything.
     """
     declared_end = DECLARED_ENDS.get(container_format)
     if declared_end is None:
@@ -52,7 +63,9 @@ def _end_of_matroska(file: BinaryIO, size: int) -> int:
 
 
 def _ebml_number(file: BinaryIO) -> int | None:
-    """A number of 1 to 8 bytes, whose first byte has as many leading zeros as bytes follow; None if it is unknown."""
+    """A number of 1 to 8 bytes, whose first byte has as many leading zeros as bytes follow; None if
+    it is unknown.
+    """
     first = int.from_bytes(file.read(1), "big")
     following = 8 - first.bit_length()
     if following > 7:
@@ -64,7 +77,8 @@ def _ebml_number(file: BinaryIO) -> int | None:
 
 def _end_of_avi(file: BinaryIO, size: int) -> int:
     """The end of the last list of frames; an index may be missing behind it."""
-    end, position = 0, 0
+    end = 0
+    position = 0
     while position + LIST <= size:
         name, length, kind = _chunk_at(file, position)
         if name == b"RIFF" and kind in (b"AVI ", b"AVIX"):
@@ -127,7 +141,9 @@ def _end_of_gif(file: BinaryIO, size: int) -> int:
 
 
 def _end_of_parts(file: BinaryIO, position: int) -> int:
-    """The end of the parts of a block: each begins with its size in a byte, and an empty one ends them."""
+    """The end of the parts of a block: each begins with its size in a byte, and an empty one ends
+    them.
+    """
     while True:
         file.seek(position)
         length = file.read(1)
@@ -143,7 +159,8 @@ def _colour_table(flags: int) -> int:
     return 3 << ((flags & COLOUR_TABLE_SIZE) + 1) if flags & COLOUR_TABLE else 0
 
 
-# The position in the file at which its frames end, by FFmpeg's name of the format; 0 if it is not declared.
+# The position in the file at which its frames end, by FFmpeg's name of the format; 0 if it is not
+# declared.
 DECLARED_ENDS: dict[str, Callable[[BinaryIO, int], int]] = {
     "matroska,webm": _end_of_matroska,
     "avi": _end_of_avi,

@@ -26,8 +26,8 @@ def write_mp4(path: Path, frames: Sequence[Image.Image], rate: float) -> None:
 
     Args:
         path: its folder is created if missing.
-        frames: at least one, all of one size. Odd widths and heights lose their last pixel, since yuv420p needs even
-            sizes.
+        frames: at least one, all of one size. Odd widths and heights lose their last pixel, since
+            yuv420p needs even sizes.
         rate: frames per second.
 
     Raises:
@@ -45,15 +45,21 @@ def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:
     with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=rate, options={"crf": QUALITY})
         assert isinstance(stream, VideoStream)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = "yuv420p"
         context = stream.codec_context
         context.colorspace = context.color_primaries = context.color_trc = BT709
         context.color_range = LIMITED_RANGE
         for picture in frames:
-            container.mux(stream.encode(_to_yuv(picture.convert("RGB").crop((0, 0, width, height)))))
+            container.mux(
+                stream.encode(_to_yuv(picture.convert("RGB").crop((0, 0, width, height))))
+            )
         container.mux(stream.encode(None))
 
 
 def _to_yuv(picture: Image.Image) -> VideoFrame:
     """Convert with the colour matrix of the file's tag; swscale's default would be BT.601."""
-    return VideoFrame.from_image(picture).reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)
+    return VideoFrame.from_image(picture).reformat(
+        format="yuv420p", dst_colorspace=Colorspace.ITU709
+    )

@@ -1,10 +1,10 @@
 """Clips: facts read without decoding, and the choice of the frames to train.
 
-Training frame k is the frame that the source shows at k / rate seconds, whatever the source's frame rate, constant or
-variable. Times count from the first frame shown.
+Training frame k is the frame that the source shows at k / rate seconds, whatever the source's frame
+rate, constant or variable. Times count from the first frame shown.
 
-Lengths are frames at the dataset's rate, after resampling. The models take 1, 5, 9, … frames: 4k + 1 frames become
-k + 1 latent frames. Other lengths are rounded down.
+Lengths are frames at the dataset's rate, after resampling. The models take 1, 5, 9, … frames: 4k +
+1 frames become k + 1 latent frames. Other lengths are rounded down.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CLIP_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".ogv"})
+CLIP_SUFFIXES = frozenset(
+    {".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".ogv"}
+)
 CLIP_SUFFIXES |= {".gif", ".3gp", ".ts", ".mts", ".m2ts"}
 
 # (first bytes of a file, its extension)
@@ -58,13 +60,15 @@ BRANDS = {b"qt  ": ".mov", b"M4V ": ".m4v"}
 ColorMatrix = Literal["bt601", "bt709"]
 ClipReader = Literal["pyav", "decord"]
 
-# Seconds. Containers round times to milliseconds or to 1/600 s, so a frame may seem to start this late.
+# Seconds. Containers round times to milliseconds or to 1/600 s, so a frame may seem to start this
+# late.
 TOLERANCE = 0.002
 # If the next frame starts within this time, use it instead of repeating the current frame.
 REPEAT_TOLERANCE = 3 * TOLERANCE
 # Seconds missing at the end before a clip counts as truncated; declared durations are not exact.
 MISSING_SECONDS = 0.25
-# Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 frames a second are the same rate.
+# Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 frames a second are
+# the same rate.
 SAME_RATE = 0.002
 # Relative; to a viewer 23.976 and 24 frames a second are the same speed.
 SAME_SPEED = 0.02
@@ -123,8 +127,8 @@ class ClipFacts:
     def slowed(self, rate: float) -> float:
         """Factor close to 1 that maps the source's rate and `rate` to their nominal whole numbers.
 
-        Without it, sampling a 23.976 fps clip at 24 fps would repeat a frame every 42 seconds, the first one as soon as
-        the tolerance is used up.
+        Without it, sampling a 23.976 fps clip at 24 fps would repeat a frame every 42 seconds, the
+        first one as soon as the tolerance is used up.
         """
         source = self.source_rate
         if not source:
@@ -150,13 +154,15 @@ def moments_of(frames: int, rate: float) -> list[float]:
 def choose_frames(frames: Iterable[tuple[T, float]], moments: Iterable[float]) -> Iterator[T]:
     """The frame shown at each moment.
 
-    A frame is repeated unless the next one is due within `REPEAT_TOLERANCE`; the last frame is shown forever.
+    A frame is repeated unless the next one is due within `REPEAT_TOLERANCE`; the last frame is
+    shown forever.
 
     Args:
         frames: (frame, start in seconds), in increasing order.
         moments: seconds, in increasing order.
     """
-    wanted, end = deque(moments), (None, math.inf)
+    wanted = deque(moments)
+    end = (None, math.inf)
     pairs: Iterable[Any] = pairwise(chain(frames, [end]))
     for (frame, _), (_, following) in pairs:
         tolerance = TOLERANCE
@@ -179,7 +185,11 @@ def probe_clip(path: Path) -> ClipFacts:
     Raises:
         MediaError: empty, not a clip, without frames, damaged or truncated.
     """
-    from simpletuner.data import clip_decord, clip_facts, clip_file  # late: runs on pictures do not need PyAV
+    from simpletuner.data import (
+        clip_decord,
+        clip_facts,
+        clip_file,
+    )  # late: runs on pictures do not need PyAV
 
     with last_barrier():
         try:
@@ -268,7 +278,9 @@ class ClipRules:
         return self.keys.bucket_strategy == "resolution_frames"
 
     def read(self, clip: ClipFacts) -> ClipFacts:
-        """The clip's facts with the dataset's reader, and its colour matrix if the clip is untagged."""
+        """The clip's facts with the dataset's reader, and its colour matrix if the clip is
+        untagged.
+        """
         if clip.matrix and self.keys.color_matrix:
             clip = replace(clip, matrix=self.keys.color_matrix)
         return replace(clip, reader="decord") if self.keys.reader == "decord" else clip
@@ -279,35 +291,52 @@ class ClipRules:
         Raises:
             LeftOutError: the clip is too short or too long.
         """
-        length, longest = clip.frames_at(self.rate), self.keys.max_frames
+        length = clip.frames_at(self.rate)
+        longest = self.keys.max_frames
         has = f"has {counted(length, 'frame')} at {self.rate:g} a second"
         if length < self.minimum:
             best = fitting_frames(length, self.stride)
-            message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would work"
+            message = (
+                f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames "
+                f"{best} would work"
+            )
             raise LeftOutError("too short", message)
         if longest is not None and length > longest:
-            raise LeftOutError("too long", f"{has}, more than video.max_frames {longest}; {length} would work")
+            raise LeftOutError(
+                "too long", f"{has}, more than video.max_frames {longest}; {length} would work"
+            )
         interval = self.keys.frame_interval or 1
         # A clip shorter than one interval keeps its own length.
-        return self.num_frames or fitting_frames(length // interval * interval or length, self.stride)
+        return self.num_frames or fitting_frames(
+            length // interval * interval or length, self.stride
+        )
 
     def label(self, geometry: Geometry, frames: int) -> Geometry:
-        """The geometry with size and length as its bucket, or unchanged if buckets are labelled by ratio."""
-        return replace(geometry, bucket=f"{geometry.size}@{frames}") if self.names_size else geometry
+        """The geometry with size and length as its bucket, or unchanged if buckets are labelled by
+        ratio.
+        """
+        return (
+            replace(geometry, bucket=f"{geometry.size}@{frames}") if self.names_size else geometry
+        )
 
 
 def fitting_frames(frames: int, stride: int) -> int:
-    """The largest length up to `frames` that the VAE maps to whole latent frames: 4k+1 for a stride of 4."""
+    """The largest length up to `frames` that the VAE maps to whole latent frames: 4k+1 for a stride
+    of 4.
+    """
     return frames - (frames - 1) % stride
 
 
-def build_clip_rules(config: DatasetConfig, context: DataContext, report: Problems) -> ClipRules | None:
+def build_clip_rules(
+    config: DatasetConfig, context: DataContext, report: Problems
+) -> ClipRules | None:
     """The rules of a dataset of clips; None for pictures.
 
     Args:
         config: the entry with its defaults filled in.
     """
-    video, native = config.video, context.frame_rate
+    video = config.video
+    native = context.frame_rate
     if not config.holds_clips or native is None:
         # Pictures may set `is_i2v: false`, which is correct.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
@@ -327,7 +356,11 @@ def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRu
     stride = context.spec.frame_stride
     # `+ 1`: the VAEs encode the first frame separately.
     wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
-    keeps_length = video.bucket_strategy == "resolution_frames" and video.frame_interval and not video.num_frames
+    keeps_length = (
+        video.bucket_strategy == "resolution_frames"
+        and video.frame_interval
+        and not video.num_frames
+    )
     num_frames = None if keeps_length else fitting_frames(wanted, stride)
     minimum = video.min_frames or num_frames or video.frame_interval or 1
     is_i2v = context.task == "i2v" if video.is_i2v is None else video.is_i2v
@@ -336,22 +369,39 @@ def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRu
 
 def _check_reader(video: VideoConfig, report: Problems) -> None:
     if video.reader == "decord" and importlib.util.find_spec("decord") is None:
-        report.error("reader", "decord is not installed: pip install decord, or use pyav, which reads more files.")
+        report.error(
+            "reader",
+            "decord is not installed: pip install decord, or use pyav, which reads more files.",
+        )
 
 
 def _check_length(rules: ClipRules, report: Problems) -> None:
-    video, length, wanted = rules.keys, rules.num_frames, rules.keys.num_frames
+    video = rules.keys
+    length = rules.num_frames
+    wanted = rules.keys.num_frames
     if video.frame_interval and not rules.names_size:
         report.warn("frame_interval", "has no effect without bucket_strategy resolution_frames.")
     elif video.frame_interval and wanted:
-        report.warn("frame_interval", f"has no effect: num_frames {wanted} gives every clip the same length.")
+        report.warn(
+            "frame_interval",
+            f"has no effect: num_frames {wanted} gives every clip the same length.",
+        )
     if wanted and length != wanted:
-        report.warn("num_frames", f"{wanted} is not a multiple of {rules.stride} plus 1: {length} are trained.")
+        report.warn(
+            "num_frames",
+            f"{wanted} is not a multiple of {rules.stride} plus 1: {length} are trained.",
+        )
     if length is not None and rules.minimum < length:
         origin = "" if wanted else f" (the default of {DEFAULT_SECONDS} seconds)"
-        report.error("min_frames", f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter.")
+        report.error(
+            "min_frames",
+            f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter.",
+        )
     if video.max_frames is not None and video.max_frames < rules.minimum:
-        report.error("max_frames", f"{video.max_frames} is below the {rules.minimum} frames a clip needs: none fits.")
+        report.error(
+            "max_frames",
+            f"{video.max_frames} is below the {rules.minimum} frames a clip needs: none fits.",
+        )
 
 
 def _check_condition(rules: ClipRules, context: DataContext, report: Problems) -> None:
@@ -360,8 +410,14 @@ def _check_condition(rules: ClipRules, context: DataContext, report: Problems) -
         return
     if context.task != "i2v":
         names = [flavour.name for flavour in context.spec.flavours if flavour.task == "i2v"]
-        report.error("is_i2v", f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}.")
+        report.error(
+            "is_i2v",
+            f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}.",
+        )
     shortest = rules.stride + 1
     if rules.num_frames is not None and rules.num_frames < shortest:
-        message = f"{rules.num_frames} leaves only the first frame, which is not trained; the minimum is {shortest}."
+        message = (
+            f"{rules.num_frames} leaves only the first frame, which is not trained; the minimum "
+            f"is {shortest}."
+        )
         report.error("num_frames", message)

@@ -1,8 +1,8 @@
 """Colours: what a file says about the meaning of its numbers, and their conversion to sRGB.
 
-Models are trained on sRGB, and a colour profile is how cameras and editors say that a file holds something else: phones
-write Display P3, print shops CMYK. Profiles are applied as viewers do: relative to white, with colours that sRGB lacks
-moved to its edge.
+Models are trained on sRGB, and a colour profile is how cameras and editors say that a file holds
+something else: phones write Display P3, print shops CMYK. Profiles are applied as viewers do:
+relative to white, with colours that sRGB lacks moved to its edge.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from PIL import Image, ImageCms
 
 from simpletuner.data.files import UnsuitableError, describe
 
-# Transfer curves and primaries that 8-bit sRGB or BT.709 cannot represent (ITU-T H.273, tables 3 and 2).
+# Transfer curves and primaries that 8-bit sRGB or BT.709 cannot represent (ITU-T H.273, tables 3
+# and 2).
 HDR_CURVES = {16: "PQ", 18: "HLG"}
 WIDE_COLOURS = {9: "BT.2020"}
 
 # How Pillow's modes count colours, and what a profile for them calls its colours.
 SPACES = {"RGB": "RGB ", "L": "GRAY", "CMYK": "CMYK", "LAB": "Lab "}
 DEEP_GREY = ("I", "F")  # first letters of modes with more than 8 bits
-# Levels of 255. A profile that changes no colour by more is sRGB: rounding alone changes some by one.
+# Levels of 255. A profile that changes no colour by more is sRGB: rounding alone changes some by
+# one.
 SAME_COLOURS = 1
 LATTICE = 17  # colours along each side of the cube that a profile is tried on
 HDR_NAMES = re.compile(r"\b(PQ|HLG)\b|(2084)", re.IGNORECASE)
@@ -43,9 +45,15 @@ def check_range(curves: Iterable[int], primaries: Iterable[int], shown: str, rem
         UnsuitableError: HDR or wide colours.
     """
     kinds = [f"HDR ({HDR_CURVES[curve]})" for curve in curves if curve in HDR_CURVES]
-    kinds += [f"in wide colours ({WIDE_COLOURS[number]})" for number in primaries if number in WIDE_COLOURS]
+    kinds += [
+        f"in wide colours ({WIDE_COLOURS[number]})"
+        for number in primaries
+        if number in WIDE_COLOURS
+    ]
     if kinds:
-        raise UnsuitableError(f"is {kinds[0]}, which 8-bit {shown} cannot represent; convert it to SDR ({remedy})")
+        raise UnsuitableError(
+            f"is {kinds[0]}, which 8-bit {shown} cannot represent; convert it to SDR ({remedy})"
+        )
 
 
 def check_profile_range(profile: bytes) -> None:
@@ -90,7 +98,9 @@ def profile_name(profile: bytes) -> str:
 
 
 def space_of(mode: str) -> str:
-    """Which of `SPACES` the colours of a picture are in, by its mode; empty for one without profiles."""
+    """Which of `SPACES` the colours of a picture are in, by its mode; empty for one without
+    profiles.
+    """
     if mode.startswith(DEEP_GREY) or mode in ("L", "LA", "La"):
         return "L"
     if mode in ("CMYK", "LAB"):
@@ -101,9 +111,11 @@ def space_of(mode: str) -> str:
 # The profiles of a folder are few: one for each camera or editor.
 @lru_cache(maxsize=64)
 def to_srgb(profile: bytes, space: str) -> ImageCms.ImageCmsTransform | None:
-    """The conversion of colours to sRGB; None if a profile changes nothing, or is for other colours than these.
+    """The conversion of colours to sRGB; None if a profile changes nothing, or is for other colours
+    than these.
 
-    A profile for other colours, such as that of a photo in a picture that was made grey, is ignored by viewers too.
+    A profile for other colours, such as that of a photo in a picture that was made grey, is ignored
+    by viewers too.
 
     Args:
         space: a key of `SPACES`.
@@ -116,7 +128,11 @@ def to_srgb(profile: bytes, space: str) -> ImageCms.ImageCmsTransform | None:
         if source.profile.xcolor_space != SPACES.get(space):
             return None
         transform = ImageCms.buildTransform(
-            source, ImageCms.createProfile("sRGB"), space, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC
+            source,
+            ImageCms.createProfile("sRGB"),
+            space,
+            "RGB",
+            ImageCms.Intent.RELATIVE_COLORIMETRIC,
         )
         return transform if _changes_colours(transform, space) else None
     except (ImageCms.PyCMSError, OSError, ValueError) as error:
@@ -129,7 +145,9 @@ def _opened(profile: bytes) -> ImageCms.ImageCmsProfile:
 
 def _broken(error: Exception) -> UnsuitableError:
     remedy = "convert the file to sRGB, or remove the profile"
-    return UnsuitableError(f"has a broken colour profile, so its colours are unknown; {remedy} ({describe(error)})")
+    return UnsuitableError(
+        f"has a broken colour profile, so its colours are unknown; {remedy} ({describe(error)})"
+    )
 
 
 def _changes_colours(transform: ImageCms.ImageCmsTransform, space: str) -> bool:

@@ -1,6 +1,7 @@
 """Datasets: samples, rejected files, partners of pictures, and the warnings about them.
 
-`build.build_datasets` reads every file once and collects all problems; nothing is decoded and nothing is written.
+`build.build_datasets` reads every file once and collects all problems; nothing is decoded and
+nothing is written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from simpletuner.data.entries import DataContext
 from simpletuner.data.file_index import FileFacts, save_index
 from simpletuner.data.file_names import CAPTION_SUFFIXES, index_partners, partners_of
 from simpletuner.data.files import MediaError, UnsuitableError
-from simpletuner.data.sample import ADVICE, EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
+from simpletuner.data.sample import (
+    ADVICE,
+    EXPECTED,
+    UNCAPTIONED,
+    LedgerEntry,
+    Rejected,
+    Sample,
+    shape_text,
+)
 from simpletuner.errors import Kind, Problems, counted, shorten
 from simpletuner.rounding import ceil_div
 
@@ -33,12 +42,15 @@ Failures = Mapping[tuple[str, str], tuple[str, str]]
 # Categories of `Rejected` that decoding may show.
 UNDECODABLE = (MediaError.reason, UnsuitableError.reason)
 
-# Relative. A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this.
+# Relative. A partner that takes over a picture's crop is visibly stretched if their ratios differ
+# by more than this.
 STRETCH_TOLERANCE = 0.02
 
 
 def is_stretched(source: tuple[int, int], partner: tuple[int, int]) -> bool:
-    """Whether the ratios differ, so that a partner that takes over the source's crop is stretched."""
+    """Whether the ratios differ, so that a partner that takes over the source's crop is
+    stretched.
+    """
     # the source's ratio divided by the partner's
     return abs(source[0] * partner[1] / (source[1] * partner[0]) - 1) > STRETCH_TOLERANCE
 
@@ -47,8 +59,9 @@ def is_stretched(source: tuple[int, int], partner: tuple[int, int]) -> bool:
 class Dataset:
     """The usable pictures or clips of one entry, with the rules that placed them.
 
-    A conditioning dataset holds the partners of other datasets. Masks and reference_strict partners take over size and
-    crop of their source; reference_loose partners are cropped to the same size by the rules of their dataset.
+    A conditioning dataset holds the partners of other datasets. Masks and reference_strict partners
+    take over size and crop of their source; reference_loose partners are cropped to the same size
+    by the rules of their dataset.
 
     Attributes:
         config: the entry with its defaults filled in.
@@ -93,19 +106,26 @@ class Dataset:
     @cached_property
     def references(self) -> list[Dataset]:
         """The datasets of source pictures; every sample has a partner in one of them."""
-        return [partner for partner in self.partners if partner.config.conditioning_type not in MASKS]
+        return [
+            partner for partner in self.partners if partner.config.conditioning_type not in MASKS
+        ]
 
     @cached_property
     def masks(self) -> Dataset | None:
         """The dataset of the masks, or None."""
-        return next((partner for partner in self.partners if partner.config.conditioning_type in MASKS), None)
+        return next(
+            (partner for partner in self.partners if partner.config.conditioning_type in MASKS),
+            None,
+        )
 
     @cached_property
     def _partner_index(self) -> dict[str, list[str]]:
         return index_partners(self.facts)
 
     def names_for(self, source: str) -> Sequence[str]:
-        """Names of the files that may be the partner of a file in another dataset, see `partners_of`."""
+        """Names of the files that may be the partner of a file in another dataset, see
+        `partners_of`.
+        """
         return partners_of(source, self._partner_index)
 
     def name_for(self, source: str) -> str | None:
@@ -147,7 +167,11 @@ class Dataset:
     def white(self) -> dict[str, float]:
         """White share of each mask within the trained area, by the name of the mask."""
         facts = self.masks.facts if self.masks else {}
-        used = {sample.mask.name: facts[sample.mask.name].white for sample in self.samples if sample.mask}
+        used = {
+            sample.mask.name: facts[sample.mask.name].white
+            for sample in self.samples
+            if sample.mask
+        }
         return {name: white[1] for name, white in used.items() if white}
 
     def clip_for(self, name: str) -> ClipFacts | None:
@@ -177,7 +201,9 @@ class Dataset:
         # A new object also drops the cached buckets with the old crops.
         return replace(self, samples=tuple(samples), epoch=epoch)
 
-    def place(self, name: str, size: Size, epoch: int, frames: int = 1) -> tuple[Geometry, Sample | None]:
+    def place(
+        self, name: str, size: Size, epoch: int, frames: int = 1
+    ) -> tuple[Geometry, Sample | None]:
         """The geometry of a picture or clip in an epoch, and its partner cropped to match.
 
         Args:
@@ -214,21 +240,35 @@ class Dataset:
 
         Args:
             problems: why files are unusable, by name.
-            reason: category of the problem, as in `Rejected`. If decoding has shown it, the index records it, so that
-                the next run leaves the files out at once.
+            reason: category of the problem, as in `Rejected`. If decoding has shown it, the index
+                records it, so that the next run leaves the files out at once.
         """
         names = {sample.name for sample in self.samples}
         samples = tuple(sample for sample in self.samples if sample.name not in problems)
-        rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items() if name in names]
+        rejected = [
+            Rejected(self.id, name, reason, problem)
+            for name, problem in problems.items()
+            if name in names
+        ]
         failed = problems if reason in UNDECODABLE else {}
-        facts = {name: replace(self.facts[name], problem=why, reason=reason) for name, why in failed.items()}
-        return replace(self, samples=samples, rejected=(*self.rejected, *rejected), facts={**self.facts, **facts})
+        facts = {
+            name: replace(self.facts[name], problem=why, reason=reason)
+            for name, why in failed.items()
+        }
+        return replace(
+            self,
+            samples=samples,
+            rejected=(*self.rejected, *rejected),
+            facts={**self.facts, **facts},
+        )
 
     def without_failures(self, failures: Reasons) -> Dataset:
         """The dataset without files that failed to decode."""
         reduced = self
         for reason in UNDECODABLE:
-            problems = {name: detail for name, (category, detail) in failures.items() if category == reason}
+            problems = {
+                name: detail for name, (category, detail) in failures.items() if category == reason
+            }
             reduced = reduced.without(problems, reason)
         return reduced
 
@@ -241,7 +281,9 @@ class Dataset:
         verb = "counts as" if sample.clip else "is"
         read_as = f"{verb} {' and '.join(sample.read_as)}" if sample.read_as else ""
         decoding = sample.clip.decoding if sample.clip else ""
-        note = ", ".join(filter(None, (self.folder.listing.origins.get(sample.name), read_as, decoding)))
+        note = ", ".join(
+            filter(None, (self.folder.listing.origins.get(sample.name), read_as, decoding))
+        )
         trained = sample.original_size, sample.geometry, len(sample.captions), sample.frames
         return LedgerEntry(self.id, sample.name, "", note, *trained)
 
@@ -249,11 +291,16 @@ class Dataset:
         """The lines of the files that are left out, sorted by name."""
         origins = self.folder.listing.origins
         left_out = sorted(self.rejected, key=lambda file: file.name)
-        return [LedgerEntry(self.id, file.name, file.detail, origins.get(file.name, "")) for file in left_out]
+        return [
+            LedgerEntry(self.id, file.name, file.detail, origins.get(file.name, ""))
+            for file in left_out
+        ]
 
     def sizes(self) -> dict[str, int]:
         """Number of samples by training size, as text."""
-        shapes = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
+        shapes = Counter(
+            (each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples
+        )
         return {shape_text(*shape): count for shape, count in shapes.items()}
 
     def counts(self) -> Counter[str]:
@@ -270,8 +317,13 @@ class Dataset:
             DiskFullError: no space left; the previous index is kept.
         """
         # Unreadable files are left out too: the next run retries them.
-        files = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
-        # Captions from names, tables and prompts have no stamp; the last ones are kept for `ignore_missing_files`.
+        files = {
+            name: fact
+            for name, fact in self.facts.items()
+            if fact.content and name not in except_for
+        }
+        # Captions from names, tables and prompts have no stamp; the last ones are kept for
+        # `ignore_missing_files`.
         if any(not fact.stamp for fact in files.values()):
             used = {sample.name: sample.captions for sample in self.samples}
             for name, fact in files.items():
@@ -296,7 +348,11 @@ class DatasetFile:
     def caption_path(self) -> Path:
         """The caption file that is read, or else the one to write."""
         caption = self.dataset.folder.listing.captions.get(self.name)
-        return self.path.with_suffix(CAPTION_SUFFIXES[0]) if caption is None else self.dataset.root / caption
+        return (
+            self.path.with_suffix(CAPTION_SUFFIXES[0])
+            if caption is None
+            else self.dataset.root / caption
+        )
 
     @property
     def clip(self) -> ClipFacts | None:
@@ -305,8 +361,11 @@ class DatasetFile:
 
     @property
     def seconds(self) -> float | None:
-        """Trained length of a clip from its start; the whole length if it is left out. None for pictures."""
-        clip, rules = self.clip, self.dataset.clips
+        """Trained length of a clip from its start; the whole length if it is left out. None for
+        pictures.
+        """
+        clip = self.clip
+        rules = self.dataset.clips
         if clip is None or rules is None:
             return None
         frames = rules.num_frames or rules.keys.max_frames
@@ -318,7 +377,9 @@ class DatasetFile:
         Raises:
             MediaError: it is damaged or cannot be read.
         """
-        return retry_once(lambda: list(frames_of(self.path, count, count / (self.seconds or 1), self.clip)))
+        return retry_once(
+            lambda: list(frames_of(self.path, count, count / (self.seconds or 1), self.clip))
+        )
 
 
 def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
@@ -334,7 +395,11 @@ def without_failures(datasets: Sequence[Dataset], failures: Failures) -> list[Da
     folders = {dataset.id: dataset.folder for dataset in datasets}
     for dataset in datasets:
         # By folder: the index of a dataset also records damage to its held-out samples.
-        unusable = {name: why for (owner, name), why in failures.items() if folders.get(owner) is dataset.folder}
+        unusable = {
+            name: why
+            for (owner, name), why in failures.items()
+            if folders.get(owner) is dataset.folder
+        }
         whole = dataset.without_failures(unusable)
         single = {}
         for sample in whole.samples:
@@ -358,7 +423,9 @@ def summarise_rejected(dataset: Dataset, report: Problems, expected: Set[str] = 
             names[file.reason].append(file.name)
     # Without any sample, the error of `_nothing_usable` has the reasons.
     if names and dataset.samples:
-        left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
+        left_out = "; ".join(
+            f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items()
+        )
         total = sum(map(len, names.values()))
         files_are = "file is" if total == 1 else "files are"
         advice = [ADVICE[reason] for reason in names if reason in ADVICE]
@@ -378,7 +445,9 @@ def has_error(name: str, report: Problems) -> bool:
 
 
 def check_amount(dataset: Dataset, context: DataContext, report: Problems) -> Dataset:
-    """Report a dataset that cannot fill one optimizer step, or raise its repeats if that is allowed."""
+    """Report a dataset that cannot fill one optimizer step, or raise its repeats if that is
+    allowed.
+    """
     count = len(dataset.samples)
     if not count:
         if not has_error(dataset.id, report):  # which explains it
@@ -392,7 +461,10 @@ def check_amount(dataset: Dataset, context: DataContext, report: Problems) -> Da
     if dataset.repeats < enough:
         # `fill` leaves None only if the user set no repeats; an explicit number is never raised.
         if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
-            message = f"repeats is raised to {enough}: {counted(count, 'sample')} must fill a step of {needed}."
+            message = (
+                f"repeats is raised to {enough}: {counted(count, 'sample')} must fill a step of "
+                f"{needed}."
+            )
             report.warn(dataset.id, message)
             dataset = replace(dataset, repeats=enough)
         elif not context.defaults.disable_bucket_pruning:
@@ -404,9 +476,13 @@ def check_amount(dataset: Dataset, context: DataContext, report: Problems) -> Da
 
 def _nothing_usable(dataset: Dataset) -> str:
     counts = ", ".join(f"{number} {reason}" for reason, number in dataset.counts().most_common())
-    message = f"no samples detected in dataset {dataset.id} ({dataset.config.instance_data_dir!r}): "
+    message = (
+        f"no samples detected in dataset {dataset.id} ({dataset.config.instance_data_dir!r}): "
+    )
     message += f"none of its files can be used ({counts})." if counts else "the folder is empty."
-    details = {file.reason: file for file in reversed(dataset.rejected) if file.reason not in EXPECTED}
+    details = {
+        file.reason: file for file in reversed(dataset.rejected) if file.reason not in EXPECTED
+    }
     for reason, _ in dataset.counts().most_common():
         if reason in details:
             return f"{message} For instance {details[reason].name} {details[reason].detail}."
@@ -414,20 +490,26 @@ def _nothing_usable(dataset: Dataset) -> str:
 
 
 def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -> str:
-    count, repeats = len(dataset.samples), dataset.repeats
+    count = len(dataset.samples)
+    repeats = dataset.repeats
     return (
-        f"no samples detected in dataset {dataset.id} for a whole step: {count} samples x (repeats {repeats} + 1) "
-        f"= {count * (repeats + 1)}, and one step takes {needed} (train_batch_size {dataset.batch_size} x "
-        f"{context.num_processes} processes x gradient_accumulation_steps {context.gradient_accumulation_steps}). "
-        f"repeats {enough} would work."
+        f"no samples detected in dataset {dataset.id} for a whole step: {count} samples x "
+        f"(repeats {repeats} + 1) = {count * (repeats + 1)}, and one step takes {needed} "
+        f"(train_batch_size {dataset.batch_size} x {context.num_processes} processes x "
+        f"gradient_accumulation_steps {context.gradient_accumulation_steps}). repeats {enough} "
+        "would work."
     )
 
 
 def _warn_of_small_buckets(dataset: Dataset, batch: int, report: Problems) -> None:
     counts = {label: len(samples) for label, samples in dataset.buckets.items()}
-    small = {label: count for label, count in counts.items() if count * (dataset.repeats + 1) < batch}
+    small = {
+        label: count for label, count in counts.items() if count * (dataset.repeats + 1) < batch
+    }
     if small:
         shown = shorten([f"{label} ({count})" for label, count in small.items()])
         enough = ceil_div(batch, min(small.values())) - 1
-        message = f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}."
+        message = (
+            f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}."
+        )
         report.warn(dataset.id, f"{message} repeats {enough} would fill them.")

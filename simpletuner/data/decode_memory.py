@@ -1,4 +1,6 @@
-"""Bounds the memory of threads that decode pictures at the same time, whatever the size of the pictures."""
+"""Bounds the memory of threads that decode pictures at the same time, whatever the size of the
+pictures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lists a dataset folder: its pictures or clips, their caption files, and why other files are not used."""
+"""Lists a dataset folder: its pictures or clips, their caption files, and why other files are not
+used.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def is_readable(folder: Path) -> bool:
 def scan(root: Path, wanted: frozenset[str] = PICTURE_SUFFIXES) -> Scan:
     """List a folder and its subfolders, in the same order on every machine.
 
-    Links are followed; every folder is visited once. A folder that cannot be listed is reported as ignored.
+    Links are followed; every folder is visited once. A folder that cannot be listed is reported as
+    ignored.
 
     Args:
         wanted: extensions of the files to look for.
@@ -88,7 +91,8 @@ def classify(names: Iterable[tuple[str, Reason | None]], wanted: frozenset[str])
     metadata: list[str] = []
     foreign: list[str] = []
     ignored: dict[str, Reason] = {}
-    # Sorted, since listings depend on the file system and the first of several caption files is used.
+    # Sorted, since listings depend on the file system and the first of several caption files is
+    # used.
     for name, problem in sorted(names, key=itemgetter(0)):
         suffix = suffix_of(name)
         if problem is not None:
@@ -134,7 +138,10 @@ def _media_reason(name: str, *, wants_clips: bool) -> Reason | None:
     if advice is not None:
         return UNREAD, advice
     if wants_clips and suffix == ".webp":
-        return PICTURE, "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif"
+        return (
+            PICTURE,
+            "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif",
+        )
     if wants_clips and suffix in PICTURE_SUFFIXES:
         return PICTURE, "is a picture; pictures need a separate dataset (dataset_type image)"
     if not wants_clips and suffix in CLIP_SUFFIXES:
@@ -166,14 +173,18 @@ def _walk(root: Path) -> Iterator[tuple[str, Reason | None]]:
     for error in failed:
         if error.filename == top:
             raise error
-        yield f"{os.path.relpath(error.filename, top)}/", ("unreadable", f"cannot be listed: {error.strerror}")
+        yield (
+            f"{os.path.relpath(error.filename, top)}/",
+            ("unreadable", f"cannot be listed: {error.strerror}"),
+        )
 
 
 def _why_not_listed(folder: str, visited: set[tuple[int, int]]) -> str | None:
     """Why a folder is skipped, or None.
 
     Args:
-        visited: folders by device and inode, which grows: links to folders are followed and may form a cycle.
+        visited: folders by device and inode, which grows: links to folders are followed and may
+            form a cycle.
     """
     try:
         status = Path(folder).stat()
@@ -191,7 +202,9 @@ def _why_not_listed(folder: str, visited: set[tuple[int, int]]) -> str | None:
 @cache
 def _kernel_devices() -> frozenset[int]:
     """Devices of the kernel's virtual file systems, which have hundreds of thousands of files."""
-    return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
+    return frozenset(
+        folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount()
+    )
 
 
 @dataclass(frozen=True)
@@ -229,22 +242,30 @@ def read_excluded(config: DatasetConfig, report: Problems) -> frozenset[str]:
     """The files named in the entry's `exclude_files`; empty without that list."""
     path = Path(config.instance_data_dir or "", config.exclude_files)
     if path.name != config.exclude_files:
-        report.error("exclude_files", f"{config.exclude_files!r} must be the name of a file in the dataset's folder.")
+        report.error(
+            "exclude_files",
+            f"{config.exclude_files!r} must be the name of a file in the dataset's folder.",
+        )
         return frozenset()
     if "exclude_files" not in config.model_fields_set and not path.is_file():
         return frozenset()
     with named_by("exclude_files", path, report) as of_file:
         names = read_json(path, of_file, list, "a JSON list of file names") or []
     if not all(isinstance(name, str) for name in names):
-        report.error("exclude_files", f'{str(path)!r} must be a JSON list of file names, such as ["a.png"].')
+        report.error(
+            "exclude_files", f'{str(path)!r} must be a JSON list of file names, such as ["a.png"].'
+        )
     return frozenset(name for name in names if isinstance(name, str))
 
 
-def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | None, excluded: frozenset[str]) -> Folder:
+def read_folder(
+    config: DatasetConfig, context: DataContext, listing: Scan | None, excluded: frozenset[str]
+) -> Folder:
     """Inspect every file of an entry; files unchanged since the last run are not read again.
 
     Args:
-        listing: the files of a remote dataset, whose download folder may hold more; None lists the folder.
+        listing: the files of a remote dataset, whose download folder may hold more; None lists the
+            folder.
         excluded: files to leave out.
     """
     root = Path(config.instance_data_dir or "")
@@ -256,7 +277,9 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     listed = frozenset(listing.files)
     # Only usable files count: a file with a problem may have been moved to quarantine.
-    lost = {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
+    lost = {
+        name: fact for name, fact in known.items() if name not in listed and fact.problem is None
+    }
     if context.defaults.ignore_missing_files:
         facts |= lost
     else:
@@ -274,12 +297,17 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     )
 
 
-def _not_chosen(config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]) -> Reasons:
+def _not_chosen(
+    config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]
+) -> Reasons:
     """Files left out by the user, with `exclude_files` or by keeping the list of the last run."""
     reason = "not chosen", f"is left out by {config.exclude_files}"
     left_out = dict.fromkeys(sorted(excluded & {*names}), reason)
     # Without an index, no list exists to keep.
-    if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
+    if known and (
+        config.preserve_data_backend_cache
+        or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}
+    ):
         detail = "was added after the list of files was made, and that list is kept"
         left_out |= {name: ("not chosen", detail) for name in names if name not in known}
     return left_out
@@ -289,4 +317,6 @@ def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[st
     """File extensions that an entry uses; the mask of a clip may be a picture."""
     if context.spec.media == "video" and config.conditioning_type in MASKS:
         return PICTURE_SUFFIXES | CLIP_SUFFIXES
-    return CLIP_SUFFIXES if context.spec.media == "video" and config.holds_clips else PICTURE_SUFFIXES
+    return (
+        CLIP_SUFFIXES if context.spec.media == "video" and config.holds_clips else PICTURE_SUFFIXES
+    )

@@ -1,4 +1,5 @@
-"""A profile of Display P3, for pictures that name these colours by a number and hold no profile (ICC.1:2022).
+"""A profile of Display P3, for pictures that name these colours by a number and hold no profile
+(ICC.1:2022).
 
 Pillow cannot make a profile from primaries.
 """
@@ -15,10 +16,12 @@ WHITE = (0.9642, 1.0, 0.8249)  # D50, the white of all profiles
 RED = (0.51512, 0.24120, -0.00105)
 GREEN = (0.29198, 0.69225, 0.04189)
 BLUE = (0.15710, 0.06657, 0.78407)
-# The curve of sRGB: exponent, scale and offset of its power, slope of its straight part, and where that ends.
+# The curve of sRGB: exponent, scale and offset of its power, slope of its straight part, and where
+# that ends.
 CURVE = (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
 CURVE_KIND = 3
-HEADER_SIZE, ENTRY_SIZE = 128, 12
+HEADER_SIZE = 128
+ENTRY_SIZE = 12
 
 
 @cache
@@ -43,7 +46,12 @@ def display_p3() -> bytes:
         table += tag + struct.pack(">II", start + len(contents), len(content))
         contents += content + bytes(-len(content) % 4)
     body = table + contents
-    header = struct.pack(">I4xI", HEADER_SIZE + len(body), 0x04300000) + b"mntrRGB XYZ " + bytes(12) + b"acsp"
+    header = (
+        struct.pack(">I4xI", HEADER_SIZE + len(body), 0x04300000)
+        + b"mntrRGB XYZ "
+        + bytes(12)
+        + b"acsp"
+    )
     header += bytes(28) + _fixed(WHITE)
     return header.ljust(HEADER_SIZE, b"\0") + body
 

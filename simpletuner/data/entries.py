@@ -1,4 +1,6 @@
-"""Entries of a dataset file: their defaults from the run, the links between them, and checks that open no picture."""
+"""Entries of a dataset file: their defaults from the run, the links between them, and checks that
+open no picture.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from simpletuner.config.datasets import CACHE_KINDS, FIXED_PROMPTS, MASKS, PATH_KEYS, DatasetConfig, without_effect
+from simpletuner.config.datasets import (
+    CACHE_KINDS,
+    FIXED_PROMPTS,
+    MASKS,
+    PATH_KEYS,
+    DatasetConfig,
+    without_effect,
+)
 from simpletuner.config.paths import similar_path
 from simpletuner.config.remote import SOURCES, check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults
@@ -26,7 +35,8 @@ class ProgressBar(Protocol):
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
-# Lists the files of remote entries by id, and downloads them if needed; the entries have their defaults filled in.
+# Lists the files of remote entries by id, and downloads them if needed; the entries have their
+# defaults filled in.
 Collect = Callable[[Sequence[DatasetConfig], "DataContext", Problems], Mapping[str, Scan]]
 
 
@@ -42,12 +52,14 @@ class DataContext:
         download_root: default parent folder of downloads.
         output_dir: output folder of the run.
         frame_rate: default frames per second of clips; None for picture families.
-        train_batch_size, gradient_accumulation_steps, num_processes: their product is the samples of one optimizer
-            step; a sequence-parallel group of processes counts once.
+        train_batch_size, gradient_accumulation_steps, num_processes: their product is the samples
+            of one optimizer step; a sequence-parallel group of processes counts once.
         collect: downloads remote datasets; None refuses them.
-        seed: for crop positions and random aspects. If the user set no seed, it is None and crops depend on file names
-            only, so that the next run, which draws a new seed, can reuse the cached latents.
-        caching: the run's settings for caches, for moving files, and for the number of reader threads.
+        seed: for crop positions and random aspects. If the user set no seed, it is None and crops
+            depend on file names only, so that the next run, which draws a new seed, can reuse the
+            cached latents.
+        caching: the run's settings for caches, for moving files, and for the number of reader
+            threads.
     """
 
     defaults: DatasetDefaults
@@ -66,7 +78,9 @@ class DataContext:
     caching: CachingConfig = field(default_factory=CachingConfig)
 
     def fill(self, entry: DatasetConfig) -> DatasetConfig:
-        """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
+        """The entry with all defaults filled in except `repeats`, where None means that the user
+        did not set it.
+        """
         unset = {key for key, value in entry if value is None}
         values = {key: value for key, value in self._defaults(entry).items() if key in unset}
         # From here on, a remote dataset is its download folder.
@@ -81,12 +95,17 @@ class DataContext:
         return entry.model_copy(update=values)
 
     def _defaults(self, entry: DatasetConfig) -> dict[str, Any]:
-        """Values of unset keys: defaults of the family and the run, and values derived from other keys."""
+        """Values of unset keys: defaults of the family and the run, and values derived from other
+        keys.
+        """
         is_eval = entry.dataset_type == "eval"
         random_crops = "random" in (entry.crop_aspect, entry.crop_style)
         return {
             # The run's defaults override those of the family.
-            **{key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")},
+            **{
+                key: self.spec.defaults.get(key)
+                for key in ("resolution", "aspect_bucket_alignment")
+            },
             **{key: value for key, value in self.defaults if value is not None},
             **({"caption_strategy": entry.type} if entry.source else {}),
             # Evaluation reads single samples (`BatchReader.read_sample`).
@@ -117,7 +136,9 @@ def holds_files(entry: DatasetConfig) -> bool:
 
 
 def text_entry_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> DatasetConfig | None:
-    """The text_embeds entry of a dataset: the one it names, else the default, else the first, else None."""
+    """The text_embeds entry of a dataset: the one it names, else the default, else the first, else
+    None.
+    """
     texts = [text_entry for text_entry in entries if text_entry.is_text_embeds]
     for text_entry in texts:
         if text_entry.id == entry.text_embeds:
@@ -129,7 +150,9 @@ def text_entry_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> Dat
 
 
 def latent_dir_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> str | None:
-    """Latent folder of an entry with its defaults filled in; taken from the image_embeds entry if it names one."""
+    """Latent folder of an entry with its defaults filled in; taken from the image_embeds entry if
+    it names one.
+    """
     for cache_entry in entries:
         if cache_entry.id == entry.image_embeds:
             # cache_dir first, since `fill` gives every entry a cache_dir_vae.
@@ -138,7 +161,10 @@ def latent_dir_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> str
 
 
 def check_dataset_file(
-    written: Sequence[DatasetConfig], filled: Sequence[DatasetConfig], context: DataContext, report: Problems
+    written: Sequence[DatasetConfig],
+    filled: Sequence[DatasetConfig],
+    context: DataContext,
+    report: Problems,
 ) -> None:
     """Check every entry alone, then all entries together.
 
@@ -159,7 +185,9 @@ def check_dataset_file(
     _check_caches(with_files, texts, context, report)
     _check_start([entry for entry in filled if entry.is_trained], report)
     if len(texts) > 1 and not any(entry.default for entry in texts):
-        report.warn("default", f"no text_embeds entry is the default; the first, {texts[0].id}, is used.")
+        report.warn(
+            "default", f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
+        )
 
 
 def _check_entry(entry: DatasetConfig, context: DataContext, report: Problems) -> None:
@@ -188,15 +216,23 @@ def _check_entry(entry: DatasetConfig, context: DataContext, report: Problems) -
 def _check_kind(entry: DatasetConfig, context: DataContext, report: Problems) -> None:
     kind = entry.dataset_type
     if entry.type != "local" and kind in CACHE_KINDS:
-        report.error(f"{entry.id}.type", f"{entry.type!r} is for pictures and clips; caches are local.")
+        report.error(
+            f"{entry.id}.type", f"{entry.type!r} is for pictures and clips; caches are local."
+        )
     elif entry.is_conditioning and entry.source and entry.source.unpaired:
-        message = f"{entry.type!r} {entry.source.unpaired}, so they have no partners; use another type."
+        message = (
+            f"{entry.type!r} {entry.source.unpaired}, so they have no partners; use another type."
+        )
         report.error(f"{entry.id}.type", message)
-    elif kind not in (*FILE_KINDS, *CACHE_KINDS) or (kind == "video" and context.spec.media != "video"):
+    elif kind not in (*FILE_KINDS, *CACHE_KINDS) or (
+        kind == "video" and context.spec.media != "video"
+    ):
         message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
         report.error(f"{entry.id}.dataset_type", message)
     elif holds_files(entry) and not entry.instance_data_dir:
-        report.error(f"{entry.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
+        report.error(
+            f"{entry.id}.instance_data_dir", "is required: the folder of the pictures or clips."
+        )
 
 
 def _families_for(kind: str) -> str:
@@ -206,14 +242,18 @@ def _families_for(kind: str) -> str:
 
 
 def _check_captions(entry: DatasetConfig, report: Problems) -> None:
-    """Captions must come from what the entry's type and tables supply; one mistake is reported once."""
+    """Captions must come from what the entry's type and tables supply; one mistake is reported
+    once.
+    """
     strategy = entry.caption_strategy
     reads_parquet = entry.metadata_backend == "parquet"
     if entry.metadata_backend == "huggingface" and entry.type != "huggingface":
         message = f"'huggingface' is for type huggingface, not {entry.type}; use discovery."
         report.error("metadata_backend", message)
     if reads_parquet and entry.parquet is None:
-        report.error("metadata_backend", "'parquet' needs the object parquet with the path of the table.")
+        report.error(
+            "metadata_backend", "'parquet' needs the object parquet with the path of the table."
+        )
     if strategy == "parquet" and not reads_parquet:
         needed = "metadata_backend parquet"
         if entry.parquet is None:
@@ -229,7 +269,9 @@ def _check_captions(entry: DatasetConfig, report: Problems) -> None:
             report.error("type", f"{entry.type!r} has captions in a column: {advice}")
             return
     if strategy in SOURCES and strategy != entry.type:
-        message = f"{strategy!r} is for type {strategy}, not {entry.type}; use textfile or filename."
+        message = (
+            f"{strategy!r} is for type {strategy}, not {entry.type}; use textfile or filename."
+        )
         report.error("caption_strategy", message)
 
 
@@ -237,11 +279,17 @@ def _check_windows(entry: DatasetConfig, report: Problems) -> None:
     """A window of epochs or steps must not end before it begins."""
     last_epoch = entry.end_epoch
     if last_epoch is not None and last_epoch < entry.start_epoch:
-        message = f"{last_epoch} is before start_epoch {entry.start_epoch}: the dataset would never take part."
+        message = (
+            f"{last_epoch} is before start_epoch {entry.start_epoch}: the dataset would never "
+            "take part."
+        )
         report.error("end_epoch", message)
     last_step = entry.end_step
     if last_step is not None and last_step < entry.start_step:
-        message = f"{last_step} is before start_step {entry.start_step}: the dataset would never take part."
+        message = (
+            f"{last_step} is before start_step {entry.start_step}: the dataset would never "
+            "take part."
+        )
         report.error("end_step", message)
 
 
@@ -265,8 +313,12 @@ def _check_prompts(entry: DatasetConfig, report: Problems) -> None:
         report.error("instance_prompt", f"{message} {advice}")
 
 
-def _check_folders(entries: Sequence[DatasetConfig], context: DataContext, report: Problems) -> None:
-    """Folders must exist, unless an index may stand in, and must not contain the previews, which are pictures."""
+def _check_folders(
+    entries: Sequence[DatasetConfig], context: DataContext, report: Problems
+) -> None:
+    """Folders must exist, unless an index may stand in, and must not contain the previews, which
+    are pictures.
+    """
     local = [entry for entry in entries if entry.type == "local" and entry.instance_data_dir]
     missing: dict[str, Path] = {}
     for entry in local:
@@ -279,14 +331,20 @@ def _check_folders(entries: Sequence[DatasetConfig], context: DataContext, repor
         folder = Path(entry.instance_data_dir or "")
         # Resolved, since either path may contain a link.
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
-            message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
+            message = (
+                f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews "
+                "would be trained."
+            )
             report.error(f"{entry.id}.instance_data_dir", message)
 
 
 def _is_missing(entry: DatasetConfig, folder: Path, context: DataContext) -> bool:
     if is_readable(folder):
         return False
-    return not (context.defaults.ignore_missing_files and load_index(Path(entry.cache_dir_vae or ""), folder))
+    return not (
+        context.defaults.ignore_missing_files
+        and load_index(Path(entry.cache_dir_vae or ""), folder)
+    )
 
 
 def _report_missing(folders: Mapping[str, Path], report: Problems) -> None:
@@ -297,12 +355,18 @@ def _report_missing(folders: Mapping[str, Path], report: Problems) -> None:
     # Once, if several folders look like the same one.
     guesses = dict.fromkeys(similar_path(folder, "*/") for folder in folders.values())
     hint = "paths are relative to the working directory"
-    message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(listed)}.{''.join(guesses)}"
+    message = (
+        f"these folders do not exist or cannot be listed ({hint}): "
+        f"{'; '.join(listed)}.{''.join(guesses)}"
+    )
     report.error("instance_data_dir", message, entries=[*folders])
 
 
 def _check_caches(
-    entries: Sequence[DatasetConfig], texts: Sequence[DatasetConfig], context: DataContext, report: Problems
+    entries: Sequence[DatasetConfig],
+    texts: Sequence[DatasetConfig],
+    context: DataContext,
+    report: Problems,
 ) -> None:
     """A latent folder belongs to one dataset and must not be a text cache."""
     owners: dict[Path, list[str]] = defaultdict(list)
@@ -310,11 +374,16 @@ def _check_caches(
         if entry.cache_dir_vae:
             owners[Path(entry.cache_dir_vae).resolve()].append(entry.id)
     text_folders = {context.text_root.resolve()}
-    text_folders |= {Path(text_entry.cache_dir).resolve() for text_entry in texts if text_entry.cache_dir}
+    text_folders |= {
+        Path(text_entry.cache_dir).resolve() for text_entry in texts if text_entry.cache_dir
+    }
     for folder, names in owners.items():
         # Datasets in one folder would overwrite each other's index.
         if len(names) > 1:
-            report.error("cache_dir_vae", f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}.")
+            report.error(
+                "cache_dir_vae",
+                f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}.",
+            )
         if folder in text_folders:
             message = f"{str(folder)!r} is a text cache; latents need a separate folder."
             report.error(f"{names[0]}.cache_dir_vae", message)
@@ -324,11 +393,16 @@ def _check_start(trained: Sequence[DatasetConfig], report: Problems) -> None:
     """At least one dataset must be trained from the first step."""
     drawn = [entry for entry in trained if entry.probability > 0]
     if not trained:
-        report.error("dataset_type", "no entry is a dataset to train on (dataset_type image or video).")
+        report.error(
+            "dataset_type", "no entry is a dataset to train on (dataset_type image or video)."
+        )
     elif not drawn:
         report.error("probability", "is 0 for every dataset: nothing would be trained on.")
     elif not any(entry.start_epoch <= 1 and entry.start_step <= 1 for entry in drawn):
-        report.error("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
+        report.error(
+            "start_epoch",
+            "no dataset takes part at the start; one must start at epoch 1 and step 0.",
+        )
     for entry in trained:
         if entry.probability == 0:
             report.warn(f"{entry.id}.probability", "is 0: the dataset is not used.")
@@ -347,32 +421,48 @@ def link_partners(
             continue
         links[entry.id] = []
         for partner in _conditions_of(entry, conditioning):
-            _check_link(partner, entry, usable, report)  # warns about partners that the flavour cannot use
+            _check_link(
+                partner, entry, usable, report
+            )  # warns about partners that the flavour cannot use
             unused.pop(partner.id, None)
             if partner.conditioning_type in usable:
                 links[entry.id].append(partner)
         _check_partners(entry, links[entry.id], context, report)
     for name in unused:
-        message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
+        message = (
+            "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
+        )
         report.warn(name, message)
     return links
 
 
-def _conditions_of(entry: DatasetConfig, conditioning: Mapping[str, DatasetConfig]) -> list[DatasetConfig]:
+def _conditions_of(
+    entry: DatasetConfig, conditioning: Mapping[str, DatasetConfig]
+) -> list[DatasetConfig]:
     """The conditioning entries that a dataset names, and those that name it."""
-    belonging = [partner.id for partner in conditioning.values() if partner.source_dataset_id == entry.id]
+    belonging = [
+        partner.id for partner in conditioning.values() if partner.source_dataset_id == entry.id
+    ]
     # Either side may name the link.
     names = dict.fromkeys([*(entry.conditioning_data or []), *belonging])
     return [conditioning[name] for name in names if name in conditioning]
 
 
-def _check_link(partner: DatasetConfig, source: DatasetConfig, usable: Sequence[str], report: Problems) -> None:
+def _check_link(
+    partner: DatasetConfig, source: DatasetConfig, usable: Sequence[str], report: Problems
+) -> None:
     kind = partner.conditioning_type
     if kind is None:
-        message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
+        message = (
+            f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} "
+            "for masks."
+        )
         report.error(f"{partner.id}.conditioning_type", message)
     elif kind not in usable:
-        message = f"this flavour cannot use {kind} pictures: those of {partner.id} are neither cached nor used."
+        message = (
+            f"this flavour cannot use {kind} pictures: those of {partner.id} are neither cached "
+            "nor used."
+        )
         report.warn(f"{source.id}.conditioning_data", message)
 
 
@@ -383,13 +473,21 @@ def _check_partners(
     where = f"{entry.id}.conditioning_data"
     masks = [partner.id for partner in partners if partner.conditioning_type in MASKS]
     if len(masks) > 1:
-        report.error(where, f"names several datasets of masks ({', '.join(masks)}); a picture has one.")
+        report.error(
+            where, f"names several datasets of masks ({', '.join(masks)}); a picture has one."
+        )
     if not entry.is_trained:
         return
     references = len(partners) - len(masks)
     if context.task == "i2i" and references == 0:
-        message = "is required: this flavour edits pictures, so it needs a conditioning dataset with source pictures"
+        message = (
+            "is required: this flavour edits pictures, so it needs a conditioning dataset with "
+            "source pictures"
+        )
         report.error(where, f"{message} (conditioning_type {' or '.join(REFERENCES)}).")
     if references > 1 and context.defaults.conditioning_multidataset_sampling == "combined":
-        message = f"{context.spec.name} takes one source picture at a time; use random instead of combined."
+        message = (
+            f"{context.spec.name} takes one source picture at a time; use random instead of "
+            "combined."
+        )
         report.error("conditioning_multidataset_sampling", message)

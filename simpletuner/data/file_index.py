@@ -1,7 +1,7 @@
 """The index of a dataset folder: facts of its files, which are kept beside the latent cache.
 
-With it, an unchanged file is read only once. It can always be rebuilt; a damaged index, or one of another folder, is
-ignored.
+With it, an unchanged file is read only once. It can always be rebuilt; a damaged index, or one of
+another folder, is ignored.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from simpletuner.hashing import hash_bytes
 
 INDEX_NAME = "index.json"
 # Increment it when files must be read again.
-# 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips. 4: AVIF and HEIC.
+# 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips.
+# 4: AVIF and HEIC.
 # 5: colours of pictures, and clean apertures; HDR pictures are refused; clips are read by PyAV.
 INDEX_VERSION = 5
-# The first version whose pictures are read with `Sample.conversions`, and whose clips have a reader in their key.
+# The first version whose pictures are read with `Sample.conversions`, and whose clips have a reader
+# in their key.
 CONVERSIONS_SINCE = 5
 AT_ONCE = 32  # files per thread-pool task; one task per file would cost more than the check
 
@@ -45,8 +47,8 @@ class FileFacts:
         width, height: pixels as shown, after any rotation; 0 with a problem.
         problem: why the file cannot be used, or None.
         reason: category of the problem, as in `Rejected`.
-        captions: content of the caption file at `stamp`; without a stamp the last captions used, in case the file is
-            gone.
+        captions: content of the caption file at `stamp`; without a stamp the last captions used, in
+            case the file is gone.
         clip: length and rate; None for pictures.
         white: for a mask, the settings it was last read with and its white share.
         stamp: `captions.caption_stamp` of the caption file when it was read, or None.
@@ -97,11 +99,14 @@ def inspect_files(
         known: the index of the last run.
         workers: number of threads, limited to the machine's cores.
     """
-    names, folder = list(names), str(root)
+    names = list(names)
+    folder = str(root)
     parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
     # Threads suffice: reading and hashing release the GIL.
     with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
-        facts = pool.map(lambda part: [_facts_of(f"{folder}/{name}", known.get(name)) for name in part], parts)
+        facts = pool.map(
+            lambda part: [_facts_of(f"{folder}/{name}", known.get(name)) for name in part], parts
+        )
         return dict(zip(names, chain.from_iterable(facts), strict=True))
 
 
@@ -120,23 +125,31 @@ def _inspect(path: Path) -> FileFacts:
     clip = is_clip(path)
     facts = FileFacts(0, 0, "")
     try:
-        size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
-        # A picture is read once for hash and size. A clip may not fit into memory, so it is hashed in chunks.
+        size, mtime_ns = files.check_regular(
+            path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE
+        )
+        # A picture is read once for hash and size. A clip may not fit into memory, so it is hashed
+        # in chunks.
         data = b"" if clip else files.read_file(path, files.LARGEST_PICTURE)
         facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hash_bytes(data))
         if clip:
             shown = probe_clip(path)
             return replace(facts, width=shown.width, height=shown.height, clip=shown)
         picture = inspect(data)
-        return replace(facts, width=picture.width, height=picture.height, conversions=picture.conversions)
+        return replace(
+            facts, width=picture.width, height=picture.height, conversions=picture.conversions
+        )
     except files.MediaError as error:
-        # Facts without size, time and content match no file and are not saved, so the next run retries.
+        # Facts without size, time and content match no file and are not saved, so the next run
+        # retries.
         known = FileFacts(0, 0, "") if isinstance(error, files.UnreadableError) else facts
         return replace(known, problem=str(error), reason=error.reason)
 
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
-    """Read the index of a latent cache folder; empty if it is missing, damaged or belongs to another dataset folder."""
+    """Read the index of a latent cache folder; empty if it is missing, damaged or belongs to
+    another dataset folder.
+    """
     facts: dict[str, FileFacts] = {}
     try:
         with (folder / INDEX_NAME).open("rb") as lines:
@@ -170,5 +183,7 @@ def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None
     with open_atomically(folder / INDEX_NAME, durable=False) as index:
         for start in range(0, len(names), PER_LINE):
             part = {name: facts[name] for name in names[start : start + PER_LINE]}
-            content = _INDEX.dump_json(_Index(INDEX_VERSION, str(root.absolute()), part), exclude_defaults=True)
+            content = _INDEX.dump_json(
+                _Index(INDEX_VERSION, str(root.absolute()), part), exclude_defaults=True
+            )
             index.write(content + b"\n")

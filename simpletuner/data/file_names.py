@@ -1,4 +1,6 @@
-"""What a file is, by its name alone: captions, formats that are not read, and what systems leave in folders."""
+"""What a file is, by its name alone: captions, formats that are not read, and what systems leave in
+folders.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +12,91 @@ CAPTION_SUFFIXES = (".txt", ".caption")  # by precedence
 # Tables of captions, as the imagefolder of Hugging Face's `datasets` reads them.
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 
-UNREAD_PICTURES = frozenset({
-    ".jxl", ".jp2", ".j2k", ".jpf", ".jpx", ".jxr", ".psd", ".psb", ".xcf", ".kra", ".exr", ".hdr", ".tga", ".dds",
-    ".ppm", ".pgm", ".pnm", ".qoi", ".bpg", ".svg", ".ico",
-    # Raw files of cameras.
-    ".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".srf", ".orf", ".rw2", ".raf", ".pef", ".srw", ".raw",
-})  # fmt: skip
-UNREAD_CLIPS = frozenset({
-    ".mxf", ".vob", ".m2v", ".m1v", ".m2t", ".mpe", ".mod", ".tod", ".divx", ".asf", ".f4v", ".rm", ".rmvb", ".3g2",
-    ".qt", ".dv", ".y4m", ".braw", ".r3d", ".insv",
-})  # fmt: skip
+UNREAD_PICTURES = frozenset(
+    {
+        ".jxl",
+        ".jp2",
+        ".j2k",
+        ".jpf",
+        ".jpx",
+        ".jxr",
+        ".psd",
+        ".psb",
+        ".xcf",
+        ".kra",
+        ".exr",
+        ".hdr",
+        ".tga",
+        ".dds",
+        ".ppm",
+        ".pgm",
+        ".pnm",
+        ".qoi",
+        ".bpg",
+        ".svg",
+        ".ico",
+        # Raw files of cameras.
+        ".dng",
+        ".cr2",
+        ".cr3",
+        ".crw",
+        ".nef",
+        ".nrw",
+        ".arw",
+        ".srf",
+        ".orf",
+        ".rw2",
+        ".raf",
+        ".pef",
+        ".srw",
+        ".raw",
+    }
+)
+UNREAD_CLIPS = frozenset(
+    {
+        ".mxf",
+        ".vob",
+        ".m2v",
+        ".m1v",
+        ".m2t",
+        ".mpe",
+        ".mod",
+        ".tod",
+        ".divx",
+        ".asf",
+        ".f4v",
+        ".rm",
+        ".rmvb",
+        ".3g2",
+        ".qt",
+        ".dv",
+        ".y4m",
+        ".braw",
+        ".r3d",
+        ".insv",
+    }
+)
 
-# Folders of thumbnails, deleted files and metadata, in lower case. Names that start with a dot are hidden anyway.
-SYSTEM_FOLDERS = frozenset({
-    "@eadir", "#recycle", "#snapshot", "@tmp",  # Synology
-    "@recycle", "@recently-snapshot",  # QNAP
-    "__macosx",  # zips made by macOS
-    "$recycle.bin", "recycler", "system volume information",  # Windows
-    "lost+found",  # Linux
-})  # fmt: skip
+# Folders of thumbnails, deleted files and metadata, in lower case. Names that start with a dot are
+# hidden anyway.
+SYSTEM_FOLDERS = frozenset(
+    {
+        "@eadir",
+        "#recycle",
+        "#snapshot",
+        "@tmp",  # Synology
+        "@recycle",
+        "@recently-snapshot",  # QNAP
+        "__macosx",  # zips made by macOS
+        "$recycle.bin",
+        "recycler",
+        "system volume information",  # Windows
+        "lost+found",  # Linux
+    }
+)
 
-# Folders of kohya's scripts: repeats and words. Cameras name folders 100_FUJI, by three digits and five characters.
+# Folders of kohya's scripts: repeats and words. Cameras name folders 100_FUJI, by three digits and
+# five characters.
 CONCEPT_FOLDER = re.compile(r"([1-9]\d{0,2})_(\S.*)")
 CAMERA_FOLDER = re.compile(r"\d{3}_[0-9A-Z]{4}")
 
@@ -51,13 +117,17 @@ def composed(name: str) -> str:
 
 
 def pair_key(name: str) -> str:
-    """The path in NFC without its extension, shared by a picture or clip, its caption file and its partner."""
+    """The path in NFC without its extension, shared by a picture or clip, its caption file and its
+    partner.
+    """
     stem, _, suffix = name.rpartition(".")
     return composed(stem if stem and "/" not in suffix else name)
 
 
 def index_partners(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of possible partners, by their names in NFC with and without their extension; see `partners_of`."""
+    """Names of possible partners, by their names in NFC with and without their extension; see
+    `partners_of`.
+    """
     ordered = sorted(names)
     index: dict[str, list[str]] = {}
     for name in ordered:
@@ -69,7 +139,8 @@ def index_partners(names: Iterable[str]) -> dict[str, list[str]]:
 def partners_of(source: str, index: Mapping[str, list[str]]) -> Sequence[str]:
     """Names of the files that may be the partner of a file in another dataset.
 
-    For `cat.jpg`, these are `cat.jpg`, else `cat.jpg.png`, else `cat.png` and all others of its stem.
+    For `cat.jpg`, these are `cat.jpg`, else `cat.jpg.png`, else `cat.png` and all others of its
+    stem.
     """
     return index.get(composed(source)) or index.get(pair_key(source)) or ()
 
@@ -91,7 +162,9 @@ def name_problem(name: str) -> Reason | None:
 
 
 def unread_format(name: str) -> str | None:
-    """What to do with a picture or clip in a format that is not read, as a text that continues its name; else None."""
+    """What to do with a picture or clip in a format that is not read, as a text that continues its
+    name; else None.
+    """
     suffix = suffix_of(name)
     if suffix in UNREAD_PICTURES:
         return f"is a picture in a format that is not read ({suffix}); save it as .png or .jpg"
@@ -108,10 +181,14 @@ def concept_of(folder: str) -> tuple[int, str] | None:
     return int(match[1]), " ".join(match[2].replace("_", " ").split())
 
 
-def match_captions(media: Sequence[str], texts: Iterable[str]) -> tuple[dict[str, str], dict[str, Reason]]:
-    """The caption file of each picture or clip, and the reasons why other caption files are not read.
+def match_captions(
+    media: Sequence[str], texts: Iterable[str]
+) -> tuple[dict[str, str], dict[str, Reason]]:
+    """The caption file of each picture or clip, and the reasons why other caption files are not
+    read.
 
-    `cat.jpg.txt` is for `cat.jpg` alone and wins over `cat.txt`, which is for all files with that stem.
+    `cat.jpg.txt` is for `cat.jpg` alone and wins over `cat.txt`, which is for all files with that
+    stem.
 
     Args:
         media: names of pictures or clips.
@@ -123,10 +200,13 @@ def match_captions(media: Sequence[str], texts: Iterable[str]) -> tuple[dict[str
     captions: dict[str, str] = {}
     used: dict[str, str] = {}  # the caption file that is read, by all keys that are a file's
     for name in media:
-        exact, stem = composed(name), pair_key(name)
+        exact = composed(name)
+        stem = pair_key(name)
         candidates = by_key.get(exact) or by_key.get(stem)
         if candidates:
-            captions[name] = candidates[0] if len(candidates) == 1 else min(candidates, key=_precedence)
+            captions[name] = (
+                candidates[0] if len(candidates) == 1 else min(candidates, key=_precedence)
+            )
             used[exact] = used[stem] = captions[name]
     return captions, _unread_texts(by_key, {*captions.values()}, used)
 
@@ -135,7 +215,9 @@ def _precedence(text: str) -> int:
     return CAPTION_SUFFIXES.index(suffix_of(text))
 
 
-def _unread_texts(by_key: Mapping[str, Sequence[str]], read: set[str], used: Mapping[str, str]) -> dict[str, Reason]:
+def _unread_texts(
+    by_key: Mapping[str, Sequence[str]], read: set[str], used: Mapping[str, str]
+) -> dict[str, Reason]:
     reasons: dict[str, Reason] = {}
     for key, texts in by_key.items():
         for text in texts:
@@ -144,5 +226,8 @@ def _unread_texts(by_key: Mapping[str, Sequence[str]], read: set[str], used: Map
             if key in used:
                 reasons[text] = ("unused caption", f"is not read: {used[key]} has precedence")
             else:
-                reasons[text] = ("caption without a file", "has no picture or clip of the same name")
+                reasons[text] = (
+                    "caption without a file",
+                    "has no picture or clip of the same name",
+                )
     return reasons

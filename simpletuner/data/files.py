@@ -1,6 +1,7 @@
 """Reads the user's files: regular files of plausible size only, with retries after device errors.
 
-A disk or network error does not mean that the file is damaged: after the retries the run ends and marks no file.
+A disk or network error does not mean that the file is damaged: after the retries the run ends and
+marks no file.
 """
 
 from __future__ import annotations
@@ -17,10 +18,20 @@ from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.hashing import hash_file
 
 # Limits in bytes that catch sparse files and mistakes, far above the size of any training file.
-LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
+LARGEST_CAPTION = 1 << 20
+LARGEST_PICTURE = 1 << 30
+LARGEST_CLIP = 1 << 36
 
 # Errors of the file itself: missing, not permitted, a bad name.
-FILE_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+FILE_ERRORS = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}
 # This process or machine ran out of a resource: neither the file nor the device is at fault.
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
 # Of errors that Python raises without an `errno`.
@@ -42,7 +53,9 @@ class LeftOutError(Exception):
 
 
 class MediaError(Exception):
-    """A file cannot be used; the text gives the cause and continues the file's name. `reason` is as in `Rejected`."""
+    """A file cannot be used; the text gives the cause and continues the file's name. `reason` is as
+    in `Rejected`.
+    """
 
     reason = "damaged"
 
@@ -65,10 +78,11 @@ class DeviceError(UserError):
 
 @contextmanager
 def last_barrier() -> Iterator[None]:
-    """Turn an error that no decoder is known to raise into a reason beside the file, so that the other files go on.
+    """Turn an error that no decoder is known to raise into a reason beside the file, so that the
+    other files go on.
 
-    Such a file may be intact, so it is unsuitable and not damaged. Errors of this program say what they mean, and
-    errors of the machine are no fault of the file; both pass.
+    Such a file may be intact, so it is unsuitable and not damaged. Errors of this program say what
+    they mean, and errors of the machine are no fault of the file; both pass.
 
     Raises:
         UnsuitableError: the file cannot be decoded.
@@ -88,7 +102,9 @@ def guarded(frames: Iterator[T]) -> Iterator[T]:
 
 
 def is_of_machine(error: Exception) -> bool:
-    """Whether an error is about this machine, such as a full disk or exhausted memory, and not about a file."""
+    """Whether an error is about this machine, such as a full disk or exhausted memory, and not
+    about a file.
+    """
     is_of_system = isinstance(error, OSError) and error.errno is not None
     return is_of_system or is_out_of_memory(error) or NO_THREAD in str(error)
 
@@ -160,6 +176,14 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
 
 
 def _device_message(path: Path, error: OSError) -> str:
-    mount = next(folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent)
-    failed = f"{path}: {error.strerror or error}; {len(RETRY_DELAYS) + 1} times, the disk or network at {mount} failed."
-    return f"{failed} The file may be intact: no file is marked as damaged. Start again when it can be read."
+    mount = next(
+        folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent
+    )
+    failed = (
+        f"{path}: {error.strerror or error}; {len(RETRY_DELAYS) + 1} times, the disk or network "
+        f"at {mount} failed."
+    )
+    return (
+        f"{failed} The file may be intact: no file is marked as damaged. Start again when it can "
+        "be read."
+    )

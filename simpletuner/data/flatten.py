@@ -1,7 +1,7 @@
 """Turns a decoded picture into 8-bit RGB on a background: depth, transparency and colour profile.
 
-Large pictures are converted strip by strip, so that a picture takes 8 bytes a pixel at most: its own, and those of the
-result.
+Large pictures are converted strip by strip, so that a picture takes 8 bytes a pixel at most: its
+own, and those of the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ STRIP_PIXELS = 1 << 20
 BoxOfPixels = tuple[int, int, int, int]
 
 
-def flatten(picture: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None) -> Image.Image:
+def flatten(
+    picture: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None
+) -> Image.Image:
     """The picture as 8-bit RGB; it may be converted in place.
 
     Args:
@@ -55,7 +57,9 @@ def _strips(size: tuple[int, int]) -> Iterator[BoxOfPixels]:
         yield 0, top, width, min(top + rows, height)
 
 
-def _strip(strip: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None) -> Image.Image:
+def _strip(
+    strip: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None
+) -> Image.Image:
     shown = strip.convert("RGBA") if strip.has_transparency_data else None
     if transform is None:
         rgb = strip if shown is None else shown
@@ -80,8 +84,9 @@ def _as_counted(strip: Image.Image) -> Image.Image:
 def _white_level(picture: Image.Image) -> float:
     """The value of white in a picture with more than 8 bits.
 
-    16-bit values span 0..65535. 32-bit integers and floats have no fixed white level, so the smallest common level that
-    covers all values is used: 1 or 255 (floats only), 65535, or the maximum of the picture.
+    16-bit values span 0..65535. 32-bit integers and floats have no fixed white level, so the
+    smallest common level that covers all values is used: 1 or 255 (floats only), 65535, or the
+    maximum of the picture.
     """
     if picture.mode.startswith("I;16"):
         return 65535.0

@@ -1,6 +1,8 @@
-"""The boxes of AVIF and HEIC files (ISO/IEC 14496-12 and 23008-12): whether they are complete, and their properties.
+"""The boxes of AVIF and HEIC files (ISO/IEC 14496-12 and 23008-12): whether they are complete, and
+their properties.
 
-Pillow reports neither the colour codes of such a picture nor its clean aperture, so they are read here.
+Pillow reports neither the colour codes of such a picture nor its clean aperture, so they are read
+here.
 """
 
 from __future__ import annotations
@@ -13,17 +15,30 @@ from fractions import Fraction
 from simpletuner.data.files import MediaError
 
 # Boxes at the top of a file. Phones append data of their own, which is no box.
-TOP_LEVEL = frozenset({b"ftyp", b"meta", b"mdat", b"moov", b"free", b"skip", b"uuid", b"idat", b"styp"})
-# Boxes on the way to the description of a sequence's frames: bytes of their own before the first inner box.
+TOP_LEVEL = frozenset(
+    {b"ftyp", b"meta", b"mdat", b"moov", b"free", b"skip", b"uuid", b"idat", b"styp"}
+)
+# Boxes on the way to the description of a sequence's frames: bytes of their own before the first
+# inner box.
 DESCRIBED_IN = {
-    b"moov": 0, b"trak": 0, b"mdia": 0, b"minf": 0, b"stbl": 0, b"stsd": 8, b"av01": 78, b"hvc1": 78, b"hev1": 78,
-}  # fmt: skip
+    b"moov": 0,
+    b"trak": 0,
+    b"mdia": 0,
+    b"minf": 0,
+    b"stbl": 0,
+    b"stsd": 8,
+    b"av01": 78,
+    b"hvc1": 78,
+    b"hev1": 78,
+}
 FULL_BOX = 4  # bytes of version and flags before the content of some boxes
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box: its type, and where its content begins and ends, which may lie beyond the end of a truncated file."""
+    """A box: its type, and where its content begins and ends, which may lie beyond the end of a
+    truncated file.
+    """
 
     kind: bytes
     start: int
@@ -45,7 +60,9 @@ class Aperture:
     down: Fraction
 
     def within(self, size: tuple[int, int]) -> tuple[int, int, int, int] | None:
-        """Left, top, right and bottom edge in a picture; None if they are not whole pixels inside of it."""
+        """Left, top, right and bottom edge in a picture; None if they are not whole pixels inside
+        of it.
+        """
         left = (size[0] - self.width) / 2 + self.right
         top = (size[1] - self.height) / 2 + self.down
         right = left + self.width
@@ -62,7 +79,8 @@ class Properties:
     """What a file says about the picture that it shows.
 
     Attributes:
-        codes: colour primaries and transfer curve, as numbers of ITU-T H.273; None if there are none.
+        codes: colour primaries and transfer curve, as numbers of ITU-T H.273; None if there are
+            none.
         aperture: the part to show; None shows everything.
     """
 
@@ -93,7 +111,7 @@ def holds_whole_boxes(data: bytes) -> bool:
     Raises:
         MediaError: the box that describes the picture is missing.
     """
-    kinds = set[bytes]()
+    kinds: set[bytes] = set()
     for box in boxes(data):
         if box.kind not in TOP_LEVEL:
             break
@@ -106,7 +124,9 @@ def holds_whole_boxes(data: bytes) -> bool:
 
 
 def shown_properties(data: bytes) -> Properties:
-    """The properties of the primary picture, or of the frames of a sequence; empty if the boxes are damaged."""
+    """The properties of the primary picture, or of the frames of a sequence; empty if the boxes are
+    damaged.
+    """
     try:
         return _parsed(_primary_properties(data) or _frame_properties(data, 0, len(data)))
     except (struct.error, IndexError, ZeroDivisionError):
@@ -141,7 +161,9 @@ def _primary_properties(data: bytes) -> list[tuple[bytes, bytes]]:
     container = _first_box(data, b"ipco", described.start, described.end)
     if container is None:
         return []
-    properties = [(box.kind, data[box.start : box.end]) for box in boxes(data, container.start, container.end)]
+    properties = [
+        (box.kind, data[box.start : box.end]) for box in boxes(data, container.start, container.end)
+    ]
     numbers: list[int] = []
     for box in boxes(data, described.start, described.end):
         if box.kind == b"ipma":

@@ -1,7 +1,7 @@
 """Warns about pictures and clips that are trained, but not as their owner may expect.
 
-They are enlarged, trained twice, read differently than by earlier versions, played at another speed, or decoded in an
-unusual way.
+They are enlarged, trained twice, read differently than by earlier versions, played at another
+speed, or decoded in an unusual way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ NOTICEABLE_ENLARGEMENT = 1.5
 REMOVE = "`simpletuner cache gc --remove` deletes it."
 INTERLACED = {
     "pyav": "two fields become one frame (bwdif).",
-    "decord": "decord does not deinterlace, so the model learns their combs; set video.reader to pyav.",
+    "decord": (
+        "decord does not deinterlace, so the model learns their combs; set video.reader to pyav."
+    ),
 }
 
 
@@ -52,15 +54,21 @@ def _check_enlarged(dataset: Dataset, report: Problems) -> None:
     if not enlarged:
         return
     most = dataset.samples[factors.index(max(factors))]
-    before, after = most.original_size, most.geometry.resized
+    before = most.original_size
+    after = most.geometry.resized
     files = f"{len(enlarged)} of {counted(len(factors), 'file')} enlarged"
     message = f"{files}, {most.name} the most, from {before} to {after}"
-    advice = "the model learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
+    advice = (
+        "the model learns their blur. minimum_image_size leaves them out; a smaller resolution "
+        "enlarges less."
+    )
     report.warn(f"{dataset.id}.resolution", f"{message}: {advice}")
 
 
 def _check_twins(dataset: Dataset, report: Problems) -> None:
-    """Warn once about files that seem to be the same picture or clip in two formats, such as a phone's HEIC and JPG."""
+    """Warn once about files that seem to be the same picture or clip in two formats, such as a
+    phone's HEIC and JPG.
+    """
     groups: dict[tuple[str, Size], list[str]] = {}
     for sample in dataset.samples:
         groups.setdefault((pair_key(sample.name), sample.original_size), []).append(sample.name)
@@ -68,15 +76,18 @@ def _check_twins(dataset: Dataset, report: Problems) -> None:
     if not dataset.config.is_trained or not twins:
         return
     shown = shorten([" and ".join(names) for names in twins])
-    advice = f"If they show the same, it is trained twice as often: list one of each in {dataset.config.exclude_files}."
+    advice = (
+        "If they show the same, it is trained twice as often: list one of each in "
+        f"{dataset.config.exclude_files}."
+    )
     report.warn(dataset.id, f"files that differ only in their extension: {shown}. {advice}")
 
 
 def _check_conversions(dataset: Dataset, report: Problems) -> None:
     """Name the files that are encoded again, since earlier versions may have cached them.
 
-    Those read pictures without their colour profile, crop or orientation; clips with rounded colours, with the combs
-    of interlaced frames, and in black where they are transparent.
+    Those read pictures without their colour profile, crop or orientation; clips with rounded
+    colours, with the combs of interlaced frames, and in black where they are transparent.
     """
     version = index_version(dataset.latent_dir)
     if version is None or version >= CONVERSIONS_SINCE:
@@ -84,12 +95,21 @@ def _check_conversions(dataset: Dataset, report: Problems) -> None:
     pictures = [sample.name for sample in dataset.samples if is_converted(sample)]
     if pictures:
         named = f"{counted(len(pictures), 'picture')} ({shorten(pictures, 3)})"
-        cause = "is applied, which earlier versions did not do. They are encoded again; what was cached is not used."
+        cause = (
+            "is applied, which earlier versions did not do. They are encoded again; what was "
+            "cached is not used."
+        )
         report.warn(dataset.id, f"the colour profile or crop stored in {named} {cause} {REMOVE}")
     clips = sum(sample.clip is not None for sample in dataset.samples)
     if clips:
-        message = f"the latents of {counted(clips, 'clip')} are made again: colours are exact now, and were up to three"
-        report.warn(dataset.id, f"{message} levels off. What earlier versions cached of them is not used. {REMOVE}")
+        message = (
+            f"the latents of {counted(clips, 'clip')} are made again: colours are exact now, and "
+            "were up to three"
+        )
+        report.warn(
+            dataset.id,
+            f"{message} levels off. What earlier versions cached of them is not used. {REMOVE}",
+        )
 
 
 def _check_speed(dataset: Dataset, model_rate: float, report: Problems) -> None:
@@ -110,8 +130,8 @@ def _check_speed(dataset: Dataset, model_rate: float, report: Problems) -> None:
         slowest = min(slow, key=lambda name: slow[name])
         reasons.append(
             f"fewer than the {rules.rate:g} frames a second that are taken, in {len(slow)} of "
-            f"{counted(len(rates), 'clip')} ({slowest} has {slow[slowest]:.4g}): frames are seen up to "
-            f"{rules.rate / slow[slowest]:.2f} times"
+            f"{counted(len(rates), 'clip')} ({slowest} has {slow[slowest]:.4g}): frames are seen "
+            f"up to {rules.rate / slow[slowest]:.2f} times"
         )
     if reasons:
         report.warn(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
@@ -126,7 +146,10 @@ def _check_decoding(dataset: Dataset, report: Problems) -> None:
     if interlaced:
         report.warn(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; {INTERLACED[reader]}")
     if by_decord and reader == "pyav":
-        message = "decord reads them, with colours that differ by a few levels; re-encode them with ffmpeg to avoid it."
+        message = (
+            "decord reads them, with colours that differ by a few levels; re-encode them with "
+            "ffmpeg to avoid it."
+        )
         report.warn(dataset.id, f"PyAV cannot read {_some_of(by_decord, clips)}; {message}")
 
 

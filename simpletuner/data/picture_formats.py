@@ -1,4 +1,5 @@
-"""Formats of pictures: recognised by their first bytes, and checked for a missing end without decoding.
+"""Formats of pictures: recognised by their first bytes, and checked for a missing end without
+decoding.
 
 Decoders of JPEG and PNG do not notice every missing or damaged byte, so these are checked here.
 """
@@ -41,17 +42,21 @@ FOREIGN = (
     ("an OpenEXR picture", b"v/1\x01"),
     ("an icon", b"\0\0\1\0"),
 )
-# Brands of the container that AVIF and HEIC share; mif1 and msf1 may be either, decided by further brands.
-AVIF_BRANDS, HEIF_BRANDS = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
+# Brands of the container that AVIF and HEIC share; mif1 and msf1 may be either, decided by further
+# brands.
+AVIF_BRANDS = (b"avif", b"avis")
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
 
 # Chunks that affect the picture; a damaged comment is harmless.
 PNG_SHOWN = frozenset({b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"eXIf"})
 PNG_TEXTS = frozenset({b"tEXt", b"zTXt", b"iTXt"})
 PNG_EXIF = re.compile(rb"^....Raw profile type exif", re.DOTALL)
 JPEG_END = b"\xff\xd9"
-# In compressed data, FF is followed by 00, a restart marker or another FF; any other byte makes it a marker.
+# In compressed data, FF is followed by 00, a restart marker or another FF; any other byte makes it
+# a marker.
 JPEG_MARKER_IN_DATA = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
-JPEG_START_OF_SCAN, JPEG_END_OF_IMAGE = 0xDA, 0xD9
+JPEG_START_OF_SCAN = 0xDA
+JPEG_END_OF_IMAGE = 0xD9
 
 
 def sniff(head: bytes) -> str:
@@ -81,7 +86,9 @@ def sniff(head: bytes) -> str:
 
 
 def _foreign(head: bytes) -> str | None:
-    """What a file is that has the extension of a picture and another format; None if that is unknown."""
+    """What a file is that has the extension of a picture and another format; None if that is
+    unknown.
+    """
     for name, beginning in FOREIGN:
         if head.startswith(beginning):
             return name
@@ -109,7 +116,9 @@ def reader_problem(kind: str) -> str | None:
 
 
 def _silence_libtiff() -> None:
-    """Keep libtiff from printing what it thinks of a damaged file; Pillow raises an error, which names the file."""
+    """Keep libtiff from printing what it thinks of a damaged file; Pillow raises an error, which
+    names the file.
+    """
     package = Path(PIL.__file__).parent
     # Where the wheels of Linux and of macOS keep it.
     bundled = [*package.parent.glob("pillow.libs/libtiff*"), *package.glob(".dylibs/libtiff*")]
@@ -119,7 +128,9 @@ def _silence_libtiff() -> None:
 
 
 def png_has_orientation(data: bytes) -> bool:
-    """Whether a PNG chunk may hold an orientation; Pillow's `getexif` would decode the whole picture."""
+    """Whether a PNG chunk may hold an orientation; Pillow's `getexif` would decode the whole
+    picture.
+    """
     for kind, covered, _ in _png_chunks(data):
         if kind == b"eXIf" or (kind in PNG_TEXTS and PNG_EXIF.search(covered[:64])):
             return True
@@ -127,7 +138,9 @@ def png_has_orientation(data: bytes) -> bool:
 
 
 def png_codes(data: bytes) -> tuple[int, int] | None:
-    """Colour primaries and transfer curve of a PNG's cICP chunk, as numbers of ITU-T H.273; None without one."""
+    """Colour primaries and transfer curve of a PNG's cICP chunk, as numbers of ITU-T H.273; None
+    without one.
+    """
     for kind, covered, _ in _png_chunks(data):
         if kind == b"cICP" and len(covered) >= 6:
             return covered[4], covered[5]
@@ -137,9 +150,15 @@ def png_codes(data: bytes) -> tuple[int, int] | None:
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, memoryview, int]]:
-    """Type, bytes covered by the checksum (type and data), and checksum of every complete chunk, up to the end mark."""
-    position, kind = 8, b""  # after the signature
-    while kind != b"IEND" and position + 12 <= len(data):  # length, type and checksum, of four bytes each
+    """Type, bytes covered by the checksum (type and data), and checksum of every complete chunk, up
+    to the end mark.
+    """
+    # after the signature
+    position = 8
+    kind = b""
+    while kind != b"IEND" and position + 12 <= len(
+        data
+    ):  # length, type and checksum, of four bytes each
         length, kind = struct.unpack_from(">I4s", data, position)
         end = position + 8 + length
         if end + 4 > len(data):
@@ -153,7 +172,9 @@ def _png_ends(data: bytes) -> bool:
     kind = b""
     for kind, covered, checksum in _png_chunks(data):
         if kind in PNG_SHOWN and zlib.crc32(covered) != checksum:
-            raise MediaError(f"is damaged: the checksum of its {kind.decode()} chunk does not match")
+            raise MediaError(
+                f"is damaged: the checksum of its {kind.decode()} chunk does not match"
+            )
     return kind == b"IEND"
 
 

@@ -1,8 +1,10 @@
-"""Pictures: checks that a file is complete, reads its size, and decodes, resizes and crops its pixels.
+"""Pictures: checks that a file is complete, reads its size, and decodes, resizes and crops its
+pixels.
 
-Truncated files come from broken downloads or full disks. In most formats decoding detects them; JPEG and PNG are
-checked when the run is planned. A file is damaged only if something proves it, such as data that end too early. What a
-reader refuses for another reason is unsuitable: it may be intact, in a variant that the reader does not know.
+Truncated files come from broken downloads or full disks. In most formats decoding detects them;
+JPEG and PNG are checked when the run is planned. A file is damaged only if something proves it,
+such as data that end too early. What a reader refuses for another reason is unsuitable: it may be
+intact, in a variant that the reader does not know.
 """
 
 from __future__ import annotations
@@ -38,25 +40,47 @@ from simpletuner.data.files import (
 )
 from simpletuner.data.flatten import flatten, is_deep_and_transparent
 from simpletuner.data.heif_boxes import shown_properties
-from simpletuner.data.picture_formats import ENDS, png_codes, png_has_orientation, reader_problem, sniff
+from simpletuner.data.picture_formats import (
+    ENDS,
+    png_codes,
+    png_has_orientation,
+    reader_problem,
+    sniff,
+)
 from simpletuner.errors import is_out_of_memory
 
-# Importing a reader registers it. For a format without a registered reader, Pillow would import all its readers.
-# Pillow's warnings are about single files, which they do not name.
+# Importing a reader registers it. For a format without a registered reader, Pillow would import all
+# its readers. Pillow's warnings are about single files, which they do not name.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 logging.getLogger("PIL").setLevel(logging.CRITICAL)
 for plugin in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
     importlib.import_module(f"PIL.{plugin}ImagePlugin")
 
-PICTURE_SUFFIXES = frozenset({
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo",  # of the pictures of an MPO file, the first
-    ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".hif",
-})  # fmt: skip
+PICTURE_SUFFIXES = frozenset(
+    {
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".mpo",  # of the pictures of an MPO file, the first
+        ".png",
+        ".webp",
+        ".bmp",
+        ".tif",
+        ".tiff",
+        ".avif",
+        ".heic",
+        ".heif",
+        ".hif",
+    }
+)
 
 # Errors by which Pillow's readers report damaged data.
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 # Words by which the same errors report an intact file that the reader does not support.
-UNSUPPORTED = re.compile(r"\bun(supported|known|recogni[sz]ed)\b|not (supported|available|implemented)|too large", re.I)
+UNSUPPORTED = re.compile(
+    r"\bun(supported|known|recogni[sz]ed)\b|not (supported|available|implemented)|too large", re.I
+)
 RESAVE = "save it as .png or .jpg"
 # Formats of which Pillow reads every variant, so that an unidentified header is a damaged one.
 FULLY_READ = frozenset({"PNG", "WEBP"})
@@ -68,10 +92,20 @@ XMP_KEYS = ("xmp", "XML:com.adobe.xmp")
 XMP_DROPPED = "dropped xmp"
 XMP_TURN = re.compile(rb"tiff:Orientation(=\"|>)[2-8]")
 
-IMAGE_WIDTH, IMAGE_LENGTH = 256, 257  # tags of TIFF
+# tags of TIFF
+IMAGE_WIDTH = 256
+IMAGE_LENGTH = 257
 SIDEWAYS = frozenset({5, 6, 7, 8})
 # Transpositions for the EXIF orientations 2 to 8.
-TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+TURNS = (
+    "FLIP_LEFT_RIGHT",
+    "ROTATE_180",
+    "FLIP_TOP_BOTTOM",
+    "TRANSPOSE",
+    "ROTATE_270",
+    "TRANSVERSE",
+    "ROTATE_90",
+)
 UPRIGHT = {orientation: Image.Transpose[name] for orientation, name in enumerate(TURNS, 2)}
 
 
@@ -114,10 +148,13 @@ def inspect(source: Path | bytes) -> PictureFacts:
         orientation = _orientation(data, picture, kind)
         if aperture is not None:
             left, top, right, bottom = aperture
-            width, height = right - left, bottom - top
+            width = right - left
+            height = bottom - top
         if isinstance(picture, TiffImagePlugin.TiffImageFile):
-            # Some versions of Pillow rotate the size of a TIFF on opening, others when it is decoded.
-            width, height = picture.tag_v2[IMAGE_WIDTH], picture.tag_v2[IMAGE_LENGTH]
+            # Some versions of Pillow rotate the size of a TIFF on opening, others when it is
+            # decoded.
+            width = picture.tag_v2[IMAGE_WIDTH]
+            height = picture.tag_v2[IMAGE_LENGTH]
         if orientation in SIDEWAYS:
             width, height = height, width
 
@@ -158,7 +195,9 @@ def decode(source: Path | bytes, background: str = "white") -> Image.Image:
         return rgb if turn is None else rgb.transpose(turn)
 
 
-def fit(picture: Image.Image, geometry: Geometry, resampling: int = Image.Resampling.LANCZOS) -> NDArray[np.uint8]:
+def fit(
+    picture: Image.Image, geometry: Geometry, resampling: int = Image.Resampling.LANCZOS
+) -> NDArray[np.uint8]:
     """Resize with an antialiasing filter to `geometry.resized`, and crop.
 
     Only the crop is computed, so a very long picture needs no more memory than a square one.
@@ -168,7 +207,9 @@ def fit(picture: Image.Image, geometry: Geometry, resampling: int = Image.Resamp
     """
     left, top = geometry.crop
     width, height = geometry.size
-    across, down = (original / resized for original, resized in zip(picture.size, geometry.resized, strict=True))
+    across, down = (
+        original / resized for original, resized in zip(picture.size, geometry.resized, strict=True)
+    )
     box = (left * across, top * down, (left + width) * across, (top + height) * down)
     # Pillow rejects a box that rounding has moved beyond the picture.
     box = (box[0], box[1], min(box[2], picture.width), min(box[3], picture.height))
@@ -177,7 +218,9 @@ def fit(picture: Image.Image, geometry: Geometry, resampling: int = Image.Resamp
 
 @contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
-    """(content, picture, format) of a complete file; decoding errors inside the block become MediaErrors."""
+    """(content, picture, format) of a complete file; decoding errors inside the block become
+    MediaErrors.
+    """
     data = source if isinstance(source, bytes) else read_file(source, LARGEST_PICTURE)
     with last_barrier():
         kind = sniff(data[:64])
@@ -200,7 +243,9 @@ def _opened_as(kind: str, data: bytes) -> Iterator[Image.Image]:
             _drop_xmp(picture)
             yield picture
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UnsuitableError(f"has too many pixels to be a training picture; make it smaller ({error})") from error
+        raise UnsuitableError(
+            f"has too many pixels to be a training picture; make it smaller ({error})"
+        ) from error
     except UnidentifiedImageError as error:
         if kind in FULLY_READ:
             raise MediaError("is damaged: its header cannot be read") from error
@@ -212,8 +257,12 @@ def _opened_as(kind: str, data: bytes) -> Iterator[Image.Image]:
 
 
 def _blame(error: Exception, picture: Image.Image | None) -> Exception:
-    """Translate a reader's error: a damaged file, one that is not supported, or a machine out of some resource."""
-    if isinstance(error, OSError) and error.errno is not None:  # the bytes of the file are already in memory
+    """Translate a reader's error: a damaged file, one that is not supported, or a machine out of
+    some resource.
+    """
+    if (
+        isinstance(error, OSError) and error.errno is not None
+    ):  # the bytes of the file are already in memory
         return error
     if is_out_of_memory(error):
         return MemoryError(str(error))
@@ -221,10 +270,13 @@ def _blame(error: Exception, picture: Image.Image | None) -> Exception:
     compression = picture.info.get("compression") if picture else None
     if compression in OPTIONAL_COMPRESSIONS:
         return UnsuitableError(
-            f"is damaged, or its compression {compression} is not supported here; {RESAVE} ({reason})"
+            f"is damaged, or its compression {compression} is not supported here; {RESAVE} "
+            f"({reason})"
         )
     if UNSUPPORTED.search(reason):
-        return UnsuitableError(f"cannot be decoded here, although it may be intact; {RESAVE} ({reason})")
+        return UnsuitableError(
+            f"cannot be decoded here, although it may be intact; {RESAVE} ({reason})"
+        )
     if "truncated" in reason.lower():
         return MediaError(f"is truncated: {reason}")
     return MediaError(f"is damaged: {reason}")
@@ -242,7 +294,9 @@ def _orientation(data: bytes, picture: Image.Image, kind: str) -> int | None:
 
 
 def _drop_xmp(picture: Image.Image) -> None:
-    """Pillow would take an orientation from XMP, which editors leave behind when they turn the pixels."""
+    """Pillow would take an orientation from XMP, which editors leave behind when they turn the
+    pixels.
+    """
     for key in XMP_KEYS:
         if key in picture.info:
             picture.info[XMP_DROPPED] = picture.info.pop(key)
@@ -288,5 +342,7 @@ def _aperture(data: bytes, picture: Image.Image, kind: str) -> tuple[int, int, i
         return None
     box = aperture.within(picture.size)
     if box is None:
-        raise UnsuitableError("has a clean aperture that cannot be applied; crop it and save it again")
+        raise UnsuitableError(
+            "has a clean aperture that cannot be applied; crop it and save it again"
+        )
     return None if box == (0, 0, *picture.size) else box

@@ -15,21 +15,32 @@ from simpletuner.data.file_names import UNREAD
 
 UNCAPTIONED = ("no caption", "unreadable caption")  # reasons
 # Reasons of files that another dataset would train.
-CLIP, PICTURE = "clip among pictures", "picture among clips"
+CLIP = "clip among pictures"
+PICTURE = "picture among clips"
 # What to do about the files of a reason.
 ADVICE = {
     UNREAD: "Save such pictures as .png or .jpg, and such clips as .mp4.",
     CLIP: "Clips are trained by a video model, from a dataset of dataset_type video.",
     PICTURE: "Pictures are trained from a dataset of dataset_type image.",
 }
-# Reasons that are normal in any folder or follow from the config: listed in the ledger without a warning.
-EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused caption", "hidden", "not chosen"}
+# Reasons that are normal in any folder or follow from the config: listed in the ledger without a
+# warning.
+EXPECTED = {
+    "not a picture",
+    "not a clip",
+    "caption without a file",
+    "unused caption",
+    "hidden",
+    "not chosen",
+}
 
 # Relative error of rates measured in containers that round times.
 RATE_TOLERANCE = 5e-4
 
 
-@dataclass(slots=True)  # not frozen: a start may create 100,000, and a frozen dataclass takes twice as long
+@dataclass(
+    slots=True
+)  # not frozen: a start may create 100,000, and a frozen dataclass takes twice as long
 class Sample:
     """One picture or clip as it is trained.
 
@@ -42,13 +53,15 @@ class Sample:
         geometry: training size and crop.
         captions: one is drawn per use; empty for partners.
         partner: the paired picture of a conditioning dataset, or None.
-        mask: the loss mask, a picture or a clip of the same frames, with the same geometry; or None.
+        mask: the loss mask, a picture or a clip of the same frames, with the same geometry; or
+            None.
         frames: number of trained frames, starting with the first.
         frame_rate: frames per second at which the clip is sampled; None for pictures.
         clip: facts of the clip; None for pictures.
         is_i2v: frame 0 is the condition for the other frames.
-        conversions: changes to a picture that its file asks for and that earlier versions did not make, such as
-            "converted to sRGB"; part of the cache key, so that only such pictures are encoded again.
+        conversions: changes to a picture that its file asks for and that earlier versions did not
+            make, such as "converted to sRGB"; part of the cache key, so that only such pictures are
+            encoded again.
         is_segmentation: a mask in which every area that is not black counts as white.
     """
 
@@ -100,8 +113,8 @@ class Sample:
 
     @property
     def read_as(self) -> tuple[str, ...]:
-        """Of a picture its `conversions`; of a clip assumptions that override its metadata: a corrected speed, BT.709
-        for untagged colours.
+        """Of a picture its `conversions`; of a clip assumptions that override its metadata: a
+        corrected speed, BT.709 for untagged colours.
 
         Empty for BT.601, the default for untagged colours.
         """
@@ -109,7 +122,11 @@ class Sample:
             return self.conversions
         slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
         # Part of the cache key: a change of wording or digits would re-encode these clips.
-        speed = (f"{self.clip.source_rate * slowed:.6g} frames a second",) if abs(slowed - 1) > RATE_TOLERANCE else ()
+        speed = (
+            (f"{self.clip.source_rate * slowed:.6g} frames a second",)
+            if abs(slowed - 1) > RATE_TOLERANCE
+            else ()
+        )
         return (*speed, "BT.709") if self.clip.matrix == "bt709" else speed
 
     @property
@@ -120,7 +137,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A file that is left out: `reason` is the category, `detail` a text that continues the file's name."""
+    """A file that is left out: `reason` is the category, `detail` a text that continues the file's
+    name.
+    """
 
     dataset_id: str
     name: str
@@ -132,8 +151,8 @@ class Rejected:
 class LedgerEntry:
     """One line of the plan: a file and how it is used.
 
-    A trained file has a geometry and an empty `use`; otherwise `use` is the reason why the file is left out. `note` is
-    an assumption made about the file.
+    A trained file has a geometry and an empty `use`; otherwise `use` is the reason why the file is
+    left out. `note` is an assumption made about the file.
     """
 
     dataset_id: str
@@ -148,7 +167,11 @@ class LedgerEntry:
     @property
     def trained_size(self) -> str:
         """`shape_text` of its geometry."""
-        return shape_text(self.geometry.bucket, self.geometry.size, self.frames) if self.geometry else ""
+        return (
+            shape_text(self.geometry.bucket, self.geometry.size, self.frames)
+            if self.geometry
+            else ""
+        )
 
 
 def shape_text(bucket: str, size: Size, frames: int) -> str:

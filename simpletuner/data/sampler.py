@@ -1,7 +1,7 @@
 """The order of samples: a pure function of the seed and the epoch.
 
-No generator keeps state, so a run that is interrupted and resumed any number of times sees the same batches as an
-uninterrupted one. `loader.BatchLoader` keeps the position: epoch and index.
+No generator keeps state, so a run that is interrupted and resumed any number of times sees the same
+batches as an uninterrupted one. `loader.BatchLoader` keeps the position: epoch and index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.rounding import ceil_div
 
-# Sides of a slider, in the order in which their batches alternate; without sliders every dataset is neutral.
+# Sides of a slider, in the order in which their batches alternate; without sliders every dataset is
+# neutral.
 POSITIVE, NEGATIVE, NEUTRAL = range(3)
 
 Sampling = Literal["auto-weighting", "uniform"]
@@ -37,7 +38,8 @@ class PlannedBatch:
         dataset_id, bucket, size: common to all samples; size is width and height in pixels.
         samples: the samples, in order.
         captions: the caption drawn for each sample.
-        slots: positions of the samples in the global batch, which seed the random draws of the samples.
+        slots: positions of the samples in the global batch, which seed the random draws of the
+            samples.
     """
 
     epoch: int
@@ -72,16 +74,17 @@ class Epoch(Sequence[PlannedBatch]):
 
 @dataclass(eq=False)
 class Sampler:
-    """Plans batches of one shape each; an epoch ends after every sample has been seen `repeats` + 1 times.
+    """Plans batches of one shape each; an epoch ends after every sample has been seen `repeats` + 1
+    times.
 
     Attributes:
         datasets: the datasets to train on; those with probability 0 are dropped.
         seed: seed of the run.
-        sampling: auto-weighting draws the next batch's dataset by remaining size x probability, uniform by
-            probability alone.
+        sampling: auto-weighting draws the next batch's dataset by remaining size x probability,
+            uniform by probability alone.
         accumulation: micro-batches per optimizer step, for datasets with a window of steps.
-        world: the processes that train together. A global batch has `world.size` shares of the same shape, one per
-            process.
+        world: the processes that train together. A global batch has `world.size` shares of the same
+            shape, one per process.
         origin: where in the run the data begins, for windows of steps.
     """
 
@@ -123,15 +126,22 @@ class Sampler:
             before = self.schedule.before(epoch) if self.schedule.has_step_windows else 0
             planned = self._plan(epoch, before)
             if not planned:
-                raise UserError(f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and their steps.")
+                raise UserError(
+                    f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and "
+                    "their steps."
+                )
             # Only one epoch is kept; planning it again is cheap enough.
             self._batches = {epoch: Epoch(planned, partial(self._batch, epoch))}
         return self._batches[epoch]
 
     def _plan(self, epoch: int, before: int) -> list[tuple[str, list[Sample]]]:
-        """Dataset and samples of each global batch of an epoch that follows `before` batches of the run."""
+        """Dataset and samples of each global batch of an epoch that follows `before` batches of the
+        run.
+        """
         active = self.schedule.active(epoch)
-        queues = [_Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active]
+        queues = [
+            _Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active
+        ]
         if len(queues) == 1 and not has_step_window(active[0]):
             # Queues are popped from the end, and a single queue needs no draw.
             return [(active[0].id, group) for group in reversed(queues[0].groups)]
@@ -150,7 +160,9 @@ class Sampler:
         return batches
 
     def _group_count(self, dataset: Dataset, epoch: int) -> int:
-        """Number of groups from `_groups`; depends on the epoch only if random aspects change the buckets."""
+        """Number of groups from `_groups`; depends on the epoch only if random aspects change the
+        buckets.
+        """
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
         size = self._global_size(dataset)
@@ -164,7 +176,10 @@ class Sampler:
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
         is_uniform = self.sampling == "uniform"
-        return [queue.dataset.config.probability * (1 if is_uniform else queue.remaining) for queue in queues]
+        return [
+            queue.dataset.config.probability * (1 if is_uniform else queue.remaining)
+            for queue in queues
+        ]
 
     def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
         """The global batches of a dataset in an epoch, each from one bucket."""
@@ -178,17 +193,24 @@ class Sampler:
         generator(self.seed, epoch, dataset.id, "batches").shuffle(groups)
         return groups
 
-    def _batch(self, epoch: int, dataset_id: str, group: Sequence[Sample], index: int) -> PlannedBatch:
+    def _batch(
+        self, epoch: int, dataset_id: str, group: Sequence[Sample], index: int
+    ) -> PlannedBatch:
         """This process's share of a group."""
         slots = self.world.slots(len(group) // self.world.size)
         samples = tuple(group[slots.start : slots.stop])
-        # By the position in the global batch, so that captions do not depend on the number of processes.
+        # By the position in the global batch, so that captions do not depend on the number of
+        # processes.
         captions = tuple(
-            sample.captions[int(fraction(self.seed, epoch, index, slot, "caption") * len(sample.captions))]
+            sample.captions[
+                int(fraction(self.seed, epoch, index, slot, "caption") * len(sample.captions))
+            ]
             for slot, sample in zip(slots, samples, strict=True)
         )
         geometry = samples[0].geometry
-        return PlannedBatch(epoch, index, dataset_id, geometry.bucket, geometry.size, samples, captions, slots)
+        return PlannedBatch(
+            epoch, index, dataset_id, geometry.bucket, geometry.size, samples, captions, slots
+        )
 
 
 @dataclass
@@ -222,7 +244,8 @@ def next_side(ready: Sequence[_Queue], last: int) -> list[_Queue]:
 def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) -> list[Sample]:
     """Every sample `times` times, in shuffled passes, padded to whole batches.
 
-    No batch holds a sample twice, not even across passes, unless the bucket is smaller than a batch.
+    No batch holds a sample twice, not even across passes, unless the bucket is smaller than a
+    batch.
     """
     order: list[Sample] = []
     for _ in range(times):
@@ -233,7 +256,9 @@ def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) ->
     return order
 
 
-def _next_pass(samples: Sequence[Sample], order: Sequence[Sample], batch: int, random: Random) -> list[Sample]:
+def _next_pass(
+    samples: Sequence[Sample], order: Sequence[Sample], batch: int, random: Random
+) -> list[Sample]:
     """A shuffled pass that starts with samples that are not in the unfinished batch."""
     fresh = random.sample(samples, len(samples))
     begun = len(order) % batch

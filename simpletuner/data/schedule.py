@@ -1,7 +1,8 @@
 """The lengths of epochs, from the windows in which datasets take part.
 
-A run of 400,000 steps may have thousands of epochs, but its windows have few edges. Between two edges all epochs have
-the same length, so only an epoch that an edge divides has to be planned to be counted.
+A run of 400,000 steps may have thousands of epochs, but its windows have few edges. Between two
+edges all epochs have the same length, so only an epoch that an edge divides has to be planned to be
+counted.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ class Schedule:
         datasets: those with a probability above 0.
         origin: where the data begins.
         accumulation: micro-batches per optimizer step, which the windows count.
-        count: (dataset, epoch) -> micro-batches, if the whole epoch lies within the dataset's window.
-        plan: (epoch, micro-batches of the run before it) -> micro-batches of an epoch that an edge divides.
+        count: (dataset, epoch) -> micro-batches, if the whole epoch lies within the dataset's
+            window.
+        plan: (epoch, micro-batches of the run before it) -> micro-batches of an epoch that an edge
+            divides.
     """
 
     datasets: Sequence[Dataset]
@@ -78,7 +81,9 @@ class Schedule:
     @property
     def has_windows(self) -> bool:
         always = range(1, FOREVER)
-        return self.has_step_windows or any(epochs_of(dataset) != always for dataset in self.datasets)
+        return self.has_step_windows or any(
+            epochs_of(dataset) != always for dataset in self.datasets
+        )
 
     def step_at(self, batches: int) -> int:
         """The step, counted from 1, that follows so many micro-batches of the run."""
@@ -89,7 +94,9 @@ class Schedule:
         return [dataset for dataset in self.datasets if epoch in epochs_of(dataset)]
 
     def stretches(self) -> Iterator[Stretch]:
-        """All epochs from the origin on; ends after the first epoch in which no dataset takes part."""
+        """All epochs from the origin on; ends after the first epoch in which no dataset takes
+        part.
+        """
         index = 0
         while index == 0 or self._known[index - 1].length > 0:
             if index == len(self._known):
@@ -98,7 +105,9 @@ class Schedule:
             index += 1
 
     def length(self, epoch: int) -> int:
-        """Micro-batches of an epoch; 0 if no dataset takes part in it, or none in an epoch between."""
+        """Micro-batches of an epoch; 0 if no dataset takes part in it, or none in an epoch
+        between.
+        """
         if not self.has_step_windows:  # the epochs before do not matter
             return sum(self.count(dataset, epoch) for dataset in self.active(epoch))
         stretch = self._stretch_with(epoch)
@@ -114,8 +123,8 @@ class Schedule:
     def epoch_after(self, batches: int) -> int:
         """The epoch of the micro-batch that follows so many micro-batches of the run.
 
-        Without windows it counts with the length of the first epoch: with random aspects, which change the length of
-        every epoch, it would take minutes to count them all.
+        Without windows it counts with the length of the first epoch: with random aspects, which
+        change the length of every epoch, it would take minutes to count them all.
         """
         if not self.has_windows:
             done = max(0, batches - self.origin.batches)
@@ -147,7 +156,11 @@ class Schedule:
             last = self.step_at(min(stretch.after, batches) - 1)
             steps = steps_of(dataset)
             # All epochs of a stretch lie on the same side of the edges of windows of epochs.
-            if stretch.epochs.start in epochs_of(dataset) and first < steps.stop and steps.start <= last:
+            if (
+                stretch.epochs.start in epochs_of(dataset)
+                and first < steps.stop
+                and steps.start <= last
+            ):
                 return True
         return False
 
@@ -160,9 +173,11 @@ class Schedule:
         return None
 
     def _next_stretch(self) -> Stretch:
-        epoch, before = self.origin.epoch, self.origin.batches
+        epoch = self.origin.epoch
+        before = self.origin.batches
         if self._known:
-            epoch, before = self._known[-1].epochs.stop, self._known[-1].after
+            epoch = self._known[-1].epochs.stop
+            before = self._known[-1].after
         active = self.active(epoch)
         step = self.step_at(before)
         ready = [dataset for dataset in active if step in steps_of(dataset)]
@@ -189,7 +204,9 @@ class Schedule:
 
 
 def _next_edge(windows: Sequence[range], number: int) -> int:
-    """The first number after this one at which a window opens or has closed; `FOREVER` without one."""
+    """The first number after this one at which a window opens or has closed; `FOREVER` without
+    one.
+    """
     first = FOREVER
     for window in windows:
         for edge in (window.start, window.stop):
@@ -207,7 +224,9 @@ def epochs_of(dataset: Dataset) -> range:
 def steps_of(dataset: Dataset) -> range:
     """The optimizer steps, counted from 1, in which a dataset takes part."""
     config = dataset.config
-    return range(max(config.start_step, 1), FOREVER if config.end_step is None else config.end_step + 1)
+    return range(
+        max(config.start_step, 1), FOREVER if config.end_step is None else config.end_step + 1
+    )
 
 
 def has_random_aspects(dataset: Dataset) -> bool:

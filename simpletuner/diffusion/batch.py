@@ -1,7 +1,8 @@
-"""The data of a training step: a `Batch` read from the caches, and the `NoisyBatch` passed to the model.
+"""The data of a training step: a `Batch` read from the caches, and the `NoisyBatch` passed to the
+model.
 
-Latents always have the layout `B C F H W`, with F = 1 for pictures; a family's adapter converts to and from the layout
-of its transformer.
+Latents always have the layout `B C F H W`, with F = 1 for pictures; a family's adapter converts to
+and from the layout of its transformer.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ class Batch:
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
         moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        # Techniques read the mask to choose the number of tokens; reading it from the device would synchronise.
-        return replace(moved, host_mask=self.loss_mask if self.host_mask is None else self.host_mask)
+        # Techniques read the mask to choose the number of tokens; reading it from the device would
+        # synchronise.
+        return replace(
+            moved, host_mask=self.loss_mask if self.host_mask is None else self.host_mask
+        )
 
     def pin_memory(self) -> Batch:
         """The same batch in pinned memory, so that uploads do not block."""
@@ -67,7 +71,9 @@ class Batch:
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with every tensor moved, except the mask on the host."""
-        moved = tree_map_only(Tensor, move, {each.name: getattr(self, each.name) for each in fields(self)})
+        moved = tree_map_only(
+            Tensor, move, {each.name: getattr(self, each.name) for each in fields(self)}
+        )
         return Batch(**{**moved, "host_mask": self.host_mask})
 
 
@@ -79,13 +85,16 @@ class NoisyBatch:
         batch: the clean batch.
         noise: standard normal, float32, `B C F H W`.
         sigmas: noise levels in (0, 1], float32, `B`.
-        noisy_latents: `(1 - sigma) z + sigma noise` unless a technique changes it, float32, `B C F H W`.
+        noisy_latents: `(1 - sigma) z + sigma noise` unless a technique changes it, float32,
+            `B C F H W`.
         timesteps: `1000 sigma`, float32, `B`.
         target: `noise - z`, float32, `B C F H W`.
         frame_weights: weight of each latent frame in the loss, float32, `1 1 F 1 1`, or None.
-        protected: positions that techniques must not drop, bool, on any device, broadcastable to `B 1 F H W`, or None.
+        protected: positions that techniques must not drop, bool, on any device, broadcastable to
+            `B 1 F H W`, or None.
         place: position in the run, for techniques that draw random numbers; None outside of a run.
-        host_sigmas: `sigmas` on the host, for reads without synchronisation; empty outside of a run.
+        host_sigmas: `sigmas` on the host, for reads without synchronisation; empty outside of a
+            run.
     """
 
     batch: Batch
@@ -103,13 +112,18 @@ class NoisyBatch:
         """A subset of the samples, for forward passes only: lacks the inputs of the loss."""
 
         def pick(tensor: Tensor) -> Tensor:
-            return torch.stack([tensor[row] for row in rows])  # indexing would copy the indices to the device
+            return torch.stack(
+                [tensor[row] for row in rows]
+            )  # indexing would copy the indices to the device
 
         whole = self.batch
-        embeds, names = [whole.embeds[row] for row in rows], [whole.names[row] for row in rows]
+        embeds = [whole.embeds[row] for row in rows]
+        names = [whole.names[row] for row in rows]
         condition = None if whole.condition is None else pick(whole.condition)
         batch = Batch(pick(whole.latents), embeds, names, whole.dataset_id, condition)
-        noise, sigmas, latents = pick(self.noise), pick(self.sigmas), pick(self.noisy_latents)
+        noise = pick(self.noise)
+        sigmas = pick(self.sigmas)
+        latents = pick(self.noisy_latents)
         return NoisyBatch(batch, noise, sigmas, latents, pick(self.timesteps), pick(self.target))
 
     @property
@@ -119,13 +133,20 @@ class NoisyBatch:
 
     @property
     def coverage(self) -> Tensor | None:
-        """The weight of each position in the loss, broadcastable to `B 1 F H W`; None if all are 1."""
-        mask, frames = self.batch.loss_mask, self.frame_weights
+        """The weight of each position in the loss, broadcastable to `B 1 F H W`; None if all are
+        1.
+        """
+        mask = self.batch.loss_mask
+        frames = self.frame_weights
         return mask if frames is None else frames if mask is None else mask * frames
 
     def is_drawn(self, share: float, purpose: str) -> bool:
-        """Whether this micro-batch belongs to a random share of micro-batches; one draw for all processes."""
-        return bool(torch.rand((), generator=self.place_for(purpose).shared_generator(purpose)) < share)
+        """Whether this micro-batch belongs to a random share of micro-batches; one draw for all
+        processes.
+        """
+        return bool(
+            torch.rand((), generator=self.place_for(purpose).shared_generator(purpose)) < share
+        )
 
     def place_for(self, technique: str) -> Place:
         """The position in the run, for the schedule or random numbers of a technique.
@@ -134,11 +155,14 @@ class NoisyBatch:
             ValueError: the batch has no position.
         """
         if self.place is None:
-            raise ValueError(f"{technique} depends on the position in the run, which this batch does not have")
+            raise ValueError(
+                f"{technique} depends on the position in the run, which this batch does not have"
+            )
         return self.place
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
-        """The same batch, noise and target at other noise levels; a conditioning first frame is kept.
+        """The same batch, noise and target at other noise levels; a conditioning first frame is
+        kept.
 
         Args:
             sigmas: noise levels for the timesteps, `B`.
@@ -152,7 +176,9 @@ class NoisyBatch:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without synchronising; only copies from pinned memory are asynchronous."""
+    """Copy a tensor to a device without synchronising; only copies from pinned memory are
+    asynchronous.
+    """
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

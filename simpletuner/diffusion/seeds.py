@@ -1,7 +1,8 @@
-"""Stateless random numbers of a training step, derived from the position of a sample instead of earlier draws.
+"""Stateless random numbers of a training step, derived from the position of a sample instead of
+earlier draws.
 
-A resumed run, and runs with and without previews, therefore draw the same noise in the same step. A sample draws the
-same numbers however the global batch is divided among processes.
+A resumed run, and runs with and without previews, therefore draw the same noise in the same step. A
+sample draws the same numbers however the global batch is divided among processes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def step_seed(seed: int, global_step: int, micro_step: int, slot: int, purpose: 
         global_step: number of earlier optimizer steps.
         micro_step: position in the accumulation window.
         slot: position of the sample in the global micro-batch; 0 for draws shared by all processes.
-        purpose: name of the draw, such as "noise" or "sigmas", which makes the draws of a step independent.
+        purpose: name of the draw, such as "noise" or "sigmas", which makes the draws of a step
+            independent.
     """
     place = f"{seed}/{global_step}/{micro_step}/{slot}/{purpose}"
     # Not `hash`, which for strings differs between processes.
@@ -30,13 +32,18 @@ def step_seed(seed: int, global_step: int, micro_step: int, slot: int, purpose: 
     return int.from_bytes(digest, "big") >> 1  # torch takes signed 64-bit seeds
 
 
-def generator_for(seed: int, global_step: int, micro_step: int, slot: int, purpose: str) -> torch.Generator:
-    """A CPU generator seeded with `step_seed`. Draw on the CPU, then move, so that all devices get the same numbers.
+def generator_for(
+    seed: int, global_step: int, micro_step: int, slot: int, purpose: str
+) -> torch.Generator:
+    """A CPU generator seeded with `step_seed`. Draw on the CPU, then move, so that all devices get
+    the same numbers.
 
-    torch's CPU generator uses only the lower 32 bits of a seed, so about one pair among 100 000 draws shares a seed.
-    This is harmless, since everything else in the two steps differs.
+    torch's CPU generator uses only the lower 32 bits of a seed, so about one pair among 100 000
+    draws shares a seed. This is harmless, since everything else in the two steps differs.
     """
-    return torch.Generator("cpu").manual_seed(step_seed(seed, global_step, micro_step, slot, purpose))
+    return torch.Generator("cpu").manual_seed(
+        step_seed(seed, global_step, micro_step, slot, purpose)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,10 @@ class Place:
 
     def generators(self, purpose: str) -> list[torch.Generator]:
         """One CPU generator per sample of this process."""
-        return [generator_for(self.seed, self.global_step, self.micro_step, slot, purpose) for slot in self.slots]
+        return [
+            generator_for(self.seed, self.global_step, self.micro_step, slot, purpose)
+            for slot in self.slots
+        ]
 
     def shared_generator(self, purpose: str) -> torch.Generator:
         """A CPU generator with the same seed on every process."""
@@ -66,8 +76,9 @@ class Place:
     def forward_seed(self) -> int:
         """Seed of random numbers drawn on the device in the forward pass.
 
-        Only LoRA dropout draws on the device. Its masks cover a whole batch, so the seed is per process and micro-step,
-        and several processes drop different elements than one process with a larger batch.
+        Only LoRA dropout draws on the device. Its masks cover a whole batch, so the seed is per
+        process and micro-step, and several processes drop different elements than one process with
+        a larger batch.
         """
         return step_seed(self.seed, self.global_step, self.micro_step, self.slots.start, "forward")
 
@@ -75,7 +86,8 @@ class Place:
 def seed_device(device: torch.device, seed: int) -> None:
     """Seed the default generator of one device, which dropout uses.
 
-    `torch.manual_seed` seeds all device types, which takes longer than drawing the noise of a small batch.
+    `torch.manual_seed` seeds all device types, which takes longer than drawing the noise of a small
+    batch.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -84,7 +96,8 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context in which the default generators start from a seed; restores the generators of the CPU and the devices.
+    """A context in which the default generators start from a seed; restores the generators of the
+    CPU and the devices.
 
     By default, torch would save the state of every visible GPU, which takes memory on each.
     """

@@ -1,4 +1,5 @@
-"""Requests to a running session, made by creating files. Signals and other processes can also request a stop.
+"""Requests to a running session, made by creating files. Signals and other processes can also
+request a stop.
 
 touch output/requests/stop                 stop after the current step, like Ctrl-C
 touch output/requests/stop_at_epoch_end    stop after the last step of the epoch
@@ -26,17 +27,22 @@ Request = Literal["stop", "stop_at_epoch_end", "save", "preview"]
 REQUESTS: tuple[Request, ...] = get_args(Request)
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 ECHO_SECONDS = 1.0
-STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses everything since the last checkpoint."
+STOPPING = (
+    "Stopping after this step. Ctrl-C again stops at once and loses everything since the last "
+    "checkpoint."
+)
 
 
 class Stop:
     """A flag that asks this process to stop after the current step.
 
-    Signal handlers and the watch of other processes call `request`. Sources are polled; they look for files.
+    Signal handlers and the watch of other processes call `request`. Sources are polled; they look
+    for files.
     """
 
     def __init__(self, *sources: Callable[[], bool]) -> None:
-        self._sources, self.requested = list(sources), False
+        self._sources = list(sources)
+        self.requested = False
 
     def look_at(self, source: Callable[[], bool]) -> None:
         """Add a source to poll."""
@@ -78,7 +84,8 @@ def signals_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[None]:
-    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; the second interrupts immediately.
+    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; the second
+    interrupts immediately.
 
     Args:
         announce: called in a thread when a stop is requested.
@@ -88,7 +95,8 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
     def ask(number: int, frame: FrameType | None) -> None:
         stop.request()
         for caught, handler in previous.items():
-            # Ignored by the parent, as in a script's background job: the second must work as the first did.
+            # Ignored by the parent, as in a script's background job: the second must work as the
+            # first did.
             again = signal.default_int_handler if handler is signal.SIG_IGN else handler
             if caught == signal.SIGTERM and callable(again):
                 again = without_echo(again, time.monotonic())
@@ -100,10 +108,13 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
         yield
 
 
-def without_echo(handler: Callable[[int, FrameType | None], object], last: float = -math.inf) -> Handler:
+def without_echo(
+    handler: Callable[[int, FrameType | None], object], last: float = -math.inf
+) -> Handler:
     """A handler that ignores a signal shortly after the last one.
 
-    A signal to a whole group of processes reaches a process twice if its parent, such as a launcher, passes it on.
+    A signal to a whole group of processes reaches a process twice if its parent, such as a
+    launcher, passes it on.
 
     Args:
         last: when there was one, on the monotonic clock.
@@ -121,7 +132,9 @@ def without_echo(handler: Callable[[int, FrameType | None], object], last: float
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Install signal handlers inside the block; does nothing outside the main thread, where Python forbids handlers."""
+    """Install signal handlers inside the block; does nothing outside the main thread, where Python
+    forbids handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -37,7 +37,9 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes the files, the record and the terminal output of the run."""
+        """Whether this is rank 0, which writes the files, the record and the terminal output of the
+        run.
+        """
         return self.rank == 0
 
     @property
@@ -67,15 +69,18 @@ class World:
     def data_parallel(self, processes_per_sample: int) -> World:
         """The world in which every member trains on other samples.
 
-        Consecutive processes that share the tokens of the same samples are one member. Of 8 processes, of which 2 train
-        on each sample, the `size` is 4 and the `rank` of processes 6 and 7 is 3. `slots` are the positions of this
-        member's samples, and `gather` returns one value per member. By default, every process is a member.
+        Consecutive processes that share the tokens of the same samples are one member. Of 8
+        processes, of which 2 train on each sample, the `size` is 4 and the `rank` of processes 6
+        and 7 is 3. `slots` are the positions of this member's samples, and `gather` returns one
+        value per member. By default, every process is a member.
         """
         if processes_per_sample == 1:
             return self
         rank = self.rank // processes_per_sample
         size = self.size // processes_per_sample
-        return DataParallelWorld(rank, size, processes=self, processes_per_sample=processes_per_sample)
+        return DataParallelWorld(
+            rank, size, processes=self, processes_per_sample=processes_per_sample
+        )
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
         """This process's items of a list, assigned round-robin."""
@@ -88,14 +93,17 @@ class World:
         return [value]
 
     def counters(self) -> Callable[[str, int], int]:
-        """A function `(name, count) -> sum` that adds to a counter shared by all processes, without waiting.
+        """A function `(name, count) -> sum` that adds to a counter shared by all processes, without
+        waiting.
 
         Every call creates new counters, so all processes must make these calls in the same order.
         """
         raise RuntimeError("only connected processes share counters; see `connect`")
 
     def leader_first(self, work: Callable[[], Value]) -> Value:
-        """Run work that writes files, such as downloads, first in one process per machine, then in all others."""
+        """Run work that writes files, such as downloads, first in one process per machine, then in
+        all others.
+        """
         if not self.is_leader:
             self.barrier()
         value = work()
@@ -106,7 +114,8 @@ class World:
     def in_turn(self, work: Callable[[], Value]) -> Value:
         """Run work that needs much host memory in one process at a time per machine."""
         value: Value | None = None
-        # As many turns as the largest machine has processes, since every barrier needs all processes.
+        # As many turns as the largest machine has processes, since every barrier needs all
+        # processes.
         for turn in range(max(self.gather(self.local_size))):
             if turn == self.local_rank:
                 value = work()
@@ -122,7 +131,9 @@ class World:
         return [sum(column) / self.size for column in zip(*self.gather(list(values)), strict=True)]
 
     def broadcast(self, value: Value) -> Value:
-        """The main process's value, in every process. For decisions, not for tensors. Collective."""
+        """The main process's value, in every process. For decisions, not for tensors.
+        Collective.
+        """
         return self.gather(value)[0]
 
     def main_only(self, act: Callable[[], Value]) -> Value | None:
@@ -130,16 +141,22 @@ class World:
         return act() if self.is_main else None
 
     def on_leader(self, act: Callable[[], Value]) -> Value:
-        """Call `act` in one process per machine; all processes of that machine return its result. Collective."""
+        """Call `act` in one process per machine; all processes of that machine return its result.
+        Collective.
+        """
         made = self.gather(act() if self.is_leader else None)
         return cast(Value, made[self.rank - self.local_rank])
 
     def on_main(self, act: Callable[[], Value]) -> Value:
-        """Call `act` in the main process; every process returns its result, which must be small. Collective."""
+        """Call `act` in the main process; every process returns its result, which must be small.
+        Collective.
+        """
         return self.broadcast(cast(Value, self.main_only(act)))
 
     def named(self, name: str) -> str:
-        """The name with this process's rank appended to make it unique; unchanged in the main process."""
+        """The name with this process's rank appended to make it unique; unchanged in the main
+        process.
+        """
         return name if self.is_main else f"{name}-process-{self.rank}"
 
     def place_among_leaders(self) -> tuple[int, int] | None:
@@ -163,7 +180,8 @@ class World:
         """Share stop requests with all processes; returns a heartbeat function to call on progress.
 
         Args:
-            ended: called in the main process with a message and an exit code if another process ends this one.
+            ended: called in the main process with a message and an exit code if another process
+                ends this one.
         """
         return lambda sign: None
 
@@ -174,7 +192,8 @@ class World:
 
 @dataclass(frozen=True)
 class DataParallelWorld(World):
-    """Groups of consecutive processes that share the tokens of their samples; see `World.data_parallel`.
+    """Groups of consecutive processes that share the tokens of their samples; see
+    `World.data_parallel`.
 
     Attributes:
         processes: the processes of all groups.
@@ -200,16 +219,23 @@ def compute_threads(wanted: int | None = None) -> int:
 
     More threads than cores would wait for each other in every operation.
     """
-    usable, limit = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    usable = usable_cores()
+    limit = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, min(wanted or usable, usable, int(limit) if limit.isdecimal() else usable))
 
 
 # Variables with which launchers pass rank, size, local rank and local size.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
-    # srun sets the size of a step. SLURM_PROCID alone is not enough: batch scripts, which are not a step, have it too.
+    # srun sets the size of a step. SLURM_PROCID alone is not enough: batch scripts, which are not a
+    # step, have it too.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
@@ -227,9 +253,10 @@ def launched(environment: Mapping[str, str]) -> World | None:
             rank, size, local_rank, local_size = (number_in(environment, name) for name in names)
             if rank is None or size is None or rank >= size:
                 raise UserError(
-                    f"{size_name} is {environment[size_name]}, as if a launcher had started several processes, but "
-                    f"{rank_name} is {environment.get(rank_name, 'not set')}. Let one launcher set both, or unset "
-                    f"{size_name}."
+                    f"{size_name} is {environment[size_name]}, as if a launcher had started "
+                    f"several processes, but {rank_name} is "
+                    f"{environment.get(rank_name, 'not set')}. Let one launcher set both, or "
+                    f"unset {size_name}."
                 )
             # Kubernetes sets no local variables: it starts one process per machine.
             return World(rank, size, local_rank or 0, local_size or 1)

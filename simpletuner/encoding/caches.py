@@ -16,7 +16,13 @@ from simpletuner.caching.catalogue import (
     missing,
 )
 from simpletuner.caching.entry import DamagedEntryError, entry_path, read_entry
-from simpletuner.data.dataset import Dataset, Failures, check_amount, summarise_rejected, without_failures
+from simpletuner.data.dataset import (
+    Dataset,
+    Failures,
+    check_amount,
+    summarise_rejected,
+    without_failures,
+)
 from simpletuner.distributed.world import World
 from simpletuner.encoding.decoding import ChangedFileError
 from simpletuner.encoding.download import fetch
@@ -66,12 +72,16 @@ class CacheFiller(Generic[AnyPlan]):
             UserError: too few samples are left, or an entry could not be encoded.
         """
         if remove_damaged(self.plan, self.listing, self.share):
-            self.listing = replace(self.listing)  # drops `ahead`, which lists the removed entries as cached
+            self.listing = replace(
+                self.listing
+            )  # drops `ahead`, which lists the removed entries as cached
         try:  # one encoder at a time in memory
             self.encoding.texts(self._texts_here(), self.world)
             failures = self.encoding.latents(self.share.of(self.listing.ahead.missing), self.world)
         except ChangedFileError as error:
-            for dataset in self.plan.datasets:  # makes the next start read the file even if size and time are unchanged
+            for dataset in (
+                self.plan.datasets
+            ):  # makes the next start read the file even if size and time are unchanged
                 if dataset.id == error.sample.dataset_id:
                     dataset.save_index(except_for={error.sample.name})
             raise
@@ -95,15 +105,22 @@ class CacheFiller(Generic[AnyPlan]):
 
     def _check_complete(self) -> None:
         """Check that no entry is missing: of all entries, or of a share that is encoded alone."""
-        listing, together = self.listing, self.world.size > 1
-        holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
+        listing = self.listing
+        together = self.world.size > 1
+        holes: list[AnyEntry] = [
+            *listing.texts.missing,
+            *listing.ahead.missing,
+            *listing.features.missing,
+        ]
         end = time.monotonic() + (SECONDS_TO_APPEAR if together else 0)
         # A share that is encoded alone leaves gaps for other shares.
         while holes := [entry for entry in missing(holes) if together or self.share.holds(entry)]:
             if time.monotonic() >= end:
                 advice = " All machines must use the same folders." if together else ""
                 first = holes[0].key.digest()
-                raise UserError(f"{len(holes)} cache entries are still missing, the first is {first}.{advice}")
+                raise UserError(
+                    f"{len(holes)} cache entries are still missing, the first is {first}.{advice}"
+                )
             time.sleep(1)
 
     def follow(self, epoch: int) -> None:
@@ -114,7 +131,9 @@ class CacheFiller(Generic[AnyPlan]):
 
 
 def remove_damaged(plan: SamplePlan, listing: Listing, share: Share) -> int:
-    """Verify the entries of datasets with `scan_for_errors`; removes damaged entries and returns their number."""
+    """Verify the entries of datasets with `scan_for_errors`; removes damaged entries and returns
+    their number.
+    """
     scanned = {dataset.id for dataset in plan.datasets if dataset.config.scan_for_errors}
     removed = 0
     for entry in listing.latents if scanned else ():
@@ -132,7 +151,9 @@ def remove_damaged(plan: SamplePlan, listing: Listing, share: Share) -> int:
 
 def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
     """Download the model and fill a share of the caches."""
-    filler = prepare_caches(Encoding(plan, build_adapter(plan), make_accelerator().device, events), 1, share=share)
+    filler = prepare_caches(
+        Encoding(plan, build_adapter(plan), make_accelerator().device, events), 1, share=share
+    )
     for dataset in filler.plan.datasets:
         left_out = Problems()
         summarise_rejected(dataset, left_out)
@@ -148,7 +169,11 @@ def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
 
 
 def prepare_caches(
-    encoding: Encoding, epoch: int, listing: Listing | None = None, world: World = World(), share: Share | None = None
+    encoding: Encoding,
+    epoch: int,
+    listing: Listing | None = None,
+    world: World = World(),
+    share: Share | None = None,
 ) -> CacheFiller:
     """Download the model and fill the caches for an epoch; the returned plan lacks damaged files.
 
@@ -157,7 +182,8 @@ def prepare_caches(
         world: the processes that take part.
         share: the share to encode; None encodes everything, split among the processes.
     """
-    plan, share = encoding.plan, share or Share(*world.place)
+    plan = encoding.plan
+    share = share or Share(*world.place)
     # Only one process may move files.
     if share.index == 0:
         quarantine(plan.datasets, plan.output_dir)
@@ -166,7 +192,9 @@ def prepare_caches(
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
     filler = CacheFiller(encoding, listing, world, share)
-    world.main_only(lambda: save_indexes(plan.datasets))  # an interrupted start need not read the files again
+    world.main_only(
+        lambda: save_indexes(plan.datasets)
+    )  # an interrupted start need not read the files again
     filler.fill()
     return filler
 
@@ -201,7 +229,9 @@ def without_undecodable(plan: AnyPlan, failures: Failures, world: World) -> AnyP
     world.main_only(lambda: save_indexes(datasets))
     problems = Problems()
     context = data_context(plan.config, plan.spec, plan.flavour.task)
-    reduced = replace(plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets])
+    reduced = replace(
+        plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets]
+    )
     if problems.are_fatal:
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
@@ -216,7 +246,8 @@ def replanned(plan: Plan) -> Plan:
     Raises:
         ConfigError: a step has no dataset any more.
     """
-    # Fewer samples shorten epochs: a run counted in epochs has fewer steps, and windows of epochs end earlier.
+    # Fewer samples shorten epochs: a run counted in epochs has fewer steps, and windows of epochs
+    # end earlier.
     plan = replace(plan, length=plan_length(plan.config.schedule, plan.sampler().schedule))
     report = Problems()
     check_schedule(plan, report)

@@ -44,7 +44,9 @@ def prepared_picture(sample: Sample) -> Image.Image:
     return Image.fromarray(clips.fit_clip(sample.first_frame.images(), sample.geometry)[0])
 
 
-def batches_of_one_shape(decoding: Iterable[Decoding], size: int, failures: NewFailures) -> Iterator[list[Decoded]]:
+def batches_of_one_shape(
+    decoding: Iterable[Decoding], size: int, failures: NewFailures
+) -> Iterator[list[Decoded]]:
     """Groups of at most `size` entries of the same shape."""
     for _, alike in groupby(_decoded(decoding, failures), key=lambda decoded: decoded[1].shape):
         while group := [*islice(alike, size)]:
@@ -63,11 +65,17 @@ def _decoded(decoding: Iterable[Decoding], failures: NewFailures) -> Iterator[De
             failures[(entry.sample.dataset_id, entry.sample.name)] = (error.reason, str(error))
         except MemoryError as error:
             less = "lower max_workers and image_processing_batch_size"
-            raise UserError(f"{name_and_shape(entry.sample)}: not enough memory to decode it; {less}.") from error
+            raise UserError(
+                f"{name_and_shape(entry.sample)}: not enough memory to decode it; {less}."
+            ) from error
 
 
-def decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor) -> Iterator[Decoding]:
-    """Entries grouped by shape, with the future of their pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
+def decode_ahead(
+    entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor
+) -> Iterator[Decoding]:
+    """Entries grouped by shape, with the future of their pixels; decodes ahead up to `most` or
+    `WAITING_BYTES`.
+    """
     # Grouped, since the VAE encodes batches of one shape.
     shapes: dict[tuple[Size, int], list[LatentEntry]] = defaultdict(list)
     for entry in entries:
@@ -76,7 +84,9 @@ def decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPool
     held = 0
     for entry in chain.from_iterable(shapes.values()):
         # At least two, however large, so that one is decoded while another is encoded.
-        while len(waiting) > 1 and (len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES):
+        while len(waiting) > 1 and (
+            len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES
+        ):
             held -= _bytes(waiting[0][0].sample)
             yield waiting.popleft()
         waiting.append((entry, decoders.submit(decode_sample, entry.sample)))
@@ -110,7 +120,9 @@ def decode_sample(sample: Sample) -> np.ndarray:
 
 
 def _check_same(sample: Sample, content: str) -> None:
-    """Raise if a file has changed, so that latents are not stored under the hash of an earlier version."""
+    """Raise if a file has changed, so that latents are not stored under the hash of an earlier
+    version.
+    """
     if content != sample.content:
         raise ChangedFileError(sample)
 
@@ -122,4 +134,6 @@ def prompt_picture(sample: Sample | None) -> Image.Image | None:
     try:
         return Image.fromarray(decode_sample(sample.first_frame)[0])
     except files.MediaError as error:
-        raise UserError(f"{sample.path} {error}. It is part of a prompt; replace it or remove the pair.") from error
+        raise UserError(
+            f"{sample.path} {error}. It is part of a prompt; replace it or remove the pair."
+        ) from error

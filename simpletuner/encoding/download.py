@@ -1,4 +1,6 @@
-"""Downloads the parts of a model and the LoRA that a run starts from, and checks what the plan could not."""
+"""Downloads the parts of a model and the LoRA that a run starts from, and checks what the plan
+could not.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def fetch(plan: SamplePlan, events: EventStream) -> None:
         # The plan could check only parts that were already on this machine.
         problems = Problems()
         check_parts(plan.spec, plan.flavour, plan.source, problems)
-        check_block_numbers(plan.config, plan.spec, plan.source, problems)  # the number of blocks is known now
+        check_block_numbers(
+            plan.config, plan.spec, plan.source, problems
+        )  # the number of blocks is known now
         for encoder in encoders:
             encoder.check(problems)
         problems.raise_if_fatal()
@@ -61,7 +65,9 @@ def fetch_lora(plan: Plan, *, check_again: bool) -> None:
 
 def download(parts: Sequence[Part], events: EventStream) -> None:
     """Download parts of a model."""
-    with events.phase("Downloading the model", len(parts), "parts", stage="init_download_model") as phase:
+    with events.phase(
+        "Downloading the model", len(parts), "parts", stage="init_download_model"
+    ) as phase:
         for part in parts:
             part.fetch()
             phase.advance(1, f"{part.location}/{part.folder}")

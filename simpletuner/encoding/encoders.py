@@ -26,7 +26,13 @@ from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.data.dataset import Failures
 from simpletuner.data.entries import ProgressBar
 from simpletuner.distributed.world import Value, World
-from simpletuner.encoding.fill import encode_now, fill_features, fill_latents, fill_texts, write_entry
+from simpletuner.encoding.fill import (
+    encode_now,
+    fill_features,
+    fill_latents,
+    fill_texts,
+    write_entry,
+)
 from simpletuner.encoding.read import read_or_restore
 from simpletuner.encoding.sharing import share_work
 from simpletuner.errors import UserError
@@ -66,7 +72,9 @@ class Encoding(Generic[AnyPlan]):
     adapter: FamilyAdapter
     device: torch.device
     events: EventStream
-    _vae: LatentEncoder | None = field(default=None, init=False)  # stays loaded once training has used it
+    _vae: LatentEncoder | None = field(
+        default=None, init=False
+    )  # stays loaded once training has used it
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def texts(self, entries: list[TextEntry], world: World) -> None:
@@ -124,24 +132,33 @@ class Encoding(Generic[AnyPlan]):
             in_loop(partial(self._restore_damaged, entry))
 
     def _restore_damaged(self, entry: AnyEntry) -> None:
-        logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
+        logger.warning(
+            "The cache entry of %s was damaged and is encoded again.", entry.key.digest()
+        )
         if isinstance(entry, TextEntry):
-            # `World()` is this process alone: other processes have not seen the damage and would not take part.
+            # `World()` is this process alone: other processes have not seen the damage and would
+            # not take part.
             self.texts([entry], World())
         elif isinstance(entry, FeatureEntry):
             self.features([entry], World())
         elif self.latents([entry], World()):
-            raise UserError(f"{entry.source}: its cache entry is damaged and so is the file itself.")
+            raise UserError(
+                f"{entry.source}: its cache entry is damaged and so is the file itself."
+            )
 
     def load_text_encoder(self) -> TextEncoder:
         """Load the text encoder in the configured precision, onto the device or streamed to it."""
         config = self.plan.config
-        return load_encoder(self.adapter.load_text_encoder, config.precision, config.offload, self.device)
+        return load_encoder(
+            self.adapter.load_text_encoder, config.precision, config.offload, self.device
+        )
 
     def load_latent_encoder(self) -> LatentEncoder:
         """Load the VAE's encoder in the configured precision, onto the device or streamed to it."""
         config = self.plan.config
-        encoder = self.adapter.load_latent_encoder(self.device, DTYPES[vae_dtype(config.precision, config.caching)])
+        encoder = self.adapter.load_latent_encoder(
+            self.device, DTYPES[vae_dtype(config.precision, config.caching)]
+        )
         if config.offload.group_offload_vae:
             Offload(config.offload, self.device).attach_to_stacks(encoder.vae)
         return encoder
@@ -179,8 +196,8 @@ class TextJob(EncodingJob[list[str]]):
     stage = "init_text_embed_cache"
 
     def fill(self, bar: ProgressBar) -> list[str]:
-        # In turn, since weights pass through host memory while they are cast or quantised. Processes without entries
-        # take a turn too: `in_turn` is collective.
+        # In turn, since weights pass through host memory while they are cast or quantised.
+        # Processes without entries take a turn too: `in_turn` is collective.
         load = self.encoding.load_text_encoder if self.entries else lambda: None
         encoder = self.world.in_turn(load)
         if encoder is None:
@@ -203,7 +220,9 @@ class LatentJob(EncodingJob[Failures]):
         self.what = self.unit = self.encoding.plan.spec.media_noun
 
     def fill(self, bar: ProgressBar) -> Failures:
-        return fill_latents(self.entries, self.encoding.load_latent_encoder, self.encoding.plan.config.caching, bar)
+        return fill_latents(
+            self.entries, self.encoding.load_latent_encoder, self.encoding.plan.config.caching, bar
+        )
 
 
 @dataclass
@@ -229,7 +248,9 @@ class FeatureJob(EncodingJob[None]):
         """Load the encoder of an entry's kind."""
         encoding = self.encoding
         technique = self.classes[entry.kind.name]
-        return technique.load_encoder(entry.kind, encoding.adapter, encoding.load_latent_encoder, encoding.device)
+        return technique.load_encoder(
+            entry.kind, encoding.adapter, encoding.load_latent_encoder, encoding.device
+        )
 
     def read(self, entry: LatentEntry) -> Tensor:
         """Read the latents that an entry's features are computed from, onto the device."""
@@ -247,13 +268,20 @@ def load_encoder(
 ) -> AnyEncoder:
     """Load a text encoder in the configured precision, onto the device or streamed to it."""
     dtype = DTYPES[text_encoder_dtype(precision)]
-    streams, waiting = offload.group_offload_text_encoder, dict[nn.Module, LayerQuantiser]()
+    streams = offload.group_offload_text_encoder
+    waiting: dict[nn.Module, LayerQuantiser] = {}
 
     def quantise_encoder(model: nn.Module, layers: str, *, encoder: int) -> None:
-        name = precision.text_encoder_1_precision if encoder == 1 else precision.text_encoder_2_precision
+        name = (
+            precision.text_encoder_1_precision
+            if encoder == 1
+            else precision.text_encoder_2_precision
+        )
         stored = quantisation(name)
         if stored is not None:
-            waiting[model] = partial(quantise, model, layers, stored, via=precision.quantize_via, accelerator=device)
+            waiting[model] = partial(
+                quantise, model, layers, stored, via=precision.quantize_via, accelerator=device
+            )
             if not streams:
                 waiting[model](within=[model])
 

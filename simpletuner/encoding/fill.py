@@ -2,11 +2,13 @@
 
     decode threads ─► bounded queue ─► encoder (this thread) ─► writer threads
 
-One encoder is on the device at a time; without missing entries, none is loaded. Each entry is written as soon as it is
-encoded, so a killed run loses at most the current batch, and the next run continues after it.
+One encoder is on the device at a time; without missing entries, none is loaded. Each entry is
+written as soon as it is encoded, so a killed run loses at most the current batch, and the next run
+continues after it.
 
-If memory runs out, the same work is retried in smaller pieces, or the run stops with advice. Smaller pieces do not
-change an entry, so no key depends on free memory. Tiling would change latents, so the message only suggests it.
+If memory runs out, the same work is retried in smaller pieces, or the run stops with advice.
+Smaller pieces do not change an entry, so no key depends on free memory. Tiling would change
+latents, so the message only suggests it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ CPU = torch.device("cpu")
 WRITERS = 2
 
 
-def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, bar: ProgressBar) -> list[str]:
+def fill_texts(
+    entries: Sequence[TextEntry], encoder: TextEncoder, size: int, bar: ProgressBar
+) -> list[str]:
     """Encode missing captions in batches of `size`; returns notes about truncated captions.
 
     Raises:
@@ -59,25 +63,31 @@ def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, ba
     notes = []
     with _writing() as write:
         for group in _of_one_length(entries, encoder, size):
-            # Padded to a fixed batch size: kernels round differently by batch size, and an entry must not depend on the
-            # rest of its batch, so that an interrupted fill continues with the same bytes.
+            # Padded to a fixed batch size: kernels round differently by batch size, and an entry
+            # must not depend on the rest of its batch, so that an interrupted fill continues with
+            # the same bytes.
             filled = group + group[-1:] * (size - len(group))
             for entry, embeds in zip(group, encode(filled), strict=False):
                 write(entry, embeds, encode.most or size)
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
-                    notes.append(f"{entry.source}: the caption is too long; this part is cut off: {cut!r}")
+                    notes.append(
+                        f"{entry.source}: the caption is too long; this part is cut off: {cut!r}"
+                    )
             bar.advance(len(group), group[-1].source)
     return notes
 
 
 def fill_latents(
-    entries: Sequence[LatentEntry], load: Callable[[], LatentEncoder], config: CachingConfig, bar: ProgressBar
+    entries: Sequence[LatentEntry],
+    load: Callable[[], LatentEncoder],
+    config: CachingConfig,
+    bar: ProgressBar,
 ) -> Failures:
     """Encode pictures and clips; returns the files that could not be decoded.
 
-    Threads and order never change a latent. With `vae_batch_size` above 1, samples of one size and length are batched,
-    which changes the rounding, so an entry records its batch size.
+    Threads and order never change a latent. With `vae_batch_size` above 1, samples of one size and
+    length are batched, which changes the rounding, so an entry records its batch size.
 
     Raises:
         UserError: a sample does not fit into memory, or the VAE's output is not finite.
@@ -100,15 +110,19 @@ def fill_latents(
 
 
 def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig) -> Tensor:
-    """Decode and encode one sample; the same latents as `fill_latents` with a `vae_batch_size` of 1.
+    """Decode and encode one sample; the same latents as `fill_latents` with a `vae_batch_size` of
+    1.
 
     Raises:
-        UserError: the sample cannot be decoded or does not fit into memory, or the VAE's output is not finite.
+        UserError: the sample cannot be decoded or does not fit into memory, or the VAE's output is
+            not finite.
     """
     try:
         pixels = decode_sample(entry.sample)
     except files.MediaError as error:
-        remedy = "remove it, or let the caches be filled before training, which leaves such files out"
+        remedy = (
+            "remove it, or let the caches be filled before training, which leaves such files out"
+        )
         raise UserError(f"{entry.sample.path} {error}; {remedy}.") from error
     return LatentBatches(encoder, config)([(entry, pixels)])[0]
 
@@ -137,7 +151,9 @@ def fill_features(
         with torch.no_grad():
             features = encoder.encode(read(entry.latents))
         if not bool(features.isfinite().all()):
-            raise UserError(f"{entry.kind.name}: the encoder's output is not finite for {entry.source}.")
+            raise UserError(
+                f"{entry.kind.name}: the encoder's output is not finite for {entry.source}."
+            )
         write_entry(entry, {FEATURES: features})
         bar.advance(1, entry.source)
 
@@ -188,7 +204,10 @@ class LatentBatches(ShrinkingEncoder[Decoded, Tensor]):
 
 
 def _stop_if_not_finite(
-    encoder: str, encoded: Sequence[Iterable[Tensor]], entries: Sequence[LatentEntry | TextEntry], remedy: str
+    encoder: str,
+    encoded: Sequence[Iterable[Tensor]],
+    entries: Sequence[LatentEntry | TextEntry],
+    remedy: str,
 ) -> None:
     """Keep the output of an encoder that overflows out of the cache.
 
@@ -196,19 +215,28 @@ def _stop_if_not_finite(
         UserError: a tensor holds NaN or infinity.
     """
     pairs = zip(entries, encoded, strict=True)
-    bad = [entry.source for entry, tensors in pairs if not all(bool(tensor.isfinite().all()) for tensor in tensors)]
+    bad = [
+        entry.source
+        for entry, tensors in pairs
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors)
+    ]
     if bad:
-        raise UserError(f"The {encoder}'s output is not finite for {shorten(list(dict.fromkeys(bad)))}; try {remedy}.")
+        raise UserError(
+            f"The {encoder}'s output is not finite for {shorten(list(dict.fromkeys(bad)))}; "
+            f"try {remedy}."
+        )
 
 
 def to_pixels(frames: np.ndarray, device: torch.device = CPU) -> Tensor:
-    """Convert frames `... F H W 3` (or one frame, `H W 3`) of 0..255 to `... 3 F H W` in [-1, 1], float32.
+    """Convert frames `... F H W 3` (or one frame, `H W 3`) of 0..255 to `... 3 F H W` in [-1, 1],
+    float32.
 
     Rounds as the pipelines do. Frames are uploaded as bytes.
     """
     pixels = upload(torch.tensor(frames if frames.ndim > 3 else frames[None]), device).float()
-    # In place, since a clip of 10 seconds takes a gigabyte in float32; the operations are in the pipelines' order.
-    # Divided by a tensor: for a number, CUDA multiplies by the reciprocal, which rounds differently.
+    # In place, since a clip of 10 seconds takes a gigabyte in float32; the operations are in the
+    # pipelines' order. Divided by a tensor: for a number, CUDA multiplies by the reciprocal, which
+    # rounds differently.
     return pixels.div_(torch.full((), 255.0, device=device)).mul_(2.0).sub_(1.0).movedim(-1, -4)
 
 
@@ -223,7 +251,9 @@ def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) 
 
 @contextmanager
 def _writing() -> Iterator[Callable[[AnyEntry, dict[str, Tensor], int], None]]:
-    """`write_entry` in threads; the error of a failed write, such as a full disk, is raised later or at the end."""
+    """`write_entry` in threads; the error of a failed write, such as a full disk, is raised later
+    or at the end.
+    """
     pending = deque[Future[None]]()
     with ThreadPoolExecutor(WRITERS) as writers:
 
@@ -237,7 +267,9 @@ def _writing() -> Iterator[Callable[[AnyEntry, dict[str, Tensor], int], None]]:
         written.result()
 
 
-def _of_one_length(entries: Sequence[TextEntry], encoder: TextEncoder, size: int) -> Iterator[list[TextEntry]]:
+def _of_one_length(
+    entries: Sequence[TextEntry], encoder: TextEncoder, size: int
+) -> Iterator[list[TextEntry]]:
     """Groups of at most `size` prompts of one length, with pictures of one size.
 
     The longest prompts come first, so that running out of memory shows immediately.
@@ -245,9 +277,16 @@ def _of_one_length(entries: Sequence[TextEntry], encoder: TextEncoder, size: int
 
     def order(entry: TextEntry) -> tuple[int, int, int, bool]:
         width, height = (0, 0) if entry.picture is None else entry.picture.geometry.size
-        return width, height, encoder.padded_length(TextRequest(entry.caption, None, entry.bare)), entry.bare
+        return (
+            width,
+            height,
+            encoder.padded_length(TextRequest(entry.caption, None, entry.bare)),
+            entry.bare,
+        )
 
     lengths = {entry: order(entry) for entry in entries}
-    for _, alike in groupby(sorted(entries, key=lengths.__getitem__, reverse=True), lengths.__getitem__):
+    for _, alike in groupby(
+        sorted(entries, key=lengths.__getitem__, reverse=True), lengths.__getitem__
+    ):
         members = [*alike]
         yield from (members[start : start + size] for start in range(0, len(members), size))

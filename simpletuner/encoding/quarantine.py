@@ -1,6 +1,7 @@
 """Moves unusable files out of a dataset folder and records the reasons.
 
-Nothing is deleted or overwritten. A caption file moves with its picture unless another file shares it.
+Nothing is deleted or overwritten. A caption file moves with its picture unless another file shares
+it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ MEDIA_SUFFIXES = PICTURE_SUFFIXES | CLIP_SUFFIXES
 def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
     """Move the rejected files of datasets with quarantine enabled, and record the reasons.
 
-    Files move to `<output_dir>/quarantine` with their captions, and keep their paths below the dataset's folder. Files
-    in a linked folder outside the dataset's folder are not moved; files that no longer exist are skipped.
+    Files move to `<output_dir>/quarantine` with their captions, and keep their paths below the
+    dataset's folder. Files in a linked folder outside the dataset's folder are not moved; files
+    that no longer exist are skipped.
 
     Raises:
         OSError: a file cannot be moved; earlier files are recorded.
@@ -44,7 +46,9 @@ def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
     finally:
         if moved:
             files = f"{counted(len(moved), 'file')} ({shorten(moved)})"
-            advice = f"{folder / REASONS_NAME} has the reasons. To use a file after all, move it back."
+            advice = (
+                f"{folder / REASONS_NAME} has the reasons. To use a file after all, move it back."
+            )
             logger.warning("Moved %s to %s. %s", files, folder, advice)
 
 
@@ -54,13 +58,18 @@ def _quarantine(dataset: Dataset, folder: Path, moved: list[str]) -> None:
     root = dataset.root.expanduser()
     if config.type != "local":  # a moved download would be downloaded again
         return
-    asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}
+    asked = {
+        "damaged": config.delete_problematic_images,
+        "outside the limits": config.delete_unwanted_images,
+    }
     for file in dataset.rejected:
         if not asked.get(file.reason) or not os.path.lexists(root / file.name):
             continue
         # Resolve the folder, not the file: a link to a file outside is moved as a link.
         if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
-            logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
+            logger.warning(
+                "%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail
+            )
             continue
         for name in [file.name, *_own_captions(root, file.name)]:
             target = free_path(folder / PurePosixPath(name), " ({})")
@@ -78,11 +87,15 @@ def _own_captions(root: Path, name: str) -> list[str]:
     folder = (root / name).parent
     siblings = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     stem = pair_key(path.name)
-    owners = [file for file in siblings if suffix_of(file) in MEDIA_SUFFIXES and pair_key(file) == stem]
+    owners = [
+        file for file in siblings if suffix_of(file) in MEDIA_SUFFIXES and pair_key(file) == stem
+    ]
     keys = {composed(path.name)}
     if len(owners) <= 1:  # `cat.png` and `cat.jpg` share `cat.txt`
         keys.add(stem)
-    captions = [file for file in siblings if suffix_of(file) in CAPTION_SUFFIXES and pair_key(file) in keys]
+    captions = [
+        file for file in siblings if suffix_of(file) in CAPTION_SUFFIXES and pair_key(file) in keys
+    ]
     return [str(path.parent / file) for file in captions]
 
 

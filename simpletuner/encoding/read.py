@@ -1,4 +1,6 @@
-"""Cache entries as tensors, written atomically and verified on reading, and batches read from them."""
+"""Cache entries as tensors, written atomically and verified on reading, and batches read from
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from simpletuner.errors import UserError
 class CacheStore:
     """Entries of one cache folder.
 
-    Threads and processes may read and write concurrently, even the same key: entries appear atomically, and all writers
-    of a key write the same content. A killed writer leaves at most a temporary file, which is never read and which
-    `cache gc` finds.
+    Threads and processes may read and write concurrently, even the same key: entries appear
+    atomically, and all writers of a key write the same content. A killed writer leaves at most a
+    temporary file, which is never read and which `cache gc` finds.
 
     Args:
         folder: created with the first entry.
@@ -61,7 +63,9 @@ class CacheStore:
             name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()
         }
-        store_entry(self.folder, key, safetensors.torch.save(copies), provenance, compress=self.compress)
+        store_entry(
+            self.folder, key, safetensors.torch.save(copies), provenance, compress=self.compress
+        )
 
 
 @dataclass
@@ -85,7 +89,10 @@ class BatchReader:
     def __call__(self, planned: PlannedBatch) -> Batch:
         embeds = [self._embeds(planned, index) for index in range(len(planned.samples))]
         features = {
-            kind.name: [self.read(self.catalogue.feature(kind, sample))[FEATURES] for sample in planned.samples]
+            kind.name: [
+                self.read(self.catalogue.feature(kind, sample))[FEATURES]
+                for sample in planned.samples
+            ]
             for kind in self.features
             # A batch comes from one dataset.
             if planned.samples[0].dataset_id not in kind.unneeded
@@ -96,24 +103,35 @@ class BatchReader:
     def read_sample(self, sample: Sample) -> Batch:
         """A batch of one sample with its first caption, without caption dropout."""
         caption = sample.captions[0]
-        return self._batch([sample], [self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
+        return self._batch(
+            [sample], [self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))]
+        )
 
     def _batch(self, samples: Sequence[Sample], embeds: list[TextEmbeds]) -> Batch:
         # All samples of a dataset have a condition, or none; likewise for masks.
-        conditions = [entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None]
+        conditions = [
+            entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None
+        ]
         latents = torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples])
-        condition = torch.stack([self._latents(entry) for entry in conditions]) if conditions else None
+        condition = (
+            torch.stack([self._latents(entry) for entry in conditions]) if conditions else None
+        )
         masks = [mask_weights(sample.mask, latents) for sample in samples if sample.mask]
-        names, mask = [sample.full_name for sample in samples], torch.stack(masks) if masks else None
+        names = [sample.full_name for sample in samples]
+        mask = torch.stack(masks) if masks else None
         return Batch(latents, embeds, names, samples[0].dataset_id, condition, mask)
 
     def _latents(self, entry: LatentEntry) -> Tensor:
         return self.encode(entry) if entry.storage == "never" else self.read(entry)["latents"]
 
     def _embeds(self, planned: PlannedBatch, index: int) -> TextEmbeds:
-        sample, slot = planned.samples[index], planned.slots[index]
+        sample = planned.samples[index]
+        slot = planned.slots[index]
         # By the position in the global batch, as the sampler draws captions.
-        dropped = fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout") < self.caption_dropout
+        dropped = (
+            fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout")
+            < self.caption_dropout
+        )
         caption = "" if dropped else planned.captions[index]
         return self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
 
@@ -122,7 +140,10 @@ class BatchReader:
         if preserve is None:
             return None
         pairs = zip(planned.samples, planned.captions, strict=True)
-        return [self.read(self.catalogue.text(each.dataset_id, preserve(one), each.partner)) for each, one in pairs]
+        return [
+            self.read(self.catalogue.text(each.dataset_id, preserve(one), each.partner))
+            for each, one in pairs
+        ]
 
     def read(self, entry: AnyEntry) -> dict[str, Tensor]:
         """The tensors of an entry."""
@@ -132,9 +153,11 @@ class BatchReader:
 def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dict[str, Tensor]:
     """The tensors of an entry; a damaged or missing entry is encoded again.
 
-    A damaged entry is replaced without deleting it first: another thread or process may just have restored it.
+    A damaged entry is replaced without deleting it first: another thread or process may just have
+    restored it.
     """
-    store, key = CacheStore(entry.folder), entry.key.digest()
+    store = CacheStore(entry.folder)
+    key = entry.key.digest()
     try:
         return store.read(key)
     except (DamagedEntryError, FileNotFoundError):
@@ -144,7 +167,8 @@ def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dic
 
 
 def mask_weights(mask: Sample, latents: Tensor) -> Tensor:
-    """A mask averaged to latent positions, `1 F H W`; read from its file, not cached, since it is small.
+    """A mask averaged to latent positions, `1 F H W`; read from its file, not cached, since it is
+    small.
 
     Raises:
         UserError: the file can no longer be read.
@@ -153,4 +177,6 @@ def mask_weights(mask: Sample, latents: Tensor) -> Tensor:
     try:
         return torch.from_numpy(latent_mask(mask, (frames, height, width)))
     except MediaError as error:
-        raise UserError(f"{mask.path} {error}. It was readable when the run was planned; start again.") from error
+        raise UserError(
+            f"{mask.path} {error}. It was readable when the run was planned; start again."
+        ) from error

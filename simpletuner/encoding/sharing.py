@@ -52,18 +52,26 @@ class SharedPhase:
         self.phase.advance(self.count("done", count) - self.phase.done, note)
 
     def wait(self, size: int) -> None:
-        """Report the progress of other processes until all have finished; forwards stop requests to them."""
+        """Report the progress of other processes until all have finished; forwards stop requests to
+        them.
+        """
         finished = self.count("finished", 1)
         while True:
             with suppress(Interrupted):
-                self.advance(0)  # even if this process is the last: the shared counter has advanced since
+                self.advance(
+                    0
+                )  # even if this process is the last: the shared counter has advanced since
             if finished >= size:
                 return
             time.sleep(POLL_SECONDS)
             finished = self.count("finished", 0)
 
-    def run(self, world: World, work: Callable[[ProgressBar], Iterable[Result]]) -> list[FinishedPart[Result]]:
-        """Do this process's part and wait for the others; returns the parts of all processes, by rank. Collective."""
+    def run(
+        self, world: World, work: Callable[[ProgressBar], Iterable[Result]]
+    ) -> list[FinishedPart[Result]]:
+        """Do this process's part and wait for the others; returns the parts of all processes, by
+        rank. Collective.
+        """
         part = FinishedPart[Result]()
         with suppress(Interrupted):
             for result in work(self):  # one by one, to keep the results before an interruption
@@ -82,15 +90,18 @@ def share_items(
     *,
     in_lockstep: bool = False,
 ) -> Generator[Result]:
-    """Split a list among the processes, and wait for all of them; the main process reports the phase.
+    """Split a list among the processes, and wait for all of them; the main process reports the
+    phase.
 
     Args:
         phase: its total counts the work of all processes.
         work: returns one result for each of its items, in order.
-        in_lockstep: all processes do all of the work together, step by step, instead of splitting it.
+        in_lockstep: all processes do all of the work together, step by step, instead of splitting
+            it.
 
     Yields:
-        the results of all items, in their order, on every process; with a single process, as soon as they are ready.
+        the results of all items, in their order, on every process; with a single process, as soon
+        as they are ready.
 
     Raises:
         Interrupted: a process was asked to stop. Raised in all processes, after the results so far.
@@ -108,7 +119,8 @@ def share_items(
 def share_work(
     world: World, events: EventStream, phase: PhaseStarted, work: Callable[[ProgressBar], Result]
 ) -> list[Result]:
-    """Do this process's part of some work, and wait for all other parts; the main process reports the phase.
+    """Do this process's part of some work, and wait for all other parts; the main process reports
+    the phase.
 
     Args:
         phase: its total counts the work of all processes.
@@ -136,7 +148,9 @@ def _is_alone(world: World) -> bool:
 
 @contextmanager
 def _undivided(world: World, events: EventStream, phase: PhaseStarted) -> Iterator[RunningPhase]:
-    """A phase in which every process does all of the work, and all of them stop at the same place."""
+    """A phase in which every process does all of the work, and all of them stop at the same
+    place.
+    """
     stop = Stop(partial(_agree, world, events.stop))
     with EventStream(events.publish, stop=stop).phase(**vars(phase)) as running:
         yield running
@@ -155,13 +169,16 @@ def _divided(world: World, events: EventStream, phase: PhaseStarted) -> Iterator
     """A phase in which every process does its part."""
     stop = Stop()
     with EventStream(events.publish, stop=stop).phase(**vars(phase)) as running:
-        # Only now, since all processes must enter the phase, even if one has just been asked to stop.
+        # Only now, since all processes must enter the phase, even if one has just been asked to
+        # stop.
         stop.look_at(events.stop.is_due)
         yield SharedPhase(running, world.counters())
 
 
 def _in_order(parts: Sequence[FinishedPart[Result]]) -> Iterator[Result]:
-    """The results in the order of the items, of which the processes took turns; interrupted parts are shorter."""
+    """The results in the order of the items, of which the processes took turns; interrupted parts
+    are shorter.
+    """
     for position in range(max(len(part.results) for part in parts)):
         for part in parts:
             if position < len(part.results):

@@ -40,7 +40,9 @@ class ShrinkingEncoder(ABC, Generic[Item, Encoded]):
         """The name of an item, for messages."""
 
     def relieve(self) -> bool:
-        """Lower the peak memory of a single item that does not fit, without changing results; False if impossible."""
+        """Lower the peak memory of a single item that does not fit, without changing results; False
+        if impossible.
+        """
         return False
 
     def __call__(self, items: Sequence[Item]) -> list[Encoded]:
@@ -65,7 +67,9 @@ class ShrinkingEncoder(ABC, Generic[Item, Encoded]):
         return min(len(items), self.most or len(items))
 
     def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
-        """The results, or None if memory ran out. Drops the error, whose frames keep tensors alive."""
+        """The results, or None if memory ran out. Drops the error, whose frames keep tensors
+        alive.
+        """
         try:
             return self.encode(items)
         except (RuntimeError, MemoryError) as error:
@@ -81,9 +85,13 @@ class ShrinkingEncoder(ABC, Generic[Item, Encoded]):
             torch.cuda.empty_cache()
         if len(items) > 1:
             self.most = len(items) // 2
-            logger.warning("Out of memory with %d at a time; continuing with %d.", len(items), self.most)
+            logger.warning(
+                "Out of memory with %d at a time; continuing with %d.", len(items), self.most
+            )
         elif self.relieve():
-            logger.warning("Out of memory with one at a time; continuing in slices, which is slower.")
+            logger.warning(
+                "Out of memory with one at a time; continuing in slices, which is slower."
+            )
         else:
             problem = f"{self.name(items[0])} does not fit into memory, even alone."
             raise UserError(f"{problem} {self.advice} ({self._reason})")

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from functools import cache
 
 # Options of glibc's `mallopt`, and the values to which glibc raises them for large tensors.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
 ADAPTED = {MMAP_THRESHOLD: 2**25, TRIM_THRESHOLD: 2**26}
 LARGE = 2**20  # bytes
 
@@ -17,8 +18,8 @@ LARGE = 2**20  # bytes
 def trim_heap() -> None:
     """Return freed memory to the system.
 
-    glibc caches freed blocks below 32 MB, which do not fit tensors of other sizes. After quantising a model, the cache
-    is three times as large as the packed weights.
+    glibc caches freed blocks below 32 MB, which do not fit tensors of other sizes. After quantising
+    a model, the cache is three times as large as the packed weights.
     """
     if _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)
@@ -26,9 +27,11 @@ def trim_heap() -> None:
 
 @contextmanager
 def large_tensors_apart() -> Iterator[None]:
-    """Keep large tensors out of the heap, so that their memory returns to the system as soon as they are freed.
+    """Keep large tensors out of the heap, so that their memory returns to the system as soon as
+    they are freed.
 
-    In the heap, long-lived small tensors fragment the space of large temporary ones, and the heap grows.
+    In the heap, long-lived small tensors fragment the space of large temporary ones, and the heap
+    grows.
     """
     if _has_glibc():
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from simpletuner.config.precision import UNPACKED, Quantisation, check_capability, instead, multiplied
+from simpletuner.config.precision import (
+    UNPACKED,
+    Quantisation,
+    check_capability,
+    instead,
+    multiplied,
+)
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import Problems
 from simpletuner.memory.quantisation.scaled_rows import MULTIPLE, multiply
@@ -25,7 +31,9 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
 
 
 def _lacking(config: PrecisionConfig, device: torch.device, report: Problems) -> None:
-    """Report the GPU vendor or its compute capability, and only if both are sufficient, operations that fail."""
+    """Report the GPU vendor or its compute capability, and only if both are sufficient, operations
+    that fail.
+    """
     if device.type == "cpu":
         return
     quantisations = multiplied(config)
@@ -50,12 +58,15 @@ def _lacking(config: PrecisionConfig, device: torch.device, report: Problems) ->
 def refusal(stored: Quantisation, device: torch.device) -> str:
     """Why a small matmul with these weights fails on a device; empty if it works.
 
-    The compute capability is not sufficient: torch 2.10 refuses row-wise scaled fp8 on 12.0 (pytorch #192707).
+    The compute capability is not sufficient: torch 2.10 refuses row-wise scaled fp8 on 12.0
+    (pytorch #192707).
     """
     dtype = torch.float8_e4m3fn if "float8" in stored.kind else torch.int8
     levels = torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=dtype, device=device).t()
     try:
-        multiply(torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=torch.bfloat16, device=device), levels)
+        multiply(
+            torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=torch.bfloat16, device=device), levels
+        )
     except DEVICE_FAILURES:
         raise
     except RuntimeError as error:

@@ -1,1 +1,3 @@
-"""The families: facts that need no torch (spec, cost, options), and adapters around the classes of diffusers."""
+"""The families: facts that need no torch (spec, cost, options), and adapters around the classes of
+diffusers.
+"""

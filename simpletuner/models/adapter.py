@@ -1,7 +1,8 @@
 """The interface of a model family, and code common to all families.
 
-An adapter loads the parts of one checkpoint and translates between the family's conventions and the common ones
-(`diffusion.batch`). It contains no training logic, and the training code is independent of families.
+An adapter loads the parts of one checkpoint and translates between the family's conventions and the
+common ones (`diffusion.batch`). It contains no training logic, and the training code is independent
+of families.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from simpletuner.models.usage import Usage
 class TextRequest:
     """One caption to encode, with the picture in its prompt (i2i), if any.
 
-    `bare` marks negative prompts and dropped captions, which some families encode without their prompt template.
+    `bare` marks negative prompts and dropped captions, which some families encode without their
+    prompt template.
     """
 
     caption: str
@@ -76,16 +78,22 @@ class TextEncoder(Encoder):
             alike[self.padded_length(request), request.bare, size].append(index)
         embeds: dict[int, TextEmbeds] = {}
         for members in alike.values():
-            embeds.update(zip(members, self.encode_alike([requests[index] for index in members]), strict=True))
+            embeds.update(
+                zip(members, self.encode_alike([requests[index] for index in members]), strict=True)
+            )
         return [embeds[index] for index in range(len(requests))]
 
     @abstractmethod
     def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
-        """Encode requests of one padded length, all or none of them bare, with pictures of one size."""
+        """Encode requests of one padded length, all or none of them bare, with pictures of one
+        size.
+        """
 
     @abstractmethod
     def padded_length(self, request: TextRequest) -> int:
-        """Padded length of a prompt in tokens, counting a picture as one; prompts of one length share a batch."""
+        """Padded length of a prompt in tokens, counting a picture as one; prompts of one length
+        share a batch.
+        """
 
     @abstractmethod
     def truncated(self, caption: str) -> str | None:
@@ -96,14 +104,16 @@ class LatentEncoder(ABC):
     """Converts pixels to the transformer's latents, and back."""
 
     def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self.vae, self.device, self.dtype = vae, device, dtype
+        self.vae = vae
+        self.device = device
+        self.dtype = dtype
 
     @abstractmethod
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.
 
-        `seeds` has one number per sample. If the family samples the VAE's posterior, the draw depends only on that
-        number, so latents are independent of batching.
+        `seeds` has one number per sample. If the family samples the VAE's posterior, the draw
+        depends only on that number, so latents are independent of batching.
         """
 
     @abstractmethod
@@ -141,16 +151,19 @@ class TokenRouting:
     A block takes the tokens, `B S D`, as its first positional argument.
 
     Attributes:
-        unit: number of consecutive tokens kept or dropped together: a tile of block-sparse attention, else 1.
-        tables: positional arguments of a block with one entry per token, by position, and the function that selects the
-            kept entries: (argument, indices of the kept tokens `B K`) -> argument.
+        unit: number of consecutive tokens kept or dropped together: a tile of block-sparse
+            attention, else 1.
+        tables: positional arguments of a block with one entry per token, by position, and the
+            function that selects the kept entries: (argument, indices of the kept tokens `B K`) ->
+            argument.
     """
 
     unit: int
     tables: Mapping[int, Callable[[Any, Tensor], Any]]
 
 
-# Tokens of a sample -> (tile pairs visited by block-sparse attention, on the device; all tile pairs).
+# Tokens of a sample -> (tile pairs visited by block-sparse attention, on the device; all tile
+# pairs).
 TileCounts = dict[int, tuple[Tensor, int]]
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
@@ -164,13 +177,15 @@ class BlockLayout:
         groups: the blocks by the name of their list, in the order of the forward pass.
         visual: name of the group that processes visual tokens; techniques count its blocks from 0.
         width: of a token.
-        order: (frames, rows, columns) of the grid of tokens -> for each token of a visual block, in their order there,
-            its index in the flattened grid; int64, `S`.
+        order: (frames, rows, columns) of the grid of tokens -> for each token of a visual block, in
+            their order there, its index in the flattened grid; int64, `S`.
         routing: None if a visual block needs all tokens.
-        rope: position of a visual block's argument with the rotary embeddings of all tokens, `B S ...`; None without
-            sequence parallelism.
-        compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None to compile every size.
-        take_tiles: returns the tiles visited by block-sparse attention in training since the last call.
+        rope: position of a visual block's argument with the rotary embeddings of all tokens,
+            `B S ...`; None without sequence parallelism.
+        compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None to
+            compile every size.
+        take_tiles: returns the tiles visited by block-sparse attention in training since the last
+            call.
     """
 
     groups: Mapping[str, nn.ModuleList]
@@ -203,7 +218,8 @@ class PreviewRequest:
         width, height: exact size in pixels.
         source: the source picture of an i2i or i2v preview, of any size.
         num_frames: frames of a clip; 1 for pictures.
-        batched: run both passes of guidance as one batch, even if the pipeline would run them in turn.
+        batched: run both passes of guidance as one batch, even if the pipeline would run them in
+            turn.
         between_steps: called after each sampling step; an exception stops the rendering.
         watch: called after each sampling step with (steps done, timestep, sigma, z `1 C F H W`).
     """
@@ -215,7 +231,8 @@ class PreviewRequest:
     num_inference_steps: int
     guidance_scale: float
     seed: int
-    # A CPU draws the same noise for a seed on every machine; a GPU's generator depends on the model.
+    # A CPU draws the same noise for a seed on every machine; a GPU's generator depends on the
+    # model.
     seed_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: Image | None = None
     num_frames: int = 1
@@ -230,10 +247,13 @@ class PreviewRequest:
             z_of: the pipeline's latents -> z.
         """
 
-        def after_step(pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        def after_step(
+            pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]
+        ) -> dict[str, Any]:
             self.between_steps()
             if self.watch is not None:
-                # These are the latents after the step; `sigmas` has one more entry than the timesteps, the final 0.
+                # These are the latents after the step; `sigmas` has one more entry than the
+                # timesteps, the final 0.
                 sigma = float(pipeline.scheduler.sigmas[index + 1])
                 self.watch(index + 1, float(timestep), sigma, z_of(tensors["latents"]))
             # diffusers would replace its tensors by returned ones.
@@ -250,10 +270,14 @@ class PreviewRequest:
 
     @property
     def start(self) -> Image | None:
-        """The source picture, resized and cropped to the requested size; stock pipelines would stretch it."""
+        """The source picture, resized and cropped to the requested size; stock pipelines would
+        stretch it.
+        """
         if self.source is None:
             return None
-        return ImageOps.fit(self.source.convert("RGB"), (self.width, self.height), Resampling.LANCZOS)
+        return ImageOps.fit(
+            self.source.convert("RGB"), (self.width, self.height), Resampling.LANCZOS
+        )
 
 
 class PreviewPipeline(ABC):
@@ -271,7 +295,9 @@ class PreviewPipeline(ABC):
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
 
     def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
-        """Like `render`, but returns a function that decodes, if the family supports it; bit-identical."""
+        """Like `render`, but returns a function that decodes, if the family supports it;
+        bit-identical.
+        """
         frames = self.render(request)
         return lambda: frames
 
@@ -305,8 +331,8 @@ class FamilyAdapter(ABC):
         spec: the family's spec, with the changes of the flavour.
         transformer_class: class of diffusers, like `pipeline_class`.
         encoder_class: wraps the VAE.
-        text_encoder: `module:Class` of a `TextEncoder`, called with (adapter, device, dtype, quantise). It imports
-            transformers' models, which a run with full caches never needs.
+        text_encoder: `module:Class` of a `TextEncoder`, called with (adapter, device, dtype,
+            quantise). It imports transformers' models, which a run with full caches never needs.
         dtype: dtype of the loaded transformer.
     """
 
@@ -316,7 +342,11 @@ class FamilyAdapter(ABC):
     text_encoder: str
 
     def __init__(
-        self, settings: AdapterSettings, flavour: Flavour, source: ModelSource, use_size: Size | None = None
+        self,
+        settings: AdapterSettings,
+        flavour: Flavour,
+        source: ModelSource,
+        use_size: Size | None = None,
     ) -> None:
         self.text = settings.text
         self.caching = settings.caching
@@ -351,17 +381,19 @@ class FamilyAdapter(ABC):
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         """Load the transformer onto the CPU, with layers that must stay float32 in float32.
 
-        With `empty`, no weights are read, and parameters are on `meta`, possibly not in their final dtype. A family
-        without support for this reads them.
+        With `empty`, no weights are read, and parameters are on `meta`, possibly not in their final
+        dtype. A family without support for this reads them.
         """
         self.dtype = dtype
-        return loading.load_denoiser(self.transformer_class, self.source["transformer"], dtype, empty=empty)
+        return loading.load_denoiser(
+            self.transformer_class, self.source["transformer"], dtype, empty=empty
+        )
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """Apply the flavour's changes to a noisy batch, before all other code.
 
-        For i2v, frame 0 is the clean condition and is excluded from the loss; other flavours return the batch
-        unchanged.
+        For i2v, frame 0 is the clean condition and is excluded from the loss; other flavours return
+        the batch unchanged.
         """
         return noisy
 
@@ -374,7 +406,9 @@ class FamilyAdapter(ABC):
         """The repeated blocks of a loaded transformer."""
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks | None:
-        """Replace the forward of the repeated blocks with a faster equivalent; None if the family has none."""
+        """Replace the forward of the repeated blocks with a faster equivalent; None if the family
+        has none.
+        """
         return None
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> None:  # noqa: B027 - a family may have none
@@ -386,13 +420,17 @@ class FamilyAdapter(ABC):
         `from_picture` selects the scheduler for clips with a conditioning first frame.
         """
         overrides = {} if shift is None else {"shift": shift}
-        return loading.with_solver(loading.load_scheduler(self.source["scheduler"], **overrides), self.solver)
+        return loading.with_solver(
+            loading.load_scheduler(self.source["scheduler"], **overrides), self.solver
+        )
 
     @abstractmethod
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
-        """The stock pipeline around the transformer in training; `shift`, if set, replaces the scheduler's."""
+        """The stock pipeline around the transformer in training; `shift`, if set, replaces the
+        scheduler's.
+        """
 
     @staticmethod
     @abstractmethod
@@ -400,9 +438,13 @@ class FamilyAdapter(ABC):
         """Python code that loads a result into the stock pipeline and reproduces its preview."""
 
     def load_bare_pipeline(self) -> Any:
-        """A new stock pipeline whose transformer has layers but no weights, to load LoRA files into."""
+        """A new stock pipeline whose transformer has layers but no weights, to load LoRA files
+        into.
+        """
         settings = self.transformer_class.load_config(self.source["transformer"].fetch())
-        transformer = loading.share_zero_weights(loading.build_bare(self.transformer_class, settings))
+        transformer = loading.share_zero_weights(
+            loading.build_bare(self.transformer_class, settings)
+        )
         return loading.stock_pipeline(self.pipeline_class, self.source, transformer=transformer)
 
 

@@ -1,6 +1,7 @@
 """The kinds of adapter, for plan, budget and training.
 
-Kinds other than LoRA are annexes: like the adapters of families, they are named here and imported on use.
+Kinds other than LoRA are annexes: like the adapters of families, they are named here and imported
+on use.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ class AdapterKind:
     """A value of `lora_type`.
 
     Attributes:
-        add: `module:function` that freezes a transformer and adds the adapter: (transformer, settings, targets, family,
-            seed=, dtype=) -> `Trained`. None for a LoRA, which is part of the core.
-        numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA, which has a rank.
-        layers: (settings, family, shapes, quantised) -> the layers selected by the kind's settings file, and the
-            problems of that file. None if `peft_lora_target_modules` selects them.
+        add: `module:function` that freezes a transformer and adds the adapter: (transformer,
+            settings, targets, family, seed=, dtype=) -> `Trained`. None for a LoRA, which is part
+            of the core.
+        numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA,
+            which has a rank.
+        layers: (settings, family, shapes, quantised) -> the layers selected by the kind's settings
+            file, and the problems of that file. None if `peft_lora_target_modules` selects them.
         takes_any_rank: whether the rank may exceed the width of a layer.
         settings_file: the key of the kind's settings file, if any.
         no_slider: why its strength cannot be scaled; empty if it can.
@@ -50,24 +53,35 @@ OTHERS = "simpletuner.annexes.adapters.kinds:KINDS"  # by value of `lora_type`
 
 def adapter_kind(config: LoraConfig) -> AdapterKind:
     """The kind of adapter of a run."""
-    return LORA if config.lora_type == "standard" else pkgutil.resolve_name(OTHERS)[config.lora_type]
+    return (
+        LORA if config.lora_type == "standard" else pkgutil.resolve_name(OTHERS)[config.lora_type]
+    )
 
 
-def planned_adapters(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> Adapters:
+def planned_adapters(
+    config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes
+) -> Adapters:
     """The adapter that a config adds to a transformer."""
     numbers = adapter_kind(config).numbers
     products = numbers(config, spec, targets, shapes) if numbers else {}
-    return Adapters(config.lora_rank, frozenset(products if numbers else matching_modules(shapes, targets)), products)
+    return Adapters(
+        config.lora_rank,
+        frozenset(products if numbers else matching_modules(shapes, targets)),
+        products,
+    )
 
 
-def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems) -> Targets:
+def trained_layers(
+    config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems
+) -> Targets:
     """The layers that get an adapter; reports problems of this selection and of `init_lora`."""
     value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
     targets = lora_layers.resolve_targets(value, spec, report)
     if config.model.model_type != "lora":
         return targets
     # Old formats list their weights only on loading, and are checked then.
-    shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
+    shapes = source["transformer"].weight_shapes()
+    kind = adapter_kind(config.lora)
     if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
         return kind.layers(config.lora, spec, lora_layers.weights_of(shapes), quantised, report)
@@ -76,8 +90,12 @@ def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource, rep
     if modules:
         lora_layers.check_targets(modules, targets, report)
     # Above the narrower side of a weight, a higher rank adds parameters without expressiveness.
-    narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
+    narrowest = min(
+        (min(modules[name]) for name in matching_modules(modules, targets)), default=None
+    )
     if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
-        message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
+        message = (
+            f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
+        )
         report.warn("lora_rank", message)
     return targets

@@ -1,7 +1,8 @@
 """Fast blocks: the repeated blocks of a transformer as functions that training can compile or wrap.
 
-Fast blocks (`FamilyAdapter.use_fast_blocks`) compute exactly the same as the diffusers blocks. Self-attention is a
-separate function, so that checkpointing can keep its output and a package can compute it.
+Fast blocks (`FamilyAdapter.use_fast_blocks`) compute exactly the same as the diffusers blocks.
+Self-attention is a separate function, so that checkpointing can keep its output and a package can
+compute it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
-# Errors unrelated to the tested kernel: out of memory, or a device made unusable by an earlier call.
+# Errors unrelated to the tested kernel: out of memory, or a device made unusable by an earlier
+# call.
 DEVICE_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
-def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+def torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """softmax(Q Kᵀ / √D) V of `B S H D` tensors; `mask` `B 1 1 S` is true for visible keys."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # B H S D
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
@@ -48,7 +52,9 @@ class SelfAttention:
         self.kernel: AttentionKernel = torch_attention
         self._call: AttentionCall = call_kernel
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel | None = None
+    ) -> Tensor:
         """Attention of `B S H D` tensors by `kernel`, or by the dense one; `B S H D`."""
         group = self.group if torch.is_grad_enabled() else None
         if group is None:
@@ -69,7 +75,8 @@ class SelfAttention:
     @contextmanager
     def through(self, call: AttentionCall) -> Iterator[None]:
         """Redirect calls to `call`."""
-        previous, self._call = self._call, call
+        previous = self._call
+        self._call = call
         try:
             yield
         finally:
@@ -79,20 +86,26 @@ class SelfAttention:
 class FreeSizes:
     """Marks dimensions as dynamic for the compiler.
 
-    Marking takes longer than launching a kernel, so inputs are marked once per shape, and again after a compilation.
+    Marking takes longer than launching a kernel, so inputs are marked once per shape, and again
+    after a compilation.
     """
 
     def __init__(self) -> None:
         self._marked: set[object] = set()
         self._graphs = 0
 
-    def mark(self, inputs: Sequence[Tensor | None], dimensions: Callable[[Tensor], Sequence[int]]) -> None:
+    def mark(
+        self, inputs: Sequence[Tensor | None], dimensions: Callable[[Tensor], Sequence[int]]
+    ) -> None:
         """Mark `dimensions` of the inputs of a call."""
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         if graphs != self._graphs:
             self._graphs = graphs
             self._marked.clear()
-        kinds = [None if each is None else (each.shape, each.dtype, each.requires_grad) for each in inputs]
+        kinds = [
+            None if each is None else (each.shape, each.dtype, each.requires_grad)
+            for each in inputs
+        ]
         # Training and sampling are compiled separately, as are different dtypes.
         call = (torch.is_grad_enabled(), *kinds)
         if call in self._marked:
@@ -100,7 +113,8 @@ class FreeSizes:
         self._marked.add(call)
         for tensor in inputs:
             if tensor is not None:
-                # Unlike `mark_dynamic`, this does not raise if the compiler must specialise, as for a size of 1.
+                # Unlike `mark_dynamic`, this does not raise if the compiler must specialise, as for
+                # a size of 1.
                 torch._dynamo.maybe_mark_dynamic(tensor, [*dimensions(tensor)])
 
 
@@ -109,12 +123,15 @@ class FastBlocks:
     """State shared by all fast blocks of a transformer.
 
     Attributes:
-        pieces: the functions before and after the self-attention, by name; replacing one affects all blocks. The first
-            argument is a block, the second its hidden states, the others are tensors or None. Dimension 1 of every
-            tensor counts tokens, or is 1, or is the same at every size.
+        pieces: the functions before and after the self-attention, by name; replacing one affects
+            all blocks. The first argument is a block, the second its hidden states, the others are
+            tensors or None. Dimension 1 of every tensor counts tokens, or is 1, or is the same at
+            every size.
         last: names of functions that end a block.
-        recomputing: versions of the last functions that keep only their inputs for the backward pass, by name.
-        outside_checkpoint: context around these versions that hides the enclosing block's checkpoint.
+        recomputing: versions of the last functions that keep only their inputs for the backward
+            pass, by name.
+        outside_checkpoint: context around these versions that hides the enclosing block's
+            checkpoint.
     """
 
     pieces: dict[str, Callable[..., Any]]
@@ -126,8 +143,8 @@ class FastBlocks:
     def finish(self, name: str, *inputs: Any) -> Any:
         """Run the last function of a block.
 
-        In a checkpointed block, a version that recomputes itself is outside the checkpoint, whose recomputation ends
-        before it.
+        In a checkpointed block, a version that recomputes itself is outside the checkpoint, whose
+        recomputation ends before it.
         """
         if name not in self.recomputing or not self.self_attention.is_kept:
             return self.pieces[name](*inputs)

@@ -1,7 +1,8 @@
 """Memory and compute of a transformer, and all costs of a family, calculated without torch.
 
-The shapes of the parameters and the measurements in the family's table (`cost_table`) determine the bytes of weights
-and activations, and the FLOPs of a forward pass and of a training step. FLOPs count a multiply-add as 2.
+The shapes of the parameters and the measurements in the family's table (`cost_table`) determine the
+bytes of weights and activations, and the FLOPs of a forward pass and of a training step. FLOPs
+count a multiply-add as 2.
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from simpletuner.config.techniques.tread import Route, tokens_by_block
-from simpletuner.models.cost_table import CostTable, numbered, peak_of, product_of, read_cost_table, sum_of
+from simpletuner.models.cost_table import (
+    CostTable,
+    numbered,
+    peak_of,
+    product_of,
+    read_cost_table,
+    sum_of,
+)
 from simpletuner.models.vae_cost import VaeCost
 from simpletuner.weights.files import Shape, Shapes
 
 P = ParamSpec("P")
 R = TypeVar("R")
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
-# Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matmuls, the forward
-# pass has two; a flash kernel also recomputes the scores (Dao 2023, arXiv 2307.08691, section 2.3).
-ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
+# Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four
+# matmuls, the forward pass has two; a flash kernel also recomputes the scores (Dao 2023, arXiv
+# 2307.08691, section 2.3).
+ATTENTION_BACKWARD = 2.0
+FLASH_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,8 @@ class BatchShape:
         frames, height, width: tokens per sample along each axis.
         text: text tokens per sample.
         timed_tokens: timesteps are per token (a conditioning first frame in Sana Video).
-        kept: tokens per sample in each large block with routes; empty if every block processes all tokens.
+        kept: tokens per sample in each large block with routes; empty if every block processes all
+            tokens.
     """
 
     samples: int
@@ -54,7 +65,11 @@ class BatchShape:
     @property
     def positions(self) -> dict[str, int]:
         """Number of positions that a weight is applied to, by axis."""
-        return {"sample": self.samples, "text": self.samples * self.text, "token": self.samples * self.tokens}
+        return {
+            "sample": self.samples,
+            "text": self.samples * self.text,
+            "token": self.samples * self.tokens,
+        }
 
     def in_blocks(self, blocks: int) -> list[BatchShape]:
         """The shape of this micro-batch in each of the `blocks` large blocks."""
@@ -68,14 +83,18 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of matmuls (`linear`), of dense softmax attention, and of block-sparse attention (`sparse`)."""
+    """FLOPs of matmuls (`linear`), of dense softmax attention, and of block-sparse attention
+    (`sparse`).
+    """
 
     linear: float = 0.0
     attention: float = 0.0
     sparse: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.linear + other.linear, self.attention + other.attention, self.sparse + other.sparse)
+        return Work(
+            self.linear + other.linear, self.attention + other.attention, self.sparse + other.sparse
+        )
 
     def times(self, linear: float, attention: float | None = None) -> Work:
         factor = linear if attention is None else attention
@@ -92,7 +111,8 @@ class Activations:
 
     Attributes:
         held: the input of a large block, which checkpointing keeps.
-        saved: tensors that autograd saves for a large block without checkpointing, excluding its input.
+        saved: tensors that autograd saves for a large block without checkpointing, excluding its
+            input.
         transient: additional memory of a block's backward pass.
         attention: tensors of a block that selective checkpointing keeps besides its input.
         outside: tensors that live for the whole step: position tables, timestep embeddings.
@@ -135,7 +155,8 @@ class Adapters:
     Attributes:
         rank: rank of a LoRA.
         modules: names of the target modules.
-        products: trained numbers per module of another kind, which materialises the update of the whole weight.
+        products: trained numbers per module of another kind, which materialises the update of the
+            whole weight.
     """
 
     rank: int
@@ -171,7 +192,9 @@ class Layer(NamedTuple):
         return 2.0 * positions * math.prod(self.shape)
 
     def factors(self, positions: int, adapters: Adapters) -> tuple[float, float]:
-        """FLOPs of the two factors (down, up) of the layer's LoRA; of another kind, 0 and the FLOPs of the update."""
+        """FLOPs of the two factors (down, up) of the layer's LoRA; of another kind, 0 and the FLOPs
+        of the update.
+        """
         if self.name not in adapters.modules:
             return 0.0, 0.0
         if adapters.products:
@@ -181,7 +204,9 @@ class Layer(NamedTuple):
 
 
 def remembered(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method that keeps its results in its object, since the search over settings repeats calls."""
+    """A method that keeps its results in its object, since the search over settings repeats
+    calls.
+    """
 
     @wraps(method)
     def look_up(owner: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -211,13 +236,19 @@ class Weights:
 
     @cached_property
     def blocks(self) -> list[str]:
-        """Name prefixes (`transformer_blocks.0.`) of the repeated blocks, in the order of the forward pass."""
+        """Name prefixes (`transformer_blocks.0.`) of the repeated blocks, in the order of the
+        forward pass.
+        """
         counts = Counter(path[0] for path in {tuple(name.split(".")[:2]) for name in self.shapes})
-        return [f"{group}.{number}." for group in self.table.groups for number in range(counts[group])]
+        return [
+            f"{group}.{number}." for group in self.table.groups for number in range(counts[group])
+        ]
 
     @cached_property
     def large(self) -> int:
-        """Number of large blocks, which come last and are described by `activations`; all others are small."""
+        """Number of large blocks, which come last and are described by `activations`; all others
+        are small.
+        """
         return sum(prefix.startswith(f"{self.table.groups[-1]}.") for prefix in self.blocks)
 
     @cached_property
@@ -232,10 +263,19 @@ class Weights:
     @cached_property
     def layers(self) -> list[Layer]:
         """The layers that multiply with a weight."""
-        rows, groups = self.table.rows, self.table.groups
-        paths = [(name.removesuffix(".weight"), block) for block, names in self._by_block.items() for name in names]
+        rows = self.table.rows
+        groups = self.table.groups
+        paths = [
+            (name.removesuffix(".weight"), block)
+            for block, names in self._by_block.items()
+            for name in names
+        ]
         applied = ((path, block, rows.get(numbered(path, groups))) for path, block in paths)
-        return [Layer(path, block, axis, self.shapes[f"{path}.weight"]) for path, block, axis in applied if axis]
+        return [
+            Layer(path, block, axis, self.shapes[f"{path}.weight"])
+            for path, block, axis in applied
+            if axis
+        ]
 
     @cached_property
     def large_layers(self) -> list[Layer]:
@@ -262,8 +302,8 @@ class Weights:
 
     @remembered
     def needs_no_gradient(self, module: str, full: bool) -> bool:
-        """Whether the input of a module needs no gradient, because no trained weight precedes it; in a full fine-tune,
-        only for embeddings."""
+        """Whether the input of a module needs no gradient, because no trained weight precedes it;
+        in a full fine-tune, only for embeddings."""
         names = self.table.no_gradient["full" if full else "lora"]
         return module in names or numbered(module, self.table.groups) in names
 
@@ -274,7 +314,10 @@ class Weights:
         Args:
             quantised: bytes per weight of a quantised linear layer; 0 if not quantised.
         """
-        return [sum(self._size(name, dtype, quantised) for name in self._by_block[prefix]) for prefix in self.blocks]
+        return [
+            sum(self._size(name, dtype, quantised) for name in self._by_block[prefix])
+            for prefix in self.blocks
+        ]
 
     @remembered
     def rest_bytes(self, dtype: str) -> float:
@@ -282,7 +325,9 @@ class Weights:
         return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
 
     def _size(self, name: str, dtype: str, quantised: float) -> float:
-        """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as well."""
+        """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as
+        well.
+        """
         shape = self.shapes[name]
         if self.stays_float32(name):
             return 4.0 * math.prod(shape)
@@ -292,7 +337,9 @@ class Weights:
 
     @remembered
     def adapter_parameters(self, adapters: Adapters) -> int:
-        """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in` counts a kernel."""
+        """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in`
+        counts a kernel.
+        """
         if adapters.products:
             return sum(adapters.products.values())
         shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
@@ -306,28 +353,36 @@ class TransformerCost(Weights):
     Attributes:
         head: width of an attention head.
         unit: number of tokens that a route keeps or drops together.
-        tiles: (micro-batch, bytes per number) -> bytes of the tile lists or masks of block-sparse attention: saved, and
-            at the peak of making them.
+        tiles: (micro-batch, bytes per number) -> bytes of the tile lists or masks of block-sparse
+            attention: saved, and at the peak of making them.
         compiled: blocks with adapters are compiled.
-        density: tokens of a sample -> share of token pairs that block-sparse attention computes; None if dense.
-        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
+        density: tokens of a sample -> share of token pairs that block-sparse attention computes;
+            None if dense.
+        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see
+            the table's `reads`.
     """
 
     head: int
     unit: int = 1
-    tiles: Callable[[BatchShape, int], tuple[float, float]] = field(default=lambda batch, size: (0.0, 0.0))
+    tiles: Callable[[BatchShape, int], tuple[float, float]] = field(
+        default=lambda batch, size: (0.0, 0.0)
+    )
     compiled: bool = False
     density: Callable[[int], float] | None = None
     compiled_reads: Mapping[str, str] = field(default_factory=dict)
 
     def routed(self, batch: BatchShape, routes: Sequence[Route]) -> BatchShape:
         """The micro-batch with the tokens kept by routes in each block."""
-        return replace(batch, kept=tokens_by_block(routes, self.large, batch.tokens, self.unit)) if routes else batch
+        return (
+            replace(batch, kept=tokens_by_block(routes, self.large, batch.tokens, self.unit))
+            if routes
+            else batch
+        )
 
     @remembered
     def activations(self, batch: BatchShape, size: int, adapters: Adapters) -> Activations:
-        """Bytes of a micro-batch in a large block with its adapters. Measurements of stock blocks serve as bounds for
-        compiled ones.
+        """Bytes of a micro-batch in a large block with its adapters. Measurements of stock blocks
+        serve as bounds for compiled ones.
 
         Args:
             size: bytes per number of the compute dtype.
@@ -341,10 +396,21 @@ class TransformerCost(Weights):
         heads = self.hidden // self.head
         # The feed-forward has the widest output.
         inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
-        # What the names of products in the table stand for: "token width" is the size of a hidden state, "token inner"
-        # of the widest one in the feed-forward, "token head" of a position table, which all heads share.
-        numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
-        sums = {name: sum_of(factors[name], numbers) for name in factors if name not in ("reads", "sampling")}
+        # What the names of products in the table stand for: "token width" is the size of a hidden
+        # state, "token inner" of the widest one in the feed-forward, "token head" of a position
+        # table, which all heads share.
+        numbers = {
+            **positions,
+            "width": self.hidden,
+            "inner": inner,
+            "head": self.head,
+            "heads": heads,
+        }
+        sums = {
+            name: sum_of(factors[name], numbers)
+            for name in factors
+            if name not in ("reads", "sampling")
+        }
         # A full fine-tune also saves the input of every layer, for the weight gradient.
         saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
         reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
@@ -353,7 +419,11 @@ class TransformerCost(Weights):
         traffic = sums["traffic"]
         lists = 2 * (tiles + making)  # written once and read once
         # The backward pass of stock code moves twice as much.
-        forward, backward = self._moved(sums, positions, adapters, size) if self.compiled else (traffic, 2 * traffic)
+        forward, backward = (
+            self._moved(sums, positions, adapters, size)
+            if self.compiled
+            else (traffic, 2 * traffic)
+        )
         return Activations(
             held=elements * size,
             saved=sums[saved] + self._adapted(reads, positions, adapters) * size + tiles,
@@ -371,33 +441,48 @@ class TransformerCost(Weights):
     ) -> tuple[float, float]:
         """Bytes that the kernels of a compiled block move, forward and backward.
 
-        A LoRA adds its output to the layer's output, and its gradient to the input's gradient: two reads and a write.
+        A LoRA adds its output to the layer's output, and its gradient to the input's gradient: two
+        reads and a write.
         """
         layers = [] if adapters.products else self._with_adapters(adapters)
         outputs = sum(positions[layer.axis] * layer.shape[0] for layer in layers)
         inputs = sum(positions[layer.axis] * layer.inputs for layer in layers)
-        return sums["compiled forward"] + 3 * size * outputs, sums["compiled backward"] + 3 * size * inputs
+        return sums["compiled forward"] + 3 * size * outputs, sums[
+            "compiled backward"
+        ] + 3 * size * inputs
 
     def _with_adapters(self, adapters: Adapters) -> list[Layer]:
         """The layers of a large block that have an adapter."""
         return [layer for layer in self.large_layers if layer.name in adapters.modules]
 
-    def _adapted(self, reads: Mapping[str, str], positions: Mapping[str, int], adapters: Adapters) -> float:
-        """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of the down factors, or
-        whole updates.
+    def _adapted(
+        self, reads: Mapping[str, str], positions: Mapping[str, int], adapters: Adapters
+    ) -> float:
+        """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of
+        the down factors, or whole updates.
         """
         # By the first layer that reads an input, which is saved once.
-        inputs, rest = dict[str, int](), 0
+        inputs: dict[str, int] = {}
+        rest = 0
         for layer in self._with_adapters(adapters):
             if first := reads.get(layer.name.removeprefix(layer.block)):
                 inputs[first] = positions[layer.axis] * layer.inputs
-            rest += math.prod(layer.shape) if adapters.products else positions[layer.axis] * adapters.rank
+            rest += (
+                math.prod(layer.shape)
+                if adapters.products
+                else positions[layer.axis] * adapters.rank
+            )
         return sum(inputs.values()) + rest
 
     @remembered
-    def activations_by_block(self, batch: BatchShape, size: int, adapters: Adapters) -> list[Activations]:
-        """Activations of each large block. A block that starts a route still holds all tokens as its input."""
-        blocks, whole = batch.in_blocks(self.large), replace(batch, kept=())
+    def activations_by_block(
+        self, batch: BatchShape, size: int, adapters: Adapters
+    ) -> list[Activations]:
+        """Activations of each large block. A block that starts a route still holds all tokens as
+        its input.
+        """
+        blocks = batch.in_blocks(self.large)
+        whole = replace(batch, kept=())
         bytes_of = {part: self.activations(part, size, adapters) for part in {whole, *blocks}}
         return [
             bytes_of[part] if part == last else replace(bytes_of[part], held=bytes_of[whole].held)
@@ -412,7 +497,11 @@ class TransformerCost(Weights):
 
     def widest(self, batch: BatchShape) -> int:
         """The largest input or output of a linear layer of a large block, in numbers."""
-        layers = (pair for pair in self._positions(batch) if pair[0].block.startswith(self.table.groups[-1]))
+        layers = (
+            pair
+            for pair in self._positions(batch)
+            if pair[0].block.startswith(self.table.groups[-1])
+        )
         return max(count * max(layer.shape) for layer, count in layers if len(layer.shape) == 2)
 
     def attention(self, batch: BatchShape) -> Work:
@@ -422,13 +511,20 @@ class TransformerCost(Weights):
         return sum(large, small).times(batch.samples)
 
     def _attention(self, block: str, batch: BatchShape) -> Work:
-        """FLOPs of a block for a sample: of softmax attention where they grow with the product of two lengths."""
-        numbers = {"width": self.hidden, "head": self.head, "text": batch.text, "token": batch.tokens}
+        """FLOPs of a block for a sample: of softmax attention where they grow with the product of
+        two lengths.
+        """
+        numbers = {
+            "width": self.hidden,
+            "head": self.head,
+            "text": batch.text,
+            "token": batch.tokens,
+        }
         work = Work()
         for product, factor in self.table.flops[block].items():
             flops = factor * product_of(product, numbers)
-            # "token token width" is self-attention, "token text width" cross-attention; "token head width", which has
-            # one length, is linear attention.
+            # "token token width" is self-attention, "token text width" cross-attention; "token head
+            # width", which has one length, is linear attention.
             lengths = product.count("token") + product.count("text")
             if self.density is not None and product.count("token") == 2:
                 work += Work(sparse=flops * self.density(batch.tokens))
@@ -439,7 +535,9 @@ class TransformerCost(Weights):
         return work
 
     @remembered
-    def forward(self, batch: BatchShape, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
+    def forward(
+        self, batch: BatchShape, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False
+    ) -> Work:
         """FLOPs of a forward pass: 2 x positions x weights, plus attention."""
         linear = 0.0
         for layer, count in self._positions(batch):
@@ -451,14 +549,16 @@ class TransformerCost(Weights):
     def backward(self, batch: BatchShape, adapters: Adapters, *, full: bool) -> Work:
         """FLOPs of a backward pass without recomputation; attention counts twice its forward pass.
 
-        A frozen layer costs as much as its forward pass (gradient of its input), a trained one twice that.
+        A frozen layer costs as much as its forward pass (gradient of its input), a trained one
+        twice that.
         """
         linear = 0.0
         for layer, count in self._positions(batch):
             flows = not self.needs_no_gradient(layer.name, full)
             # One product for the gradient of the input, and one for the gradient of the weight.
             linear += layer.product(count) * (flows + full)
-            # Both factors are trained; the first needs the gradient of its input only if that flows on.
+            # Both factors are trained; the first needs the gradient of its input only if that flows
+            # on.
             down, up = layer.factors(count, adapters)
             linear += down * (1 + flows) + up * 2
         return Work(linear) + self.attention(batch).times(ATTENTION_BACKWARD)
@@ -474,9 +574,10 @@ class FamilyCost:
         published: flavour name -> dimensions of the published transformer, as in its config.json.
         transformer: (config.json, shapes of parameters by name, kernels) -> its cost.
         vae: the cost of its VAE.
-        text_parameters: parameters of the published encoders, for checkpoints that are not downloaded yet.
-        head_parameters, vision_parameters: the part of these dropped after loading; the vision tower only if prompts
-            have no picture.
+        text_parameters: parameters of the published encoders, for checkpoints that are not
+            downloaded yet.
+        head_parameters, vision_parameters: the part of these dropped after loading; the vision
+            tower only if prompts have no picture.
         prompt_layer: the layer that reads text embeddings, and so has their width.
         picture_tokens: (width, height) of a source picture -> its text tokens in a prompt.
         guided_together: guidance runs both prompts in one batch instead of in turn.
@@ -496,9 +597,15 @@ class FamilyCost:
     guided_together: bool = False
     padded_text: int = 0
 
-    def of_flavour(self, flavour: str, kernels: Kernels = STOCK, /, **changes: object) -> TransformerCost:
-        """The cost of a published checkpoint of a measured family, optionally with some settings changed."""
-        return self.transformer({**self.published(flavour), **changes}, self.published_shapes(flavour), kernels)
+    def of_flavour(
+        self, flavour: str, kernels: Kernels = STOCK, /, **changes: object
+    ) -> TransformerCost:
+        """The cost of a published checkpoint of a measured family, optionally with some settings
+        changed.
+        """
+        return self.transformer(
+            {**self.published(flavour), **changes}, self.published_shapes(flavour), kernels
+        )
 
     def published_shapes(self, flavour: str) -> dict[str, Shape]:
         """Shapes of the published weights by name; empty if the family is not measured yet."""

@@ -1,8 +1,9 @@
-"""A guess of what a family costs that is not measured yet, from the shapes of its weights. Imports no torch.
+"""A guess of what a family costs that is not measured yet, from the shapes of its weights. Imports
+no torch.
 
-Parameters, and with them the bytes of weights, gradients and optimizer state, are exact. FLOPs and activations are
-rather too high: every product of a large block counts as applied to all tokens, attention as dense, and a block keeps
-as much as the blocks of the measured families keep at most.
+Parameters, and with them the bytes of weights, gradients and optimizer state, are exact. FLOPs and
+activations are rather too high: every product of a large block counts as applied to all tokens,
+attention as dense, and a block keeps as much as the blocks of the measured families keep at most.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from simpletuner.models.cost_table import CostTable, Factors, numbered, read_cost_table
 from simpletuner.weights.files import Shape, Shapes
 
-# Words in the paths of layers that are applied once per sample, such as modulations, or once per text token.
+# Words in the paths of layers that are applied once per sample, such as modulations, or once per
+# text token.
 SAMPLE_WORDS = ("time", "modulation", "norm", "adaln", "pooled", "guidance")
 TEXT_WORDS = ("text", "txt", "caption", "context", "prompt")
 # Bytes of a block by dtype: about the largest of the measured families.
@@ -54,7 +56,11 @@ def cost_table_of(package: str, shapes: Shapes) -> CostTable:
 def guess_cost_table(shapes: Shapes) -> CostTable:
     """A table for weights of these shapes."""
     groups = block_lists(shapes)
-    paths = [name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and shape[1:]]
+    paths = [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and shape[1:]
+    ]
     return CostTable(
         groups=groups,
         float32=(),
@@ -93,7 +99,9 @@ def _parameters(members: Mapping[str, Mapping[str, Shape]]) -> int:
 
 
 def _axis(path: str) -> str:
-    """What a layer is applied to, by the words in its path; `token` in doubt, of which there are the most."""
+    """What a layer is applied to, by the words in its path; `token` in doubt, of which there are
+    the most.
+    """
     lowered = path.lower()
     if any(word in lowered for word in SAMPLE_WORDS):
         return "sample"

@@ -1,7 +1,9 @@
-"""The table of a family's measured costs, `cost.json`, written by `python -m benchmarks.cost_table`. Imports no torch.
+"""The table of a family's measured costs, `cost.json`, written by
+`python -m benchmarks.cost_table`. Imports no torch.
 
-In names, `#` is the number of a block. A quantity is a sum of products: each product is named by the numbers that are
-multiplied, such as `token width`, and has a factor. So a table that was measured with small models holds at any size.
+In names, `#` is the number of a block. A quantity is a sum of products: each product is named by
+the numbers that are multiplied, such as `token width`, and has a factor. So a table that was
+measured with small models holds at any size.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 
 from simpletuner.weights.files import Shape
 
-Factors = Mapping[str, float]  # by the names of the numbers that are multiplied, as in {"token width": 36.0}
+Factors = Mapping[
+    str, float
+]  # by the names of the numbers that are multiplied, as in {"token width": 36.0}
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,18 @@ class CostTable:
     """The content of a `cost.json`.
 
     Attributes:
-        groups: names of the lists of repeated blocks, in the order of the forward pass; the last has the large ones.
+        groups: names of the lists of repeated blocks, in the order of the forward pass; the last
+            has the large ones.
         float32: name components of parameters that stay float32 at every precision setting.
         rows: the axis that each weight is applied to: every `token`, `text` token or `sample`.
         no_gradient: layers whose input needs no gradient, by kind of run: `lora` or `full`.
         keeps_attention: whether selective checkpointing can keep the output of self-attention.
         flops: FLOPs of a `large` and a `small` block, excluding matmuls with weights.
-        bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
-            the first layer that reads the same input, `compiled` is what a compiled block saves, `compiled forward` and
-            `compiled backward` what its kernels move, `trained` what a stock one saves in a full fine-tune, and
-            `sampling` a list of phases, the largest of which is the peak of a forward pass without gradients.
+        bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an
+            adapter, each with the first layer that reads the same input, `compiled` is what a
+            compiled block saves, `compiled forward` and `compiled backward` what its kernels move,
+            `trained` what a stock one saves in a full fine-tune, and `sampling` a list of phases,
+            the largest of which is the peak of a forward pass without gradients.
         published: shapes of the published checkpoints.
         is_measured: False for a guess (`cost_guess`).
     """
@@ -74,7 +80,9 @@ def numbered(name: str, groups: Sequence[str]) -> str:
 
 
 def product_of(names: str, numbers: Mapping[str, float]) -> float:
-    """The product of some numbers, of which `names` has the names: `token width` is tokens times width."""
+    """The product of some numbers, of which `names` has the names: `token width` is tokens times
+    width.
+    """
     return math.prod(numbers[name] for name in names.split())
 
 
@@ -84,7 +92,9 @@ def sum_of(factors: Factors, numbers: Mapping[str, float]) -> float:
 
 
 def peak_of(phases: Sequence[Factors], numbers: Mapping[str, float]) -> float:
-    """The largest sum of some phases, of which the one or the other is the peak, depending on the numbers."""
+    """The largest sum of some phases, of which the one or the other is the peak, depending on the
+    numbers.
+    """
     return max(sum_of(phase, numbers) for phase in phases)
 
 

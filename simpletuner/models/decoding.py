@@ -1,10 +1,11 @@
 """Decodes previews in less memory than a VAE's `decode`: in strips of rows, or in tiles as well.
 
-At full size, a decoder holds several copies of its widest feature maps: upsampled, padded, normalised. In strips,
-residual blocks and upsamplers compute `ROWS` rows at a time, from these rows and the neighbours that their convolutions
-read. Group normalisation first computes its statistics over all rows, so only the rounding changes. Tiles are decoded
-independently, without statistics and neighbours of other tiles, so pixels change slightly, mostly at the seams. The Wan
-VAE decodes few frames at a time, so strips would save almost nothing and are not supported.
+At full size, a decoder holds several copies of its widest feature maps: upsampled, padded,
+normalised. In strips, residual blocks and upsamplers compute `ROWS` rows at a time, from these rows
+and the neighbours that their convolutions read. Group normalisation first computes its statistics
+over all rows, so only the rounding changes. Tiles are decoded independently, without statistics and
+neighbours of other tiles, so pixels change slightly, mostly at the seams. The Wan VAE decodes few
+frames at a time, so strips would save almost nothing and are not supported.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoResnetBlockCausal3D,
     HunyuanVideoUpsampleCausal3D,
 )
-from diffusers.models.autoencoders.autoencoder_kl_ltx2 import LTX2VideoResnetBlock3d, LTX2VideoUpsampler3d
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import (
+    LTX2VideoResnetBlock3d,
+    LTX2VideoUpsampler3d,
+)
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.resnet import ResnetBlock2D
@@ -60,39 +64,54 @@ def use_strips(vae: Any) -> None:
 
 
 def has_more_inputs(block: Any) -> bool:
-    """Whether an LTX-2 block depends on noise or timesteps, or changes its width; no published block does."""
+    """Whether an LTX-2 block depends on noise or timesteps, or changes its width; no published
+    block does.
+    """
     if not isinstance(block, LTX2VideoResnetBlock3d):
         return False
     return (block.norm3, block.per_channel_scale1, block.scale_shift_table) != (None, None, None)
 
 
 def strips(height: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Row slices: a strip, the strip with one neighbour per side, and the position of the strip in the latter."""
+    """Row slices: a strip, the strip with one neighbour per side, and the position of the strip in
+    the latter.
+    """
     for top in range(0, height, ROWS):
         bottom = min(top + ROWS, height)
         # One neighbour per side, since kernels are three rows high.
         first = max(top - 1, 0)
-        yield slice(top, bottom), slice(first, min(bottom + 1, height)), slice(top - first, bottom - first)
+        yield (
+            slice(top, bottom),
+            slice(first, min(bottom + 1, height)),
+            slice(top - first, bottom - first),
+        )
 
 
 def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **settings: Any) -> Tensor:
-    """`compute(x)` of `... H W` in strips; an output row may depend on neighbouring rows, and rows may be upsampled."""
+    """`compute(x)` of `... H W` in strips; an output row may depend on neighbouring rows, and rows
+    may be upsampled.
+    """
     out = x.new_empty(0)
     for own, reach, place in strips(x.shape[-2]):
         part = compute(x[..., reach, :], *inputs, **settings)
         scale = part.shape[-2] // (reach.stop - reach.start)
         if own.start == 0:
             out = part.new_empty((*part.shape[:-2], scale * x.shape[-2], part.shape[-1]))
-        out[..., scale * own.start : scale * own.stop, :] = part[..., scale * place.start : scale * place.stop, :]
+        out[..., scale * own.start : scale * own.stop, :] = part[
+            ..., scale * place.start : scale * place.stop, :
+        ]
     return out
 
 
-def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None = None, **settings: Any) -> Tensor:
+def resnet_in_strips(
+    block: Any, x: Tensor, temb: None = None, generator: None = None, **settings: Any
+) -> Tensor:
     """The output of a residual block, `B C H W` or `B C T H W`, written in place over its input."""
     # Statistics are computed over one sample.
     if len(x) > 1:
         return torch.cat([resnet_in_strips(block, sample, **settings) for sample in x.split(1)])
-    first, act = normaliser(block.norm1, x), block.nonlinearity
+    first = normaliser(block.norm1, x)
+    act = block.nonlinearity
     middle = in_strips(lambda rows: block.conv1(act(first(rows)), **settings), x)
     second = normaliser(block.norm2, middle)
     # In place is safe: from here on, a strip of the output reads only the same rows of `x`.
@@ -100,23 +119,32 @@ def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None =
     for own, reach, place in strips(x.shape[-2]):
         rows = x[..., own, :]
         added = block.conv2(act(second(middle[..., reach, :])), **settings)[..., place, :]
-        out[..., own, :] = added + (rows if block.conv_shortcut is None else block.conv_shortcut(rows))
+        out[..., own, :] = added + (
+            rows if block.conv_shortcut is None else block.conv_shortcut(rows)
+        )
     return out
 
 
 def normaliser(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that normalises rows of a sample `1 C ... H W` with the statistics of all rows, like `norm`."""
+    """A function that normalises rows of a sample `1 C ... H W` with the statistics of all rows,
+    like `norm`.
+    """
     if not isinstance(norm, nn.GroupNorm):
         return norm  # normalises single positions
     mean, variance = channel_statistics(norm, x)
-    weight, bias, eps = norm.weight.float(), norm.bias.float(), norm.eps
+    weight = norm.weight.float()
+    bias = norm.bias.float()
+    eps = norm.eps
     # Batch norm accepts statistics as arguments; `group_norm` would compute them over the strip.
     return lambda rows: nn.functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
 
 
 def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance per channel, `C`, float32, of the channel's group, combined from statistics of strips."""
-    found, shares = [], []
+    """Mean and variance per channel, `C`, float32, of the channel's group, combined from statistics
+    of strips.
+    """
+    found = []
+    shares = []
     for own, _, _ in strips(x.shape[-2]):
         groups = x[0, ..., own, :].float().unflatten(0, (norm.num_groups, -1)).flatten(1)
         found.append(torch.stack(torch.var_mean(groups, dim=1, correction=0)))
@@ -133,8 +161,11 @@ def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
 def decode_tiles(
     decode: Callable[..., Any], stride: int, z: Tensor, *, return_dict: bool = True
 ) -> DecoderOutput | tuple[Tensor]:
-    """`decode` of z `... H W` in overlapping tiles, blended with weights that fall off towards their edges."""
-    total, out = z.new_empty(0), z.new_empty(0)
+    """`decode` of z `... H W` in overlapping tiles, blended with weights that fall off towards
+    their edges.
+    """
+    total = z.new_empty(0)
+    out = z.new_empty(0)
     for rows in spans(z.shape[-2], stride):
         for columns in spans(z.shape[-1], stride):
             part = decode(z[..., rows, columns], return_dict=False)[0]
@@ -142,8 +173,12 @@ def decode_tiles(
                 size = [stride * side for side in z.shape[-2:]]
                 out = part.new_zeros((*part.shape[:-2], *size), dtype=torch.float32)
                 total = out.new_zeros(size)
-            weight = fall_off(part.shape[-2], z.device)[:, None] * fall_off(part.shape[-1], z.device)
-            down, across = (slice(stride * part.start, stride * part.stop) for part in (rows, columns))
+            weight = fall_off(part.shape[-2], z.device)[:, None] * fall_off(
+                part.shape[-1], z.device
+            )
+            down, across = (
+                slice(stride * part.start, stride * part.stop) for part in (rows, columns)
+            )
             out[..., down, across] += part * weight
             total[down, across] += weight
     # Normalised, since weights of overlapping tiles need not add up to 1.
@@ -152,8 +187,11 @@ def decode_tiles(
 
 
 def spans(length: int, stride: int) -> Iterator[slice]:
-    """Equal tiles along a side, in latent positions, evenly spread, with an overlap of at least `OVERLAP` pixels."""
-    tile, overlap = min(TILE // stride, length), OVERLAP // stride
+    """Equal tiles along a side, in latent positions, evenly spread, with an overlap of at least
+    `OVERLAP` pixels.
+    """
+    tile = min(TILE // stride, length)
+    overlap = OVERLAP // stride
     count = max(1, ceil_div(length - overlap, tile - overlap))
     for index in range(count):
         start = index * (length - tile) // max(count - 1, 1)
@@ -161,7 +199,9 @@ def spans(length: int, stride: int) -> Iterator[slice]:
 
 
 def fall_off(length: int, device: torch.device) -> Tensor:
-    """Blending weights along a side of a tile: 1 inside, less within `OVERLAP` pixels of its ends."""
+    """Blending weights along a side of a tile: 1 inside, less within `OVERLAP` pixels of its
+    ends.
+    """
     # At pixel centres, so that no weight is 0, since corners of the picture are in one tile only.
     places = torch.arange(length, device=device) + 0.5
     return (torch.minimum(places, length - places) / OVERLAP).clamp(max=1)

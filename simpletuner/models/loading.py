@@ -5,9 +5,10 @@
 - 3D convolutions in slices of time, and the HunyuanVideo VAE's attention without its mask
 - pipelines whose transformer has no weights, to check LoRA files against
 
-TF32, which `disable_tf32` disables everywhere, keeps 10 of 23 mantissa bits. This is enough for a float32 run and for a
-LoRA's float32 weights, but would defeat the purpose of a float32 VAE, and of the layers that diffusers keeps in float32
-in a bf16 model; stock pipelines compute these layers in full float32.
+TF32, which `disable_tf32` disables everywhere, keeps 10 of 23 mantissa bits. This is enough for a
+float32 run and for a LoRA's float32 weights, but would defeat the purpose of a float32 VAE, and of
+the layers that diffusers keeps in float32 in a bf16 model; stock pipelines compute these layers in
+full float32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import Any
 import diffusers
 import torch
 from accelerate import init_empty_weights
-from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
+    HunyuanVideoCausalConv3d,
+    HunyuanVideoMidBlock3D,
+)
 from diffusers.models.modeling_utils import no_init_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -37,7 +41,8 @@ from simpletuner.weights.part import Part
 @contextmanager
 def full_float32() -> Iterator[None]:
     """A context without TF32. The setting is process-wide, so it affects other threads too."""
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    products = torch.backends.cuda.matmul
+    convolutions = torch.backends.cudnn
     allowed = products.allow_tf32, convolutions.allow_tf32
     try:
         products.allow_tf32 = convolutions.allow_tf32 = False
@@ -47,7 +52,9 @@ def full_float32() -> Iterator[None]:
 
 
 @torch.library.custom_op(
-    "simpletuner::full_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+    "simpletuner::full_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
 )
 def full_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b in full float32; a custom op, since compiled code cannot change torch's settings."""
@@ -71,7 +78,9 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-full_linear.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
+full_linear.register_autograd(
+    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2])
+)
 
 
 def keep_full_float32(transformer: nn.Module) -> None:
@@ -97,7 +106,15 @@ def user_errors(part: Part) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         if reached_limit(error):  # not a fault of the files
             raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -105,7 +122,8 @@ def user_errors(part: Part) -> Iterator[None]:
 
 
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
-    """Load a model and require every weight in its files: the libraries would initialise missing ones at random.
+    """Load a model and require every weight in its files: the libraries would initialise missing
+    ones at random.
 
     Args:
         model_class: a model class of diffusers or transformers.
@@ -116,7 +134,9 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
     """
     folder = part.fetch()
     with user_errors(part):
-        model, found = model_class.from_pretrained(folder, variant=part.variant, output_loading_info=True, **settings)
+        model, found = model_class.from_pretrained(
+            folder, variant=part.variant, output_loading_info=True, **settings
+        )
     refuse_missing(part, found["missing_keys"])
     return model
 
@@ -124,19 +144,23 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
 def refuse_missing(part: Part, absent: Collection[str]) -> None:
     """Raise `UserError` if weights are absent from a part's files."""
     if absent:
-        raise UserError(f"{part.described} is incomplete: {shorten(sorted(absent))} not in its files.")
+        raise UserError(
+            f"{part.described} is incomplete: {shorten(sorted(absent))} not in its files."
+        )
 
 
 def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bool) -> Any:
-    """Load a transformer onto the CPU in one dtype, except for layers that its class keeps in float32.
+    """Load a transformer onto the CPU in one dtype, except for layers that its class keeps in
+    float32.
 
     Args:
-        empty: read no weights: parameters are on `meta`, and only buffers have values. `DeferredWeights` reads the
-            rest.
+        empty: read no weights: parameters are on `meta`, and only buffers have values.
+            `DeferredWeights` reads the rest.
     """
     if not empty:
         return load_whole(model_class, part, torch_dtype=dtype, low_cpu_mem_usage=True)
-    folder, usual = part.fetch(), torch.get_default_dtype()
+    folder = part.fetch()
+    usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # for buffers, as in `from_pretrained`
     try:
         # Not `torch.device("meta")`, since buffers that are not in the files need values.
@@ -156,20 +180,26 @@ def build_bare(model_class: Any, settings: Any) -> Any:
 
 
 def check_shapes(part: Part) -> None:
-    """Compare a diffusers model's files with the names and shapes of its class, without loading a weight.
+    """Compare a diffusers model's files with the names and shapes of its class, without loading a
+    weight.
 
     Raises:
         UserError: a weight is missing, or its shape differs from that in the config.
     """
-    stored, settings = part.weight_shapes(), part.read_config()
+    stored = part.weight_shapes()
+    settings = part.read_config()
     if not stored or settings is None:
         return  # unknown formats are checked when they are loaded
     with user_errors(part):
         model = build_bare(getattr(diffusers, settings["_class_name"]), settings)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong = [f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape]
+    wrong = [
+        f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape
+    ]
     if wrong:
-        raise UserError(f"{part.described} does not fit its config.json: its files lack {shorten(wrong)}.")
+        raise UserError(
+            f"{part.described} does not fit its config.json: its files lack {shorten(wrong)}."
+        )
 
 
 def load_scheduler(part: Part, **overrides: Any) -> Any:
@@ -181,16 +211,23 @@ def load_scheduler(part: Part, **overrides: Any) -> Any:
 
 
 def load_vae(
-    spec: FamilySpec, source: ModelSource, caching: CachingConfig, device: torch.device, dtype: torch.dtype
+    spec: FamilySpec,
+    source: ModelSource,
+    caching: CachingConfig,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Any:
     """Load a frozen VAE onto a device, with slicing and tiling as configured.
 
     Raises:
         UserError: it cannot be loaded, or holds NaN or infinity, which would turn previews black.
     """
-    (kind,), part = spec.components["vae"].kinds, source["vae"]
+    (kind,) = spec.components["vae"].kinds
+    part = source["vae"]
     vae = load_whole(getattr(diffusers, kind), part, torch_dtype=dtype)
-    broken = [name for name, tensor in vae.state_dict().items() if not bool(tensor.isfinite().all())]
+    broken = [
+        name for name, tensor in vae.state_dict().items() if not bool(tensor.isfinite().all())
+    ]
     if broken:
         raise UserError(f"{part.described} holds NaN or infinite values in {shorten(broken)}.")
     vae.requires_grad_(False).eval().to(device)
@@ -204,11 +241,14 @@ def load_vae(
 
 
 def slice_convolutions(vae: nn.Module) -> int:
-    """Let the causal convolutions of a HunyuanVideo VAE compute one output frame at a time; returns their number.
+    """Let the causal convolutions of a HunyuanVideo VAE compute one output frame at a time; returns
+    their number.
 
     Each slice is padded separately, so the whole clip is never copied for padding.
     """
-    convolutions = [module for module in vae.modules() if isinstance(module, HunyuanVideoCausalConv3d)]
+    convolutions = [
+        module for module in vae.modules() if isinstance(module, HunyuanVideoCausalConv3d)
+    ]
     for module in convolutions:
         module.forward = partial(sliced_forward, module)
     return len(convolutions)
@@ -216,15 +256,21 @@ def slice_convolutions(vae: nn.Module) -> int:
 
 def sliced_forward(module: Any, x: Tensor) -> Tensor:
     """The convolution of `B C T H W`, computed one output frame at a time."""
-    conv, (*sides, before, _) = module.conv, module.time_causal_padding
-    kernel, stride = conv.kernel_size[0], conv.stride[0]
+    conv = module.conv
+    *sides, before, _ = module.time_causal_padding
+    kernel = conv.kernel_size[0]
+    stride = conv.stride[0]
     total = (x.shape[2] + before - kernel) // stride + 1
     out = x.new_empty(0)
     for frame in range(total):
         first = frame * stride - before  # of the input
         # In the order W, H, T of `pad`; in time, only before the first frame of the clip.
         padding = (*sides, max(-first, 0), 0)
-        part = conv(nn.functional.pad(x[:, :, max(first, 0) : first + kernel], padding, mode=module.pad_mode))
+        part = conv(
+            nn.functional.pad(
+                x[:, :, max(first, 0) : first + kernel], padding, mode=module.pad_mode
+            )
+        )
         if frame == 0:
             out = part.new_empty((*part.shape[:2], total, *part.shape[3:]))
         out[:, :, frame : frame + 1] = part
@@ -252,14 +298,17 @@ def _mid_block_forward(block: Any, x: Tensor) -> Tensor:
 
 
 def frame_causal_attention(attn: Any, x: Tensor) -> Tensor:
-    """diffusers' `Attention` on `B C F H W`, where each frame attends to itself and to earlier frames."""
+    """diffusers' `Attention` on `B C F H W`, where each frame attends to itself and to earlier
+    frames.
+    """
     tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)  # B F·H·W C
     normed = attn.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
     query, key, value = (
         project(normed).unflatten(2, (attn.heads, -1)).transpose(1, 2)  # B heads F·H·W D
         for project in (attn.to_q, attn.to_k, attn.to_v)
     )
-    frames, per_frame = [], tokens.shape[1] // x.shape[2]
+    frames = []
+    per_frame = tokens.shape[1] // x.shape[2]
     for end in range(per_frame, tokens.shape[1] + 1, per_frame):
         parts = query[:, :, end - per_frame : end], key[:, :, :end], value[:, :, :end]
         frames.append(nn.functional.scaled_dot_product_attention(*parts))
@@ -269,9 +318,11 @@ def frame_causal_attention(attn: Any, x: Tensor) -> Tensor:
 
 
 def with_solver(scheduler: Any, name: str | None) -> Any:
-    """The scheduler selected by `validation_noise_scheduler`, with the shift of the pipeline's scheduler.
+    """The scheduler selected by `validation_noise_scheduler`, with the shift of the pipeline's
+    scheduler.
 
-    diffusers' multi-step solvers truncate timesteps to integers, so the model's timestep is too low by up to 1 of 1000.
+    diffusers' multi-step solvers truncate timesteps to integers, so the model's timestep is too low
+    by up to 1 of 1000.
     """
     if name is None or type(scheduler).__name__ == SOLVERS[name]:
         return scheduler
@@ -288,9 +339,11 @@ def stock_pipeline(pipeline_class: Any, source: ModelSource, **parts: Any) -> An
 
 
 def share_zero_weights(model: nn.Module) -> nn.Module:
-    """Replace the parameters of a model on the meta device by CPU tensors that expand a single zero.
+    """Replace the parameters of a model on the meta device by CPU tensors that expand a single
+    zero.
 
-    They have the right shapes and take no memory. On the meta device, loading a LoRA would silently copy no values.
+    They have the right shapes and take no memory. On the meta device, loading a LoRA would silently
+    copy no values.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -302,11 +355,12 @@ def share_zero_weights(model: nn.Module) -> nn.Module:
 class DeferredWeights:
     """The weights that an empty transformer lacks, with the values and dtypes of `from_pretrained`.
 
-    A weight with the dtype of the file becomes a view of the mapped file. Its pages are page cache, which the system
-    drops when it needs memory, and they are unmapped with the last view.
+    A weight with the dtype of the file becomes a view of the mapped file. Its pages are page cache,
+    which the system drops when it needs memory, and they are unmapped with the last view.
 
     Args:
-        transformer: from `load_transformer(dtype, empty=True)`; parameters with values are left unchanged.
+        transformer: from `load_transformer(dtype, empty=True)`; parameters with values are left
+            unchanged.
         part: location of the weights. Formats other than safetensors are loaded as a whole.
 
     Raises:
@@ -315,14 +369,17 @@ class DeferredWeights:
 
     def __init__(self, transformer: nn.Module, part: Part, dtype: torch.dtype) -> None:
         self._model: Any = transformer
-        self._part, self._dtype = part, dtype
+        self._part = part
+        self._dtype = dtype
         is_empty = any(parameter.is_meta for parameter in transformer.parameters())
         self._lacking = list(transformer.state_dict()) if is_empty else []
         self._files = part.weight_files() if is_empty else {}
         self._whole: dict[str, Tensor] = {}
         # Other formats do not support reading single weights.
         if is_empty and not self._files:
-            self._whole = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True).state_dict()
+            self._whole = load_whole(
+                type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True
+            ).state_dict()
         refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())
 
     def fill(self, modules: Sequence[nn.Module]) -> None:
@@ -331,7 +388,11 @@ class DeferredWeights:
         Raises:
             UserError: a file cannot be read, or a weight has another shape.
         """
-        paths = tuple(f"{path}." if path else "" for path, part in self._model.named_modules() if part in modules)
+        paths = tuple(
+            f"{path}." if path else ""
+            for path, part in self._model.named_modules()
+            if part in modules
+        )
         wanted = [name for name in self._lacking if name.startswith(paths)]
         self._lacking = [name for name in self._lacking if not name.startswith(paths)]
         with user_errors(self._part):
@@ -340,20 +401,32 @@ class DeferredWeights:
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, self._whole.pop(name)) for name in names if self._whole)
-        # Files are mapped again for each call, since one mapping would last until the last module has been read.
+        # Files are mapped again for each call, since one mapping would last until the last module
+        # has been read.
         for path in dict.fromkeys(self._files[name] for name in names if self._files):
             with safe_open(path, framework="pt") as file:
-                yield from ((name, file.get_tensor(name)) for name in names if self._files[name] == path)
+                yield from (
+                    (name, file.get_tensor(name)) for name in names if self._files[name] == path
+                )
 
     def _put(self, name: str, tensor: Tensor) -> None:
         path, _, key = name.rpartition(".")
         module = self._model.get_submodule(path)
         before: Tensor = getattr(module, key)
         if before.shape != tensor.shape:
-            raise ValueError(f"{name} is {list(tensor.shape)} in its files and {list(before.shape)} in its config.json")
-        if tensor.is_floating_point():  # in the dtype of the model, or in float32 if the class keeps it so
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} in its files and {list(before.shape)} in its "
+                "config.json"
+            )
+        if (
+            tensor.is_floating_point()
+        ):  # in the dtype of the model, or in float32 if the class keeps it so
             kept = set(self._model._keep_in_fp32_modules or ())
             tensor = tensor.to(torch.float32 if kept & {*name.split(".")} else self._dtype)
         value = tensor.contiguous()
         is_parameter = isinstance(before, nn.Parameter)
-        setattr(module, key, nn.Parameter(value, requires_grad=before.requires_grad) if is_parameter else value)
+        setattr(
+            module,
+            key,
+            nn.Parameter(value, requires_grad=before.requires_grad) if is_parameter else value,
+        )

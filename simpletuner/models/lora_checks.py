@@ -12,14 +12,25 @@ from simpletuner.errors import Problems, counted, shorten
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.weights.files import Shape, Shapes, WeightsError, tensor_shapes, weights_header
-from simpletuner.weights.lora_names import COMFYUI_MAGNITUDE, FLOATS, MAGNITUDE, OTHER_KINDS, layers_in, role_of
+from simpletuner.weights.lora_names import (
+    COMFYUI_MAGNITUDE,
+    FLOATS,
+    MAGNITUDE,
+    OTHER_KINDS,
+    layers_in,
+    role_of,
+)
 from simpletuner.weights.published_lora import find_lora, lora_settings, model_in_header
 
 INIT = "init_lora"
-Features = Mapping[str, tuple[int, int]]  # (out, in) features of a model's linear layers; empty if it is not here
+Features = Mapping[
+    str, tuple[int, int]
+]  # (out, in) features of a model's linear layers; empty if it is not here
 
 
-def check_init_lora(config: LoraConfig, modules: Features, targets: Targets, family: str, report: Problems) -> None:
+def check_init_lora(
+    config: LoraConfig, modules: Features, targets: Targets, family: str, report: Problems
+) -> None:
     """Report problems of the file `init_lora`, from its header.
 
     Args:
@@ -36,7 +47,10 @@ def check_init_lora(config: LoraConfig, modules: Features, targets: Targets, fam
     faults = Problems()
     shapes = read_shapes(INIT, path, faults)
     if any(marker in name for name in shapes for marker in OTHER_KINDS):
-        message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
+        message = (
+            f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the "
+            "LoRA beside it."
+        )
         report.error(INIT, message)
         return
     if shapes:
@@ -58,23 +72,36 @@ def _check_hub_id(location: str, report: Problems) -> None:
 
     if is_offline_mode():
         message = f"{location!r} is not on this machine, and HF_HUB_OFFLINE forbids a download."
-        report.error(INIT, f"{message} Unset it, or download the LoRA and its settings file, and name their folder.")
+        report.error(
+            INIT,
+            f"{message} Unset it, or download the LoRA and its settings file, and name "
+            "their folder.",
+        )
     elif home_path(location).parent.is_dir():
         message = f"there is no file or folder {location!r}, so it is taken for a LoRA of the hub."
         report.warn(INIT, f"{message}{similar_path(home_path(location))}")
 
 
 def _check_layers(
-    config: LoraConfig, path: Path, shapes: Shapes, modules: Features, wanted: Set[str], report: Problems
+    config: LoraConfig,
+    path: Path,
+    shapes: Shapes,
+    modules: Features,
+    wanted: Set[str],
+    report: Problems,
 ) -> None:
     """Compare the layers of `init_lora` with the trained layers (`wanted`), if known."""
     layers = layers_in(shapes, list(modules))
     ranks = {layer: parts["A"][0] for layer, parts in layers.items() if parts.get("A")}
-    differing = sorted({rank for module, rank in ranks.items() if module in (wanted or ranks)} - {config.lora_rank})
+    differing = sorted(
+        {rank for module, rank in ranks.items() if module in (wanted or ranks)} - {config.lora_rank}
+    )
     if differing:
         shown = ", ".join(map(str, differing))
         report.error(INIT, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
-    if not config.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in shapes):
+    if not config.use_dora and any(
+        name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in shapes
+    ):
         report.error(INIT, f"{str(path)!r} is a DoRA; set use_dora.")
     if wanted:
         _check_coverage(path, wanted, ranks.keys() & set(modules), report)
@@ -87,12 +114,17 @@ def _check_coverage(path: Path, wanted: Set[str], held: Set[str], report: Proble
         message = f"{str(path)!r} {covered}; the others start untrained ({shorten(absent)})."
         report.warn(INIT, message)
     if surplus := sorted(held - wanted):
-        message = f"not trained, so dropped: {counted(len(surplus), 'layer')} of {str(path)!r} ({shorten(surplus)})."
+        message = (
+            f"not trained, so dropped: {counted(len(surplus), 'layer')} of {str(path)!r} "
+            f"({shorten(surplus)})."
+        )
         report.warn(INIT, f"{message} Name them in peft_lora_target_modules to keep them.")
 
 
 def read_shapes(key: str, path: Path, report: Problems) -> dict[str, Shape]:
-    """Names and shapes in the LoRA file of a key; empty, with a problem, if the file cannot be used."""
+    """Names and shapes in the LoRA file of a key; empty, with a problem, if the file cannot be
+    used.
+    """
     if not path.is_file():
         report.error(key, absence_of(path))
         return {}
@@ -107,16 +139,23 @@ def read_shapes(key: str, path: Path, report: Problems) -> dict[str, Shape]:
 
 
 def _fault(path: Path) -> str:
-    """The fault of a LoRA file's header or settings, as text after its name; empty without a fault."""
+    """The fault of a LoRA file's header or settings, as text after its name; empty without a
+    fault.
+    """
     header = weights_header(path)
-    kinds = {name: kind for name, (kind, _) in header.items() if role_of(name) not in (None, "alpha")}
+    kinds = {
+        name: kind for name, (kind, _) in header.items() if role_of(name) not in (None, "alpha")
+    }
     if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
         return f"holds weights that are not floating-point numbers: {shorten(wrong, 3)}"
     layers = layers_in({name: shape for name, (_, shape) in header.items()})
     if wrong := _unpaired(layers):
         return f"holds matrices without a product: {shorten(wrong, 3)}"
     if wrong := _magnitudes_of_inputs(layers):
-        return f"is a DoRA with a magnitude per input, where one per output is supported: {shorten(wrong, 3)}"
+        return (
+            "is a DoRA with a magnitude per input, where one per output is supported: "
+            f"{shorten(wrong, 3)}"
+        )
     try:
         lora_settings(path)
     except WeightsError as error:
@@ -125,7 +164,9 @@ def _fault(path: Path) -> str:
 
 
 def _unpaired(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
-    """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is not a single number."""
+    """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is not a single
+    number.
+    """
     wrong = []
     for layer, parts in layers.items():
         down = parts.get("A", ())
@@ -141,7 +182,8 @@ def _unpaired(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
 
 
 def _magnitudes_of_inputs(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
-    """Layers of a DoRA whose magnitudes are not one per output, as with `wd_on_output: false` of LyCORIS.
+    """Layers of a DoRA whose magnitudes are not one per output, as with `wd_on_output: false` of
+    LyCORIS.
 
     ComfyUI tells the two apart by the first side, so a square layer is told apart, too.
     """
@@ -161,7 +203,8 @@ def check_lora_file(key: str, path: Path, modules: Features, family: str, report
     """Report problems of applying a whole LoRA file to a model, from its header.
 
     Args:
-        modules: (out, in) features of the model's linear layers; empty if it is not on this machine.
+        modules: (out, in) features of the model's linear layers; empty if it is not on this
+            machine.
         family: family of the model.
     """
     shapes = read_shapes(key, path, report)
@@ -169,8 +212,12 @@ def check_lora_file(key: str, path: Path, modules: Features, family: str, report
         _check_contents(key, path, shapes, modules, family, report)
 
 
-def _check_contents(key: str, path: Path, shapes: Shapes, modules: Features, family: str, report: Problems) -> None:
-    """Report a LoRA of another family, other tensors than those of a LoRA, and layers that do not fit."""
+def _check_contents(
+    key: str, path: Path, shapes: Shapes, modules: Features, family: str, report: Problems
+) -> None:
+    """Report a LoRA of another family, other tensors than those of a LoRA, and layers that do not
+    fit.
+    """
     trained_on, _ = model_in_header(path)
     if trained_on not in ("", family):
         report.error(key, f"{str(path)!r} was trained on {trained_on}, not on {family}.")
@@ -183,7 +230,11 @@ def _check_contents(key: str, path: Path, shapes: Shapes, modules: Features, fam
 
 
 def _check_fit(
-    key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], modules: Features, report: Problems
+    key: str,
+    path: Path,
+    layers: Mapping[str, Mapping[str, Shape]],
+    modules: Features,
+    report: Problems,
 ) -> None:
     """Compare the layers of a LoRA file with the model's."""
     foreign = sorted(layers.keys() - modules.keys())
@@ -197,6 +248,8 @@ def _check_fit(
         features = (parts["B"][0], parts["A"][1])  # every A has its B, see `_unpaired`
         if features != (outputs, inputs):
             in_file = f"{features[0]}x{features[1]}"
-            message = f"{layer} has {outputs}x{inputs} features in the model and {in_file} in the file."
+            message = (
+                f"{layer} has {outputs}x{inputs} features in the model and {in_file} in the file."
+            )
             report.error(key, f"{str(path)!r} is for other layers: {message}")
             return

@@ -1,7 +1,7 @@
 """The layers that a LoRA trains.
 
-A selection has one of peft's two forms: a list of module names, each matching modules whose dotted path equals or ends
-with it, or a regular expression that must match the whole path.
+A selection has one of peft's two forms: a list of module names, each matching modules whose dotted
+path equals or ends with it, or a regular expression that must match the whole path.
 """
 
 from __future__ import annotations
@@ -57,16 +57,21 @@ def check_targets(modules: Iterable[str], targets: Targets, report: Problems) ->
     for target in targets:
         if not matching_modules(modules, [target]):
             suggestion = did_you_mean(target, endings)
-            report.error(LORA_TARGETS, f"{target!r} matches no module of the transformer.{suggestion}")
+            report.error(
+                LORA_TARGETS, f"{target!r} matches no module of the transformer.{suggestion}"
+            )
 
 
 def weights_of(shapes: Shapes) -> dict[str, Shape]:
-    """Shapes of weights with at least two dimensions, by layer, among parameters with these shapes."""
+    """Shapes of weights with at least two dimensions, by layer, among parameters with these
+    shapes.
+    """
     return {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) > 1}
 
 
 def linear_modules(shapes: Shapes) -> dict[str, tuple[int, int]]:
-    """Linear layers and pointwise convolutions by name, with (out, in) features, among parameters with these shapes.
+    """Linear layers and pointwise convolutions by name, with (out, in) features, among parameters
+    with these shapes.
 
     Every two-dimensional weight, even of an embedding, counts as a linear layer.
     """

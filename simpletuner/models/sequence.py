@@ -1,19 +1,21 @@
-"""Sequence parallelism (Ulysses): the processes of a group train on the same samples, each on a shard of the tokens.
+"""Sequence parallelism (Ulysses): the processes of a group train on the same samples, each on a
+shard of the tokens.
 
-Between the first and the last visual block, a process holds `s` of the `S` tokens of each sample. Only self-attention
-needs all of them: an all-to-all before it swaps tokens for heads among the P processes, and one after it swaps back.
-Each process attends over all tokens with `H/P` heads, so every attention kernel works unchanged, including block-sparse
-attention (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509). Outside these blocks, the processes of a group do the
-same computation.
+Between the first and the last visual block, a process holds `s` of the `S` tokens of each sample.
+Only self-attention needs all of them: an all-to-all before it swaps tokens for heads among the P
+processes, and one after it swaps back. Each process attends over all tokens with `H/P` heads, so
+every attention kernel works unchanged, including block-sparse attention (Jacobs et al., "DeepSpeed
+Ulysses", arXiv 2309.14509). Outside these blocks, the processes of a group do the same computation.
 
-Gradients: each process of a group computes the same loss L, and the backward pass of every exchange is its adjoint. So
-the group differentiates the sum of its losses, P L, and process p gets the derivative with respect to its copy w_p of a
-weight. Since all copies are equal,
+Gradients: each process of a group computes the same loss L, and the backward pass of every exchange
+is its adjoint. So the group differentiates the sum of its losses, P L, and process p gets the
+derivative with respect to its copy w_p of a weight. Since all copies are equal,
 
     sum over p of d(P L)/dw_p = P dL/dw,
 
-whether the weight sees a shard of the tokens or all of them. DDP and FSDP2 divide the sum over all processes by the
-number of processes, P times the number of groups. The result is the mean of dL/dw over the groups.
+whether the weight sees a shard of the tokens or all of them. DDP and FSDP2 divide the sum over all
+processes by the number of processes, P times the number of groups. The result is the mean of dL/dw
+over the groups.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from simpletuner.distributed.world import EXCHANGE_SECONDS, World
 
-TOKENS, HEADS = 1, 2  # dimensions of `B S H D`
+# dimensions of `B S H D`
+TOKENS = 1
+HEADS = 2
 
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """The processes that shard the tokens of the same samples; without gradients, each process has all tokens.
+    """The processes that shard the tokens of the same samples; without gradients, each process has
+    all tokens.
 
     The number of tokens need not be divisible: the first processes get one more.
 
@@ -53,21 +58,29 @@ class SequenceGroup:
     @classmethod
     def connect(cls, world: World, size: int) -> SequenceGroup:
         """The group of this process; groups consist of consecutive ranks. Collective."""
-        # Twice the watch's limit, as in the default group: the watch names missing ranks, torch's timeout does not.
-        handle, _ = distributed.new_subgroups(group_size=size, timeout=timedelta(seconds=2 * EXCHANGE_SECONDS))
+        # Twice the watch's limit, as in the default group: the watch names missing ranks, torch's
+        # timeout does not.
+        handle, _ = distributed.new_subgroups(
+            group_size=size, timeout=timedelta(seconds=2 * EXCHANGE_SECONDS)
+        )
         return cls(world.rank % size, size, handle)
 
     def own(self, x: Tensor) -> Tensor:
         """This process's shard of the tokens: `B s ...` from `B S ...`."""
-        # A copy: a view would keep all tokens alive, and compiled functions would specialise on its layout.
-        return x.tensor_split(self.size, TOKENS)[self.rank].clone(memory_format=torch.contiguous_format)
+        # A copy: a view would keep all tokens alive, and compiled functions would specialise on its
+        # layout.
+        return x.tensor_split(self.size, TOKENS)[self.rank].clone(
+            memory_format=torch.contiguous_format
+        )
 
     def gathered(self, x: Tensor) -> Tensor:
         """All tokens `B S D` from this process's shard `B s D`."""
         return Gather.apply(x, self)
 
     def by_head(self, x: Tensor) -> Tensor:
-        """All tokens for this process's heads, `B S H/P D`, from its tokens for all heads, `B s H D`."""
+        """All tokens for this process's heads, `B S H/P D`, from its tokens for all heads,
+        `B s H D`.
+        """
         return Swap.apply(x, self, HEADS, TOKENS)
 
     def by_token(self, x: Tensor) -> Tensor:
@@ -75,9 +88,13 @@ class SequenceGroup:
         return Swap.apply(x, self, TOKENS, HEADS)
 
     def swap(self, x: Tensor, split: int, join: int) -> Tensor:
-        """Split one dimension of `B s H D` or `B S h D` across the processes, and join the other dimension."""
+        """Split one dimension of `B s H D` or `B S h D` across the processes, and join the other
+        dimension.
+        """
         parts = x.tensor_split(self.size, split)
-        return self.exchange(parts, join, self.shares() if join == TOKENS else [x.shape[join]] * self.size)
+        return self.exchange(
+            parts, join, self.shares() if join == TOKENS else [x.shape[join]] * self.size
+        )
 
     def shares(self) -> list[int]:
         """Number of tokens per process, as `tensor_split` divides them."""
@@ -88,9 +105,11 @@ class SequenceGroup:
         """All-to-all: send one part to each process, and join the received parts in a dimension.
 
         Args:
-            lengths: lengths of the received parts in that dimension; other dimensions are as in `parts[rank]`.
+            lengths: lengths of the received parts in that dimension; other dimensions are as in
+                `parts[rank]`.
         """
-        kept, sizes = parts[self.rank], [part.numel() for part in parts]
+        kept = parts[self.rank]
+        sizes = [part.numel() for part in parts]
         shapes = [(*kept.shape[:join], length, *kept.shape[join + 1 :]) for length in lengths]
         sent = kept.new_empty(sum(sizes))
         for room, part in zip(sent.split(sizes), parts, strict=True):
@@ -98,14 +117,18 @@ class SequenceGroup:
         arriving = [math.prod(shape) for shape in shapes]
         flat = kept.new_empty(sum(arriving))
         distributed.all_to_all_single(flat, sent, arriving, sizes, group=self.handle)
-        return torch.cat([part.view(shape) for part, shape in zip(flat.split(arriving), shapes, strict=True)], join)
+        return torch.cat(
+            [part.view(shape) for part, shape in zip(flat.split(arriving), shapes, strict=True)],
+            join,
+        )
 
 
 class TokenSplit:
-    """Hooks of blocks in which each process of a group has a shard of the tokens; without gradients, they do nothing.
+    """Hooks of blocks in which each process of a group has a shard of the tokens; without
+    gradients, they do nothing.
 
-    The first block splits the tokens `B S D`, which are its first argument, and the last one gathers them. Each block
-    splits the rotary embeddings.
+    The first block splits the tokens `B S D`, which are its first argument, and the last one
+    gathers them. Each block splits the rotary embeddings.
 
     Args:
         rope: position of the block argument with the rotary embeddings of all tokens, `B S ...`.
@@ -114,7 +137,8 @@ class TokenSplit:
     def __init__(self, group: SequenceGroup, rope: int) -> None:
         self._group = group
         self._rope = rope
-        # Shards by whole table. All blocks get the same tensor, since they cache values derived from it.
+        # Shards by whole table. All blocks get the same tensor, since they cache values derived
+        # from it.
         self._shards: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
@@ -139,7 +163,9 @@ class TokenSplit:
             self._shards[whole] = self._group.own(whole)
         return *inputs[: self._rope], self._shards[whole], *inputs[self._rope + 1 :]
 
-    def _gather_tokens(self, block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def _gather_tokens(
+        self, block: nn.Module, inputs: tuple[Any, ...], output: Tensor
+    ) -> Tensor | None:
         return self._group.gathered(output) if torch.is_grad_enabled() else None
 
 
@@ -148,7 +174,8 @@ class Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceGroup, split: int, join: int) -> Tensor:
-        ctx.group, ctx.back = group, (join, split)
+        ctx.group = group
+        ctx.back = (join, split)
         return group.swap(x, split, join)
 
     @staticmethod
@@ -159,8 +186,8 @@ class Swap(torch.autograd.Function):
 class Gather(torch.autograd.Function):
     """All-gather of the shards to `B S D`.
 
-    The adjoint is a reduce-scatter. All processes compute the same gradient of all tokens, so the result is P times
-    this process's shard, without communication.
+    The adjoint is a reduce-scatter. All processes compute the same gradient of all tokens, so the
+    result is P times this process's shard, without communication.
     """
 
     @staticmethod

@@ -16,7 +16,8 @@ from simpletuner.weights.files import Shape, Shapes
 from simpletuner.weights.original import OriginalTransformer
 from simpletuner.weights.part import HUB_ID, Part
 
-MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
+MODEL_KEY = "pretrained_model_name_or_path"
+VAE_KEY = "pretrained_vae_model_name_or_path"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # model.language_model.layers.27.mlp.up_proj.weight
 
 
@@ -27,11 +28,15 @@ class ModelSource:
     parts: dict[str, Part]
 
     @classmethod
-    def from_settings(cls, spec: FamilySpec, flavour: Flavour, settings: Mapping[str, Any]) -> ModelSource:
-        """Parts at the configured base path, else in the flavour's repository, unless a key overrides them.
+    def from_settings(
+        cls, spec: FamilySpec, flavour: Flavour, settings: Mapping[str, Any]
+    ) -> ModelSource:
+        """Parts at the configured base path, else in the flavour's repository, unless a key
+        overrides them.
 
         Args:
-            settings: values by key, such as `RunConfig.flat`; families have keys of their own for some parts.
+            settings: values by key, such as `RunConfig.flat`; families have keys of their own for
+                some parts.
         """
         base = _base(flavour, settings[MODEL_KEY])
         published = tuple(known.repository for known in spec.flavours)
@@ -45,7 +50,9 @@ class ModelSource:
             if component.override and settings[component.override]:
                 key = component.override
                 location = settings[key]
-            parts[role] = Part(role, key, location, folder, settings["revision"], settings["variant"], published)
+            parts[role] = Part(
+                role, key, location, folder, settings["revision"], settings["variant"], published
+            )
         if flavour.original and parts["transformer"].location == flavour.repository:
             parts["transformer"] = _original_transformer(parts["transformer"], flavour.original)
         return cls(parts)
@@ -58,7 +65,8 @@ class ModelSource:
         return self.parts[role]
 
     def check(self, report: Problems) -> bool:
-        """Report unusable local folders and malformed hub ids; whether the files that are there can be read.
+        """Report unusable local folders and malformed hub ids; whether the files that are there can
+        be read.
 
         Missing repositories show on download.
         """
@@ -66,7 +74,9 @@ class ModelSource:
         by_location: dict[str, list[Part]] = {}
         for part in self.parts.values():
             by_location.setdefault(part.location, []).append(part)
-        faults = [(parts[0].key, _fault_at(location, parts)) for location, parts in by_location.items()]
+        faults = [
+            (parts[0].key, _fault_at(location, parts)) for location, parts in by_location.items()
+        ]
         for key, fault in faults:
             if fault is not None:
                 report.error(key, fault)
@@ -94,14 +104,16 @@ def _fault_at(location: str, parts: Sequence[Part]) -> str | None:
         fault = part.fault()
         if fault is not None:
             unusable.append(f"{part.folder} ({fault})")
-    return f"the model folder {location!r} lacks a usable {', '.join(unusable)}." if unusable else None
+    return (
+        f"the model folder {location!r} lacks a usable {', '.join(unusable)}." if unusable else None
+    )
 
 
 def _base(flavour: Flavour, given: str | None) -> str:
     """Where the parts are that no key overrides.
 
-    The hub may not have the diffusers form of a transformer that is published in its original form, so its id stands
-    for the flavour.
+    The hub may not have the diffusers form of a transformer that is published in its original form,
+    so its id stands for the flavour.
     """
     if flavour.original and given == flavour.original.diffusers_form:
         return flavour.repository
@@ -124,8 +136,12 @@ def _original_transformer(related: Part, original: OriginalWeights) -> OriginalT
     )
 
 
-def check_channels(source: ModelSource, transformer_key: str, vae_key: str, report: Problems) -> None:
-    """Report different numbers of latent channels in transformer and VAE, by these keys; skips missing parts."""
+def check_channels(
+    source: ModelSource, transformer_key: str, vae_key: str, report: Problems
+) -> None:
+    """Report different numbers of latent channels in transformer and VAE, by these keys; skips
+    missing parts.
+    """
     takes = (source["transformer"].read_config() or {}).get(transformer_key)
     makes = (source["vae"].read_config() or {}).get(vae_key)
     if takes != makes and None not in (takes, makes):
@@ -137,15 +153,22 @@ BESIDE_TEXT = ("vision_model.", "visual_projection.", "text_projection.", "logit
 
 
 def encoder_weights(part: Part) -> dict[str, Shape]:
-    """The weights that are loaded as a text encoder; transformers skips the rest of a whole CLIP."""
-    return {name: shape for name, shape in part.weight_shapes().items() if not name.startswith(BESIDE_TEXT)}
+    """The weights that are loaded as a text encoder; transformers skips the rest of a whole
+    CLIP.
+    """
+    return {
+        name: shape
+        for name, shape in part.weight_shapes().items()
+        if not name.startswith(BESIDE_TEXT)
+    }
 
 
 def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None) -> str | None:
     """The mismatch of a text encoder's weights with its config or tokenizer, or None.
 
     Args:
-        tokens: number of tokens of its tokenizer, if known. Embeddings have a few more rows, as padding.
+        tokens: number of tokens of its tokenizer, if known. Embeddings have a few more rows, as
+            padding.
     """
     inner = config.get("text_config")
     settings = {**config, **(inner if isinstance(inner, dict) else {})}
@@ -160,36 +183,49 @@ def _fault_of_layers(settings: Mapping[str, Any], shapes: Shapes) -> str | None:
     return f"is incomplete: its files lack layers {numbers} of {wanted}" if absent else None
 
 
-def _fault_of_embeddings(settings: Mapping[str, Any], shapes: Shapes, tokens: int | None) -> str | None:
-    size = [settings.get(key) for key in ("vocab_size", "hidden_size")]  # None is the class's default
+def _fault_of_embeddings(
+    settings: Mapping[str, Any], shapes: Shapes, tokens: int | None
+) -> str | None:
+    size = [
+        settings.get(key) for key in ("vocab_size", "hidden_size")
+    ]  # None is the class's default
     for name, shape in shapes.items():
         if not name.endswith(("embed_tokens.weight", "token_embedding.weight")):
             continue
         if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
             return f"has {name} of {list(shape)}, its config.json {size}"
-        # A vocabulary of less than half the rows belongs to another model, since padding adds only a few rows.
+        # A vocabulary of less than half the rows belongs to another model, since padding adds only
+        # a few rows.
         if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
             return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"
     return None
 
 
-# Lower and upper limits of the numbers, or lists of numbers, that normalise latents; far beyond published VAEs, whose
-# scales are 0.13 to 8.
+# Lower and upper limits of the numbers, or lists of numbers, that normalise latents; far beyond
+# published VAEs, whose scales are 0.13 to 8.
 LOWEST = {"scaling_factor": 1e-3, "latents_std": 1e-3, "shift_factor": -1e3, "latents_mean": -1e3}
 LARGEST_SCALE = 1e3
 
 
 def vae_fault(config: Mapping[str, Any]) -> str | None:
-    """A value in a VAE's config that would corrupt all latents, or None. Missing values are the class's defaults."""
+    """A value in a VAE's config that would corrupt all latents, or None. Missing values are the
+    class's defaults.
+    """
     for key, lowest in LOWEST.items():
         value: Any = config.get(key)
         if key not in config or (value is None and key != "scaling_factor"):
             continue
-        form, numbers = ("a list of numbers", value) if key.startswith("latents_") else ("a number", [value])
+        form, numbers = (
+            ("a list of numbers", value) if key.startswith("latents_") else ("a number", [value])
+        )
         # `type`, since True is an int; NaN fails the comparison.
-        are_numbers = isinstance(numbers, list) and all(type(each) in (int, float) for each in numbers)
+        are_numbers = isinstance(numbers, list) and all(
+            type(each) in (int, float) for each in numbers
+        )
         if not are_numbers or not all(lowest <= each <= LARGEST_SCALE for each in numbers):
-            return f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
+            return (
+                f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
+            )
     return None
 
 
@@ -206,7 +242,10 @@ def blocks_of(group: str, shapes: Shapes) -> dict[int, dict[str, Shape]]:
 def differing_weights(group: str, blocks: Mapping[int, Shapes]) -> list[str]:
     """Weights missing in some blocks, or with a shape that differs from the majority."""
     everything = {name for block in blocks.values() for name in block}
-    usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
+    usual = {
+        name: Counter(block[name] for block in blocks.values() if name in block)
+        for name in everything
+    }
     return sorted(
         f"{group}.{number}.{name}"
         for number, block in blocks.items()

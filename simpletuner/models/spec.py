@@ -1,7 +1,7 @@
 """Describes a model family as plain data, readable without torch and before anything is downloaded.
 
-A family is a folder under `models/` with a `spec.py` that defines a `FamilySpec`, and the adapter module that the spec
-names. Code that needs weights calls `adapter.load_adapter`.
+A family is a folder under `models/` with a `spec.py` that defines a `FamilySpec`, and the adapter
+module that the spec names. Code that needs weights calls `adapter.load_adapter`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Task = Literal["t2i", "i2i", "t2v", "i2v"]
 
 @dataclass(frozen=True)
 class OriginalWeights:
-    """A transformer that is published as one file, with the names and shapes of weights that diffusers has.
+    """A transformer that is published as one file, with the names and shapes of weights that
+    diffusers has.
 
     Attributes:
         repository: hub id of the file.
@@ -51,7 +52,8 @@ class Flavour:
         original: the transformer, if it is not in that repository.
         task: input and output.
         needs: required data besides captions, for the wizard; may be empty.
-        dataset_task: the task of this checkpoint on datasets that select it (`video.is_i2v`), or None.
+        dataset_task: the task of this checkpoint on datasets that select it (`video.is_i2v`), or
+            None.
         defaults: defaults of config keys that differ from the family's.
         changes: fields of the family's `FamilySpec` that differ for this checkpoint.
         distilled: whether it is distilled to sample without guidance.
@@ -80,8 +82,8 @@ class Component:
     Attributes:
         folder: its folder in the checkpoint.
         override: the config key that can replace it, if any.
-        kinds: accepted classes: `_class_name` in its config, or `model_type` of a text encoder; empty if the family
-            checks it.
+        kinds: accepted classes: `_class_name` in its config, or `model_type` of a text encoder;
+            empty if the family checks it.
     """
 
     folder: str
@@ -91,7 +93,9 @@ class Component:
 
 @dataclass(frozen=True)
 class AutoShift:
-    """`flow_schedule_auto_shift`: e^mu, with mu linear in the tokens of a sample between two points, else constant."""
+    """`flow_schedule_auto_shift`: e^mu, with mu linear in the tokens of a sample between two
+    points, else constant.
+    """
 
     # From FLUX.1, the defaults of diffusers' FlowMatchEulerDiscreteScheduler.
     fewest_tokens: int = 256
@@ -101,7 +105,9 @@ class AutoShift:
 
     def __call__(self, tokens: int) -> float:
         share = (tokens - self.fewest_tokens) / (self.most_tokens - self.fewest_tokens)
-        return math.exp(self.lowest_mu + (self.highest_mu - self.lowest_mu) * min(max(share, 0.0), 1.0))
+        return math.exp(
+            self.lowest_mu + (self.highest_mu - self.lowest_mu) * min(max(share, 0.0), 1.0)
+        )
 
 
 @dataclass(frozen=True)
@@ -113,11 +119,13 @@ class FamilyWords:
         reserved: number of these tokens that the prompt's format takes.
         clean: cleans a caption before encoding.
         fingerprint: identifies the wording of the prompt template in the text cache.
-        bare_fingerprint: fingerprint of negative prompts and the empty caption; None if it is the same.
+        bare_fingerprint: fingerprint of negative prompts and the empty caption; None if it is the
+            same.
         dataset_keys: dataset keys that only this family reads.
         of_dataset: applies these keys to a caption.
         hold_picture: tasks whose prompt includes the source picture.
-        captioner: `module:Class` that captions pictures with the checkpoint's text encoder, or None.
+        captioner: `module:Class` that captions pictures with the checkpoint's text encoder, or
+            None.
     """
 
     longest: int
@@ -126,7 +134,9 @@ class FamilyWords:
     reserved: int = 0
     bare_fingerprint: str | None = None
     dataset_keys: frozenset[str] = frozenset()
-    of_dataset: Callable[[DatasetConfig, str], str] = field(default=lambda dataset, caption: caption)
+    of_dataset: Callable[[DatasetConfig, str], str] = field(
+        default=lambda dataset, caption: caption
+    )
     hold_picture: frozenset[Task] = frozenset()
     captioner: str | None = None
 
@@ -139,7 +149,9 @@ class FamilyWords:
         return self.length(text) - self.reserved
 
 
-SizeCheck = Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]], Problems], None]
+SizeCheck = Callable[
+    [RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]], Problems], None
+]
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,8 @@ class FamilySpec:
         adapter: `module:Class` of the adapter.
         options: the config keys of this family; related families share them.
         defaults: family defaults by config key, which replace the global ones.
-        fixed: values that the family fixes, by config key; the user's values are ignored with a warning.
+        fixed: values that the family fixes, by config key; the user's values are ignored with a
+            warning.
         components: the parts of a checkpoint, by role.
         size_multiple: width and height of pictures must be multiples of this many pixels.
         vae_stride: pixels per latent position on each side.
@@ -177,24 +190,28 @@ class FamilySpec:
         native_sizes: (width, height) of the sizes the model was trained at, by resolution.
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`, as regular expressions.
-        adapter_classes: class names that a LyCORIS file may use, the generic ones first, as regular expressions of the
-            paths of these modules.
-        quantised_layers: regular expression for the linear layers that a quantised base model quantises.
+        adapter_classes: class names that a LyCORIS file may use, the generic ones first, as regular
+            expressions of the paths of these modules.
+        quantised_layers: regular expression for the linear layers that a quantised base model
+            quantises.
         license: license of the published weights.
         in_comfyui: whether ComfyUI supports the model, with diffusers' layer names.
-        lora_settings_file: name of the settings file that the family's official program expects beside a LoRA.
-        token_blocks: key in the transformer's config.json with the number of blocks that token routing can skip; None
-            without support for routing.
-        block_counts: keys in the transformer's config.json with the number of blocks, by group name in weight files;
-            the last group has the visual blocks.
-        grid: (flavour, checkpoint) -> required multiple of width and height, if it can exceed `size_multiple`.
+        lora_settings_file: name of the settings file that the family's official program expects
+            beside a LoRA.
+        token_blocks: key in the transformer's config.json with the number of blocks that token
+            routing can skip; None without support for routing.
+        block_counts: keys in the transformer's config.json with the number of blocks, by group name
+            in weight files; the last group has the visual blocks.
+        grid: (flavour, checkpoint) -> required multiple of width and height, if it can exceed
+            `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
-        slices_convolutions: whether the VAE's convolutions can run in temporal slices (`vae_enable_patch_conv`).
+        slices_convolutions: whether the VAE's convolutions can run in temporal slices
+            (`vae_enable_patch_conv`).
         decodes_in_strips: whether decoding in strips saves memory (`validation_decoding`).
         fast_blocks: whether the adapter has faster blocks than diffusers.
-        heads: config.json of the transformer -> number of self-attention heads, for sequence parallelism; None without
-            support for it.
+        heads: config.json of the transformer -> number of self-attention heads, for sequence
+            parallelism; None without support for it.
         cost: shapes, FLOPs and bytes, for the plan.
     """
 
@@ -253,7 +270,9 @@ class FamilySpec:
         Raises:
             KeyError: the family has no flavour of this name.
         """
-        return self.flavours[0] if name is None else {each.name: each for each in self.flavours}[name]
+        return (
+            self.flavours[0] if name is None else {each.name: each for each in self.flavours}[name]
+        )
 
     def for_flavour(self, name: str | None) -> FamilySpec:
         """This family with the changes of a flavour; an unknown name changes nothing."""
@@ -272,7 +291,11 @@ class FamilySpec:
 
     def latent_size(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
         """(frames, height, width) of the latents of a picture or clip of this size in pixels."""
-        return (frames - 1) // self.frame_stride + 1, height // self.vae_stride, width // self.vae_stride
+        return (
+            (frames - 1) // self.frame_stride + 1,
+            height // self.vae_stride,
+            width // self.vae_stride,
+        )
 
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Transformer tokens of latents of this size."""

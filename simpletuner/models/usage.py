@@ -1,4 +1,6 @@
-"""Generates Python code that reproduces a preview from a result: its inputs, and the lines common to all families."""
+"""Generates Python code that reproduces a preview from a result: its inputs, and the lines common
+to all families.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,13 @@ class Usage:
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
-# diffusers schedulers by value of `validation_noise_scheduler`; the last two need arguments for flow models.
-SOLVERS = {"euler": EULER, "unipc": "UniPCMultistepScheduler", "dpm++": "DPMSolverMultistepScheduler"}
+# diffusers schedulers by value of `validation_noise_scheduler`; the last two need arguments for
+# flow models.
+SOLVERS = {
+    "euler": EULER,
+    "unipc": "UniPCMultistepScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+}
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 
 
@@ -66,7 +73,9 @@ def solver_code(name: str, shift: str) -> str:
     """An expression that creates a scheduler; `shift` is an expression too."""
     if name == "euler":
         return f"{EULER}(shift={shift})"
-    settings = ", ".join(f"{key}={text(value) if isinstance(value, str) else value}" for key, value in FLOW.items())
+    settings = ", ".join(
+        f"{key}={text(value) if isinstance(value, str) else value}" for key, value in FLOW.items()
+    )
     return f"{SOLVERS[name]}({settings}, flow_shift={shift})"
 
 
@@ -76,15 +85,22 @@ def text(value: str) -> str:
 
 
 def snippet(
-    usage: Usage, pipeline: str, load: list[str], *, imports: Sequence[str] = (), scheduler: str | None = None,
-    more: Sequence[str] = (), packages: Sequence[str] = (),
-) -> str:  # fmt: skip
+    usage: Usage,
+    pipeline: str,
+    load: list[str],
+    *,
+    imports: Sequence[str] = (),
+    scheduler: str | None = None,
+    more: Sequence[str] = (),
+    packages: Sequence[str] = (),
+) -> str:
     """Python code that samples with a pipeline and saves the output.
 
     Args:
         load: lines that create `pipe`.
         imports: import lines besides the common ones.
-        scheduler: an expression, starting with the class, for a scheduler that replaces the checkpoint's.
+        scheduler: an expression, starting with the class, for a scheduler that replaces the
+            checkpoint's.
         more: family-specific arguments of the pipeline's call.
         packages: what to install besides `Usage.packages`.
     """
@@ -109,7 +125,14 @@ def snippet(
 @functools.cache
 def _template() -> Any:
     """The jinja template of all snippets, compiled once."""
-    from jinja2 import Environment, StrictUndefined  # imported late: only needed for pages about a result
+    from jinja2 import (
+        Environment,
+        StrictUndefined,
+    )  # imported late: only needed for pages about a result
 
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
-    return environment.from_string(Path(__file__).with_name("usage.py.jinja").read_text(encoding="utf-8"))
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False
+    )
+    return environment.from_string(
+        Path(__file__).with_name("usage.py.jinja").read_text(encoding="utf-8")
+    )

@@ -1,4 +1,6 @@
-"""Memory and compute of a VAE, calculated without torch; `vaes.toml` has the measurements of every class."""
+"""Memory and compute of a VAE, calculated without torch; `vaes.toml` has the measurements of every
+class.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass, field
 from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost_table import Factors, number, peak_of, sum_of
 
-TILE, OVERLAP = 384, 128  # of preview decoding: pixels per side of a tile, and overlap of two tiles
+# of preview decoding: pixels per side of a tile, and overlap of two tiles
+TILE = 384
+OVERLAP = 128
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,14 @@ Ways = Mapping[str, Sequence[Factors]]  # by way of working, the phases of it
 class VaeCost:
     """Measured cost of a VAE per sample, as sums of products like in `cost.json`.
 
-    In products, `width` is the first width of its layers, `layers` their number relative to the published VAE, `frame`
-    the frames processed at a time, `later` these without the first, `pixel` the pixels of a frame or tile, and `clip`
-    the pixels of all frames.
+    In products, `width` is the first width of its layers, `layers` their number relative to the
+    published VAE, `frame` the frames processed at a time, `later` these without the first, `pixel`
+    the pixels of a frame or tile, and `clip` the pixels of all frames.
 
     Attributes:
         parameters: number of parameters; in `VAE_COSTS`, of the published VAE.
-        encoding, decoding: numbers alive in each phase, by way of working: `usual`, `sliced`, in `strips`, in `tiles`.
+        encoding, decoding: numbers alive in each phase, by way of working: `usual`, `sliced`, in
+            `strips`, in `tiles`.
         flops: of decoding.
         upsampling: numbers that decoding upsamples at once.
         width_key: config key of the first width; `width` is the default.
@@ -90,9 +95,12 @@ class VaeCost:
         return load.samples * peak_of(ways[_way(ways, load)], self._numbers(load))
 
     def _numbers(self, load: VaeLoad) -> dict[str, float]:
-        first, frames = self.settings.get(self.width_key), min(load.frames, self.frames or load.frames)
+        first = self.settings.get(self.width_key)
+        frames = min(load.frames, self.frames or load.frames)
         return {
-            "width": first[0] if isinstance(first, list | tuple) else number(self.settings, self.width_key, self.width),
+            "width": first[0]
+            if isinstance(first, list | tuple)
+            else number(self.settings, self.width_key, self.width),
             "layers": (number(self.settings, "layers_per_block", 2) + 3) / 5,
             "frame": frames,
             "later": max(frames - 1, 1),
@@ -112,4 +120,6 @@ def _way(ways: Ways, load: VaeLoad) -> str:
     return "usual"
 
 
-VAE_COSTS = {name: VaeCost(**table) for name, table in read_toml("simpletuner.models", "vaes.toml").items()}
+VAE_COSTS = {
+    name: VaeCost(**table) for name, table in read_toml("simpletuner.models", "vaes.toml").items()
+}

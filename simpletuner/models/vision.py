@@ -16,12 +16,24 @@ from simpletuner.weights.hub import OFFLINE
 from simpletuner.weights.part import HUB_ID, Part
 
 KINDS = ("dinov2", "dinov2_with_registers")
-# Name, width and layers of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17); each head is 64 wide.
-SIZES = {"s": ("small", 384, 12), "b": ("base", 768, 12), "l": ("large", 1024, 24), "g": ("giant", 1536, 40)}
+# Name, width and layers of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17); each head is
+# 64 wide.
+SIZES = {
+    "s": ("small", 384, 12),
+    "b": ("base", 768, 12),
+    "l": ("large", 1024, 24),
+    "g": ("giant", 1536, 40),
+}
 ENCODERS = (
-    "dinov2_vits14", "dinov2_vitb14", "dinov2_vitl14", "dinov2_vitg14",
-    "dinov2_vits14_reg", "dinov2_vitb14_reg", "dinov2_vitl14_reg", "dinov2_vitg14_reg",
-)  # fmt: skip
+    "dinov2_vits14",
+    "dinov2_vitb14",
+    "dinov2_vitl14",
+    "dinov2_vitg14",
+    "dinov2_vits14_reg",
+    "dinov2_vitb14_reg",
+    "dinov2_vitl14_reg",
+    "dinov2_vitg14_reg",
+)
 SPELLINGS = re.compile(r"dino_?v2[_-](?:vit)?([sblg])(?:14)?(_reg)?")
 
 
@@ -39,8 +51,14 @@ class VisionEncoder:
 
     @cached_property
     def known(self) -> str | None:
-        """The published model of that name, such as `dinov2_vitg14` for `dino_v2_g`; None for a folder or hub id."""
-        match = None if home_path(self.name).is_dir() else SPELLINGS.fullmatch(self.name.strip().lower())
+        """The published model of that name, such as `dinov2_vitg14` for `dino_v2_g`; None for a
+        folder or hub id.
+        """
+        match = (
+            None
+            if home_path(self.name).is_dir()
+            else SPELLINGS.fullmatch(self.name.strip().lower())
+        )
         return f"dinov2_vit{match[1]}14{match[2] or ''}" if match else None
 
     @cached_property
@@ -58,11 +76,15 @@ class VisionEncoder:
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch")
         # dinov2_vitg14_reg4_pretrain.pth
         stem = (self.known or "").replace("_reg", "_reg4")
-        return Path(os.environ.get("TORCH_HOME", cache), "hub", "checkpoints", f"{stem}_pretrain.pth").expanduser()
+        return Path(
+            os.environ.get("TORCH_HOME", cache), "hub", "checkpoints", f"{stem}_pretrain.pth"
+        ).expanduser()
 
     def local(self) -> Path | None:
         """The encoder's folder or torch hub's file on this machine, or None."""
-        return self.part.local_folder() or (self.torch_hub_file if self.torch_hub_file.is_file() else None)
+        return self.part.local_folder() or (
+            self.torch_hub_file if self.torch_hub_file.is_file() else None
+        )
 
     def settings(self) -> dict[str, Any]:
         """The encoder's config.json, or the published model's if it is not on this machine."""
@@ -73,14 +95,21 @@ class VisionEncoder:
         size = (self.known or ENCODERS[-1])[10]
         _, width, layers = SIZES[size]
         return {
-            "model_type": KINDS["_reg" in (self.known or "")], "hidden_size": width, "num_hidden_layers": layers,
+            "model_type": KINDS["_reg" in (self.known or "")],
+            "hidden_size": width,
+            "num_hidden_layers": layers,
             # Only the giant model has a SwiGLU feed-forward.
-            "num_attention_heads": width // 64, "image_size": 518, "patch_size": PATCH, "use_swiglu_ffn": size == "g",
-        }  # fmt: skip
+            "num_attention_heads": width // 64,
+            "image_size": 518,
+            "patch_size": PATCH,
+            "use_swiglu_ffn": size == "g",
+        }
 
     @cached_property
     def width(self) -> int:
-        """Width of the features, fixed at the first access; as published if the encoder is not on this machine."""
+        """Width of the features, fixed at the first access; as published if the encoder is not on
+        this machine.
+        """
         return int(self.settings()["hidden_size"])
 
     @cached_property
@@ -89,19 +118,28 @@ class VisionEncoder:
         return 12 * int(self.settings()["num_hidden_layers"]) * self.width**2
 
     def check(self, report: Problems) -> None:
-        """Report unknown names, unusable folders, and an encoder that can be neither found nor downloaded."""
+        """Report unknown names, unusable folders, and an encoder that can be neither found nor
+        downloaded.
+        """
         from huggingface_hub import constants, is_offline_mode
 
         location = self.part.location
         if self.local() is not None:
             settings = self.settings()
-            kind, patch = settings.get("model_type"), settings.get("patch_size")
+            kind = settings.get("model_type")
+            patch = settings.get("patch_size")
             if kind not in KINDS or patch != PATCH:
-                message = f"{location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 with {PATCH}."
+                message = (
+                    f"{location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 with "
+                    f"{PATCH}."
+                )
                 report.error(self.key, message)
         elif self.part.is_local or not HUB_ID.fullmatch(location):
             fault = f" ({self.part.fault()})" if home_path(location).is_dir() else ""
-            message = f"{self.name!r} is neither one of {', '.join(ENCODERS)} nor a model folder{fault} or hub id."
+            message = (
+                f"{self.name!r} is neither one of {', '.join(ENCODERS)} nor a model folder{fault} "
+                "or hub id."
+            )
             report.error(self.key, message + did_you_mean(self.name, ENCODERS))
         elif is_offline_mode():
             places = f"neither in {constants.HF_HUB_CACHE!r} nor {str(self.torch_hub_file)!r}"

@@ -27,15 +27,18 @@ class WanLatentEncoder(LatentEncoder):
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """z of `B 3 F H W` pixels in [-1, 1]: float32, on the CPU.
 
-        Wan's takes F = 4k + 1 and gives `B 16 k+1 H/8 W/8`, LTX-2's F = 8k + 1 and `B 128 k+1 H/32 W/32`. The mode is
-        deterministic, so `seeds` has no effect.
+        Wan's takes F = 4k + 1 and gives `B 16 k+1 H/8 W/8`, LTX-2's F = 8k + 1 and
+        `B 128 k+1 H/32 W/32`. The mode is deterministic, so `seeds` has no effect.
 
         Raises:
             UserError: the VAE returned a value that is not finite.
         """
         mode = self.posterior(pixels).mode().float().cpu()
         if not bool(mode.isfinite().all()):
-            raise UserError(f"The VAE gave values that are not finite ({self.dtype}); vae_dtype fp32 is the right one.")
+            raise UserError(
+                f"The VAE gave values that are not finite ({self.dtype}); vae_dtype fp32 is "
+                "the right one."
+            )
         # The reciprocal first, as in the pipelines: a division rounds differently.
         return (mode - self.mean) * (1.0 / self.std)
 

@@ -1,8 +1,9 @@
-"""From layers of settings to a plan: what will be trained, on which data, for how long, and every problem found.
+"""From layers of settings to a plan: what will be trained, on which data, for how long, and every
+problem found.
 
-Nothing here loads a weight, and nothing is written but files of remote datasets, and those only if the arguments allow
-it. Problems are collected and reported together. Each kind of plan (`plans.py`) has a function that can be read from
-top to bottom; what they share are the stages below.
+Nothing here loads a weight, and nothing is written but files of remote datasets, and those only if
+the arguments allow it. Problems are collected and reported together. Each kind of plan (`plans.py`)
+has a function that can be read from top to bottom; what they share are the stages below.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from simpletuner.models.adapter_kinds import trained_layers
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.planning import checks, effects
+from simpletuner.planning import checks, dataset_checks, effects
 from simpletuner.planning.checkpoint_folder import Checkpoint
 from simpletuner.planning.entries import data_context
 from simpletuner.planning.environment import as_launched, as_rendered, check_environment
@@ -37,8 +38,12 @@ from simpletuner.planning.resume import check_resume, decide_seed, has_same_data
 from simpletuner.weights.part import Part
 
 
-def resolve_layers(layers: Sequence[Layer], report: Problems) -> tuple[RunConfig, FamilySpec | None]:
-    """The settings with the defaults of the family that they name, and the family; None if it is unknown."""
+def resolve_layers(
+    layers: Sequence[Layer], report: Problems
+) -> tuple[RunConfig, FamilySpec | None]:
+    """The settings with the defaults of the family that they name, and the family; None if it is
+    unknown.
+    """
     spec = find_family(layers, report)
     if spec is None:
         return resolve(layers, report), None
@@ -46,25 +51,35 @@ def resolve_layers(layers: Sequence[Layer], report: Problems) -> tuple[RunConfig
 
 
 def find_family(layers: Sequence[Layer], report: Problems) -> FamilySpec | None:
-    """The family named by the layer with the highest precedence, which is the last one, as its flavour has it."""
+    """The family named by the layer with the highest precedence, which is the last one, as its
+    flavour has it.
+    """
     # Family and flavour may come from different layers.
     named: dict[str, str] = {}
     for layer in layers:
         # resolve() reports the problems, and a missing family.
-        named |= {key: str(value) for key, value in canonical(layer, Problems()).items() if value is not None}
+        named |= {
+            key: str(value)
+            for key, value in canonical(layer, Problems()).items()
+            if value is not None
+        }
     if "model_family" not in named:
         return None
     name = canonical_family_name(named["model_family"])
     if name in FAMILIES:
         return FAMILIES[name].for_flavour(named.get("model_flavour"))
-    message = f"{named['model_family']!r} is not one of: {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES)}"
+    message = (
+        f"{named['model_family']!r} is not one of: "
+        f"{', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES)}"
+    )
     report.error("model_family", message)
     return None
 
 
 def find_flavour(config: RunConfig, spec: FamilySpec, report: Problems) -> Flavour:
     """The flavour that the settings name; the default one in place of an unknown name."""
-    name, names = config.model.model_flavour, spec.flavour_names
+    name = config.model.model_flavour
+    names = spec.flavour_names
     if name is None or name in names:
         return spec.flavour(name)
     if elsewhere := [family for family, each in FAMILIES.items() if name in each.flavour_names]:
@@ -72,7 +87,9 @@ def find_flavour(config: RunConfig, spec: FamilySpec, report: Problems) -> Flavo
     else:
         # i2v-lite-pretrain-5s looks most like a flavour of another task.
         same_task = [known for known in names if known[:4] == name[:4]]
-        message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, same_task or names)}"
+        message = (
+            f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, same_task or names)}"
+        )
         message += " For another checkpoint set pretrained_model_name_or_path."
     report.error("model_flavour", message)
     return spec.flavours[0]
@@ -83,8 +100,9 @@ def settle_task(
 ) -> tuple[Flavour, list[DatasetConfig]]:
     """The flavour with the task that the datasets select, and the datasets with `is_i2v` resolved.
 
-    Only a flavour with a `dataset_task` has a choice: it takes that task as soon as one trained dataset sets
-    `video.is_i2v`, or a sample starts from a picture. The other datasets of the run are still trained from noise alone.
+    Only a flavour with a `dataset_task` has a choice: it takes that task as soon as one trained
+    dataset sets `video.is_i2v`, or a sample starts from a picture. The other datasets of the run
+    are still trained from noise alone.
     """
     if flavour.dataset_task is None:
         return flavour, list(entries)
@@ -96,7 +114,8 @@ def settle_task(
 def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
     if not entry.holds_clips:
         return entry
-    # Unset becomes false: with a `dataset_task`, clips are trained from noise unless they say otherwise.
+    # Unset becomes false: with a `dataset_task`, clips are trained from noise unless they say
+    # otherwise.
     video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
     return entry.model_copy(update={"video": video})
 
@@ -139,7 +158,8 @@ def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "t
 
     Args:
         arguments: their `problems` receive whatever is wrong or worth knowing.
-        purpose: a run refuses to start if no step is left; its caches can be looked at with any number of steps.
+        purpose: a run refuses to start if no step is left; its caches can be looked at with any
+            number of steps.
 
     Raises:
         ConfigError: with every problem at once.
@@ -157,7 +177,8 @@ def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "t
     resume = check_resume(model, targets, report)
     seed = decide_seed(model.config.run.seed, resume)
     datasets = list_datasets(model, entries, arguments, report)
-    # What follows needs whole datasets: with problems so far it would only report their consequences.
+    # What follows needs whole datasets: with problems so far it would only report their
+    # consequences.
     report.raise_if_fatal()
 
     check_use_of_data(previews, datasets, entries, report)
@@ -179,7 +200,9 @@ def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "t
     check_schedule(plan, report)
     report.raise_if_fatal()
     # Several checks may warn of the same.
-    return replace(plan, warnings=list(dict.fromkeys(problem for problem in report if not problem.fatal)))
+    return replace(
+        plan, warnings=list(dict.fromkeys(problem for problem in report if not problem.fatal))
+    )
 
 
 def plan_rendering(arguments: Arguments, rendering: Rendering) -> PreviewPlan:
@@ -198,14 +221,20 @@ def plan_rendering(arguments: Arguments, rendering: Rendering) -> PreviewPlan:
     found = checks.worth_reporting(checks.findings(model, "sample"), model.config)
     # The run has given its warnings; those of the command line are new.
     origins = model.config.origins
-    report.extend(problem for problem in found if problem.fatal or origins.get(problem.where) == arguments.label)
+    report.extend(
+        problem
+        for problem in found
+        if problem.fatal or origins.get(problem.where) == arguments.label
+    )
     return plan_previews(model, rendering, report)
 
 
 def plan_draft(arguments: Arguments) -> tuple[PreviewPlan, dict[str, str]]:
-    """What unfinished settings come to, and their keys without effect, set or not, with the reasons.
+    """What unfinished settings come to, and their keys without effect, set or not, with the
+    reasons.
 
-    An unknown family counts as the first one. Problems are left to the caller, who may know of more.
+    An unknown family counts as the first one. Problems are left to the caller, who may know of
+    more.
     """
     report = arguments.problems
     layers, _ = arguments.layers(report)
@@ -221,7 +250,8 @@ def survey_datasets(arguments: Arguments) -> Survey:
     """A look at the datasets, which need not have captions, or enough samples.
 
     Raises:
-        ConfigError: with every problem of the settings; what is wrong with files is in the warnings of the survey.
+        ConfigError: with every problem of the settings; what is wrong with files is in the warnings
+            of the survey.
     """
     report = arguments.problems
     launched = read_settings(arguments, report)
@@ -234,7 +264,11 @@ def survey_datasets(arguments: Arguments) -> Survey:
     # A problem of a dataset as a whole, and not of one of its keys, is about its files.
     report.extend(problem for problem in found if problem.where not in ids)
     report.raise_if_fatal()
-    return Survey(**vars(model), datasets=datasets, warnings=[replace(problem, fatal=False) for problem in found])
+    return Survey(
+        **vars(model),
+        datasets=datasets,
+        warnings=[replace(problem, fatal=False) for problem in found],
+    )
 
 
 def read_settings(arguments: Arguments, report: Problems) -> Launched:
@@ -246,15 +280,18 @@ def read_settings(arguments: Arguments, report: Problems) -> Launched:
     file = dataset_file(config.run.data_backend_config, folder, report)
     names = {"model_family": family.name if family else "", "output_dir": config.run.output_dir}
     entries = read_datasets(file, report, placeholders=names)
-    checks.check_cache_folders(entries, report)
+    dataset_checks.check_cache_folders(entries, report)
     return Launched(config, family, file, entries)
 
 
-def find_model(launched: Launched, purpose: checks.Purpose, report: Problems) -> tuple[Model, list[DatasetConfig]]:
+def find_model(
+    launched: Launched, purpose: checks.Purpose, report: Problems
+) -> tuple[Model, list[DatasetConfig]]:
     """The model that the settings name, and the entries of the datasets for its task.
 
     Raises:
-        ConfigError: the family is unknown, so only the rules for all families can add to the report.
+        ConfigError: the family is unknown, so only the rules for all families can add to the
+            report.
     """
     if launched.family is None:
         raise ConfigError([*report, *checks.check_config(launched.config, purpose)])
@@ -262,12 +299,20 @@ def find_model(launched: Launched, purpose: checks.Purpose, report: Problems) ->
 
 
 def _model(
-    config: RunConfig, spec: FamilySpec, entries: list[DatasetConfig], rendering: Rendering, report: Problems
+    config: RunConfig,
+    spec: FamilySpec,
+    entries: list[DatasetConfig],
+    rendering: Rendering,
+    report: Problems,
 ) -> tuple[Model, list[DatasetConfig]]:
-    """The model of a family, with the pixel grid that its checkpoint needs unless the user set one."""
+    """The model of a family, with the pixel grid that its checkpoint needs unless the user set
+    one.
+    """
     flavour = find_flavour(config, spec, report)
     flavour, entries = settle_task(flavour, entries, has_picture=bool(rendering.pictures))
-    source = ModelSource.from_settings(spec, flavour, config.flat).with_transformer(rendering.transformer)
+    source = ModelSource.from_settings(spec, flavour, config.flat).with_transformer(
+        rendering.transformer
+    )
     spec = spec.for_checkpoint(flavour, source)
     if not config.is_explicit("aspect_bucket_alignment"):
         # Written into the config, since datasets take what they leave unset from it.
@@ -286,13 +331,15 @@ def plan_previews(model: Model, rendering: Rendering, report: Problems) -> Previ
     return PreviewPlan(**vars(model), prompts=prompts, sizes=sizes, pictures=rendering.pictures)
 
 
-def list_datasets(model: Model, entries: list[DatasetConfig], arguments: Arguments, report: Problems) -> list[Dataset]:
+def list_datasets(
+    model: Model, entries: list[DatasetConfig], arguments: Arguments, report: Problems
+) -> list[Dataset]:
     """The datasets, with all their files listed and measured."""
     context = data_context(model.config, model.spec, model.flavour.task, arguments.collect)
     datasets = build_datasets(entries, context, report) if entries else []
     if not any(dataset.config.is_trained for dataset in datasets) and not report.are_fatal:
         report.error("data_backend_config", "names no dataset to train on.")
-    checks.check_datasets(model, datasets, report)
+    dataset_checks.check_datasets(model, datasets, report)
     return datasets
 
 
@@ -311,9 +358,15 @@ def check_use_of_data(
 
 
 def plan_schedule(
-    config: RunConfig, datasets: list[Dataset], resume: Checkpoint | None, seed: int, report: Problems
+    config: RunConfig,
+    datasets: list[Dataset],
+    resume: Checkpoint | None,
+    seed: int,
+    report: Problems,
 ) -> tuple[bool, Origin, Length]:
-    """Whether the sample order continues, where the data of this session begins, and the length of the run."""
+    """Whether the sample order continues, where the data of this session begins, and the length of
+    the run.
+    """
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     same_data = resume is None or has_same_data(config, trained, resume, seed, report)
     origin = data_origin(config, resume, same_data=same_data)

@@ -1,6 +1,7 @@
 """Checkpoints on disk: what their folders and manifests hold, and which of them are complete.
 
-A checkpoint is complete if its manifest exists: the manifest is written last, before the folder is renamed.
+A checkpoint is complete if its manifest exists: the manifest is written last, before the folder is
+renamed.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ class Identity:
     Attributes:
         seed: seed of the run, kept on resume even if it was drawn.
         datasets: fingerprint of the samples.
-        files: digests of the trained files, or of a sample of them, separated by blanks; empty in older checkpoints.
+        files: digests of the trained files, or of a sample of them, separated by blanks; empty in
+            older checkpoints.
         versions: versions of the relevant packages.
         weights: content hash of every model involved, by its role; empty in older checkpoints.
         settings: keys that change the mathematics, with their effective values.
         order: keys that decide which samples share a batch, with their effective values.
         origins: origin of each value that is not the default, by key.
-        num_processes: number of processes, each with batches of `train_batch_size`; a sequence-parallel group counts
-            once.
+        num_processes: number of processes, each with batches of `train_batch_size`; a
+            sequence-parallel group counts once.
     """
 
     model_family: str
@@ -104,8 +106,9 @@ class Manifest:
     Attributes:
         files: size in bytes and SHA-256 of every file, by relative path.
         progress: None in older checkpoints.
-        forks: the branches on the way from the start of the run, in the order of their steps. They name the ancestors
-            of the checkpoint; without any, these are all checkpoints with lower steps.
+        forks: the branches on the way from the start of the run, in the order of their steps. They
+            name the ancestors of the checkpoint; without any, these are all checkpoints with lower
+            steps.
     """
 
     step: int
@@ -132,7 +135,8 @@ class Move:
 
     Attributes:
         shared: the last step that the old and the new line have in common.
-        home: folder of the checkpoint that the branch continues: relative to the output folder, or of another run.
+        home: folder of the checkpoint that the branch continues: relative to the output folder, or
+            of another run.
         is_aside: the old line has been moved; the new one may still have to come back from `home`.
     """
 
@@ -192,7 +196,10 @@ def write_line(output_dir: Path, line: Line) -> None:
 def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
     """Size and hash of every file below a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE_NAME)
-    return {path.relative_to(folder).as_posix(): (path.stat().st_size, hash_file(path)) for path in paths}
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, hash_file(path))
+        for path in paths
+    }
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -205,7 +212,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     manifest = read_stored(folder / FILE_NAME, Manifest)
     if manifest is None:
         return None
-    # Only sizes: hashing gigabytes would delay every listing of checkpoints. Resuming hashes (`damaged_files`).
+    # Only sizes: hashing gigabytes would delay every listing of checkpoints. Resuming hashes
+    # (`damaged_files`).
     sizes = {folder / name: size for name, (size, _) in manifest.files.items()}
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
     return manifest if whole else None
@@ -219,28 +227,38 @@ def damaged_files(checkpoint: Checkpoint) -> list[str]:
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in a folder; None if it is not a complete checkpoint."""
-    match, manifest = FOLDER_NAME.fullmatch(path.name), read_manifest(path)
+    match = FOLDER_NAME.fullmatch(path.name)
+    manifest = read_manifest(path)
     if match is None or manifest is None:
         return None
     return Checkpoint(path, manifest.step, match.group(2) is not None, manifest)
 
 
 def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """All complete checkpoints in a folder, and incomplete folders with the name of a checkpoint."""
-    named = sorted(path for path in folder.glob("*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name))
+    """All complete checkpoints in a folder, and incomplete folders with the name of a
+    checkpoint.
+    """
+    named = sorted(
+        path for path in folder.glob("*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name)
+    )
     opened = {path: open_checkpoint(path) for path in named}
     whole = [checkpoint for checkpoint in opened.values() if checkpoint is not None]
     return whole, [path for path, checkpoint in opened.items() if checkpoint is None]
 
 
 def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """Complete checkpoints on the folder's line, sorted by step, and incomplete folders with the name of one."""
+    """Complete checkpoints on the folder's line, sorted by step, and incomplete folders with the
+    name of one.
+    """
     line = read_line(output_dir)
     whole, broken = list_checkpoints(output_dir)
     if line is not None:
-        if line.move is not None and line.move.home != ".":  # the checkpoint that the branch continues is there
+        if (
+            line.move is not None and line.move.home != "."
+        ):  # the checkpoint that the branch continues is there
             whole += list_checkpoints(output_dir / line.move.home)[0]
-        # A file that holds none of them is of another folder, or all that it holds have been deleted.
+        # A file that holds none of them is of another folder, or all that it holds have been
+        # deleted.
         whole = [checkpoint for checkpoint in whole if line.holds(checkpoint)] or whole
     # At the same step, the regular checkpoint comes last, so that `latest` selects it.
     whole.sort(key=lambda checkpoint: (checkpoint.step, not checkpoint.rolling))
@@ -253,7 +271,10 @@ def select_checkpoint(wanted: str, output_dir: Path, report: Problems) -> Checkp
     whole, broken = find_checkpoints(output_dir)
     if wanted.lower() == "none":
         if whole:
-            message = f"is none, but {output_dir} holds checkpoints that the run would meet; choose another output_dir."
+            message = (
+                f"is none, but {output_dir} holds checkpoints that the run would meet; choose "
+                "another output_dir."
+            )
             report.error(key, message)
         return None
     if wanted.lower() == "latest":
@@ -267,12 +288,17 @@ def select_checkpoint(wanted: str, output_dir: Path, report: Problems) -> Checkp
         if checkpoint := open_checkpoint(path):
             return checkpoint
     names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
-    report.error(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}.")
+    report.error(
+        key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}."
+    )
     return None
 
 
-def prune(output_dir: Path, limit: int, *, rolling: bool, in_use: Collection[Path] = ()) -> list[Path]:
-    """Delete the oldest checkpoints of one kind beyond the limit (0 keeps all); returns the deleted folders.
+def prune(
+    output_dir: Path, limit: int, *, rolling: bool, in_use: Collection[Path] = ()
+) -> list[Path]:
+    """Delete the oldest checkpoints of one kind beyond the limit (0 keeps all); returns the deleted
+    folders.
 
     Deletes only complete checkpoints that are not in use, never other folders.
     """
@@ -280,7 +306,9 @@ def prune(output_dir: Path, limit: int, *, rolling: bool, in_use: Collection[Pat
         return []
     whole, _ = find_checkpoints(output_dir)
     checkpoints = [checkpoint for checkpoint in whole if checkpoint.rolling == rolling]
-    surplus = [checkpoint.path for checkpoint in checkpoints[:-limit] if checkpoint.path not in in_use]
+    surplus = [
+        checkpoint.path for checkpoint in checkpoints[:-limit] if checkpoint.path not in in_use
+    ]
     for path in surplus:
         # The manifest first, so that an interrupted deletion leaves an incomplete checkpoint.
         (path / FILE_NAME).unlink()

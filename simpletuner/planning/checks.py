@@ -1,5 +1,7 @@
-"""Rules between keys: declared by options (`requires`, `excludes`), and functions that report contradictions and keys
-without effect; then rules between settings and datasets."""
+"""Rules between keys: contradictions, and keys without effect.
+
+Simple rules are declared by options (`requires`, `excludes`); the others are functions here.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,30 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.atomic import why_not_writable
-from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.json_reader import check_unset
 from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.paths import home_path
-from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
+from simpletuner.config.precision import (
+    check_packages,
+    check_products,
+    text_encoder_dtype,
+    transformer_dtype,
+)
 from simpletuner.config.publishing import check_publishing
-from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
+from simpletuner.config.schema import (
+    DECAYING_SCHEDULERS,
+    PLAIN_PRECISIONS,
+    RunConfig,
+    all_options,
+    family_groups,
+)
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.techniques.preservation import PreservationConfig
 from simpletuner.config.techniques.tread import TreadConfig
 from simpletuner.config.trackers import check_trackers
 from simpletuner.config.webhooks import check_webhooks
-from simpletuner.data.buckets import Geometry
 from simpletuner.data.captions import control_token
-from simpletuner.data.dataset import Dataset
-from simpletuner.errors import NoEffect, Problem, Problems, counted, did_you_mean, shorten
-from simpletuner.models.adapter_kinds import adapter_kind
-from simpletuner.models.registry import FAMILY_DATASET_KEYS
+from simpletuner.errors import NoEffect, Problem, Problems, counted, shorten
 from simpletuner.models.source import (
     ModelSource,
     blocks_of,
@@ -43,17 +51,20 @@ from simpletuner.planning.plans import Model
 from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.planning.techniques.table import check_encoders, ruling_techniques
 
-# What settings are judged for: a run, its caches, pictures from its result, a look at the datasets, or a form that is
-# being filled in.
+# What settings are judged for: a run, its caches, pictures from its result, a look at the datasets,
+# or a form that is being filled in.
 Purpose = Literal["train", "caches", "sample", "survey", "draft"]
 
 HIGHEST_USUAL_RATE = 0.1
-SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
-MOST_CROPPED = 0.2  # share of a side that may be cropped without a warning if `crop` is off
-OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule")
 # Without effect on families of pictures.
 FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
-RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
+RATE_IS_A_FACTOR = (
+    "prodigy",
+    "muon",
+    "torch-sgd",
+    "optimi-sgd",
+    "bnb-sgd8bit",
+)  # a rate of 1 is reasonable there
 
 
 def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]:
@@ -64,7 +75,9 @@ def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]
 
 
 def check_settings(config: RunConfig, purpose: Purpose, report: Problems) -> None:
-    """Everything visible in the settings alone, for every family; keys without effect too, set or not."""
+    """Everything visible in the settings alone, for every family; keys without effect too, set or
+    not.
+    """
     for rule in SAMPLE_RULES if purpose == "sample" else RULES:
         rule(config, report)
 
@@ -92,10 +105,12 @@ def conflicts(config: RunConfig, report: Problems) -> None:
 
 
 def findings(model: Model, purpose: Purpose) -> Problems:
-    """All findings about the settings and their checkpoint, including keys without effect, set or not.
+    """All findings about the settings and their checkpoint, including keys without effect, set or
+    not.
 
-    A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
-    only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
+    A survey looks at datasets alone. Samples are made with the settings of a run that gave its
+    warnings, so they need only what makes rendering fail. A draft is judged after each answer, so
+    no file of the checkpoint is looked for.
     """
     config = model.config
     spec = model.spec
@@ -133,7 +148,8 @@ def without_effect(problems: Iterable[Problem]) -> dict[str, str]:
 
 
 def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
-    """The problems, but for keys without effect that are unset, have their default, or are errors anyway.
+    """The problems, but for keys without effect that are unset, have their default, or are errors
+    anyway.
 
     Of several reasons why a key has no effect, the first one is enough.
     """
@@ -141,7 +157,9 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
     options = all_options()
     settings = config.flat
     # A key with an error need not also be called useless.
-    wrong = {problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)}
+    wrong = {
+        problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)
+    }
     kept: dict[tuple[str, ...], Problem] = {}
     for problem in problems:
         key = problem.where
@@ -157,17 +175,24 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
 
 
 def check_output(config: RunConfig, report: Problems) -> None:
-    """Report an output folder that is not writable, before slow work starts, and cache paths that are files."""
+    """Report an output folder that is not writable, before slow work starts, and cache paths that
+    are files.
+    """
     shared = {home_path("~").resolve(): "the home folder", Path("/"): "the root of the file system"}
     place = shared.get(home_path(config.run.output_dir).resolve())
     if place is not None:
-        message = f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as output/my-lora."
+        message = (
+            f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as "
+            "output/my-lora."
+        )
         report.error("output_dir", message)
         return
     if reason := why_not_writable(Path(config.run.output_dir).expanduser()):
         report.error("output_dir", reason)
         return  # caches are often inside it and would repeat the problem
-    folders = config.run.model_dump(include={"cache_dir", "cache_dir_text", "cache_dir_vae"}, exclude_none=True)
+    folders = config.run.model_dump(
+        include={"cache_dir", "cache_dir_text", "cache_dir_vae"}, exclude_none=True
+    )
     check_folders(folders, report)
 
 
@@ -176,9 +201,14 @@ def check_length(config: RunConfig, report: Problems) -> None:
     steps = config.schedule.max_train_steps or 0
     epochs = config.schedule.num_train_epochs
     if steps > 0 and epochs is not None and epochs > 0:
-        report.error("num_train_epochs", f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.")
+        report.error(
+            "num_train_epochs",
+            f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.",
+        )
     if steps == 0 and epochs == 0:
-        report.error("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
+        report.error(
+            "num_train_epochs", "and max_train_steps are both 0; there is nothing to train."
+        )
 
 
 def check_rates(config: RunConfig, report: Problems) -> None:
@@ -187,7 +217,10 @@ def check_rates(config: RunConfig, report: Problems) -> None:
     rate = learning_rate(optimizer, config.model.model_type)
     # A sine may also rise, so it is not checked.
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
-        message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
+        message = (
+            f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} "
+            "could not decay."
+        )
         report.error("lr_end", message)
     # Such as 1e4 for 1e-4.
     if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
@@ -205,7 +238,10 @@ def check_lora(config: RunConfig, report: Problems) -> None:
         message = f"{init!r} changes the base, which base_model_precision {base!r} does not allow."
         report.error("lora_init_type", f"{message} Use default or gaussian.")
     elif dtype != "fp32":
-        message = f"{init!r} moves part of the base into the LoRA and rounds the rest to {dtype}, which changes more"
+        message = (
+            f"{init!r} moves part of the base into the LoRA and rounds the rest to {dtype}, which "
+            "changes more"
+        )
         advice = "than the LoRA does. Use default or gaussian, or base_model_precision fp32."
         report.error("lora_init_type", f"{message} {advice}")
 
@@ -213,12 +249,16 @@ def check_lora(config: RunConfig, report: Problems) -> None:
 def check_rest(config: RunConfig, report: Problems) -> None:
     """Short rules, and the rules declared beside their settings."""
     if config.is_explicit("flow_schedule_shift"):
-        report.no_effect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
+        report.no_effect(
+            "flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins."
+        )
     evaluation = config.evaluation
     if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
         report.warn("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
     check_optimizer(config.optimizer, config.precision.mixed_precision, report)
-    if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
+    if (
+        config.model.model_type == "lora"
+    ):  # of a full fine-tune, no weight is multiplied as it is stored
         check_products(config.precision, report)
     check_speed(config.speed, config.precision, config.launch, report)
     check_trackers(config.tracking, report)
@@ -235,30 +275,53 @@ def family_problems(config: RunConfig, spec: FamilySpec, report: Problems) -> No
     """Report violated limits of the family, and every key without effect on it, set or not."""
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.words.longest:
-        report.warn("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
+        report.warn(
+            "tokenizer_max_length",
+            f"{length} is too long for {spec.title}; {spec.words.longest} is used.",
+        )
     _check_vae(config, spec, report)
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         model = " ".join(filter(None, [spec.title, config.model.model_flavour]))
         report.error("lora_format", f"'comfyui': ComfyUI cannot run {model}; use diffusers.")
     _unused_keys(spec, report)
     second = config.precision.text_encoder_2_precision
-    if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
-        message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
+    if (
+        spec.text_encoders > 1
+        and second in ("bf16", "fp32")
+        and second != text_encoder_dtype(config.precision)
+    ):
+        message = (
+            f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to "
+            "the same."
+        )
         report.error("text_encoder_2_precision", message)
     vae = config.model.pretrained_vae_model_name_or_path
     base = config.model.pretrained_model_name_or_path
     if vae is not None and base is not None and vae != base:
-        report.warn("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
+        report.warn(
+            "pretrained_vae_model_name_or_path",
+            f"{vae!r} is not pretrained_model_name_or_path {base!r}.",
+        )
 
 
 def _check_vae(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
-    """Ways to decode and encode that the VAE of the family lacks, and lengths of clips that it cannot decode."""
+    """Ways to decode and encode that the VAE of the family lacks, and lengths of clips that it
+    cannot decode.
+    """
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
-        message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
+        message = (
+            f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles "
+            "take less memory."
+        )
         report.warn("validation_decoding", message)
     if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
-        message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
-        report.error("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
+        message = (
+            f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions "
+            "between frames;"
+        )
+        report.error(
+            "vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory."
+        )
     frames = config.validation.validation_num_video_frames
     stride = spec.frame_stride
     if spec.media != "video" or frames is None:
@@ -266,7 +329,11 @@ def _check_vae(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
     if (frames - 1) % stride != 0:  # clips fill whole latent frames
         below = (frames - 1) // stride * stride + 1
         message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
-        report.error("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
+        report.error(
+            "validation_num_video_frames",
+            message,
+            remedy={"validation_num_video_frames": below + stride},
+        )
 
 
 def _unused_keys(spec: FamilySpec, report: Problems) -> None:
@@ -298,12 +365,18 @@ def _unused_keys(spec: FamilySpec, report: Problems) -> None:
 def check_flavour(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Report keys that the flavour does not use, and the effects of training it."""
     if flavour.distilled:
-        report.warn("model_flavour", f"{flavour.name} is distilled; trained, it may need guidance or more steps.")
+        report.warn(
+            "model_flavour",
+            f"{flavour.name} is distilled; trained, it may need guidance or more steps.",
+        )
     effects.by_flavour(config, flavour, report)
 
 
-def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems) -> None:
-    """Compare keys with visual block numbers with the number of blocks, if the checkpoint is on this machine.
+def check_block_numbers(
+    config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems
+) -> None:
+    """Compare keys with visual block numbers with the number of blocks, if the checkpoint is on
+    this machine.
 
     A family that cannot skip tokens says why in its own checks.
     """
@@ -323,14 +396,20 @@ def check_sequence(model: Model, report: Problems) -> None:
     launch = model.config.launch
     size = launch.sequence_parallel_size
     if spec.heads is None:
-        report.error(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
+        report.error(
+            key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1."
+        )
         return
-    heads = spec.heads(model.source["transformer"].read_config() or spec.cost.published(model.flavour.name))
+    heads = spec.heads(
+        model.source["transformer"].read_config() or spec.cost.published(model.flavour.name)
+    )
     both = math.gcd(heads, launch.local_processes)
     if both % size != 0:
         allowed = ", ".join(str(divisor) for divisor in range(1, both + 1) if both % divisor == 0)
         processes = counted(launch.local_processes, "process", "processes")
-        message = f"{size} must divide the {heads} heads of the model and the {processes} of each machine"
+        message = (
+            f"{size} must divide the {heads} heads of the model and the {processes} of each machine"
+        )
         report.error(key, f"{message}: use {allowed}.")
 
 
@@ -345,7 +424,9 @@ def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource, report:
     check_weights(spec, flavour, source, report)
 
 
-def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems) -> None:
+def check_weights(
+    spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems
+) -> None:
     """Whether the parts on this machine are of the family and hold every weight.
 
     The libraries initialise a missing weight at random with no more than a warning.
@@ -369,8 +450,11 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource, repor
     _check_transformer(spec, flavour, source, report)
 
 
-def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems) -> None:
-    """Every block that its config.json counts, all with the same weights, and every weight outside the blocks.
+def _check_transformer(
+    spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems
+) -> None:
+    """Every block that its config.json counts, all with the same weights, and every weight outside
+    the blocks.
 
     Shapes are compared with the class when the run starts (`models.loading.check_shapes`).
     """
@@ -390,7 +474,10 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource, 
         blocks = blocks_of(group, shapes)
         if isinstance(expected, int):  # a file of the user may hold anything
             if any(number >= expected for number in blocks):
-                report.error(part.key, f"{where} has {len(blocks)} {group}, its config.json has {key} {expected}.")
+                report.error(
+                    part.key,
+                    f"{where} has {len(blocks)} {group}, its config.json has {key} {expected}.",
+                )
             absent += [f"{group}.{number}" for number in range(expected) if number not in blocks]
         absent += differing_weights(group, blocks)
     if absent:
@@ -398,15 +485,21 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource, 
 
 
 def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt], report: Problems) -> None:
-    """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
+    """Prompts must not contain control tokens: the tokenizer would read them as the end of the
+    prompt or a picture.
+    """
     texts: list[tuple[str, str | None]] = [(prompt.nickname, prompt.prompt) for prompt in prompts]
     texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
     # It becomes a caption, see `PreservationConfig.other_caption`.
-    texts.append(("preservation_prompt", config.techniques.of(PreservationConfig).preservation_prompt))
+    texts.append(
+        ("preservation_prompt", config.techniques.of(PreservationConfig).preservation_prompt)
+    )
     for name, text in texts:
         token = control_token(text or "")
         if token is not None:
-            report.error(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
+            report.error(
+                f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it."
+            )
 
 
 def check_total(config: RunConfig, total_steps: int, report: Problems) -> None:
@@ -424,7 +517,9 @@ def check_total(config: RunConfig, total_steps: int, report: Problems) -> None:
         step = config.flat[key]
         if step >= total_steps:
             length = counted(total_steps, "step")
-            report.warn(key, f"{step} is not below the length of the run ({length}): {consequence}.")
+            report.warn(
+                key, f"{step} is not below the length of the run ({length}): {consequence}."
+            )
 
 
 RULES = (
@@ -441,129 +536,3 @@ RULES = (
 )
 # What training needs, such as packages of an optimizer, may be missing here.
 SAMPLE_RULES = (conflicts, check_output, check_offload)
-
-
-def check_datasets(model: Model, datasets: Sequence[Dataset], report: Problems) -> None:
-    """Entries that nothing uses, keys without effect, and what evaluation lacks."""
-    config = model.config
-    trained = [dataset for dataset in datasets if dataset.config.is_trained]
-    _check_kinds(config, trained, report)
-    _check_previewed(config.validation.eval_dataset_id or [], datasets, report)
-    for technique in ruling_techniques(config):
-        technique.check_datasets(config, datasets, report)
-    for dataset in datasets:
-        _check_resolution(model, dataset, report)
-        _check_cropping(dataset, report)
-        _check_noise_levels(config, dataset, report)
-        if dataset.config.slider_strength:
-            _check_slider(config, dataset, report)
-        for key in sorted((FAMILY_DATASET_KEYS - model.spec.words.dataset_keys) & dataset.config.model_fields_set):
-            report.warn(f"{dataset.id}.{key}", f"has no effect: {model.spec.title} does not use it.")
-        if dataset.config.dataset_type == "eval":
-            _check_evaluated(model, dataset, report)
-
-
-def _check_evaluated(model: Model, dataset: Dataset, report: Problems) -> None:
-    """An eval dataset needs a use: its loss, or previews that start from it."""
-    measures_loss = model.config.evaluation.measures_loss
-    if measures_loss and model.flavour.task == "i2i" and not dataset.references:
-        message = "is required: without source pictures this flavour has no loss on the dataset."
-        report.error(f"{dataset.id}.conditioning_data", message)
-    elif not measures_loss and dataset.id not in (model.config.validation.eval_dataset_id or []):
-        report.warn(dataset.id, "is not used: set eval_steps_interval (loss) or eval_dataset_id (previews).")
-
-
-def _check_noise_levels(config: RunConfig, dataset: Dataset, report: Problems) -> None:
-    """A dataset's own noise levels need a law that they shift."""
-    if not dataset.config.timestep_sampling_offset:
-        return
-    # Logit-normal has no key: it is what the others replace.
-    laws = [key for key in OTHER_LAWS if config.flat[key]]
-    if laws:
-        message = f"is added before the sigmoid of logit-normal sigmas, and {laws[0]} has none; remove one of them."
-        report.error(f"{dataset.id}.timestep_sampling_offset", message)
-
-
-def _check_kinds(config: RunConfig, trained: Sequence[Dataset], report: Problems) -> None:
-    """Regularisation data needs a LoRA and other data, and a LoRA for sliders data with a strength."""
-    regularised = [dataset.id for dataset in trained if dataset.config.is_regularisation_data]
-    drawn = [dataset for dataset in trained if dataset.config.probability > 0]
-    if drawn and all(dataset.config.is_regularisation_data for dataset in drawn):
-        message = "is set on every dataset that is trained, so the only target would be the base model itself."
-        report.error(f"{drawn[0].id}.is_regularisation_data", f"{message} Remove it, or add a dataset without it.")
-    if regularised and config.model.model_type == "full":
-        message = "needs model_type lora: the base model is the one with the LoRA off."
-        report.error(f"{regularised[0]}.is_regularisation_data", message)
-    if config.lora.slider_lora_target and not any(dataset.config.slider_strength for dataset in trained):
-        report.warn("slider_lora_target", "is on, but no trained dataset has a slider_strength: this is no slider.")
-
-
-def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset], report: Problems) -> None:
-    """Datasets chosen for previews must exist and should not be trained."""
-    ids = [dataset.id for dataset in datasets]
-    for name in chosen:
-        if name not in ids:
-            report.error("eval_dataset_id", f"{name!r} is no dataset ({', '.join(ids)}).{did_you_mean(name, ids)}")
-    for dataset in datasets:
-        if dataset.config.is_trained and dataset.id in chosen:
-            advice = "give it dataset_type eval if it is for evaluation and previews only."
-            report.warn("eval_dataset_id", f"{dataset.id} is also trained; {advice}")
-
-
-def _check_slider(config: RunConfig, dataset: Dataset, report: Problems) -> None:
-    """A strength multiplies a LoRA that scales with it."""
-    if not dataset.config.is_trained:
-        return
-    lora = config.lora
-    key = f"{dataset.id}.slider_strength"
-    if config.model.model_type == "full":
-        report.error(key, "needs model_type lora: it is the strength of the LoRA.")
-    elif reason := adapter_kind(lora).no_slider:
-        report.error(key, f"{reason}.")
-    elif dataset.config.is_regularisation_data:
-        report.error(key, "cannot be combined with is_regularisation_data: that target is the model at strength 0.")
-    elif lora.use_dora or lora.lora_init_type in ("olora", "pissa"):
-        with_it = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
-        report.error(key, f"cannot be combined with {with_it}: not all that it changes scales with the strength.")
-
-
-def _check_resolution(model: Model, dataset: Dataset, report: Problems) -> None:
-    """A resolution in pixels that looks like megapixels."""
-    resolution = dataset.config.resolution
-    kind = dataset.config.resolution_type
-    if resolution is None or resolution >= SMALLEST_RESOLUTION or kind == "area":
-        return
-    largest = (model.spec.largest_side / 1000) ** 2  # megapixels
-    advice = "for megapixels set resolution_type area" if resolution <= largest else f"use {SMALLEST_RESOLUTION}"
-    message = f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}."
-    is_fatal = not model.config.run.i_know_what_i_am_doing
-    message += " (i_know_what_i_am_doing allows it.)"
-    report.append(Problem(f"{dataset.id}.resolution", message, fatal=is_fatal))
-
-
-def _check_cropping(dataset: Dataset, report: Problems) -> None:
-    """Samples that lose much of a side only because sides are rounded to the model's grid."""
-    if dataset.config.crop or not dataset.config.is_trained or not dataset.samples:  # others follow a trained one
-        return
-    sample = max(dataset.samples, key=lambda sample: max(_cropped(sample.geometry)))
-    in_width, in_height = _cropped(sample.geometry)
-    share = max(in_width, in_height)
-    if share > MOST_CROPPED:
-        side = "width" if in_width > in_height else "height"
-        size = sample.geometry.size
-        message = f"{share:.0%} of the {side} of {sample.name} is cropped: {size} is the nearest size"
-        report.warn(f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.")
-
-
-def _cropped(geometry: Geometry) -> tuple[float, float]:
-    """The shares of width and height that a crop takes off."""
-    width, height = geometry.size
-    whole_width, whole_height = geometry.resized
-    return 1 - width / whole_width, 1 - height / whole_height
-
-
-def check_cache_folders(entries: Sequence[DatasetConfig], report: Problems) -> None:
-    """Cache paths that datasets name must not be files."""
-    for entry in entries:
-        with report.within(entry.id) as of_entry:
-            check_folders({"cache_dir": entry.cache_dir, "cache_dir_vae": entry.cache_dir_vae}, of_entry)

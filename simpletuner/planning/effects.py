@@ -1,7 +1,9 @@
-"""Keys that are set and cannot act in this run: by other settings, by the checkpoint, and by the data.
+"""Keys that are set and cannot act in this run: by other settings, by the checkpoint, and by the
+data.
 
-What one key needs of another is declared beside it (`requires`, in `config/`); here is what takes more than that. Every
-rule reports `NoEffect`, which becomes a warning only for a key that the user set.
+What one key needs of another is declared beside it (`requires`, in `config/`); here is what takes
+more than that. Every rule reports `NoEffect`, which becomes a warning only for a key that the user
+set.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Flavour
 
 LOCAL_TRACKERS = {"none", "simpletuner"}  # they have neither projects nor files of their own
-PICTURE_KEYS = ("validation_using_datasets", "eval_dataset_id")  # of previews that start from a picture
+PICTURE_KEYS = (
+    "validation_using_datasets",
+    "eval_dataset_id",
+)  # of previews that start from a picture
 
 
 def by_settings(config: RunConfig, report: Problems) -> None:
@@ -28,12 +33,19 @@ def by_settings(config: RunConfig, report: Problems) -> None:
     if all(config.flat[key] in PLAIN_PRECISIONS for key in PRECISION_KEYS):
         report.no_effect("quantize_via", "has no effect: no model is quantised.")
     schedule = config.schedule
-    samples = schedule.train_batch_size * schedule.gradient_accumulation_steps * config.launch.data_processes
+    samples = (
+        schedule.train_batch_size
+        * schedule.gradient_accumulation_steps
+        * config.launch.data_processes
+    )
     if samples == 1:
         for key in ("lr_scale", "lr_scale_sqrt"):
             report.no_effect(key, "has no effect: a step has one sample, so the factor is 1.")
     if config.caching.vae_batch_size == 1 and config.validation.num_validation_images == 1:
-        report.no_effect("vae_enable_slicing", "has no effect: vae_batch_size is 1, so no batch has several samples.")
+        report.no_effect(
+            "vae_enable_slicing",
+            "has no effect: vae_batch_size is 1, so no batch has several samples.",
+        )
     _by_receivers(config, report)
 
 
@@ -55,17 +67,26 @@ def by_flavour(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     for key in PICTURE_KEYS:
         report.no_effect(key, f"has no effect: {flavour.name} starts from noise, not a picture.")
     if not config.evaluation.measures_loss:
-        message = "has no effect: neither the evaluation loss nor previews take samples of a dataset."
+        message = (
+            "has no effect: neither the evaluation loss nor previews take samples of a dataset."
+        )
         report.no_effect("num_eval_images", message)
 
 
 def by_source(source: ModelSource, report: Problems) -> None:
     """The revision of a repository, if every part is a folder on this machine."""
     if all(home_path(part.location).is_dir() for part in source.parts.values()):
-        report.no_effect("revision", "has no effect: the model is in a folder, not in a repository on the hub.")
+        report.no_effect(
+            "revision", "has no effect: the model is in a folder, not in a repository on the hub."
+        )
 
 
-def by_data(config: RunConfig, datasets: Sequence[Dataset], entries: Sequence[DatasetConfig], report: Problems) -> None:
+def by_data(
+    config: RunConfig,
+    datasets: Sequence[Dataset],
+    entries: Sequence[DatasetConfig],
+    report: Problems,
+) -> None:
     """Keys that cannot act on the datasets of a run.
 
     Args:
@@ -100,12 +121,16 @@ def _by_evaluation(config: RunConfig, datasets: Sequence[Dataset], report: Probl
     if not config.evaluation.measures_loss:
         return
     if not any(_is_evaluated(dataset) for dataset in datasets):
-        message = "has no effect: no dataset has dataset_type eval or hold_out, on which to measure the loss."
+        message = (
+            "has no effect: no dataset has dataset_type eval or hold_out, on which to measure "
+            "the loss."
+        )
         for key in ("eval_steps_interval", "eval_epoch_interval", "eval_timesteps"):
             report.no_effect(key, message)
     if sum(dataset.config.dataset_type == "eval" for dataset in datasets) < 2:
         report.no_effect(
-            "eval_dataset_pooling", "has no effect: a mean needs several datasets with an evaluation loss."
+            "eval_dataset_pooling",
+            "has no effect: a mean needs several datasets with an evaluation loss.",
         )
 
 
@@ -117,5 +142,7 @@ def _by_entries(entries: Sequence[DatasetConfig], report: Problems) -> None:
 
 
 def _is_evaluated(dataset: Dataset) -> bool:
-    """Whether a dataset has an evaluation loss; one of which no file could be held out has an error of its own."""
+    """Whether a dataset has an evaluation loss; one of which no file could be held out has an error
+    of its own.
+    """
     return dataset.config.dataset_type == "eval" or bool(dataset.config.hold_out)

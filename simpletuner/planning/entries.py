@@ -42,12 +42,14 @@ def make_catalogue(plan: SamplePlan) -> Catalogue | None:
     Keys depend on the content of the encoders, so they are unknown before a download.
     """
     # Only encoders: keys do not depend on the transformer, so every transformer can use the caches.
-    vae, text_encoder = _identity(plan.source, ["vae"]), _identity(plan.source, TEXT_ROLES)
+    vae = _identity(plan.source, ["vae"])
+    text_encoder = _identity(plan.source, TEXT_ROLES)
     # Vision encoders of techniques, such as CREPA's DINOv2.
     visions = [kind.encoder for kind in feature_kinds(plan) if kind.encoder]
     if vae is None or text_encoder is None or not all(vision.local() for vision in visions):
         return None
-    config, family = plan.config, plan.spec.name
+    config = plan.config
+    family = plan.spec.name
     dtype = vae_dtype(config.precision, config.caching)
     # By content, so that the same files at another path have the same keys.
     return Catalogue(
@@ -59,7 +61,8 @@ def make_catalogue(plan: SamplePlan) -> Catalogue | None:
             vae,
             dtype,
             tiling=config.caching.vae_enable_tiling,
-            # On a GPU only: a float32 VAE runs without TF32; older entries, computed with TF32, do not match.
+            # On a GPU only: a float32 VAE runs without TF32; older entries, computed with TF32, do
+            # not match.
             tf32=False if dtype == "fp32" and driver() else None,
         ),
         text_encoder=EncoderIdentity(
@@ -77,7 +80,9 @@ def make_catalogue(plan: SamplePlan) -> Catalogue | None:
 
 
 def _identity(source: ModelSource, roles: Iterable[str]) -> str | None:
-    """Identity of those parts that the checkpoint has; None while one of them is not on this machine."""
+    """Identity of those parts that the checkpoint has; None while one of them is not on this
+    machine.
+    """
     folders = [source[role].local_folder() for role in roles if role in source.parts]
     return checkpoint_identity(*filter(None, folders)) if all(folders) else None
 
@@ -104,7 +109,9 @@ def latent_storage(plan: SamplePlan, dataset: Dataset) -> Storage:
     return "ondemand" if plan.config.caching.vae_cache_ondemand else "ahead"
 
 
-def data_context(config: RunConfig, spec: FamilySpec, task: Task, collect: Collect | None = None) -> DataContext:
+def data_context(
+    config: RunConfig, spec: FamilySpec, task: Task, collect: Collect | None = None
+) -> DataContext:
     """The settings of a run that concern datasets."""
     run = config.run
     cache = Path(run.cache_dir or f"{run.output_dir}/cache")
@@ -116,7 +123,9 @@ def data_context(config: RunConfig, spec: FamilySpec, task: Task, collect: Colle
         text_root=Path(run.cache_dir_text or cache / "text").expanduser() / spec.name,
         download_root=cache.expanduser(),
         output_dir=Path(run.output_dir).expanduser(),
-        frame_rate=config.validation.framerate or spec.frame_rate if spec.media == "video" else None,
+        frame_rate=config.validation.framerate or spec.frame_rate
+        if spec.media == "video"
+        else None,
         train_batch_size=config.schedule.train_batch_size,
         gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
         num_processes=config.launch.data_processes,
@@ -128,8 +137,12 @@ def data_context(config: RunConfig, spec: FamilySpec, task: Task, collect: Colle
 
 
 def text_folder(plan: SamplePlan, dataset: Dataset | None = None) -> Path:
-    """The text cache of a dataset, or of the prompts (None): the folder of its entry, else the family's default."""
-    entry = text_entry_of(dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches)
+    """The text cache of a dataset, or of the prompts (None): the folder of its entry, else the
+    family's default.
+    """
+    entry = text_entry_of(
+        dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches
+    )
     if entry is not None and entry.cache_dir:
         return Path(entry.cache_dir).expanduser()
     return data_context(plan.config, plan.spec, plan.flavour.task).text_root
@@ -151,7 +164,9 @@ def cache_folders(plan: SamplePlan) -> list[Path]:
 
 @dataclass(frozen=True)
 class Listing:
-    """Every cache entry that a run reads in an epoch: captions and prompts, latents, and features of techniques."""
+    """Every cache entry that a run reads in an epoch: captions and prompts, latents, and features
+    of techniques.
+    """
 
     plan: SamplePlan
     epoch: int
@@ -161,9 +176,13 @@ class Listing:
     features: Entries[FeatureEntry]
 
     def holds_for(self, plan: SamplePlan, epoch: int) -> bool:
-        """Whether another plan certainly reads the same entries; False if unknown without listing them again."""
+        """Whether another plan certainly reads the same entries; False if unknown without listing
+        them again.
+        """
         # New random crops have different latents.
-        same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
+        same_epoch = epoch == self.epoch or not any(
+            each.changes_each_epoch for each in plan.datasets
+        )
         return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
 
     def keys(self) -> set[str]:
@@ -190,7 +209,8 @@ def list_entries(plan: SamplePlan, catalogue: Catalogue, epoch: int = 1) -> List
     """The entries that the run reads in an epoch; a text with several uses is listed once."""
     dropout = plan.config.text.caption_dropout_probability > 0
     trained = [each.at_epoch(epoch) for each in plan.trained]
-    watched, kinds = evaluated(plan), feature_kinds(plan)
+    watched = evaluated(plan)
+    kinds = feature_kinds(plan)
 
     def texts() -> Iterator[TextEntry]:
         yield from catalogue.texts_of(trained, with_empty=dropout)
@@ -236,7 +256,8 @@ def prompt_entries(plan: SamplePlan, catalogue: Catalogue) -> list[TextEntry]:
 
 
 def preview_sources(plan: SamplePlan) -> list[Sample | None]:
-    """The sources of previews: none (None), source pictures (i2i), or the first frames of clips (i2v).
+    """The sources of previews: none (None), source pictures (i2i), or the first frames of clips
+    (i2v).
 
     They come from `eval_dataset_id`, else from the trained datasets.
     """
@@ -245,15 +266,21 @@ def preview_sources(plan: SamplePlan) -> list[Sample | None]:
     if plan.pictures:
         return [*plan.pictures]
     chosen = plan.config.validation.eval_dataset_id
-    datasets = [each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)]
-    samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]
+    datasets = [
+        each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)
+    ]
+    samples = [
+        sample for each in datasets for sample in each.samples if not each.config.disable_validation
+    ]
     # The first frame of a clip, or the source of an edited picture (i2i).
     sources = [sample.partner or sample for sample in samples]
     return [*sources[: plan.config.validation.num_eval_images]]
 
 
 def previews_of_a_round(plan: SamplePlan) -> tuple[int, int]:
-    """(previews per round, previews per size and seed): of all prompts, source pictures and sets of weights."""
+    """(previews per round, previews per size and seed): of all prompts, source pictures and sets of
+    weights.
+    """
     config = plan.config
     weights = 2 if config.ema.use_ema and config.ema.ema_validation == "comparison" else 1
     subjects = len(plan.prompts) * len(preview_sources(plan)) * weights

@@ -1,4 +1,6 @@
-"""Rules about the machine and the launcher: environment variables, processes, CUDA graphs, and writable folders."""
+"""Rules about the machine and the launcher: environment variables, processes, CUDA graphs, and
+writable folders.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from simpletuner.distributed.world import launched, number_in
 from simpletuner.errors import Problems, UserError, did_you_mean
 from simpletuner.rounding import ceil_div
 
-LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
+LEVELS = {
+    logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)
+}
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
 # Set by `accelerate launch` from its config, which would contradict ours.
 REPLACED = {
     "ACCELERATE_USE_FSDP": "fsdp_enable is the key of the config that shards a run.",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported; fsdp_enable is the key of the config that shards a run.",
+    "ACCELERATE_USE_DEEPSPEED": (
+        "DeepSpeed is not supported; fsdp_enable is the key of the config that shards a run."
+    ),
 }
 
 
@@ -37,7 +43,9 @@ def driver() -> str | None:
 def check_environment(report: Problems) -> None:
     """Report variables with an invalid value."""
     if allows_other_batch_size() is None:
-        report.error(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
+        report.error(
+            ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1."
+        )
     log_level(report)
     for name, instead in REPLACED.items():
         if os.environ.get(name, "").strip().lower() in TRUE_WORDS:
@@ -50,7 +58,9 @@ def log_level(report: Problems) -> int:
     level = LEVELS.get(word.strip().upper())
     if level is None:
         guess = did_you_mean(word.upper(), LEVELS)
-        report.error("SIMPLETUNER_LOG_LEVEL", f"{word!r} is not one of: {', '.join(LEVELS)}.{guess}")
+        report.error(
+            "SIMPLETUNER_LOG_LEVEL", f"{word!r} is not one of: {', '.join(LEVELS)}.{guess}"
+        )
     return level or logging.INFO
 
 
@@ -65,7 +75,10 @@ def as_launched(config: RunConfig, report: Problems) -> RunConfig:
         return config
     # The launcher has already decided; the key could only contradict it.
     if config.is_explicit("num_processes") and config.launch.num_processes != place.size:
-        message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
+        message = (
+            f"{config.launch.num_processes}, but the launcher started {place.size} processes; "
+            "leave it out."
+        )
         report.error("num_processes", message)
     # Rounded up: the last machine may have fewer processes.
     machines = ceil_div(place.size, place.local_size)
@@ -105,7 +118,9 @@ def allows_other_batch_size() -> object | None:
 
 
 def check_folders(folders: Mapping[str, str | None], report: Problems) -> None:
-    """Report paths that are files instead of folders. Read-only folders are allowed, such as complete caches."""
+    """Report paths that are files instead of folders. Read-only folders are allowed, such as
+    complete caches.
+    """
     for key, folder in folders.items():
         if folder and (reason := why_no_folder(Path(folder).expanduser(), folder)):
             report.error(key, reason)
@@ -118,7 +133,10 @@ def check_launch(config: RunConfig, report: Problems) -> None:
         below = launch.num_processes // launch.num_machines * launch.num_machines
         above = below + launch.num_machines
         allowed = f"{below} or {above}" if below > 0 else str(above)
-        message = f"{launch.num_processes} processes cannot be shared equally by num_machines {launch.num_machines}"
+        message = (
+            f"{launch.num_processes} processes cannot be shared equally by num_machines "
+            f"{launch.num_machines}"
+        )
         report.error("num_processes", f"{message}; it counts those of all machines: {allowed}.")
     if launch.fsdp_enable:
         _check_shards(config, report)
@@ -139,18 +157,28 @@ def _check_shards(config: RunConfig, report: Problems) -> None:
     """Report optimizers whose update needs unsharded weights."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
-        message = f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights."
-        report.error("fsdp_enable", f"{message} Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable.")
+        message = (
+            f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights."
+        )
+        report.error(
+            "fsdp_enable",
+            f"{message} Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable.",
+        )
 
 
 def check_offload(config: RunConfig, report: Problems) -> None:
-    """Report CUDA graphs with offloading, since graphs need fixed addresses, and the cost of offloading to disk."""
+    """Report CUDA graphs with offloading, since graphs need fixed addresses, and the cost of
+    offloading to disk.
+    """
     settings = config.flat
     disk = "group_offload_to_disk_path"
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
     if moving:
         for key, advice in graph_keys(config.launch).items():
-            message = f"{settings[key]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
+            message = (
+                f"{settings[key]!r} cannot be combined with {moving[0]}: CUDA graphs work at "
+                "fixed addresses, and"
+            )
             report.error(key, f"{message} offloaded tensors move; {advice}.")
     folder = settings[disk]
     if folder is None or not all_options()[disk].has_effect(settings):
@@ -158,5 +186,8 @@ def check_offload(config: RunConfig, report: Problems) -> None:
     if reason := why_not_writable(Path(folder).expanduser()):
         report.error(disk, reason)
     else:
-        message = "every step reads the offloaded weights twice from this disk, unless spare memory keeps them;"
+        message = (
+            "every step reads the offloaded weights twice from this disk, unless spare memory "
+            "keeps them;"
+        )
         report.warn(disk, f"{message} it waits whenever reading takes longer than computing.")

@@ -1,4 +1,6 @@
-"""The length of a run: its steps and epochs, what is left of it, and whether every step has a dataset."""
+"""The length of a run: its steps and epochs, what is left of it, and whether every step has a
+dataset.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +51,24 @@ def plan_length(config: ScheduleConfig, schedule: Schedule) -> Length:
     steps = config.max_train_steps or 0
     if steps > 0:
         # The first epoch is empty if all datasets start later, which the checks report.
-        last = schedule.epoch_after(steps * accumulation - 1) if per_epoch else schedule.origin.epoch
+        last = (
+            schedule.epoch_after(steps * accumulation - 1) if per_epoch else schedule.origin.epoch
+        )
         return Length(steps, per_epoch, last)
     epochs = config.num_train_epochs or 1
     return Length(ceil_div(schedule.before(epochs + 1), accumulation), per_epoch, epochs)
 
 
 def check_schedule(plan: Plan, report: Problems) -> None:
-    """Every step of the run needs a dataset, every dataset should get a step, and a session needs steps."""
+    """Every step of the run needs a dataset, every dataset should get a step, and a session needs
+    steps.
+    """
     schedule = plan.sampler().schedule
     length = plan.length
     batches = length.total_steps * plan.config.schedule.gradient_accumulation_steps
-    gap = schedule.gap(batches=batches) if counts_steps(plan) else schedule.gap(epochs=length.epochs)
+    gap = (
+        schedule.gap(batches=batches) if counts_steps(plan) else schedule.gap(epochs=length.epochs)
+    )
     if gap is not None:
         report.error("data_backend_config", _describe_gap(plan, schedule, gap))
         return
@@ -69,7 +77,9 @@ def check_schedule(plan: Plan, report: Problems) -> None:
     for dataset in schedule.datasets:
         if _opens_later(dataset, schedule) and not schedule.takes_part(dataset, batches):
             run = f"{counted(length.total_steps, 'step')} and {counted(length.epochs, 'epoch')}"
-            report.warn(dataset.id, f"never takes part in a run of {run}: its window is {_window(dataset)}.")
+            report.warn(
+                dataset.id, f"never takes part in a run of {run}: its window is {_window(dataset)}."
+            )
 
 
 def length_key(plan: Plan) -> str:
@@ -88,32 +98,48 @@ def _describe_gap(plan: Plan, schedule: Schedule, gap: Stretch) -> str:
     first = schedule.step_at(gap.before)
     starts = [steps_of(dataset).start for dataset in schedule.active(epoch)]
     later_starts = [step for step in starts if step > first]
-    steps = f"in steps {first} to {min(later_starts) - 1}" if later_starts else f"from step {first} on"
+    steps = (
+        f"in steps {first} to {min(later_starts) - 1}" if later_starts else f"from step {first} on"
+    )
     windows = [f"{dataset.id} ({_window(dataset) or 'always'})" for dataset in schedule.datasets]
-    message = f"no dataset takes part {steps} (epoch {epoch}): {shorten(windows)}. Change a window to include it"
+    message = (
+        f"no dataset takes part {steps} (epoch {epoch}): {shorten(windows)}. Change a window to "
+        "include it"
+    )
     if first - 1 <= plan.steps_done:  # a shorter run would train nothing
         return f"{message}."
-    shorter = f"max_train_steps {first - 1}" if counts_steps(plan) else f"num_train_epochs {epoch - 1}"
+    shorter = (
+        f"max_train_steps {first - 1}" if counts_steps(plan) else f"num_train_epochs {epoch - 1}"
+    )
     return f"{message}, or end the run before it with {shorter}."
 
 
 def _window(dataset: Dataset) -> str:
     """The keys of the window that are set, with their values."""
-    values = {key: getattr(dataset.config, key) for key in ("start_epoch", "end_epoch", "start_step", "end_step")}
+    values = {
+        key: getattr(dataset.config, key)
+        for key in ("start_epoch", "end_epoch", "start_step", "end_step")
+    }
     is_open = {"start_epoch": 1, "start_step": 0}
     return ", ".join(f"{key} {value}" for key, value in values.items() if value != is_open.get(key))
 
 
 def _opens_later(dataset: Dataset, schedule: Schedule) -> bool:
-    """Whether the window opens after the beginning of this session; otherwise earlier ones may have been in it."""
+    """Whether the window opens after the beginning of this session; otherwise earlier ones may have
+    been in it.
+    """
     origin = schedule.origin
-    return epochs_of(dataset).start > origin.epoch or steps_of(dataset).start > schedule.step_at(origin.batches)
+    return epochs_of(dataset).start > origin.epoch or steps_of(dataset).start > schedule.step_at(
+        origin.batches
+    )
 
 
 def _check_left(plan: Plan, report: Problems) -> None:
-    """Refuse a session without a step, unless it only publishes the result of a run that is complete.
+    """Refuse a session without a step, unless it only publishes the result of a run that is
+    complete.
 
-    The caches of a run that was continued with other settings can be looked at with any number of steps.
+    The caches of a run that was continued with other settings can be looked at with any number of
+    steps.
     """
     if plan.purpose == "caches":
         return
@@ -124,25 +150,38 @@ def _check_left(plan: Plan, report: Problems) -> None:
     if total > done or total == 0:
         return
     if resume is None:
-        message = f"{total} is not above init_lora_step {done}, whose steps count as trained: no step is left."
-        report.error(key, f"{message} max_train_steps {done + total} trains {counted(total, 'step')}.")
+        message = (
+            f"{total} is not above init_lora_step {done}, whose steps count as trained: no step "
+            "is left."
+        )
+        report.error(
+            key, f"{message} max_train_steps {done + total} trains {counted(total, 'step')}."
+        )
     elif total < done:
         value = plan.length.epochs
         reached = f"epoch {resume.manifest.epoch}"
         if counts_steps(plan):
             value = total
             reached = f"step {done}"
-        report.error(key, f"{value} is below {reached} of {resume.path.name}: no step is left to train. Raise it.")
+        report.error(
+            key,
+            f"{value} is below {reached} of {resume.path.name}: no step is left to train. "
+            "Raise it.",
+        )
     elif not plan.same_data:
         finished = counted(plan.length.epochs, "epoch is", "epochs are")
         if counts_steps(plan):
             finished = counted(total, "step is", "steps are")
-        message = f"{finished} done, and the datasets have changed since: raise it to train on them."
+        message = (
+            f"{finished} done, and the datasets have changed since: raise it to train on them."
+        )
         report.append(Problem(key, message, fatal=plan.is_finished))
 
 
 def _check_rate(plan: Plan, report: Problems) -> None:
-    """Warn about a jump of the learning rate, whose schedule is computed for the new length of a continued run."""
+    """Warn about a jump of the learning rate, whose schedule is computed for the new length of a
+    continued run.
+    """
     config = plan.config.optimizer
     total = plan.length.total_steps
     resume = plan.resume

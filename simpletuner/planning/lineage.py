@@ -1,12 +1,13 @@
 """Continues a run from a checkpoint that is not its last: what was trained after it is set aside.
 
-An output folder shows one line of training: its checkpoints, record, previews and result belong together, and the
-newest checkpoint is the one with the highest step. A run that continues from an earlier checkpoint starts a branch:
-what the old line has beyond that checkpoint moves to `branches/<number>`, which has the form of an output folder. A run
-that continues from a checkpoint in there returns to that line: the two change places.
+An output folder shows one line of training: its checkpoints, record, previews and result belong
+together, and the newest checkpoint is the one with the highest step. A run that continues from an
+earlier checkpoint starts a branch: what the old line has beyond that checkpoint moves to
+`branches/<number>`, which has the form of an output folder. A run that continues from a checkpoint
+in there returns to that line: the two change places.
 
-`lineage.json` names the line (`manifest.Line`). It is written before anything moves, so that after a kill in between
-the next start continues the new line and moves the rest.
+`lineage.json` names the line (`manifest.Line`). It is written before anything moves, so that after
+a kill in between the next start continues the new line and moves the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from simpletuner.planning.checkpoint_folder import (
     result_step,
     write_line,
 )
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, StepLines, last_recorded_step, read_media
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    METRICS_FILE,
+    StepLines,
+    last_recorded_step,
+    read_media,
+)
 from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 
@@ -71,7 +78,10 @@ class Branch:
     def announcement(self) -> str:
         """What starting the branch does, for users."""
         folder = branch_folder(self.line)
-        text = f"{self.start} is not what was last trained here, so the run first moves to {folder}: {self.rest}."
+        text = (
+            f"{self.start} is not what was last trained here, so the run first moves to {folder}: "
+            f"{self.rest}."
+        )
         if self.newest:
             text += f" Without resume_from_checkpoint, it continues from {self.newest} instead."
         if self.left:
@@ -85,7 +95,9 @@ def branch_folder(line: Line) -> str:
 
 
 def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
-    """The branch that a run starts from a checkpoint; None if it continues the line of the folder."""
+    """The branch that a run starts from a checkpoint; None if it continues the line of the
+    folder.
+    """
     checkpoints, _ = find_checkpoints(output_dir)
     newest = checkpoints[-1] if checkpoints else None
     current = read_line(output_dir)
@@ -122,7 +134,9 @@ def _home(output_dir: Path, checkpoint: Checkpoint) -> str:
 
 
 def _shared_steps(current: Line, checkpoint: Checkpoint) -> int:
-    """The last step that a line and the line of a checkpoint have in common, at most that of the checkpoint."""
+    """The last step that a line and the line of a checkpoint have in common, at most that of the
+    checkpoint.
+    """
     shared = checkpoint.step
     for fork, fork_of_checkpoint in zip_longest(current.forks, checkpoint.manifest.forks):
         if fork != fork_of_checkpoint:
@@ -134,12 +148,16 @@ def _shared_steps(current: Line, checkpoint: Checkpoint) -> int:
 def _next_number(output_dir: Path, current: Line) -> int:
     """A number that no branch has had, even if its folder has been deleted since."""
     numbers = [fork.number for fork in current.forks]
-    numbers += [int(path.name) for path in (output_dir / BRANCHES).glob("*") if path.name.isdecimal()]
+    numbers += [
+        int(path.name) for path in (output_dir / BRANCHES).glob("*") if path.name.isdecimal()
+    ]
     return max(numbers, default=0) + 1
 
 
 def _left(output_dir: Path, line: Line) -> list[Path]:
-    """The complete checkpoints that are not on a line, by their steps; all of them if it comes from another run."""
+    """The complete checkpoints that are not on a line, by their steps; all of them if it comes from
+    another run.
+    """
     checkpoints = sorted(list_checkpoints(output_dir)[0], key=lambda checkpoint: checkpoint.step)
     if line.move is None or not line.move.is_foreign:
         checkpoints = [checkpoint for checkpoint in checkpoints if not line.holds(checkpoint)]
@@ -153,7 +171,8 @@ def _result_beyond(output_dir: Path, step: int) -> int | None:
 
 
 def start_line(output_dir: Path, checkpoint: Checkpoint | None) -> Branch | None:
-    """Begin a session from a checkpoint, or from the beginning: that becomes the end of the folder's line.
+    """Begin a session from a checkpoint, or from the beginning: that becomes the end of the
+    folder's line.
 
     Returns:
         the branch, if the session starts one; what the old line has beyond it has been moved.
@@ -187,7 +206,9 @@ def _finish_move(output_dir: Path) -> None:
 
 
 def _set_aside(output_dir: Path, line: Line, shared: int) -> None:
-    """Move what the old line has beyond the step that it shares with the new one; what has been moved stays."""
+    """Move what the old line has beyond the step that it shares with the new one; what has been
+    moved stays.
+    """
     folder = output_dir / branch_folder(line)
     folder.mkdir(parents=True, exist_ok=True)
     for name in RECORDS:
@@ -248,7 +269,9 @@ def _move(path: Path, target: Path) -> None:
 
 
 def continuation(output_dir: Path, checkpoint: Checkpoint) -> str:
-    """From which step a run continues, and how many steps an interrupted run trains again, as text."""
+    """From which step a run continues, and how many steps an interrupted run trains again, as
+    text.
+    """
     text = f"continues from step {checkpoint.step}"
     repeated = last_recorded_step(output_dir / METRICS_FILE) - checkpoint.step
     if repeated > 0 and find_branch(output_dir, checkpoint) is None:

@@ -1,9 +1,9 @@
 """A lock that allows one run at a time in an output folder.
 
-The lock is a file that names its owner. The operating system locks it until the owner's process ends, however it ends.
-Some network disks have no locks, or keep those of different machines apart. So every owner refreshes the time of its
-file, and a run that finds the name of another machine watches that time first. Clocks of different machines are never
-compared.
+The lock is a file that names its owner. The operating system locks it until the owner's process
+ends, however it ends. Some network disks have no locks, or keep those of different machines apart.
+So every owner refreshes the time of its file, and a run that finds the name of another machine
+watches that time first. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from simpletuner.reporting.wording import clock
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-# Beside the lock, the last start from the page: config, settings, and the id of the event before it.
+# Beside the lock, the last start from the page: config, settings, and the id of the event before
+# it.
 STARTED_FILE = "started.json"
 # ABANDONED_SECONDS has room for twelve refreshes, so a few that fail do not lose the lock.
 REFRESH_SECONDS = 15.0
-# Longer than a change may take to appear on other machines, and longer than C code usually blocks the owner's threads.
+# Longer than a change may take to appear on other machines, and longer than C code usually blocks
+# the owner's threads.
 ABANDONED_SECONDS = 180.0
 
 
@@ -45,8 +47,8 @@ class Owner:
 
     Attributes:
         boot: boot id of the machine; empty if unavailable.
-        started: start time of the process, in ticks since boot; empty if unavailable. Together with `boot`, it
-            distinguishes the process from a later process with the same pid.
+        started: start time of the process, in ticks since boot; empty if unavailable. Together with
+            `boot`, it distinguishes the process from a later process with the same pid.
         since: when the lock was taken, in seconds since 1970.
         after: number of the last event of the folder's earlier sessions.
     """
@@ -89,21 +91,29 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
     Raises:
         UserError: another run holds the lock, or may hold it.
     """
-    path, over = folder / LOCK_FILE, threading.Event()
+    path = folder / LOCK_FILE
+    over = threading.Event()
     with ExitStack() as held:
         try:
             if (file := take(path)) is None:
-                raise in_use(path, read_owner(path), "Wait for its end, stop it, or choose another output_dir.")
+                raise in_use(
+                    path,
+                    read_owner(path),
+                    "Wait for its end, stop it, or choose another output_dir.",
+                )
             held.enter_context(file)
             refuse_if_at_work(path)
-            # The page distinguishes sessions by the last event before them, since clocks may be adjusted.
+            # The page distinguishes sessions by the last event before them, since clocks may be
+            # adjusted.
             owner = replace(this_process(), after=after())
             owner.write(file)
         except OSError as error:
             reason = reached_limit(error) or f"{error.strerror}."
             raise UserError(f"output_dir: {str(path)!r} cannot be written: {reason}") from None
         try:
-            threading.Thread(target=refresh, args=(path, owner, over), name="lock", daemon=True).start()
+            threading.Thread(
+                target=refresh, args=(path, owner, over), name="lock", daemon=True
+            ).start()
             yield
         finally:
             over.set()
@@ -113,7 +123,9 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
 
 
 def take(path: Path) -> BinaryIO | None:
-    """Open and lock a file, until it is closed or the process ends; None if another process has locked it."""
+    """Open and lock a file, until it is closed or the process ends; None if another process has
+    locked it.
+    """
     file = path.open("a+b")
     if not hold(file, wait=False):
         file.close()
@@ -132,19 +144,24 @@ def is_at(path: Path, file: BinaryIO) -> bool:
 
 
 def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
-    """Refresh the time of a lock until `over`; exits this process if another machine, which now owns the folder, took
-    the lock while this one was frozen."""
+    """Refresh the time of a lock until `over`; exits this process if another machine, which now
+    owns the folder, took the lock while this one was frozen."""
     while not over.wait(REFRESH_SECONDS):
         with suppress(OSError, UserError):  # retried
             if (winner := read_owner(path)) not in (None, owner):
-                print(f"{path} was taken over by {winner}, because this process did not refresh it.", file=sys.stderr)
-                # Not `sys.exit`, which would end only this thread while training continues to write.
+                print(
+                    f"{path} was taken over by {winner}, because this process did not refresh it.",
+                    file=sys.stderr,
+                )
+                # Not `sys.exit`, which would end only this thread while training continues to
+                # write.
                 os._exit(1)
             os.utime(path)
 
 
 def refuse_if_at_work(path: Path) -> None:
-    """Refuse a folder whose lock names a process that is alive here, or that refreshes it from another machine.
+    """Refuse a folder whose lock names a process that is alive here, or that refreshes it from
+    another machine.
 
     Another machine's lock is watched for longer than its owner would leave it unchanged.
 
@@ -159,11 +176,16 @@ def refuse_if_at_work(path: Path) -> None:
     refuse_if_alive(path, owner)
     if owner.host == socket.gethostname():
         return
-    logger.info("%s belongs to %s. Waiting up to %g s for a sign of it.", path, owner, ABANDONED_SECONDS)
-    before, deadline = path.stat().st_mtime_ns, time.monotonic() + ABANDONED_SECONDS
+    logger.info(
+        "%s belongs to %s. Waiting up to %g s for a sign of it.", path, owner, ABANDONED_SECONDS
+    )
+    before = path.stat().st_mtime_ns
+    deadline = time.monotonic() + ABANDONED_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, ABANDONED_SECONDS / 10))
-        with path.open("rb") as file:  # opened each time, so that network file systems ask the server
+        with path.open(
+            "rb"
+        ) as file:  # opened each time, so that network file systems ask the server
             if os.fstat(file.fileno()).st_mtime_ns != before:
                 raise in_use(path, owner, "Wait for its end, or choose another output_dir.")
 
@@ -176,7 +198,10 @@ def refuse_if_alive(path: Path, owner: Owner) -> None:
 
 def in_use(path: Path, owner: Owner | None, advice: str) -> UserError:
     """The error for a folder that another run uses, or may use."""
-    return UserError(f"output_dir: {path.parent} is in use by {owner or 'a process that has just started'}. {advice}")
+    return UserError(
+        f"output_dir: {path.parent} is in use by "
+        f"{owner or 'a process that has just started'}. {advice}"
+    )
 
 
 def read_owner(path: Path) -> Owner | None:
@@ -191,18 +216,24 @@ def read_owner(path: Path) -> Owner | None:
     try:
         return OWNER.validate_json(content) if content else None
     except ValidationError:
-        message = f"output_dir: {path} does not say which run it belongs to. If there is none, delete it."
+        message = (
+            f"output_dir: {path} does not say which run it belongs to. If there is none, delete it."
+        )
         raise UserError(message) from None
 
 
 def this_process() -> Owner:
     """This process as the owner of a lock."""
-    return owner_of(os.getpid(), " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]))  # settings may hold secrets
+    return owner_of(
+        os.getpid(), " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
+    )  # settings may hold secrets
 
 
 def owner_of(pid: int, command: str) -> Owner:
     """A process of this machine as an owner, starting now."""
-    return Owner(pid, socket.gethostname(), boot_id(), start_of(pid), command, round(time.time(), 3))
+    return Owner(
+        pid, socket.gethostname(), boot_id(), start_of(pid), command, round(time.time(), 3)
+    )
 
 
 def boot_id() -> str:

@@ -1,12 +1,13 @@
-"""The kinds of plan, in stages: each has everything that the one before has, and all of it is known.
+"""The kinds of plan, in stages: each has everything that the one before has, and all of it is
+known.
 
-| stage         | what is known                                            | for                                      |
-|---------------|----------------------------------------------------------|------------------------------------------|
-| `Model`       | the settings, and the model that they name               | everything                               |
-| `Survey`      | a model, and its datasets with what is wrong with them   | a look at the datasets, captions         |
-| `PreviewPlan` | a model, and what previews render                        | drafts on the page and of `configure`    |
-| `SamplePlan`  | and the seed                                             | samples from a result                    |
-| `Plan`        | and the datasets, the checkpoint to continue, the length | a run and its caches                     |
+| stage         | what is known                             | for                              |
+|---------------|-------------------------------------------|----------------------------------|
+| `Model`       | the settings and the model that they name | everything                       |
+| `Survey`      | and its datasets, with their problems     | a look at the datasets, captions |
+| `PreviewPlan` | a model and what previews render          | drafts on the page, `configure`  |
+| `SamplePlan`  | and the seed                              | samples from a result            |
+| `Plan`        | and datasets, checkpoint and length       | a run and its caches             |
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class PreviewPlan(Model):
     """A model, and what its previews render.
 
     Attributes:
-        sizes: (width, height) in pixels. Known without previews too: Kandinsky fits its rope scale to them.
+        sizes: (width, height) in pixels. Known without previews too: Kandinsky fits its rope scale
+            to them.
         pictures: what previews start from, if not from pictures of the datasets.
     """
 
@@ -138,14 +140,16 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(SamplePlan):
-    """A run: settings that have passed every check that needs no weights, and what they are applied to.
+    """A run: settings that have passed every check that needs no weights, and what they are applied
+    to.
 
     Attributes:
         purpose: a run that trains, or its caches alone, which may be finished.
         dataset_file: the file with the entries of the datasets.
         lora_targets: the layers that a LoRA trains.
         resume: the checkpoint to continue from; None for a fresh run.
-        same_data: the checkpoint has the datasets and batch size of this plan, so the sample order continues too.
+        same_data: the checkpoint has the datasets and batch size of this plan, so the sample order
+            continues too.
         origin: where in the run the data of this session begins.
     """
 
@@ -173,19 +177,31 @@ class Plan(SamplePlan):
     def techniques(self) -> tuple[TechniqueSpec, ...]:
         """The techniques that change the computation of a step."""
         # Expected micro-batches per epoch: what matters is their proportion.
-        batches = {each.id: len(each.samples) * (each.repeats + 1) / each.batch_size for each in self.trained}
+        batches = {
+            each.id: len(each.samples) * (each.repeats + 1) / each.batch_size
+            for each in self.trained
+        }
         shares = {name: count / sum(batches.values()) for name, count in batches.items()}
-        regularised = {each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data}
+        regularised = {
+            each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data
+        }
         masked = sum(shares[each.id] for each in self.trained if each.masks)
-        strengths = {each.id: each.config.slider_strength for each in self.trained if each.config.slider_strength}
-        return chosen_techniques(self.config, TrainedData(self.length.total_steps, regularised, strengths, masked))
+        strengths = {
+            each.id: each.config.slider_strength
+            for each in self.trained
+            if each.config.slider_strength
+        }
+        return chosen_techniques(
+            self.config, TrainedData(self.length.total_steps, regularised, strengths, masked)
+        )
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""
         return make_sampler(self.config, self.trained, self.seed, self.origin, world)
 
 
-# For what runs and samples have alike: `Budget` is that of a run, `Budget[SamplePlan]` that of either.
+# For what runs and samples have alike: `Budget` is that of a run, `Budget[SamplePlan]` that of
+# either.
 AnyPlan = TypeVar("AnyPlan", bound=SamplePlan, default=Plan)
 AnyPlan_co = TypeVar("AnyPlan_co", bound=SamplePlan, default=Plan, covariant=True)
 
@@ -207,7 +223,9 @@ def make_sampler(
 
 
 def steps_before(config: RunConfig, resume: Checkpoint | None) -> int:
-    """Steps of a run before this session: those of its checkpoint, or of the LoRA that it starts from."""
+    """Steps of a run before this session: those of its checkpoint, or of the LoRA that it starts
+    from.
+    """
     if resume is not None:
         return resume.step
     lora = config.lora

@@ -1,4 +1,6 @@
-"""Prompts of previews: which ones a run has, the library that holds them, and the sizes that are rendered."""
+"""Prompts of previews: which ones a run has, the library that holds them, and the sizes that are
+rendered.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ class ValidationPrompt:
 
 
 def collect_prompts(config: ValidationConfig, report: Problems) -> list[ValidationPrompt]:
-    """All prompts of the run, with unique names: the empty prompt if enabled or the only one, libraries, then the
-    primary prompt."""
+    """All prompts of the run, with unique names: the empty prompt if enabled or the only one,
+    libraries, then the primary prompt."""
     if config.validation_disable:
         return []
     built_in = BUILT_IN if config.validation_prompt_library else {}
@@ -52,8 +54,15 @@ def collect_prompts(config: ValidationConfig, report: Problems) -> list[Validati
     if config.user_prompt_library:
         library += read_library(Path(config.user_prompt_library).expanduser(), report)
     taken = {UNCONDITIONAL, PRIMARY}  # reserved; library prompts with these names are renamed
-    named = [ValidationPrompt(unique(file_safe(nickname), taken), nickname, prompt) for nickname, prompt in library]
-    primary = [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)] if config.validation_prompt else []
+    named = [
+        ValidationPrompt(unique(file_safe(nickname), taken), nickname, prompt)
+        for nickname, prompt in library
+    ]
+    primary = (
+        [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)]
+        if config.validation_prompt
+        else []
+    )
     # The primary prompt comes last, since the model card shows `prompts[-1]`.
     prompts = [*named, *primary]
     omitted = config.validation_disable_unconditional
@@ -64,7 +73,8 @@ def collect_prompts(config: ValidationConfig, report: Problems) -> list[Validati
 def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
     """Nicknames and prompts of a library file.
 
-    A prompt may also be written as `{"prompt": ...}`, in which keys that begin with an underscore are comments.
+    A prompt may also be written as `{"prompt": ...}`, in which keys that begin with an underscore
+    are comments.
     """
     key = "user_prompt_library"
     if not path.is_file():
@@ -75,7 +85,9 @@ def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
     report.extend(of_file)
     if not isinstance(content, dict):
         if not of_file.are_fatal:
-            report.error(key, f"{path} must hold one object of nickname to prompt, not {json_kind(content)}.")
+            report.error(
+                key, f"{path} must hold one object of nickname to prompt, not {json_kind(content)}."
+            )
         return []
     prompts = []
     for nickname, value in content.items():
@@ -106,26 +118,39 @@ def _fault(nickname: str, entry: dict[str, Any]) -> str | None:
 
 
 def file_safe(name: str) -> str:
-    """A nickname for use in file names: letters, marks and digits of any script, dots, dashes and underscores."""
-    kept = "".join(char if char in "._-" or unicodedata.category(char)[0] in "LMN" else " " for char in name)
+    """A nickname for use in file names: letters, marks and digits of any script, dots, dashes and
+    underscores.
+    """
+    kept = "".join(
+        char if char in "._-" or unicodedata.category(char)[0] in "LMN" else " " for char in name
+    )
     whole = re.sub(r"_*\s+_*", "_", kept.strip())
-    return whole.encode()[:LONGEST_NAME].decode(errors="ignore").strip("._") or "prompt"  # cut between characters
+    return (
+        whole.encode()[:LONGEST_NAME].decode(errors="ignore").strip("._") or "prompt"
+    )  # cut between characters
 
 
-def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, report: Problems, *, lenient: bool) -> list[Size]:
-    """Round the sizes of `validation_resolution` to multiples that the model can render, with a warning.
+def fit_sizes(
+    sizes: Sequence[Size], spec: FamilySpec, report: Problems, *, lenient: bool
+) -> list[Size]:
+    """Round the sizes of `validation_resolution` to multiples that the model can render, with a
+    warning.
 
-    A side under 128 px is an error, since it is usually meant as megapixels; `lenient` (`i_know_what_i_am_doing`)
-    allows it.
+    A side under 128 px is an error, since it is usually meant as megapixels; `lenient`
+    (`i_know_what_i_am_doing`) allows it.
     """
     key = "validation_resolution"
     multiple = spec.size_multiple
-    rounded = [Size(_snapped(width, multiple), _snapped(height, multiple)) for width, height in sizes]
+    rounded = [
+        Size(_snapped(width, multiple), _snapped(height, multiple)) for width, height in sizes
+    ]
     remedy = {key: ",".join(map(str, rounded))}
     fitting = []
     for size, snapped in zip(sizes, rounded, strict=True):
         if min(size) < SMALLEST_SIDE and not lenient:
-            message = f"{size} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
+            message = (
+                f"{size} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
+            )
             report.error(key, f"{message} (i_know_what_i_am_doing allows it.)")
             continue
         if snapped != size:
@@ -144,7 +169,8 @@ def _snapped(side: int, multiple: int) -> int:
 
 def unique(name: str, taken: set[str]) -> str:
     """The name, numbered if already in `taken`; adds it to `taken`."""
-    candidate, number = name, 1
+    candidate = name
+    number = 1
     # Some file systems are case-insensitive.
     while candidate.lower() in taken:
         number += 1

@@ -1,7 +1,9 @@
-"""Everything that a run says: the types of its events, and the stream that hands them to subscribers.
+"""Everything that a run says: the types of its events, and the stream that hands them to
+subscribers.
 
-Encoding, training, rendering and saving publish events; the display, the record, the trackers and the report subscribe.
-Subscribers are independent of each other and of training: one that raises is named in the log and gets no more events.
+Encoding, training, rendering and saving publish events; the display, the record, the trackers and
+the report subscribe. Subscribers are independent of each other and of training: one that raises is
+named in the log and gets no more events.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ ENDED: frozenset[RunState] = frozenset({"finished", "failed", "interrupted"})
 # States whose message a display shows. The command line reports failures and interruptions.
 SHOWN: frozenset[RunState] = frozenset({"starting", "stopping", "finished"})
 # Kinds of phases that recur during training.
-CACHING, EVALUATION, PREVIEWS, SAVING, UPLOADING = "caching", "evaluation", "previews", "saving", "uploading"
+CACHING = "caching"
+EVALUATION = "evaluation"
+PREVIEWS = "previews"
+SAVING = "saving"
+UPLOADING = "uploading"
 
 
 class Event:
@@ -42,8 +48,8 @@ class PhaseStarted(Event):
     Attributes:
         title: title for users.
         total, unit: amount of work (None if unknown) and its unit (`captions`).
-        kind: kind of a recurring phase, whose duration predicts the next: `caching`, `evaluation`, `previews`; or
-            empty.
+        kind: kind of a recurring phase, whose duration predicts the next: `caching`, `evaluation`,
+            `previews`; or empty.
         stage: machine-readable name (`init_vae_cache`), the same in every run.
     """
 
@@ -75,7 +81,8 @@ class PhaseEnded(Event):
 
 @dataclass(frozen=True)
 class StepReport(Event):
-    """One finished optimizer step, for callbacks and subscribers. `Recorder` fills in fields that the step lacks.
+    """One finished optimizer step, for callbacks and subscribers. `Recorder` fills in fields that
+    the step lacks.
 
     Attributes:
         step: step number, counted from 1, across all sessions of the run.
@@ -83,12 +90,14 @@ class StepReport(Event):
         metrics: losses, learning rate and gradient magnitude, by logged name.
         seconds: wall time of the step, including the wait for data.
         data_seconds: part of `seconds` spent waiting for the next batch.
-        weights_seconds: part of `seconds` spent waiting for streamed weights; None without streaming.
+        weights_seconds: part of `seconds` spent waiting for streamed weights; None without
+            streaming.
         timesteps: timesteps of the samples of this step.
         epochs_done: epochs completed by the end of this step.
         flops: model FLOPs of these samples; None if the family's cost is unknown.
         shapes: latent shape of each micro-batch, smallest first.
-        passes: forward passes, including those of techniques; steps of equal shapes and passes are comparable.
+        passes: forward passes, including those of techniques; steps of equal shapes and passes are
+            comparable.
         densities: share of tile pairs visited by block-sparse attention, by tokens of a sample.
         mfu: model FLOP utilisation, relative to the device's measured matmul rate; None if unknown.
         memory_bytes: peak memory of the device, or of this process on a CPU; None if not measured.
@@ -211,7 +220,9 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 @dataclass(frozen=True, eq=False)
 class Subscription:
-    """A subscriber, its name in the log, and which of its errors reach the code that publishes an event."""
+    """A subscriber, its name in the log, and which of its errors reach the code that publishes an
+    event.
+    """
 
     name: str
     subscriber: Subscriber
@@ -274,7 +285,13 @@ class EventStream:
 
     @contextmanager
     def phase(
-        self, title: str, total: int | None = None, unit: str = "", kind: str = "", *, stage: str = ""
+        self,
+        title: str,
+        total: int | None = None,
+        unit: str = "",
+        kind: str = "",
+        *,
+        stage: str = "",
     ) -> Iterator[RunningPhase]:
         """A context that publishes the start and the end of a phase.
 
@@ -284,16 +301,21 @@ class EventStream:
         self.stop.check()
         running = RunningPhase(self, PhaseStarted(title, total, unit, kind, stage))
         self.publish(running.phase)
-        started, complete = time.monotonic(), False
+        started = time.monotonic()
+        complete = False
         try:
             yield running
             complete = True
         finally:
-            self.publish(PhaseEnded(running.phase, running.done, time.monotonic() - started, complete))
+            self.publish(
+                PhaseEnded(running.phase, running.done, time.monotonic() - started, complete)
+            )
 
 
 def log_failure(name: str, error: Exception) -> None:
-    """Log that a subscriber gets no more events, with the first line of its error; the rest goes to debug.log."""
+    """Log that a subscriber gets no more events, with the first line of its error; the rest goes to
+    debug.log.
+    """
     first = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
     reason = redact(f"({type(error).__name__}{first})")
     logger.warning("%s stopped working; training continues without it. %s", name, reason)
@@ -304,7 +326,9 @@ class RunningPhase:
     """A phase in progress."""
 
     def __init__(self, stream: EventStream, phase: PhaseStarted) -> None:
-        self._stream, self.phase, self.done = stream, phase, 0
+        self._stream = stream
+        self.phase = phase
+        self.done = 0
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Report `count` more finished units; `note` names the current unit (a file name).

@@ -1,7 +1,9 @@
-"""The record of a run: `training_metrics.jsonl` and `validation_media.jsonl`, one JSON object per line.
+"""The record of a run: `training_metrics.jsonl` and `validation_media.jsonl`, one JSON object per
+line.
 
-Both are appended and flushed line by line, so that a killed run loses at most the line being written. A run that
-resumes at step S first drops the rows after S, because it will record those steps again.
+Both are appended and flushed line by line, so that a killed run loses at most the line being
+written. A run that resumes at step S first drops the rows after S, because it will record those
+steps again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 EVALUATED = "loss/val/"  # name prefix of evaluation losses
 TIMESTEPS = "timesteps"  # the only list in a row
 TAIL = 1 << 16  # bytes at the end of a file, more than a row has
-COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
+COMPUTE = "compute"
+WEIGHTS = "weights"
+DATA = "data"
 
 Value = float | int | bool | str | list[float] | None
 
@@ -40,7 +44,8 @@ class MediaRecord:
 
     Attributes:
         step: optimizer step of the preview; 0 is the untrained model.
-        short_name: short name of the prompt (`unconditional`, a nickname of the library, `validation`).
+        short_name: short name of the prompt (`unconditional`, a nickname of the library,
+            `validation`).
         prompt: full text of the prompt.
         path: path of the file, relative to output_dir, with forward slashes.
         width, height: actual size in pixels.
@@ -75,14 +80,18 @@ class MediaRecord:
         return f"{stem}_ema" if self.ema else stem
 
     def benchmark_stem(self, clip_frames: int | None = None) -> str:
-        """The file name of a preview of the untrained model: `star_768x512`, `star_768x512_1`, `star_768x512@61_0`."""
+        """The file name of a preview of the untrained model: `star_768x512`, `star_768x512_1`,
+        `star_768x512@61_0`.
+        """
         stem = f"{self.short_name}_{file_dimensions(self.width, self.height, clip_frames)}"
         # Names of the first picture have no index, those of clips always have one.
         return f"{stem}_{self.index}" if self.index or clip_frames is not None else stem
 
 
 def file_dimensions(width: int, height: int, clip_frames: int | None = None) -> str:
-    """A size for file names (`768x512`); that of a clip with its number of frames (`768x512@61`)."""
+    """A size for file names (`768x512`); that of a clip with its number of frames
+    (`768x512@61`).
+    """
     size = f"{width}x{height}"
     return size if clip_frames is None else f"{size}@{clip_frames}"
 
@@ -95,7 +104,8 @@ class StepLines:
 
     Args:
         path: created if missing.
-        resume_step: first drops lines of later steps and a torn last line; 0, for a new run, drops all lines.
+        resume_step: first drops lines of later steps and a torn last line; 0, for a new run, drops
+            all lines.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
@@ -112,8 +122,8 @@ class StepLines:
         kept = b"".join(line for line, row in rows if row is not None and not unwanted(row))
         if kept != before:
             self._file.close()
-            # Replaced, not truncated, so that a kill keeps the old record. The old handle would write to a deleted
-            # file.
+            # Replaced, not truncated, so that a kill keeps the old record. The old handle would
+            # write to a deleted file.
             write_atomically(self.path, kept)
             self._file = self.path.open("ab", buffering=0)
 
@@ -125,8 +135,14 @@ class StepLines:
             WriteError: the file has been deleted.
         """
         if not self.path.exists():  # writing to the open file would silently lose every line
-            raise WriteError(f"{self.path} is gone: its folder was moved or deleted during the run, which ends here.")
-        row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
+            raise WriteError(
+                f"{self.path} is gone: its folder was moved or deleted during the run, which "
+                "ends here."
+            )
+        row = {
+            "step": step,
+            **{key: _finite(value) for key, value in values.items() if key != "step"},
+        }
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing_to(self.path):
             write_whole(self._file, line)
@@ -136,10 +152,14 @@ class StepLines:
 
 
 class MetricsFile(StepLines):
-    """`training_metrics.jsonl`: the step, the time in seconds since 1970, and the metrics of that step."""
+    """`training_metrics.jsonl`: the step, the time in seconds since 1970, and the metrics of that
+    step.
+    """
 
     def append(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Record the metrics of one optimizer step. NaN and infinity, which JSON cannot represent, become null."""
+        """Record the metrics of one optimizer step. NaN and infinity, which JSON cannot represent,
+        become null.
+        """
         self.write(step, {"time": round(time.time(), 3), **metrics})
 
 
@@ -162,7 +182,9 @@ class MediaFile(StepLines):
         self.write(record.step, asdict(record))
 
 
-def shares(seconds: float, data_seconds: float, weights_seconds: float | None = None) -> dict[str, float]:
+def shares(
+    seconds: float, data_seconds: float, weights_seconds: float | None = None
+) -> dict[str, float]:
     """Shares of time spent computing and waiting; they add up to 1.
 
     Args:
@@ -171,14 +193,20 @@ def shares(seconds: float, data_seconds: float, weights_seconds: float | None = 
     """
     if seconds <= 0:
         return {}
-    waits = {DATA: data_seconds} if weights_seconds is None else {WEIGHTS: weights_seconds, DATA: data_seconds}
+    waits = (
+        {DATA: data_seconds}
+        if weights_seconds is None
+        else {WEIGHTS: weights_seconds, DATA: data_seconds}
+    )
     # Waits are measured separately and may be slightly longer than the step.
     parts = {name: min(1.0, wait / seconds) for name, wait in waits.items()}
     return {COMPUTE: max(0.0, 1.0 - sum(parts.values())), **parts}
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file, oldest first; empty if the file is missing. Skips a torn last line."""
+    """The rows of a metrics file, oldest first; empty if the file is missing. Skips a torn last
+    line.
+    """
     if Path(path).is_file():
         with Path(path).open("rb") as file:
             yield from filter(None, map(parse_row, file))
@@ -215,13 +243,14 @@ def _preview_in(row: Mapping[str, Any]) -> MediaRecord | None:
 
 
 def damage_in(path: Path) -> str:
-    """A message about the lines of a record that cannot be read, which readers skip; empty without one.
+    """A message about the lines of a record that cannot be read, which readers skip; empty without
+    one.
 
     A torn last line is no damage: it was being written when the run was killed.
     """
     if not path.is_file():
         return ""
-    numbers = list[int]()
+    numbers: list[int] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n") and not _is_valid(line, is_preview=path.name == MEDIA_FILE):
@@ -229,7 +258,9 @@ def damage_in(path: Path) -> str:
     if not numbers:
         return ""
     what = (
-        f"line {numbers[0]:,} is" if len(numbers) == 1 else f"{len(numbers):,} lines (the first is {numbers[0]:,}) are"
+        f"line {numbers[0]:,} is"
+        if len(numbers) == 1
+        else f"{len(numbers):,} lines (the first is {numbers[0]:,}) are"
     )
     return f"{path.name}: {what} damaged and skipped; the other lines are used."
 
@@ -240,7 +271,9 @@ def _is_valid(line: bytes, *, is_preview: bool) -> bool:
 
 
 def parse_row(line: bytes, number: str = "step") -> dict[str, Any] | None:
-    """The row of a complete line with the integer `number`, else None. A line without newline was torn by a kill."""
+    """The row of a complete line with the integer `number`, else None. A line without newline was
+    torn by a kill.
+    """
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

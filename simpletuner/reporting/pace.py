@@ -12,20 +12,25 @@ from simpletuner.reporting import events
 from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS
 from simpletuner.reporting.wording import pace_text
 
-# Factors of the usual pace. The lower limit ends an episode, so that a pace near the upper limit is reported once.
+# Factors of the usual pace. The lower limit ends an episode, so that a pace near the upper limit is
+# reported once.
 SLOWER = 1.5
 RECOVERED = 1.2
 RECENT = 5  # steps whose median is compared; a single slow step does not count
 ENOUGH = 20  # steps of a shape needed for its usual pace
 HISTORY = 1000  # steps of a shape, whose median is the usual pace
-# A gap between two steps of at least this many seconds and steps was a checkpoint, previews or an evaluation.
-LEAST_PAUSE, PAUSE = 0.1, 0.5
+# A gap between two steps of at least this many seconds and steps was a checkpoint, previews or an
+# evaluation.
+LEAST_PAUSE = 0.1
+PAUSE = 0.5
 AFTER_A_PAUSE = 2  # steps ignored after a pause
 
 WHOLE = "whole"
 REASONS = {
     COMPUTE: "compute; another program uses the device, or it is throttled by heat or power",
-    WEIGHTS: "waiting for streamed weights; another program uses host memory or the bus to the device",
+    WEIGHTS: (
+        "waiting for streamed weights; another program uses host memory or the bus to the device"
+    ),
     DATA: "waiting for data; the disk with the caches or the CPU is busy",
 }
 
@@ -41,7 +46,9 @@ class SlowSteps:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._histories = defaultdict[Hashable, deque[dict[str, float]]](lambda: deque(maxlen=HISTORY))
+        self._histories = defaultdict[Hashable, deque[dict[str, float]]](
+            lambda: deque(maxlen=HISTORY)
+        )
         self._slow: set[Hashable] = set()
         self._ended: float | None = None
         self._skip = 0
@@ -61,7 +68,8 @@ class SlowSteps:
             """The median of the latest steps, which is robust to single slow ones."""
             return median(step[part] for step in islice(reversed(history), steps))
 
-        recent, usual = pace(WHOLE), pace(WHOLE, HISTORY)
+        recent = pace(WHOLE)
+        usual = pace(WHOLE, HISTORY)
         slowdown = recent / usual if usual and len(history) >= ENOUGH else 1.0
         if slowdown < RECOVERED:
             self._slow.discard(kind)
@@ -71,12 +79,22 @@ class SlowSteps:
         begins = not self._slow
         self._slow.add(kind)
         reason = REASONS[max(parts, key=lambda part: pace(part) - pace(part, HISTORY))]
-        slower = f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of this size"
-        return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}." if begins else None
+        slower = (
+            f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of "
+            "this size"
+        )
+        return (
+            f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}."
+            if begins
+            else None
+        )
 
     def _follows_a_pause(self, seconds: float) -> bool:
-        """Whether other work ran just before; a cold allocator and moved weights then slow down a step or two."""
-        ended, self._ended = self._ended, self._now()
+        """Whether other work ran just before; a cold allocator and moved weights then slow down a
+        step or two.
+        """
+        ended = self._ended
+        self._ended = self._now()
         if ended is not None and self._ended - ended - seconds > max(LEAST_PAUSE, PAUSE * seconds):
             self._skip = AFTER_A_PAUSE
         skipped = self._skip > 0

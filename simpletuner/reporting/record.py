@@ -12,7 +12,8 @@ from simpletuner.reporting.step_figures import row_of
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records of the step from which a session resumes; the main process sends them to all other processes.
+    """The records of the step from which a session resumes; the main process sends them to all
+    other processes.
 
     Attributes:
         evaluated: whether the step has an evaluation loss.
@@ -37,9 +38,17 @@ class RunRecord:
         self._metrics = metrics.MetricsFile(folder / metrics.METRICS_FILE, step)
         self._media = metrics.MediaFile(folder / metrics.MEDIA_FILE, step)
         # Read after both files are opened, which drops rows of an earlier run for step 0.
-        here = [row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step]
-        previews = [record for record in metrics.read_media(folder / metrics.MEDIA_FILE) if record.step == step]
-        self.recorded = Recorded(any(name.startswith(metrics.EVALUATED) for row in here for name in row), previews)
+        here = [
+            row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step
+        ]
+        previews = [
+            record
+            for record in metrics.read_media(folder / metrics.MEDIA_FILE)
+            if record.step == step
+        ]
+        self.recorded = Recorded(
+            any(name.startswith(metrics.EVALUATED) for row in here for name in row), previews
+        )
         self._step = step
         self._losses: Mapping[str, float] = {}
 
@@ -52,7 +61,8 @@ class RunRecord:
                 self._metrics.append(event.step, event.losses)
             case events.StepReport():
                 self._metrics.append(event.step, {**row_of(event), **self._losses})
-                self._step, self._losses = event.step, {}
+                self._step = event.step
+                self._losses = {}
             case events.MediaRendered():
                 self._media.append(event.media)
             case events.StateChanged() if event.state in events.ENDED:

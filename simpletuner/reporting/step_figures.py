@@ -33,12 +33,15 @@ class Figure:
         name: its name in `training_metrics.jsonl` and for trackers.
         value: computes it; None if it is one of the step's metrics already.
         unit, digits: it is recorded in this unit, rounded to so many decimals.
-        title: its name at the head of a run on the page; empty if it is not shown while the run trains.
+        title: its name at the head of a run on the page; empty if it is not shown while the run
+            trains.
         text: words it there.
-        live: its name in events, if it differs: they have averages over recent steps, and sizes in bytes.
+        live: its name in events, if it differs: they have averages over recent steps, and sizes in
+            bytes.
         short, short_text: its name in the terminal, and what words it there if not `text`.
         curve: its chart in the report; by default one of those that are shown on request.
-        has_curve: false for figures whose chart is drawn in a way of its own, and for those without one.
+        has_curve: false for figures whose chart is drawn in a way of its own, and for those without
+            one.
     """
 
     name: str
@@ -70,8 +73,8 @@ def _share(part: str, step: StepReport) -> float | None:
     return shares(step.seconds, step.data_seconds, step.weights_seconds).get(part)
 
 
-# Shown in this order. A new figure is a line here and the function that computes it, or a metric that a technique or
-# the recorder adds to the step.
+# Shown in this order. A new figure is a line here and the function that computes it, or a metric
+# that a technique or the recorder adds to the step.
 FIGURES = [
     Figure(
         "train_loss",
@@ -129,7 +132,9 @@ FIGURES = [
 
 
 def row_of(step: StepReport) -> dict[str, Value]:
-    """The line of a step in the record, which trackers get too: its metrics, the figures that are known, timesteps."""
+    """The line of a step in the record, which trackers get too: its metrics, the figures that are
+    known, timesteps.
+    """
     row: dict[str, Value] = dict(step.metrics)
     for figure in FIGURES:
         if figure.value is None:

@@ -20,7 +20,8 @@ def pace_text(seconds: float) -> str:
 def size_text(count: int) -> str:
     """Bytes in the largest power-of-1000 unit that gives a number of at least 1: `11.4 GB`."""
     power = min(4, (len(str(count)) - 1) // 3)
-    size, unit = count / 1000**power, ("B", "kB", "MB", "GB", "TB")[power]
+    size = count / 1000**power
+    unit = ("B", "kB", "MB", "GB", "TB")[power]
     return f"{size:.0f} {unit}" if size >= 100 or power == 0 else f"{size:.1f} {unit}"
 
 

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 LEDGER_FILE = "unfinished.json"
 Task = Literal["card", "uploads", "end"]
-TITLES: dict[Task, str] = {"card": "the model card", "uploads": "the uploads", "end": "the end of the records"}
+TITLES: dict[Task, str] = {
+    "card": "the model card",
+    "uploads": "the uploads",
+    "end": "the end of the records",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ def mark_done(output_dir: Path, *done: Task) -> None:
 class Companion:
     """A callback that is called last, with hooks before training and after the result is on disk.
 
-    The command line opens the companions that the configuration requests. Subclasses override the methods they need.
+    The command line opens the companions that the configuration requests. Subclasses override the
+    methods they need.
 
     Attributes:
         in_use: checkpoints that must not be removed now.
@@ -79,7 +84,8 @@ class Companion:
         return ()
 
     def begin(self, plan: Plan, step: int) -> None:
-        """Subscribe to the events of a session that continues after `step`, or has only its end left to do.
+        """Subscribe to the events of a session that continues after `step`, or has only its end
+        left to do.
 
         Args:
             plan: the plan without files found to be damaged.

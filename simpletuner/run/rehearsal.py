@@ -1,9 +1,11 @@
-"""Rehearses the memory peaks of a run before step 1, so that running out of memory shows immediately.
+"""Rehearses the memory peaks of a run before step 1, so that running out of memory shows
+immediately.
 
-The peaks are a micro-step of the largest bucket, forward and backward, and a preview with two sampling steps. Weights
-are not updated and random states are restored, so a run is bit-identical with or without a rehearsal. The optimizer
-state allocated in step 1 is added to the measurement instead of rehearsed: undoing an update would need a second copy
-of weights and state, and `optimizer_release_gradients` updates during the backward pass.
+The peaks are a micro-step of the largest bucket, forward and backward, and a preview with two
+sampling steps. Weights are not updated and random states are restored, so a run is bit-identical
+with or without a rehearsal. The optimizer state allocated in step 1 is added to the measurement
+instead of rehearsed: undoing an update would need a second copy of weights and state, and
+`optimizer_release_gradients` updates during the backward pass.
 """
 
 from __future__ import annotations
@@ -37,9 +39,13 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
         UserError: the device ran out of memory.
     """
     # Activations grow with the number of tokens, which is proportional to the pixels of all frames.
-    assembly, loader = session.assembly, session.loader
+    assembly = session.assembly
+    loader = session.loader
     batches = loader.sampler.batches(loader.epoch)
-    planned = max(batches, key=lambda batch: len(batch.samples) * batch.samples[0].frames * math.prod(batch.size))
+    planned = max(
+        batches,
+        key=lambda batch: len(batch.samples) * batch.samples[0].frames * math.prod(batch.size),
+    )
     samples = planned.samples
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {planned.size}{frames})"
@@ -51,20 +57,34 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
     with unchanged(optimizer, assembly.techniques):
         yield _measure(optimizer, budget, title, "training", micro_step)
     if validation.prompts:
-        yield _measure(optimizer, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
+        yield _measure(
+            optimizer,
+            budget,
+            "a preview",
+            "rendering previews",
+            lambda: validation.rehearse(assembly),
+        )
 
 
-def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> Losses:
-    """Forward and backward pass of one micro-batch at a position in the run; the caller clears the gradients."""
+def rehearse_micro_step(
+    assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0
+) -> Losses:
+    """Forward and backward pass of one micro-batch at a position in the run; the caller clears the
+    gradients.
+    """
     losses = Losses()
     assembly.transformer.train()
     run_micro_step(assembly, batch.to(assembly.accelerator.device), global_step, micro_step, losses)
     return StepNumbers(losses).to_host().losses
 
 
-def _measure(optimizer: Optimizer, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> str:
+def _measure(
+    optimizer: Optimizer, budget: Budget, title: str, phase: str, act: Callable[[], object]
+) -> str:
     """Rehearse one peak; returns a line with the expected and, on a GPU, the measured memory."""
-    expected = max((part.device for part in budget.phases if part.name.startswith(phase)), default=0.0)
+    expected = max(
+        (part.device for part in budget.phases if part.name.startswith(phase)), default=0.0
+    )
     on_gpu = any(weight.is_cuda for group in optimizer.param_groups for weight in group["params"])
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -75,14 +95,16 @@ def _measure(optimizer: Optimizer, budget: Budget, title: str, phase: str, act: 
             raise
         room = "" if budget.device.memory is None else f" of {gigabytes(budget.device.memory)}"
         raise UserError(
-            f"memory: {title} does not fit {budget.device.name}; the plan expected {gigabytes(expected)}{room}. "
-            f"{less_for_steps(budget.config.offload)}"
+            f"memory: {title} does not fit {budget.device.name}; the plan expected "
+            f"{gigabytes(expected)}{room}. {less_for_steps(budget.config.offload)}"
         ) from None
     if not on_gpu:
         return f"Rehearsed {title}: not measured, planned {gigabytes(expected)}"
     peak = float(torch.cuda.max_memory_allocated())
     if phase == "training":  # after the backward pass, with its gradients
-        peak = max(peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(optimizer))
+        peak = max(
+            peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(optimizer)
+        )
     # Without the optimizer state, the rehearsal would promise memory that step 1 takes.
     peak += coming_state(optimizer, budget)
     torch.cuda.reset_peak_memory_stats()
@@ -90,7 +112,9 @@ def _measure(optimizer: Optimizer, budget: Budget, title: str, phase: str, act: 
 
 
 def coming_state(optimizer: Optimizer, budget: Budget) -> float:
-    """Bytes that the optimizer will allocate in its first step; 0 for a resumed run and for state in host memory."""
+    """Bytes that the optimizer will allocate in its first step; 0 for a resumed run and for state
+    in host memory.
+    """
     if optimizer.state or budget.config.offload.offload_optimizer_state:
         return 0.0
     return budget.model.state_bytes * _numbers(optimizer)
@@ -98,12 +122,16 @@ def coming_state(optimizer: Optimizer, budget: Budget) -> float:
 
 def _numbers(optimizer: Optimizer) -> int:
     """Number of elements that the optimizer updates in this process."""
-    return sum(local(weight).numel() for group in optimizer.param_groups for weight in group["params"])
+    return sum(
+        local(weight).numel() for group in optimizer.param_groups for weight in group["params"]
+    )
 
 
 @contextmanager
 def unchanged(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[None]:
-    """A context that restores random states and the techniques' state on exit, and clears the gradients."""
+    """A context that restores random states and the techniques' state on exit, and clears the
+    gradients.
+    """
     states = random_states()
     # Some techniques change state in the forward pass, such as CREPA's moving average.
     kept = [copy.deepcopy(technique.state_dict()) for technique in techniques]

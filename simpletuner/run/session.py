@@ -66,7 +66,9 @@ class Session:
     @classmethod
     def open(cls, caches: CacheFiller, accelerator: Accelerator, world: World) -> Session:
         """Load the model, and restore the checkpoint of a resumed run."""
-        plan, config, encoding = caches.plan, caches.plan.config, caches.encoding
+        plan = caches.plan
+        config = caches.plan.config
+        encoding = caches.encoding
         events = encoding.events
         with events.phase("Loading the transformer", stage="init_load_base_model"):
             techniques = make_techniques(plan.techniques)
@@ -75,8 +77,11 @@ class Session:
         # Starts from the initial weights; `load_checkpoint` replaces the average of a resumed run.
         if config.ema.use_ema:
             assembly.trained.ema = Ema(assembly.parameters, config.ema, accelerator.device)
-        dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
-        reader = BatchReader(caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features)
+        dropout = config.text.caption_dropout_probability
+        features = feature_kinds(plan)
+        reader = BatchReader(
+            caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features
+        )
         loader = BatchLoader(
             plan.sampler(assembly.world),
             reader,
@@ -109,7 +114,9 @@ def build_callbacks(
         rates: speed of the device, if measured.
         thread: a pool of one worker, which completes checkpoints.
     """
-    plan, config, events = session.plan, session.plan.config, session.events
+    plan = session.plan
+    config = session.plan.config
+    events = session.events
     first: list[Callback] = [EmaUpdater()]
     if datasets := {data.id: data.samples for data in evaluated(plan)}:
         evaluation = EvaluationLoss(
@@ -122,7 +129,8 @@ def build_callbacks(
             is_missing=not recorded.evaluated,
         )
         first.append(evaluation)
-    flops, rounds = rates.matmul_flops if rates else None, find_rounds(budget)
+    flops = rates.matmul_flops if rates else None
+    rounds = find_rounds(budget)
     recorder = Recorder(events, plan.length.epochs, matmul_flops=flops, rounds=rounds)
     checkpoints = CheckpointWriter(
         output_dir=plan.output_dir,
@@ -154,7 +162,8 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
     Args:
         thread: a pool of one worker, which decodes previews in the background.
     """
-    plan, state = session.plan, session.state
+    plan = session.plan
+    state = session.state
     decoding = None
     if plan.config.validation.validation_decode_in_background:
         decoding = DecodingThread(thread, session.assembly.accelerator.device)
@@ -181,12 +190,16 @@ def epochs_before_step(session: Session) -> int:
     loader = session.loader
     if loader.index >= loader.sampler.batches_per_epoch(loader.epoch):
         return loader.epochs_done - 1
-    if loader.index < session.plan.config.schedule.gradient_accumulation_steps:  # the step began in the epoch before
+    if (
+        loader.index < session.plan.config.schedule.gradient_accumulation_steps
+    ):  # the step began in the epoch before
         return loader.epochs_done - 1
     return loader.epochs_done
 
 
-def encoded_prompts(plan: SamplePlan, catalogue: Catalogue, reader: BatchReader) -> list[EncodedPrompt]:
+def encoded_prompts(
+    plan: SamplePlan, catalogue: Catalogue, reader: BatchReader
+) -> list[EncodedPrompt]:
     """Every prompt with every source picture."""
     negative_text = plan.config.validation.validation_negative_prompt or ""
     pictures = preview_sources(plan)
@@ -195,7 +208,8 @@ def encoded_prompts(plan: SamplePlan, catalogue: Catalogue, reader: BatchReader)
         for index, picture in enumerate(pictures):
             named = prompt
             if len(pictures) > 1:
-                # The short name is part of file names, and pictures of one prompt must not overwrite each other.
+                # The short name is part of file names, and pictures of one prompt must not
+                # overwrite each other.
                 named = replace(prompt, short_name=f"{prompt.short_name}-{index}")
             prompts.append(EncodedPrompt(named, negative_text, picture, catalogue, reader))
     return prompts
@@ -208,10 +222,12 @@ def publish_result(session: Session) -> str:
         NonFiniteError: a weight is NaN or infinite; nothing is written.
         RuntimeError: the saved file does not reproduce the model.
     """
-    plan, assembly = session.plan, session.assembly
+    plan = session.plan
+    assembly = session.assembly
     if not assembly.writes:
         return ""
-    dtype, shift = DTYPES[transformer_dtype(plan.config.precision)], plan.config.sampling_shift
+    dtype = DTYPES[transformer_dtype(plan.config.precision)]
+    shift = plan.config.sampling_shift
     note = weight_note(plan).at(session.state.global_step, session.state.epoch)
     predict = partial(predict_once, session)
     publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
@@ -221,8 +237,11 @@ def publish_result(session: Session) -> str:
 
 
 def predict_once(session: Session) -> Tensor:
-    """The prediction for the first batch of the epoch with the noise of step 0, in the mode of previews."""
-    assembly, loader = session.assembly, session.loader
+    """The prediction for the first batch of the epoch with the noise of step 0, in the mode of
+    previews.
+    """
+    assembly = session.assembly
+    loader = session.loader
     assembly.transformer.eval()
     batch = session.reader(loader.sampler.batches(loader.epoch)[0]).to(assembly.accelerator.device)
     return predict_now(assembly, assembly.adapter.prepare(assembly.noise.add(batch, 0, 0)))

@@ -6,13 +6,20 @@ from simpletuner.config.optimizers import optimizer_name, peak_learning_rate
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import RunConfig
 from simpletuner.planning.plans import Plan, SamplePlan
-from simpletuner.training.settings import AssemblySettings, StepSettings, TrainingSpec, TransformerSettings
+from simpletuner.training.settings import (
+    AssemblySettings,
+    StepSettings,
+    TrainingSpec,
+    TransformerSettings,
+)
 from simpletuner.validation.renderer import RenderSettings
 
 
 def training_spec(plan: Plan) -> TrainingSpec:
     """The plan's decisions that training depends on."""
-    offsets = {data.id: offset for data in plan.trained if (offset := data.config.timestep_sampling_offset)}
+    offsets = {
+        data.id: offset for data in plan.trained if (offset := data.config.timestep_sampling_offset)
+    }
     rate = peak_learning_rate(plan.config)
     return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, rate, offsets)
 

@@ -18,7 +18,12 @@ import torch
 from simpletuner.atomic import sweep_files, sweep_folders, writing_to
 from simpletuner.budget.budget import Budget
 from simpletuner.config.precision import transformer_dtype, vae_dtype
-from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt, take_requests
+from simpletuner.distributed.requests import (
+    STOPPING,
+    expect_requests,
+    stop_on_interrupt,
+    take_requests,
+)
 from simpletuner.distributed.world import World, compute_threads
 from simpletuner.encoding.caches import prepare_caches
 from simpletuner.encoding.encoders import Encoding, build_adapter
@@ -42,15 +47,20 @@ from simpletuner.training.loop import train
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 
 # Workspace settings with which cuBLAS is deterministic, at a cost in memory or speed.
-CUBLAS_KEY, REPEATABLE_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+CUBLAS_KEY = "CUBLAS_WORKSPACE_CONFIG"
+REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
 # Age in seconds from which a temporary file in a shared cache is stale.
 ABANDONED = 3600.0
 
 
 def run_plan(
-    budget: Budget, events: EventStream, companions: Sequence[Companion] = (), world: World = World(),
-    *, rehearsed: bool | None = None,
-) -> None:  # fmt: skip
+    budget: Budget,
+    events: EventStream,
+    companions: Sequence[Companion] = (),
+    world: World = World(),
+    *,
+    rehearsed: bool | None = None,
+) -> None:
     """Run a plan, or resume it where an earlier session stopped, and publish the verified result.
 
     Args:
@@ -74,15 +84,19 @@ def run_plan(
         # All processes wait until leftovers of an earlier session are removed.
         world.on_main(lambda: prepare_folder(plan))
         epoch = plan.resume.manifest.epoch if plan.resume else 1
-        caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
+        caches = prepare_caches(
+            Encoding(plan, adapter, device, events), epoch, budget.listing, world
+        )
         # Measured before the transformer is loaded, since the measurement needs memory too.
         dtype = DTYPES[transformer_dtype(plan.config.precision)]
         rates = world.main_only(lambda: device_rates(plan.output_dir, device, dtype))
 
-        # After the caches, so that encoders and transformer need not fit on the device together. `caches.plan` lacks
-        # files that could not be decoded, so it replaces the plan from here on.
+        # After the caches, so that encoders and transformer need not fit on the device together.
+        # `caches.plan` lacks files that could not be decoded, so it replaces the plan from here on.
         session = Session.open(caches, accelerator, world)
-        plan, state, loader = session.plan, session.state, session.loader
+        plan = session.plan
+        state = session.state
+        loader = session.loader
         budget = replace(budget, plan=plan)
         if plan.resume:
             events.say(f"Continuing from {plan.resume.path.name}")
@@ -92,12 +106,15 @@ def run_plan(
         # However the run ends, a checkpoint or preview in progress is completed first.
         writing, decoding = (held.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         validation = build_validation(session, recorded, decoding)
-        callbacks = build_callbacks(session, validation, recorded, budget, rates, companions, writing)
+        callbacks = build_callbacks(
+            session, validation, recorded, budget, rates, companions, writing
+        )
         if rehearsed or (rehearsed is None and device.type == "cuda"):
             with events.phase("Rehearsing the memory peaks", stage="init_prepare_models"):
                 for tried in rehearse(session, validation, budget):
                     events.say(tried)
-        # Exited before the result is published, when no step is left to finish and Ctrl-C interrupts immediately.
+        # Exited before the result is published, when no step is left to finish and Ctrl-C
+        # interrupts immediately.
         with ExitStack() as around:
             for companion in companions:
                 around.enter_context(companion.around(session, budget))
@@ -105,13 +122,19 @@ def run_plan(
             train(session.assembly, loader, state, callbacks, events.stop)
 
         # Written before the result, so that after a kill the next start finds the pending tasks.
-        ledger = Ledger(state.global_step, state.epoch, (*(task for one in companions for task in one.tasks), "end"))
+        ledger = Ledger(
+            state.global_step,
+            state.epoch,
+            (*(task for one in companions for task in one.tasks), "end"),
+        )
         world.main_only(lambda: ledger.write(plan.output_dir))
         result = publish_result(session)
         world.main_only(lambda: end(plan, events, companions, ledger, result))
 
 
-def finish_run(plan: Plan, ledger: Ledger, events: EventStream, companions: Sequence[Companion]) -> None:
+def finish_run(
+    plan: Plan, ledger: Ledger, events: EventStream, companions: Sequence[Companion]
+) -> None:
     """Complete the pending tasks of a session that was killed after the last step."""
     with announced_end(plan, events, World()):
         sweep_strays(plan)
@@ -119,7 +142,9 @@ def finish_run(plan: Plan, ledger: Ledger, events: EventStream, companions: Sequ
         end(plan, events, companions, ledger, f"Results: {plan.output_dir}")
 
 
-def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companion], step: int) -> Recorded:
+def begin_records(
+    plan: Plan, events: EventStream, companions: Sequence[Companion], step: int
+) -> Recorded:
     """Start recording events after a step; the record comes first, since companions read it.
 
     The record, the checkpoints and the result of a line that the run leaves are set aside before.
@@ -143,12 +168,17 @@ def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companio
 
 def announce_stop(session: Session) -> None:
     """Publish that the run stops after the current step."""
-    state, total_steps = session.state, session.plan.length.total_steps
+    state = session.state
+    total_steps = session.plan.length.total_steps
     session.events.publish(StateChanged("stopping", state.global_step, total_steps, STOPPING))
 
 
-def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger: Ledger, result: str) -> None:
-    """Finish a run whose result is on disk; the last lines name the result, the companions' outcomes and commands."""
+def end(
+    plan: Plan, events: EventStream, companions: Sequence[Companion], ledger: Ledger, result: str
+) -> None:
+    """Finish a run whose result is on disk; the last lines name the result, the companions'
+    outcomes and commands.
+    """
     lines = [
         result,
         *(companion.finish(ledger) for companion in companions),
@@ -157,7 +187,11 @@ def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger
         *(companion.unfinished for companion in companions),
     ]
     drop_late_requests(plan, events)
-    events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(filter(None, lines))))
+    events.publish(
+        StateChanged(
+            "finished", ledger.step, plan.length.total_steps, "\n".join(filter(None, lines))
+        )
+    )
     # Last, so that after an earlier kill the next start announces the end again.
     mark_done(plan.output_dir, "end")
 
@@ -170,11 +204,15 @@ def drop_late_requests(plan: Plan, events: EventStream) -> None:
 
 @contextmanager
 def announced_end(plan: Plan, events: EventStream, world: World) -> Iterator[None]:
-    """A context that publishes a failure or interruption, so that all records are closed with that state."""
+    """A context that publishes a failure or interruption, so that all records are closed with that
+    state.
+    """
     try:
         yield
     except BaseException as error:
-        how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        how: RunState = (
+            "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        )
         message = world.first_failure(error) or full_text(error)
         if world.is_main:
             drop_late_requests(plan, events)
@@ -190,7 +228,9 @@ def prepare_folder(plan: Plan) -> None:
 
 
 def sweep_strays(plan: Plan) -> None:
-    """Remove temporary files of killed runs; in caches only old files, since other runs may use the same cache."""
+    """Remove temporary files of killed runs; in caches only old files, since other runs may use the
+    same cache.
+    """
     names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|unverified")
     for folder in (plan.output_dir, plan.output_dir / "ema"):
         sweep_files(folder)
@@ -207,18 +247,21 @@ def prepare_machine(plan: SamplePlan) -> None:
     torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
     config = plan.config
     ahead = [latent_storage(plan, each) == "ahead" for each in plan.datasets]
-    # Sampling reads no datasets, but must use the settings with which the run rendered its previews.
+    # Sampling reads no datasets, but must use the settings with which the run rendered its
+    # previews.
     ahead = ahead or [not (config.caching.vae_cache_ondemand or config.caching.vae_cache_disable)]
     # Otherwise, the VAE encodes in another thread, where it must not change process-wide settings.
     beside = vae_dtype(config.precision, config.caching) == "fp32" and not all(ahead)
     # The same applies to the VAE of previews, which computes in the dtype of the transformer.
-    background, dtype = config.validation.validation_decode_in_background, transformer_dtype(config.precision)
+    background = config.validation.validation_decode_in_background
+    dtype = transformer_dtype(config.precision)
     beside |= bool(background) and dtype == "fp32"
     allowed = not config.precision.disable_tf32 and not beside
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
-    # On Hopper, torch prefers cuDNN, whose gradients of masked attention may be NaN (pytorch #196678), and which has no
-    # backward pass for some shapes. Without it, torch's order is flash, memory-efficient, plain on every GPU.
+    # On Hopper, torch prefers cuDNN, whose gradients of masked attention may be NaN (pytorch
+    # #196678), and which has no backward pass for some shapes. Without it, torch's order is flash,
+    # memory-efficient, plain on every GPU.
     torch.backends.cuda.enable_cudnn_sdp(False)
     fix_order(plan.config.speed.deterministic)
 

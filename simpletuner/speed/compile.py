@@ -1,7 +1,8 @@
-"""Regional compilation: torch.compile for the repeated blocks of a transformer, and checks of their gradients.
+"""Regional compilation: torch.compile for the repeated blocks of a transformer, and checks of their
+gradients.
 
-Blocks of one class share compiled code. Only a function inside `block.forward` is compiled, so that hooks on blocks,
-checkpointing and weight streaming stay outside.
+Blocks of one class share compiled code. Only a function inside `block.forward` is compiled, so that
+hooks on blocks, checkpointing and weight streaming stay outside.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from simpletuner.models.adapter import BlockLayout, Compiler, Forward
 from simpletuner.models.blocks import FastBlocks, FreeSizes, call_kernel
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
-# Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are off by thousandths,
-# wrong blocks by more than 1.
+# Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are
+# off by thousandths, wrong blocks by more than 1.
 TOLERANCE = 0.05
 
-# By default, torch stops recompiling a function after eight versions. Padding, gradients, empty captions of one token,
-# and Sana's timesteps per clip or token multiply to more.
+# By default, torch stops recompiling a function after eight versions. Padding, gradients, empty
+# captions of one token, and Sana's timesteps per clip or token multiply to more.
 VERSIONS = 16
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CompiledPiece:
-    """A function of `FastBlocks.pieces`, compiled for any number of tokens; uncompiled if the compiler fails.
+    """A function of `FastBlocks.pieces`, compiled for any number of tokens; uncompiled if the
+    compiler fails.
 
     Attributes:
         sampling: also run compiled code in calls without gradients, as in previews.
@@ -76,23 +78,36 @@ Case = tuple[object, ...]  # class of a block, and shapes and strides of its inp
 class CheckedForward:
     """`forward` of a stock block: compiled if its gradients have been verified, else uncompiled.
 
-    Each shape is verified with its first inputs: on CPUs, inductor miscompiles blocks of Sana Video, and some gradients
-    are silently wrong by orders of magnitude. Without gradients, outputs are compared.
+    Each shape is verified with its first inputs: on CPUs, inductor miscompiles blocks of Sana
+    Video, and some gradients are silently wrong by orders of magnitude. Without gradients, outputs
+    are compared.
     """
 
-    def __init__(self, block: nn.Module, compiler: Compiler, verdicts: dict[Case, bool], sampling: bool) -> None:
-        self.block, self.verdicts, self.sampling = block, verdicts, sampling
-        self.eager, self.compiled = block.forward, compiler(block.forward)
+    def __init__(
+        self, block: nn.Module, compiler: Compiler, verdicts: dict[Case, bool], sampling: bool
+    ) -> None:
+        self.block = block
+        self.verdicts = verdicts
+        self.sampling = sampling
+        self.eager = block.forward
+        self.compiled = compiler(block.forward)
 
     def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
-        # The first block's hidden states are a transposed view, whose strides would need a separate graph.
+        # The first block's hidden states are a transposed view, whose strides would need a separate
+        # graph.
         inputs = (with_gradient(hidden.contiguous()), *others)
         training = torch.is_grad_enabled()
         if not training and not self.sampling:
             return self.eager(*inputs, **named)
         # Training and sampling are compiled separately.
-        case = (training, type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
-        settle_compiler(ones_are_sizes=False)  # dynamic ones would break the attention of Sana Video
+        case = (
+            training,
+            type(self.block),
+            *(_shape(value) for value in (*inputs, *named.values())),
+        )
+        settle_compiler(
+            ones_are_sizes=False
+        )  # dynamic ones would break the attention of Sana Video
         if case not in self.verdicts:
             self.verdicts[case] = self._is_right(inputs, named)
         return (self.compiled if self.verdicts[case] else self.eager)(*inputs, **named)
@@ -107,7 +122,9 @@ class CheckedForward:
             return False
         if worst >= TOLERANCE:
             of = "gradients" if torch.is_grad_enabled() else "output"
-            logger.warning("%s is not compiled at this size: relative error of its %s %.2g.", name, of, worst)
+            logger.warning(
+                "%s is not compiled at this size: relative error of its %s %.2g.", name, of, worst
+            )
         return worst < TOLERANCE
 
 
@@ -120,13 +137,15 @@ def compile_blocks(
     sampling: bool,
     recomputing: bool,
 ) -> None:
-    """Compile the functions of fast blocks; for families without them, the forward of blocks, with verification.
+    """Compile the functions of fast blocks; for families without them, the forward of blocks, with
+    verification.
 
     Args:
         sampling: also compile previews, which run without gradients.
         recomputing: let the last functions of checkpointed blocks recompute themselves.
     """
-    any_sizes, strict = fast is not None or layout.compiled is not None, launch.dynamo_fullgraph
+    any_sizes = fast is not None or layout.compiled is not None
+    strict = launch.dynamo_fullgraph
     compiler = make_compiler(backend, launch, any_sizes=any_sizes)
     if fast is not None:
         if recomputing:
@@ -134,8 +153,11 @@ def compile_blocks(
             fast.recomputing = {name: checkpointed(fast.pieces[name]) for name in fast.last}
         for pieces in (fast.pieces, fast.recomputing):
             for name, piece in pieces.items():
-                # Not with dynamo_dynamic, where even constant ones are symbols, and equal sizes become one symbol.
-                pieces[name] = CompiledPiece(piece, compiler(piece), sampling, strict, not launch.dynamo_dynamic)
+                # Not with dynamo_dynamic, where even constant ones are symbols, and equal sizes
+                # become one symbol.
+                pieces[name] = CompiledPiece(
+                    piece, compiler(piece), sampling, strict, not launch.dynamo_dynamic
+                )
         return
     # The first stock block of a class is verified for all of them.
     verdicts: dict[Case, bool] = {}
@@ -167,7 +189,8 @@ def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Com
 def sizes_of(tensor: Tensor) -> list[int]:
     """Dimensions that vary between batches: samples and tokens.
 
-    Per-sample vectors, `B C`, have no tokens, and a symbolic width would slow down matmuls and loops.
+    Per-sample vectors, `B C`, have no tokens, and a symbolic width would slow down matmuls and
+    loops.
     """
     return [0, 1] if tensor.ndim > 2 or tensor.dtype == torch.bool else [0]
 
@@ -175,12 +198,14 @@ def sizes_of(tensor: Tensor) -> list[int]:
 def settle_compiler(*, ones_are_sizes: bool) -> None:
     """Configure the compiler for this thread.
 
-    Its settings are per thread, and on a GPU autograd recomputes checkpoints in separate threads. If only those threads
-    reached the recompile limit, recomputation would not match the forward pass. The backward pass is compiled with the
-    forward pass, where a failure can still fall back to the uncompiled function.
+    Its settings are per thread, and on a GPU autograd recomputes checkpoints in separate threads.
+    If only those threads reached the recompile limit, recomputation would not match the forward
+    pass. The backward pass is compiled with the forward pass, where a failure can still fall back
+    to the uncompiled function.
 
     Args:
-        ones_are_sizes: treat sizes that are 1 at first as dynamic too; else batches of one are compiled separately.
+        ones_are_sizes: treat sizes that are 1 at first as dynamic too; else batches of one are
+            compiled separately.
     """
     if torch._dynamo.config.recompile_limit < VERSIONS:
         torch._dynamo.config.recompile_limit = VERSIONS
@@ -199,7 +224,11 @@ def with_gradient(hidden: Tensor) -> Tensor:
 
     The first block's input does not, and would need a separate compiled version.
     """
-    return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()
+    return (
+        hidden
+        if hidden.requires_grad or not torch.is_grad_enabled()
+        else hidden.detach().requires_grad_()
+    )
 
 
 def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequence[Any]) -> float:
@@ -208,7 +237,9 @@ def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequenc
     Compares the gradients of a block's weights and inputs or, without gradients, its output.
     """
     trains = torch.is_grad_enabled()
-    results = (_gradients(block, forward, inputs) if trains else [forward(*inputs)] for forward in forwards)
+    results = (
+        _gradients(block, forward, inputs) if trains else [forward(*inputs)] for forward in forwards
+    )
     return max(map(_error, *results), default=0.0)
 
 
@@ -228,9 +259,16 @@ def _gradients(block: nn.Module, forward: Forward, inputs: Sequence[Any]) -> lis
     ]
     with outside_checkpoints():
         output = forward(*copies)
-        wanted = [each for each in (*copies, *block.parameters()) if isinstance(each, Tensor) and each.requires_grad]
+        wanted = [
+            each
+            for each in (*copies, *block.parameters())
+            if isinstance(each, Tensor) and each.requires_grad
+        ]
         gradients = torch.autograd.grad(output, wanted, output.detach(), allow_unused=True)
-    return [torch.zeros_like(like) if each is None else each for each, like in zip(gradients, wanted, strict=True)]
+    return [
+        torch.zeros_like(like) if each is None else each
+        for each, like in zip(gradients, wanted, strict=True)
+    ]
 
 
 def _reason(error: Exception) -> str:
@@ -244,10 +282,11 @@ def _shape(value: Any) -> object:
 
 
 class FirstGradients:
-    """`forward` of a block that logs how far quantised products change its gradients, in the first training call.
+    """`forward` of a block that logs how far quantised products change its gradients, in the first
+    training call.
 
-    The block is compared with its unpacked products on the run's batch, because the error depends on outliers, which
-    random inputs lack. Both run uncompiled, with the same dropout.
+    The block is compared with its unpacked products on the run's batch, because the error depends
+    on outliers, which random inputs lack. Both run uncompiled, with the same dropout.
 
     Args:
         message: log message, with a placeholder for the error.
@@ -303,7 +342,9 @@ class FirstGradients:
 
 @contextmanager
 def unpacked_products(block: nn.Module) -> Iterator[None]:
-    """A context in which quantised layers multiply by their unpacked, but still rounded, weights."""
+    """A context in which quantised layers multiply by their unpacked, but still rounded,
+    weights.
+    """
     layers = [each for each in block.modules() if isinstance(each, QuantisedLinear)]
     forms = [each.form for each in layers]
     for layer in layers:

@@ -18,14 +18,16 @@ SIDE = 8192
 APPLE_SIDE = 4096  # a tenth of a GB: the memory is the machine's
 COPIED_BYTES = 1 << 28
 # On a CPU, the larger matmul is measured only if the smaller one takes less than this.
-SMALL_SIDE, MEDIUM_SIDE = 256, 512
+SMALL_SIDE = 256
+MEDIUM_SIDE = 512
 AFFORDABLE_SECONDS = 0.01
 SMALL_TRIES = 3  # another program may interrupt one of them
 ROUNDS = 5
 
 
 def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    """The rates of the device at the precision of training, measured once per output folder and device.
+    """The rates of the device at the precision of training, measured once per output folder and
+    device.
 
     Without a GPU's own memory (Apple), there are no copies from the host to measure.
     """
@@ -52,16 +54,23 @@ def backend_of(device: torch.device) -> Backend:
     return "mps" if device.type == "mps" else "xpu"
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, side: int, rounds: int = ROUNDS) -> float:
+def matmul_flops(
+    device: torch.device, dtype: torch.dtype, side: int, rounds: int = ROUNDS
+) -> float:
     """FLOP/s of a square matmul of `2 side^3` FLOPs; the fastest of several rounds."""
     generator = torch.Generator(device).manual_seed(0)
-    # Random values, since multiplying zeros takes less power, and a GPU would run at an unsustainable clock.
-    left, right = (torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    # Random values, since multiplying zeros takes less power, and a GPU would run at an
+    # unsustainable clock.
+    left, right = (
+        torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(2)
+    )
     out = torch.empty_like(left)
     return 2 * side**3 / fastest(lambda: torch.mm(left, right, out=out), device, rounds)
 
 
-def host_to_device_bytes(device: torch.device, count: int = COPIED_BYTES, rounds: int = ROUNDS) -> float:
+def host_to_device_bytes(
+    device: torch.device, count: int = COPIED_BYTES, rounds: int = ROUNDS
+) -> float:
     """Bytes per second from pinned host memory to a GPU."""
     host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(count, dtype=torch.uint8, device=device)

@@ -1,4 +1,6 @@
-"""Activation checkpointing: recomputes the activations of blocks in the backward pass instead of keeping them."""
+"""Activation checkpointing: recomputes the activations of blocks in the backward pass instead of
+keeping them.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ def enable_checkpointing(
     Args:
         dropout: blocks draw random numbers, so the generator's state is restored for recomputation.
         block_inputs: keeps the hidden states of checkpointed blocks in host memory.
-        keep: the attention whose output is kept: one tensor of the hidden states' size per block avoids the quadratic
-            part of the recomputation.
+        keep: the attention whose output is kept: one tensor of the hidden states' size per block
+            avoids the quadratic part of the recomputation.
     """
     if not config.gradient_checkpointing:
         return
@@ -48,7 +50,12 @@ def enable_checkpointing(
         contexts = noop_context_fn if keep is None else partial(keeping_contexts, keep)
         with nullcontext() if block_inputs is None else block_inputs.around(hidden):
             return checkpoint(
-                block, hidden, *others, use_reentrant=False, preserve_rng_state=dropout, context_fn=contexts
+                block,
+                hidden,
+                *others,
+                use_reentrant=False,
+                preserve_rng_state=dropout,
+                context_fn=contexts,
             )
 
     model: Any = transformer
@@ -58,14 +65,17 @@ def enable_checkpointing(
 def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of `FastBlocks.pieces` with a separate checkpoint.
 
-    For compilation: the compiler recomputes only what the backward pass reads, so not the last layer.
+    For compilation: the compiler recomputes only what the backward pass reads, so not the last
+    layer.
     """
 
     def run(block: nn.Module, *inputs: Tensor | None) -> Any:
-        return checkpoint(partial(function, block), *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            partial(function, block), *inputs, use_reentrant=False, preserve_rng_state=False
+        )
 
-    # torch tracks sizes by code object: with a shared one, a size that differs between two functions would become a
-    # symbol, even if it is 1, which torch 2.11 cannot broadcast.
+    # torch tracks sizes by code object: with a shared one, a size that differs between two
+    # functions would become a symbol, even if it is 1, which torch 2.11 cannot broadcast.
     run.__code__ = run.__code__.replace(co_name=function.__name__)
     return wraps(function)(run)
 
@@ -73,14 +83,18 @@ def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
 def outside_checkpoints() -> saved_tensors_hooks:
     """Isolate a separate autograd graph inside a block.
 
-    These no-op hooks shadow the hooks of an enclosing checkpoint, which would otherwise capture the graph's saved
-    tensors.
+    These no-op hooks shadow the hooks of an enclosing checkpoint, which would otherwise capture the
+    graph's saved tensors.
     """
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts for a block's forward pass and recomputation, which pass on the output of attention."""
+def keeping_contexts(
+    keep: SelfAttention,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts for a block's forward pass and recomputation, which pass on the output of
+    attention.
+    """
     kept = KeptAttention()
     return keep.through(kept), keep.through(kept)
 
@@ -88,8 +102,8 @@ def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], 
 class KeptAttention:
     """The self-attention of one checkpointed block.
 
-    Keeps the output, and the kernel's other outputs for the gradient. Queries, keys and values come from the
-    recomputation, which ends here or continues with the output.
+    Keeps the output, and the kernel's other outputs for the gradient. Queries, keys and values come
+    from the recomputation, which ends here or continues with the output.
     """
 
     def __init__(self) -> None:
@@ -101,7 +115,8 @@ class KeptAttention:
             return self.result.transpose(1, 2)
         with LeftToRecomputation(passed):
             out = kernel(*passed)
-        # `B H S D`, for the same strides as `torch_attention`: other strides would need another compiled version.
+        # `B H S D`, for the same strides as `torch_attention`: other strides would need another
+        # compiled version.
         self.result = out.detach().transpose(1, 2).detach().requires_grad_(out.requires_grad)
         return out
 

@@ -1,9 +1,10 @@
 """The interface of techniques, which change the mathematics of a training step.
 
-`deal` chooses the noise of a micro-batch, ahead of its step. The micro-step calls `before_forward` of every technique,
-the forward pass, `extra_losses`, `weigh` and the backward pass, all within `acting`; then `extra_passes`. At its
-neutral setting, a technique is identical to plain training. The plan reads its `TechniqueSpec`
-(`planning.techniques`), which does not import torch. Code that only observes is a callback (`training.loop`).
+`deal` chooses the noise of a micro-batch, ahead of its step. The micro-step calls `before_forward`
+of every technique, the forward pass, `extra_losses`, `weigh` and the backward pass, all within
+`acting`; then `extra_passes`. At its neutral setting, a technique is identical to plain training.
+The plan reads its `TechniqueSpec` (`planning.techniques`), which does not import torch. Code that
+only observes is a callback (`training.loop`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 # The model's current velocity prediction, in a forward pass without techniques.
 Predict = Callable[[NoisyBatch], Tensor]
-# An extra forward pass, with gradients, through the given function; returns losses by their logged names.
+# An extra forward pass, with gradients, through the given function; returns losses by their logged
+# names.
 ExtraPass = Callable[[Predict], Mapping[str, Tensor]]
 
 
@@ -56,41 +58,54 @@ class Technique:
 
     @property
     def name(self) -> str:
-        """Name of its module and state in a checkpoint; a run has at most one technique per class."""
+        """Name of its module and state in a checkpoint; a run has at most one technique per
+        class.
+        """
         return type(self).__name__
 
     def attach(self, site: Site) -> None:
-        """Register hooks and build a module; called once, after the model is built and before the optimizer.
+        """Register hooks and build a module; called once, after the model is built and before the
+        optimizer.
 
-        Hooks must do nothing under `no_grad` and draw no random numbers: activation checkpointing runs a block and its
-        hooks twice. For hidden states, use `site.hidden`, which records each only once.
-        torch's global generators are seeded for the technique, and restored afterwards.
+        Hooks must do nothing under `no_grad` and draw no random numbers: activation checkpointing
+        runs a block and its hooks twice. For hidden states, use `site.hidden`, which records each
+        only once. torch's global generators are seeded for the technique, and restored afterwards.
         """
         self.site = site
 
     @classmethod
     def load_encoder(
-        cls, kind: FeatureKind, adapter: FamilyAdapter, load_vae: Callable[[], LatentEncoder], device: torch.device
+        cls,
+        kind: FeatureKind,
+        adapter: FamilyAdapter,
+        load_vae: Callable[[], LatentEncoder],
+        device: torch.device,
     ) -> FeatureEncoder:
-        """Load what computes the features of its spec, onto the device; called only if an entry is missing."""
+        """Load what computes the features of its spec, onto the device; called only if an entry is
+        missing.
+        """
         raise NotImplementedError
 
     def module(self) -> nn.Module | None:
         """The technique's trained float32 weights, built in `attach`, or None.
 
-        They are moved to the device, trained in a separate parameter group, and saved in checkpoints, but neither
-        published nor part of the moving average.
+        They are moved to the device, trained in a separate parameter group, and saved in
+        checkpoints, but neither published nor part of the moving average.
         """
         return None
 
     def adopt(self, module: nn.Module) -> None:
-        """Receive the module wrapped for several processes; the technique must call the wrapped module from now on."""
+        """Receive the module wrapped for several processes; the technique must call the wrapped
+        module from now on.
+        """
 
     def deal(self, batch: Batch, noise: Tensor, place: Place) -> Tensor:
-        """Choose the noise of a micro-batch, `B C F H W`, before offsets and perturbations are added.
+        """Choose the noise of a micro-batch, `B C F H W`, before offsets and perturbations are
+        added.
 
-        Called ahead of the step, in the thread that reads batches, so it must be a function of its arguments alone.
-        Where samples of a micro-batch trade their noise, results depend on the number of processes.
+        Called ahead of the step, in the thread that reads batches, so it must be a function of its
+        arguments alone. Where samples of a micro-batch trade their noise, results depend on the
+        number of processes.
 
         Args:
             noise: standard normal, on the device of the batch, which is the CPU in a run.
@@ -99,19 +114,25 @@ class Technique:
         return noise
 
     def acting(self, batch: Batch) -> AbstractContextManager[None]:
-        """A context around the forward and backward pass of a micro-batch; undoes its changes on exit."""
+        """A context around the forward and backward pass of a micro-batch; undoes its changes on
+        exit.
+        """
         return nullcontext()
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Replace the transformer's input or its target; `predict` runs the model without gradients.
+        """Replace the transformer's input or its target; `predict` runs the model without
+        gradients.
 
-        All processes must make the same decision whether to return losses or metrics, for all samples of a micro-step
-        together. With sharded weights, they must also run the same number of forward passes.
+        All processes must make the same decision whether to return losses or metrics, for all
+        samples of a micro-step together. With sharded weights, they must also run the same number
+        of forward passes.
         """
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
-        """The tokens that pass through a visual block in this micro-step, int64 `B K`; None for all tokens."""
+        """The tokens that pass through a visual block in this micro-step, int64 `B K`; None for all
+        tokens.
+        """
         return None
 
     def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
@@ -180,15 +201,18 @@ class Site:
 
 
 class HiddenStates:
-    """The output tokens of watched visual blocks in the forward pass of a micro-step, for use in a loss.
+    """The output tokens of watched visual blocks in the forward pass of a micro-step, for use in a
+    loss.
 
-    Compilation and streaming replace a block's `forward`; hooks run outside of it, independently of both. Activation
-    checkpointing runs a block and its hooks again in the backward pass. The tensors of that second run are not part of
-    the step's graph, so hooks record only while a forward pass is `open`.
+    Compilation and streaming replace a block's `forward`; hooks run outside of it, independently of
+    both. Activation checkpointing runs a block and its hooks again in the backward pass. The
+    tensors of that second run are not part of the step's graph, so hooks record only while a
+    forward pass is `open`.
     """
 
     def __init__(self, layout: BlockLayout, group: SequenceGroup | None = None) -> None:
-        self._layout, self._group = layout, group
+        self._layout = layout
+        self._group = group
         self._watched: set[int] = set()
         self._found: dict[int, Tensor] = {}
         self._is_open = False
@@ -198,11 +222,15 @@ class HiddenStates:
         if block not in self._watched:
             self._watched.add(block)
             # Prepended, to record the output before TREAD merges skipped tokens.
-            self._layout.visual_blocks[block].register_forward_hook(partial(self._keep, block), prepend=True)
+            self._layout.visual_blocks[block].register_forward_hook(
+                partial(self._keep, block), prepend=True
+            )
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Record within this context, which must span the forward pass and all reads of its hidden states."""
+        """Record within this context, which must span the forward pass and all reads of its hidden
+        states.
+        """
         self._is_open = True
         try:
             yield
@@ -212,7 +240,9 @@ class HiddenStates:
             self._found.clear()
 
     def __getitem__(self, block: int) -> Tensor:
-        """The output `B S D` of a watched block, part of the graph; `S` counts the tokens that passed through it."""
+        """The output `B S D` of a watched block, part of the graph; `S` counts the tokens that
+        passed through it.
+        """
         hidden = self._found[block]
         return hidden if self._group is None else self._group.gathered(hidden)
 

@@ -1,16 +1,16 @@
 """CREPA: aligns hidden states of a block, frame by frame, with the features of a frozen teacher.
 
-Hwang et al., "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv 2506.09229. With a
-frame f, the teacher's features y, the block's tokens h, a trained projector phi, and sim the mean cosine over the
-positions of a frame:
+Hwang et al., "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv
+2506.09229. With a frame f, the teacher's features y, the block's tokens h, a trained projector phi,
+and sim the mean cosine over the positions of a frame:
 
-    score(f) = sim(y_f, phi(h_f)) + sum over neighbours k of exp(-|k - f| / tau) * sim(y_k, phi(h_f))
-    loss     = -weight * mean over f of score(f)
+    score(f) = sim(y_f, phi(h_f)) + sum over neighbours k of exp(-|k - f| / tau) * sim(y_k,
+    phi(h_f)) loss     = -weight * mean over f of score(f)
 
 The teacher is a vision encoder (`techniques.teacher`) or a later block.
 
-Tokens are first put back on the grid of their frames, whatever their order in the blocks. Tokens that a TREAD route
-drops are missing from the grid and excluded from every mean.
+Tokens are first put back on the grid of their frames, whatever their order in the blocks. Tokens
+that a TREAD route drops are missing from the grid and excluded from every mean.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Grid:
         """The mean over the tokens of each frame, `B F 1 1 D`."""
         # A route may leave a frame without tokens.
         count = self.present.sum((2, 3)).clamp(min=1)
-        return (self.values * self.present[..., None]).sum((2, 3), keepdim=True) / count[..., None, None, None]
+        return (self.values * self.present[..., None]).sum((2, 3), keepdim=True) / count[
+            ..., None, None, None
+        ]
 
     def pooled(self) -> Grid:
         """The grid of frame means, one token per frame."""
@@ -68,7 +70,8 @@ class Alignment:
     """Alignment of the frames of a batch; tensors `B F`.
 
     Attributes:
-        total: weighted sum of similarities to the teacher's features of the same frame and its neighbours.
+        total: weighted sum of similarities to the teacher's features of the same frame and its
+            neighbours.
         weights: sum of the weights; 0 for a frame without tokens.
         own: similarity to the features of the same frame only.
     """
@@ -94,17 +97,24 @@ def align(student: Grid, teacher: Grid, neighbours: Mapping[int, float]) -> Alig
         neighbours: weights by frame offset; 0 is the frame itself.
     """
     own, seen = similarity(student, teacher, 0)
-    total, weights = own, seen
+    total = own
+    weights = seen
     for shift, weight in neighbours.items():
         similar, is_there = similarity(student, teacher, shift)
-        total, weights = total + weight * similar, weights + weight * is_there
+        total = total + weight * similar
+        weights = weights + weight * is_there
     return Alignment(total, weights, own)
 
 
 def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor]:
-    """The mean cosine of a frame with the teacher's frame `shift` later, and whether that frame exists; both `B F`."""
-    frames, before, after = student.values.shape[1], max(-shift, 0), max(shift, 0)
-    learner, target = slice(before, frames - after), slice(after, frames - before)
+    """The mean cosine of a frame with the teacher's frame `shift` later, and whether that frame
+    exists; both `B F`.
+    """
+    frames = student.values.shape[1]
+    before = max(-shift, 0)
+    after = max(shift, 0)
+    learner = slice(before, frames - after)
+    target = slice(after, frames - before)
     both = student.present[:, learner] * teacher.present[:, target]
     cosines = (student.values[:, learner] * teacher.values[:, target]).sum(-1)
     count = both.sum((2, 3))
@@ -120,7 +130,9 @@ def neighbours_of(config: CrepaConfig, frames: int) -> dict[int, float]:
     distances = range(first, furthest + 1) if furthest else ()
     weights = {distance: math.exp(-distance / config.crepa_adjacent_tau) for distance in distances}
     # Distance 2: offsets -2 and 2; cumulative: -1, 1, -2 and 2.
-    return {shift: weight for distance, weight in weights.items() for shift in (-distance, distance)}
+    return {
+        shift: weight for distance, weight in weights.items() for shift in (-distance, distance)
+    }
 
 
 class Crepa(Technique):
@@ -136,7 +148,11 @@ class Crepa(Technique):
 
     @classmethod
     def load_encoder(
-        cls, kind: FeatureKind, adapter: FamilyAdapter, load_vae: Callable[[], LatentEncoder], device: torch.device
+        cls,
+        kind: FeatureKind,
+        adapter: FamilyAdapter,
+        load_vae: Callable[[], LatentEncoder],
+        device: torch.device,
     ) -> FeatureEncoder:
         assert isinstance(kind, TeacherFeatures)
         return load_teacher(kind.encoder, kind.config, adapter, load_vae, device)
@@ -157,7 +173,9 @@ class Crepa(Technique):
         self._encoders = []
         for kind in self.spec.features:
             if not kind.is_cached:
-                encoder = self.load_encoder(kind, site.adapter, site.load_latent_encoder, site.device)
+                encoder = self.load_encoder(
+                    kind, site.adapter, site.load_latent_encoder, site.device
+                )
                 self._encoders.append(encoder)
 
     def module(self) -> nn.Module:
@@ -167,27 +185,41 @@ class Crepa(Technique):
         self._project = module
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Set the weight of this micro-step, and compute uncached features before activations take memory."""
-        step, cutoff = noisy.place_for("CREPA").global_step, self.config.crepa_cutoff_step
+        """Set the weight of this micro-step, and compute uncached features before activations take
+        memory.
+        """
+        step = noisy.place_for("CREPA").global_step
+        cutoff = self.config.crepa_cutoff_step
         is_aligned = noisy.batch.dataset_id not in self.spec.regularised
-        self._scheduled = scheduled_weight(self.config, step, self.spec.total_steps) if is_aligned else 0.0
+        self._scheduled = (
+            scheduled_weight(self.config, step, self.spec.total_steps) if is_aligned else 0.0
+        )
         self._follow_threshold()
         self._is_cut = self._is_off or 0 < cutoff <= step
         if not self._encoders or not self._measures:
             return noisy
-        features = {FEATURES: [each.encode(one) for each in self._encoders for one in noisy.batch.latents]}
-        return replace(noisy, batch=replace(noisy.batch, features={**noisy.batch.features, **features}))
+        features = {
+            FEATURES: [each.encode(one) for each in self._encoders for one in noisy.batch.latents]
+        }
+        return replace(
+            noisy, batch=replace(noisy.batch, features={**noisy.batch.features, **features})
+        )
 
     @property
     def _measures(self) -> bool:
-        """Whether to compute the similarity in this micro-step: for the loss, or because it may fall below the
-        threshold.
+        """Whether to compute the similarity in this micro-step: for the loss, or because it may
+        fall below the threshold.
         """
-        return self._scheduled > 0 and (not self._is_off or self.config.crepa_threshold_mode == "recoverable")
+        return self._scheduled > 0 and (
+            not self._is_off or self.config.crepa_threshold_mode == "recoverable"
+        )
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         weight = 0.0 if self._is_off else self._scheduled
-        self._log = {"crepa_weight": torch.tensor(weight), "crepa_cutoff": torch.tensor(float(self._is_cut))}
+        self._log = {
+            "crepa_weight": torch.tensor(weight),
+            "crepa_cutoff": torch.tensor(float(self._is_cut)),
+        }
         if self._measures:
             # At weight 0, only the score is needed: a recoverable cutoff ends when it falls.
             with nullcontext() if weight > 0 else torch.no_grad():
@@ -195,7 +227,9 @@ class Crepa(Technique):
             if weight > 0:
                 return {"crepa_loss": weight * loss}
         # Gradient synchronisation requires the projector in every step.
-        nothing = self._project(torch.zeros(1, 1, 1, 1, self.site.layout.width, device=prediction.device))
+        nothing = self._project(
+            torch.zeros(1, 1, 1, 1, self.site.layout.width, device=prediction.device)
+        )
         return {"crepa_loss": 0.0 * nothing.sum()}
 
     def metrics(self) -> Mapping[str, Tensor]:
@@ -211,7 +245,8 @@ class Crepa(Technique):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         average = state["average"]
         threshold = self.config.crepa_similarity_threshold
-        # A cutoff belongs to its threshold: another one decides anew, and without one nothing is cut off.
+        # A cutoff belongs to its threshold: another one decides anew, and without one nothing is
+        # cut off.
         is_same = state.get("threshold", threshold) == threshold  # older states lack it
         self._is_off = state["off"] and is_same and threshold is not None
         self._average = None if average is None else torch.tensor(average, device=self.site.device)
@@ -226,12 +261,16 @@ class Crepa(Technique):
 
     def _measure(self, noisy: NoisyBatch) -> Tensor:
         """The alignment loss before its weight."""
-        config, student = self.config, self._tokens(noisy, self._student)
+        config = self.config
+        student = self._tokens(noisy, self._student)
         student = replace(student, values=self._project(student.values))
         teacher = self._features(noisy)
         if not config.crepa_spatial_align:
-            student, teacher = student.pooled(), teacher.pooled()
-        alignment = align(student.unit(), teacher.unit(), neighbours_of(config, student.values.shape[1]))
+            student = student.pooled()
+            teacher = teacher.pooled()
+        alignment = align(
+            student.unit(), teacher.unit(), neighbours_of(config, student.values.shape[1])
+        )
         self._record(alignment)
         score = alignment.score if config.crepa_normalize_neighbour_sum else alignment.total
         # Without normalisation, the paper's plain sum over the frames.
@@ -239,12 +278,17 @@ class Crepa(Technique):
 
     def _record(self, alignment: Alignment) -> None:
         """Update the moving average and the logged metrics."""
-        score, decay = alignment.mean(alignment.score.detach()), self.config.crepa_similarity_ema_decay
+        score = alignment.mean(alignment.score.detach())
+        decay = self.config.crepa_similarity_ema_decay
         world = self.site.world
-        if world.size > 1 and self.config.crepa_similarity_threshold is not None:  # all processes must decide alike
+        if (
+            world.size > 1 and self.config.crepa_similarity_threshold is not None
+        ):  # all processes must decide alike
             score = score.new_tensor(world.mean([score.item()])[0])
         # Starts at the first score: from 0, the threshold would be reached too late.
-        self._average = score if self._average is None else decay * self._average + (1 - decay) * score
+        self._average = (
+            score if self._average is None else decay * self._average + (1 - decay) * score
+        )
         self._log |= {
             "crepa_alignment_score": score,
             "crepa_alignment_score_ema": self._average,
@@ -262,7 +306,8 @@ class Crepa(Technique):
 
     def _tokens(self, noisy: NoisyBatch, block: int) -> Grid:
         """The hidden states of a block on the grid, float32."""
-        hidden, patch = self.site.hidden[block].float(), self.site.adapter.spec.patch_size
+        hidden = self.site.hidden[block].float()
+        patch = self.site.adapter.spec.patch_size
         frames, height, width = noisy.noisy_latents.shape[2:]
         grid = frames, height // patch, width // patch
         order = upload(self.site.layout.order(*grid), hidden.device)
@@ -275,11 +320,14 @@ class Crepa(Technique):
 
 
 def scheduled_weight(crepa: CrepaConfig, step: int, total_steps: int) -> float:
-    """The scheduled weight after `step` optimizer steps: linear warm-up, decay, and 0 from the cutoff on.
+    """The scheduled weight after `step` optimizer steps: linear warm-up, decay, and 0 from the
+    cutoff on.
 
     The decay runs from the end of the warm-up to `crepa_decay_steps`, both counted from step 0.
     """
-    start, end, warmup = crepa.crepa_lambda, crepa.crepa_lambda_end, crepa.crepa_warmup_steps
+    start = crepa.crepa_lambda
+    end = crepa.crepa_lambda_end
+    warmup = crepa.crepa_warmup_steps
     if 0 < crepa.crepa_cutoff_step <= step:
         return 0.0
     if step < warmup:

@@ -1,10 +1,11 @@
 """Masked loss: white areas of a mask are learned, black areas are not, grey areas in proportion.
 
-A batch's mask is at latent resolution (`data.masks`), and `diffusion.flow` multiplies the loss by it. This module turns
-the mask into weights: in a share of the batches, with a floor for black areas, and optionally divided by the mean.
-TREAD never drops tokens in white areas.
+A batch's mask is at latent resolution (`data.masks`), and `diffusion.flow` multiplies the loss by
+it. This module turns the mask into weights: in a share of the batches, with a floor for black
+areas, and optionally divided by the mean. TREAD never drops tokens in white areas.
 
-The prior adds `w (1 - m) (v - v_base)^2` with the base model's prediction, so black areas stay as before training.
+The prior adds `w (1 - m) (v - v_base)^2` with the base model's prediction, so black areas stay as
+before training.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class MaskedLoss(Technique):
         protected = (mask if noisy.batch.host_mask is None else noisy.batch.host_mask) >= 0.5
         if noisy.protected is not None:
             protected = protected | noisy.protected.to(protected.device)
-        return replace(_masked(noisy, self._weights(mask, noisy.frame_weights)), protected=protected)
+        return replace(
+            _masked(noisy, self._weights(mask, noisy.frame_weights)), protected=protected
+        )
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         if self._prior is None:

@@ -1,13 +1,14 @@
 """Prior preservation, with other captions or with other pictures.
 
-Preservation needs no data: it keeps the LoRA from changing predictions for other captions. In a share of the
-micro-batches, the model predicts the same noisy latents again, with the empty caption or the class word instead of the
-trained caption. The loss has an extra term w mean |v - v_base|^2, where v_base is the prediction without the LoRA. This
-is the prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions instead of
-generated pictures.
+Preservation needs no data: it keeps the LoRA from changing predictions for other captions. In a
+share of the micro-batches, the model predicts the same noisy latents again, with the empty caption
+or the class word instead of the trained caption. The loss has an extra term w mean |v - v_base|^2,
+where v_base is the prediction without the LoRA. This is the prior preservation of DreamBooth (Ruiz
+et al., arXiv 2208.12242) with the base model's predictions instead of generated pictures.
 
-Regularisation data: for datasets marked `is_regularisation_data`, the target is the base model's prediction (the
-transformer with its LoRA disabled), so that pictures of the same class do not drift while a new concept is learned.
+Regularisation data: for datasets marked `is_regularisation_data`, the target is the base model's
+prediction (the transformer with its LoRA disabled), so that pictures of the same class do not drift
+while a new concept is learned.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Preservation(Technique):
         return (partial(self._change, replace(noisy, batch=replace(noisy.batch, embeds=embeds))),)
 
     def _change(self, other: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
-        """`preservation_loss`, the mean over all latent positions except a conditioning first frame."""
+        """`preservation_loss`, the mean over all latent positions except a conditioning first
+        frame.
+        """
         with torch.no_grad(), self.site.disabled():
             base = forward(other)
         change = (forward(other) - base)[:, :, other.given_frames :]

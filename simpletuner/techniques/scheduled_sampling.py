@@ -1,13 +1,15 @@
-"""Scheduled sampling: replaces some inputs with rollouts of the model, so that it learns from its own errors.
+"""Scheduled sampling: replaces some inputs with rollouts of the model, so that it learns from its
+own errors.
 
-A plain input is the exact mix of data and noise, but the states of a sampler drift from it, and the model is never
-trained on drifted states (exposure bias). Here, a sample starts some sampler steps noisier, with the same noise, and
-the model takes these steps down to the drawn noise level, without gradients, routes, guidance or dropout. The step then
-trains on the resulting state.
+A plain input is the exact mix of data and noise, but the states of a sampler drift from it, and the
+model is never trained on drifted states (exposure bias). Here, a sample starts some sampler steps
+noisier, with the same noise, and the model takes these steps down to the drawn noise level, without
+gradients, routes, guidance or dropout. The step then trains on the resulting state.
 
-The loss of these samples is ReflexFlow, Huang et al., arXiv 2512.04904: the prediction must point from the data to the
-drifted input (anti-drift rectification), and positions where sampling lost content have more weight (frequency
-compensation). The paper's weights are normalised to a mean of 1 + alpha, whatever the size of a sample.
+The loss of these samples is ReflexFlow, Huang et al., arXiv 2512.04904: the prediction must point
+from the data to the drifted input (anti-drift rectification), and positions where sampling lost
+content have more weight (frequency compensation). The paper's weights are normalised to a mean of 1
++ alpha, whatever the size of a sample.
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 UNFINISHED = {"lower_order_final": False, "final_sigmas_type": "sigma_min"}
 # Below 1, where the solvers' logarithms are infinite.
 LARGEST_SIGMA = 1 - 1e-6
-# If the rectification exceeds the loss by this factor for this many steps, the run learns little else.
-DOMINANT, PATIENCE = 5.0, 100
-ADR, FLOW_LOSS = "reflexflow_adr", "reflexflow_flow_loss"
+# If the rectification exceeds the loss by this factor for this many steps, the run learns little
+# else.
+DOMINANT = 5.0
+PATIENCE = 100
+ADR = "reflexflow_adr"
+FLOW_LOSS = "reflexflow_flow_loss"
 
 
 class ScheduledSampling(Technique):
@@ -54,7 +59,8 @@ class ScheduledSampling(Technique):
         self._watch = _Watch()
 
     def attach(self, site: Site) -> None:
-        self._is_sharded, self._grids = site.is_sharded, dict[bool, np.ndarray]()
+        self._is_sharded = site.is_sharded
+        self._grids = dict[bool, np.ndarray]()
         # Sana Video uses another grid (shift 8) for clips with a conditioning first frame.
         for from_picture in (False, True):
             sampler = site.adapter.load_sampler(self._shift, from_picture=from_picture)
@@ -63,7 +69,8 @@ class ScheduledSampling(Technique):
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Replace the inputs of the samples drawn for a rollout."""
-        place, self._sampled = noisy.place_for("scheduled sampling"), None
+        place = noisy.place_for("scheduled sampling")
+        self._sampled = None
         self._watch.begin(place.global_step)
         offsets = [] if noisy.batch.dataset_id in self._skipped else self._offsets(place)
         if not any(offsets):
@@ -84,13 +91,16 @@ class ScheduledSampling(Technique):
         """The anti-drift rectification, in [0, 4 beta1]."""
         if self._sampled is None or not self._config.scheduled_sampling_reflexflow:
             return {}
-        misdirection = misdirections(noisy, prediction) * self._config.scheduled_sampling_reflexflow_beta1
+        misdirection = (
+            misdirections(noisy, prediction) * self._config.scheduled_sampling_reflexflow_beta1
+        )
         self._sampled.rectification = misdirection * self._sampled.usable
         return {ADR: self._sampled.rectification.mean()}
 
     def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
         """The frequency compensation."""
-        sampled, config = self._sampled, self._config
+        sampled = self._sampled
+        config = self._config
         if sampled is None:
             return loss
         sampled.losses = per_sample(loss.detach()) * sampled.usable
@@ -103,7 +113,9 @@ class ScheduledSampling(Technique):
         return torch.where(_spread(sampled.usable), weighed, loss)
 
     def metrics(self) -> Mapping[str, Tensor]:
-        """The loss of the rollouts, averaged over all samples like the rectification, with 0 for plain inputs."""
+        """The loss of the rollouts, averaged over all samples like the rectification, with 0 for
+        plain inputs.
+        """
         sampled = self._sampled
         if sampled is None or sampled.rectification is None or sampled.losses is None:
             return {}
@@ -121,11 +133,14 @@ class ScheduledSampling(Technique):
         self._watch = _Watch(**state)
 
     def _offsets(self, place: Place) -> list[int]:
-        """The rollout lengths of the samples of all processes, so that all run the same number of passes."""
+        """The rollout lengths of the samples of all processes, so that all run the same number of
+        passes.
+        """
         chance = self._config.probability_at(place.global_step)
         offsets = []
         for generator in replace(place, slots=range(place.group)).generators("scheduled sampling"):
-            # Both are drawn for every sample: a higher probability adds rollouts without changing other lengths.
+            # Both are drawn for every sample: a higher probability adds rollouts without changing
+            # other lengths.
             gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
             offsets.append(self._config.offset_at(share) if gate < chance else 0)
         return offsets
@@ -137,30 +152,47 @@ class ScheduledSampling(Technique):
         return [path_to(sigma, offset, grid) if offset else [] for sigma, offset in drawn]
 
     def _passes(self, steps: int) -> int:
-        """Number of forward passes for rollouts of these lengths, including the pass for their plain inputs."""
+        """Number of forward passes for rollouts of these lengths, including the pass for their
+        plain inputs.
+        """
         return steps + self._config.compares_clean if steps > 0 else 0
 
-    def _sample(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
+    def _sample(
+        self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict
+    ) -> Tensor:
         """The states at the ends of the paths, `B C F H W`; samples without a path are unchanged.
 
         All samples finish in the last pass, so the longest path sets the number of passes.
         """
-        states, solvers = list(noisy.noisy_latents), {row: self._solver(path) for row, path in enumerate(paths) if path}
+        states = list(noisy.noisy_latents)
+        solvers = {row: self._solver(path) for row, path in enumerate(paths) if path}
         for row in solvers:
             # The same noise as the plain input: a perfect model would return to that input.
-            states[row] = (1 - paths[row][0]) * noisy.batch.latents[row].float() + paths[row][0] * noisy.noise[row]
+            states[row] = (1 - paths[row][0]) * noisy.batch.latents[row].float() + paths[row][
+                0
+            ] * noisy.noise[row]
         for left in range(max(map(len, paths)) - 1, 0, -1):
             rows = [row for row in solvers if len(paths[row]) > left]
-            sigmas = upload(torch.tensor([paths[row][-left - 1] for row in rows]), noisy.sigmas.device)
-            velocities = predict(noisy.of(rows).at(sigmas, torch.stack([states[row] for row in rows])))
+            sigmas = upload(
+                torch.tensor([paths[row][-left - 1] for row in rows]), noisy.sigmas.device
+            )
+            velocities = predict(
+                noisy.of(rows).at(sigmas, torch.stack([states[row] for row in rows]))
+            )
             for row, velocity in zip(rows, velocities, strict=True):
                 solver = solvers[row]
                 # After `set_begin_index` a solver counts its steps and reads no timestep.
-                states[row] = solver.step(velocity, solver.timesteps[0], states[row], return_dict=False)[0]
+                states[row] = solver.step(
+                    velocity, solver.timesteps[0], states[row], return_dict=False
+                )[0]
         return torch.stack(states)
 
-    def _clean(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
-        """Predictions for the plain inputs of samples with a path; the target, unused, for all other samples."""
+    def _clean(
+        self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict
+    ) -> Tensor:
+        """Predictions for the plain inputs of samples with a path; the target, unused, for all
+        other samples.
+        """
         rows = [row for row, path in enumerate(paths) if path]
         predicted = dict(zip(rows, predict(noisy.of(rows)), strict=True)) if rows else {}
         return torch.stack([predicted.get(row, target) for row, target in enumerate(noisy.target)])
@@ -171,11 +203,13 @@ class ScheduledSampling(Technique):
         if name == "euler":
             solver: Any = diffusers.FlowMatchEulerDiscreteScheduler()
         else:
-            # The path ends at the drawn noise level, not at the data, so the last step needs no lower order.
+            # The path ends at the drawn noise level, not at the data, so the last step needs no
+            # lower order.
             order = self._config.scheduled_sampling_order
             solver = getattr(diffusers, SOLVERS[name])(**FLOW, solver_order=order, **UNFINISHED)
         solver.sigmas = torch.tensor(path, dtype=torch.float64)
-        solver.timesteps, solver.num_inference_steps = 1000 * solver.sigmas[:-1], len(path) - 1
+        solver.timesteps = 1000 * solver.sigmas[:-1]
+        solver.num_inference_steps = len(path) - 1
         solver.set_begin_index(0)
         return solver
 
@@ -202,7 +236,8 @@ class _Sampled:
 class _Watch:
     """Warns about predictions that are not finite, and about a dominating rectification.
 
-    The numbers of a step stay on the device until the next step, when reading them no longer blocks.
+    The numbers of a step stay on the device until the next step, when reading them no longer
+    blocks.
 
     Args:
         lost: number of samples so far whose rollout was not finite.
@@ -210,8 +245,10 @@ class _Watch:
     """
 
     def __init__(self, lost: int = 0, dominated: int = 0) -> None:
-        self._lost, self._dominated = lost, dominated
-        self._step, self._numbers = 0, list[Tensor]()
+        self._lost = lost
+        self._dominated = dominated
+        self._step = 0
+        self._numbers = list[Tensor]()
 
     def begin(self, step: int) -> None:
         """Read the numbers of the previous step."""
@@ -221,7 +258,11 @@ class _Watch:
 
     def add(self, sampled: _Sampled, losses: Tensor) -> None:
         """Record a micro-step and the losses of its rollouts, `B`."""
-        adr = losses.new_zeros(()) if sampled.rectification is None else sampled.rectification.detach().sum()
+        adr = (
+            losses.new_zeros(())
+            if sampled.rectification is None
+            else sampled.rectification.detach().sum()
+        )
         self._numbers.append(torch.stack([sampled.lost, adr, losses.sum()]))
 
     def state_dict(self) -> dict[str, int]:
@@ -235,13 +276,19 @@ class _Watch:
         self._numbers.clear()
         if lost:
             self._lost += int(lost)
-            message = "Step %d: %d sampled inputs were not finite and were replaced by plain inputs (%d so far)."
+            message = (
+                "Step %d: %d sampled inputs were not finite and were replaced by plain inputs (%d "
+                "so far)."
+            )
             logger.warning(message, self._step + 1, lost, self._lost)
         if loss:  # otherwise this process had no rollout
             self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
         # Warn once, not in every later step.
         if self._dominated == PATIENCE:
-            message = "reflexflow_adr has been above %g times the loss of the same samples for %d steps; a smaller "
+            message = (
+                "reflexflow_adr has been above %g times the loss of the same samples for %d "
+                "steps; a smaller "
+            )
             message += "scheduled_sampling_reflexflow_beta1 would leave more weight to the loss."
             logger.warning(message, DOMINANT, PATIENCE)
 
@@ -249,22 +296,27 @@ class _Watch:
 def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
     """Noise levels from `offset` sampler steps above `sigma` down to `sigma`.
 
-    Levels between two grid points keep their relative position between neighbours. The path starts at most at pure
-    noise, with a shorter first step. Empty if no noisier level exists.
+    Levels between two grid points keep their relative position between neighbours. The path starts
+    at most at pure noise, with a shorter first step. Empty if no noisier level exists.
 
     Args:
         grid: the sampler's noise levels, descending to 0.
     """
-    rising, indices = grid[::-1], np.arange(len(grid), dtype=float)
-    here, top = float(np.interp(sigma, rising, indices)), indices[-1]
+    rising = grid[::-1]
+    indices = np.arange(len(grid), dtype=float)
+    here = float(np.interp(sigma, rising, indices))
+    top = indices[-1]
     above = {min(here + step, top) for step in range(1, offset + 1)}
-    levels = np.interp(sorted(above, reverse=True), indices, rising).clip(max=LARGEST_SIGMA).tolist()
+    levels = (
+        np.interp(sorted(above, reverse=True), indices, rising).clip(max=LARGEST_SIGMA).tolist()
+    )
     path = [level for level in levels if level > sigma]
     return [*path, sigma] if path else []
 
 
 def content_weights(lost: Tensor, coverage: Tensor | None, alpha: float) -> Tensor:
-    """`1 + alpha lost / mean(lost)`, with the mean over positions that the loss covers; `B C F H W`.
+    """`1 + alpha lost / mean(lost)`, with the mean over positions that the loss covers;
+    `B C F H W`.
 
     Args:
         lost: change of the prediction, at least 0, `B C F H W`.
@@ -277,14 +329,16 @@ def content_weights(lost: Tensor, coverage: Tensor | None, alpha: float) -> Tens
 
 
 def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
-    """Squared distance of two unit vectors, the prediction and the direction from data to input; in [0, 4], `B`.
+    """Squared distance of two unit vectors, the prediction and the direction from data to input; in
+    [0, 4], `B`.
 
     Only positions that the loss covers count; a conditioning first frame has no direction.
     """
     away = noisy.noisy_latents - noisy.batch.latents
     if noisy.coverage is not None:
         covered = noisy.coverage > 0
-        prediction, away = prediction * covered, away * covered
+        prediction = prediction * covered
+        away = away * covered
     # |a - b|^2 = 2 - 2 ab for unit vectors.
     return 2 - 2 * cosine_similarity(prediction.flatten(1), away.flatten(1), dim=1)
 

@@ -1,8 +1,8 @@
 """Sliders: LoRAs whose strength moves a property between two extremes.
 
-Datasets with a `slider_strength` show the two extremes. In a step on one of these datasets, that number multiplies the
-LoRA's strength, so a negative number trains the opposite direction. Gandikota et al., "Concept Sliders", arXiv
-2311.12092, train sliders on pairs.
+Datasets with a `slider_strength` show the two extremes. In a step on one of these datasets, that
+number multiplies the LoRA's strength, so a negative number trains the opposite direction. Gandikota
+et al., "Concept Sliders", arXiv 2311.12092, train sliders on pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Slider(Technique):
         self.strengths = spec.strengths
 
     def attach(self, site: Site) -> None:
-        self._layers = [each for each in site.transformer.modules() if isinstance(each, BaseTunerLayer)]
+        self._layers = [
+            each for each in site.transformer.modules() if isinstance(each, BaseTunerLayer)
+        ]
 
     @contextmanager
     def acting(self, batch: Batch) -> Iterator[None]:
@@ -34,7 +36,9 @@ class Slider(Technique):
         strength = self.strengths.get(batch.dataset_id, 1.0)
         try:
             for layer in self._layers:
-                layer.scaling.update({name: strength * scale for name, scale in layer.scaling.items()})
+                layer.scaling.update(
+                    {name: strength * scale for name, scale in layer.scaling.items()}
+                )
             yield
         finally:
             for layer, scaling in zip(self._layers, usual, strict=True):

@@ -1,4 +1,6 @@
-"""The teacher of CREPA: a frozen DINOv2 (Oquab et al., arXiv 2304.07193) applied to the decoded frames of a clip."""
+"""The teacher of CREPA: a frozen DINOv2 (Oquab et al., arXiv 2304.07193) applied to the decoded
+frames of a clip.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from simpletuner.models.loading import load_whole
 from simpletuner.models.vision import KINDS, VisionEncoder
 
 # ImageNet statistics, with which DINOv2 normalises pictures.
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+DEVIATION = (0.229, 0.224, 0.225)
 CLASSES = dict(zip(KINDS, (Dinov2Model, Dinov2WithRegistersModel), strict=True))
 # Names of weights: torch hub to transformers.
 RENAMED = {
@@ -36,21 +39,30 @@ RENAMED = {
 class FrameTeacher:
     """Features of the pixel frames at latent frames: 0, 4, 8 and so on."""
 
-    def __init__(self, model: Any, decoder: LatentEncoder, config: CrepaConfig, patch_size: int) -> None:
-        self.model, self.decoder, self.config, self.patch_size = model, decoder, config, patch_size
-        self.skipped = 1 + model.config.to_dict().get("num_register_tokens", 0)  # tokens before the patch tokens
+    def __init__(
+        self, model: Any, decoder: LatentEncoder, config: CrepaConfig, patch_size: int
+    ) -> None:
+        self.model = model
+        self.decoder = decoder
+        self.config = config
+        self.patch_size = patch_size
+        self.skipped = 1 + model.config.to_dict().get(
+            "num_register_tokens", 0
+        )  # tokens before the patch tokens
 
     @torch.no_grad()
     def encode(self, latents: Tensor) -> Tensor:
         """Features of clean latents `C F H W`, on the model's token grid: bfloat16, `F h w E`."""
         count, height, width = latents.shape[1:]
         pixels = self.decoder.decode(latents[None])[0].transpose(0, 1)  # F 3 H W in [-1, 1]
-        # Every fourth of, say, 61 frames for 16 latent frames: the VAE encodes frame 0 alone, then groups of four.
+        # Every fourth of, say, 61 frames for 16 latent frames: the VAE encodes frame 0 alone, then
+        # groups of four.
         frames = pixels[:: (len(pixels) - 1) // max(count - 1, 1) or 1]
         at_once = max(self.config.crepa_encoder_frames_batch_size, 0) or count
         features = [self._features(each) for each in frames.split(at_once)]
         grid = height // self.patch_size, width // self.patch_size
-        # 2-D: interpolation along flattened tokens would shift columns of a 2:3 clip by a third of its width.
+        # 2-D: interpolation along flattened tokens would shift columns of a 2:3 clip by a third of
+        # its width.
         resized = interpolate(torch.cat(features), grid, mode="bilinear", antialias=True)
         # Half the cache size of float32; the loss only compares directions.
         return resized.permute(0, 2, 3, 1).to(torch.bfloat16)
@@ -59,7 +71,9 @@ class FrameTeacher:
         """Patch features of frames `F 3 H W` in [-1, 1]: float32, `F E rows columns`."""
         rows, columns = self.config.patches(*frames.shape[-2:])
         side = self.model.config.patch_size
-        pictures = interpolate(frames / 2 + 0.5, (rows * side, columns * side), mode="bilinear", antialias=True)
+        pictures = interpolate(
+            frames / 2 + 0.5, (rows * side, columns * side), mode="bilinear", antialias=True
+        )
         mean, deviation = (pictures.new_tensor(each).view(3, 1, 1) for each in (MEAN, DEVIATION))
         tokens = self.model(((pictures - mean) / deviation).to(self.model.dtype)).last_hidden_state
         return tokens[:, self.skipped :].transpose(1, 2).unflatten(2, (rows, columns)).float()
@@ -77,17 +91,23 @@ def load_teacher(
     decoder = load_vae()
     if config.crepa_drop_vae_encoder:
         decoder.vae.encoder = nn.Identity()
-    return FrameTeacher(model.requires_grad_(False).eval().to(device), decoder, config, adapter.spec.patch_size)
+    return FrameTeacher(
+        model.requires_grad_(False).eval().to(device), decoder, config, adapter.spec.patch_size
+    )
 
 
 def _load_model(encoder: VisionEncoder, dtype: torch.dtype) -> Any:
     """The encoder as a transformers model, from a folder, from torch hub's file, or downloaded."""
-    place, settings = encoder.local(), encoder.settings()
+    place = encoder.local()
+    settings = encoder.settings()
     model_class: Any = CLASSES[settings["model_type"]]
     if place is None or place.is_dir():
         return load_whole(model_class, encoder.part, torch_dtype=dtype)
-    weights, config = torch.load(place, map_location="cpu", weights_only=True), model_class.config_class(**settings)
-    return model_class.from_pretrained(None, config=config, state_dict=rename_weights(weights), torch_dtype=dtype)
+    weights = torch.load(place, map_location="cpu", weights_only=True)
+    config = model_class.config_class(**settings)
+    return model_class.from_pretrained(
+        None, config=config, state_dict=rename_weights(weights), torch_dtype=dtype
+    )
 
 
 def rename_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -99,7 +119,10 @@ def rename_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # torch hub has one fused projection, transformers three.
         if "attn.qkv" in name:
             parts = zip(("query", "key", "value"), weight.chunk(3), strict=True)
-            renamed |= {name.replace("attn.qkv", f"attention.attention.{part}"): each for part, each in parts}
+            renamed |= {
+                name.replace("attn.qkv", f"attention.attention.{part}"): each
+                for part, each in parts
+            }
         else:
             renamed[name] = weight
     return renamed

@@ -1,13 +1,14 @@
 """TREAD: during training, a random share of the tokens skips a range of blocks.
 
-Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training", arXiv 2501.04765. At the
-first block of a route, the kept tokens are gathered, with their rows of every per-token table (such as rotary
-embeddings); after its last block, they are scattered back among the skipped tokens, which are unchanged. The loss
-covers all tokens.
+Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training", arXiv
+2501.04765. At the first block of a route, the kept tokens are gathered, with their rows of every
+per-token table (such as rotary embeddings); after its last block, they are scattered back among the
+skipped tokens, which are unchanged. The loss covers all tokens.
 
-Routing is done in forward hooks of single blocks. They do nothing without gradients, so previews use the whole model.
-Activation checkpointing runs a block and its hooks again in the backward pass, so the kept tokens are drawn before the
-forward pass, and a route keeps its tensors until the end of the micro-step's backward pass.
+Routing is done in forward hooks of single blocks. They do nothing without gradients, so previews
+use the whole model. Activation checkpointing runs a block and its hooks again in the backward pass,
+so the kept tokens are drawn before the forward pass, and a route keeps its tensors until the end of
+the micro-step's backward pass.
 """
 
 from __future__ import annotations
@@ -34,12 +35,18 @@ class Tread(Technique):
         self.routes = spec.routes
 
     def attach(self, site: Site) -> None:
-        layout, spec = site.layout, site.adapter.spec
+        layout = site.layout
+        spec = site.adapter.spec
         if layout.routing is None:
             raise ValueError(f"{spec.title} does not support token routing")
-        self._layout, self._unit, self._spec, self._world = layout, layout.routing.unit, spec, site.world
+        self._layout = layout
+        self._unit = layout.routing.unit
+        self._spec = spec
+        self._world = site.world
         blocks = layout.visual_blocks
-        self._windows = [_Window(route.among(len(blocks)), blocks, layout.routing) for route in self.routes]
+        self._windows = [
+            _Window(route.among(len(blocks)), blocks, layout.routing) for route in self.routes
+        ]
 
     @contextmanager
     def acting(self, batch: Batch) -> Iterator[None]:
@@ -52,16 +59,22 @@ class Tread(Technique):
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Draw the tokens that each route keeps in this micro-step."""
-        place, protected = noisy.place_for("TREAD"), self._protected(noisy)
+        place = noisy.place_for("TREAD")
+        protected = self._protected(noisy)
         # Tiles of block-sparse attention are kept or dropped as a whole.
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
-        # Constant across steps, so that compiled blocks see one shape, unless a sample has more protected tokens.
+        # Constant across steps, so that compiled blocks see one shape, unless a sample has more
+        # protected tokens.
         most = 0 if protected is None else int(protected.sum(1).max())
-        if noisy.batch.loss_mask is not None:  # masks differ between samples, so also between processes
+        if (
+            noisy.batch.loss_mask is not None
+        ):  # masks differ between samples, so also between processes
             most = max(self._world.gather(most))
         for number, window in enumerate(self._windows):
             generators = place.generators(f"tread {number}")
-            kept = draw_kept(units, max(count_kept(window.route.ratio, units), most), protected, generators)
+            kept = draw_kept(
+                units, max(count_kept(window.route.ratio, units), most), protected, generators
+            )
             tokens = None if kept.shape[1] == units else whole_units(kept, self._unit)
             window.begin(None if tokens is None else upload(tokens, noisy.sigmas.device))
         return noisy
@@ -69,7 +82,8 @@ class Tread(Technique):
     def kept_tokens(self, block: int) -> Tensor | None:
         """The tokens that pass through a block, in ascending order, on the device of the batch.
 
-        `HiddenStates` records the output of the block itself, so even the last block of a window has only these tokens.
+        `HiddenStates` records the output of the block itself, so even the last block of a window
+        has only these tokens.
         """
         return next((each.kept for each in self._windows if each.route.holds(block)), None)
 
@@ -79,10 +93,13 @@ class Tread(Technique):
             return None
         samples, _, frames, height, width = noisy.noisy_latents.shape
         side = self._spec.patch_size
-        # On the CPU, where masks have a copy: the number of kept tokens is a shape, which the host needs.
+        # On the CPU, where masks have a copy: the number of kept tokens is a shape, which the host
+        # needs.
         positions = noisy.protected.cpu().expand(samples, 1, frames, height, width)[:, 0]
         # `B F h p w p` in between: one protected position protects its token.
-        tokens = positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).any(-1).any(-2)  # B F h w
+        tokens = (
+            positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).any(-1).any(-2)
+        )  # B F h w
         order = self._layout.order(*tokens.shape[1:])
         return tokens.flatten(1)[:, order].unflatten(-1, (-1, self._unit)).any(-1)
 
@@ -91,11 +108,14 @@ class _Window:
     """The hooks of one route and their state in the current micro-step."""
 
     def __init__(self, route: Route, blocks: Sequence[nn.Module], routing: TokenRouting) -> None:
-        self.route, self.routing = route, routing
+        self.route = route
+        self.routing = routing
         self.begin(None)
         for number in range(route.first, route.last + 1):
             # Tables are arguments of every block; tokens are gathered only at the first block.
-            blocks[number].register_forward_pre_hook(partial(self._enter, opens=number == route.first))
+            blocks[number].register_forward_pre_hook(
+                partial(self._enter, opens=number == route.first)
+            )
         blocks[route.last].register_forward_hook(self._leave)
 
     def begin(self, kept: Tensor | None) -> None:
@@ -104,7 +124,9 @@ class _Window:
         self._all_tokens: Tensor | None = None
         self._tables: dict[int, Any] = {}
 
-    def _enter(self, block: nn.Module, inputs: tuple[Any, ...], *, opens: bool) -> tuple[Any, ...] | None:
+    def _enter(
+        self, block: nn.Module, inputs: tuple[Any, ...], *, opens: bool
+    ) -> tuple[Any, ...] | None:
         if self.kept is None or not torch.is_grad_enabled():
             return None
         cut = list(inputs)
@@ -113,7 +135,9 @@ class _Window:
             self._all_tokens = inputs[0]
             if not self._tables:  # recomputation reuses the forward pass's tensors
                 takers = self.routing.tables.items()
-                self._tables = {argument: take(inputs[argument], self.kept) for argument, take in takers}
+                self._tables = {
+                    argument: take(inputs[argument], self.kept) for argument, take in takers
+                }
             cut[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
         for argument, table in self._tables.items():
             cut[argument] = table
@@ -123,12 +147,15 @@ class _Window:
         if self.kept is None or self._all_tokens is None or not torch.is_grad_enabled():
             return None
         together = self._all_tokens.scatter(1, _rows(self.kept, output), output)
-        # Recomputing this block needs only the shape; the graph would keep activations of earlier blocks alive.
+        # Recomputing this block needs only the shape; the graph would keep activations of earlier
+        # blocks alive.
         self._all_tokens = self._all_tokens.detach()
         return together
 
 
-def draw_kept(units: int, count: int, protected: Tensor | None, generators: Sequence[torch.Generator]) -> Tensor:
+def draw_kept(
+    units: int, count: int, protected: Tensor | None, generators: Sequence[torch.Generator]
+) -> Tensor:
     """Draw the units to keep for each sample: int64 `B count`, ascending, on the CPU.
 
     Args:
@@ -147,5 +174,7 @@ def whole_units(units: Tensor, size: int) -> Tensor:
 
 
 def _rows(kept: Tensor, tokens: Tensor) -> Tensor:
-    """The index `B K D` for `gather` and `scatter` of whole tokens; an expanded view that takes no memory."""
+    """The index `B K D` for `gather` and `scatter` of whole tokens; an expanded view that takes no
+    memory.
+    """
     return kept[..., None].expand(-1, -1, tokens.shape[-1])

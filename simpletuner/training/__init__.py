@@ -1,1 +1,3 @@
-"""LoRA and full training: the loop and its step, optimizers, the moving average, checkpoints, sharding."""
+"""LoRA and full training: the loop and its step, optimizers, the moving average, checkpoints,
+sharding.
+"""

@@ -1,14 +1,15 @@
 """Builds all objects that take part in a step.
 
-    load and quantise, block by block ─► adapter ─► fast blocks ─► activation checkpointing ─► compile ─► techniques
-    ─► place or shard ─► optimizer ─► prepare ─► stream
+    load and quantise, block by block ─► adapter ─► fast blocks ─► activation checkpointing ─►
+    compile ─► techniques ─► place or shard ─► optimizer ─► prepare ─► stream
 
-Weights are read a few blocks at a time, cast, quantised, then packed (streamed blocks), moved to the device, or shared
-with the processes of the machine (FSDP2 will shard them). Loading therefore takes the host memory of a few blocks, and
-packed or shared weights exist once per machine.
+Weights are read a few blocks at a time, cast, quantised, then packed (streamed blocks), moved to
+the device, or shared with the processes of the machine (FSDP2 will shard them). Loading therefore
+takes the host memory of a few blocks, and packed or shared weights exist once per machine.
 
-The order matters: peft wraps the quantised layers, checkpointing and compilation replace the `forward` of blocks that
-already contain the LoRA, and the optimizer needs parameters on their final device.
+The order matters: peft wraps the quantised layers, checkpointing and compilation replace the
+`forward` of blocks that already contain the LoRA, and the optimizer needs parameters on their final
+device.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ from simpletuner.weights.published_lora import find_lora
 
 
 def make_accelerator() -> Accelerator:
-    """accelerate for devices, gradient synchronisation and collectives, without its mixed precision.
+    """accelerate for devices, gradient synchronisation and collectives, without its mixed
+    precision.
 
-    accelerate would wrap the transformer in autocast, which rounds tensors that must stay float32 (positions,
-    modulation). Here, the dtypes of the loaded weights apply.
+    accelerate would wrap the transformer in autocast, which rounds tensors that must stay float32
+    (positions, modulation). Here, the dtypes of the loaded weights apply.
     """
     # Buffers are equal in all processes, and broadcasting them would delay every forward pass.
     # Gradients as views of DDP's buckets exist once in memory instead of twice.
@@ -98,9 +100,7 @@ def assemble(
     _checkpoint_and_compile(transformer, layout, fast, settings.transformer, device)
     group = _share_tokens(layout, fast, launch.sequence_parallel_size, world)
     hidden = HiddenStates(layout, group)
-    load_vae = partial(adapter.load_latent_encoder, device, DTYPES[settings.vae_dtype])
-    disabled = trained.disabled
-    site = Site(adapter, transformer, layout, device, dtype, techniques, disabled, hidden, load_vae, world, sharded)
+    site = _site(settings, adapter, trained, layout, hidden, techniques, device, world, sharded)
     modules, wrapped = _attach(techniques, site, settings.step.seed, accelerator)
     if sharded:
         shard(transformer, layout.blocks, launch, device, world, keep_trained=is_lora)
@@ -108,9 +108,13 @@ def assemble(
         place_model(transformer, blocks_to_stream(layout, settings.transformer.offload), device)
     parameters = trained.parameters()
     optimizer = _build_optimizer(settings, parameters, modules)
-    # FSDP2 reduces the gradients of sharded weights. A LoRA is whole in every process and needs DDP.
-    prepared = transformer if sharded and not is_lora else replicate(transformer, accelerator, sharded=sharded)
-    streamer = None if sharded else _stream(transformer, layout, settings.transformer, device, world, packed)
+    # FSDP2 reduces gradients of sharded weights. A LoRA is whole in every process and needs DDP.
+    prepared = transformer
+    if is_lora or not sharded:
+        prepared = replicate(transformer, accelerator, sharded=sharded)
+    streamer = None
+    if not sharded:
+        streamer = _stream(transformer, layout, settings.transformer, device, world, packed)
     if streamer is not None and fast is not None:
         fast.outside_checkpoint = RememberedPlaces(streamer)
     return Assembly(
@@ -138,11 +142,15 @@ def assemble(
 
 
 def _build_optimizer(
-    settings: AssemblySettings, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
+    settings: AssemblySettings,
+    parameters: Mapping[str, nn.Parameter],
+    modules: Mapping[str, nn.Module],
 ) -> Optimizer:
     # LoRA+ (Hayou et al., arXiv:2402.12354): B matrices at a multiple of the learning rate.
     ratio = None if settings.lora is None else settings.lora.lora_plus_ratio
-    faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
+    faster = [
+        weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name
+    ]
     return build_optimizer(
         parameters.values(),
         settings.step.optimizer,
@@ -155,24 +163,37 @@ def _build_optimizer(
 
 
 def _release(
-    settings: AssemblySettings, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
+    settings: AssemblySettings,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer,
+    device: torch.device,
 ) -> GradientRelease | None:
     config = settings.step.optimizer
     if not config.optimizer_release_gradients:
         return None
-    host = HostState(optimizer, device) if settings.transformer.offload.offload_optimizer_state else None
+    host = (
+        HostState(optimizer, device)
+        if settings.transformer.offload.offload_optimizer_state
+        else None
+    )
     return GradientRelease(parameters, optimizer, config, host)
 
 
 def _load(
-    settings: AssemblySettings, adapter: FamilyAdapter, device: torch.device, world: World, sharers: World
+    settings: AssemblySettings,
+    adapter: FamilyAdapter,
+    device: torch.device,
+    world: World,
+    sharers: World,
 ) -> tuple[Trained, list[WeightImage]]:
     """Load the transformer with its trained weights, and the images of the blocks that will stream.
 
     Args:
         sharers: the processes that will shard its weights.
     """
-    trained_dtype = DTYPES[trained_precision(settings.step.optimizer, settings.transformer.precision)]
+    trained_dtype = DTYPES[
+        trained_precision(settings.step.optimizer, settings.transformer.precision)
+    ]
     load = partial(load_frozen, settings.transformer, adapter, device, world, sharers=sharers)
     lora = settings.lora
     with large_tensors_apart():
@@ -207,7 +228,8 @@ def load_frozen(
         on_host: leave all blocks on the CPU.
 
     Returns:
-        the transformer, and the images of the blocks that will stream, in order; see `Offload.stream`.
+        the transformer, and the images of the blocks that will stream, in order; see
+        `Offload.stream`.
     """
     precision = settings.precision
     dtype = dtype or DTYPES[transformer_dtype(precision)]
@@ -225,7 +247,14 @@ def load_frozen(
     for modules in [*streamed, *staying, [transformer]]:
         weights.fill(modules)
         if stored is not None:
-            quantise(transformer, layers, stored, via=precision.quantize_via, accelerator=device, within=modules)
+            quantise(
+                transformer,
+                layers,
+                stored,
+                via=precision.quantize_via,
+                accelerator=device,
+                within=modules,
+            )
         if in_bf16:
             for module in modules:
                 adapter.store_modulation_in_bf16(module)
@@ -239,13 +268,19 @@ def load_frozen(
 
 
 def _adapts_only(transformer: nn.Module, adapted: Targets, layers: str) -> bool:
-    """Whether all modules that get an adapter are quantisable layers; other modules keep their dtype until then."""
+    """Whether all modules that get an adapter are quantisable layers; other modules keep their
+    dtype until then.
+    """
     names = [name for name, _ in transformer.named_modules()]
     return all(re.fullmatch(layers, name) for name in matching_modules(names, adapted))
 
 
-def load_for_sampling(settings: TransformerSettings, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
-    """Load a transformer for sampling only: frozen, quantised, with fast blocks, placed and streamed as in training."""
+def load_for_sampling(
+    settings: TransformerSettings, adapter: FamilyAdapter, device: torch.device
+) -> nn.Module:
+    """Load a transformer for sampling only: frozen, quantised, with fast blocks, placed and
+    streamed as in training.
+    """
     with large_tensors_apart():
         transformer, packed = load_frozen(settings, adapter, device)
     transformer.eval()
@@ -263,17 +298,49 @@ def blocks_to_stream(layout: BlockLayout, config: OffloadConfig) -> list[nn.Modu
     return streamed_blocks(layout.blocks, config.group_offload_resident_blocks)
 
 
+def _site(
+    settings: AssemblySettings,
+    adapter: FamilyAdapter,
+    trained: Trained,
+    layout: BlockLayout,
+    hidden: HiddenStates,
+    techniques: Sequence[Technique],
+    device: torch.device,
+    world: World,
+    sharded: bool,
+) -> Site:
+    """What techniques are attached to."""
+    return Site(
+        adapter=adapter,
+        transformer=trained.transformer,
+        layout=layout,
+        device=device,
+        dtype=DTYPES[transformer_dtype(settings.transformer.precision)],
+        others=techniques,
+        disabled=trained.disabled,
+        hidden=hidden,
+        load_latent_encoder=partial(
+            adapter.load_latent_encoder, device, DTYPES[settings.vae_dtype]
+        ),
+        world=world,
+        is_sharded=sharded,
+    )
+
+
 def _attach(
     techniques: Sequence[Technique], site: Site, seed: int, accelerator: Accelerator
 ) -> tuple[dict[str, nn.Module], list[nn.Module]]:
     """Attach the techniques.
 
-    Every technique has a separate seed, so that enabling one does not change the initialisation of another.
+    Every technique has a separate seed, so that enabling one does not change the initialisation of
+    another.
 
     Returns:
-        the techniques' modules on the device, by name, and the same modules wrapped for gradient synchronisation.
+        the techniques' modules on the device, by name, and the same modules wrapped for gradient
+        synchronisation.
     """
-    modules, wrapped = dict[str, nn.Module](), list[nn.Module]()
+    modules: dict[str, nn.Module] = {}
+    wrapped: list[nn.Module] = []
     for technique in techniques:
         with seeded(step_seed(seed, 0, 0, 0, technique.name), [site.device]):
             technique.attach(site)
@@ -285,12 +352,18 @@ def _attach(
 
 
 def _add_adapter(
-    transformer: nn.Module, config: LoraConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype
+    transformer: nn.Module,
+    config: LoraConfig,
+    spec: TrainingSpec,
+    family: FamilySpec,
+    dtype: torch.dtype,
 ) -> Trained:
     seed = step_seed(spec.seed, 0, 0, 0, "lora")
     add = adapter_kind(config).add
     if add is not None:
-        return pkgutil.resolve_name(add)(transformer, config, spec.lora_targets, family, seed=seed, dtype=dtype)
+        return pkgutil.resolve_name(add)(
+            transformer, config, spec.lora_targets, family, seed=seed, dtype=dtype
+        )
     lora = add_lora(transformer, config, spec.lora_targets, seed=seed, dtype=dtype)
     if config.init_lora is not None:
         path = find_lora(config.init_lora)  # one of the hub is on this machine by now
@@ -299,9 +372,14 @@ def _add_adapter(
 
 
 def _use_fast_blocks(
-    transformer: nn.Module, settings: TransformerSettings, adapter: FamilyAdapter, device: torch.device
+    transformer: nn.Module,
+    settings: TransformerSettings,
+    adapter: FamilyAdapter,
+    device: torch.device,
 ) -> FastBlocks | None:
-    """Enable quantised matmuls and the family's fast blocks; None if the blocks remain those of diffusers."""
+    """Enable quantised matmuls and the family's fast blocks; None if the blocks remain those of
+    diffusers.
+    """
     precision = settings.precision
     if precision.quantized_matmul:
         use_quantised_products(transformer)
@@ -326,7 +404,9 @@ def _checkpoint_and_compile(
 
     With `quantized_matmul`, the first visual block logs the error of its gradients, uncompiled.
     """
-    dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules())
+    dropout = any(
+        isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules()
+    )
     keeps = keeps_attention(settings.speed)
     inputs_leave = settings.offload.offload_block_inputs
     enable_checkpointing(
@@ -340,24 +420,31 @@ def _checkpoint_and_compile(
     comparison = _product_comparison(layout.visual_blocks[0], fast, settings.precision)
     backend = compile_backend(settings.speed, settings.launch, device.type)
     if backend is not None:
-        # The last functions of checkpointed blocks can recompute themselves if the output of attention is kept, inputs
-        # stay on the device, and no generator state is restored.
+        # The last functions of checkpointed blocks can recompute themselves if the output of
+        # attention is kept, inputs stay on the device, and no generator state is restored.
         inside = keeps and not inputs_leave and not dropout
         if settings.speed.speed == "reference":
             layout = replace(layout, compiled=None)  # diffusers' code
         sampling = settings.compiles_previews
-        compile_blocks(layout, fast, backend, settings.launch, sampling=sampling, recomputing=inside)
+        compile_blocks(
+            layout, fast, backend, settings.launch, sampling=sampling, recomputing=inside
+        )
     if comparison is not None:
         comparison.install()
 
 
-def _product_comparison(block: nn.Module, fast: FastBlocks | None, precision: PrecisionConfig) -> FirstGradients | None:
+def _product_comparison(
+    block: nn.Module, fast: FastBlocks | None, precision: PrecisionConfig
+) -> FirstGradients | None:
     """The comparison of a block's quantised products with unpacked ones; None if it has none."""
     stored = quantisation(precision.base_model_precision)
     if stored is None or not precision.quantized_matmul:
         return None
     dtype, _ = stored.name.split("-")
-    message = f"{dtype} products: on the first batch, gradients of block 0 differ by up to %.1e from unpacked products."
+    message = (
+        f"{dtype} products: on the first batch, gradients of block 0 differ by up to %.1e from "
+        "unpacked products."
+    )
     return FirstGradients(message, block, fast)
 
 

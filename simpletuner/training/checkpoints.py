@@ -36,7 +36,15 @@ from simpletuner.config.schema import CheckpointConfig
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.planning import checkpoint_folder
-from simpletuner.planning.checkpoint_folder import ROLLING, STATE_FOLDER, Checkpoint, Identity, Line, Manifest, Progress
+from simpletuner.planning.checkpoint_folder import (
+    ROLLING,
+    STATE_FOLDER,
+    Checkpoint,
+    Identity,
+    Line,
+    Manifest,
+    Progress,
+)
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
 from simpletuner.reporting.intervals import Interval
 from simpletuner.training.drafts import CopiedDrafts, Draft
@@ -54,23 +62,35 @@ STATE_FILE = "state.pt"
 MODULE_SUFFIX = ".module.safetensors"
 # Errors raised on reading a file that is not a saved state.
 FOREIGN = (
-    LookupError, TypeError, AttributeError, ValueError, RuntimeError, FileNotFoundError, EOFError, UnpicklingError,
-    struct.error, SafetensorError,
-)  # fmt: skip
+    LookupError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    RuntimeError,
+    FileNotFoundError,
+    EOFError,
+    UnpicklingError,
+    struct.error,
+    SafetensorError,
+)
 
 
-def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool) -> TrainState:
+def load_checkpoint(
+    checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool
+) -> TrainState:
     """Restore a run from a checkpoint.
 
     Args:
         same_data: datasets and batch size are unchanged; otherwise the epoch starts over.
 
     Raises:
-        UserError: the checkpoint is damaged or edited, holds NaN or infinity, or has other trained layers or another
-            optimizer.
+        UserError: the checkpoint is damaged or edited, holds NaN or infinity, or has other trained
+            layers or another optimizer.
     """
     if damaged := checkpoint_folder.damaged_files(checkpoint):
-        raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
+        raise UserError(
+            f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint."
+        )
     try:
         return _restore(checkpoint, assembly, loader, same_data=same_data)
     except FOREIGN as error:  # a file has been changed together with its hash in the manifest
@@ -78,20 +98,28 @@ def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoa
         if is_of_device or assembly.world.size > 1:  # a failed collective raises the same types
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        message = f"{checkpoint.path} holds what no run saves ({reason}). Choose an earlier checkpoint."
+        message = (
+            f"{checkpoint.path} holds what no run saves ({reason}). Choose an earlier checkpoint."
+        )
         raise UserError(message) from error
 
 
-def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool) -> TrainState:
-    folder, saved = checkpoint.path / STATE_FOLDER, checkpoint.manifest
+def _restore(
+    checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool
+) -> TrainState:
+    folder = checkpoint.path / STATE_FOLDER
+    saved = checkpoint.manifest
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly.modules, folder)
     # To the CPU first, since the optimizer moves its state to the device of its parameters.
-    parameters = [parameter for group in assembly.optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in assembly.optimizer.param_groups for parameter in group["params"]
+    ]
     # Memory-mapped if its tensors are copied elsewhere, one at a time.
     mapped = any(map(is_part, parameters)) or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
-    step, epoch = content["global_step"], content["epoch"]
+    step = content["global_step"]
+    epoch = content["epoch"]
     if (step, epoch) != (saved.step, saved.epoch):
         raise ValueError(f"step {step} of epoch {epoch}, which is another in its manifest")
     content = load_shards(content, folder, parameters)
@@ -104,11 +132,14 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
     if content["scaler"]:  # empty unless mixed_precision was fp16
         assembly.scaler.load_state_dict(content["scaler"])
     for technique in assembly.techniques:
-        if technique.name in content["techniques"]:  # otherwise it has been enabled since and starts now
+        if (
+            technique.name in content["techniques"]
+        ):  # otherwise it has been enabled since and starts now
             technique.load_state_dict(content["techniques"][technique.name])
     ema = assembly.trained.ema
     if ema is not None and content["ema"] is None:
-        ema.restart()  # turned on since; otherwise it would average the weights of step 0 until its first update
+        # turned on since; otherwise it would average the weights of step 0 until its first update
+        ema.restart()
     elif ema is not None:
         refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}")
         ema.load_state_dict(content["ema"])
@@ -118,8 +149,13 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
 
 
 def _load_modules(modules: Mapping[str, nn.Module], folder: Path) -> None:
-    """Restore the weights of techniques; newly enabled techniques start now, disabled ones are ignored."""
-    saved = {path.name.removesuffix(MODULE_SUFFIX): path for path in sorted(folder.glob(f"*{MODULE_SUFFIX}"))}
+    """Restore the weights of techniques; newly enabled techniques start now, disabled ones are
+    ignored.
+    """
+    saved = {
+        path.name.removesuffix(MODULE_SUFFIX): path
+        for path in sorted(folder.glob(f"*{MODULE_SUFFIX}"))
+    }
     for name, module in modules.items():
         if name not in saved:
             logger.warning("%s was off in %s and starts now.", name, folder.parent)
@@ -131,7 +167,9 @@ def _load_modules(modules: Mapping[str, nn.Module], folder: Path) -> None:
         except RuntimeError as error:
             raise UserError(f"{saved[name]} does not fit: {error}") from None
     for name in saved.keys() - modules.keys():
-        logger.warning("%s was on in %s and is off now; its weights are not used.", name, folder.parent)
+        logger.warning(
+            "%s was on in %s and is off now; its weights are not used.", name, folder.parent
+        )
 
 
 def _save_state(path: Path, content: Any) -> None:
@@ -171,7 +209,8 @@ class UnfinishedCheckpoint:
     building: ExitStack
 
     def complete(self) -> None:
-        """Write the copies, hash and flush all files, and rename the folder; removes it if that fails.
+        """Write the copies, hash and flush all files, and rename the folder; removes it if that
+        fails.
 
         Needs neither the weights nor other processes.
         """
@@ -187,16 +226,20 @@ class UnfinishedCheckpoint:
 class CheckpointWriter(Callback):
     """Callback that saves checkpoints at the configured intervals and prunes old ones.
 
-    Training continues while a thread hashes and flushes the files of a checkpoint, and writes them if host memory has
-    room for a copy. The next checkpoint and the end of the run wait for the thread.
+    Training continues while a thread hashes and flushes the files of a checkpoint, and writes them
+    if host memory has room for a copy. The next checkpoint and the end of the run wait for the
+    thread.
 
     Attributes:
         thread: a pool of one worker.
         note: header entries of weight files.
-        previews: must be on disk before the checkpoint, since a resumed run does not render them again.
+        previews: must be on disk before the checkpoint, since a resumed run does not render them
+            again.
         users: may use checkpoints, which then must not be removed.
-        in_background: host memory has room for a copy of the checkpoint, and weights are not sharded.
-        in_shards: every process writes its shards of the state; otherwise the main process gathers them.
+        in_background: host memory has room for a copy of the checkpoint, and weights are not
+            sharded.
+        in_shards: every process writes its shards of the state; otherwise the main process gathers
+            them.
         saved_step: step of the newest checkpoint.
     """
 
@@ -223,7 +266,9 @@ class CheckpointWriter(Callback):
         # Raises background errors, such as a full disk, before the next checkpoint.
         if self._completing is not None and self._completing.done():
             self._settle()
-        regular = Interval(self.config.checkpoint_step_interval, self.config.checkpoint_epoch_interval)
+        regular = Interval(
+            self.config.checkpoint_step_interval, self.config.checkpoint_epoch_interval
+        )
         rolling = Interval(self.config.checkpointing_rolling_steps)
         if regular.is_due(state.global_step, state.epochs_done, report.epochs_done):
             self.save(assembly, state)
@@ -231,18 +276,24 @@ class CheckpointWriter(Callback):
             self.save(assembly, state, rolling=True)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Save the last step. An interrupted run saves a rolling checkpoint, which never displaces a regular one."""
+        """Save the last step. An interrupted run saves a rolling checkpoint, which never displaces
+        a regular one.
+        """
         self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
         self._settle()
 
     def on_failure(self, assembly: Assembly, state: TrainState) -> None:
-        """Save the last complete step. Previews that cannot be completed are rendered when the run continues."""
+        """Save the last complete step. Previews that cannot be completed are rendered when the run
+        continues.
+        """
         if self.saved_step is None:  # before the first step
             return
         previews = self.previews
         self.previews = None
         if previews is not None:
-            with suppress(Exception):  # whatever fails there must not keep the weights from being saved
+            with suppress(
+                Exception
+            ):  # whatever fails there must not keep the weights from being saved
                 previews.settle()
         self.on_train_end(assembly, state)
 
@@ -258,7 +309,8 @@ class CheckpointWriter(Callback):
         if self.previews is not None:
             self.previews.settle()
         path = self.output_dir / f"checkpoint-{state.global_step}{ROLLING if rolling else ''}"
-        started, step = time.monotonic(), state.global_step
+        started = time.monotonic()
+        step = state.global_step
         shared = assembly.trained.sharers.size > 1
         # Not if processes write together: if one fails, all others would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
@@ -274,7 +326,9 @@ class CheckpointWriter(Callback):
 
         self._completing = self.thread.submit(finish)
 
-    def write(self, final: Path, assembly: Assembly, state: TrainState) -> UnfinishedCheckpoint | None:
+    def write(
+        self, final: Path, assembly: Assembly, state: TrainState
+    ) -> UnfinishedCheckpoint | None:
         """Write or copy the files of a checkpoint. Collective if the trained weights are sharded.
 
         Returns:
@@ -304,7 +358,9 @@ class CheckpointWriter(Callback):
             epoch=state.epoch,
             identity=self.identity,
             files={},
-            progress=Progress(self.loader.index, self.loader.epochs_done, assembly.settings.total_steps),
+            progress=Progress(
+                self.loader.index, self.loader.epochs_done, assembly.settings.total_steps
+            ),
             forks=line.forks,
         )
         unfinished = UnfinishedCheckpoint(folder, described, copies, written)
@@ -326,26 +382,38 @@ class CheckpointWriter(Callback):
             "ema": None if ema is None else ema.state_dict(),
             "loader": self.loader.state_dict(),
             "random": random_states(),
-            "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
+            "techniques": {
+                technique.name: technique.state_dict() for technique in assembly.techniques
+            },
         }
         shards = folder / STATE_FOLDER if self.in_shards else None
         yield Draft(
-            f"{STATE_FOLDER}/{STATE_FILE}", _save_state, without_shards(content, shards, assembly.trained.sharers)
+            f"{STATE_FOLDER}/{STATE_FILE}",
+            _save_state,
+            without_shards(content, shards, assembly.trained.sharers),
         )
         for name, module in assembly.modules.items():
-            weights = {key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}
+            weights = {
+                key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()
+            }
             yield Draft.of_tensors(f"{STATE_FOLDER}/{name}{MODULE_SUFFIX}", weights)
         yield Draft("config.json", write_json, dict(self.settings))
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being completed, and publish it."""
-        completing, self._completing = self._completing, None
+        completing = self._completing
+        self._completing = None
         if completing is None:
             return
         saved = completing.result()
         rolling = saved.path.name.endswith(ROLLING)
-        limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
-        # Only now, since the new checkpoint could have failed, and in this thread, where uploads select theirs.
+        limit = (
+            self.config.checkpoints_rolling_total_limit
+            if rolling
+            else self.config.checkpoints_total_limit
+        )
+        # Only now, since the new checkpoint could have failed, and in this thread, where uploads
+        # select theirs.
         in_use = [path for user in self.users for path in user.in_use]
         removed = checkpoint_folder.prune(self.output_dir, limit, rolling=rolling, in_use=in_use)
         self.events.publish(replace(saved, removed=removed))

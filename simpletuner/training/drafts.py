@@ -35,7 +35,9 @@ class Draft:
         self.write(path, self.content)
 
     @classmethod
-    def of_tensors(cls, name: str, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Draft:
+    def of_tensors(
+        cls, name: str, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None
+    ) -> Draft:
         """A safetensors file."""
         return cls(name, lambda path, content: save_file(content, path, header), tensors)
 
@@ -44,7 +46,9 @@ class CopiedDrafts:
     """Drafts whose content is copied to host memory, since training changes the originals."""
 
     def __init__(self, drafts: Iterable[Draft], device: torch.device) -> None:
-        self._copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
+        self._copies = [
+            replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts
+        ]
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._copied = torch.cuda.current_stream(device).record_event()
@@ -64,4 +68,6 @@ def _to_host(path: str, tensor: Tensor) -> Tensor:
 
 def page_locked_copy(tensor: Tensor) -> Tensor:
     """A copy of a GPU tensor in pinned memory, complete once the current stream has executed it."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )

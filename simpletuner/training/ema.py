@@ -1,7 +1,8 @@
 """An exponential moving average of the trained weights.
 
-An update is three float32 operations (difference, product, sum), each rounded once, so that the result is bit-identical
-on every device and with or without `torch._foreach_*`. `lerp_` does not guarantee this.
+An update is three float32 operations (difference, product, sum), each rounded once, so that the
+result is bit-identical on every device and with or without `torch._foreach_*`. `lerp_` does not
+guarantee this.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from simpletuner.training.sharding import as_sharded, like, local
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-# Numbers per copy to another device (64 MiB in float32), which batches thousands of small LoRA tensors.
+# Numbers per copy to another device (64 MiB in float32), which batches thousands of small LoRA
+# tensors.
 BUNDLE = 1 << 24
 
 
@@ -35,7 +37,9 @@ class Ema:
         decay_value: decay of the last update; 0 before the first.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: EmaConfig, device: torch.device) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: EmaConfig, device: torch.device
+    ) -> None:
         self.config = config
         self.device = torch.device("cpu") if config.is_on_host else device
         self.decay_value = 0.0
@@ -65,13 +69,17 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context with the average in the parameters, rounded to their dtype; restores them exactly on exit.
+        """A context with the average in the parameters, rounded to their dtype; restores them
+        exactly on exit.
 
-        The trained weights are kept on the average's device meanwhile, so that a large model needs no second copy on
-        the accelerator.
+        The trained weights are kept on the average's device meanwhile, so that a large model needs
+        no second copy on the accelerator.
         """
         # Copied even on the same device, where `to` would return the parameters to be overwritten.
-        waiting = {name: local(each.detach()).to(self.device, copy=True) for name, each in self._parameters.items()}
+        waiting = {
+            name: local(each.detach()).to(self.device, copy=True)
+            for name, each in self._parameters.items()
+        }
         try:
             self._fill(self.average)
             yield
@@ -90,7 +98,8 @@ class Ema:
         for name, average in self.average.items():
             # In place, which keeps the device and sharding of this run.
             local(average).copy_(local(as_sharded(state["average"][name], average)))
-        self._updates, self.decay_value = state["updates"], state["decay_value"]
+        self._updates = state["updates"]
+        self.decay_value = state["decay_value"]
 
     def restart(self) -> None:
         """Start from the parameters as they are now."""
@@ -98,11 +107,12 @@ class Ema:
             local(average).copy_(local(self._parameters[name].detach()))
 
     def _decay(self, global_step: int) -> float:
-        """min((1 + n) / (10 + n), ema_decay) with n = global_step - 1; 0, a copy, in the first update and before
-        ema_warmup_steps."""
+        """min((1 + n) / (10 + n), ema_decay) with n = global_step - 1; 0, a copy, in the first
+        update and before ema_warmup_steps."""
         if self._updates == 0 or global_step < self.config.ema_warmup_steps:
             return 0.0
-        # The warm-up of TensorFlow's ExponentialMovingAverage, which quickly forgets the initial weights.
+        # The warm-up of TensorFlow's ExponentialMovingAverage, which quickly forgets the initial
+        # weights.
         n = global_step - 1
         return min((1 + n) / (10 + n), self.config.ema_decay)
 
@@ -140,7 +150,9 @@ def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:
 
 
 def in_bundles(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor forms a group alone."""
+    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor forms a group
+    alone.
+    """
     bundles: list[list[AnyTensor]] = []
     room = 0
     for tensor in tensors:

@@ -58,12 +58,18 @@ class FullModel:
         load_parameters(self.parameters(), files, folder, "pretrained_model_name_or_path")
 
     def disabled(self) -> AbstractContextManager[None]:
-        raise RuntimeError("a full fine-tune changes the base model itself, so there is nothing to disable")
+        raise RuntimeError(
+            "a full fine-tune changes the base model itself, so there is nothing to disable"
+        )
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
-        """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the other parts."""
+        """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the
+        other parts.
+        """
         final = output_dir / PIPELINE_FOLDER
-        with ExitStack() as building:  # renames the folder in the main process once all have written
+        with (
+            ExitStack() as building
+        ):  # renames the folder in the main process once all have written
             folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(publication, folder))
             with nullcontext() if self.ema is None else self.ema.applied():
@@ -92,15 +98,20 @@ class FullModel:
             raise RuntimeError(f"{folder}: {shorten(differing)} is not what was trained")
 
     def _files(self, name: str) -> Iterator[Draft]:
-        """The files of diffusers' `save_pretrained` in a folder of that name, gathered one file at a time."""
+        """The files of diffusers' `save_pretrained` in a folder of that name, gathered one file at
+        a time.
+        """
         model: Any = self.transformer
         weights = model.state_dict()
         # By full shapes, since a sharded tensor would count only its local shard.
         shapes = {
-            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
+            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            for name, weight in weights.items()
         }
         # Half of diffusers' 10 GB, since a whole file is in memory before it is written.
-        files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
+        files = split_torch_state_dict_into_shards(
+            shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB"
+        )
         yield Draft(f"{name}/config.json", lambda path, _: model.save_config(path.parent))
         for file, keys in files.filename_to_tensors.items():
             tensors: dict[str, Any] = {}

@@ -1,7 +1,9 @@
-"""Gradient size and clipping, and checks that keep NaN and infinity out of weights, files and previews.
+"""Gradient size and clipping, and checks that keep NaN and infinity out of weights, files and
+previews.
 
-A step checks only numbers that it reads from the device anyway (the losses, and the gradient size for clipping), so the
-checks cost no synchronisation. Weights are checked when they are saved, loaded, published or rendered.
+A step checks only numbers that it reads from the device anyway (the losses, and the gradient size
+for clipping), so the checks cost no synchronisation. Weights are checked when they are saved,
+loaded, published or rendered.
 """
 
 from __future__ import annotations
@@ -33,22 +35,31 @@ def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[
     Raises:
         NonFiniteError: naming the files of the affected micro-batches.
     """
-    guilty = [name for loss, names in zip(losses, files, strict=True) if not math.isfinite(loss) for name in names]
+    guilty = [
+        name
+        for loss, names in zip(losses, files, strict=True)
+        if not math.isfinite(loss)
+        for name in names
+    ]
     if guilty:
         raise NonFiniteError(
-            f"The loss is {', '.join(map(str, losses))}. The weights were not updated. Trained on: {', '.join(guilty)}."
+            f"The loss is {', '.join(map(str, losses))}. The weights were not updated. "
+            f"Trained on: {', '.join(guilty)}."
         )
 
 
 def stop_if_result_not_finite(weights: Mapping[str, Tensor], ema: Ema | None) -> None:
-    """Check all trained weights, including the moving average, before they are saved, published or rendered.
+    """Check all trained weights, including the moving average, before they are saved, published or
+    rendered.
 
     Raises:
         NonFiniteError: naming the tensors.
     """
     stop_if_weights_not_finite(weights)
     if ema is not None:  # separately, since it may be on another device
-        stop_if_weights_not_finite({f"EMA of {name}": tensor for name, tensor in ema.average.items()})
+        stop_if_weights_not_finite(
+            {f"EMA of {name}": tensor for name, tensor in ema.average.items()}
+        )
 
 
 def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
@@ -59,8 +70,9 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
     """
     if guilty := not_finite(weights):
         raise NonFiniteError(
-            f"{len(guilty)} of {len(weights)} trained tensors are NaN or infinite and were not saved: "
-            f"{shorten(guilty)}. Continue from the last checkpoint with a lower learning_rate."
+            f"{len(guilty)} of {len(weights)} trained tensors are NaN or infinite and were not "
+            f"saved: {shorten(guilty)}. Continue from the last checkpoint with a lower "
+            "learning_rate."
         )
 
 
@@ -74,7 +86,10 @@ def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str) -> None
         UserError: naming the tensors.
     """
     if guilty := not_finite(weights):
-        raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; choose an earlier checkpoint.")
+        raise UserError(
+            f"{origin} holds NaN or infinite values in {shorten(guilty)}; choose an earlier "
+            "checkpoint."
+        )
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -91,12 +106,18 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 @torch.no_grad()
 def norms(tensors: Iterable[Tensor], order: float) -> Tensor:
     """The norm of each tensor, or of this process's shard: float32, on the device."""
-    # float32, since norms of bf16 gradients are bf16, whose 8 bits are too few for the sum of hundreds of squares.
+    # float32, since norms of bf16 gradients are bf16, whose 8 bits are too few for the sum of
+    # hundreds of squares.
     parts = local_parts(tensors)
-    return torch.stack([norm.float() for norm in torch._foreach_norm(parts, order)]) if parts else torch.zeros(0)
+    return (
+        torch.stack([norm.float() for norm in torch._foreach_norm(parts, order)])
+        if parts
+        else torch.zeros(0)
+    )
 
 
-# The scaler skips an overflowing float16 step and halves its scale. Below 1, the scale is not the cause.
+# The scaler skips an overflowing float16 step and halves its scale. Below 1, the scale is not the
+# cause.
 LOWEST_SCALE = 1.0
 
 
@@ -104,14 +125,18 @@ def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) 
     """Rescale gradients summed with `loss_divisor` to the mean over all samples."""
     factor = len(counts) * counts[0] / sum(counts)
     if factor != 1:
-        torch._foreach_mul_([local(each.grad) for each in parameters if each.grad is not None], factor)
+        torch._foreach_mul_(
+            [local(each.grad) for each in parameters if each.grad is not None], factor
+        )
 
 
 def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, Tensor]:
-    """The size limited by `grad_clip_method`, on the device: `grad_absmax` (value) or `grad_norm` (norm).
+    """The size limited by `grad_clip_method`, on the device: `grad_absmax` (value) or `grad_norm`
+    (norm).
 
-    torch's `clip_grad_norm_` would scale by a tensor on the device even if nothing is clipped. Here, the size is read
-    together with the losses, for clipping, for logging, and to check that it is finite.
+    torch's `clip_grad_norm_` would scale by a tensor on the device even if nothing is clipped.
+    Here, the size is read together with the losses, for clipping, for logging, and to check that it
+    is finite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return total_size(from_all(norms(gradients, norm_order(config)), gradients), config)
@@ -128,7 +153,9 @@ def total_size(norms: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     return {name: norms.norm(norm_order(config))} if len(norms) else {}
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, sizes: Mapping[str, float]) -> None:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, sizes: Mapping[str, float]
+) -> None:
     """Clip in place to `max_grad_norm`; 0 clips nothing.
 
     Args:
@@ -136,7 +163,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
     """
     limit = config.max_grad_norm
     exceeds = any(0 < limit < size for size in sizes.values())
-    parts = local_parts(each.grad for each in parameters if each.grad is not None) if exceeds else []
+    parts = (
+        local_parts(each.grad for each in parameters if each.grad is not None) if exceeds else []
+    )
     if not parts:  # released gradients have been freed
         return
     if "grad_norm" in sizes:
@@ -166,16 +195,24 @@ def stop_if_gradients_not_finite(
     Raises:
         NonFiniteError: naming the tensors, in the order of the backward pass, and the files.
     """
-    if all(map(math.isfinite, sizes)) or (scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE):
+    if all(map(math.isfinite, sizes)) or (
+        scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE
+    ):
         return
-    gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
+    gradients = {
+        name: weight.grad for name, weight in parameters.items() if weight.grad is not None
+    }
     guilty = not_finite(gradients)[::-1]  # the backward pass runs from the last layer to the first
     if release is not None:
         guilty += release.not_finite()
     partly = "of this step are partly updated and are not saved: continue from the last checkpoint"
     left = partly if release is not None and release.is_halfway else "were not updated"
     # Empty if every tensor is finite but their total is not.
-    what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
+    what = (
+        f"of {shorten(guilty)}, in the order of the backward pass,"
+        if guilty
+        else "of all tensors together"
+    )
     raise NonFiniteError(
         f"The gradient {what} is NaN or infinite, although the loss is finite. The weights {left}. "
         f"Trained on: {', '.join(name for names in files for name in names)}."

@@ -1,10 +1,12 @@
-"""Prefetching data loader: a background thread turns planned batches into tensors ahead of the training loop.
+"""Prefetching data loader: a background thread turns planned batches into tensors ahead of the
+training loop.
 
-The content of a batch is a pure function of the seed and the position in the run, so prefetching, stopping and
-resuming cannot change it.
+The content of a batch is a pure function of the seed and the position in the run, so prefetching,
+stopping and resuming cannot change it.
 
-Models are loaded in the loop's thread only (`in_loop`). While a library loads a model, it patches torch functions and
-the default dtype for the whole process: tensors created by another thread would end up on `meta` or in another dtype.
+Models are loaded in the loop's thread only (`in_loop`). While a library loads a model, it patches
+torch functions and the default dtype for the whole process: tensors created by another thread would
+end up on `meta` or in another dtype.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ class BatchLoader:
     Attributes:
         sampler: decides the order.
         read: builds a batch from cached entries; called in the background.
-        prepare_epoch: called in the loop's thread before the first batch of each epoch is read, to fill the caches
-            with new random crops.
+        prepare_epoch: called in the loop's thread before the first batch of each epoch is read, to
+            fill the caches with new random crops.
         pin: pin the memory of batches, so that uploads do not block.
-        noise: draws the noise of batches ahead of the step, in the background, since that is slow; None leaves it to
-            the step.
+        noise: draws the noise of batches ahead of the step, in the background, since that is slow;
+            None leaves it to the step.
         count: micro-batches of the run so far.
         epoch: epoch of the last batch yielded, counted from 1.
         index: number of batches yielded in that epoch.
@@ -67,14 +69,21 @@ class BatchLoader:
                 self._supply = self._read_epoch()
             batch = next(self._supply, None)
             if batch is not None:
-                self.index, self.count = self.index + 1, self.count + 1
+                self.index = self.index + 1
+                self.count = self.count + 1
                 return batch
-            self.epoch, self.index, self._supply = self.epoch + 1, 0, None
+            self.epoch = self.epoch + 1
+            self.index = 0
+            self._supply = None
 
     @property
     def epochs_done(self) -> int:
         """Number of complete epochs."""
-        return self.epoch if self.index >= self.sampler.batches_per_epoch(self.epoch) else self.epoch - 1
+        return (
+            self.epoch
+            if self.index >= self.sampler.batches_per_epoch(self.epoch)
+            else self.epoch - 1
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
@@ -87,15 +96,21 @@ class BatchLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last batch yielded."""
         self.close()
-        self.epoch, self.index = state["epoch"], state["position"]
+        self.epoch = state["epoch"]
+        self.index = state["position"]
 
     def planned(self, state: dict[str, Any], count: int) -> list[PlannedBatch]:
         """The `count` planned batches after a position."""
-        epoch, index, upcoming = state["epoch"], state["position"], list[PlannedBatch]()
+        epoch = state["epoch"]
+        index = state["position"]
+        upcoming: list[PlannedBatch] = []
         while len(upcoming) < count:
             batches = self.sampler.batches(epoch)
-            upcoming += [batches[each] for each in range(index, len(batches))[: count - len(upcoming)]]
-            epoch, index = epoch + 1, 0
+            upcoming += [
+                batches[each] for each in range(index, len(batches))[: count - len(upcoming)]
+            ]
+            epoch = epoch + 1
+            index = 0
         return upcoming
 
     def close(self) -> None:
@@ -107,7 +122,8 @@ class BatchLoader:
     def _read_epoch(self) -> Generator[Batch]:
         """The rest of the current epoch."""
         self.prepare_epoch(self.epoch)
-        batches, before = self.sampler.batches(self.epoch), self.count - self.index
+        batches = self.sampler.batches(self.epoch)
+        before = self.count - self.index
 
         def make(index: int) -> Batch:
             # Planned here, by the reading thread.
@@ -129,8 +145,12 @@ class OnlyInLoopError(Exception):
 _READS_AHEAD: ContextVar[bool] = ContextVar("reads ahead", default=False)
 
 
-def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int) -> Generator[Result]:
-    """Yield `make(item)` for every item, in order; a background thread prefetches up to `ahead` items."""
+def read_ahead(
+    items: Iterable[Item], make: Callable[[Item], Result], ahead: int
+) -> Generator[Result]:
+    """Yield `make(item)` for every item, in order; a background thread prefetches up to `ahead`
+    items.
+    """
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def begin() -> None:
@@ -138,7 +158,8 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
         if gpu is not None:  # a thread starts with the first, where locking pages would take memory
             torch.cuda.set_device(gpu)
 
-    rest, waiting = iter(items), deque[tuple[Item, Future[Result]]]()
+    rest = iter(items)
+    waiting = deque[tuple[Item, Future[Result]]]()
     with ThreadPoolExecutor(1, "batch-reader", begin) as reader:
 
         def start(item: Item) -> tuple[Item, Future[Result]]:
@@ -152,7 +173,9 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
                 try:
                     result = made.result()
                 except OnlyInLoopError:
-                    wait(later for _, later in waiting)  # no thread may create tensors while a model is loaded
+                    wait(
+                        later for _, later in waiting
+                    )  # no thread may create tensors while a model is loaded
                     result = make(item)
                 waiting.extend(map(start, islice(rest, 1)))
                 yield result
@@ -161,7 +184,8 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
 
 
 def in_loop(call: Callable[[], Result]) -> Result:
-    """Make a call that loads a model. In a prefetch thread, raise instead: the loop then makes the item itself.
+    """Make a call that loads a model. In a prefetch thread, raise instead: the loop then makes the
+    item itself.
 
     Raises:
         OnlyInLoopError: in a prefetch thread.

@@ -1,7 +1,7 @@
 """The training loop, the same for every family, flavour and technique.
 
-Code that changes the mathematics belongs in an adapter (`models`) or a technique (`techniques`). Code that observes,
-saves or renders is a callback. Neither requires changes here.
+Code that changes the mathematics belongs in an adapter (`models`) or a technique (`techniques`).
+Code that observes, saves or renders is a callback. Neither requires changes here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ logger = logging.getLogger(__name__)
 
 
 class Callback(Protocol):
-    """An observer of training. Calling order: EMA, evaluation, record, requests, checkpoints, previews, companions.
+    """An observer of training. Calling order: EMA, evaluation, record, requests, checkpoints,
+    previews, companions.
 
-    A step is recorded before its checkpoint, so that a resumed run has every line. Previews are slow and follow the
-    checkpoint; previews lost to a kill are rendered on resume. Uploads come last, to include them.
+    A step is recorded before its checkpoint, so that a resumed run has every line. Previews are
+    slow and follow the checkpoint; previews lost to a kill are rendered on resume. Uploads come
+    last, to include them.
     """
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        """Called before the first step of this process, after `state.global_step` steps of the run."""
+        """Called before the first step of this process, after `state.global_step` steps of the
+        run.
+        """
         return
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        """Called after the update. `state.global_step` includes this step, `state.epochs_done` does not yet."""
+        """Called after the update. `state.global_step` includes this step, `state.epochs_done` does
+        not yet.
+        """
         return
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
@@ -42,7 +48,8 @@ class Callback(Protocol):
         return
 
     def on_failure(self, assembly: Assembly, state: TrainState) -> None:
-        """Called before an error ends the run, with the weights of `state.global_step`, to save what can be saved.
+        """Called before an error ends the run, with the weights of `state.global_step`, to save
+        what can be saved.
 
         Called in one process alone, so it must not wait for the others.
         """
@@ -50,12 +57,17 @@ class Callback(Protocol):
 
 
 def train(
-    assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], stop: Stop
+    assembly: Assembly,
+    loader: BatchLoader,
+    state: TrainState,
+    callbacks: Sequence[Callback],
+    stop: Stop,
 ) -> None:
     """Train from `state.global_step` to the end of the run.
 
     Raises:
-        Interrupted: a stop was requested; the current step is finished and `on_train_end` has been called.
+        Interrupted: a stop was requested; the current step is finished and `on_train_end` has been
+            called.
     """
     assembly.transformer.train()
     try:
@@ -66,16 +78,24 @@ def train(
         _save_before_failure(assembly, loader, state, callbacks, error)
         raise
     if assembly.world.any(stop.requested):  # also waits until all processes have finished writing
-        raise Interrupted(f"Stopped at step {state.global_step}; start again to continue from there.")
+        raise Interrupted(
+            f"Stopped at step {state.global_step}; start again to continue from there."
+        )
 
 
 def _take_steps(
-    assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], stop: Stop
+    assembly: Assembly,
+    loader: BatchLoader,
+    state: TrainState,
+    callbacks: Sequence[Callback],
+    stop: Stop,
 ) -> None:
     """Take steps until the run is complete or a stop is requested, and notify the callbacks."""
     _notify(callbacks, lambda callback: callback.on_train_start(assembly, state))
     # All processes stop before the same step; otherwise, some would wait forever.
-    while state.global_step < assembly.settings.total_steps and not assembly.world.any(stop.requested):
+    while state.global_step < assembly.settings.total_steps and not assembly.world.any(
+        stop.requested
+    ):
         # The replay of a failed step reads its batches from here.
         state.data_before = before = loader.state_dict()
         # Not the states themselves: reading them would wait for the device.
@@ -96,9 +116,15 @@ def _take_steps(
 
 
 def _save_before_failure(
-    assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], error: Exception
+    assembly: Assembly,
+    loader: BatchLoader,
+    state: TrainState,
+    callbacks: Sequence[Callback],
+    error: Exception,
 ) -> None:
-    """Let the callbacks save the last complete step, unless weights are partly updated or cannot be written."""
+    """Let the callbacks save the last complete step, unless weights are partly updated or cannot be
+    written.
+    """
     # From now on, this process ends by its own error: its watch must not end it while it saves.
     assembly.world.first_failure(error)
     # Sharded weights could only be saved by all processes together.

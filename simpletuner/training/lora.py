@@ -1,8 +1,9 @@
 """LoRA: adds it to a transformer and writes it to a file.
 
-Low-rank adaptation (Hu et al., arXiv:2106.09685) adds `scale · B(A(x))` to a frozen linear layer, with
-scale = alpha / rank. In files (`lora_files`), the scale is folded into B and the metadata has alpha = rank, so that
-every loader applies the trained strength, whether or not it reads the metadata.
+Low-rank adaptation (Hu et al., arXiv:2106.09685) adds `scale · B(A(x))` to a frozen linear layer,
+with scale = alpha / rank. In files (`lora_files`), the scale is folded into B and the metadata has
+alpha = rank, so that every loader applies the trained strength, whether or not it reads the
+metadata.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ from simpletuner.training.drafts import Draft
 from simpletuner.training.ema import AnyTensor
 from simpletuner.training.lora_writing import fold_scale
 from simpletuner.training.trained import AdapterWeights, Publication
-from simpletuner.weights.lora_names import COMFYUI_MAGNITUDE, LORA_FILE, MAGNITUDE, PREFIXES, LoraForm, file_settings
+from simpletuner.weights.lora_names import (
+    COMFYUI_MAGNITUDE,
+    LORA_FILE,
+    MAGNITUDE,
+    PREFIXES,
+    LoraForm,
+    file_settings,
+)
 
 ADAPTER = "default"
-# Inits that move part of the base weight into the adapter. Files hold the difference, since users have the plain base.
+# Inits that move part of the base weight into the adapter. Files hold the difference, since users
+# have the plain base.
 BASE_CHANGING_INITS = ("olora", "pissa")
 
 
@@ -62,19 +71,27 @@ class LoraAdapter(AdapterWeights):
 
     @property
     def adapters(self) -> Adapters:
-        layers = (name for name, each in self.transformer.named_modules() if isinstance(each, BaseTunerLayer))
+        layers = (
+            name
+            for name, each in self.transformer.named_modules()
+            if isinstance(each, BaseTunerLayer)
+        )
         return Adapters(self.settings.r, frozenset(layers))
 
     def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
         averages = {} if self.ema is None else {f"ema/{LORA_FILE}": plain_names(self.ema.average)}
         header = self.header(note)
         for name, weights in {LORA_FILE: self.state_dict(), **averages}.items():
-            yield Draft(name, partial(lora_files.write_weights, header=header), self.file_weights(weights))
+            yield Draft(
+                name, partial(lora_files.write_weights, header=header), self.file_weights(weights)
+            )
         yield self.exact()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """A context without the LoRA; inits that change the base use their initial LoRA, which restores the model."""
+        """A context without the LoRA; inits that change the base use their initial LoRA, which
+        restores the model.
+        """
         if not self.initial:
             with without_adapters(self.transformer):
                 yield
@@ -94,13 +111,27 @@ class LoraAdapter(AdapterWeights):
         if self.form == "comfyui":
             loads = "are what was trained, under the names that ComfyUI looks for"
         lost = rounding_error(self, publication.dtype)
-        rounds = f", which rounds them to {publication.dtype}: {lost:.1e} of their effect" if lost > EXACT else ""
-        return f"Saved {path} ({size_text(path.stat().st_size)}); all {checked} tensors {loads}{rounds}."
+        rounds = (
+            f", which rounds them to {publication.dtype}: {lost:.1e} of their effect"
+            if lost > EXACT
+            else ""
+        )
+        return (
+            f"Saved {path} ({size_text(path.stat().st_size)}); all {checked} tensors "
+            f"{loads}{rounds}."
+        )
 
-    def _publish(self, folder: Path, publication: Publication, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
-        """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
-        named, header = self.file_weights(weights), self.header(publication.note)
-        return lora_files.write_verified(folder, named, header, self.form, publication.adapter), len(named)
+    def _publish(
+        self, folder: Path, publication: Publication, weights: Mapping[str, Tensor]
+    ) -> tuple[Path, int]:
+        """Write a file, verify it, then move it into place; returns its path and the number of
+        tensors.
+        """
+        named = self.file_weights(weights)
+        header = self.header(publication.note)
+        return lora_files.write_verified(
+            folder, named, header, self.form, publication.adapter
+        ), len(named)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as trained, on the CPU."""
@@ -115,7 +146,9 @@ class LoraAdapter(AdapterWeights):
             UserError: a key is missing, unknown or of another shape.
         """
         trained = plain_names(self.parameters())
-        shapes, given = ({name: each.shape for name, each in some.items()} for some in (trained, weights))
+        shapes, given = (
+            {name: each.shape for name, each in some.items()} for some in (trained, weights)
+        )
         if wrong := sorted({name for name, _ in shapes.items() ^ given.items()}):
             raise UserError(f"The LoRA weights do not fit this model: {shorten(wrong)}.")
         with torch.no_grad():
@@ -126,9 +159,11 @@ class LoraAdapter(AdapterWeights):
         """The weights as in a file: scale folded into B, prefixed, contiguous.
 
         Args:
-            weights: in the form of `state_dict`, such as the moving average; by default the trained weights.
+            weights: in the form of `state_dict`, such as the moving average; by default the trained
+                weights.
         """
-        source, result = dict(weights or self.state_dict()), {}
+        source = dict(weights or self.state_dict())
+        result = {}
         for name, tensor in source.items():
             folded = fold_scale(tensor, self.scale) if ".lora_B." in name else tensor
             if self.initial and (".lora_A." in name or ".lora_B." in name):
@@ -142,26 +177,41 @@ class LoraAdapter(AdapterWeights):
 
     def header(self, note: Mapping[str, str]) -> dict[str, str]:
         """The header of a file of these weights, with additional entries."""
-        # `_with_initial` doubles the rank. The scale is already folded into B, so alpha is the rank.
-        rank, targets = self.settings.r * (2 if self.initial else 1), self.settings.target_modules
+        # `_with_initial` doubles the rank. The scale is already folded into B, so alpha is the
+        # rank.
+        rank = self.settings.r * (2 if self.initial else 1)
+        targets = self.settings.target_modules
         settings = {
-            "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_dora": self.settings.use_dora,
-            # Sorted, since peft stores a set, whose order would change the file's bytes between runs.
+            "r": rank,
+            "lora_alpha": rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "use_dora": self.settings.use_dora,
+            # Sorted, since peft stores a set, whose order would change the file's bytes between
+            # runs.
             "target_modules": targets if isinstance(targets, str) else sorted(targets),
-        }  # fmt: skip
+        }
         return {**file_settings(settings, self.form), **note}
 
     def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The base weight (out, in) of a layer, and its update by `weights`, in the form of `state_dict`."""
+        """The base weight (out, in) of a layer, and its update by `weights`, in the form of
+        `state_dict`.
+        """
         layer: Any = self.transformer.get_submodule(module)
         down, up = (weights[f"{module}.lora_{side}.weight"] for side in "AB")
-        return dequantize_module_weight(layer.get_base_layer()), self.scale * (up.float() @ down.float())
+        return dequantize_module_weight(layer.get_base_layer()), self.scale * (
+            up.float() @ down.float()
+        )
 
     def _with_initial(self, name: str, tensor: Tensor) -> Tensor:
-        """The trained minus the initial adapter, as one adapter of twice the rank: [B, -B0] [A; A0] = B A - B0 A0."""
+        """The trained minus the initial adapter, as one adapter of twice the rank: [B, -B0] [A; A0]
+        = B A - B0 A0.
+        """
         first = self.initial[name].to(tensor)
         is_down = ".lora_A." in name
-        return torch.cat([tensor, first if is_down else -self.scale * first], dim=0 if is_down else 1)
+        return torch.cat(
+            [tensor, first if is_down else -self.scale * first], dim=0 if is_down else 1
+        )
 
 
 def add_lora(
@@ -220,17 +270,26 @@ def start_from(adapter: LoraAdapter, path: Path) -> None:
         UserError: no key of the file fits.
     """
     weights = lora_files.read_lora_file(path, lora_files.layer_names(adapter.transformer))
-    start, initial = _as_trained(adapter, weights), adapter.state_dict()
+    start = _as_trained(adapter, weights)
+    initial = adapter.state_dict()
     # A file may have fewer layers; the remaining layers start as in a new LoRA.
-    adapter.load_state_dict({name: start[name].to(each) if name in start else each for name, each in initial.items()})
+    adapter.load_state_dict(
+        {name: start[name].to(each) if name in start else each for name, each in initial.items()}
+    )
 
 
 def _as_trained(adapter: LoraAdapter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A file's weights in the form of an adapter: without the scale, with magnitudes in peft's form."""
-    start = {name: each / adapter.scale if ".lora_B." in name else each for name, each in weights.items()}
+    """A file's weights in the form of an adapter: without the scale, with magnitudes in peft's
+    form.
+    """
+    start = {
+        name: each / adapter.scale if ".lora_B." in name else each for name, each in weights.items()
+    }
     for name in [name for name in start if name.endswith(COMFYUI_MAGNITUDE)]:
         module = name.removesuffix(COMFYUI_MAGNITUDE)
-        start[module + MAGNITUDE] = lora_files.trained_magnitude(start.pop(name), *adapter.layer(module, start))
+        start[module + MAGNITUDE] = lora_files.trained_magnitude(
+            start.pop(name), *adapter.layer(module, start)
+        )
     return start
 
 
@@ -239,23 +298,34 @@ EXACT = 1e-6
 
 
 def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
-    """The largest relative error, over all modules, of the update B A that a pipeline in `dtype` computes."""
-    trained, saved = adapter.state_dict(), adapter.file_weights()
-    prefix, worst = PREFIXES[adapter.form], 0.0
-    # With an initial adapter, the file holds the difference of two products, which has no pairs to compare.
+    """The largest relative error, over all modules, of the update B A that a pipeline in `dtype`
+    computes.
+    """
+    trained = adapter.state_dict()
+    saved = adapter.file_weights()
+    prefix = PREFIXES[adapter.form]
+    worst = 0.0
+    # With an initial adapter, the file holds the difference of two products, which has no pairs to
+    # compare.
     for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
         other = name.replace(".lora_A.", ".lora_B.")
-        right = adapter.scale * (trained[other].flatten(1).double() @ trained[name].flatten(1).double())
+        right = adapter.scale * (
+            trained[other].flatten(1).double() @ trained[name].flatten(1).double()
+        )
         loaded = (saved[prefix + each].flatten(1).to(dtype).double() for each in (other, name))
         # In float64, whose rounding is far below `EXACT`.
         error = next(loaded) @ next(loaded) - right
         # B is 0 until the first update, and so is the norm.
-        worst = max(worst, float(error.norm() / right.norm().clamp_min(torch.finfo(torch.double).tiny)))
+        worst = max(
+            worst, float(error.norm() / right.norm().clamp_min(torch.finfo(torch.double).tiny))
+        )
     return worst
 
 
 def plain_names(weights: Mapping[str, AnyTensor]) -> dict[str, AnyTensor]:
-    """Parameters of a LoRA by their names in `LoraAdapter.state_dict`, without the adapter's name."""
+    """Parameters of a LoRA by their names in `LoraAdapter.state_dict`, without the adapter's
+    name.
+    """
     return {
         name.replace(f".{ADAPTER}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
         for name, tensor in weights.items()

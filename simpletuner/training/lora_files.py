@@ -1,8 +1,10 @@
-"""LoRA files: key names of different programs, conversions between them, verified writing, and reading.
+"""LoRA files: key names of different programs, conversions between them, verified writing, and
+reading.
 
-Two forms are written. diffusers uses `transformer.<module>.lora_A.weight`. ComfyUI's generic form has the prefix
-`diffusion_model.` instead, and works for models whose layers have the same names in ComfyUI and diffusers, such as
-Kandinsky 5. ComfyUI defines the magnitudes of a DoRA differently, see `comfyui_magnitude`.
+Two forms are written. diffusers uses `transformer.<module>.lora_A.weight`. ComfyUI's generic form
+has the prefix `diffusion_model.` instead, and works for models whose layers have the same names in
+ComfyUI and diffusers, such as Kandinsky 5. ComfyUI defines the magnitudes of a DoRA differently,
+see `comfyui_magnitude`.
 """
 
 from __future__ import annotations
@@ -30,11 +32,16 @@ COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_names.COMFYUI_MAGNITUD
 
 
 def write_verified(
-    folder: Path, weights: Mapping[str, Tensor], header: Mapping[str, str], form: LoraForm, adapter: FamilyAdapter
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    header: Mapping[str, str],
+    form: LoraForm,
+    adapter: FamilyAdapter,
 ) -> Path:
     """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path.
 
-    The settings in its header are also written beside it, if the family's official program reads them there.
+    The settings in its header are also written beside it, if the family's official program reads
+    them there.
     """
     candidate = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}" / LORA_FILE
     write_weights(candidate, weights, header)
@@ -52,8 +59,9 @@ def write_verified(
 def verify_file(path: Path, expected: Mapping[str, Tensor], form: LoraForm, pipeline: Any) -> None:
     """Load a saved file as users will, and compare every tensor with the expected one.
 
-    Files in diffusers' form are loaded with `pipe.load_lora_weights`. ComfyUI is not installed here; in its form, every
-    name must belong to a layer of the model, since ComfyUI uses the same layer names.
+    Files in diffusers' form are loaded with `pipe.load_lora_weights`. ComfyUI is not installed
+    here; in its form, every name must belong to a layer of the model, since ComfyUI uses the same
+    layer names.
 
     Args:
         pipeline: a new stock pipeline; its transformer needs no weights.
@@ -62,17 +70,24 @@ def verify_file(path: Path, expected: Mapping[str, Tensor], form: LoraForm, pipe
         RuntimeError: a key is missing after loading, or a value differs.
     """
     loaded = _loaded(path, form, pipeline)
-    wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
+    wrong = [
+        name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])
+    ]
     if wrong or len(loaded) != len(expected):
-        raise RuntimeError(f"{path} does not load as it was saved: {shorten(wrong or sorted(loaded))}")
+        raise RuntimeError(
+            f"{path} does not load as it was saved: {shorten(wrong or sorted(loaded))}"
+        )
 
 
 def _loaded(path: Path, form: LoraForm, pipeline: Any) -> dict[str, Tensor]:
     """The tensors that the user's program loads from a file."""
     prefix = PREFIXES[form]
     if form == "diffusers":
-        # The transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead of copying.
-        pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
+        # The transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead
+        # of copying.
+        pipeline.load_lora_weights(
+            path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True
+        )
         loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
         return {prefix + name: tensor for name, tensor in loaded.items()}
     layers = [prefix + name for name, _ in pipeline.transformer.named_modules()]
@@ -89,8 +104,8 @@ def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor
     """The magnitude with which ComfyUI computes the trained weight.
 
     With the base weight W, the update D and the magnitude m, DoRA's weight is m (W + D) / |W + D|
-    (arXiv:2402.09353, equation 5), with norms per row. ComfyUI divides by |W| instead, so its magnitude is
-    m |W| / |W + D|.
+    (arXiv:2402.09353, equation 5), with norms per row. ComfyUI divides by |W| instead, so its
+    magnitude is m |W| / |W + D|.
 
     Args:
         magnitude: (out,).
@@ -103,19 +118,24 @@ def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor
 
 
 def trained_magnitude(scale: Tensor, base: Tensor, update: Tensor) -> Tensor:
-    """The trained magnitude (out,) of ComfyUI's `dora_scale`; the inverse of `comfyui_magnitude`."""
+    """The trained magnitude (out,) of ComfyUI's `dora_scale`; the inverse of
+    `comfyui_magnitude`.
+    """
     return (scale.float().flatten() / _norm_ratio(base, update)).to(scale.dtype)
 
 
 def _norm_ratio(base: Tensor, update: Tensor) -> Tensor:
-    base, update = base.detach().float().cpu(), update.detach().float().cpu()
+    base = base.detach().float().cpu()
+    update = update.detach().float().cpu()
     return base.norm(dim=1) / (base + update).norm(dim=1)
 
 
 def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> dict[str, Tensor]:
-    """Read a LoRA file in any common form as `<module>.lora_A.weight` / `lora_B.weight`, with the scale folded in.
+    """Read a LoRA file in any common form as `<module>.lora_A.weight` / `lora_B.weight`, with the
+    scale folded in.
 
-    Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` in ComfyUI's form.
+    Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` in ComfyUI's
+    form.
 
     Args:
         path: the file, or a folder with one.
@@ -129,12 +149,20 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     if not path.is_file():
         raise UserError(f"{key}: {str(path)!r} does not exist.")
     # fp8 has no arithmetic; float32 can represent all its values.
-    raw = {name: tensor.float() if tensor.dtype.itemsize == 1 else tensor for name, tensor in load_file(path).items()}
+    raw = {
+        name: tensor.float() if tensor.dtype.itemsize == 1 else tensor
+        for name, tensor in load_file(path).items()
+    }
     if guilty := [name for name, tensor in raw.items() if not bool(tensor.isfinite().all())]:
-        raise UserError(f"{key}: {str(path)!r} holds NaN or infinite values in {shorten(guilty, 3)}.")
+        raise UserError(
+            f"{key}: {str(path)!r} holds NaN or infinite values in {shorten(guilty, 3)}."
+        )
     pairs = _by_module(raw, modules)
     if not pairs:
-        raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
+        raise UserError(
+            f"{key}: no key of {str(path)!r} belongs to this model (the first is "
+            f"{next(iter(raw))!r})."
+        )
     settings = lora_settings(path)
     weights = {}
     for module, pair in pairs.items():
@@ -142,15 +170,19 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
         scale = float(pair["alpha"]) / rank if "alpha" in pair else settings.scale(module, rank)
         weights[f"{module}.lora_A.weight"] = pair["A"]
         weights[f"{module}.lora_B.weight"] = pair["B"] * scale
-        weights |= {module + MAGNITUDES[role]: tensor for role, tensor in pair.items() if role in MAGNITUDES}
+        weights |= {
+            module + MAGNITUDES[role]: tensor for role, tensor in pair.items() if role in MAGNITUDES
+        }
     return weights
 
 
 def _by_module(raw: Mapping[str, Tensor], modules: list[str]) -> dict[str, dict[str, Tensor]]:
     """The tensors of each module with a LoRA pair, by role."""
-    known, pairs = set(modules), dict[str, dict[str, Tensor]]()
+    known = set(modules)
+    pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in raw.items():
-        module, role = lora_names.module_of(name, modules), lora_names.role_of(name)
+        module = lora_names.module_of(name, modules)
+        role = lora_names.role_of(name)
         if module in known and role:
             pairs.setdefault(module, {})[role] = tensor
     return {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}

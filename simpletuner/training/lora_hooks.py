@@ -1,7 +1,7 @@
 """LoRA files applied to a transformer for sampling, without changing a weight or a module.
 
-A forward hook adds `strength · B(A(x))` to the output of each layer, as peft does. This works on plain, quantised and
-streamed layers, and on layers with a LoRA in training.
+A forward hook adds `strength · B(A(x))` to the output of each layer, as peft does. This works on
+plain, quantised and streamed layers, and on layers with a LoRA in training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
-from simpletuner.training.lora_files import MAGNITUDES, layer_names, read_lora_file, trained_magnitude
+from simpletuner.training.lora_files import (
+    MAGNITUDES,
+    layer_names,
+    read_lora_file,
+    trained_magnitude,
+)
 
 
 @dataclass
@@ -25,7 +30,8 @@ class LoraHook:
     """Forward hook of a linear layer or a pointwise convolution.
 
     Attributes:
-        down, up: A `r in` and B `out r`, in the compute dtype; for a convolution, `r in 1 1` and `out r 1 1`.
+        down, up: A `r in` and B `out r`, in the compute dtype; for a convolution, `r in 1 1` and
+            `out r 1 1`.
         magnitude: magnitude of a DoRA, `out`.
         dora_scale: magnitude in ComfyUI's form, `out 1`.
     """
@@ -41,7 +47,9 @@ class LoraHook:
         apply: Any = linear if self.down.dim() == 2 else conv2d
         update = apply(apply(inputs[0].to(self.down.dtype), self.down), self.up) * self.strength
         if self.magnitude is not None or self.dora_scale is not None:
-            if self._ratio is None:  # lazily: weights of a streamed layer are on the device only in its forward pass
+            if (
+                self._ratio is None
+            ):  # lazily: weights of a streamed layer are on the device only in its forward pass
                 self._ratio = self._growth(layer).view(-1, *self.up.shape[2:])
             # DoRA scales the product W x, not the bias.
             plain = output if layer.bias is None else output - layer.bias.view_as(self._ratio)
@@ -57,14 +65,18 @@ class LoraHook:
         if self.dora_scale is not None:
             magnitude = trained_magnitude(self.dora_scale, weight, change.cpu()).to(weight.device)
         assert magnitude is not None
-        return magnitude.flatten() / torch.linalg.norm(weight + self.strength * change, dim=1).to(weight.dtype)
+        return magnitude.flatten() / torch.linalg.norm(weight + self.strength * change, dim=1).to(
+            weight.dtype
+        )
 
 
 Loras = Sequence[tuple[Path, float]]  # (file, strength)
 
 
 @contextmanager
-def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def applied_loras(
+    transformer: nn.Module, loras: Loras, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
     """A context with LoRA files, already checked by the plan, applied at their strengths.
 
     Args:
@@ -79,8 +91,17 @@ def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, devi
         for path, strength in loras:
             weights = read_lora_file(path, names, "LoRA")
             placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
-            for layer in [name.removesuffix(".lora_A.weight") for name in placed if name.endswith(".lora_A.weight")]:
+            for layer in [
+                name.removesuffix(".lora_A.weight")
+                for name in placed
+                if name.endswith(".lora_A.weight")
+            ]:
                 down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")
-                hook = LoraHook(down, up, strength, *(placed.get(layer + suffix) for suffix in MAGNITUDES.values()))
+                hook = LoraHook(
+                    down,
+                    up,
+                    strength,
+                    *(placed.get(layer + suffix) for suffix in MAGNITUDES.values()),
+                )
                 hooks.callback(transformer.get_submodule(layer).register_forward_hook(hook).remove)
         yield

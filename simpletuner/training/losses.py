@@ -19,7 +19,8 @@ from simpletuner.training.guard import stop_if_losses_not_finite
 
 @dataclass
 class MicroLoss:
-    """The losses of one micro-step, as device tensors, so that the host synchronises once per step, or as numbers.
+    """The losses of one micro-step, as device tensors, so that the host synchronises once per step,
+    or as numbers.
 
     Attributes:
         names: names of the samples.
@@ -39,7 +40,9 @@ class MicroLoss:
 
     def log(self, extra: Mapping[str, Tensor]) -> None:
         """Log scalars, which may be on the CPU."""
-        self.extra |= {name: upload(value.detach(), self.per_sample.device) for name, value in extra.items()}
+        self.extra |= {
+            name: upload(value.detach(), self.per_sample.device) for name, value in extra.items()
+        }
 
     @classmethod
     def merged(cls, parts: Sequence[MicroLoss]) -> MicroLoss:
@@ -50,7 +53,10 @@ class MicroLoss:
             per_sample=[*chain.from_iterable(part.per_sample for part in parts)],
             diffusion=fmean(part.diffusion for part in parts),
             total=fmean(part.total for part in parts),
-            extra={name: fmean(values) for name, values in _by_name(part.extra for part in parts).items()},
+            extra={
+                name: fmean(values)
+                for name, values in _by_name(part.extra for part in parts).items()
+            },
         )
 
 
@@ -80,16 +86,24 @@ class Losses(list[MicroLoss]):
         return cls(map(MicroLoss.merged, zip(*parts, strict=True)))
 
     def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
-        """The metrics of the step: samples have equal weights, as do micro-steps in the scalars of techniques."""
+        """The metrics of the step: samples have equal weights, as do micro-steps in the scalars of
+        techniques.
+        """
         counts = torch.tensor(self.counts, dtype=torch.float32)
         shares = counts / counts.mean()  # all 1 if batches have equal sizes
         means = {
-            "train_loss": torch.tensor([*chain.from_iterable(micro.per_sample for micro in self)]).mean().item(),
-            "optimization_loss": (torch.tensor([micro.total for micro in self]) * shares).mean().item(),
+            "train_loss": torch.tensor([*chain.from_iterable(micro.per_sample for micro in self)])
+            .mean()
+            .item(),
+            "optimization_loss": (torch.tensor([micro.total for micro in self]) * shares)
+            .mean()
+            .item(),
         }
         extra = _by_name(micro.extra for micro in self)
         if extra:
-            means["diffusion_loss"] = (torch.tensor([micro.diffusion for micro in self]) * shares).mean().item()
+            means["diffusion_loss"] = (
+                (torch.tensor([micro.diffusion for micro in self]) * shares).mean().item()
+            )
         means |= {name: torch.tensor(values).mean().item() for name, values in extra.items()}
         for technique in techniques:
             means |= technique.summary(means)
@@ -98,10 +112,12 @@ class Losses(list[MicroLoss]):
 
 @dataclass
 class StepNumbers:
-    """All that the host reads of a step: scalars, and 1-D tensors with a value per sample; or the same as numbers.
+    """All that the host reads of a step: scalars, and 1-D tensors with a value per sample; or the
+    same as numbers.
 
     Attributes:
-        sizes: size of the gradient that is clipped, by name, for the model and for the modules of techniques.
+        sizes: size of the gradient that is clipped, by name, for the model and for the modules of
+            techniques.
         tiles: see `BlockLayout.take_tiles`.
     """
 
@@ -134,9 +150,10 @@ def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def loss_divisor(counts: Sequence[int], accumulation: int) -> float:
-    """The divisor for the loss of the last micro-batch; `accumulation` if it is as large as the first.
+    """The divisor for the loss of the last micro-batch; `accumulation` if it is as large as the
+    first.
 
-    The number of samples in the window is unknown before its last batch, so this assumes batches of the first size;
-    `equalise_samples` corrects the sum afterwards.
+    The number of samples in the window is unknown before its last batch, so this assumes batches of
+    the first size; `equalise_samples` corrects the sum afterwards.
     """
     return accumulation * counts[0] / counts[-1]

@@ -1,7 +1,8 @@
 """torchao's AdamW with quantised state, made deterministic (optional package torchao).
 
-Moments have 8 bits with a scale per 256 numbers (Dettmers et al., arXiv 2110.02861), or 4 bits with a scale per 128
-(Li et al., arXiv 2309.01507). bf16 weights are updated in float32 with stochastic rounding.
+Moments have 8 bits with a scale per 256 numbers (Dettmers et al., arXiv 2110.02861), or 4 bits with
+a scale per 128 (Li et al., arXiv 2309.01507). bf16 weights are updated in float32 with stochastic
+rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch.optim import Optimizer
 from simpletuner.diffusion.seeds import seed_device
 from simpletuner.training.update import SEED
 
-warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # compiled updates are not kept for the next start
+warnings.filterwarnings(
+    "ignore", ".*_stable_hash_for_caching"
+)  # compiled updates are not kept for the next start
 
 
 class _Repeatable(Optimizer):
@@ -31,13 +34,15 @@ class _Repeatable(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters with a gradient, one at a time."""
-        loss, groups = None if closure is None else closure(), self.param_groups
+        loss = None if closure is None else closure()
+        groups = self.param_groups
         try:
             for group in groups:
                 rate = torch.tensor(float(group["lr"]))  # torchao requires a tensor
                 for parameter in (each for each in group["params"] if each.grad is not None):
                     seed_device(parameter.device, group[SEED] + self._numbers[parameter])
-                    # One at a time: torchao rounds a group from one random stream, so the order would matter.
+                    # One at a time: torchao rounds a group from one random stream, so the order
+                    # would matter.
                     self.param_groups = [{**group, "params": [parameter], "lr": rate}]
                     super().step()
         finally:
@@ -45,7 +50,9 @@ class _Repeatable(Optimizer):
         return loss
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Allocate a moment. Tensors too small for blocks stay float32, since in bf16 they would stop changing."""
+        """Allocate a moment. Tensors too small for blocks stay float32, since in bf16 they would
+        stop changing.
+        """
         made: Tensor = super()._new_buffer(p, signed)  # type: ignore[misc]
         return made if type(made) is not Tensor else made.float()
 

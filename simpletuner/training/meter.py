@@ -22,8 +22,8 @@ from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses
 from simpletuner.weights.files import Shape
 
-# (tokens, text tokens) -> FLOPs of training on one sample, without recomputation, and with block-sparse attention
-# counted as if it visited all tiles.
+# (tokens, text tokens) -> FLOPs of training on one sample, without recomputation, and with
+# block-sparse attention counted as if it visited all tiles.
 SampleFlops = Callable[[int, int], Work]
 
 
@@ -65,11 +65,14 @@ class StepMeter:
 
         Args:
             losses: losses of all processes.
-            tiles: (tile pairs visited by block-sparse attention, all tile pairs), by tokens of a sample.
+            tiles: (tile pairs visited by block-sparse attention, all tile pairs), by tokens of a
+                sample.
             passes: forward passes of the step.
         """
         work = self._work
-        visited, pairs = (sum(counts) for counts in zip(*tiles.values(), strict=True)) if tiles else (1, 1)
+        visited, pairs = (
+            (sum(counts) for counts in zip(*tiles.values(), strict=True)) if tiles else (1, 1)
+        )
         return StepReport(
             step=self._step,
             epoch=loader.epoch,
@@ -106,8 +109,8 @@ def count_flops(
 ) -> SampleFlops:
     """A function (tokens, text tokens) -> FLOPs of a sample, forward and backward.
 
-    Recomputation by checkpointing is not counted, nor are tokens in blocks that they skip. Block-sparse attention
-    counts all tiles.
+    Recomputation by checkpointing is not counted, nor are tokens in blocks that they skip.
+    Block-sparse attention counts all tiles.
     """
     model: Any = transformer
     costs = cost.transformer(model.config, weight_shapes(model), Kernels(tile_lists=True))
@@ -120,18 +123,26 @@ def count_flops(
     @lru_cache(REMEMBERED)
     def flops(tokens: int, text_tokens: int) -> Work:
         # One row, since only the number of tokens matters.
-        load = costs.routed(BatchShape(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes)
+        load = costs.routed(
+            BatchShape(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes
+        )
         return costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)
 
     return flops
 
 
 def weight_shapes(model: nn.Module) -> dict[str, Shape]:
-    """Weight shapes of linear layers and convolutions, including quantised ones, by their names without a LoRA."""
+    """Weight shapes of linear layers and convolutions, including quantised ones, by their names
+    without a LoRA.
+    """
     shapes: dict[str, Shape] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and ".lora_" not in name:
             # The shape of a quantised weight may differ from that of its layer.
-            sides = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else module.weight.shape
+            sides = (
+                (module.out_features, module.in_features)
+                if isinstance(module, nn.Linear)
+                else module.weight.shape
+            )
             shapes[f"{name.removesuffix('.base_layer')}.weight"] = tuple(sides)
     return shapes

@@ -1,6 +1,7 @@
 """The noise of a micro-batch.
 
-Every random number is derived from its position in the run: (seed, global step, micro-step, sample).
+Every random number is derived from its position in the run: (seed, global step, micro-step,
+sample).
 """
 
 from __future__ import annotations
@@ -34,12 +35,19 @@ class NoiseSource:
     techniques: Sequence[Technique]
 
     def add(self, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
-        """Draw sigmas and noise for this position in the run, and seed the device's generator for dropout."""
+        """Draw sigmas and noise for this position in the run, and seed the device's generator for
+        dropout.
+        """
         settings = self.settings
         place = self.place(len(batch.names), global_step, micro_step)
         seed_device(batch.latents.device, place.forward_seed)
         tokens = self.spec.tokens(*batch.latent_size)
-        shift = choose_shift(settings.flow, tokens, self.spec.auto_shift, shift_is_explicit=settings.shift_is_explicit)
+        shift = choose_shift(
+            settings.flow,
+            tokens,
+            self.spec.auto_shift,
+            shift_is_explicit=settings.shift_is_explicit,
+        )
         offset = settings.timestep_offsets.get(batch.dataset_id, 0.0)
         sigmas = sample_sigmas(place, settings.flow, shift, offset)
         noise = batch.noise
@@ -51,7 +59,8 @@ class NoiseSource:
         return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
 
     def draw_ahead(self, batch: Batch, number: int) -> Batch:
-        """The batch with its noise as `add` would draw it; slow, so it is called ahead in the background.
+        """The batch with its noise as `add` would draw it; slow, so it is called ahead in the
+        background.
 
         Args:
             number: number of earlier micro-batches in the run.
@@ -64,7 +73,9 @@ class NoiseSource:
         """The position in the run of a micro-batch of `count` samples."""
         # With shared noise, every process draws as if it were alone.
         world = World() if self.settings.shared_noise else self.world
-        return Place(self.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
+        return Place(
+            self.settings.seed, global_step, micro_step, world.slots(count), world.size * count
+        )
 
     def _draw(self, batch: Batch, place: Place) -> Tensor:
         """The noise of a micro-batch, as its techniques deal it."""

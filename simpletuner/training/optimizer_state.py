@@ -19,12 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 def load_state(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], spec: OptimizerSpec, host: HostState | None = None
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    spec: OptimizerSpec,
+    host: HostState | None = None,
 ) -> None:
     """Restore the state of an optimizer exactly, and keep the saved kernels if they run here.
 
-    Settings, such as weight decay, are those that the optimizer was built with, not the saved ones. The group of a
-    module that was not saved starts now; a saved group whose module is gone is dropped.
+    Settings, such as weight decay, are those that the optimizer was built with, not the saved ones.
+    The group of a module that was not saved starts now; a saved group whose module is gone is
+    dropped.
 
     Args:
         host: receives the state of all weights except those of techniques' modules.
@@ -35,7 +39,8 @@ def load_state(
     # This machine's kernels, before the saved groups overwrite them.
     chosen = [*map(kernel_options, optimizer.param_groups)]
     groups = _saved_groups(optimizer, state["param_groups"], spec)
-    # Without the state, which torch would round to the weights' dtypes and move to the device as a whole.
+    # Without the state, which torch would round to the weights' dtypes and move to the device as a
+    # whole.
     optimizer.load_state_dict({"param_groups": groups, "state": {}})
     numbers = (number for group in groups for number in group["params"])
     weights = ((group, weight) for group in optimizer.param_groups for weight in group["params"])
@@ -51,7 +56,11 @@ def load_state(
 
 
 def _renewed(
-    optimizer: torch.optim.Optimizer, state: State, group: Mapping[str, Any], weight: Tensor, spec: OptimizerSpec
+    optimizer: torch.optim.Optimizer,
+    state: State,
+    group: Mapping[str, Any],
+    weight: Tensor,
+    spec: OptimizerSpec,
 ) -> State:
     """The saved state of a weight, with what it repeats of the group's settings as they are now."""
     repeated = {name: group[name] for name in spec.settings if name in state}
@@ -64,7 +73,9 @@ def _renewed(
     return renewed
 
 
-def _placed(state: State, group: Mapping[str, Any], weight: Tensor, *, on_host: bool) -> dict[str, Any]:
+def _placed(
+    state: State, group: Mapping[str, Any], weight: Tensor, *, on_host: bool
+) -> dict[str, Any]:
     """The saved state of a weight, on the device where its update reads it."""
 
     def placed(key: str, value: Any) -> Any:
@@ -75,7 +86,9 @@ def _placed(state: State, group: Mapping[str, Any], weight: Tensor, *, on_host: 
     return {key: placed(key, value) for key, value in state.items()}
 
 
-def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]) -> None:
+def _replace_missing_kernels(
+    optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]
+) -> None:
     """Replace saved kernels that cannot run by this machine's choice, with a warning."""
     missing = False
     for group, kernel in zip(optimizer.param_groups, chosen, strict=True):
@@ -88,8 +101,9 @@ def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[
             group.update(kernel)
     if missing:
         logger.warning(
-            "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C compiler "
-            "and unsharded weights. Other kernels continue; they round differently."
+            "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, "
+            "triton, a C compiler and unsharded weights. Other kernels continue; they round "
+            "differently."
         )
 
 
@@ -114,14 +128,17 @@ def _saved_groups(
     return [_with_settings(group, new, spec) for group, new in zip(groups, built, strict=True)]
 
 
-def _with_settings(saved: dict[str, Any], new: Mapping[str, Any], spec: OptimizerSpec) -> dict[str, Any]:
+def _with_settings(
+    saved: dict[str, Any], new: Mapping[str, Any], spec: OptimizerSpec
+) -> dict[str, Any]:
     """A saved group with the settings of a new one; only what training has counted stays as saved.
 
     Raises:
         ValueError: a lasting setting differs.
     """
     for name in spec.lasting:
-        before, now = _setting(saved, name), _setting(new, name)
+        before = _setting(saved, name)
+        now = _setting(new, name)
         if before != now:
             raise ValueError(f"its {name} was {before}, not {now}")
     settings = {key: new[key] for key in ("betas", *spec.settings) if key in new}

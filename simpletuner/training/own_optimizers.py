@@ -1,4 +1,6 @@
-"""Optimizers of our own: Muon beside AdamW, and optimi's Adam family with second moments that decay in bf16."""
+"""Optimizers of our own: Muon beside AdamW, and optimi's Adam family with second moments that decay
+in bf16.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ MUON_MARK = "ns_steps"
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon (orthogonalised momentum) for matrices, AdamW for vectors and convolutions.
 
-    Muon's updates are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that one learning
-    rate and one weight decay suit both. Both parts share one list of parameter groups and one state.
+    Muon's updates are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so
+    that one learning rate and one weight decay suit both. Both parts share one list of parameter
+    groups and one state.
 
     Args:
         params: trained parameters.
@@ -50,7 +53,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> None:
         weights = list(params)
         muon = partial(torch.optim.Muon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
-        self._adamw = partial(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._adamw = partial(
+            torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+        )
         self._parts: list[torch.optim.Optimizer] = []
         if matrices := [weight for weight in weights if weight.ndim == 2]:
             # Scales updates by .2 sqrt(max(out, in)), the usual size of AdamW's updates.
@@ -74,21 +79,26 @@ class MuonWithAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for part in self._parts:
-            # `load_state_dict` replaces groups and state, so pass the current ones to the parts every time.
+            # `load_state_dict` replaces groups and state, so pass the current ones to the parts
+            # every time.
             is_muon = isinstance(part, torch.optim.Muon)
-            part.param_groups = [group for group in self.param_groups if (MUON_MARK in group) == is_muon]
+            part.param_groups = [
+                group for group in self.param_groups if (MUON_MARK in group) == is_muon
+            ]
             part.state = self.state
             part.step()
         return loss
 
 
 class DecayingSquares(OptimiOptimizer):
-    """An optimizer of optimi's Adam family whose second moment is float32 if it could not decay in bf16.
+    """An optimizer of optimi's Adam family whose second moment is float32 if it could not decay in
+    bf16.
 
-    The second moment v is a moving average of squared gradients, of which a step keeps beta2 * v. optimi stores v in
-    the weight's dtype. bf16 has 8 significant bits: a relative change below half the spacing of its numbers, 2**-9 to
-    2**-8, is rounded away. With 1 - beta2 below 2**-8 (such as beta2 .999), beta2 * v may round back to v, so v only
-    grows, and updates become too small. In this case, v is float32.
+    The second moment v is a moving average of squared gradients, of which a step keeps beta2 * v.
+    optimi stores v in the weight's dtype. bf16 has 8 significant bits: a relative change below half
+    the spacing of its numbers, 2**-9 to 2**-8, is rounded away. With 1 - beta2 below 2**-8 (such as
+    beta2 .999), beta2 * v may round back to v, so v only grows, and updates become too small. In
+    this case, v is float32.
     """
 
     def step(self, closure: Callable[[], Any] | None = None, param: Tensor | None = None) -> Any:
@@ -103,8 +113,12 @@ class DecayingSquares(OptimiOptimizer):
             self._updating.enter_context(WideSquares())
 
     def is_wide(self, group: Mapping[str, Any], weight: Tensor) -> bool:
-        """Whether a weight's second moment is wider than the weight; optimi's Triton kernels would round it."""
-        return weight.dtype == torch.bfloat16 and is_lost_in_bf16(group.get("beta3", group["beta2"]))
+        """Whether a weight's second moment is wider than the weight; optimi's Triton kernels would
+        round it.
+        """
+        return weight.dtype == torch.bfloat16 and is_lost_in_bf16(
+            group.get("beta3", group["beta2"])
+        )
 
     def _init_state(self, group: dict[str, Any], state: dict[str, Any], param: Tensor) -> None:
         super()._init_state(group, state, param)
@@ -115,8 +129,8 @@ class DecayingSquares(OptimiOptimizer):
 class WideSquares(TorchFunctionMode):
     """Adds the squares of narrow gradients to wide averages in a few launches.
 
-    torch's foreach operations launch once per weight if dtypes are mixed, so gradients are first widened, one bundle at
-    a time.
+    torch's foreach operations launch once per weight if dtypes are mixed, so gradients are first
+    widened, one bundle at a time.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,7 +141,8 @@ class WideSquares(TorchFunctionMode):
         for means in in_bundles(args[0]):
             factors = [*islice(gradients, len(means))]
             if len(means) > 1:  # a single large weight would need its memory twice
-                narrow, factors = factors, [torch.empty_like(each) for each in means]
+                narrow = factors
+                factors = [torch.empty_like(each) for each in means]
                 torch._foreach_copy_(factors, narrow)
             func(means, factors, factors, **named)
         return None

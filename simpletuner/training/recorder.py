@@ -1,4 +1,6 @@
-"""Callbacks that update the moving average, publish steps as events, and handle requests made with files."""
+"""Callbacks that update the moving average, publish steps as events, and handle requests made with
+files.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Recorder(Callback):
         self.events.publish(StateChanged("running", state.global_step, total, rounds=self.rounds))
 
     def on_failure(self, assembly: Assembly, state: TrainState) -> None:
-        """Record the last step if the callbacks before this one have failed: its checkpoint needs its line."""
+        """Record the last step if the callbacks before this one have failed: its checkpoint needs
+        its line.
+        """
         if state.report is not None and state.report.step > self._recorded:
             self.on_step_end(assembly, state, state.report)
 
@@ -75,7 +79,8 @@ class Recorder(Callback):
 def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:
     """Model FLOP utilisation: the model's FLOP/s as a share of the device's rate.
 
-    Recomputation by activation checkpointing does not count (Chowdhery et al., arXiv 2204.02311, appendix B).
+    Recomputation by activation checkpointing does not count (Chowdhery et al., arXiv 2204.02311,
+    appendix B).
     """
     if report.flops is None or matmul_flops is None:
         return None
@@ -94,7 +99,8 @@ def peak_memory() -> int:
 
 @dataclass
 class RequestHandler(Callback):
-    """Callback that handles requests made with files in `output_dir/requests/`, and stops before the disk is full.
+    """Callback that handles requests made with files in `output_dir/requests/`, and stops before
+    the disk is full.
 
     Attributes:
         actions: functions to call, by request; stops are handled here.
@@ -116,20 +122,30 @@ class RequestHandler(Callback):
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         total_steps = assembly.settings.total_steps
-        # The main process looks for all: a file could appear between two looks, and requests are collective.
+        # The main process looks for all: a file could appear between two looks, and requests are
+        # collective.
         for request in assembly.world.on_main(partial(take_requests, self.output_dir)):
             if request == "stop":
                 self._stop(state, total_steps, "as requested.")
             elif request == "stop_at_epoch_end":
                 self.ends_with_epoch = True
-                self.events.say(f"The run will stop at the end of epoch {report.epoch}, as requested.")
+                self.events.say(
+                    f"The run will stop at the end of epoch {report.epoch}, as requested."
+                )
             else:
                 self.actions[request](assembly, state)
         if self.ends_with_epoch and report.epochs_done > state.epochs_done:
             self._stop(state, total_steps, f"epoch {report.epochs_done} is complete.")
-        if self.least_free and (free := shutil.disk_usage(self.output_dir).free / 1e9) < self.least_free:
+        if (
+            self.least_free
+            and (free := shutil.disk_usage(self.output_dir).free / 1e9) < self.least_free
+        ):
             threshold = f"disk_low_threshold is {self.least_free:g} GB."
-            self._stop(state, total_steps, f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}")
+            self._stop(
+                state,
+                total_steps,
+                f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}",
+            )
 
     def _is_asked_to_stop(self, state: TrainState, total_steps: int) -> bool:
         """Polled between steps and, during previews, between sampling steps."""
@@ -139,4 +155,6 @@ class RequestHandler(Callback):
 
     def _stop(self, state: TrainState, total_steps: int, reason: str) -> None:
         self.events.stop.request()
-        self.events.publish(StateChanged("stopping", state.global_step, total_steps, f"Stopping, {reason}"))
+        self.events.publish(
+            StateChanged("stopping", state.global_step, total_steps, f"Stopping, {reason}")
+        )

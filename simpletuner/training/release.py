@@ -1,9 +1,11 @@
-"""Optimizer in backward: updates each weight as soon as its gradient is complete, so that gradients are never all held.
+"""Optimizer in backward: updates each weight as soon as its gradient is complete, so that gradients
+are never all held.
 
-The optimizer is the usual one, applied to one parameter at a time, so the weights are bit-identical to an update at the
-end of the step. The plan refuses settings that need all gradients first.
+The optimizer is the usual one, applied to one parameter at a time, so the weights are bit-identical
+to an update at the end of the step. The plan refuses settings that need all gradients first.
 
-`HostState` keeps the optimizer state in host memory; the state of a weight is on the device only for its update.
+`HostState` keeps the optimizer state in host memory; the state of a weight is on the device only
+for its update.
 """
 
 from __future__ import annotations
@@ -45,15 +47,24 @@ class GradientRelease:
         config: OptimizerConfig,
         host: HostState | None = None,
     ) -> None:
-        self.is_halfway, self.host = False, host
-        self._parameters, self._optimizer, self._config = parameters, optimizer, config
+        self.is_halfway = False
+        self.host = host
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._config = config
         groups = optimizer.param_groups
         released = {*parameters.values()}
-        self._group = {weight: n for n, group in enumerate(groups) for weight in group["params"] if weight in released}
+        self._group = {
+            weight: n
+            for n, group in enumerate(groups)
+            for weight in group["params"]
+            if weight in released
+        }
         self._norms: dict[str, Tensor] = {}  # of gradients, in the order of the backward pass
         self._after: dict[int, dict[str, Any]] = {}  # changes of parameter groups in this step
         self._updates = False
-        # Weak, since the garbage collector cannot see references from hooks and would never free the model.
+        # Weak, since the garbage collector cannot see references from hooks and would never free
+        # the model.
         release = WeakMethod(self._release)
         for name, parameter in parameters.items():
             # Called once `.grad` is set; plain tensor hooks are called earlier.
@@ -61,7 +72,9 @@ class GradientRelease:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """A context in which a backward pass updates the weights; elsewhere, it only drops gradients."""
+        """A context in which a backward pass updates the weights; elsewhere, it only drops
+        gradients.
+        """
         self._norms.clear()
         self._after.clear()
         self._updates = True
@@ -76,13 +89,17 @@ class GradientRelease:
         for number, group in self._after.items():
             groups[number].update(group)
         self._after.clear()
-        self._step([group for number, group in enumerate(groups) if number not in self._group.values()])
+        self._step(
+            [group for number, group in enumerate(groups) if number not in self._group.values()]
+        )
         if self.host is not None:
             self.host.finish()
         self.is_halfway = False
 
     def gradient_size(self) -> dict[str, Tensor]:
-        """The size of the last backward pass's gradient before clipping, as `guard.gradient_size`."""
+        """The size of the last backward pass's gradient before clipping, as
+        `guard.gradient_size`.
+        """
         # In the order of the parameters, not of the backward pass, since sums round differently.
         ordered = [self._norms[name] for name in self._parameters if name in self._norms]
         return total_size(torch.cat(ordered), self._config) if ordered else {}
@@ -105,18 +122,27 @@ class GradientRelease:
         parameter.grad = None
 
     def _update(self, parameter: nn.Parameter) -> None:
-        """Update one parameter, with its group as before this step, since some optimizers count steps in groups."""
+        """Update one parameter, with its group as before this step, since some optimizers count
+        steps in groups.
+        """
         number = self._group[parameter]
         before = self._optimizer.param_groups[number]
-        # Cloned, since an optimizer may count steps in a tensor of its group, in place and once per weight.
-        copied = {key: each.clone() if isinstance(each, Tensor) else each for key, each in before.items()}
+        # Cloned, since an optimizer may count steps in a tensor of its group, in place and once per
+        # weight.
+        copied = {
+            key: each.clone() if isinstance(each, Tensor) else each for key, each in before.items()
+        }
         after = {**copied, "params": [parameter]}
         if self.host is not None:
             self.host.bring(parameter)
         self._step([after])
         if self.host is not None:
             self.host.leave(parameter)
-        changes = {key: each for key, each in after.items() if key != "params" and each is not before.get(key)}
+        changes = {
+            key: each
+            for key, each in after.items()
+            if key != "params" and each is not before.get(key)
+        }
         self._after.setdefault(number, {}).update(changes)
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
@@ -128,7 +154,11 @@ class GradientRelease:
             self._optimizer.param_groups = whole
 
 
-def _call(release: Callable[[], Callable[[str, nn.Parameter], None] | None], name: str, weight: nn.Parameter) -> None:
+def _call(
+    release: Callable[[], Callable[[str, nn.Parameter], None] | None],
+    name: str,
+    weight: nn.Parameter,
+) -> None:
     if (method := release()) is not None:
         method(name, weight)
 
@@ -136,24 +166,29 @@ def _call(release: Callable[[], Callable[[str, nn.Parameter], None] | None], nam
 class HostState:
     """The state of one optimizer in pinned host memory.
 
-    Copies run on a side stream during the backward pass: updated state is copied out, and the next state is prefetched
-    in the order of the last step.
+    Copies run on a side stream during the backward pass: updated state is copied out, and the next
+    state is prefetched in the order of the last step.
 
     Args:
         device: device of the weights. Without CUDA, copies are synchronous and save nothing.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._optimizer, self._side = optimizer, SideStream(device)
+        self._optimizer = optimizer
+        self._side = SideStream(device)
         self._host: dict[nn.Parameter, State] = {}
         self._arriving: dict[nn.Parameter, tuple[State, torch.cuda.Event | None]] = {}
-        self._next: dict[nn.Parameter | None, nn.Parameter] = {}  # after each weight, in the order of the last step
+        self._next: dict[
+            nn.Parameter | None, nn.Parameter
+        ] = {}  # after each weight, in the order of the last step
         self._last: nn.Parameter | None = None
 
     def bring(self, parameter: nn.Parameter) -> None:
         """Put the state of a weight, if any, on the device before its update."""
-        # Gradients complete in the same order in every step, so the last step's order is used for prefetching.
-        self._next[self._last], self._last = parameter, parameter
+        # Gradients complete in the same order in every step, so the last step's order is used for
+        # prefetching.
+        self._next[self._last] = parameter
+        self._last = parameter
         if parameter in self._host:
             # Not prefetched: the first weight of a step, or one out of order.
             if parameter not in self._arriving:
@@ -189,15 +224,23 @@ class HostState:
         return state, self._side.end_of_copies()
 
     def _keep(self, parameter: nn.Parameter, state: State) -> None:
-        # Pinning is slow and states keep their shapes, so every step reuses the buffers of the first.
-        rooms = (part for value in self._host.get(parameter, {}).values() if _moves(value) for part in leaves(value))
+        # Pinning is slow and states keep their shapes, so every step reuses the buffers of the
+        # first.
+        rooms = (
+            part
+            for value in self._host.get(parameter, {}).values()
+            if _moves(value)
+            for part in leaves(value)
+        )
         room = (lambda part: next(rooms)) if parameter in self._host else self._buffer
         self._host[parameter] = {key: self._copy(value, room) for key, value in state.items()}
         # Checkpoints read the state here, as usual.
         self._optimizer.state[parameter] = self._host[parameter]
 
     def _copy(self, value: Any, room: Callable[[Tensor], Tensor]) -> Any:
-        """A copy of a moment, with its parts in the buffers from `room`; all other values are unchanged."""
+        """A copy of a moment, with its parts in the buffers from `room`; all other values are
+        unchanged.
+        """
         if not _moves(value):
             return value
         parts = leaves(value)

@@ -9,7 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool) -> nn.Module:
-    """Wrap the transformer for gradient synchronisation; frozen weights are excluded. Collective."""
+    """Wrap the transformer for gradient synchronisation; frozen weights are excluded.
+    Collective.
+    """
     frozen = [name for name, weight in transformer.named_parameters() if not weight.requires_grad]
     frozen += [name for name, _ in transformer.named_buffers()]
     # Otherwise DDP would broadcast the whole frozen model at the start.
@@ -24,7 +26,9 @@ def replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool
 
 
 def replicate_whole(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Wrap a module that is already placed for gradient synchronisation; unchanged in a single process. Collective."""
+    """Wrap a module that is already placed for gradient synchronisation; unchanged in a single
+    process. Collective.
+    """
     replica: nn.Module = accelerator.prepare(module, device_placement=[False])
     if isinstance(replica, DistributedDataParallel):
         settle_buckets(replica)
@@ -34,10 +38,11 @@ def replicate_whole(module: nn.Module, accelerator: Accelerator) -> nn.Module:
 def settle_buckets(replica: DistributedDataParallel) -> None:
     """Let DDP arrange its buckets before the first step. Collective.
 
-    After its first backward pass, DDP arranges the buckets anew, in the order in which the gradients arrived. The sum
-    over more than two processes rounds by the place of a number in its bucket, so the first step of a continued run
-    would differ in its last bits from the same step of a run that went on. Here, that first pass is one of zeros whose
-    gradients arrive from the last parameter to the first, as in training.
+    After its first backward pass, DDP arranges the buckets anew, in the order in which the
+    gradients arrived. The sum over more than two processes rounds by the place of a number in its
+    bucket, so the first step of a continued run would differ in its last bits from the same step of
+    a run that went on. Here, that first pass is one of zeros whose gradients arrive from the last
+    parameter to the first, as in training.
     """
     weights = [weight for weight in replica.module.parameters() if weight.requires_grad]
     with torch.enable_grad():

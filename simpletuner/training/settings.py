@@ -1,4 +1,6 @@
-"""The settings of training, in groups: what a step, a transformer and an assembly need of a run's config."""
+"""The settings of training, in groups: what a step, a transformer and an assembly need of a run's
+config.
+"""
 
 from __future__ import annotations
 

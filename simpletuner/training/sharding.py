@@ -1,12 +1,15 @@
-"""FSDP2: each process keeps a shard of every weight, and gathers a block's weights for its forward and backward pass.
+"""FSDP2: each process keeps a shard of every weight, and gathers a block's weights for its forward
+and backward pass.
 
-Uses torch's `fully_shard`. A forward pass is then collective: all processes must run the same passes. Sharded trained
-weights are `DTensor`s, as are their gradients and optimizer states; only this module uses that class. A LoRA is small,
-so every process keeps it whole, and DDP averages its gradients as usual.
+Uses torch's `fully_shard`. A forward pass is then collective: all processes must run the same
+passes. Sharded trained weights are `DTensor`s, as are their gradients and optimizer states; only
+this module uses that class. A LoRA is small, so every process keeps it whole, and DDP averages its
+gradients as usual.
 
-In checkpoints, `state.pt` has a placeholder on `meta` for every sharded tensor of a run's state (optimizer moments,
-moving average). The values are in a folder next to it, in the format of torch.distributed.checkpoint, where every
-process writes its shards. They can be loaded with any number of processes.
+In checkpoints, `state.pt` has a placeholder on `meta` for every sharded tensor of a run's state
+(optimizer moments, moving average). The values are in a folder next to it, in the format of
+torch.distributed.checkpoint, where every process writes its shards. They can be loaded with any
+number of processes.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ def shard(
     reshard = config.fsdp_reshard_after_forward
     kept = {weight for weight in transformer.parameters() if weight.requires_grad and keep_trained}
     mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # it is never modified in place
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module .* returned a view"
+    )  # it is never modified in place
     for module in _units(transformer, blocks, kept):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
     # diffusers writes the class name into config.json; undo the prefix that `fully_shard` adds.
@@ -66,11 +71,14 @@ def shard(
         transformer.register_forward_hook(_reshard_after_sampling)
 
 
-def _units(transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> Iterator[nn.Module]:
-    """The modules whose weights are gathered together, innermost first: the blocks, then the transformer.
+def _units(
+    transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection[nn.Parameter]
+) -> Iterator[nn.Module]:
+    """The modules whose weights are gathered together, innermost first: the blocks, then the
+    transformer.
 
-    The gradients of a unit are reduced in one tensor, so layers that train in another dtype than most of their block
-    (Kandinsky's modulation) are separate units.
+    The gradients of a unit are reduced in one tensor, so layers that train in another dtype than
+    most of their block (Kandinsky's modulation) are separate units.
     """
     inside = {module for block in blocks for module in block.modules()}
     rest = [module for module in transformer.modules() if module not in inside]
@@ -79,21 +87,33 @@ def _units(transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection
         yield modules[0]
 
 
-def _of_another_dtype(modules: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> list[nn.Module]:
+def _of_another_dtype(
+    modules: Sequence[nn.Module], kept: Collection[nn.Parameter]
+) -> list[nn.Module]:
     """The modules with trained parameters of another dtype than the most frequent one."""
     owned = {
-        module: [each for each in module.parameters(recurse=False) if each.requires_grad and each not in kept]
+        module: [
+            each
+            for each in module.parameters(recurse=False)
+            if each.requires_grad and each not in kept
+        ]
         for module in modules
     }
     sizes: Counter[torch.dtype] = Counter()
     for parameter in (each for parameters in owned.values() for each in parameters):
         sizes[parameter.dtype] += parameter.numel()
     usual = [dtype for dtype, _ in sizes.most_common(1)]
-    return [module for module, parameters in owned.items() if any(each.dtype not in usual for each in parameters)]
+    return [
+        module
+        for module, parameters in owned.items()
+        if any(each.dtype not in usual for each in parameters)
+    ]
 
 
 def _reshard_after_sampling(transformer: nn.Module, inputs: Any, output: Any) -> None:
-    """Free weights gathered by a pass without gradients: no backward pass frees them, and updates make them stale."""
+    """Free weights gathered by a pass without gradients: no backward pass frees them, and updates
+    make them stale.
+    """
     if not torch.is_grad_enabled():
         for module in transformer.modules():
             if isinstance(module, FSDPModule):
@@ -106,17 +126,23 @@ def is_part(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a tensor, sharing its memory; an unsharded tensor is returned as is."""
+    """This process's shard of a tensor, sharing its memory; an unsharded tensor is returned as
+    is.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The local shard of every tensor; a zero for an empty shard, since an empty tensor has no maximum."""
+    """The local shard of every tensor; a zero for an empty shard, since an empty tensor has no
+    maximum.
+    """
     return [part if part.numel() else part.new_zeros(1) for part in map(local, tensors)]
 
 
 def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-    """All-gather: the values `N` of every process that holds a shard of these tensors, concatenated. Collective."""
+    """All-gather: the values `N` of every process that holds a shard of these tensors,
+    concatenated. Collective.
+    """
     mesh = next((each.device_mesh for each in tensors if isinstance(each, DTensor)), None)
     if mesh is None:
         return values
@@ -133,21 +159,29 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
         return part
     meta = TensorMeta(tensor.shape, tensor.stride(), part.dtype)
     # Not `from_local`, which would move a shard on the CPU to the mesh's device.
-    return DTensor(part, DTensorSpec(tensor.device_mesh, tensor.placements, meta), requires_grad=False)
+    return DTensor(
+        part, DTensorSpec(tensor.device_mesh, tensor.placements, meta), requires_grad=False
+    )
 
 
 def as_sharded(full: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that every process holds in full, like another tensor; without communication."""
+    """Shard a tensor that every process holds in full, like another tensor; without
+    communication.
+    """
     if not isinstance(tensor, DTensor) or isinstance(full, DTensor):
         return full
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def room_for(tensor: Tensor, other: Tensor) -> Tensor:
-    """Zeros in the shape and dtype of `tensor`, distributed like `other` if that is sharded, else on the CPU."""
+    """Zeros in the shape and dtype of `tensor`, distributed like `other` if that is sharded, else
+    on the CPU.
+    """
     if not isinstance(other, DTensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return zeros(tensor.shape, dtype=tensor.dtype, device_mesh=other.device_mesh, placements=other.placements)
+    return zeros(
+        tensor.shape, dtype=tensor.dtype, device_mesh=other.device_mesh, placements=other.placements
+    )
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -163,8 +197,8 @@ def without_shards(state: Any, folder: Path | None, sharers: World) -> Any:
     """A state that one process can save. Collective with several processes.
 
     Args:
-        folder: where every process writes its shards, which leaves placeholders in the state; None gathers sharded
-            tensors on the CPU of the main process.
+        folder: where every process writes its shards, which leaves placeholders in the state; None
+            gathers sharded tensors on the CPU of the main process.
     """
     if sharers.size == 1:
         return state
@@ -173,12 +207,19 @@ def without_shards(state: Any, folder: Path | None, sharers: World) -> Any:
     shards: dict[str, Tensor] = {}
     rest = replaced(state, partial(_set_aside, shards))
     # On one machine, the main process flushes all files.
-    save(shards, storage_writer=FileSystemWriter(folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine))
+    save(
+        shards,
+        storage_writer=FileSystemWriter(
+            folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine
+        ),
+    )
     return rest
 
 
 def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) -> Any:
-    """A state from `state.pt` with its placeholders loaded, distributed like the parameters. Collective."""
+    """A state from `state.pt` with its placeholders loaded, distributed like the parameters.
+    Collective.
+    """
     shards: dict[str, Tensor] = {}
     parameter = next(iter(parameters))
     whole = replaced(state, partial(_make_room, shards, parameter))
@@ -191,12 +232,16 @@ def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) ->
 
 
 def shard_moments(state: dict[str, Any], parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """An optimizer state in which every tensor with the shape of its parameter is distributed like the parameter."""
+    """An optimizer state in which every tensor with the shape of its parameter is distributed like
+    the parameter.
+    """
     moments = dict(state["state"])
     for number, parameter in enumerate(parameters):
         if number in moments:
             kept = moments[number].items()
-            moments[number] = {k: as_sharded(v, parameter) if _is_like(v, parameter) else v for k, v in kept}
+            moments[number] = {
+                k: as_sharded(v, parameter) if _is_like(v, parameter) else v for k, v in kept
+            }
     return {**state, "state": moments}
 
 
@@ -218,7 +263,9 @@ def _set_aside(shards: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _make_room(shards: dict[str, Tensor], parameter: nn.Parameter, path: str, tensor: Tensor) -> Tensor:
+def _make_room(
+    shards: dict[str, Tensor], parameter: nn.Parameter, path: str, tensor: Tensor
+) -> Tensor:
     if tensor.is_meta:
         shards[path] = room_for(tensor, parameter)
     return shards.get(path, tensor)

@@ -36,7 +36,8 @@ class TrainState:
         epoch: epoch of the last sample, counted from 1.
         epochs_done: number of completed epochs.
         data_before: position in the data before the current step; None between steps.
-        techniques_before: shallow copies of the techniques, with their states before the current step.
+        techniques_before: shallow copies of the techniques, with their states before the current
+            step.
         report: of the last step of this session.
     """
 
@@ -58,7 +59,8 @@ class Assembly:
         hidden: hidden states for techniques.
         modules: modules of techniques by the technique's name.
         wrapped_modules: the same modules wrapped for gradient synchronisation, as they are called.
-        scaler: loss scaler, which prevents underflow of float16 gradients; disabled in other precisions.
+        scaler: loss scaler, which prevents underflow of float16 gradients; disabled in other
+            precisions.
         streamer: copies weights to the device during a step; None without streaming.
         sample_flops: FLOPs of a sample; None if they are not counted.
         take_tiles: see `BlockLayout`.
@@ -67,7 +69,8 @@ class Assembly:
         processes_per_sample: number of processes that share the tokens of a sample.
         is_sharded: weights are sharded, so processes run every forward pass together.
         passes: number of forward passes in this session's steps.
-        is_halfway: an update of the weights or their average has begun, and its step is not counted yet.
+        is_halfway: an update of the weights or their average has begun, and its step is not counted
+            yet.
     """
 
     adapter: FamilyAdapter
@@ -120,7 +123,8 @@ class Assembly:
     def writes(self) -> bool:
         """Whether this process takes part in writing the trained weights.
 
-        With replicas, only one process writes. Shards must be gathered, in which every process takes part.
+        With replicas, only one process writes. Shards must be gathered, in which every process
+        takes part.
         """
         return self.world.is_main or self.trained.sharers.size > 1
 
@@ -135,7 +139,9 @@ class Assembly:
 
     @contextmanager
     def exchange_only(self, *, transformer: bool, modules: bool) -> Iterator[None]:
-        """A context whose backward pass synchronises the gradients of the selected modules; others only accumulate."""
+        """A context whose backward pass synchronises the gradients of the selected modules; others
+        only accumulate.
+        """
         # `no_sync` applies to the modules that only accumulate.
         with ExitStack() as stack:
             if not transformer:
@@ -151,21 +157,27 @@ class Assembly:
         return ema.applied() if wanted and ema is not None else nullcontext()
 
     def sampling_weights(self) -> AbstractContextManager[None]:
-        """A context with the weights for sampling and publishing; schedule-free optimizers train different weights."""
+        """A context with the weights for sampling and publishing; schedule-free optimizers train
+        different weights.
+        """
         return sampling_weights(self.optimizer)
 
 
 def random_states() -> dict[str, Any]:
     """The states of all global random generators.
 
-    Training does not depend on them, since each step is seeded. They are saved so that other code that draws from them
-    is not affected by an interruption.
+    Training does not depend on them, since each step is seeded. They are saved so that other code
+    that draws from them is not affected by an interruption.
     """
     numpy_state: Any = np.random.get_state()
     # NumPy's array as a tensor, since `torch.load` with `weights_only` rejects arrays.
     return {
         "python": random.getstate(),
-        "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
+        "numpy": [
+            numpy_state[0],
+            torch.from_numpy(numpy_state[1].astype(np.int64)),
+            *numpy_state[2:],
+        ],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all(),  # empty without a GPU
         "accelerator": accelerator_state(),

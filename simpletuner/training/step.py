@@ -31,17 +31,19 @@ from simpletuner.training.update import RATE_RATIO, SEED
 
 
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
-    """Train on `accumulation` micro-batches and update the weights once. All samples have equal weight.
+    """Train on `accumulation` micro-batches and update the weights once. All samples have equal
+    weight.
 
     Args:
         loader: an endless iterator of batches, on the CPU.
         global_step: number of earlier optimizer steps.
 
     Raises:
-        NonFiniteError: a loss or the gradient is NaN or infinite; the weights are unchanged, unless gradients are
-            released.
+        NonFiniteError: a loss or the gradient is NaN or infinite; the weights are unchanged, unless
+            gradients are released.
     """
-    settings, accelerator = assembly.settings, assembly.accelerator
+    settings = assembly.settings
+    accelerator = assembly.accelerator
     meter = StepMeter(global_step + 1, assembly.streamer)
     passes_before = assembly.passes
     losses = Losses()
@@ -58,7 +60,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
 
     # Clipping and the logged norm need unscaled gradients.
     assembly.scaler.unscale_(assembly.optimizer)
-    # Clipped separately, so that the gradient of a technique's module does not shrink that of the model.
+    # Clipped separately, so that the gradient of a technique's module does not shrink that of the
+    # model.
     parts = [assembly.parameters.values(), assembly.module_parameters.values()]
     guard.equalise_samples(chain(*parts), losses.counts)
     measured = [guard.gradient_size(parameters, settings.optimizer) for parameters in parts]
@@ -67,8 +70,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     # The step's only synchronisation, unless gradients are released.
     numbers = StepNumbers(losses, measured, assembly.take_tiles()).to_host()
     sizes = [size for by_name in numbers.sizes for size in by_name.values()]
-    # All processes have the same sizes and decide alike: a loss that is not finite makes the sizes NaN (`_backward`).
-    # The device updates the weights while the host exchanges records.
+    # All processes have the same sizes and decide alike: a loss that is not finite makes the sizes
+    # NaN (`_backward`). The device updates the weights while the host exchanges records.
     if all(map(math.isfinite, sizes)):
         for parameters, limited in zip(parts, numbers.sizes, strict=True):
             guard.clip_gradients(parameters, settings.optimizer, limited)
@@ -86,16 +89,25 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     assembly.is_halfway = True
     # After the check, which needs the scale of this step.
     assembly.scaler.update()
-    # None instead of zeros frees the memory for previews, and lets optimizers skip modules without a loss.
+    # None instead of zeros frees the memory for previews, and lets optimizers skip modules without
+    # a loss.
     assembly.optimizer.zero_grad(set_to_none=True)
     gradient_size = numbers.sizes[0]
-    metrics = everyone.means(assembly.techniques) | gradient_size | {"learning_rate": rate, "epoch": loader.epoch}
+    metrics = (
+        everyone.means(assembly.techniques)
+        | gradient_size
+        | {"learning_rate": rate, "epoch": loader.epoch}
+    )
     return meter.report(loader, everyone, metrics, numbers.tiles, assembly.passes - passes_before)
 
 
 def _prepare_groups(optimizer: Optimizer, settings: StepSettings, global_step: int) -> float:
-    """Set the rate of every parameter group, and the seed of stochastic rounding; returns the step's rate."""
-    learning_rate = learning_rate_at(global_step, settings.optimizer, settings.learning_rate, settings.total_steps)
+    """Set the rate of every parameter group, and the seed of stochastic rounding; returns the
+    step's rate.
+    """
+    learning_rate = learning_rate_at(
+        global_step, settings.optimizer, settings.learning_rate, settings.total_steps
+    )
     # A function of the step: torch's schedulers have state to save and restore.
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
@@ -105,8 +117,12 @@ def _prepare_groups(optimizer: Optimizer, settings: StepSettings, global_step: i
     return learning_rate
 
 
-def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: Losses) -> None:
-    """Forward and backward pass of one micro-batch, then the extra passes of techniques, one graph at a time."""
+def run_micro_step(
+    assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: Losses
+) -> None:
+    """Forward and backward pass of one micro-batch, then the extra passes of techniques, one graph
+    at a time.
+    """
     last = micro_step == assembly.settings.accumulation - 1  # gradients are synchronised only then
     with ExitStack() as acting:
         for technique in assembly.techniques:
@@ -114,7 +130,8 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
         noisy = noisy_batch(assembly, batch, global_step, micro_step)
         extras = [run for technique in assembly.techniques for run in technique.extra_passes(noisy)]
         assert not (extras and assembly.release), "a released gradient must be the whole one"
-        # The sum is reduced once, in the step's last backward pass, which for the transformer may be an extra pass.
+        # The sum is reduced once, in the step's last backward pass, which for the transformer may
+        # be an extra pass.
         with assembly.exchange_only(transformer=last and not extras, modules=last):
             loss = micro_loss(assembly, noisy, losses)
             if assembly.release is not None:  # the backward pass will update the weights
@@ -131,7 +148,9 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
-    """Accumulate the gradients of a loss; NaN if the total is not finite, which all processes then see."""
+    """Accumulate the gradients of a loss; NaN if the total is not finite, which all processes then
+    see.
+    """
     # 0 * inf and 0 * NaN are NaN; an `if` would synchronise.
     one = 1 + 0 * losses[-1].total
     share = one * loss / loss_divisor(losses.counts, assembly.settings.accumulation)
@@ -140,7 +159,8 @@ def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
 
 def noisy_batch(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
     """The noisy batch to train on at this position in the run."""
-    # The adapter first: techniques must see the clean first frame of i2v, and its weight of 0 in the loss.
+    # The adapter first: techniques must see the clean first frame of i2v, and its weight of 0 in
+    # the loss.
     noisy = assembly.adapter.prepare(assembly.noise.add(batch, global_step, micro_step))
     for technique in assembly.techniques:
         noisy = technique.before_forward(noisy, partial(predict_now, assembly))

@@ -1,4 +1,6 @@
-"""The trained weights of a transformer: the interface of LoRAs and full fine-tunes, and what adapters share."""
+"""The trained weights of a transformer: the interface of LoRAs and full fine-tunes, and what
+adapters share.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Publication:
         dtype: dtype for sampling.
         shift: shift of the sampling schedule; None for the base model's.
         note: header entries that identify the result, including its step.
-        predict: the model's prediction for one training batch, with the same batch and noise at each call.
+        predict: the model's prediction for one training batch, with the same batch and noise at
+            each call.
     """
 
     adapter: FamilyAdapter
@@ -51,8 +54,8 @@ class Trained(Protocol):
     """The trained weights of a transformer: saving, loading, publishing.
 
     Attributes:
-        sharers: the processes among which the weights are sharded, and which call these methods together; only this
-            process without sharding.
+        sharers: the processes among which the weights are sharded, and which call these methods
+            together; only this process without sharding.
         ema: moving average, if `use_ema` is set.
     """
 
@@ -68,7 +71,8 @@ class Trained(Protocol):
         """The trained parameters by name, in a fixed order."""
 
     def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
-        """The weights and their moving average for a checkpoint: in the form that users load, and exactly as trained.
+        """The weights and their moving average for a checkpoint: in the form that users load, and
+        exactly as trained.
 
         Write or copy each draft before requesting the next, and close the generator.
         """
@@ -88,7 +92,8 @@ class Trained(Protocol):
         """
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
-        """Write the result and verify it by loading it as users will; returns a message for the user.
+        """Write the result and verify it by loading it as users will; returns a message for the
+        user.
 
         Raises:
             RuntimeError: the result does not load as saved.
@@ -106,11 +111,15 @@ class AdapterWeights:
     ema: Ema | None = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
+        return {
+            name: each for name, each in self.transformer.named_parameters() if each.requires_grad
+        }
 
     def exact(self) -> Draft:
         """The parameters exactly as trained."""
-        weights = {name: parameter.detach().contiguous() for name, parameter in self.parameters().items()}
+        weights = {
+            name: parameter.detach().contiguous() for name, parameter in self.parameters().items()
+        }
         return Draft.of_tensors(f"{STATE_FOLDER}/{WEIGHTS_FILE}", weights)
 
     def load(self, folder: Path) -> None:
@@ -118,7 +127,9 @@ class AdapterWeights:
         load_parameters(self.parameters(), [folder / STATE_FOLDER / WEIGHTS_FILE], folder, keys)
 
 
-def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path], origin: Path, keys: str) -> None:
+def load_parameters(
+    parameters: Mapping[str, nn.Parameter], files: Iterable[Path], origin: Path, keys: str
+) -> None:
     """Fill parameters from safetensors files with exactly these parameters.
 
     Args:
@@ -136,7 +147,9 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
             if list(parameter.shape) != weights[name].get_slice(name).get_shape():
                 raise UserError(f"{origin}: {name} has another shape; check {keys}.")
         # One at a time, since all tensors may not fit into memory.
-        spoilt = [name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})]
+        spoilt = [
+            name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})
+        ]
         refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin)
         with torch.no_grad():
             for name, parameter in parameters.items():

@@ -1,4 +1,6 @@
-"""Builds the configured optimizer, and chooses the kernel of its updates and the rates of a step."""
+"""Builds the configured optimizer, and chooses the kernel of its updates and the rates of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def build_optimizer(
     Raises:
         ConfigError: the library rejects a value.
     """
-    name, trained = optimizer_name(config, mixed_precision), list(params)
+    name = optimizer_name(config, mixed_precision)
+    trained = list(params)
     spec = OPTIMIZERS[name]
     factory = pkgutil.resolve_name(spec.factory)
     arguments: dict[str, Any] = {**optimizer_settings(config, mixed_precision), **spec.constants}
@@ -79,7 +82,9 @@ def build_optimizer(
     return optimizer
 
 
-def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, trained: Sequence[nn.Parameter]) -> None:
+def _choose_kernel(
+    optimizer: torch.optim.Optimizer, name: OptimizerName, trained: Sequence[nn.Parameter]
+) -> None:
     """Set the kernel chosen by `update_kernel` in the parameter groups, which checkpoints store."""
     kernel = update_kernel(
         name,
@@ -95,14 +100,16 @@ def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, traine
     for group in optimizer.param_groups:
         group_kernel = kernel
         if OWNER in group and kernel == "foreach":
-            # A technique's module may have no gradients in some steps, for which optimi's foreach fails.
+            # A technique's module may have no gradients in some steps, for which optimi's foreach
+            # fails.
             group_kernel = "loop"
         for option in kernel_options(group):
             group[option] = option == group_kernel
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
-    """Whether optimi's Triton kernels can run; by default, optimi uses them even without a compiler, and fails.
+    """Whether optimi's Triton kernels can run; by default, optimi uses them even without a
+    compiler, and fails.
 
     They need whole parameters, so parameters must not be sharded.
     """
@@ -124,11 +131,12 @@ def has_wide_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
 @contextmanager
 def sampling_weights(optimizer: Any) -> Iterator[None]:
-    """A context with the weights for sampling and publishing in the parameters; restores the training weights on exit.
+    """A context with the weights for sampling and publishing in the parameters; restores the
+    training weights on exit.
 
-    They differ only for schedule-free optimizers, which compute gradients at one point while the result is the average
-    of another sequence (Defazio et al., arXiv 2405.15682). Switching back and forth would round the last bit, so a copy
-    of the training weights is restored instead.
+    They differ only for schedule-free optimizers, which compute gradients at one point while the
+    result is the average of another sequence (Defazio et al., arXiv 2405.15682). Switching back and
+    forth would round the last bit, so a copy of the training weights is restored instead.
     """
     if not hasattr(optimizer, "eval"):  # only schedule-free optimizers have it
         yield

@@ -1,4 +1,6 @@
-"""What the headers of weight files say of their run, after the ModelSpec standard and in Kandinsky's own entries."""
+"""What the headers of weight files say of their run, after the ModelSpec standard and in
+Kandinsky's own entries.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ class WeightNote:
 
     def _description(self, step: int, epoch: int) -> str:
         """The comment with its placeholders filled in."""
-        text = self.comment if isinstance(self.comment, str) else "\n".join(str(line) for line in self.comment)
+        text = (
+            self.comment
+            if isinstance(self.comment, str)
+            else "\n".join(str(line) for line in self.comment)
+        )
         values = {
             "{current_step}": str(step),
             "{current_epoch}": str(epoch),

@@ -1,4 +1,6 @@
-"""A prompt of previews with what its pipeline needs: embeddings from the caches, and the source picture."""
+"""A prompt of previews with what its pipeline needs: embeddings from the caches, and the source
+picture.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from simpletuner.planning.prompts import ValidationPrompt
 class EncodedPrompt:
     """A prompt whose embeddings are cached.
 
-    Embeddings and source picture depend on the preview's size, since the picture is fitted to it and may be part of the
-    prompt.
+    Embeddings and source picture depend on the preview's size, since the picture is fitted to it
+    and may be part of the prompt.
 
     Attributes:
         negative_text: the negative prompt.

@@ -1,8 +1,8 @@
 """The loss on held-out data, with fixed noise at fixed noise levels.
 
-The training loss is noisy, because every step draws new noise and noise levels. Here, both are fixed per sample, so two
-values differ only by the training in between. Training is unaffected: evaluation runs without gradients, and the random
-states are restored.
+The training loss is noisy, because every step draws new noise and noise levels. Here, both are
+fixed per sample, so two values differ only by the training in between. Training is unaffected:
+evaluation runs without gradients, and the random states are restored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
 from simpletuner.encoding.sharing import share_items
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, PhaseStarted, StepReport
+from simpletuner.reporting.events import (
+    EVALUATION,
+    Evaluated,
+    EventStream,
+    PhaseStarted,
+    StepReport,
+)
 from simpletuner.reporting.intervals import Interval
 from simpletuner.reporting.metrics import EVALUATED
 from simpletuner.training.loop import Callback
@@ -37,7 +43,8 @@ Evaluation = tuple[bool, str, Sample]  # (with the moving average, dataset id, s
 
 @dataclass
 class EvaluationLoss(Callback):
-    """Callback that publishes `loss/val/<dataset id>` at the configured intervals and after the last step.
+    """Callback that publishes `loss/val/<dataset id>` at the configured intervals and after the
+    last step.
 
     Attributes:
         datasets: samples to evaluate, at least one, by dataset id.
@@ -59,9 +66,13 @@ class EvaluationLoss(Callback):
         if self.is_missing and state.global_step > 0:
             self.on_step_end(assembly, state)
 
-    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport | None = None) -> None:
+    def on_step_end(
+        self, assembly: Assembly, state: TrainState, report: StepReport | None = None
+    ) -> None:
         if self.is_due(state.global_step, assembly.settings.total_steps):
-            self.events.publish(Evaluated(state.global_step, self.evaluate(assembly, state.global_step)))
+            self.events.publish(
+                Evaluated(state.global_step, self.evaluate(assembly, state.global_step))
+            )
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """Does nothing: `on_step_end` has evaluated the last step if it was due."""
@@ -75,7 +86,8 @@ class EvaluationLoss(Callback):
         return by_step.is_due(step) or by_epoch.is_due(step)
 
     def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
-        """The mean loss of each dataset by metric name, with the weights selected by `ema_validation`.
+        """The mean loss of each dataset by metric name, with the weights selected by
+        `ema_validation`.
 
         The processes split the samples; the means are bit-identical to those of one process.
         """
@@ -90,23 +102,31 @@ class EvaluationLoss(Callback):
         total = len(samples) * self.config.eval_timesteps
         phase = PhaseStarted(f"Evaluating at step {step}", total, "timesteps", EVALUATION)
         measure = partial(self._measure, assembly)
-        # With FSDP2, a forward pass gathers weights from all processes, so they evaluate every sample together.
-        losses = share_items(assembly.world, self.events, phase, samples, measure, in_lockstep=assembly.is_sharded)
+        # With FSDP2, a forward pass gathers weights from all processes, so they evaluate every
+        # sample together.
+        losses = share_items(
+            assembly.world, self.events, phase, samples, measure, in_lockstep=assembly.is_sharded
+        )
         device = assembly.accelerator.device
         groups = defaultdict[tuple[bool, str], list[Tensor]](list)
         for (use_ema, name, _), loss in zip(samples, losses, strict=True):
             groups[use_ema, name].append(loss.to(device))
         means: dict[str, float] = {}
         for use_ema in weights:
-            # If only one set of weights is evaluated, it keeps the plain name, as in a run without EMA.
+            # If only one set of weights is evaluated, it keeps the plain name, as in a run without
+            # EMA.
             suffix = "/ema" if use_ema and len(weights) > 1 else ""
-            by_dataset = {name: torch.cat(groups[use_ema, name]).mean().item() for name in self.datasets}
+            by_dataset = {
+                name: torch.cat(groups[use_ema, name]).mean().item() for name in self.datasets
+            }
             means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in by_dataset.items()}
             if self.config.eval_dataset_pooling:
                 means[f"{EVALUATED}pooled{suffix}"] = fmean(by_dataset.values())
         return means
 
-    def _measure(self, assembly: Assembly, samples: Sequence[Evaluation], bar: ProgressBar) -> Iterator[Tensor]:
+    def _measure(
+        self, assembly: Assembly, samples: Sequence[Evaluation], bar: ProgressBar
+    ) -> Iterator[Tensor]:
         """The losses of each sample at all noise levels, with or without the moving average."""
         with quiet(assembly):
             # `samples` are ordered by weights, so the average is applied once, not per sample.
@@ -121,18 +141,28 @@ class EvaluationLoss(Callback):
                         yield torch.cat(losses).cpu()
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
-        settings, sigmas = assembly.settings, even_sigmas(self.config.eval_timesteps)
+        settings = assembly.settings
+        sigmas = even_sigmas(self.config.eval_timesteps)
         batch = self.read(sample).to(assembly.accelerator.device)
-        return sample_losses(assembly.adapter, assembly.transformer, batch, sigmas, settings.seed, settings.loss)
+        return sample_losses(
+            assembly.adapter, assembly.transformer, batch, sigmas, settings.seed, settings.loss
+        )
 
 
 def sample_losses(
-    adapter: FamilyAdapter, transformer: nn.Module, batch: Batch, sigmas: Sequence[float], seed: int, loss: LossConfig
+    adapter: FamilyAdapter,
+    transformer: nn.Module,
+    batch: Batch,
+    sigmas: Sequence[float],
+    seed: int,
+    loss: LossConfig,
 ) -> Iterator[Tensor]:
     """The loss of a batch of one sample at each noise level, shape `1`."""
     for index, sigma in enumerate(sigmas):
         # By the sample's name, so that samples keep their noise when others are added or removed.
-        noise = sample_noise(batch.latents, [generator_for(seed, 0, index, 0, f"evaluate {batch.names[0]}")])
+        noise = sample_noise(
+            batch.latents, [generator_for(seed, 0, index, 0, f"evaluate {batch.names[0]}")]
+        )
         noisy = adapter.prepare(make_noisy(batch, torch.tensor([sigma]), noise))
         yield diffusion_loss(adapter.predict(transformer, noisy), noisy, loss)
 

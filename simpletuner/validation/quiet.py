@@ -1,4 +1,6 @@
-"""The model between steps: without gradients, with trained or averaged weights, and without effect on training."""
+"""The model between steps: without gradients, with trained or averaged weights, and without effect
+on training.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Renders a prompt with the family's stock pipeline and cached embeddings, and writes the picture or clip."""
+"""Renders a prompt with the family's stock pipeline and cached embeddings, and writes the picture
+or clip.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Renderer:
     settings: RenderSettings
     _pipeline: PreviewPipeline | None = field(default=None, init=False)
 
-    def open(self, adapter: FamilyAdapter, transformer: nn.Module, device: torch.device) -> PreviewPipeline:
+    def open(
+        self, adapter: FamilyAdapter, transformer: nn.Module, device: torch.device
+    ) -> PreviewPipeline:
         """The pipeline around a transformer, with its VAE placed and configured."""
         if self._pipeline is None:
             self._pipeline = adapter.load_preview_pipeline(transformer, device, self.settings.shift)
@@ -69,7 +73,8 @@ class Renderer:
     def release(self) -> None:
         """Free the VAE on a GPU, where memory is scarce; a CPU keeps it for the next previews.
 
-        Requires that no other reference to the pipeline exists; otherwise its memory would not be freed.
+        Requires that no other reference to the pipeline exists; otherwise its memory would not be
+        freed.
         """
         if torch.cuda.is_available() and not self.settings.keep_vae_loaded:
             self._pipeline = None
@@ -101,7 +106,9 @@ class Renderer:
         warn_of_one_colour(frames, path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.settings.frame_rate is not None:
-            from simpletuner.data.clip_writer import write_mp4  # loads FFmpeg, which pictures do not need
+            from simpletuner.data.clip_writer import (
+                write_mp4,
+            )  # loads FFmpeg, which pictures do not need
 
             write_mp4(path, frames, self.settings.frame_rate)
             return
@@ -111,15 +118,21 @@ class Renderer:
 
 def warn_of_one_colour(frames: Sequence[Image], path: Path) -> None:
     """Log a warning if every frame of a preview has a single colour; NaN is rendered black."""
-    ranges: Any = (each for frame in frames for each in frame.convert("RGB").getextrema())  # per channel
+    ranges: Any = (
+        each for frame in frames for each in frame.convert("RGB").getextrema()
+    )  # per channel
     # A difference of one level is rounding.
     if all(high - low <= 1 for low, high in ranges):
         logger.warning(
-            "%s shows one colour only: the weights have diverged, or the VAE is broken or needs vae_dtype fp32.", path
+            "%s shows one colour only: the weights have diverged, or the VAE is broken or "
+            "needs vae_dtype fp32.",
+            path,
         )
 
 
-def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, device: torch.device) -> None:
+def place_vae(
+    vae: nn.Module, transformer: nn.Module, config: OffloadConfig, device: torch.device
+) -> None:
     """Apply the configured offloading to a loaded VAE; by default it stays on the device."""
     if config.group_offload_vae:
         Offload(config, device).attach_to_stacks(vae)
@@ -128,7 +141,8 @@ def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, dev
 
 
 def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> None:
-    """Move the VAE to the device only while it encodes or decodes, and the transformer to the CPU meanwhile.
+    """Move the VAE to the device only while it encodes or decodes, and the transformer to the CPU
+    meanwhile.
 
     Parameters remain the same objects, so the optimizer's references stay valid.
     """

@@ -1,8 +1,8 @@
 """Renders previews during training.
 
-Previews are rendered between steps, without gradients, and do not affect training: a step seeds its random numbers, and
-weights replaced by the moving average are restored bit for bit. If VAE and transformer do not fit together, they take
-turns on the device.
+Previews are rendered between steps, without gradients, and do not affect training: a step seeds its
+random numbers, and weights replaced by the moving average are restored bit for bit. If VAE and
+transformer do not fit together, they take turns on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from simpletuner.data.entries import ProgressBar
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.encoding.sharing import share_items
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
-from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, PhaseStarted, StepReport
+from simpletuner.reporting.events import (
+    PREVIEWS,
+    EventStream,
+    MediaRendered,
+    PhaseStarted,
+    StepReport,
+)
 from simpletuner.reporting.intervals import Interval
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.ema import Ema
@@ -43,7 +49,9 @@ IMAGE_FOLDER = "validation_images"
 BENCHMARK_FOLDER = "benchmarks/base_model"
 PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
 
-Stage = Literal["benchmark_base_model", "validation", "final_validation"]  # listed in docs/WEBHOOKS.md
+Stage = Literal[
+    "benchmark_base_model", "validation", "final_validation"
+]  # listed in docs/WEBHOOKS.md
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,9 @@ class Preview:
         return replace(record, path=path + settings.suffix)
 
 
-def previews_are_due(config: ValidationConfig, step: int, epochs_before: int, epochs_done: int) -> bool:
+def previews_are_due(
+    config: ValidationConfig, step: int, epochs_before: int, epochs_done: int
+) -> bool:
     """Whether an interval of previews ends with this step.
 
     Args:
@@ -113,8 +123,10 @@ class ValidationRunner(Callback):
 
     Attributes:
         ema_validation: weights of the previews; see `EmaConfig`.
-        already_rendered: previews of the step from which the session resumes; they are not rendered again.
-        were_due: previews were due at that step. A kill may have lost some of them; they are rendered at the start.
+        already_rendered: previews of the step from which the session resumes; they are not rendered
+            again.
+        were_due: previews were due at that step. A kill may have lost some of them; they are
+            rendered at the start.
         decoding: decodes while training continues; None decodes immediately.
     """
 
@@ -169,14 +181,17 @@ class ValidationRunner(Callback):
             self.renderer.release()
 
     def render(self, assembly: Assembly, state: TrainState) -> None:
-        """Render every prompt at every size now, except for previews that exist already; at most once per step.
+        """Render every prompt at every size now, except for previews that exist already; at most
+        once per step.
 
         Raises:
             Interrupted: a stop was requested; previews rendered so far are recorded.
             NonFiniteError: a weight is NaN or infinite.
         """
         is_last = state.global_step >= assembly.settings.total_steps
-        self._render_round(assembly, state.global_step, "final_validation" if is_last else "validation")
+        self._render_round(
+            assembly, state.global_step, "final_validation" if is_last else "validation"
+        )
 
     def _render_round(self, assembly: Assembly, step: int, stage: Stage) -> None:
         world = assembly.world
@@ -193,12 +208,18 @@ class ValidationRunner(Callback):
         self.settle()
         world.main_only(lambda: discard_unfinished(self.output_dir))
         unit = "clips" if self.settings.frame_rate else "pictures"
-        phase = PhaseStarted(f"Rendering previews at step {step}", len(previews), unit, PREVIEWS, stage)
+        phase = PhaseStarted(
+            f"Rendering previews at step {step}", len(previews), unit, PREVIEWS, stage
+        )
         render = partial(self._render_all, assembly)
         # With FSDP2, all processes take part in every forward pass.
-        rendered = share_items(world, self.events, phase, previews, render, in_lockstep=assembly.is_sharded)
+        rendered = share_items(
+            world, self.events, phase, previews, render, in_lockstep=assembly.is_sharded
+        )
         try:
-            with closing(rendered):  # restores the model's weights even if a record cannot be written
+            with closing(
+                rendered
+            ):  # restores the model's weights even if a record cannot be written
                 for record in rendered:
                     if record is not None:
                         self.events.publish(MediaRendered(record))
@@ -206,20 +227,26 @@ class ValidationRunner(Callback):
         finally:
             self._release()
 
-    def _previews(self, average: Ema | None, run_seed: int, step: int, stage: Stage) -> Iterator[Preview]:
+    def _previews(
+        self, average: Ema | None, run_seed: int, step: int, stage: Stage
+    ) -> Iterator[Preview]:
         """All previews of one round."""
         averaged = [False]  # an untrained model has no other weights
         if stage != "benchmark_base_model":
             averaged = weights_to_use(average, self.ema_validation)
         indices = range(self.config.num_validation_images)
-        for ema, prompt, size, index in itertools.product(averaged, self.prompts, self.sizes, indices):
+        for ema, prompt, size, index in itertools.product(
+            averaged, self.prompts, self.sizes, indices
+        ):
             seed = self._seed(run_seed, step, index)
             yield Preview(step, stage, prompt, size, index, seed, ema)
 
     def _render_all(
         self, assembly: Assembly, previews: Sequence[Preview], bar: ProgressBar
     ) -> Iterator[MediaRecord | None]:
-        """Render previews; yields the record of each, or None for one that is decoded in the background."""
+        """Render previews; yields the record of each, or None for one that is decoded in the
+        background.
+        """
         with quiet(assembly):
             stop_if_result_not_finite(assembly.all_parameters, assembly.trained.ema)
             # Grouped, because switching to the average and back copies all weights.
@@ -230,17 +257,22 @@ class ValidationRunner(Callback):
                         bar.advance(1, preview.name)
 
     def rehearse(self, assembly: Assembly) -> None:
-        """Render the first prompt at the largest size in `REHEARSED_STEPS`, and discard the result."""
+        """Render the first prompt at the largest size in `REHEARSED_STEPS`, and discard the
+        result.
+        """
         size = max(self.sizes, key=lambda size: size[0] * size[1])
         with quiet(assembly):
-            request = self.renderer.request(self.prompts[0], size, self._seed(assembly.settings.seed, 0, 0))
+            request = self.renderer.request(
+                self.prompts[0], size, self._seed(assembly.settings.seed, 0, 0)
+            )
             self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self.renderer.release()
 
     def _render(self, assembly: Assembly, preview: Preview, bar: ProgressBar) -> MediaRecord | None:
         """Sample one preview, and write it now or in the background."""
         request = self.renderer.request(preview.prompt, preview.size, preview.seed)
-        # Advancing by 0 checks for a stop request, so that a long clip can be interrupted between sampling steps.
+        # Advancing by 0 checks for a stop request, so that a long clip can be interrupted between
+        # sampling steps.
         request = replace(request, between_steps=lambda: bar.advance(0, preview.name))
         pipeline = self._pipeline(assembly)
         if self.config.validation_preview and assembly.world.is_main:
@@ -253,7 +285,9 @@ class ValidationRunner(Callback):
         write = partial(self._write, preview, writes)
         # Not with a source picture, which the same VAE encodes.
         if self.decoding is not None and request.source is None:
-            self.decoding.submit(f"{preview.name} of step {preview.step}", pipeline.sample(request), write)
+            self.decoding.submit(
+                f"{preview.name} of step {preview.step}", pipeline.sample(request), write
+            )
             return None
         return write(pipeline.render(request))
 
@@ -263,7 +297,9 @@ class ValidationRunner(Callback):
             self.renderer.write(frames, self.output_dir / record.path)
         return record
 
-    def _growing(self, colours: ColourMap, preview: Preview, request: PreviewRequest) -> GrowingPreview:
+    def _growing(
+        self, colours: ColourMap, preview: Preview, request: PreviewRequest
+    ) -> GrowingPreview:
         """The writer of sketches during sampling."""
         return GrowingPreview(
             colours=colours,

@@ -1,8 +1,8 @@
 """Sketches: thumbnails of previews during sampling (`validation_preview`).
 
-Decoding with the VAE at every sampling step would cost more than the step, so a linear map converts the channels of a
-latent position to its colour. On first use, it is fitted to the checkpoint's VAE by least squares, on a few small
-decoded latents.
+Decoding with the VAE at every sampling step would cost more than the step, so a linear map converts
+the channels of a latent position to its colour. On first use, it is fitted to the checkpoint's VAE
+by least squares, on a few small decoded latents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ CELLS = 12  # latent positions per side of the fitted samples
 
 
 class ColourMap:
-    """A linear map `C+1 3` from the `C` channels of a latent position, and a constant, to its colour in [0, 1]."""
+    """A linear map `C+1 3` from the `C` channels of a latent position, and a constant, to its
+    colour in [0, 1].
+    """
 
     def __init__(self, weights: Tensor) -> None:
         self.weights = weights
@@ -35,14 +37,26 @@ class ColourMap:
     @classmethod
     @torch.no_grad()
     def fit(cls, encoder: LatentEncoder, spec: FamilySpec) -> ColourMap:
-        """Fit the map to a VAE's outputs for a colour chart, and for random latents around it at several scales."""
-        # In a video VAE, the first latent frame is one frame and later ones are several: two frames cover both.
+        """Fit the map to a VAE's outputs for a colour chart, and for random latents around it at
+        several scales.
+        """
+        # In a video VAE, the first latent frame is one frame and later ones are several: two frames
+        # cover both.
         frames = 1 if spec.media == "image" else 2
         colours = smooth_noise(3, 1, CELLS // 3).clamp(-1, 1)
-        pixels = interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic").clamp(-1, 1).unsqueeze(2)
+        pixels = (
+            interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic")
+            .clamp(-1, 1)
+            .unsqueeze(2)
+        )
         # Of C F H W, F = 1 + (frames - 1) * stride encodes to `frames` latent frames.
-        chart = encoder.encode(pixels.expand(-1, -1, 1 + (frames - 1) * spec.frame_stride, -1, -1), [0])
-        latents = [chart, *(smooth_noise(chart.shape[1], frames, CELLS * scale // 6) for scale in (1, 2, 4))]
+        chart = encoder.encode(
+            pixels.expand(-1, -1, 1 + (frames - 1) * spec.frame_stride, -1, -1), [0]
+        )
+        latents = [
+            chart,
+            *(smooth_noise(chart.shape[1], frames, CELLS * scale // 6) for scale in (1, 2, 4)),
+        ]
         targets = torch.cat([_colours(encoder.decode(z), frames) for z in latents])
         return cls(torch.linalg.lstsq(torch.cat([_inputs(z) for z in latents]), targets).solution)
 
@@ -56,7 +70,9 @@ class ColourMap:
 
 
 def smooth_noise(channels: int, frames: int, details: int) -> Tensor:
-    """Deterministic noise of unit variance, `1 channels frames CELLS CELLS`, with `details` details per side."""
+    """Deterministic noise of unit variance, `1 channels frames CELLS CELLS`, with `details` details
+    per side.
+    """
     draw = torch.Generator().manual_seed(details)
     noise = torch.randn(frames, channels, details, details, generator=draw)
     noise = interpolate(noise, size=(CELLS, CELLS), mode="bicubic")
@@ -68,13 +84,21 @@ def _colours(pixels: Tensor, frames: int) -> Tensor:
 
     The first latent frame covers one frame; all others cover the same number of frames.
     """
-    parts = [pixels[:, :, :1], *pixels[:, :, 1:].tensor_split(frames - 1, dim=2)] if frames > 1 else [pixels]
-    means = [interpolate(part.mean(2).cpu().double(), size=(CELLS, CELLS), mode="area") for part in parts]
+    parts = (
+        [pixels[:, :, :1], *pixels[:, :, 1:].tensor_split(frames - 1, dim=2)]
+        if frames > 1
+        else [pixels]
+    )
+    means = [
+        interpolate(part.mean(2).cpu().double(), size=(CELLS, CELLS), mode="area") for part in parts
+    ]
     return (torch.stack(means, dim=1).movedim(2, -1).reshape(-1, 3) + 1) / 2
 
 
 def _inputs(z: Tensor) -> Tensor:
-    """The latent positions of `1 C F H W`, each with a constant 1 appended: float64 on the CPU, `F*H*W C+1`."""
+    """The latent positions of `1 C F H W`, each with a constant 1 appended: float64 on the CPU,
+    `F*H*W C+1`.
+    """
     positions = z.detach().cpu().double().movedim(1, -1).reshape(-1, z.shape[1])
     return torch.cat([positions, torch.ones(len(positions), 1, dtype=torch.float64)], dim=1)
 
@@ -102,7 +126,8 @@ class GrowingPreview:
     def __call__(self, done: int, timestep: float, sigma: float, z: Tensor) -> None:
         """Handle the latents `z` at noise level `sigma`, after `done` steps."""
         z = z.detach().float().clone()  # the pipeline may continue in place
-        clean, self._before = self._clean(sigma, z), (sigma, z)
+        clean = self._clean(sigma, z)
+        self._before = (sigma, z)
         if done % self.every == 0:
             stem = self.output_dir / IN_PROGRESS / f"{self.media.file_stem()}_{done:03d}"
             path = self._write(self.colours(clean), stem)
@@ -112,7 +137,8 @@ class GrowingPreview:
     def _clean(self, sigma: float, z: Tensor) -> Tensor:
         """The clean latents predicted by the last step.
 
-        On the path (1 - sigma) clean + sigma noise, the velocity is dz/dsigma, and clean = z - sigma velocity.
+        On the path (1 - sigma) clean + sigma noise, the velocity is dz/dsigma, and clean = z -
+        sigma velocity.
         """
         # The first call has no velocity yet; equal levels would divide by zero.
         if self._before is None or self._before[0] == sigma:

@@ -23,7 +23,9 @@ NO_WEIGHTS = "it contains no weights"
 
 
 class WeightsError(ValueError):
-    """A weight file that cannot be used; the message continues a sentence that starts with its name."""
+    """A weight file that cannot be used; the message continues a sentence that starts with its
+    name.
+    """
 
 
 def tensor_shapes(path: Path) -> dict[str, Shape]:
@@ -70,7 +72,9 @@ def weights_fault(folder: Path) -> str | None:
     files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
     if not files:
         return NO_WEIGHTS
-    faults = chain(map(_index_fault, sorted(folder.glob(f"*{INDEX_SUFFIX}"))), map(_file_fault, files))
+    faults = chain(
+        map(_index_fault, sorted(folder.glob(f"*{INDEX_SUFFIX}"))), map(_file_fault, files)
+    )
     return next(filter(None, faults), None)
 
 
@@ -103,8 +107,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def pickled_shapes(path: Path) -> dict[str, Shape]:
-    """Names and shapes in a torch.save file, without executing its code; empty for files from before torch 1.6, and for
-    other content."""
+    """Names and shapes in a torch.save file, without executing its code; empty for files from
+    before torch 1.6, and for other content."""
     status = path.stat()
     return _pickled_shapes(path, status.st_size, status.st_mtime_ns)
 
@@ -114,14 +118,17 @@ def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, Shape]:
     """The shapes, cached by size and modification time, since several parts of a plan read them."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch.save writes a zip: archive/data.pkl has names and shapes, archive/data/… the values.
+            # torch.save writes a zip: archive/data.pkl has names and shapes, archive/data/… the
+            # values.
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as file:
                 weights = _Shapes(file).load()
     except Exception:  # noqa: BLE001 - damaged archives and opcodes may raise any error; loading reports the fault
         return {}
     shapes = list(weights.values()) if isinstance(weights, dict) else [None]
-    are_shapes = all(isinstance(shape, tuple) and all(type(side) is int for side in shape) for shape in shapes)
+    are_shapes = all(
+        isinstance(shape, tuple) and all(type(side) is int for side in shape) for shape in shapes
+    )
     return dict(weights) if are_shapes else {}
 
 

@@ -43,7 +43,9 @@ class Selection:
 
 
 def _filter(files: Iterable[str], allowed: list[str], ignored: tuple[str, ...]) -> list[str]:
-    """The files that match a pattern of the first and none of the second, as `snapshot_download` selects them."""
+    """The files that match a pattern of the first and none of the second, as `snapshot_download`
+    selects them.
+    """
     selected = []
     for file in files:
         is_allowed = any(fnmatch(file, pattern) for pattern in allowed)
@@ -56,8 +58,8 @@ def _filter(files: Iterable[str], allowed: list[str], ignored: tuple[str, ...]) 
 def part_files(folder: str, variant: str | None, suffix: str = SAFETENSORS) -> Selection:
     """The files of one part: its settings, and its weights in one format and one variant.
 
-    A folder may hold the same weights up to four times, as `model.safetensors`, `model.fp16.safetensors`,
-    `pytorch_model.bin` and `tf_model.h5`.
+    A folder may hold the same weights up to four times, as `model.safetensors`,
+    `model.fp16.safetensors`, `pytorch_model.bin` and `tf_model.h5`.
 
     Args:
         folder: the part's folder in the repository; empty if the repository is the part.
@@ -87,8 +89,9 @@ def repository_files(repository: str, revision: str | None) -> Mapping[str, int]
     """Sizes in bytes of the files in a repository of the hub.
 
     Returns:
-        the sizes by path; empty if the hub has no such repository, or does not show it to this user; None if the hub
-        does not answer at once. The first answer holds as long as the process.
+        the sizes by path; empty if the hub has no such repository, or does not show it to this
+        user; None if the hub does not answer at once. The first answer holds as long as the
+        process.
     """
     from huggingface_hub import is_offline_mode
 
@@ -102,7 +105,9 @@ def ask_hub(repository: str, revision: str | None) -> Mapping[str, int] | None:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=ANSWER_SECONDS)
+        info = HfApi().model_info(
+            repository, revision=revision, files_metadata=True, timeout=ANSWER_SECONDS
+        )
     except GatedRepoError:
         return None  # it is there, and the download says what to do
     except RepositoryNotFoundError:

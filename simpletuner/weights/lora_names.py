@@ -1,4 +1,6 @@
-"""Key names and metadata of LoRA files, in the forms of diffusers, ComfyUI, peft and kohya's scripts."""
+"""Key names and metadata of LoRA files, in the forms of diffusers, ComfyUI, peft and kohya's
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,20 @@ from typing import Any, Literal
 from simpletuner.headers import METADATA
 from simpletuner.weights.files import Shape, Shapes
 
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3")  # dtypes of the format that a LoRA may have
+FLOATS = (
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+    "F8_E5M2",
+    "F8_E4M3",
+)  # dtypes of the format that a LoRA may have
 STEP_NOTE = "simpletuner.step"  # metadata of a result: its step
-ARCHITECTURE = "modelspec.architecture"  # metadata of a result: `family/flavour`, for a LoRA `family/flavour/lora`
-LORA_FILE = "pytorch_lora_weights.safetensors"  # the name that `load_lora_weights` of diffusers expects
+# metadata of a result: `family/flavour`, for a LoRA `family/flavour/lora`
+ARCHITECTURE = "modelspec.architecture"
+LORA_FILE = (
+    "pytorch_lora_weights.safetensors"  # the name that `load_lora_weights` of diffusers expects
+)
 METADATA_KEY = "lora_adapter_metadata"  # the adapter's settings in the header of diffusers' files
 # Key prefix of a file. diffusers loads no keys with another prefix, and only logs a warning.
 LoraForm = Literal["diffusers", "comfyui"]
@@ -48,29 +60,47 @@ def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]
 
 
 def plain_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
-    """peft's settings of a LoRA with these ranks by layer, whose scale is multiplied into its matrices."""
+    """peft's settings of a LoRA with these ranks by layer, whose scale is multiplied into its
+    matrices.
+    """
     usual = Counter(ranks.values()).most_common(1)[0][0]
     # Anchored: peft would also match the end of a longer path.
     exceptions = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
     return {
-        "r": usual, "lora_alpha": usual, "rank_pattern": exceptions, "alpha_pattern": exceptions,
-        "target_modules": sorted(ranks), "lora_dropout": 0.0, "bias": "none",
-    }  # fmt: skip
+        "r": usual,
+        "lora_alpha": usual,
+        "rank_pattern": exceptions,
+        "alpha_pattern": exceptions,
+        "target_modules": sorted(ranks),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
 
 
 def rename(header: Mapping[str, Any], form: LoraForm) -> dict[str, Any]:
-    """The header of this program's LoRA file in another form; the data that follow are unchanged."""
+    """The header of this program's LoRA file in another form; the data that follow are
+    unchanged.
+    """
     notes: dict[str, str] = header[METADATA]
-    settings = {without_prefix(key): value for key, value in json.loads(notes[METADATA_KEY]).items()}
-    tensors = {PREFIXES[form] + without_prefix(name): each for name, each in header.items() if name != METADATA}
+    settings = {
+        without_prefix(key): value for key, value in json.loads(notes[METADATA_KEY]).items()
+    }
+    tensors = {
+        PREFIXES[form] + without_prefix(name): each
+        for name, each in header.items()
+        if name != METADATA
+    }
     return {METADATA: {**notes, **file_settings(settings, form)}, **tensors}
 
 
 def module_of(key: str, modules: Sequence[str]) -> str:
-    """The module that a key of a LoRA file belongs to. Kohya's keys have no dots and are looked up in `modules`."""
+    """The module that a key of a LoRA file belongs to. Kohya's keys have no dots and are looked up
+    in `modules`.
+    """
     if key.startswith(KOHYA_PREFIX):
         stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
-        # In lora_unet_transformer_blocks_0_attn1_to_q, underscores replace dots too, so compare whole names.
+        # In lora_unet_transformer_blocks_0_attn1_to_q, underscores replace dots too, so compare
+        # whole names.
         return next((name for name in modules if name.replace(".", "_") == stem), stem)
     key = without_prefix(key)
     for marker in (".lora_", ".alpha", COMFYUI_MAGNITUDE):

@@ -1,7 +1,8 @@
-"""Transformers that are published as one file in their original form, with diffusers' names and shapes of weights.
+"""Transformers that are published as one file in their original form, with diffusers' names and
+shapes of weights.
 
-diffusers loads a folder with a config.json. `OriginalTransformer` makes one beside the downloaded file, of a link to it
-and the config.json of a related checkpoint.
+diffusers loads a folder with a config.json. `OriginalTransformer` makes one beside the downloaded
+file, of a link to it and the config.json of a related checkpoint.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ class OriginalTransformer(Part):
 
     def _absent(self, why: str) -> str:
         return (
-            f"is not on this machine, and {why}. On another one, download it with `hf download {self.location}"
-            f" {self.file}` and `hf download {self.related.location}`, and copy its hub cache here."
+            f"is not on this machine, and {why}. On another one, download it with `hf download "
+            f"{self.location} {self.file}` and `hf download {self.related.location}`, and copy "
+            "its hub cache here."
         )
 
 

@@ -53,7 +53,8 @@ SETTINGS = (*MARKERS[1:], "processor_config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class Part:
-    """A component: `folder` inside `location`, a local folder or hub id that the config key `key` set.
+    """A component: `folder` inside `location`, a local folder or hub id that the config key `key`
+    set.
 
     Attributes:
         published: hub ids of the family's checkpoints.
@@ -98,7 +99,10 @@ class Part:
         if folder is None:
             return {}
         # safetensors first, as the libraries load them.
-        for pattern, shapes_of in (("*.safetensors", tensor_shapes), ("*pytorch_model*.bin", pickled_shapes)):
+        for pattern, shapes_of in (
+            ("*.safetensors", tensor_shapes),
+            ("*pytorch_model*.bin", pickled_shapes),
+        ):
             files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)]
             if not files:
                 continue
@@ -109,7 +113,9 @@ class Part:
         return {}
 
     def weight_files(self) -> dict[str, Path]:
-        """The safetensors file of each weight, as selected by diffusers; empty if it loads another format."""
+        """The safetensors file of each weight, as selected by diffusers; empty if it loads another
+        format.
+        """
         folder = self.fetch()
         variant = f".{self.variant}" if self.variant else ""
         # diffusion_pytorch_model.safetensors.index.fp16.json
@@ -135,10 +141,16 @@ class Part:
         if content is None:
             return None
         # Added tokens may have ids beyond the vocabulary, with gaps.
-        return max(len(content["model"]["vocab"]), *(token["id"] + 1 for token in content["added_tokens"]), 0)
+        return max(
+            len(content["model"]["vocab"]),
+            *(token["id"] + 1 for token in content["added_tokens"]),
+            0,
+        )
 
     def _has_variant(self, path: Path) -> bool:
-        """Whether a weight file has the chosen variant: `model.fp16.safetensors`, `model.fp16-00001-of-…`."""
+        """Whether a weight file has the chosen variant: `model.fp16.safetensors`,
+        `model.fp16-00001-of-…`.
+        """
         _, dot, suffix = path.stem.partition(".")
         return suffix.partition("-")[0] == self.variant if self.variant else not dot
 
@@ -158,7 +170,9 @@ class Part:
         return None
 
     def absence(self) -> str | None:
-        """Why a part that is not on this machine cannot be downloaded either; None if a download can be tried."""
+        """Why a part that is not on this machine cannot be downloaded either; None if a download
+        can be tried.
+        """
         from huggingface_hub import is_offline_mode
 
         if is_offline_mode():
@@ -169,15 +183,16 @@ class Part:
     def _absent(self, why: str) -> str:
         revision = f" --revision {self.revision}" if self.revision else ""
         return (
-            f"is not on this machine, and {why}. Download it on another one with `hf download {self.location}{revision}"
-            f" --local-dir FOLDER`, and set {self.key} to that folder."
+            f"is not on this machine, and {why}. Download it on another one with `hf download "
+            f"{self.location}{revision} --local-dir FOLDER`, and set {self.key} to that folder."
         )
 
     def _not_found(self) -> str:
         if self.location in self.published:
             return (
-                "is no longer on the hub, or no longer public. If you have been granted access, log in with "
-                f"`hf auth login`; otherwise look for its new place, and set {self.key} to it."
+                "is no longer on the hub, or no longer public. If you have been granted access, "
+                "log in with `hf auth login`; otherwise look for its new place, and set "
+                f"{self.key} to it."
             )
         return f"is not on the hub, or not public.{did_you_mean(self.location, self.published)}"
 
@@ -216,10 +231,15 @@ class Part:
             raise UserError(f"{self.location!r} has no {self.folder!r} folder with a model in it.")
         with self.downloading():
             folder = self._download(self._selection(SAFETENSORS)) / self.folder
-            if folder_fault(folder) == NO_WEIGHTS:  # the repository has them in the older format alone
+            if (
+                folder_fault(folder) == NO_WEIGHTS
+            ):  # the repository has them in the older format alone
                 self._download(self._selection(PICKLED))
         if fault := folder_fault(folder) or _unreadable(folder):
-            raise UserError(f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be used: {fault}.")
+            raise UserError(
+                f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be "
+                f"used: {fault}."
+            )
         return folder
 
     def _selection(self, suffix: str) -> Selection:
@@ -232,16 +252,24 @@ class Part:
         Raises:
             UserError: one line that names the repository and what can be done.
         """
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
 
         try:
             yield
         except RepositoryNotFoundError:
             raise UserError(f"{self.location!r} {self._not_found()}") from None
         except LocalEntryNotFoundError as error:
-            raise UserError(f"{self.location!r} {self.absence() or self._absent(hub_fault(error))}") from error
+            raise UserError(
+                f"{self.location!r} {self.absence() or self._absent(hub_fault(error))}"
+            ) from error
         except (HfHubHTTPError, OSError) as error:
-            raise UserError(f"{self.location!r} could not be downloaded: {hub_fault(error)}.") from error
+            raise UserError(
+                f"{self.location!r} could not be downloaded: {hub_fault(error)}."
+            ) from error
 
     def fetch_index(self) -> Path:
         """The file that lists the parts of the pipeline, downloaded if necessary.
@@ -257,12 +285,18 @@ class Part:
         try:
             return Path(hf_hub_download(self.location, INDEX_FILE, revision=self.revision))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise UserError(f"{INDEX_FILE} of {self.location!r} {self._absent(hub_fault(error))}") from error
+            raise UserError(
+                f"{INDEX_FILE} of {self.location!r} {self._absent(hub_fault(error))}"
+            ) from error
 
 
 def looks_like_path(location: str) -> bool:
-    """Whether a model location is a folder: hub ids have exactly one slash and do not start like a path."""
-    return location.startswith(("/", ".", "~")) or location.count("/") != 1 or Path(location).is_dir()
+    """Whether a model location is a folder: hub ids have exactly one slash and do not start like a
+    path.
+    """
+    return (
+        location.startswith(("/", ".", "~")) or location.count("/") != 1 or Path(location).is_dir()
+    )
 
 
 def folder_fault(folder: Path) -> str | None:

@@ -25,7 +25,14 @@ from simpletuner.errors import UserError, shorten
 from simpletuner.headers import METADATA, read_header
 from simpletuner.weights.files import WeightsError, tensor_shapes
 from simpletuner.weights.hub import hub_fault
-from simpletuner.weights.lora_names import ARCHITECTURE, LORA_FILE, METADATA_KEY, STEP_NOTE, layers_in, without_prefix
+from simpletuner.weights.lora_names import (
+    ARCHITECTURE,
+    LORA_FILE,
+    METADATA_KEY,
+    STEP_NOTE,
+    layers_in,
+    without_prefix,
+)
 from simpletuner.weights.part import HUB_ID
 
 OFFICIAL_FILE = "lora.safetensors"  # Kandinsky's official LoRAs
@@ -40,9 +47,16 @@ KOHYA_ALPHA = "ss_network_alpha"  # header entry of Kohya's scripts
 BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 # Settings of peft that change what the matrices mean.
 REFUSED = (
-    "lora_bias", "modules_to_save", "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
-    "arrow_config", "kasa_config", "monteclora_config",
-)  # fmt: skip
+    "lora_bias",
+    "modules_to_save",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
 
 
 @dataclass(frozen=True)
@@ -91,11 +105,12 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
     """The file of a LoRA: a file, a folder that holds one, or `repo[:file]` on the hub.
 
     Args:
-        fetch: download the file, and the settings file beside it, if necessary; otherwise return None if the file is
-            not on this machine.
+        fetch: download the file, and the settings file beside it, if necessary; otherwise return
+            None if the file is not on this machine.
 
     Raises:
-        UserError: the download failed, or the repository holds several files and none with a usual name.
+        UserError: the download failed, or the repository holds several files and none with a usual
+            name.
     """
     if not is_on_hub(location):
         return lora_file(home_path(location))
@@ -107,7 +122,11 @@ def is_on_hub(location: str) -> bool:
     """Whether the location of a LoRA is `repo[:file]` on the hub, not a path."""
     repository, colon, _ = location.partition(":")
     is_file = location.endswith(".safetensors") and not colon
-    return not home_path(location).exists() and not is_file and HUB_ID.fullmatch(repository) is not None
+    return (
+        not home_path(location).exists()
+        and not is_file
+        and HUB_ID.fullmatch(repository) is not None
+    )
 
 
 def _cached(repository: str, name: str) -> Path | None:
@@ -163,14 +182,18 @@ def _choose(repository: str, names: Collection[str]) -> str:
     if not files:
         raise UserError(f"{repository!r} on the hub holds no safetensors file.")
     shown = shorten(sorted(files), 5)
-    raise UserError(f"{repository!r} on the hub holds several LoRAs: {shown}. Choose one with {repository}:FILE.")
+    raise UserError(
+        f"{repository!r} on the hub holds several LoRAs: {shown}. Choose one with "
+        f"{repository}:FILE."
+    )
 
 
 def lora_settings(path: Path) -> LoraSettings:
     """The settings of a LoRA file, from its header or from the file beside it.
 
     Raises:
-        WeightsError: they cannot be read, contradict each other or the file, or ask for more than a plain LoRA.
+        WeightsError: they cannot be read, contradict each other or the file, or ask for more than a
+            plain LoRA.
     """
     notes = read_header(path)[METADATA]
     layers = layers_in(tensor_shapes(path))
@@ -179,7 +202,9 @@ def lora_settings(path: Path) -> LoraSettings:
     if METADATA_KEY in notes:
         settings = _parse(str(notes[METADATA_KEY]), METADATA_KEY)
     elif not has_alphas:
-        settings = _settings_beside(path, {parts["A"][0] for parts in layers.values() if parts.get("A")})
+        settings = _settings_beside(
+            path, {parts["A"][0] for parts in layers.values() if parts.get("A")}
+        )
     if has_alphas and settings.by_root:
         message = f"has an alpha for each layer, and {settings.origin} asks for use_rslora"
         raise WeightsError(f"{message}; they contradict each other, so its strength is unknown")
@@ -207,14 +232,20 @@ def _settings_beside(path: Path, ranks: Collection[int]) -> LoraSettings:
         claimed = _ranks(json.loads(text))
         if claimed and not claimed >= {*ranks}:
             shown = ", ".join(map(str, sorted(claimed)))
-            message = f"has rank {', '.join(map(str, sorted(ranks)))}, and {name} beside it says {shown}"
-            raise WeightsError(f"{message}: that file belongs to another LoRA; move one of them to its own folder")
+            message = (
+                f"has rank {', '.join(map(str, sorted(ranks)))}, and {name} beside it says {shown}"
+            )
+            raise WeightsError(
+                f"{message}: that file belongs to another LoRA; move one of them to its own folder"
+            )
         stated.append(settings)
     if not stated:
         return LoraSettings()
     first = stated[0]
     if any(replace(settings, origin=first.origin) != first for settings in stated):
-        message = f"lies beside {PEFT_SETTINGS} and {OFFICIAL_SETTINGS}, which state different strengths"
+        message = (
+            f"lies beside {PEFT_SETTINGS} and {OFFICIAL_SETTINGS}, which state different strengths"
+        )
         raise WeightsError(f"{message}; remove the one that belongs to another LoRA")
     return first
 
@@ -242,9 +273,12 @@ def _parse(text: str, origin: str) -> LoraSettings:
             re.compile(pattern)
         if not all(map(math.isfinite, (alpha, *alphas.values()))):
             raise ValueError
-    # Settings of any program may have lists, nulls, numbers beyond float, deep nesting, invalid patterns.
+    # Settings of any program may have lists, nulls, numbers beyond float, deep nesting, invalid
+    # patterns.
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error):
-        raise WeightsError(f"holds settings of the adapter that cannot be read ({origin})") from None
+        raise WeightsError(
+            f"holds settings of the adapter that cannot be read ({origin})"
+        ) from None
     _refuse_other_kinds(settings, origin)
     return LoraSettings(origin, alpha, alphas, bool(settings.get("use_rslora")))
 
@@ -263,7 +297,9 @@ def _refuse_other_kinds(settings: Mapping[str, Any], origin: str) -> None:
 
 
 def model_in_header(path: Path) -> tuple[str, str]:
-    """Family and flavour in the header of a LoRA that this program trained; empty if the header has none."""
+    """Family and flavour in the header of a LoRA that this program trained; empty if the header has
+    none.
+    """
     notes = read_header(path)[METADATA]
     if STEP_NOTE not in notes:
         return "", ""

@@ -1,4 +1,6 @@
-"""`simpletuner convert`: what another program computes with the written file is what was trained."""
+"""`simpletuner convert`: what another program computes with the written file is what was
+trained.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
 LAYER = "visual_transformer_blocks.0.self_attention.to_query"
-NOTE = {STEP_NOTE: "3", "modelspec.architecture": "kandinsky5-image/t2i-lite-sft/lora", "trigger": "zkt, "}
+NOTE = {
+    STEP_NOTE: "3",
+    "modelspec.architecture": "kandinsky5-image/t2i-lite-sft/lora",
+    "trigger": "zkt, ",
+}
 PRODUCTS: dict[str, dict[str, Any]] = {
     "lokr of products": {"lora_type": "lokr", "lora_rank": 2, "lora_alpha": 3, "lokr_factor": 4},
     "lokr in full": {"lora_type": "lokr", "lora_rank": 1000, "lora_alpha": 300, "lokr_factor": 4},
@@ -42,13 +48,17 @@ def shifted(checkpoint: Path, **settings: Any) -> Any:
     assembly = make_assembly(checkpoint, **settings)
     with torch.no_grad():
         for index, parameter in enumerate(assembly.parameters.values()):
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+            parameter += 0.1 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(index)
+            )
     return assembly
 
 
 def comfyui_update(weights: dict[str, Tensor], layer: str) -> Tensor:
     """What ComfyUI adds to the weight of a layer, for a file without alphas."""
-    parts = {name.removeprefix(f"diffusion_model.{layer}."): tensor for name, tensor in weights.items()}
+    parts = {
+        name.removeprefix(f"diffusion_model.{layer}."): tensor for name, tensor in weights.items()
+    }
 
     def product(name: str) -> Tensor:
         return parts[name] if name in parts else parts[f"{name}_a"] @ parts[f"{name}_b"]
@@ -70,7 +80,9 @@ def test_comfyui_computes_the_update_of_a_lokr_or_loha(
     assert isinstance(trained, ProductAdapter)
     trained.native(NOTE).write_into(tmp_path)
 
-    result = convert(tmp_path / trained.native_file, "comfyui", tmp_path / "for.safetensors", strength)
+    result = convert(
+        tmp_path / trained.native_file, "comfyui", tmp_path / "for.safetensors", strength
+    )
 
     weights = load_file(result.path)
     assert not [name for name in weights if name.endswith("alpha")]
@@ -79,7 +91,9 @@ def test_comfyui_computes_the_update_of_a_lokr_or_loha(
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_a_run_for_comfyui_writes_its_native_file_for_it(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
+def test_a_run_for_comfyui_writes_its_native_file_for_it(
+    t2i_checkpoint: Path, tmp_path: Path, kind: str
+) -> None:
     trained = shifted(t2i_checkpoint, **PRODUCTS[kind], lora_format="comfyui").trained
 
     trained.native(NOTE).write_into(tmp_path)
@@ -90,7 +104,9 @@ def test_a_run_for_comfyui_writes_its_native_file_for_it(t2i_checkpoint: Path, t
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_a_lokr_or_loha_comes_back_with_its_strength(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
+def test_a_lokr_or_loha_comes_back_with_its_strength(
+    t2i_checkpoint: Path, tmp_path: Path, kind: str
+) -> None:
     trained = shifted(t2i_checkpoint, **PRODUCTS[kind]).trained
     trained.native(NOTE).write_into(tmp_path)
     there = convert(tmp_path / trained.native_file, "comfyui").path
@@ -99,7 +115,10 @@ def test_a_lokr_or_loha_comes_back_with_its_strength(t2i_checkpoint: Path, tmp_p
 
     settings = json.loads(read_header(back)[METADATA][METADATA_KEY])
     assert settings["transformer.alpha"] == settings["transformer.r"]
-    renamed = {f"diffusion_model.{name.removeprefix('transformer.')}": each for name, each in load_file(back).items()}
+    renamed = {
+        f"diffusion_model.{name.removeprefix('transformer.')}": each
+        for name, each in load_file(back).items()
+    }
     assert all(torch.equal(tensor, renamed[name]) for name, tensor in load_file(there).items())
 
 
@@ -129,7 +148,8 @@ def test_the_strength_of_another_program_is_multiplied_into_the_matrices(
         f"base_model.model.{LAYER}.lora_A.weight": torch.randn(4, 8, generator=generator),
         f"base_model.model.{LAYER}.lora_B.weight": torch.randn(8, 4, generator=generator),
     }
-    settings, notes = {"r": 4, "lora_alpha": 3.0, "use_rslora": place != "alphas"}, dict[str, str]()
+    settings = {"r": 4, "lora_alpha": 3.0, "use_rslora": place != "alphas"}
+    notes: dict[str, str] = {}
     if place == "header":
         notes[METADATA_KEY] = json.dumps(settings)
     elif place == "alphas":
@@ -139,7 +159,9 @@ def test_the_strength_of_another_program_is_multiplied_into_the_matrices(
     save_file(weights, tmp_path / "theirs.safetensors", notes)
     expected = read_lora_file(tmp_path / "theirs.safetensors", [LAYER])
 
-    path = convert(tmp_path / "theirs.safetensors", form, tmp_path / "ours" / "lora.safetensors").path
+    path = convert(
+        tmp_path / "theirs.safetensors", form, tmp_path / "ours" / "lora.safetensors"
+    ).path
 
     assert read_lora_file(path, [LAYER]).keys() == expected.keys()
     for name, tensor in read_lora_file(path, [LAYER]).items():
@@ -147,7 +169,9 @@ def test_the_strength_of_another_program_is_multiplied_into_the_matrices(
 
 
 def test_a_full_fine_tune_becomes_one_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
-    transformer = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint, subfolder="transformer")
+    transformer = Kandinsky5Transformer3DModel.from_pretrained(
+        t2i_checkpoint, subfolder="transformer"
+    )
     transformer.save_pretrained(tmp_path / "pipeline/transformer", max_shard_size="50KB")
     (tmp_path / "pipeline" / NOTE_FILE).write_text(json.dumps({"modelspec.title": "mine"}))
     assert len(list((tmp_path / "pipeline/transformer").glob("*.safetensors"))) > 2
@@ -162,8 +186,12 @@ def test_a_full_fine_tune_becomes_one_file(t2i_checkpoint: Path, tmp_path: Path)
     assert result.place == "models/diffusion_models"
 
 
-def test_a_full_fine_tune_that_lacks_a_file_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
-    transformer = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint, subfolder="transformer")
+def test_a_full_fine_tune_that_lacks_a_file_is_refused(
+    t2i_checkpoint: Path, tmp_path: Path
+) -> None:
+    transformer = Kandinsky5Transformer3DModel.from_pretrained(
+        t2i_checkpoint, subfolder="transformer"
+    )
     transformer.save_pretrained(tmp_path / "transformer", max_shard_size="50KB")
     next((tmp_path / "transformer").glob("*00002-of*.safetensors")).unlink()
 
@@ -187,8 +215,18 @@ def write(path: Path, names: list[str], architecture: str = "", **notes: str) ->
     ("names", "architecture", "strength", "words"),
     [
         ([], "sanavideo/2b-480p/lora", 1.0, "it has no built-in Sana Video"),
-        ([], "kandinsky5-image/i2i-lite-sft/lora", 1.0, "it cannot run Kandinsky 5 Image i2i-lite-sft"),
-        ([f"transformer.{LAYER}.lora_magnitude_vector"], "", 1.0, "The magnitudes of a DoRA differ"),
+        (
+            [],
+            "kandinsky5-image/i2i-lite-sft/lora",
+            1.0,
+            "it cannot run Kandinsky 5 Image i2i-lite-sft",
+        ),
+        (
+            [f"transformer.{LAYER}.lora_magnitude_vector"],
+            "",
+            1.0,
+            "The magnitudes of a DoRA differ",
+        ),
         ([f"transformer.{LAYER}.diff"], "", 1.0, "is not a plain LoRA"),
         (["lora_unet_visual_transformer_blocks_0.alpha"], "", 1.0, "Kohya's names"),
         (["lycoris_visual_transformer_blocks_0.lokr_w1"], "", 1.0, "convert the LoRA beside it"),
@@ -198,7 +236,9 @@ def write(path: Path, names: list[str], architecture: str = "", **notes: str) ->
 def test_what_cannot_be_converted_says_why_and_writes_nothing(
     tmp_path: Path, names: list[str], architecture: str, strength: float, words: str
 ) -> None:
-    path = write(tmp_path / "lora.safetensors", [name for name in names if "alpha" not in name], architecture)
+    path = write(
+        tmp_path / "lora.safetensors", [name for name in names if "alpha" not in name], architecture
+    )
     if any("alpha" in name for name in names):
         save_file({**load_file(path), **{name: torch.tensor(1.0) for name in names}}, path)
 
@@ -211,13 +251,23 @@ def test_what_cannot_be_converted_says_why_and_writes_nothing(
 def test_an_i2i_lora_is_not_offered_for_comfyui_on_the_page(tmp_path: Path) -> None:
     path = write(tmp_path / LORA_FILE, [], "kandinsky5-image/i2i-lite-sft/lora")
 
-    assert other_form(path) == ("comfyui", "ComfyUI cannot use it: it cannot run Kandinsky 5 Image i2i-lite-sft.")
+    assert other_form(path) == (
+        "comfyui",
+        "ComfyUI cannot use it: it cannot run Kandinsky 5 Image i2i-lite-sft.",
+    )
 
 
-def test_a_run_of_i2i_does_not_promise_a_file_for_comfyui(workspace: Workspace, capsys: Capture) -> None:
-    told = complaints(workspace, capsys, "plan", "lora_format=comfyui", "model_flavour=i2i-lite-sft")
+def test_a_run_of_i2i_does_not_promise_a_file_for_comfyui(
+    workspace: Workspace, capsys: Capture
+) -> None:
+    told = complaints(
+        workspace, capsys, "plan", "lora_format=comfyui", "model_flavour=i2i-lite-sft"
+    )
 
-    assert "lora_format: 'comfyui': ComfyUI cannot run Kandinsky 5 Image i2i-lite-sft; use diffusers." in told
+    assert (
+        "lora_format: 'comfyui': ComfyUI cannot run Kandinsky 5 Image i2i-lite-sft; use diffusers."
+        in told
+    )
 
 
 def test_the_command_replaces_a_file_only_if_told(

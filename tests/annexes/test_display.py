@@ -1,4 +1,6 @@
-"""Displays: throttled lines in files, a terminal that is left in order, and the choice between them."""
+"""Displays: throttled lines in files, a terminal that is left in order, and the choice between
+them.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Terminal(io.StringIO):
 
 def report(step: int, seconds: float = 0.5) -> StepReport:
     metrics = {"train_loss": 1.0 / step, "learning_rate": 1e-4}
-    return StepReport(step, 1, metrics, seconds, data_seconds=0.001, memory_bytes=3 * 2**30, epochs=4)
+    return StepReport(
+        step, 1, metrics, seconds, data_seconds=0.001, memory_bytes=3 * 2**30, epochs=4
+    )
 
 
 def running(total_steps: int, start_step: int = 0) -> StateChanged:
@@ -72,7 +76,8 @@ def test_a_run_of_300_steps_prints_about_30_lines() -> None:
 
 
 def test_slow_steps_are_told_at_least_every_minute() -> None:
-    stream, time = io.StringIO(), Clock()
+    stream = io.StringIO()
+    time = Clock()
     display = PlainDisplay(stream, time)
     display(running(10_000))
     for step in range(1, 11):
@@ -83,21 +88,28 @@ def test_slow_steps_are_told_at_least_every_minute() -> None:
 
 def test_a_quick_phase_prints_one_line() -> None:
     stream = io.StringIO()
-    with EventStream(PlainDisplay(stream, Clock())).phase("Encoding captions", total=1200, unit="captions") as phase:
+    with EventStream(PlainDisplay(stream, Clock())).phase(
+        "Encoding captions", total=1200, unit="captions"
+    ) as phase:
         for _ in range(1200):
             phase.advance(note="bild.txt")
     assert re.fullmatch(r"Encoding captions: 1,200 captions in [\d.]+ s\n", stream.getvalue())
 
 
 def test_a_slow_phase_prints_every_ten_seconds() -> None:
-    stream, time = io.StringIO(), Clock()
-    with EventStream(PlainDisplay(stream, time)).phase("Encoding pictures", total=200, unit="pictures") as phase:
+    stream = io.StringIO()
+    time = Clock()
+    with EventStream(PlainDisplay(stream, time)).phase(
+        "Encoding pictures", total=200, unit="pictures"
+    ) as phase:
         for index in range(200):
             time.time += 0.5
             phase.advance(note=f"चित्र {index}.png")
     lines = stream.getvalue().splitlines()
     assert len(lines) == 11
-    assert re.fullmatch(r"Encoding pictures: \d+/200 pictures \(\d+ %\) \(चित्र \d+\.png\)", lines[0])
+    assert re.fullmatch(
+        r"Encoding pictures: \d+/200 pictures \(\d+ %\) \(चित्र \d+\.png\)", lines[0]
+    )
     assert re.fullmatch(r"Encoding pictures: 200 pictures in [\d.]+ s", lines[-1])
 
 
@@ -130,7 +142,9 @@ def test_the_stream_decides_the_display(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(make_display(Terminal()), PlainDisplay)
 
 
-def test_the_live_display_shows_the_run_and_restores_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_display_shows_the_run_and_restores_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     terminal = Terminal()
@@ -151,7 +165,8 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(monkeypatch: p
     assert "step 101 of 300" in shown
     assert "compute 100 %, waiting for data 0 %" in shown
     assert "a line above" in shown
-    hide, show = "\x1b[?25l", "\x1b[?25h"
+    hide = "\x1b[?25l"
+    show = "\x1b[?25h"
     assert hide in shown
     assert shown.rindex(show) > shown.rindex(hide)
     assert "Trained 1 step in" in shown[shown.rindex(show) :]
@@ -208,7 +223,9 @@ def test_the_remaining_time_includes_what_comes_beside_the_steps() -> None:
     }
     pace = Pace(total_steps=110, start_step=100, rounds=rounds)
     pace.note(StepReport(101, 1, LOSS, seconds=2.0))
-    assert pace.remaining_seconds == pytest.approx(9 * 2 + 60), "previews at the end, as the plan expects them"
+    assert pace.remaining_seconds == pytest.approx(9 * 2 + 60), (
+        "previews at the end, as the plan expects them"
+    )
     events = EventStream(pace.note)
     events.publish(PhaseEnded(PhaseStarted("", kind=PREVIEWS), 1, 40.0, complete=True))
     events.publish(PhaseEnded(PhaseStarted("", kind=EVALUATION), 1, 3.0, complete=True))
@@ -237,14 +254,19 @@ def test_the_line_that_explains_the_speed() -> None:
     pace = Pace(total_steps=110, start_step=101)
     pace.note(streamed)
     assert pace.speed == "compute 75 %, waiting for weights 20 %, waiting for data 5 %, MFU 38 %"
-    # A fast step in between counts for as long as it took: 2 s at .38 and 1 s at .76, the second a bit more.
+    # A fast step in between counts for as long as it took: 2 s at .38 and 1 s at .76, the second a
+    # bit more.
     pace.note(replace(streamed, step=103, seconds=1.0, mfu=0.76))
     assert pace.mfu == pytest.approx((0.9 * 2 * 0.38 + 0.76) / (0.9 * 2 + 1))
 
 
 def test_the_numbers_of_the_panel_fit_eighty_columns() -> None:
     pace = Pace(total_steps=2000, start_step=100)
-    pace.note(StepReport(101, 12, {**LOSS, "learning_rate": 1e-4}, 2.0, epochs=31, memory_bytes=23_400_000_000))
+    pace.note(
+        StepReport(
+            101, 12, {**LOSS, "learning_rate": 1e-4}, 2.0, epochs=31, memory_bytes=23_400_000_000
+        )
+    )
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(training_panel(pace))
     [line] = [line for line in console.export_text().splitlines() if "loss" in line]
@@ -265,11 +287,17 @@ class DeadTerminal(Terminal):
 
 
 @pytest.mark.parametrize("kind", ["xterm-256color", "dumb"])
-def test_a_terminal_that_dies_ends_the_display_and_nothing_else(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_dies_ends_the_display_and_nothing_else(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", kind)
-    terminal, steps = DeadTerminal(), list[int]()
+    terminal = DeadTerminal()
+    steps: list[int] = []
     with shown_events(terminal) as events:
-        events.subscribe("steps", lambda event: steps.append(event.step) if isinstance(event, StepReport) else None)
+        events.subscribe(
+            "steps",
+            lambda event: steps.append(event.step) if isinstance(event, StepReport) else None,
+        )
         events.publish(running(10))
         terminal.alive = False
         with events.phase("Rendering previews", 1) as phase:

@@ -1,4 +1,6 @@
-"""Captions are changed by those who have seen them, all at once only after a preview, and nothing is lost."""
+"""Captions are changed by those who have seen them, all at once only after a preview, and nothing
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,14 @@ def test_a_text_that_training_would_refuse_is_not_written(text: str) -> None:
         content_of(text)
 
 
-def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
     changes, unreadable = changes_of(files, replacing("cat", "fox"))
     assert [(each.name, each.before, each.after) for each in changes] == [
-        ("a.txt", "a red cat\n", "a red fox\n"), ("b.txt", "two\nlines of a cat", "two\nlines of a fox\n")
-    ]  # fmt: skip
+        ("a.txt", "a red cat\n", "a red fox\n"),
+        ("b.txt", "two\nlines of a cat", "two\nlines of a fox\n"),
+    ]
     assert (unreadable, texts(files)) == ([], TEXTS)
     backup = apply(changes, tmp_path)
     assert texts(files) == TEXTS | {"a.txt": "a red fox\n", "b.txt": "two\nlines of a fox\n"}
@@ -72,7 +77,8 @@ def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(files: dict[s
 
 
 def test_only_the_newest_backups_stay(tmp_path: Path) -> None:
-    mine, path = tmp_path / ".captions-of-mine.json", tmp_path / "a.txt"
+    mine = tmp_path / ".captions-of-mine.json"
+    path = tmp_path / "a.txt"
     path.write_text("a")
     mine.touch()
     made = []
@@ -118,10 +124,14 @@ def test_a_full_disk_in_the_middle_leaves_whole_captions_and_the_old_ones(
         apply(changes, tmp_path)
     assert texts(files) == TEXTS | {"a.txt": "e red cet\n"}
     (backup,) = tmp_path.glob(".captions-*.json")
-    assert json.loads(backup.read_text()) == {name: text for name, text in TEXTS.items() if "a" in text}
+    assert json.loads(backup.read_text()) == {
+        name: text for name, text in TEXTS.items() if "a" in text
+    }
 
 
-def test_a_file_that_changed_since_the_preview_is_kept(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_file_that_changed_since_the_preview_is_kept(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
     changes, _ = changes_of(files, replacing("cat", "fox"))
     files["a.txt"].write_text("mine\n")
     with pytest.raises(ChangedMeanwhileError):

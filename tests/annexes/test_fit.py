@@ -61,12 +61,17 @@ def gpu(gigabytes: float, host: float | None = None) -> Device:
 
 
 def budget(
-    device: Device, bucket: Bucket = LITE, flavour: str = "t2v-lite-sft-5s", encodes_text: bool = False, **settings: Any
+    device: Device,
+    bucket: Bucket = LITE,
+    flavour: str = "t2v-lite-sft-5s",
+    encodes_text: bool = False,
+    **settings: Any,
 ) -> Budget:
     """Training alone, every cache filled, unless captions are missing."""
     family = {"t2i": "kandinsky5-image", "t2v": "kandinsky5-video", "2b-": "sanavideo"}[flavour[:3]]
     workload = Workload([bucket], [], encodes_text, [], 0.0)
-    spec, settled = FAMILIES[family], config(family, **settings)
+    spec = FAMILIES[family]
+    settled = config(family, **settings)
     source = ModelSource.from_settings(spec, spec.flavour(flavour), settled.flat)
     plan = Plan(
         config=settled,
@@ -95,7 +100,8 @@ def budget(
 def parts(family: str, flavour: str) -> Parts:
     """Those of a published checkpoint on a GPU, which remember what was computed of them."""
     spec = FAMILIES[family]
-    cost, targets = spec.cost, list(spec.lora_targets)
+    cost = spec.cost
+    targets = list(spec.lora_targets)
     transformer = cost.of_flavour(flavour, Kernels(tile_lists=True))
     return Parts(spec, transformer, targets, cost.vae, cost.text_parameters, ())
 
@@ -122,7 +128,11 @@ def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
 @pytest.mark.parametrize(
     ("gigabytes", "settings", "changes"),
     [
-        (24, {"gradient_checkpointing": False}, ["gradient_checkpointing true, gradient_checkpointing_interval 1"]),
+        (
+            24,
+            {"gradient_checkpointing": False},
+            ["gradient_checkpointing true, gradient_checkpointing_interval 1"],
+        ),
         (8, {}, [STREAMING]),
         (5, {}, [STREAMING, "offload_block_inputs true"]),
         (
@@ -136,7 +146,9 @@ def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
         ),
     ],
 )
-def test_the_smallest_change(gigabytes: float, settings: dict[str, Any], changes: list[str]) -> None:
+def test_the_smallest_change(
+    gigabytes: float, settings: dict[str, Any], changes: list[str]
+) -> None:
     before = budget(gpu(gigabytes), **settings)
     assert [str(each) for each in smallest_change(before)] == changes
 
@@ -173,7 +185,9 @@ CLIP = Bucket(1024, 512, 25, 1, 1.0, 256)  # of the example
 
 def card(host: float, **settings: Any) -> Budget:
     """Pro on a card of 24 GiB."""
-    device = Device("NVIDIA GeForce RTX 4090", 24 * 2**30, host, True, rates_of("NVIDIA GeForce RTX 4090"), "")
+    device = Device(
+        "NVIDIA GeForce RTX 4090", 24 * 2**30, host, True, rates_of("NVIDIA GeForce RTX 4090"), ""
+    )
     return budget(device, CLIP, PRO, encodes_text=True, **settings)
 
 
@@ -189,14 +203,22 @@ def test_pro_in_8_bits_with_32_gb_of_host_memory() -> None:
     assert found_by(check_fit, auto) == []
 
 
-@pytest.mark.parametrize(("host", "settings"), [(32e9, {}), (20e9, {"base_model_precision": "int8-quanto"})])
-def test_the_disk_is_the_way_out_of_too_little_host_memory(host: float, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("host", "settings"), [(32e9, {}), (20e9, {"base_model_precision": "int8-quanto"})]
+)
+def test_the_disk_is_the_way_out_of_too_little_host_memory(
+    host: float, settings: dict[str, Any]
+) -> None:
     before = card(host, enable_group_offload=True, **settings)
-    assert before.config.offload.group_offload_to_disk_path is None, "only the user says where there is room"
+    assert before.config.offload.group_offload_to_disk_path is None, (
+        "only the user says where there is room"
+    )
     (problem,) = found_by(check_fit, before)
     assert "loading the transformer needs" in str(problem)
     assert f"of host memory, this machine has {host / 1e9:.1f} GB" in str(problem)
-    assert "This would fit: group_offload_to_disk_path with a folder on a fast disk." in str(problem)
+    assert "This would fit: group_offload_to_disk_path with a folder on a fast disk." in str(
+        problem
+    )
     assert before.under({"group_offload_to_disk_path": "waiting"}, "test").fits
 
 
@@ -253,7 +275,9 @@ def test_compiled_blocks_count_where_they_were_measured(
     family: str, is_gpu: bool, settings: dict[str, Any], compiled: bool
 ) -> None:
     chosen = config(family, **{"speed": "auto", **settings})
-    assert kernels_on(chosen, FAMILIES[family], "cuda" if is_gpu else "cpu") == Kernels(compiled, is_gpu)
+    assert kernels_on(chosen, FAMILIES[family], "cuda" if is_gpu else "cpu") == Kernels(
+        compiled, is_gpu
+    )
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -269,7 +293,8 @@ def test_a_card_that_this_torch_cannot_use_is_taken_to_compile(
 
 def test_all_compiled_blocks_of_sana_are_kept_on_80_gb() -> None:
     """Of diffusers' code, compiled, there was room for half of them."""
-    before, mine = budget(gpu(80), SANA, "2b-480p", speed="auto"), parts("sanavideo", "2b-480p")
+    before = budget(gpu(80), SANA, "2b-480p", speed="auto")
+    mine = parts("sanavideo", "2b-480p")
     compiled = mine.cost.of_flavour("2b-480p", Kernels(compiled=True))
     chosen = choose(replace(before, parts=replace(mine, transformer=compiled)))
     assert not chosen.config.precision.gradient_checkpointing
@@ -299,21 +324,28 @@ def test_auto_turns_to_8_bits_last() -> None:
 
 
 SANA = Bucket(832, 480, 81, 1, 1.0, 300)
-RELEASED = "optimizer_release_gradients true: each gradient is freed as soon as its weight is updated"
+RELEASED = (
+    "optimizer_release_gradients true: each gradient is freed as soon as its weight is updated"
+)
 
 
 @pytest.mark.parametrize(
     ("flavour", "bucket", "gigabytes", "optimizer"),
     [
-        ("t2v-lite-sft-5s", LITE, 24, None), ("t2v-lite-sft-5s", LITE, 16, None), ("2b-480p", SANA, 24, None),
-        ("t2v-lite-sft-5s", LITE, 16, "ao-adamw8bit"), ("2b-480p", SANA, 24, "ao-adamw8bit"),
+        ("t2v-lite-sft-5s", LITE, 24, None),
+        ("t2v-lite-sft-5s", LITE, 16, None),
+        ("2b-480p", SANA, 24, None),
+        ("t2v-lite-sft-5s", LITE, 16, "ao-adamw8bit"),
+        ("2b-480p", SANA, 24, "ao-adamw8bit"),
         ("t2i-lite-sft", replace(PICTURE, batch=1), 48, "ao-adamw8bit"),
     ],
-)  # fmt: skip
+)
 def test_auto_fits_full_fine_tunes_on_small_cards(
     flavour: str, bucket: Bucket, gigabytes: int, optimizer: str | None
 ) -> None:
-    """Labels are in 2^30 bytes; a moving average is in the 32 GB of the host, which for Image are 64."""
+    """Labels are in 2^30 bytes; a moving average is in the 32 GB of the host, which for Image are
+    64.
+    """
     settings = {"model_type": "full", "speed": "auto", "use_ema": True, "ema_cpu_only": True}
     settings |= {"optimizer": optimizer} if optimizer else {}
     host = 64 if bucket.frames == 1 else 32
@@ -327,33 +359,44 @@ def test_auto_fits_full_fine_tunes_on_small_cards(
         assert smallest_change(plain)
 
 
-def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_was_chosen() -> None:
+def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_was_chosen() -> (
+    None
+):
     """On a host that has no room for its state."""
     small = gpu(18, host=10e9)
     chosen = choose(budget(small, model_type="full"))
     assert not chosen.shortages(headroom=HEADROOM)
     assert chosen.config.optimizer.optimizer == "ao-adamw8bit"
-    assert chosen.decisions[0].startswith("optimizer ao-adamw8bit: without state in 8 bits the run does not fit")
+    assert chosen.decisions[0].startswith(
+        "optimizer ao-adamw8bit: without state in 8 bits the run does not fit"
+    )
     for mine in ({"optimizer": "optimi-adamw"}, {"optimizer_release_gradients": False}):
         found = choose(budget(small, model_type="full", **mine)).config.optimizer.model_dump()
         assert found | mine == found
     accumulated = choose(budget(small, model_type="full", gradient_accumulation_steps=2))
     assert not accumulated.config.optimizer.optimizer_release_gradients
-    assert not choose(budget(gpu(250), model_type="full")).config.optimizer.optimizer_release_gradients
+    assert not choose(
+        budget(gpu(250), model_type="full")
+    ).config.optimizer.optimizer_release_gradients
 
 
 def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
     training = budget(gpu(12))
     clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
     rendering = with_previews(training, clip)
-    alone, both = choose(training), choose(rendering)
+    alone = choose(training)
+    both = choose(rendering)
     assert found_by(check_fit, both), "the previews are too large for every choice"
     assert (both.config, both.decisions) == (alone.config, alone.decisions)
     assert both.config.precision.base_model_precision == "no_change"
 
 
 def test_auto_touches_nothing_that_the_user_set() -> None:
-    mine = {"gradient_checkpointing": True, "enable_group_offload": False, "base_model_precision": "bf16"}
+    mine = {
+        "gradient_checkpointing": True,
+        "enable_group_offload": False,
+        "base_model_precision": "bf16",
+    }
     for gigabytes in (4, 141):
         chosen = choose(budget(gpu(gigabytes), **mine))
         assert {key: chosen.config.flat[key] for key in mine} == mine
@@ -371,7 +414,10 @@ def test_nothing_moves_under_cuda_graphs() -> None:
 
 def test_streaming_costs_time_where_the_step_is_short() -> None:
     """A picture of 4096 tokens does not hide the copies of its blocks, a clip does."""
-    for bucket, flavour, hidden in ((PICTURE, "t2i-lite-sft", True), (LITE, "t2v-lite-sft-5s", True)):
+    for bucket, flavour, hidden in (
+        (PICTURE, "t2i-lite-sft", True),
+        (LITE, "t2v-lite-sft-5s", True),
+    ):
         streamed = budget(gpu(80), bucket, flavour, **STREAMED)
         plain = budget(gpu(80), bucket, flavour)
         step = streamed.steps[0].cost
@@ -383,7 +429,9 @@ def test_streaming_costs_time_where_the_step_is_short() -> None:
     assert step.seconds == step.copying
     waited = budget(gpu(80), one, "t2i-lite-sft", enable_group_offload=True).steps[0].cost
     resident = budget(gpu(80), one, "t2i-lite-sft").steps[0].cost
-    assert waited.seconds == pytest.approx(resident.seconds + waited.copying), "without a stream they take turns"
+    assert waited.seconds == pytest.approx(resident.seconds + waited.copying), (
+        "without a stream they take turns"
+    )
 
 
 def test_without_a_gpu_nothing_is_streamed() -> None:
@@ -411,16 +459,24 @@ def test_held_out_samples_are_measured_without_gradients_beside_what_is_there() 
     # A sweep trains nothing, and loads a LoRA for all of its phases.
     sweep = replace(training, parts=replace(training.parts, trains=False, lora_bytes=10**9))
     alone = replace(sweep, workload=Workload([], [], False, [], 0.0, evaluated=[LITE]))
-    peak = next(phase.device for phase in alone.phases if phase.name == "measuring the evaluation loss")
-    assert peak == alone.model.frozen_bytes + alone.model.sampling_bytes(alone.parts.load(LITE)) + 1e9
+    peak = next(
+        phase.device for phase in alone.phases if phase.name == "measuring the evaluation loss"
+    )
+    assert (
+        peak == alone.model.frozen_bytes + alone.model.sampling_bytes(alone.parts.load(LITE)) + 1e9
+    )
     assert replace(alone, device=gpu(30)).fits != replace(alone, device=gpu(2)).fits
 
 
 def test_auto_keeps_what_is_fast_where_there_is_room() -> None:
-    """With checkpointing set by the user there is nothing left to choose: attention is not computed twice."""
+    """With checkpointing set by the user there is nothing left to choose: attention is not computed
+    twice.
+    """
     chosen = choose(budget(gpu(80), speed="auto", gradient_checkpointing=True))
     assert chosen.config.speed.speed_keep_attention is None
-    assert chosen.decisions == ["nothing to change: the blocks are checkpointed, and everything stays on the device"]
+    assert chosen.decisions == [
+        "nothing to change: the blocks are checkpointed, and everything stays on the device"
+    ]
 
 
 def test_auto_streams_rather_than_computing_attention_twice() -> None:
@@ -435,7 +491,11 @@ def test_auto_streams_rather_than_computing_attention_twice() -> None:
 
 
 def test_auto_moves_inputs_alone_where_weights_cannot_stream() -> None:
-    settings = {"model_type": "full", "gradient_checkpointing": True, "optimizer_release_gradients": False}
+    settings = {
+        "model_type": "full",
+        "gradient_checkpointing": True,
+        "optimizer_release_gradients": False,
+    }
     settings |= {"optimizer": "adamw_bf16"}
     assert budget(gpu(33), **settings).shortages(headroom=HEADROOM)
     chosen = choose(budget(gpu(33), **settings))
@@ -479,8 +539,12 @@ def test_latents_are_encoded_before_training_where_both_do_not_fit() -> None:
     assert str(change).startswith("latents encoded before training, without vae_cache_ondemand")
 
 
-@pytest.mark.parametrize(("gigabytes", "change"), [(10, "vae_enable_patch_conv true"), (7, "vae_enable_tiling true")])
-def test_the_vae_works_in_slices_or_tiles_before_anything_is_made_smaller(gigabytes: float, change: str) -> None:
+@pytest.mark.parametrize(
+    ("gigabytes", "change"), [(10, "vae_enable_patch_conv true"), (7, "vae_enable_tiling true")]
+)
+def test_the_vae_works_in_slices_or_tiles_before_anything_is_made_smaller(
+    gigabytes: float, change: str
+) -> None:
     before = encoding(gpu(gigabytes), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
     assert [str(each) for each in smallest_change(before)] == [change]
 
@@ -499,15 +563,21 @@ def with_previews(before: Budget, preview: Bucket = LITE) -> Budget:
     return replace(before, workload=replace(before.workload, previews=[preview]))
 
 
-@pytest.mark.parametrize(("gigabytes", "how"), [(6, "tiles"), (9, "strips"), (16, "strips"), (40, "whole")])
-def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(gigabytes: float, how: str) -> None:
+@pytest.mark.parametrize(
+    ("gigabytes", "how"), [(6, "tiles"), (9, "strips"), (16, "strips"), (40, "whole")]
+)
+def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(
+    gigabytes: float, how: str
+) -> None:
     alone = budget(gpu(gigabytes))
     chosen = choose(with_previews(alone))
     assert chosen.config.validation.validation_decoding == how
     assert chosen.fits
     assert chosen.step_seconds == choose(alone).step_seconds, "previews slow no step down"
     assert not chosen.config.caching.vae_enable_tiling
-    assert how == "whole" or any(f"previews are decoded in {how}" in each for each in chosen.decisions)
+    assert how == "whole" or any(
+        f"previews are decoded in {how}" in each for each in chosen.decisions
+    )
     mine = choose(with_previews(budget(gpu(gigabytes), validation_decoding="whole")))
     assert mine.config.validation.validation_decoding == "whole", "what the user set is left alone"
 
@@ -524,7 +594,8 @@ def test_a_preview_in_tiles_needs_no_more_than_training() -> None:
     for settings in ({}, STREAMED, {**STREAMED, "offload_block_inputs": True}):
         found = with_previews(budget(gpu(80), validation_decoding="tiles", **settings))
         training, rendering = (
-            next(each.device for each in found.phases if each.name.startswith(name)) for name in ("training", "render")
+            next(each.device for each in found.phases if each.name.startswith(name))
+            for name in ("training", "render")
         )
         assert rendering <= training
 
@@ -539,7 +610,9 @@ def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
     on_gpu = replace(before.parts, on_gpu=True)
 
     def rendering(parts: Parts, how: str, preview: Bucket = LITE) -> float:
-        found = replace(with_previews(before, preview).under({"validation_decoding": how}, "test"), parts=parts)
+        found = replace(
+            with_previews(before, preview).under({"validation_decoding": how}, "test"), parts=parts
+        )
         return next(each.device for each in found.phases if each.name == PREVIEWS)
 
     decoding = 2 * VIDEO_COST.vae.decode(VaeLoad(1, 61, 768, 512))
@@ -552,41 +625,67 @@ def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "how"), [((768, 512), "whole"), ((960, 544), "whole"), ((1024, 512), "strips"), ((1024, 1024), "strips")]
+    ("size", "how"),
+    [
+        ((768, 512), "whole"),
+        ((960, 544), "whole"),
+        ((1024, 512), "strips"),
+        ((1024, 1024), "strips"),
+    ],
 )
-def test_large_clips_are_decoded_in_strips_unless_the_user_says_otherwise(size: tuple[int, int], how: str) -> None:
+def test_large_clips_are_decoded_in_strips_unless_the_user_says_otherwise(
+    size: tuple[int, int], how: str
+) -> None:
     preview = replace(LITE, width=size[0], height=size[1])
-    (unset, mine) = (with_previews(budget(gpu(80), **set_), preview) for set_ in ({}, {"validation_decoding": "whole"}))
+    (unset, mine) = (
+        with_previews(budget(gpu(80), **set_), preview)
+        for set_ in ({}, {"validation_decoding": "whole"})
+    )
     assert decoding_of(unset) == how
     assert decoding_of(mine) == "whole"
     assert [each.fatal for each in found_by(check_decoding, mine)] == [False] * (how == "strips")
-    assert found_by(check_decoding, with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE)) == []
+    assert (
+        found_by(check_decoding, with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE))
+        == []
+    )
 
 
 def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:
     """A card of 24 GB has room for the packaged examples, with or without what cuDNN may take."""
-    for gigabytes, how in ((40, "whole"), (14, "strips"), (4, "whole")):  # the last has no room for strips either
+    for gigabytes, how in (
+        (40, "whole"),
+        (14, "strips"),
+        (4, "whole"),
+    ):  # the last has no room for strips either
         assert decoding_of(with_previews(budget(gpu(gigabytes)))) == how
-    assert decoding_of(with_previews(budget(gpu(14), offload="auto"))) == "whole", "auto has other ways"
+    assert decoding_of(with_previews(budget(gpu(14), offload="auto"))) == "whole", (
+        "auto has other ways"
+    )
     assert decoding_of(with_previews(budget(gpu(14), validation_decoding="whole"))) == "whole"
 
 
 def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
     streamed: dict[str, Any] = {
-        "speed": "auto", "enable_group_offload": True, "validation_decoding": "tiles", "validation_guidance": 5.0,
-    }  # fmt: skip
+        "speed": "auto",
+        "enable_group_offload": True,
+        "validation_decoding": "tiles",
+        "validation_guidance": 5.0,
+    }
     alone = with_previews(budget(gpu(80), **streamed))
     both = with_faster_previews(alone)
     assert both.config.validation.validation_batched_guidance
     assert both.fits
     (needed, needed_alone) = (
-        next(each.device for each in found.phases if each.name == PREVIEWS) for found in (both, alone)
+        next(each.device for each in found.phases if each.name == PREVIEWS)
+        for found in (both, alone)
     )
     assert needed > needed_alone
     assert both.preview_seconds <= alone.preview_seconds
     alone_anyway: tuple[tuple[float, dict[str, Any]], ...] = (
-        (needed / 1e9, {}), (80, {"validation_batched_guidance": False}), (80, {"speed": "reference"}),
-    )  # fmt: skip
+        (needed / 1e9, {}),
+        (80, {"validation_batched_guidance": False}),
+        (80, {"speed": "reference"}),
+    )
     for gigabytes, settings in alone_anyway:
         tight = with_previews(budget(gpu(gigabytes), **{**streamed, **settings}))
         assert not with_faster_previews(tight).config.validation.validation_batched_guidance
@@ -595,36 +694,57 @@ def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "share"), [("t2v-lite-sft-5s", GPU_CONVOLUTIONS), ("2b-480p", GPU_CONVOLUTIONS * FLOAT32_SHARE)]
+    ("flavour", "share"),
+    [("t2v-lite-sft-5s", GPU_CONVOLUTIONS), ("2b-480p", GPU_CONVOLUTIONS * FLOAT32_SHARE)],
 )
 def test_previews_take_as_long_as_sampling_and_decoding(flavour: str, share: float) -> None:
     """The VAE of Sana Video decodes in float32."""
     found = with_previews(budget(gpu(80), flavour=flavour, num_validation_images=2))
     vae = found.parts.vae
-    sampling = replace(found, parts=replace(found.parts, vae=replace(vae, flops={}))).preview_seconds
+    sampling = replace(
+        found, parts=replace(found.parts, vae=replace(vae, flops={}))
+    ).preview_seconds
     flops = vae.decode_flops(VaeLoad(1, LITE.frames, LITE.width, LITE.height))
-    assert found.preview_seconds - sampling == pytest.approx(2 * flops / (share * found.device.rates.matmul))
+    assert found.preview_seconds - sampling == pytest.approx(
+        2 * flops / (share * found.device.rates.matmul)
+    )
     assert 0 < flops / found.device.rates.matmul < sampling
 
 
 def test_the_vae_stays_and_decodes_beside_training_where_both_fit() -> None:
-    def chosen(gigabytes: float, flavour: str = "t2v-lite-sft-5s", **settings: Any) -> tuple[object, object]:
-        found = with_previews(budget(gpu(gigabytes), flavour=flavour, validation_decoding="tiles", **settings))
+    def chosen(
+        gigabytes: float, flavour: str = "t2v-lite-sft-5s", **settings: Any
+    ) -> tuple[object, object]:
+        found = with_previews(
+            budget(gpu(gigabytes), flavour=flavour, validation_decoding="tiles", **settings)
+        )
         config = with_faster_previews(found).config
         return config.caching.keep_vae_loaded, config.validation.validation_decode_in_background
 
     assert chosen(80) == (True, True)
-    assert chosen(80, "2b-480p") == (True, None), "its VAE computes in float32, which is a setting of the process"
+    assert chosen(80, "2b-480p") == (True, None), (
+        "its VAE computes in float32, which is a setting of the process"
+    )
     assert chosen(80, mixed_precision="no") == (True, None)
     assert chosen(80, enable_model_cpu_offload=True) == (None, None)
-    assert chosen(80, keep_vae_loaded=False, validation_decode_in_background=False) == (False, False)
+    assert chosen(80, keep_vae_loaded=False, validation_decode_in_background=False) == (
+        False,
+        False,
+    )
     alone = with_previews(budget(gpu(80), validation_decoding="tiles"))
     training = max(each.device for each in alone.phases if each.trains)
     kept = alone.under({"keep_vae_loaded": True}, "test")
     both = kept.under({"validation_decode_in_background": True}, "test")
-    vae, decoding = (max(each.device for each in found.phases if each.trains) - training for found in (kept, both))
+    vae, decoding = (
+        max(each.device for each in found.phases if each.trains) - training
+        for found in (kept, both)
+    )
     assert 0 < vae < decoding
-    assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {(None, None), (True, None), (True, True)}
+    assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {
+        (None, None),
+        (True, None),
+        (True, True),
+    }
 
 
 def decoding_of(found: Budget) -> str:
@@ -643,7 +763,9 @@ SMALL = Bucket(256, 256, 1, 1, 1.0, 64)
 
 def small(gigabytes: float = 80, **settings: Any) -> Budget:
     """Small pictures on a fast card, whose kernels take less time than launching them."""
-    return budget(gpu(gigabytes, 1e12), SMALL, "t2i-lite-sft", **{"gradient_checkpointing": True, **settings})
+    return budget(
+        gpu(gigabytes, 1e12), SMALL, "t2i-lite-sft", **{"gradient_checkpointing": True, **settings}
+    )
 
 
 def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
@@ -657,8 +779,12 @@ def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
     )
     assert after.step_seconds == before.step_seconds < beyond.step_seconds
     assert free_batch(after, math.inf) is None
-    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft"), math.inf) is None, "computing takes longer"
-    assert free_batch(small(dynamo_mode="reduce-overhead"), math.inf) is None, "a CUDA graph needs no launches"
+    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft"), math.inf) is None, (
+        "computing takes longer"
+    )
+    assert free_batch(small(dynamo_mode="reduce-overhead"), math.inf) is None, (
+        "a CUDA graph needs no launches"
+    )
     assert free_batch(before, batch / 2) == batch // 2, "an epoch has no more samples"
     assert free_batch(before, 1.5) is None
 
@@ -673,8 +799,11 @@ def test_a_proposal_carries_its_settings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_proposed_batch_fits() -> None:
-    roomy, peak = small(), small().peaks[0]
+    roomy = small()
+    peak = small().peaks[0]
     batch = free_batch(roomy, math.inf)
-    tight = replace(roomy, device=gpu((peak * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS) / 1e9, 1e12))
+    tight = replace(
+        roomy, device=gpu((peak * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS) / 1e9, 1e12)
+    )
     assert tight.fits
     assert (free_batch(tight, math.inf) or 1) < (batch or 1)

@@ -28,7 +28,9 @@ from simpletuner.encoding.read import CacheStore
 FAMILY = "kandinsky5-image"
 ENCODER = EncoderIdentity(FAMILY, "c" * 64, "bf16")
 SMALL = LatentKey("a" * 64, (64, 64), (80, 64), (8, 0), ENCODER)
-LARGE = dataclasses.replace(SMALL, size=(128, 128), encoder=dataclasses.replace(ENCODER, dtype="fp32"))
+LARGE = dataclasses.replace(
+    SMALL, size=(128, 128), encoder=dataclasses.replace(ENCODER, dtype="fp32")
+)
 OTHER = dataclasses.replace(SMALL, content="b" * 64)
 TEXT = TextKey("a star", "official", 256, ENCODER)
 
@@ -36,7 +38,12 @@ TEXT = TextKey("a star", "official", 256, ENCODER)
 @pytest.fixture
 def store(tmp_path: Path) -> CacheStore:
     cache = CacheStore(tmp_path)
-    for key, source in ((SMALL, "set/a.png"), (LARGE, "set/a.png"), (OTHER, "set/b.png"), (TEXT, "set/a.png")):
+    for key, source in (
+        (SMALL, "set/a.png"),
+        (LARGE, "set/a.png"),
+        (OTHER, "set/b.png"),
+        (TEXT, "set/a.png"),
+    ):
         cache.write(key.digest(), {"x": torch.randn(100)}, provenance_of(key, source))
     return cache
 
@@ -95,7 +102,9 @@ def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> No
     wanted = {SMALL.digest(), TEXT.digest()}
     garbage = find_garbage(store.folder, wanted, FAMILY)
     assert garbage.entries == {LARGE.digest(): "set/a.png", OTHER.digest(): "set/b.png"}
-    assert not find_garbage(store.folder, wanted, "sanavideo").entries, "entries of other families are left alone"
+    assert not find_garbage(store.folder, wanted, "sanavideo").entries, (
+        "entries of other families are left alone"
+    )
     assert len(list(list_keys(store.folder))) == 4
     later = dataclasses.replace(OTHER, frames=5)
     store.write(later.digest(), {"x": torch.zeros(1)}, {})
@@ -110,12 +119,16 @@ def test_features_are_of_the_family_of_their_latents(store: CacheStore) -> None:
     assert not find_garbage(store.folder, [], "sanavideo").entries
     assert feature.digest() in find_garbage(store.folder, [], FAMILY).entries
     entry_path(store.folder, SMALL.digest()).unlink()
-    assert set(find_garbage(store.folder, [], "sanavideo").entries) == {feature.digest()}, "nobody else would list it"
+    assert set(find_garbage(store.folder, [], "sanavideo").entries) == {feature.digest()}, (
+        "nobody else would list it"
+    )
 
 
 def test_gc_takes_old_leftovers_and_spares_a_writer_at_work(store: CacheStore) -> None:
     folder = file_of(store, SMALL).parent
-    old, young = (folder / f".{OTHER.digest()}.safetensors.zst.{number}.tmp" for number in ("0a", "0b"))
+    old, young = (
+        folder / f".{OTHER.digest()}.safetensors.zst.{number}.tmp" for number in ("0a", "0b")
+    )
     for path in (old, young):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
@@ -131,8 +144,16 @@ def test_gc_takes_old_leftovers_and_spares_a_writer_at_work(store: CacheStore) -
 def test_foreign_files_in_a_cache_folder_are_left_alone(store: CacheStore) -> None:
     """Someone's model, notes and editor files, also where entries lie."""
     fan = file_of(store, SMALL).parent
-    foreign = [store.folder / "ab" / "model.safetensors", fan / "model.safetensors.zst", store.folder / "cd"]
-    foreign += [fan / ".notes.tmp", store.folder / "mine" / ".draft.safetensors.tmp", store.folder / "README"]
+    foreign = [
+        store.folder / "ab" / "model.safetensors",
+        fan / "model.safetensors.zst",
+        store.folder / "cd",
+    ]
+    foreign += [
+        fan / ".notes.tmp",
+        store.folder / "mine" / ".draft.safetensors.tmp",
+        store.folder / "README",
+    ]
     for path in foreign:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"mine")
@@ -159,7 +180,11 @@ def test_explain_miss_names_the_ingredient_that_changed(store: CacheStore) -> No
     found = explain_miss(store.folder, wanted, "set/a.png")
     assert list(found) == [SMALL.digest(), LARGE.digest()]  # nearest first, and no text
     assert found[SMALL.digest()] == ["crop: cached [8, 0], wanted [0, 0]"]
-    assert {text.partition(":")[0] for text in found[LARGE.digest()]} == {"crop", "size", "encoder.dtype"}
+    assert {text.partition(":")[0] for text in found[LARGE.digest()]} == {
+        "crop",
+        "size",
+        "encoder.dtype",
+    }
     assert explain_miss(store.folder, wanted, "set/new.png") == {}
 
 

@@ -20,7 +20,8 @@ own = logging.getLogger("simpletuner.somewhere")
 @pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    handlers = list(root.handlers)
+    level = root.level
     yield
     for handler in set(root.handlers) - set(handlers):
         root.removeHandler(handler)
@@ -41,7 +42,9 @@ def test_the_file_has_everything_and_the_console_what_matters(
     console = capsys.readouterr().err.splitlines()
     assert console == ["caches are complete", "WARNING careful", "WARNING trouble"]
     file = (tmp_path / "debug.log").read_text()
-    assert all(text in file for text in ("detail", "caches are complete", "careful", "chatter", "trouble"))
+    assert all(
+        text in file for text in ("detail", "caches are complete", "careful", "chatter", "trouble")
+    )
 
 
 def test_the_file_is_appended_and_a_second_setup_does_not_double(tmp_path: Path) -> None:
@@ -56,7 +59,10 @@ def test_records_of_several_processes_name_theirs(tmp_path: Path) -> None:
     for process in ("[0] ", "[1] "):
         setup_logging(debug_file=tmp_path / "debug.log", process=process)
         own.warning("careful")
-    assert [line.split()[2] for line in (tmp_path / "debug.log").read_text().splitlines()] == ["[0]", "[1]"]
+    assert [line.split()[2] for line in (tmp_path / "debug.log").read_text().splitlines()] == [
+        "[0]",
+        "[1]",
+    ]
 
 
 def test_the_level_comes_from_the_environment(
@@ -71,7 +77,12 @@ def test_the_level_comes_from_the_environment(
 
 @pytest.mark.parametrize(
     "name",
-    ["torchao.kernel.intmm", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer", "py.warnings"],
+    [
+        "torchao.kernel.intmm",
+        "torch.utils._pytree",
+        "diffusers.quantizers.torchao.torchao_quantizer",
+        "py.warnings",
+    ],
 )
 def test_what_imports_warn_of_is_not_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(None)
@@ -87,12 +98,16 @@ def test_an_unknown_level_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> 
         setup_logging(None)
 
 
-def test_a_debug_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_debug_file_that_cannot_be_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging(debug_file=tmp_path / "absent" / "debug.log")
     assert "there is no debug log" in capsys.readouterr().err
 
 
-def test_libraries_with_handlers_of_their_own_are_adopted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_libraries_with_handlers_of_their_own_are_adopted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     logger = logging.getLogger("transformers")
     logger.addHandler(logging.StreamHandler())
     logger.propagate = False
@@ -144,7 +159,10 @@ def test_environment_and_declared_secrets_are_hidden(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     hide("https://own.example/hook")
     try:
-        assert redact("key 0123456789abcdef to https://own.example/hook.") == f"key {HIDDEN} to {HIDDEN}."
+        assert (
+            redact("key 0123456789abcdef to https://own.example/hook.")
+            == f"key {HIDDEN} to {HIDDEN}."
+        )
     finally:
         _known_secrets.clear()
 
@@ -167,7 +185,9 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
     settings = {
         "tokenizer_max_length": 256,
         "hub_token": "x",
-        "webhook_config": [{"webhook_url": "https://example.org/1", "auth_token": "abc", "message_prefix": "me"}],
+        "webhook_config": [
+            {"webhook_url": "https://example.org/1", "auth_token": "abc", "message_prefix": "me"}
+        ],
         "note": "use hf_" + "a" * 30,
         "api_key": None,
     }
@@ -187,12 +207,13 @@ def test_reporting_imports_without_torch() -> None:
         "reporting": "events metrics pace record",
         "annexes": "figures payloads display.log display.progress display.terminal",
     }
-    modules = [f"simpletuner.{room}.{name}" for room, names in rooms.items() for name in names.split()]
+    modules = [
+        f"simpletuner.{room}.{name}" for room, names in rooms.items() for name in names.split()
+    ]
     code = (
-        "import importlib, sys\n"
-        f"for name in {modules!r}: importlib.import_module(name)\n"
-        "heavy = {'torch', 'wandb', 'tensorboard', 'numpy', 'diffusers', 'transformers'} & set(sys.modules)\n"
-        "sys.exit(', '.join(sorted(heavy)) or 0)"
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nheavy = "
+        "{'torch', 'wandb', 'tensorboard', 'numpy', 'diffusers', 'transformers'} & "
+        "set(sys.modules)\nsys.exit(', '.join(sorted(heavy)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -29,8 +29,14 @@ GUIDE: dict[str, Any] = {  # of the guides, word by word
     },
 }
 BLOCK = "visual_transformer_blocks.3"
-QUERY, INNER = f"{BLOCK}.self_attention.to_query", f"{BLOCK}.feed_forward.in_layer"
-SHAPES = {QUERY: (64, 64), INNER: (256, 64), f"{BLOCK}.visual_modulation.out_layer": (576, 32), "out_layer": (8, 64)}
+QUERY = f"{BLOCK}.self_attention.to_query"
+INNER = f"{BLOCK}.feed_forward.in_layer"
+SHAPES = {
+    QUERY: (64, 64),
+    INNER: (256, 64),
+    f"{BLOCK}.visual_modulation.out_layer": (576, 32),
+    "out_layer": (8, 64),
+}
 SANA_SHAPES: dict[str, tuple[int, ...]] = {
     "transformer_blocks.0.attn1.to_q": (64, 64),
     "transformer_blocks.0.ff.conv_point": (64, 192, 1, 1),
@@ -38,7 +44,9 @@ SANA_SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def complaints(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE, quantised: bool = False) -> str:
+def complaints(
+    folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE, quantised: bool = False
+) -> str:
     path = folder / "lycoris.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     found = Problems()
@@ -58,7 +66,9 @@ def chosen(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE) -> d
 def test_the_file_of_the_guides(tmp_path: Path) -> None:
     layers = chosen(tmp_path, GUIDE)
     assert {name: each["factor"] for name, each in layers.items()} == {QUERY: 16, INNER: 8}
-    assert {*chosen(tmp_path, GUIDE, SANA_VIDEO)} == {name for name in SANA_SHAPES if "depth" not in name}
+    assert {*chosen(tmp_path, GUIDE, SANA_VIDEO)} == {
+        name for name in SANA_SHAPES if "depth" not in name
+    }
 
 
 @pytest.mark.parametrize(
@@ -78,8 +88,13 @@ def test_presets_choose_layers(tmp_path: Path, preset: dict[str, Any], expected:
 
 
 def test_the_innermost_class_decides(tmp_path: Path) -> None:
-    maps = {"Attention": {"factor": 4}, "Kandinsky5TransformerDecoderBlock": {"factor": 2, "algo": "loha"}}
-    layers = chosen(tmp_path, {**GUIDE, "apply_preset": {"target_module": [], "module_algo_map": maps}})
+    maps = {
+        "Attention": {"factor": 4},
+        "Kandinsky5TransformerDecoderBlock": {"factor": 2, "algo": "loha"},
+    }
+    layers = chosen(
+        tmp_path, {**GUIDE, "apply_preset": {"target_module": [], "module_algo_map": maps}}
+    )
     assert (layers[QUERY]["factor"], layers[QUERY]["algo"]) == (4, "lokr")
     assert (layers[INNER]["factor"], layers[INNER]["algo"]) == (2, "loha")
 
@@ -102,7 +117,10 @@ def test_the_innermost_class_decides(tmp_path: Path) -> None:
         ({"multiplier": 1e300}, "multiplier 1e+300 is not a number"),
         ({"linear_alpha": math.inf}, "linear_alpha inf is not a number"),
         ({"dropout": 1}, "dropout 1 is not a number from 0 to 0.999"),
-        ({"apply_preset": {"module_algo_map": {"Attention": {"dim": -3}}}}, "dim -3 is not a whole number from 1"),
+        (
+            {"apply_preset": {"module_algo_map": {"Attention": {"dim": -3}}}},
+            "dim -3 is not a whole number from 1",
+        ),
         ({"full_matrix": False, "linear_dim": None}, "linear_dim or full_matrix is missing"),
         ({"linear_dimm": 4}, "'linear_dimm' is not a key of LyCORIS. Did you mean 'linear_dim'?"),
         ({"train_norm": True}, "a LoRA cannot hold norms"),
@@ -113,11 +131,17 @@ def test_the_innermost_class_decides(tmp_path: Path) -> None:
             {"apply_preset": {"target_module": ["Transformer2DModel"]}},
             "The classes are: Attention, FeedForward, Kandinsky5",
         ),
-        ({"apply_preset": {"target_module": [], "target_name": ["nothing"]}}, "matches no linear layer"),
+        (
+            {"apply_preset": {"target_module": [], "target_name": ["nothing"]}},
+            "matches no linear layer",
+        ),
         ({"apply_preset": {"target_name": ["*.to_query"]}}, "is not a regular expression"),
         ({"apply_preset": {"target_module": "Attention"}}, "must be lists of names"),
         ({"apply_preset": {"module_algo_map": {"Attention": 4}}}, "must map names to settings"),
-        ({"apply_preset": {"module_algo_map": {"Attention": {"algo": "full"}}}}, "use model_type full"),
+        (
+            {"apply_preset": {"module_algo_map": {"Attention": {"algo": "full"}}}},
+            "use model_type full",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:

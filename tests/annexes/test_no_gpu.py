@@ -37,7 +37,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return devices
 
 
-def test_the_plan_says_so_first(published: Workspace, workspace: Workspace, capsys: Capture) -> None:
+def test_the_plan_says_so_first(
+    published: Workspace, workspace: Workspace, capsys: Capture
+) -> None:
     assert published.run("plan") == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("device: no GPU can be used here: about ")
@@ -49,13 +51,17 @@ def test_the_plan_says_so_first(published: Workspace, workspace: Workspace, caps
     assert published.run("plan", "--device-memory=80") == 0
     assert "no GPU" not in capsys.readouterr().out
     assert published.run("plan", "--json") == 0
-    (problem,) = [each for each in json.loads(capsys.readouterr().out)["problems"] if each["key"] == "device"]
+    (problem,) = [
+        each for each in json.loads(capsys.readouterr().out)["problems"] if each["key"] == "device"
+    ]
     assert (f"device: {problem['message']}", problem["fatal"]) == (first, False)
     assert workspace.run("plan", "max_train_steps=100000000") == 0
     assert "no GPU can be used" not in capsys.readouterr().out, "a tiny model is meant for a CPU"
 
 
-def test_training_for_days_wants_consent(published: Workspace, begun: list[str], capsys: Capture) -> None:
+def test_training_for_days_wants_consent(
+    published: Workspace, begun: list[str], capsys: Capture
+) -> None:
     assert published.train() == 2
     told = capsys.readouterr().err
     assert told.startswith("error: device: no GPU can be used here: about ")
@@ -78,7 +84,10 @@ def test_the_cpu_build_is_named_beside_the_gpu_that_it_cannot_use(
     assert (find_device().name, find_device().idle) == ("CPU", "NVIDIA H100 PCIe")
     assert published.train() == 2
     told = capsys.readouterr().err
-    assert "torch cannot use the NVIDIA H100 PCIe of this machine, since its CPU build is installed: about " in told
+    assert (
+        "torch cannot use the NVIDIA H100 PCIe of this machine, since its CPU build is "
+        "installed: about " in told
+    )
     assert "Run pip uninstall torch, then pip install torch." in told
     assert begun == []
 
@@ -89,7 +98,9 @@ def test_a_gpu_that_torch_cannot_use_is_noticed_before_anything_is_downloaded(
     """As with a driver that is too old for the installed build."""
     monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
     assert published.train() == 2
-    assert "torch cannot use the NVIDIA H100 PCIe of this machine: about " in capsys.readouterr().err
+    assert (
+        "torch cannot use the NVIDIA H100 PCIe of this machine: about " in capsys.readouterr().err
+    )
     assert begun == []
     assert published.train("--yes") == 0
     assert begun == ["CPU"]
@@ -144,4 +155,9 @@ def test_red_is_for_terminals_with_colour(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_long_durations() -> None:
-    assert [duration(days * 86400) for days in (3, 999, 1001, 31836)] == ["72 h", "999 days", "3 years", "87 years"]
+    assert [duration(days * 86400) for days in (3, 999, 1001, 31836)] == [
+        "72 h",
+        "999 days",
+        "3 years",
+        "87 years",
+    ]

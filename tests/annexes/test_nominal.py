@@ -15,7 +15,10 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("example", "files"),
     [
-        ("kandinsky5-image-lora", "'datasets/my_images' does not exist yet: this is the plan for 10 pictures"),
+        (
+            "kandinsky5-image-lora",
+            "'datasets/my_images' does not exist yet: this is the plan for 10 pictures",
+        ),
         ("kandinsky5-image-edit-lora", "'datasets/after', 'datasets/before' do not exist yet"),
         ("kandinsky5-video-lite-lora", "10 clips of 61 frames"),
         ("sanavideo-lora", "10 clips of 81 frames"),
@@ -42,7 +45,9 @@ def test_files_that_are_there_are_planned_and_a_plan_for_this_machine_needs_them
     assert "'datasets/my_images'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("video", ["short", {"num_frames": "many"}, {"num_frames": -5, "frame_rate": "fast"}, None])
+@pytest.mark.parametrize(
+    "video", ["short", {"num_frames": "many"}, {"num_frames": -5, "frame_rate": "fast"}, None]
+)
 def test_invalid_settings_of_a_dataset_that_does_not_exist_are_reported(
     video: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -80,7 +85,9 @@ def test_a_wrong_card_is_named_before_missing_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "example=kandinsky5-image-lora", "--device=h10", "--device-memory=80"]) == 2
+    assert (
+        main(["plan", "example=kandinsky5-image-lora", "--device=h10", "--device-memory=80"]) == 2
+    )
     told = capsys.readouterr().err
     assert "--device: 'h10' is not one of" in told
     assert "datasets/my_images" not in told

@@ -39,7 +39,9 @@ def comparison_of(estimate: Budget, shares: Mapping[int, float]) -> Comparison:
 
 
 @pytest.mark.slow
-def test_a_run_is_compared_with_its_estimate(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_compared_with_its_estimate(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     previews = ("validation_disable=false", "validation_num_inference_steps=1")
 
     assert workspace.train("max_train_steps=10", *previews) == 0
@@ -51,7 +53,9 @@ def test_a_run_is_compared_with_its_estimate(workspace: Workspace, capsys: pytes
     assert not workspace.path(STORED).exists(), "dense attention has nothing to store"
 
 
-def test_a_few_steps_say_nothing_about_speed(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_few_steps_say_nothing_about_speed(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert workspace.train("max_train_steps=2", "validation_disable=true") == 0
 
     assert "Estimate and run" not in capsys.readouterr().out

@@ -14,7 +14,14 @@ import pytest
 from simpletuner import atomic
 from simpletuner.annexes import payloads
 from simpletuner.annexes.page.live import events_after
-from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payload, Payloads, append_whole, last_id
+from simpletuner.annexes.payloads import (
+    EVENTS_FILE,
+    EventLog,
+    Payload,
+    Payloads,
+    append_whole,
+    last_id,
+)
 from simpletuner.annexes.runs.history import RunHistory
 from simpletuner.annexes.runs.log_files import Tail
 from simpletuner.errors import DiskFullError
@@ -68,7 +75,10 @@ def told(*events: Event) -> list[Payload]:
         (Evaluated(2, {"loss/val/a": 0.5}), ["training.metric"]),
         (MediaRendered(PICTURE), ["training.validation"]),
         (PreviewGrew(PICTURE, 5, 20, 750.0), ["validation.image"]),
-        (CheckpointSaved(Path("x/checkpoint-4"), 4, 1.0), ["training.checkpoint", "lifecycle.stage"]),
+        (
+            CheckpointSaved(Path("x/checkpoint-4"), 4, 1.0),
+            ["training.checkpoint", "lifecycle.stage"],
+        ),
         (PhaseStarted("Uploading", kind=UPLOADING), ["training.status", "lifecycle.stage"]),
         (Uploaded("step 4 to the hub", "https://hub/me/star", 4), ["training.status"]),
         (Notice("hot", warning=True), ["notification"]),
@@ -97,7 +107,9 @@ def test_progress_has_the_fields_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_previews_name_their_files() -> None:
-    picture, clip, growing = told(MediaRendered(PICTURE), MediaRendered(CLIP), PreviewGrew(PICTURE, 5, 20, math.nan))
+    picture, clip, growing = told(
+        MediaRendered(PICTURE), MediaRendered(CLIP), PreviewGrew(PICTURE, 5, 20, math.nan)
+    )
     assert (picture["images"], picture["videos"]) == ([PICTURE.path], [])
     assert (clip["images"], clip["videos"]) == ([], [{"src": CLIP.path, "mime_type": "video/mp4"}])
     assert growing["data"]["step_label"] == "5/20"
@@ -122,7 +134,9 @@ def test_phases_become_stages() -> None:
     events = EventStream(lambda event: seen.extend(payloads(event)))
 
     def encode() -> None:
-        with events.phase("Encoding captions", 3, "captions", stage="init_text_embed_cache") as phase:
+        with events.phase(
+            "Encoding captions", 3, "captions", stage="init_text_embed_cache"
+        ) as phase:
             for _ in range(2):
                 phase.advance(1, "bird.txt")
             raise OSError
@@ -157,21 +171,28 @@ def test_the_log_goes_on_after_a_kill(tmp_path: Path) -> None:
 
 
 def test_new_events_are_found_in_a_long_log(tmp_path: Path) -> None:
-    log, ids = EventLog(tmp_path, Payloads(every=0)), list(range(1, 301))
+    log = EventLog(tmp_path, Payloads(every=0))
+    ids = list(range(1, 301))
     for number in ids:
         log(Notice("ä" * (10 + 7 * number)))
     assert last_id(log.path) == 300
     for after in (0, 1, 150, 299, 300):
-        tail, found = Tail(log.path, "id"), list[int]()
+        tail = Tail(log.path, "id")
+        found: list[int] = []
         while lines := tail.lines():
             found += [event["id"] for event in events_after(lines, after)]
         assert found == ids[after:]
 
 
-def test_on_a_full_disk_a_run_ends_for_all_subscribers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file must not grow here, as on a full disk, which takes the beginning of what does not fit."""
+def test_on_a_full_disk_a_run_ends_for_all_subscribers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file must not grow here, as on a full disk, which takes the beginning of what does not
+    fit.
+    """
     monkeypatch.setattr(atomic, "DISK_FULL_CODES", atomic.DISK_FULL_CODES | {errno.EFBIG})
-    heard, path = list[Event](), tmp_path / EVENTS_FILE
+    heard: list[Event] = []
+    path = tmp_path / EVENTS_FILE
     stream = EventStream(EventLog(tmp_path, Payloads(every=0)), heard.append)
     stream.publish(RUNNING)
     whole = path.read_bytes()
@@ -187,7 +208,9 @@ def test_on_a_full_disk_a_run_ends_for_all_subscribers(tmp_path: Path, monkeypat
     assert path.read_bytes() == whole, "nothing is written in part"
 
 
-def test_the_end_is_written_into_space_that_was_kept_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_is_written_into_space_that_was_kept_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk is full here for as long as the reserve is open."""
 
     def held() -> int:
@@ -199,7 +222,8 @@ def test_the_end_is_written_into_space_that_was_kept_for_it(tmp_path: Path, monk
             raise OSError(errno.ENOSPC, "No space left on device")
         append_whole(path, content)
 
-    stream, history = EventStream(EventLog(tmp_path, Payloads(every=0))), RunHistory()
+    stream = EventStream(EventLog(tmp_path, Payloads(every=0)))
+    history = RunHistory()
     stream.publish(RUNNING)
     assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
     monkeypatch.setattr(payloads, "append_whole", append)

@@ -1,7 +1,8 @@
-"""What `offload: auto` chooses and what would make a run fit, for a spread of models and cards, as a table.
+"""What `offload: auto` chooses and what would make a run fit, for a spread of models and cards, as
+a table.
 
-`python -m tests.annexes.test_picks` writes the table again. Read the difference: a pick may be another one, but its
-step may not be slower by more than 3 %.
+`python -m tests.annexes.test_picks` writes the table again. Read the difference: a pick may be
+another one, but its step may not be slower by more than 3 %.
 """
 
 from __future__ import annotations
@@ -36,18 +37,29 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
 }
 CASES |= {
     f"t2v-lite-sft-5s {kind} {gigabytes} GB, 4 processes": (
-        "t2v-lite-sft-5s", gigabytes, {"model_type": kind, "num_processes": 4},
+        "t2v-lite-sft-5s",
+        gigabytes,
+        {"model_type": kind, "num_processes": 4},
     )
     for kind in ("lora", "full")
     for gigabytes in (12, 24, 48)
-}  # fmt: skip
-CASES |= {f"t2v-lite-sft-5s lora {gigabytes} GB": ("t2v-lite-sft-5s", gigabytes, {}) for gigabytes in (6, 8, 10)}
+}
+CASES |= {
+    f"t2v-lite-sft-5s lora {gigabytes} GB": ("t2v-lite-sft-5s", gigabytes, {})
+    for gigabytes in (6, 8, 10)
+}
 
 
 def whole_run(flavour: str, gigabytes: float, settings: dict[str, Any]) -> Budget:
     """Captions and samples to encode, training and previews, on a host with 64 GiB."""
     bucket = MODELS[flavour]
-    before = budget(gpu(gigabytes * 2**30 / 1e9, 64 * 2**30), bucket, flavour, True, **{"speed": "auto", **settings})
+    before = budget(
+        gpu(gigabytes * 2**30 / 1e9, 64 * 2**30),
+        bucket,
+        flavour,
+        True,
+        **{"speed": "auto", **settings},
+    )
     encoded = [VaeLoad(1, bucket.frames, bucket.width, bucket.height)]
     return replace(before, workload=replace(before.workload, encoded=encoded, previews=[bucket]))
 
@@ -55,9 +67,12 @@ def whole_run(flavour: str, gigabytes: float, settings: dict[str, Any]) -> Budge
 def pick(case: str) -> dict[str, Any]:
     """The row of the table."""
     before = whole_run(*CASES[case])
-    chosen, known = choose(before), before.config.flat
+    chosen = choose(before)
+    known = before.config.flat
     return {
-        "settings": {key: value for key, value in chosen.config.flat.items() if known[key] != value},
+        "settings": {
+            key: value for key, value in chosen.config.flat.items() if known[key] != value
+        },
         "decisions": list(chosen.decisions),
         "seconds": round(chosen.step_seconds, 3),
         "before": [problem.message for problem in found_by(check_fit, before)],
@@ -77,4 +92,6 @@ def test_picks(case: str, table: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(json.dumps({case: pick(case) for case in CASES}, indent=1) + "\n", encoding="utf-8")
+    TABLE.write_text(
+        json.dumps({case: pick(case) for case in CASES}, indent=1) + "\n", encoding="utf-8"
+    )

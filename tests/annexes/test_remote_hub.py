@@ -36,13 +36,17 @@ COLUMNS: dict[str, list[Any]] = {
 }
 
 
-def write(folder: Path, pictures: list[Any] | None = None, kind: Any = None, **columns: list[Any]) -> dict[str, Any]:
+def write(
+    folder: Path, pictures: list[Any] | None = None, kind: Any = None, **columns: list[Any]
+) -> dict[str, Any]:
     """A folder as a dataset's repository has it, and an entry for it."""
     import datasets  # brings pandas along: every process would import both while it collects
 
     cells = pictures or [{"bytes": picture(number), "path": f"{number}.png"} for number in range(5)]
     table = datasets.Dataset.from_dict({"image": cells, **(columns or COLUMNS)})
-    table = table.cast_column("image", datasets.Image() if pictures is None else kind or datasets.Value("string"))
+    table = table.cast_column(
+        "image", datasets.Image() if pictures is None else kind or datasets.Value("string")
+    )
     (folder / "data").mkdir(parents=True)
     table.to_parquet(str(folder / "data" / "train-00000-of-00001.parquet"))
     return {"id": "hub", "type": "huggingface", "dataset_name": str(folder), "num_proc": 1}
@@ -55,12 +59,19 @@ def captions(dataset: Any) -> dict[str, tuple[str, ...]]:
 def test_rows_become_files_and_nothing_is_loaded_twice(
     context: DataContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = write(tmp_path / "set") | {"fallback_caption_column": "meta.title", "description_column": "long"}
+    entry = write(tmp_path / "set") | {
+        "fallback_caption_column": "meta.title",
+        "description_column": "long",
+    }
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
     assert captions(dataset) == {
-        "0.png": ("one",), "1.png": ("title 1",), "2.png": ("title 2",), "3.png": ("four",), "4.png": ("five",)
-    }  # fmt: skip
+        "0.png": ("one",),
+        "1.png": ("title 1",),
+        "2.png": ("title 2",),
+        "3.png": ("four",),
+        "4.png": ("five",),
+    }
     assert dataset.samples[2].path.read_bytes() == picture(2), "undecoded, as it is in the table"
     assert all(", split train, row " in line.note for line in dataset.ledger())
     monkeypatch.setattr(hub_rows, "_load", None)
@@ -68,29 +79,44 @@ def test_rows_become_files_and_nothing_is_loaded_twice(
 
 
 def test_captions_of_several_columns_are_alternatives(context: DataContext, tmp_path: Path) -> None:
-    (dataset,), _ = build(context, write(tmp_path / "set") | {"caption_column": ["caption", "short"]})
+    (dataset,), _ = build(
+        context, write(tmp_path / "set") | {"caption_column": ["caption", "short"]}
+    )
     assert captions(dataset)["0.png"] == ("one", "1", "eins")
     assert [(file.name[-5:], file.reason) for file in dataset.rejected] == [("2.png", "no caption")]
 
 
 def test_filters_choose_rows_by_their_columns(context: DataContext, tmp_path: Path) -> None:
     rule = {"collection": "fine", "quality_thresholds": {"sharp": 0.5}, "min_width": 64}
-    (dataset,), problems = build(context, write(tmp_path / "set") | {"filter_func": rule, "caption_column": "long"})
+    (dataset,), problems = build(
+        context, write(tmp_path / "set") | {"filter_func": rule, "caption_column": "long"}
+    )
     assert not fatal(problems)
     assert list(captions(dataset)) == ["0.png", "1.png"]
-    why = {file.name.rpartition(" ")[2]: file.detail.partition(": ")[2] for file in dataset.rejected}
+    why = {
+        file.name.rpartition(" ")[2]: file.detail.partition(": ")[2] for file in dataset.rejected
+    }
     assert why == {
-        "2": "quality_assessment.sharp is 0.2, below 0.5", "3": "collection is 'poor'", "4": "width is 20, below 64"
-    }  # fmt: skip
+        "2": "quality_assessment.sharp is 0.2, below 0.5",
+        "3": "collection is 'poor'",
+        "4": "width is 20, below 64",
+    }
 
 
 def test_one_of_several_pictures_side_by_side(context: DataContext, tmp_path: Path) -> None:
     import datasets
 
-    wide = np.concatenate([np.full((64, 80, 3), value, dtype=np.uint8) for value in (10, 120, 230)], axis=1)
+    wide = np.concatenate(
+        [np.full((64, 80, 3), value, dtype=np.uint8) for value in (10, 120, 230)], axis=1
+    )
     file = io.BytesIO()
     Image.fromarray(wide).save(file, "PNG")
-    entry = write(tmp_path / "set", [{"bytes": file.getvalue(), "path": None}], datasets.Image(), caption=["x"])
+    entry = write(
+        tmp_path / "set",
+        [{"bytes": file.getvalue(), "path": None}],
+        datasets.Image(),
+        caption=["x"],
+    )
     entry["composite_image_config"] = {"enabled": True, "image_count": 3, "select_index": 1}
     (dataset,), _ = build(context, entry)
     assert np.unique(np.asarray(decode(dataset.samples[0].path))).tolist() == [120]
@@ -121,7 +147,10 @@ def test_files_of_a_dataset_are_in_its_folder(context: DataContext, tmp_path: Pa
         (place / "own.png").write_bytes(picture(number))
     cells = [{"bytes": None, "path": str(place / "own.png")} for place in (folder, tmp_path)]
     entry = write(
-        folder, cells, {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}, caption=["a", "b"]
+        folder,
+        cells,
+        {"bytes": datasets.Value("binary"), "path": datasets.Value("string")},
+        caption=["a", "b"],
     )
     (dataset,), _ = build(context, entry)
     assert captions(dataset) == {"0.png": ("a",)}
@@ -133,27 +162,38 @@ def test_files_of_a_dataset_are_in_its_folder(context: DataContext, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "where", "words"),
     [
-        ({"image_column": "picture"}, "hub.image_column", "there is no column 'picture'; the dataset has: image,"),
+        (
+            {"image_column": "picture"},
+            "hub.image_column",
+            "there is no column 'picture'; the dataset has: image,",
+        ),
         ({"caption_column": "meta.titel"}, "hub.caption_column", "Did you mean 'meta.title'?"),
         ({"fps_column": "fps"}, "hub.fps_column", "there is no column 'fps'"),
         ({"split": "test"}, "hub", "Unknown split \"test\". Should be one of ['train']."),
         ({"streaming": True}, "hub.streaming", "buckets need the sizes of all files"),
         ({"dataset_name": None}, "hub.dataset_name", "is required with type huggingface."),
-        ({"composite_image_config": {"enabled": True, "image_count": 2, "select_index": 2}},
-         "hub.composite_image_config.select_index", "2 is beyond image_count 2"),
+        (
+            {"composite_image_config": {"enabled": True, "image_count": 2, "select_index": 2}},
+            "hub.composite_image_config.select_index",
+            "2 is beyond image_count 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_key_is_one_clear_problem(
     context: DataContext, tmp_path: Path, change: dict[str, Any], where: str, words: str
 ) -> None:
     entry = write(tmp_path / "set") | change
     for _start in range(2):  # what the first one saves must not hide the problem from the next
         _, problems = build(context, entry)
-        assert [words in problem.message for problem in fatal(problems) if problem.where == where] == [True]
+        assert [
+            words in problem.message for problem in fatal(problems) if problem.where == where
+        ] == [True]
 
 
 def test_a_script_is_not_run(context: DataContext, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "set.py").write_text("raise SystemExit('it was run')")
-    _, problems = build(context, {"id": "hub", "type": "huggingface", "dataset_name": str(tmp_path / "set")})
+    _, problems = build(
+        context, {"id": "hub", "type": "huggingface", "dataset_name": str(tmp_path / "set")}
+    )
     assert "needs a loading script, which is not supported" in fatal(problems)[0].message

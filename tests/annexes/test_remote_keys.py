@@ -20,12 +20,18 @@ def read(folder: Path, entry: dict[str, Any]) -> tuple[Any, list[Problem]]:
     path = folder / "datasets.json"
     path.write_text(json.dumps([entry]))
     problems = Problems()
-    (config,) = read_datasets(path, problems, placeholders={"model_family": "f", "output_dir": "out"})
+    (config,) = read_datasets(
+        path, problems, placeholders={"model_family": "f", "output_dir": "out"}
+    )
     return config, problems
 
 
 def test_keys_of_the_hub_may_stand_inside_an_object(tmp_path: Path) -> None:
-    inner = {"dataset_name": "owner/set", "caption_column": "a,b", "filter_func": {"min_width": "64"}}
+    inner = {
+        "dataset_name": "owner/set",
+        "caption_column": "a,b",
+        "filter_func": {"min_width": "64"},
+    }
     config, problems = read(tmp_path, {"id": "hub", "type": "huggingface", "huggingface": inner})
     assert problems == []
     assert (config.dataset_name, config.caption_column) == ("owner/set", ["a", "b"])
@@ -42,7 +48,9 @@ def test_keys_of_the_hub_may_stand_inside_an_object(tmp_path: Path) -> None:
         ({"datset_name": "b"}, "Did you mean 'dataset_name'?"),
     ],
 )
-def test_what_other_trainers_have_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_what_other_trainers_have_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
     _, problems = read(tmp_path, {**HUB, **change})
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
 
@@ -76,4 +84,6 @@ def test_downloads_go_to_the_first_folder_that_is_named(
 def test_downloads_without_a_folder_go_to_the_cache_of_the_run(context: DataContext) -> None:
     entry = DatasetConfig(id="hub", type="huggingface")
 
-    assert context.fill(entry).instance_data_dir == str(context.download_root / "huggingface" / "hub")
+    assert context.fill(entry).instance_data_dir == str(
+        context.download_root / "huggingface" / "hub"
+    )

@@ -37,11 +37,24 @@ def test_a_plan_downloads_once_and_training_reads_the_files(
     workspace: Workspace, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with serve() as site:
-        addresses = [site.add(f"/{number}.png", picture(number, size=(96, 64))) for number in range(4)]
-        rows = ["url,caption", *(f"{address},picture" for address in addresses), f"{site.address}/gone.png,gone"]
+        addresses = [
+            site.add(f"/{number}.png", picture(number, size=(96, 64))) for number in range(4)
+        ]
+        rows = [
+            "url,caption",
+            *(f"{address},picture" for address in addresses),
+            f"{site.address}/gone.png,gone",
+        ]
         workspace.path("table.csv").write_text("\n".join(rows))
-        entry = {"id": "web", "type": "csv", "csv_file": "table.csv", "csv_cache_dir": "downloads/{id}",
-                 "csv_caption_column": "caption", "resolution": 64, "allow_private_urls": "true"}  # fmt: skip
+        entry = {
+            "id": "web",
+            "type": "csv",
+            "csv_file": "table.csv",
+            "csv_cache_dir": "downloads/{id}",
+            "csv_caption_column": "caption",
+            "resolution": 64,
+            "allow_private_urls": "true",
+        }
         workspace.write_datasets([entry, DATASETS[1]])
         assert workspace.run("plan", "--json") == 0
         out, err = capfd.readouterr()
@@ -51,7 +64,9 @@ def test_a_plan_downloads_once_and_training_reads_the_files(
         assert workspace.run("plan", "--retry-failed") == 0
         assert site.asked["/gone.png"] == 2
         shown = " ".join(capfd.readouterr().out.split())
-        assert "/gone.png: not used, returned HTTP 404 Not Found; --retry-failed tries again" in shown, shown
+        assert (
+            "/gone.png: not used, returned HTTP 404 Not Found; --retry-failed tries again" in shown
+        ), shown
     assert workspace.train() == 0
     assert "Downloading" not in "".join(capfd.readouterr())
     report = workspace.path("output/training_report.html").read_text()
@@ -92,7 +107,10 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlparse(self.path).path)
         files = self.server.files
         if self.server.closed or "owner/set" not in path:
-            headers = {"X-Error-Code": self.server.closed or "RepoNotFound", "X-Error-Message": "Access is restricted."}
+            headers = {
+                "X-Error-Code": self.server.closed or "RepoNotFound",
+                "X-Error-Message": "Access is restricted.",
+            }
             self.send(403 if self.server.closed == "GatedRepo" else 401, b"{}", headers)
         elif "/resolve/" in path:
             name = path.partition("/resolve/")[2].partition("/")[2]
@@ -103,17 +121,31 @@ class Handler(BaseHTTPRequestHandler):
             self.send(404 if content is None else 200, content or b"", headers)
         elif "/tree/" in path or "/paths-info/" in path:
             found: list[dict[str, Any]] = [
-                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                for name, data in files.items()
             ]
             found += [{"type": "directory", "path": "data", "oid": "0" * 40}] * (len(files) > 1)
             below = re.sub(r".*/(tree|paths-info)/\w+/?", "", path)
             deep = "recursive=true" in self.path.lower()
-            wanted = [each for each in found if each["path"].startswith(f"{below}/" if below else "")
-                      and (deep or "/" not in each["path"].removeprefix(f"{below}/"))]  # fmt: skip
-            self.send(200, json.dumps(self.asked(found) if self.command == "POST" else wanted).encode())
+            wanted = [
+                each
+                for each in found
+                if each["path"].startswith(f"{below}/" if below else "")
+                and (deep or "/" not in each["path"].removeprefix(f"{below}/"))
+            ]
+            self.send(
+                200, json.dumps(self.asked(found) if self.command == "POST" else wanted).encode()
+            )
         elif re.fullmatch(r"/api/datasets/owner/set(/revision/\w+)?", path):
-            info = {"id": "owner/set", "sha": COMMIT, "private": False, "gated": False, "downloads": 0, "tags": [],
-                    "siblings": [{"rfilename": name} for name in files]}  # fmt: skip
+            info = {
+                "id": "owner/set",
+                "sha": COMMIT,
+                "private": False,
+                "gated": False,
+                "downloads": 0,
+                "tags": [],
+                "siblings": [{"rfilename": name} for name in files],
+            }
             self.send(200, json.dumps(info).encode())
         else:
             self.send(404, b"{}")
@@ -135,7 +167,10 @@ class Handler(BaseHTTPRequestHandler):
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     import datasets
 
-    columns = {"image": [{"bytes": picture(number), "path": None} for number in range(4)], "text": list("abcd")}
+    columns = {
+        "image": [{"bytes": picture(number), "path": None} for number in range(4)],
+        "text": list("abcd"),
+    }
     table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     table.to_parquet(str(tmp_path / "train.parquet"))
     server = Hub(("127.0.0.1", 0), Handler)
@@ -151,7 +186,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     }.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", server.address)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     yield server
     server.shutdown()
     server.server_close()
@@ -165,7 +202,10 @@ def test_what_the_hub_does_not_give_names_the_login(
     hub.closed = code
     assert workspace.run("plan") == 2
     _, err = capfd.readouterr()
-    assert "error: hub: the hub has no dataset 'owner/set', or it is private or gated: log in with `hf auth" in err
+    assert (
+        "error: hub: the hub has no dataset 'owner/set', or it is private or gated: log in "
+        "with `hf auth" in err
+    )
     assert "1 problem to fix" in err
 
 
@@ -176,7 +216,9 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
     workspace.write_datasets([HUB, DATASETS[1]])
     assert workspace.run("plan") == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if "row" in line]
-    assert [f"owner/set@{COMMIT}, split train, row {row}" in line for row, line in enumerate(lines)] == [True] * 4
+    assert [
+        f"owner/set@{COMMIT}, split train, row {row}" in line for row, line in enumerate(lines)
+    ] == [True] * 4
     hub.closed = "GatedRepo"
     assert workspace.run("plan", "--cached") == 0, "the hub is not asked"
     assert [line for line in capfd.readouterr().out.splitlines() if "row" in line] == lines
@@ -184,6 +226,9 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
     assert workspace.run("plan", "--cached") == 2
     assert "error: another: its rows are not fetched yet" in capfd.readouterr().err
     workspace.write_datasets([HUB, DATASETS[1]])
-    hub.closed, hub.files = "", {"README.md": b"# Set\n"}
+    hub.closed = ""
+    hub.files = {"README.md": b"# Set\n"}
     assert workspace.run("plan") == 0
-    assert [line for line in capfd.readouterr().out.splitlines() if "row" in line] == lines, "nothing is loaded again"
+    assert [line for line in capfd.readouterr().out.splitlines() if "row" in line] == lines, (
+        "nothing is loaded again"
+    )

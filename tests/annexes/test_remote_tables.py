@@ -34,14 +34,21 @@ def table(folder: Path, rows: list[tuple[str, str]], **more: Any) -> dict[str, A
     folder.mkdir(exist_ok=True)
     lines = ["url,text", *(f'"{address}","{caption}"' for address, caption in rows)]
     (folder / "table.csv").write_text("\n".join(lines), encoding="utf-8-sig")
-    keys = {"csv_file": str(folder / "table.csv"), "csv_cache_dir": str(folder / "cache"), "csv_caption_column": "text"}
+    keys = {
+        "csv_file": str(folder / "table.csv"),
+        "csv_cache_dir": str(folder / "cache"),
+        "csv_caption_column": "text",
+    }
     return {"id": "web", "type": "csv", "allow_private_urls": True, **keys, **more}
 
 
 def test_addresses_become_samples_and_nothing_is_fetched_twice(
     context: DataContext, tmp_path: Path, site: Site
 ) -> None:
-    rows = [(site.add(f"/{folder}/1.jpg", picture(number)), f"caption {folder}") for number, folder in enumerate("ab")]
+    rows = [
+        (site.add(f"/{folder}/1.jpg", picture(number)), f"caption {folder}")
+        for number, folder in enumerate("ab")
+    ]
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "local.webp").write_bytes(picture(5, kind="WEBP"))
     rows += [("own/local.webp", "a local one"), (rows[0][0], "the last row wins")]
@@ -51,9 +58,18 @@ def test_addresses_become_samples_and_nothing_is_fetched_twice(
     assert [problem.message for problem in problems if "repeat" in problem.message] == [
         "1 rows repeat the address of another row; the last one is used."
     ]
-    captions = {dataset.folder.listing.origins[sample.name]: sample.captions[0] for sample in dataset.samples}
-    assert captions == {rows[0][0]: "the last row wins", rows[1][0]: "caption b", "own/local.webp": "a local one"}
-    assert {sample.path.suffix for sample in dataset.samples} == {".png", ".webp"}, "by content, whatever the address"
+    captions = {
+        dataset.folder.listing.origins[sample.name]: sample.captions[0]
+        for sample in dataset.samples
+    }
+    assert captions == {
+        rows[0][0]: "the last row wins",
+        rows[1][0]: "caption b",
+        "own/local.webp": "a local one",
+    }
+    assert {sample.path.suffix for sample in dataset.samples} == {".png", ".webp"}, (
+        "by content, whatever the address"
+    )
     assert {entry.note for entry in dataset.ledger()} == set(captions)
     assert build(context, entry)[0][0].samples == dataset.samples
     assert set(site.asked.values()) == {1}
@@ -83,7 +99,9 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
     }
     paths = [*good, "/elsewhere.png", *reasons]
     entry = table(
-        tmp_path, [(site.address + path, path) for path in paths] + [("ftp://host/x.png", "ftp"), ("a\0.png", "NUL")]
+        tmp_path,
+        [(site.address + path, path) for path in paths]
+        + [("ftp://host/x.png", "ftp"), ("a\0.png", "NUL")],
     )
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
@@ -94,7 +112,9 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
         assert "--retry-failed" in found[path]
     assert len(found) == 8
     assert site.asked["/short.png"] == site.asked["/busy.png"] == 3
-    lines = [json.loads(line) for line in (tmp_path / "cache" / "failed.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "cache" / "failed.jsonl").read_text().splitlines()
+    ]
     assert {line["key"] for line in lines} == {file.name for file in dataset.rejected}
     before = dict(site.asked)
     site.add("/gone.png", picture(9))
@@ -105,9 +125,12 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
     assert site.asked["/good.png"] == 2
 
 
-def test_a_plan_that_may_not_fetch_takes_what_is_here(context: DataContext, tmp_path: Path, site: Site) -> None:
+def test_a_plan_that_may_not_fetch_takes_what_is_here(
+    context: DataContext, tmp_path: Path, site: Site
+) -> None:
     rows = [(site.add(f"/{number}.png", picture(number)), "x") for number in range(2)]
-    entry, here = table(tmp_path, rows), replace(context, collect=collect_cached)
+    entry = table(tmp_path, rows)
+    here = replace(context, collect=collect_cached)
     before = sorted(tmp_path.rglob("*"))
     _, problems = build(here, entry)
     assert [problem.message for problem in fatal(problems)] == [
@@ -115,7 +138,8 @@ def test_a_plan_that_may_not_fetch_takes_what_is_here(context: DataContext, tmp_
     ]
     assert (sorted(tmp_path.rglob("*")), site.asked) == (before, {})
     build(context, entry)
-    asked, entry = dict(site.asked), table(tmp_path, [*rows, (site.add("/2.png", picture(2)), "x")])
+    asked = dict(site.asked)
+    entry = table(tmp_path, [*rows, (site.add("/2.png", picture(2)), "x")])
     (dataset,), problems = build(here, entry)
     assert (len(dataset.samples), site.asked) == (2, asked)
     assert not fatal(problems)
@@ -136,7 +160,8 @@ def test_what_was_refused_as_private_is_tried_again_when_it_is_allowed(
 
 
 def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "set", tmp_path / "elsewhere"
+    folder = tmp_path / "set"
+    elsewhere = tmp_path / "elsewhere"
     for place in (folder / "own", elsewhere):
         place.mkdir(parents=True)
         for number, name in enumerate(("a.png", "b.png", "c.png")):
@@ -147,26 +172,48 @@ def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_pat
     entry = table(folder, [(path, "x") for path in (*inside, *outside)], allow_private_urls=False)
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
-    assert sorted(dataset.folder.listing.origins[sample.name] for sample in dataset.samples) == sorted(inside)
-    assert {line.name: line.detail.partition("; --")[0] for line in dataset.rejected} == dict.fromkeys(
-        outside, "is outside of the folder of its table; set allow_private_urls to accept such files"
+    assert sorted(
+        dataset.folder.listing.origins[sample.name] for sample in dataset.samples
+    ) == sorted(inside)
+    assert {
+        line.name: line.detail.partition("; --")[0] for line in dataset.rejected
+    } == dict.fromkeys(
+        outside,
+        "is outside of the folder of its table; set allow_private_urls to accept such files",
     )
     (dataset,), _ = build(context, entry | {"allow_private_urls": True})
-    assert sorted(dataset.folder.listing.origins[sample.name] for sample in dataset.samples) == sorted(inside + outside)
+    assert sorted(
+        dataset.folder.listing.origins[sample.name] for sample in dataset.samples
+    ) == sorted(inside + outside)
 
 
 @pytest.mark.parametrize(
     "address",
-    ["127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1", "fe80::1", "fd00::1",
-     "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "255.255.255.255"],
-)  # fmt: skip
+    [
+        "127.0.0.1",
+        "10.1.2.3",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "::1",
+        "fe80::1",
+        "fd00::1",
+        "::ffff:127.0.0.1",
+        "64:ff9b::7f00:1",
+        "2002:7f00:1::",
+        "255.255.255.255",
+    ],
+)
 def test_private_addresses_are_no_public_ones(address: str) -> None:
     assert not web.is_public(ipaddress.ip_address(address))
     assert web.is_public(ipaddress.ip_address("93.184.216.34"))
     assert web.is_public(ipaddress.ip_address("2606:2800:220:1:248:1893:25c8:1946"))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0x7f000001", "2130706433", "[::ffff:127.0.0.1]"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "0x7f000001", "2130706433", "[::ffff:127.0.0.1]"]
+)
 def test_a_shared_table_reaches_nothing_in_this_network(
     context: DataContext, tmp_path: Path, site: Site, host: str
 ) -> None:
@@ -177,10 +224,14 @@ def test_a_shared_table_reaches_nothing_in_this_network(
     assert not site.asked
 
 
-def test_neither_a_redirect_nor_a_proxy_leads_into_the_network(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_a_redirect_nor_a_proxy_leads_into_the_network(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("http_proxy", site.address)
     real = web.is_public
-    monkeypatch.setattr(web, "is_public", lambda address: str(address) == "127.0.0.1" or real(address))
+    monkeypatch.setattr(
+        web, "is_public", lambda address: str(address) == "127.0.0.1" or real(address)
+    )
     monkeypatch.setattr(web.socket, "getaddrinfo", _answers(web.socket.getaddrinfo, site))
     site.moved["/start.png"] = "http://inner.example/secret.png"
     port = site.address.removeprefix("http://127.0.0.1")
@@ -190,18 +241,29 @@ def test_neither_a_redirect_nor_a_proxy_leads_into_the_network(site: Site, monke
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
-def test_a_certificate_is_verified_for_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x -addext"
+def test_a_certificate_is_verified_for_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key.pem"
+    certificate = tmp_path / "certificate.pem"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x -addext"
+    )
     names = "subjectAltName=DNS:outer.example"
-    subprocess.run([*command.split(), names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    subprocess.run(
+        [*command.split(), names, "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )
     secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     secure.load_cert_chain(certificate, key)
     trusting = ssl.create_default_context(cafile=certificate)
     monkeypatch.setattr(web, "_certificates", lambda: trusting)
     monkeypatch.setattr(web, "is_public", lambda address: True)
     real = web.socket.getaddrinfo
-    monkeypatch.setattr(web.socket, "getaddrinfo", lambda host, *more, **named: real("127.0.0.1", *more, **named))
+    monkeypatch.setattr(
+        web.socket, "getaddrinfo", lambda host, *more, **named: real("127.0.0.1", *more, **named)
+    )
     with serve(secure) as site:
         site.moved["/start.png"] = "/end.png"
         site.add("/end.png", b"content")
@@ -212,7 +274,9 @@ def test_a_certificate_is_verified_for_the_name(tmp_path: Path, monkeypatch: pyt
 
 
 def _answers(real: Any, site: Site) -> Any:
-    """outer.example is this server, which counts as public; inner.example is in a private network."""
+    """outer.example is this server, which counts as public; inner.example is in a private
+    network.
+    """
 
     def resolve(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
         names = {"outer.example": "127.0.0.1", "inner.example": "10.0.0.7"}
@@ -224,15 +288,24 @@ def _answers(real: Any, site: Site) -> Any:
 @pytest.mark.parametrize(
     ("change", "where", "words"),
     [
-        ({"csv_url_column": "link"}, "web.csv_url_column", "there is no column 'link'; the table has: url, text."),
+        (
+            {"csv_url_column": "link"},
+            "web.csv_url_column",
+            "there is no column 'link'; the table has: url, text.",
+        ),
         ({"csv_caption_column": "txt"}, "web.csv_caption_column", "Did you mean 'text'?"),
         ({"csv_file": "nowhere.csv"}, "web.csv_file", "'nowhere.csv' cannot be read: No such file"),
         ({"csv_cache_dir": None}, "web.csv_cache_dir", "is required with type csv"),
-        ({"caption_strategy": "textfile"}, "web.type", "caption_strategy csv, or instanceprompt with instance_prompt"),
+        (
+            {"caption_strategy": "textfile"},
+            "web.type",
+            "caption_strategy csv, or instanceprompt with instance_prompt",
+        ),
         (
             {"dataset_name": "b"},
             "web.dataset_name",
-            "is for type huggingface, which needs dataset_name, too; the type is csv. Leave it out.",
+            "is for type huggingface, which needs dataset_name, too; the type is csv. "
+            "Leave it out.",
         ),
         ({"instance_data_dir": "x"}, "web.instance_data_dir", "is for type local"),
         ({"dataset_type": "text_embeds"}, "web.type", "caches are local"),
@@ -242,9 +315,13 @@ def test_a_wrong_entry_is_one_clear_problem(
     context: DataContext, tmp_path: Path, change: dict[str, Any], where: str, words: str
 ) -> None:
     _, problems = build(
-        context, {"instance_data_dir": str(tmp_path), "id": "b"}, table(tmp_path, [("a.png", "x")], **change)
+        context,
+        {"instance_data_dir": str(tmp_path), "id": "b"},
+        table(tmp_path, [("a.png", "x")], **change),
     )
-    assert [words in problem.message for problem in fatal(problems) if problem.where == where] == [True]
+    assert [words in problem.message for problem in fatal(problems) if problem.where == where] == [
+        True
+    ]
 
 
 def test_a_refused_entry_hides_no_problem_of_an_entry_whose_name_it_begins_with(
@@ -255,4 +332,7 @@ def test_a_refused_entry_hides_no_problem_of_an_entry_whose_name_it_begins_with(
 
     _, problems = build(context, bad_table, refused)
 
-    assert {problem.where for problem in fatal(problems)} == {"web.csv_caption_column", "web-2.type"}
+    assert {problem.where for problem in fatal(problems)} == {
+        "web.csv_caption_column",
+        "web-2.type",
+    }

@@ -44,8 +44,12 @@ from simpletuner.reporting.metrics import MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
-SAMPLE = {"source": thumbnail(Image.new("RGB", (8, 8))), "captions": ["a star", "one more star"], "is_clip": False,
-          "edited_from": ""}  # fmt: skip
+SAMPLE = {
+    "source": thumbnail(Image.new("RGB", (8, 8))),
+    "captions": ["a star", "one more star"],
+    "is_clip": False,
+    "edited_from": "",
+}
 
 
 class Page(HTMLParser):
@@ -65,7 +69,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+        self.references += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "action", "data")
+        ]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
         if tag not in VOID:
             self.open.append(tag)
@@ -78,18 +86,30 @@ class Page(HTMLParser):
             self.text += data
 
 
-def picture(folder: Path, step: int, name: str = "glimmer", side: int = 32, noise: bool = False) -> MediaRecord:
+def picture(
+    folder: Path, step: int, name: str = "glimmer", side: int = 32, noise: bool = False
+) -> MediaRecord:
     path = f"validation_images/step_{step}_{name}_0_{side}x{side}.png"
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     draws = np.random.default_rng(step)
-    pixels = draws.integers(0, 255, (side, side, 3), dtype=np.uint8) if noise else np.full((side, side, 3), step % 255)
+    pixels = (
+        draws.integers(0, 255, (side, side, 3), dtype=np.uint8)
+        if noise
+        else np.full((side, side, 3), step % 255)
+    )
     Image.fromarray(pixels.astype(np.uint8)).save(folder / path)
     return MediaRecord(step, name, f"prompt of {name}", path, side, side, 1)
 
 
 def rows(count: int) -> list[dict[str, float]]:
     return [
-        {"step": step, "epoch": 1, "train_loss": 1 / step + step % 3, "learning_rate": 1e-4, "seconds": 0.5}
+        {
+            "step": step,
+            "epoch": 1,
+            "train_loss": 1 / step + step % 3,
+            "learning_rate": 1e-4,
+            "seconds": 0.5,
+        }
         for step in range(1, count + 1)
     ]
 
@@ -100,10 +120,27 @@ def render(data: dict[str, Any]) -> Page:
     return Page(path)
 
 
-def data_of(folder: Path, metrics: Sequence[Mapping[str, Any]] | None = None, **changes: object) -> dict[str, Any]:
-    columns, lists = Columns.of(rows(40) if metrics is None else metrics), ("settings", "datasets", "ledger", "samples")
-    base = {"title": "demo", "subtitle": "", "state": "running", "step": 40, "total_steps": 300, "output_dir": folder}
-    base |= {"metrics": columns, "previews": [], "environment": {}, "message": "", "notes": [], "result": None}
+def data_of(
+    folder: Path, metrics: Sequence[Mapping[str, Any]] | None = None, **changes: object
+) -> dict[str, Any]:
+    columns = Columns.of(rows(40) if metrics is None else metrics)
+    lists = ("settings", "datasets", "ledger", "samples")
+    base = {
+        "title": "demo",
+        "subtitle": "",
+        "state": "running",
+        "step": 40,
+        "total_steps": 300,
+        "output_dir": folder,
+    }
+    base |= {
+        "metrics": columns,
+        "previews": [],
+        "environment": {},
+        "message": "",
+        "notes": [],
+        "result": None,
+    }
     return {**base, **{name: [] for name in lists}, **changes}
 
 
@@ -117,14 +154,30 @@ def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) 
     records = [picture(tmp_path, step) for step in (0, 20, 40)]
     ledger = [
         LedgerEntry(
-            "stars", "a.png", original_size=Size(64, 64), geometry=Geometry("32x32", Size(32, 32), Size(48, 32), (8, 0))
+            "stars",
+            "a.png",
+            original_size=Size(64, 64),
+            geometry=Geometry("32x32", Size(32, 32), Size(48, 32), (8, 0)),
         ),
         LedgerEntry("stars", "b.png", "is truncated"),
     ]
     datasets = [("stars", 2, 1, ["32x32"])]
     environment = describe_environment("cpu")
-    page = render(data_of(tmp_path, previews=records, datasets=datasets, ledger=ledger, environment=environment))
-    for text in ("40 of 300", "0.50 s/step", "Loss", "Learning rate", "glimmer", "is truncated", "1 of 2", "python"):
+    page = render(
+        data_of(
+            tmp_path, previews=records, datasets=datasets, ledger=ledger, environment=environment
+        )
+    )
+    for text in (
+        "40 of 300",
+        "0.50 s/step",
+        "Loss",
+        "Learning rate",
+        "glimmer",
+        "is truncated",
+        "1 of 2",
+        "python",
+    ):
         assert text in page.text
     assert page.tags.count("img") == 3
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
@@ -138,7 +191,12 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     record = replace(picture(tmp_path, 0), short_name=NASTY, prompt=NASTY)
     gone = replace(record, step=40, path=NASTY)
     config = resolve(
-        [Layer("f", [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)])], Problems()
+        [
+            Layer(
+                "f", [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)]
+            )
+        ],
+        Problems(),
     )
     assert config is not None
     page = render(
@@ -152,7 +210,11 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
             previews=[record, gone],
             settings=settings_of(config),
             datasets=[(NASTY, 1, 0, [NASTY])],
-            ledger=[LedgerEntry(NASTY, NASTY, NASTY, geometry=Geometry(NASTY, Size(8, 8), Size(8, 8), (0, 0)))],
+            ledger=[
+                LedgerEntry(
+                    NASTY, NASTY, NASTY, geometry=Geometry(NASTY, Size(8, 8), Size(8, 8), (0, 0))
+                )
+            ],
             samples=[{**SAMPLE, "name": NASTY, "captions": [NASTY]}],
             environment={NASTY: NASTY},
             result={"path": NASTY, "size": "1 B", "snippet": NASTY, "errors": NASTY},
@@ -165,7 +227,9 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
 
 
 def test_the_report_says_where_the_time_went(tmp_path: Path) -> None:
-    timed = [{**row, "data_seconds": 0.05, "data_share": 0.1, "compute_share": 0.9} for row in rows(40)]
+    timed = [
+        {**row, "data_seconds": 0.05, "data_share": 0.1, "compute_share": 0.9} for row in rows(40)
+    ]
     page = render(data_of(tmp_path, metrics=timed))
     assert "compute 90 %, waiting for data 10 %" in page.text
     assert "data_share" not in page.source
@@ -190,10 +254,16 @@ def test_a_stopped_run_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_big_runs_stay_small(tmp_path: Path) -> None:
-    records = [picture(tmp_path, step, f"p{row}", 160, noise=True) for row in range(26) for step in range(0, 600, 100)]
+    records = [
+        picture(tmp_path, step, f"p{row}", 160, noise=True)
+        for row in range(26)
+        for step in range(0, 600, 100)
+    ]
     ledger = [LedgerEntry("d", f"{index}.png", "x", "x") for index in range(LEDGER_ROWS)]
     datasets: list[Any] = [("d", 30_000, 27_000, [])]
-    page = render(data_of(tmp_path, metrics=rows(50_000), previews=records, datasets=datasets, ledger=ledger))
+    page = render(
+        data_of(tmp_path, metrics=rows(50_000), previews=records, datasets=datasets, ledger=ledger)
+    )
     assert len(page.source) < 10_000_000
     assert "2 more steps" in page.text
     assert "2 more prompts" in page.text
@@ -225,13 +295,21 @@ def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
     assert render(data_of(tmp_path, previews=[whole, gone, broken])).text.count("file gone") == 2
 
 
-def test_a_large_video_is_referred_to_beside_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_video_is_referred_to_beside_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(html, "BUDGET", 1000)
     for name, size in (("small.mp4", 100), ("large one.mp4", 5000)):
         (tmp_path / name).write_bytes(b"\0" * size)
-    records = [MediaRecord(0, "a", "", "small.mp4", 8, 8), MediaRecord(10, "a", "", "large one.mp4", 8, 8)]
+    records = [
+        MediaRecord(0, "a", "", "small.mp4", 8, 8),
+        MediaRecord(10, "a", "", "large one.mp4", 8, 8),
+    ]
     page = render(data_of(tmp_path, previews=records))
-    assert [reference[:15] for reference in page.references] == ["data:video/mp4;", "large%20one.mp4"]
+    assert [reference[:15] for reference in page.references] == [
+        "data:video/mp4;",
+        "large%20one.mp4",
+    ]
 
 
 def test_averaged_weights_stand_beside_the_plain_ones_of_their_step(tmp_path: Path) -> None:
@@ -249,7 +327,11 @@ def test_averaged_weights_stand_beside_the_plain_ones_of_their_step(tmp_path: Pa
 def test_the_users_prompts_come_first_and_the_empty_one_last(tmp_path: Path) -> None:
     empty = replace(picture(tmp_path, 0, "unconditional"), prompt="")
     records = [empty, picture(tmp_path, 0, "portrait"), picture(tmp_path, 0, "validation")]
-    assert [row.name for row in build_grid(records, tmp_path).rows] == ["validation", "portrait", "unconditional"]
+    assert [row.name for row in build_grid(records, tmp_path).rows] == [
+        "validation",
+        "portrait",
+        "unconditional",
+    ]
 
 
 def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None:
@@ -264,7 +346,12 @@ def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None
 
 
 def test_the_result_names_file_size_and_use(tmp_path: Path) -> None:
-    result = {"path": "lora.safetensors", "size": "12.3 MB", "snippet": "import torch", "errors": ""}
+    result = {
+        "path": "lora.safetensors",
+        "size": "12.3 MB",
+        "snippet": "import torch",
+        "errors": "",
+    }
     page = render(data_of(tmp_path, state="finished", result=result))
     for words in ("lora.safetensors", "12.3 MB", "import torch"):
         assert words in page.text
@@ -272,8 +359,12 @@ def test_the_result_names_file_size_and_use(tmp_path: Path) -> None:
     assert "ComfyUI" in comfyui.text
 
 
-@pytest.mark.parametrize(("state", "refreshes"), [("running", True), ("finished", False), ("stopped", False)])
-def test_only_a_run_that_goes_on_refreshes_its_page(tmp_path: Path, state: str, refreshes: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "refreshes"), [("running", True), ("finished", False), ("stopped", False)]
+)
+def test_only_a_run_that_goes_on_refreshes_its_page(
+    tmp_path: Path, state: str, refreshes: bool
+) -> None:
     page = render(data_of(tmp_path, state=state))
     assert ('http-equiv="refresh"' in page.source) is refreshes
     assert ('data-refresh="30"' in page.source) is refreshes
@@ -297,7 +388,9 @@ def test_thinned_curves_keep_their_ends_and_their_spikes() -> None:
     assert len(thin_extremes(points)) <= 1000
     assert (thin(points)[0][0], thin(points)[-1][0]) == (0, 49_999)
     assert (31_415, 99.0) in thin_extremes(points)
-    assert [step for step, _ in thin_extremes(points)] == sorted(step for step, _ in thin_extremes(points))
+    assert [step for step, _ in thin_extremes(points)] == sorted(
+        step for step, _ in thin_extremes(points)
+    )
 
 
 def test_only_noise_is_smoothed() -> None:
@@ -309,7 +402,13 @@ def test_only_noise_is_smoothed() -> None:
 
 
 def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
-    extra = {"grad_norm": 1.0, "crepa_loss": 0.1, "note": "text", "flag": True, "peak_memory_gb": 2.5}
+    extra = {
+        "grad_norm": 1.0,
+        "crepa_loss": 0.1,
+        "note": "text",
+        "flag": True,
+        "peak_memory_gb": 2.5,
+    }
     recorded = [{**row, **extra, "timesteps": [10.0, 999.9]} for row in rows(20)]
     recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}
     charts = charts_of(Columns.of(recorded))
@@ -331,15 +430,19 @@ def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_not_taken_for_somebodys_home(tmp_path: Path) -> None:
-    assert public_settings({"validation_prompt": "~kitten~", "output_dir": str(tmp_path / "x")}).keys() == {
-        "validation_prompt"
-    }
+    assert public_settings(
+        {"validation_prompt": "~kitten~", "output_dir": str(tmp_path / "x")}
+    ).keys() == {"validation_prompt"}
 
 
 def test_settings_know_what_changed_and_hide_secrets() -> None:
     problems = Problems()
     hook = {"webhook_type": "raw", "callback_url": "https://example.org/geheim"}
-    values = [("model_family", "kandinsky5-image"), ("model_type", "lora"), ("webhook_config", hook)]
+    values = [
+        ("model_family", "kandinsky5-image"),
+        ("model_type", "lora"),
+        ("webhook_config", hook),
+    ]
     of_the_family = [("validation_guidance", 5.0), ("crepa_block_index", 8)]
     config = resolve([Layer("family default", of_the_family), Layer("my.json", values)], problems)
     assert config is not None
@@ -348,7 +451,11 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
     assert settings["model_type"]["origin"] == "my.json"
     assert settings["validation_guidance"]["origin"] == "family default"
     assert settings["validation_guidance"]["changed"]
-    for key in ("output_dir", "rope_scale", "crepa_block_index"):  # a default, one in other words, one of what is off
+    for key in (
+        "output_dir",
+        "rope_scale",
+        "crepa_block_index",
+    ):  # a default, one in other words, one of what is off
         assert not settings[key]["changed"]
     assert settings["gradient_checkpointing"]["value"] == "true"
     assert "geheim" not in settings["webhook_config"]["value"]
@@ -357,7 +464,9 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
 def test_the_files_of_the_page_are_shipped() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     shipped = pyproject["tool"]["setuptools"]["package-data"]["simpletuner"]
-    assert {"config/*.toml", "annexes/*/*.css", "annexes/*/*.jinja", "annexes/*/*.js"} <= set(shipped)
+    assert {"config/*.toml", "annexes/*/*.css", "annexes/*/*.jinja", "annexes/*/*.js"} <= set(
+        shipped
+    )
 
 
 def test_the_environment_needs_no_torch() -> None:

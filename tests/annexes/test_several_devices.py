@@ -29,7 +29,8 @@ def peak(chosen: Budget, name: str) -> Any:
 
 
 def test_under_ddp_a_device_holds_what_one_process_holds() -> None:
-    one, eight = budget(gpu(80)), budget(gpu(80), num_processes=8)
+    one = budget(gpu(80))
+    eight = budget(gpu(80), num_processes=8)
     assert [each.device for each in eight.phases] == [each.device for each in one.phases]
     assert (peak(one, "training").host, peak(eight, "training").host) == (HOST_BASE, 8 * HOST_BASE)
     assert peak(eight, "loading").passing == 8 * peak(one, "loading").passing
@@ -50,22 +51,30 @@ def test_processes_of_a_machine_share_streamed_weights(machines: int, local: int
 
 def test_shares_are_smaller_the_more_processes_there_are() -> None:
     peaks = [
-        peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count), "training").device for count in (1, 2, 4)
+        peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count), "training").device
+        for count in (1, 2, 4)
     ]
     state = budget(gpu(80), **FULL).steps[0].memory.trained
-    assert peaks[0] == peak(budget(gpu(80), **FULL), "training").device, "one process has nothing to shard"
+    assert peaks[0] == peak(budget(gpu(80), **FULL), "training").device, (
+        "one process has nothing to shard"
+    )
     assert peaks[1] - peaks[2] == pytest.approx(state / 2 - state / 4)
 
 
 def test_weights_are_in_the_host_s_memory_once() -> None:
-    """Blocks until FSDP2 splits them, text encoders while they are loaded; otherwise a few blocks of each process."""
+    """Blocks until FSDP2 splits them, text encoders while they are loaded; otherwise a few blocks
+    of each process.
+    """
     one = peak(budget(gpu(80)), "loading")
     assert one.passing < one.device / 5
     sharded = peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8), "loading")
     blocks = sum(budget(gpu(80), **FULL).parts.transformer.block_bytes("bf16", quantised=0.0))
     assert sharded.host == 8 * HOST_BASE + blocks
     assert sharded.passing == 8 * one.passing
-    texts = [peak(budget(gpu(80), encodes_text=True, num_processes=count), "encoding") for count in (1, 8)]
+    texts = [
+        peak(budget(gpu(80), encodes_text=True, num_processes=count), "encoding")
+        for count in (1, 8)
+    ]
     assert texts[0].passing == texts[1].passing
 
 
@@ -77,14 +86,18 @@ def test_a_slow_link_is_waited_for() -> None:
 
 def test_processes_that_share_tokens_hold_and_compute_a_share() -> None:
     one, four = (budget(gpu(80), num_processes=4, sequence_parallel_size=size) for size in (1, 4))
-    alone, shared = one.steps[0], four.steps[0]
+    alone = one.steps[0]
+    shared = four.steps[0]
     held = 2 * shared.load.samples * shared.load.tokens * shared.model.cost.hidden
     assert [each.held for each in shared.model.activations(shared.load)[:2]] == [held, held / 4]
     assert shared.cost.model == pytest.approx(alone.cost.model / 4)
     assert alone.exchanged == 0
-    # Four tensors in each of the forward pass, its recomputation and the backward pass; a quarter of a share stays.
+    # Four tensors in each of the forward pass, its recomputation and the backward pass; a quarter
+    # of a share stays.
     blocks = 2 + sum(shared.model.checkpointed) / shared.model.cost.large
-    assert four.sent.exchanged == pytest.approx(shared.model.cost.large * 4 * blocks * held / 4 * 3 / 4)
+    assert four.sent.exchanged == pytest.approx(
+        shared.model.cost.large * 4 * blocks * held / 4 * 3 / 4
+    )
     assert shared.cost.seconds == pytest.approx(
         alone.cost.seconds / 4 + shared.exchanged / one.device.rates.link, rel=0.01
     )
@@ -98,19 +111,27 @@ def test_clips_that_are_too_long_are_shared() -> None:
     )
     assert pro(num_processes=8, sequence_parallel_size=8, speed_keep_attention=False).fits
     for settings in ({}, {"num_processes": 8, "lora_dropout": 0.1}):
-        assert "sequence_parallel_size" not in str(smallest_change(pro(**settings))), "nobody to share with, or refused"
+        assert "sequence_parallel_size" not in str(smallest_change(pro(**settings))), (
+            "nobody to share with, or refused"
+        )
 
 
 def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
-    """Rank 16 on q, k and v of 34 self- and 32 cross-attentions, 1792 wide: 22.7 MB of bf16, 1.5 times of which go."""
+    """Rank 16 on q, k and v of 34 self- and 32 cross-attentions, 1792 wide: 22.7 MB of bf16, 1.5
+    times of which go.
+    """
     chosen = choose(budget(gpu(80), num_processes=4))
     assert not chosen.config.launch.fsdp_enable
-    assert chosen.decisions[0].startswith("DDP: it fits every process, which sends 34.1 MB a step, while FSDP2")
+    assert chosen.decisions[0].startswith(
+        "DDP: it fits every process, which sends 34.1 MB a step, while FSDP2"
+    )
     streamed = choose(budget(gpu(8), num_processes=4))
     assert streamed.config.offload.enable_group_offload
     assert "DDP: " in streamed.decisions[0]
     lean = choose(budget(gpu(3.5), num_processes=4))
-    assert lean.config.precision.base_model_precision == "int8-quanto", "where FSDP2 does not fit either"
+    assert lean.config.precision.base_model_precision == "int8-quanto", (
+        "where FSDP2 does not fit either"
+    )
     assert not lean.config.launch.fsdp_enable
 
 
@@ -119,21 +140,30 @@ def test_what_does_not_fit_otherwise_is_sharded(size: float, settings: dict[str,
     chosen = choose(budget(gpu(size), num_processes=8, **settings))
     assert chosen.config.launch.is_sharded
     assert chosen.fits
-    assert chosen.decisions[0].startswith("fsdp_enable true: each process keeps a share of the weights, to fit")
-    assert not choose(budget(gpu(size), num_processes=8, fsdp_enable=False, **settings)).config.launch.fsdp_enable
+    assert chosen.decisions[0].startswith(
+        "fsdp_enable true: each process keeps a share of the weights, to fit"
+    )
+    assert not choose(
+        budget(gpu(size), num_processes=8, fsdp_enable=False, **settings)
+    ).config.launch.fsdp_enable
     assert not choose(budget(gpu(size), **settings)).config.launch.fsdp_enable
 
 
 def test_a_full_fine_tune_that_fits_is_not_sharded() -> None:
     chosen = choose(budget(gpu(80), num_processes=8, **FULL))
     assert not chosen.config.launch.fsdp_enable
-    assert chosen.decisions[0] == f"DDP: it fits every process, which sends {chosen.sent.total / 1e9:.1f} GB a step"
+    assert (
+        chosen.decisions[0]
+        == f"DDP: it fits every process, which sends {chosen.sent.total / 1e9:.1f} GB a step"
+    )
 
 
 def test_sharding_is_what_would_help_a_full_fine_tune() -> None:
     (told,) = found_by(check_fit, budget(gpu(24), num_processes=8, **FULL))
     assert "This would fit: fsdp_enable true." in told.message
-    assert "fsdp_enable" not in found_by(check_fit, budget(gpu(8), num_processes=8))[0].message, "a LoRA streams"
+    assert "fsdp_enable" not in found_by(check_fit, budget(gpu(8), num_processes=8))[0].message, (
+        "a LoRA streams"
+    )
 
 
 def test_sharding_a_lora_for_nothing_is_said() -> None:
@@ -143,12 +173,17 @@ def test_sharding_a_lora_for_nothing_is_said() -> None:
     (warning,) = found_by(check_sharded_lora, budget(gpu(8), num_processes=4, fsdp_enable=True))
     assert warning.message.startswith("DDP, streamed fits too, ")
     assert warning.remedy == {"fsdp_enable": False, **STREAMED}
-    assert found_by(check_sharded_lora, budget(gpu(80), num_processes=4, fsdp_enable=True, **FULL)) == []
+    assert (
+        found_by(check_sharded_lora, budget(gpu(80), num_processes=4, fsdp_enable=True, **FULL))
+        == []
+    )
     assert found_by(check_sharded_lora, budget(gpu(80), num_processes=4)) == []
 
 
 @pytest.mark.parametrize("visible", [None, "0,1", "GPU-bb"])
-def test_each_process_needs_a_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
+def test_each_process_needs_a_device(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
     assert found_by(check_devices, 64) == [], "processes on the CPU are no matter of devices"
     fake_smi(tmp_path, monkeypatch, f"echo '{LISTED}'")
     if visible is not None:
@@ -156,15 +191,31 @@ def test_each_process_needs_a_device(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     there = "1 GPU" if visible == "GPU-bb" else "2 GPUs"
     assert found_by(check_devices, int(there[0])) == []
     (problem,) = found_by(check_devices, 3)
-    assert str(problem).startswith(f"num_processes: 3 processes need as many GPUs, but this machine has {there}.")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+    assert str(problem).startswith(
+        f"num_processes: 3 processes need as many GPUs, but this machine has {there}."
+    )
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "3",
+    }.items():
         monkeypatch.setenv(name, value)
     assert found_by(check_devices, 3) == [], "a launcher may have shown each process its own"
 
 
-def test_a_plan_for_several_devices(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_several_devices(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
-    asked = ("plan", "--devices=4", "--machines=2", "--device-memory=80", "num_train_epochs=1", "max_train_steps=0")
+    asked = (
+        "plan",
+        "--devices=4",
+        "--machines=2",
+        "--device-memory=80",
+        "num_train_epochs=1",
+        "max_train_steps=0",
+    )
     workspace.write_config(pretrained_model_name_or_path=None, lr_scale=True, learning_rate=1e-4)
     assert workspace.run(*asked) == 0
     shown = capsys.readouterr().out
@@ -174,11 +225,16 @@ def test_a_plan_for_several_devices(workspace: Workspace, capsys: pytest.Capture
         "  4 processes on 2 machines, one per device, DDP",
     ):
         assert line in shown.splitlines(), shown
-    seconds, previews = {}, ("validation_disable=false", "validation_disable_unconditional=false")
+    seconds = {}
+    previews = ("validation_disable=false", "validation_disable_unconditional=false")
     for devices in (1, 2, 4):
-        assert workspace.run(*asked, "--machines=1", f"--devices={devices}", "--json", *previews) == 0
+        assert (
+            workspace.run(*asked, "--machines=1", f"--devices={devices}", "--json", *previews) == 0
+        )
         seconds[devices] = json.loads(capsys.readouterr().out)["seconds"]["previews"]
-    assert [seconds[1] / each for each in seconds.values()] == pytest.approx([1, 2, 2]), "of two prompts each"
+    assert [seconds[1] / each for each in seconds.values()] == pytest.approx([1, 2, 2]), (
+        "of two prompts each"
+    )
     assert workspace.run(*asked, "--json") == 0
     told = json.loads(capsys.readouterr().out)["processes"]
     assert (told["count"], told["machines"], told["way"]) == (4, 2, "DDP")

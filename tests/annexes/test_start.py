@@ -70,11 +70,20 @@ def written(name: str, file: str = "config.json") -> Any:
     return json.loads((Path("config") / name / file).read_text())
 
 
-def test_a_folder_of_pictures_is_trained_and_compared(commands: list[list[str]], capsys: Capture) -> None:
+def test_a_folder_of_pictures_is_trained_and_compared(
+    commands: list[list[str]], capsys: Capture
+) -> None:
     put_pictures(Path("my cat"), 12)
-    assert main(["start", "my cat", "--yes", "--trigger", "zkt, a grey cat", "learning_rate=2e-4"]) == 0
-    config, (trained, texts) = written("my-cat"), written("my-cat", "multidatabackend.json")
-    assert commands == [["train", "env=my-cat"], ["sweep", "output/my-cat", "--strengths", "0.75,1.0"]]
+    assert (
+        main(["start", "my cat", "--yes", "--trigger", "zkt, a grey cat", "learning_rate=2e-4"])
+        == 0
+    )
+    config = written("my-cat")
+    trained, texts = written("my-cat", "multidatabackend.json")
+    assert commands == [
+        ["train", "env=my-cat"],
+        ["sweep", "output/my-cat", "--strengths", "0.75,1.0"],
+    ]
     assert config["model_flavour"] == "t2i-lite-sft"
     assert config["max_train_steps"] == 1000
     assert config["learning_rate"] == 2e-4
@@ -83,16 +92,25 @@ def test_a_folder_of_pictures_is_trained_and_compared(commands: list[list[str]],
     assert config["preservation_prompt"] == "a grey cat"
     assert config["validation_prompt"] == "a photo of zkt, a grey cat, on a beach at sunset"
     assert trained["instance_data_dir"] == "my cat"
-    assert (trained["instance_prompt"], trained["prepend_instance_prompt"]) == ("zkt, a grey cat,", True)
+    assert (trained["instance_prompt"], trained["prepend_instance_prompt"]) == (
+        "zkt, a grey cat,",
+        True,
+    )
     assert texts["dataset_type"] == "text_embeds"
     assert "output/my-cat/pytorch_lora_weights.safetensors" in capsys.readouterr().out
 
 
-def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[list[str]], capsys: Capture) -> None:
+def test_of_many_files_some_are_held_out_to_compare_checkpoints(
+    commands: list[list[str]], capsys: Capture
+) -> None:
     put_pictures(Path("cat"), 17, captions=0)
     (folder := Path("output/cat/checkpoint-300")).mkdir(parents=True)
-    rows = [{"step": step, "loss/val/cat": loss} for step, loss in ((150, 0.5), (300, 0.4), (1100, 0.6))]
-    (folder.parent / "training_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {"step": step, "loss/val/cat": loss} for step, loss in ((150, 0.5), (300, 0.4), (1100, 0.6))
+    ]
+    (folder.parent / "training_metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     (swept := Path("output/cat/sweep")).mkdir(parents=True)
     (swept / "cell.png").touch()
     cell = {"short_name": "validation", "prompt": "", "path": "cell.png", "width": 64, "height": 64}
@@ -102,11 +120,14 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[l
     told = capsys.readouterr().out
     assert "Held out: 2 of 17 files, to compare checkpoints on them (hold_out in" in told
     assert f"memorised: {folder}/pytorch_lora_weights.safetensors at strength 0.75\n" in told
-    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    config = written("cat")
+    trained, _ = written("cat", "multidatabackend.json")
     # 75 steps for each of the 15 others.
     assert (config["max_train_steps"], trained["hold_out"]) == (1200, 2)
     # Every second checkpoint has a preview.
-    intervals = [config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")]
+    intervals = [
+        config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")
+    ]
     assert intervals == [150, 150, 300]
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     told = capsys.readouterr().out
@@ -125,7 +146,9 @@ def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Captu
     assert trained["instance_prompt"] == "in the style of zkt"
 
 
-def test_three_answers_at_most(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_three_answers_at_most(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "clips").mkdir()
     write_clip(tmp_path / "clips" / "a.mp4", seconds=2.0, size=(64, 48))
     answers = iter(["?", "subject", "?", "qxz, a dog", "2"])  # the question marks explain
@@ -139,9 +162,13 @@ def test_three_answers_at_most(commands: list[list[str]], monkeypatch: pytest.Mo
     assert trained["video"]["num_frames"] == config["validation_num_video_frames"] == 29
 
 
-def test_small_pictures_are_trained_at_a_size_of_their_own(commands: list[list[str]], capsys: Capture) -> None:
+def test_small_pictures_are_trained_at_a_size_of_their_own(
+    commands: list[list[str]], capsys: Capture
+) -> None:
     put_pictures(Path("cat"), 3, captions=0, size=(700, 900))
-    Path("cat/link.png").symlink_to("nowhere.png")  # it has no caption, and none of the others has one
+    Path("cat/link.png").symlink_to(
+        "nowhere.png"
+    )  # it has no caption, and none of the others has one
     assert main(["start", "cat", "--yes", "--dry-run"]) == 0
     assert "cat: pictures: 4, 700x900; with a caption: 0" in capsys.readouterr().out
     assert written("cat", "multidatabackend.json")[0]["resolution"] == 640
@@ -160,7 +187,10 @@ def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
     assert main(["start", "cat", "--yes"]) == 0
     told = capsys.readouterr().out
     assert "cat: pictures: 3, 1024x1024; with a caption: 3" in told
-    assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, put them" in told
+    assert (
+        "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train "
+        "clips, put them" in told
+    )
     assert written("cat")["model_family"] == "kandinsky5-image"
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     assert "loop.gif: not used, is a clip; clips need a separate dataset" in capsys.readouterr().out
@@ -181,7 +211,9 @@ def test_a_few_pictures_among_clips_are_named_and_the_clips_are_trained(
 LARGE = [(1024, 1024)]
 
 
-def opened(sizes: dict[str, tuple[int, int]], clips: dict[str, ClipFacts] | None = None) -> MediaFolder:
+def opened(
+    sizes: dict[str, tuple[int, int]], clips: dict[str, ClipFacts] | None = None
+) -> MediaFolder:
     """A folder whose files say this about themselves."""
     media = MediaFolder(Path(), Scan(), "clips" if clips else "pictures")
     media.__dict__["opened"] = OpenedFiles(sizes, clips or {})
@@ -190,11 +222,15 @@ def opened(sizes: dict[str, tuple[int, int]], clips: dict[str, ClipFacts] | None
 
 @pytest.mark.parametrize("small", [0, 1, 2, 3, 6, 7, 13, 25])
 @pytest.mark.parametrize("size", [(640, 480), (451, 300), (900, 600)])
-def test_small_files_are_the_exception_and_do_not_shrink_the_rest(small: int, size: tuple[int, int]) -> None:
+def test_small_files_are_the_exception_and_do_not_shrink_the_rest(
+    small: int, size: tuple[int, int]
+) -> None:
     sizes = {f"{number:02}": size for number in range(small)}
     sizes.update({str(number): (3024, 4032) for number in range(100 + small, 125)})
     material = opened(sizes)
-    fit = material.fit({"resolution": 1024, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1)
+    fit = material.fit(
+        {"resolution": 1024, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
+    )
     own = max(256, min(size) // 64 * 64)
     assert fit.resolution == (1024 if small <= 6 else own)
     assert len(fit.small) == (small if small <= 6 else 0)
@@ -217,18 +253,24 @@ def test_small_files_are_the_exception_and_do_not_shrink_the_rest(small: int, si
         ([], True, 1024, 0),
     ],
 )
-def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trained: int, left_out: int) -> None:
+def test_few_files_are_enlarged(
+    sizes: list[tuple[int, int]], square: bool, trained: int, left_out: int
+) -> None:
     material = opened({str(number): size for number, size in enumerate(sizes)})
     entry = {"resolution": 1024, "crop_aspect": "square" if square else "preserve"}
     fit = material.fit(entry, FAMILIES["kandinsky5-image"], 1)
     assert (fit.resolution, len(fit.small)) == (trained, left_out)
 
 
-@pytest.mark.parametrize(("wanted", "usual"), [(96, 600), (256, 600), (512, 256), (512, 300), (512, 600)])
+@pytest.mark.parametrize(
+    ("wanted", "usual"), [(96, 600), (256, 600), (512, 256), (512, 300), (512, 600)]
+)
 def test_the_size_that_trains_small_files_too_is_never_larger(wanted: int, usual: int) -> None:
     sizes = {str(number): (usual, usual) for number in range(9)}
     material = opened({**sizes, "tiny": (60, 60)})
-    fit = material.fit({"resolution": wanted, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1)
+    fit = material.fit(
+        {"resolution": wanted, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
+    )
     assert fit.small == ["tiny"]
     (note,) = [note for note in fit.notes() if note.startswith("Left out: ")]
     enlarged = fit.resolution <= 256
@@ -239,15 +281,21 @@ def test_the_size_that_trains_small_files_too_is_never_larger(wanted: int, usual
     )
 
 
-def test_small_files_are_left_out_of_the_plan_and_said(commands: list[list[str]], capsys: Capture) -> None:
+def test_small_files_are_left_out_of_the_plan_and_said(
+    commands: list[list[str]], capsys: Capture
+) -> None:
     put_pictures(Path("cat"), 22, captions=0, size=(1100, 1200))
     put_pictures(Path("small"), 3, captions=0, size=(640, 480))
     for path in Path("small").iterdir():
         path.rename(f"cat/small-{path.name}")
     assert main(["start", "cat", "--yes", "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert "Left out: 3 of 25 pictures (small-0.png, small-1.png, small-2.png) are smaller than 1024x1024" in told
-    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    assert (
+        "Left out: 3 of 25 pictures (small-0.png, small-1.png, small-2.png) are smaller than "
+        "1024x1024" in told
+    )
+    config = written("cat")
+    trained, _ = written("cat", "multidatabackend.json")
     assert (trained["resolution"], trained["minimum_image_size"]) == (1024, 930)
     assert (trained["hold_out"], config["validation_resolution"]) == (2, "1024x1024")
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
@@ -261,7 +309,9 @@ def test_small_files_are_left_out_of_the_plan_and_said(commands: list[list[str]]
     assert "minimum_image_size" not in written("all", "multidatabackend.json")[0]
 
 
-def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str]], capsys: Capture) -> None:
+def test_unusable_files_are_neither_held_out_nor_counted(
+    commands: list[list[str]], capsys: Capture
+) -> None:
     put_pictures(Path("cat"), 16)
     Path("cat/7.txt").write_text(" ")
     Path("cat/broken.png").write_bytes(b"broken")
@@ -272,16 +322,20 @@ def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str
     assert "Not usable: 7.png has an empty caption file." in shown
     assert "Not usable: broken.png is " in shown
     assert "Held out" not in shown
-    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    config = written("cat")
+    trained, _ = written("cat", "multidatabackend.json")
     # Sixteen files would be enough to hold out two.
     assert "hold_out" not in trained
     assert config["max_train_steps"] == 1200  # 75 steps for each of the 15
 
 
-def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list[list[str]], capsys: Capture) -> None:
+def test_settings_reach_the_datasets_too_however_they_are_spelled(
+    commands: list[list[str]], capsys: Capture
+) -> None:
     put_pictures(Path("cat"), 1)
     assert main(["start", "cat", "--yes", "--max-train-steps", "500", "--resolution=512"]) == 0
-    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    config = written("cat")
+    trained, _ = written("cat", "multidatabackend.json")
     assert (config["max_train_steps"], config["resolution"]) == (500, 512)
     assert "resolution" not in trained, "which would override it"
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
@@ -301,7 +355,9 @@ def test_a_name_keeps_the_letters_of_every_script(commands: list[list[str]]) -> 
     assert CONFIG_NAME.fullmatch("मेरी-बिल्ली-2"), "so that the page opens it"
 
 
-def test_pairs_are_edits_and_nothing_is_asked(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_edits_and_nothing_is_asked(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_pictures(Path("pairs/Before"), 2, captions=0)
     put_pictures(Path("pairs/after"), 2)
     monkeypatch.delattr("builtins.input")
@@ -321,7 +377,9 @@ def test_captions_come_before_training(commands: list[list[str]]) -> None:
     assert (trained["caption_strategy"], trained["instance_prompt"]) == ("textfile", "qxz,")
 
 
-def test_a_dry_run_writes_no_captions_and_shows_the_plan(commands: list[list[str]], capsys: Capture) -> None:
+def test_a_dry_run_writes_no_captions_and_shows_the_plan(
+    commands: list[list[str]], capsys: Capture
+) -> None:
     put_pictures(Path("cat"), 3, captions=1)
 
     assert main(["start", "cat", "--yes", "--dry-run", "--caption"]) == 0
@@ -338,7 +396,8 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
     for number, name in enumerate(("Zkt", "zkt, a grey cat,")):
         Path(f"cat/{number}.txt").write_text(f"a photo of {name} on a chair")
     assert main(["start", "cat", "--yes", "--caption", "--trigger", "zkt, a grey cat"]) == 0
-    config, trained = written("cat"), written("cat", "multidatabackend.json")[0]
+    config = written("cat")
+    trained = written("cat", "multidatabackend.json")[0]
     assert commands[0] == ["caption", "env=cat", "--trigger", "zkt, a grey cat"]
     assert (trained["caption_strategy"], trained.get("instance_prompt")) == ("textfile", None)
     assert (config["preservation_trigger"], config["preservation_prompt"]) == ("zkt", "a grey cat")
@@ -357,23 +416,46 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["run"], "It has a config: simpletuner train --config run/config.json."),
         (["mixed", "--purpose", "motion"], "--purpose 'motion' is not one of: subject, style."),
         (["half"], "no caption for 1 of 2 files (1.png is the first). --caption writes them"),
-        (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
+        (
+            ["cat", "--purpose", "styel"],
+            "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?",
+        ),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),
-        (["half", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),  # captions or not
+        (
+            ["half", "--model", "flux"],
+            "--model 'flux' is not one of: kandinsky5-image.",
+        ),  # captions or not
         (["pairs"], "pairs/after contains no pictures."),
-        (["cat", "max_train_step=9"], "max_train_step: is not a known key. Did you mean 'max_train_steps'?"),
+        (
+            ["cat", "max_train_step=9"],
+            "max_train_step: is not a known key. Did you mean 'max_train_steps'?",
+        ),
         (["cat", "learning_rate=fast", "lora_rank=0"], "learning_rate: 'fast'"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "lora_rank: 0"),
-        (["cat", "learning_rate=fast", "--dry-run"], "learning_rate: 'fast'"),  # before anything is written, too
-        (["cat", "learning_rat=1"], "learning_rat: is not a known key. Did you mean 'learning_rate'?"),
+        (
+            ["cat", "learning_rate=fast", "--dry-run"],
+            "learning_rate: 'fast'",
+        ),  # before anything is written, too
+        (
+            ["cat", "learning_rat=1"],
+            "learning_rat: is not a known key. Did you mean 'learning_rate'?",
+        ),
         (["cat", "env=other"], "env: has no effect: start writes a config of its own."),
         (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),
-        (["cat", "--name", "old"], "config/old exists already: continue with `simpletuner train env=old`, or set"),
-        (["cat", "--name", "ol d"], "config/ol d exists already: continue with `simpletuner train env='ol d'`, or set"),
+        (
+            ["cat", "--name", "old"],
+            "config/old exists already: continue with `simpletuner train env=old`, or set",
+        ),
+        (
+            ["cat", "--name", "ol d"],
+            "config/ol d exists already: continue with `simpletuner train env='ol d'`, or set",
+        ),
         (["cat", "--trigger", "--dry-run"], "--trigger needs a value, and --dry-run is an option."),
     ],
 )
-def test_what_cannot_be_started(arguments: list[str], told: str, commands: list[list[str]], capsys: Capture) -> None:
+def test_what_cannot_be_started(
+    arguments: list[str], told: str, commands: list[list[str]], capsys: Capture
+) -> None:
     put_pictures(Path("cat"), 1)
     put_pictures(Path("half"), 2, captions=1)
     Path("half/0-link.png").symlink_to("nowhere.png")  # the plan lists it; it needs no caption
@@ -394,9 +476,13 @@ def test_captions_come_from_a_model_that_can_write_them(
 ) -> None:
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
-    monkeypatch.setattr(answers, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged"))
+    monkeypatch.setattr(
+        answers, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged")
+    )
     assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
-    assert "--caption: the text encoder of sanavideo cannot write captions" in capsys.readouterr().err
+    assert (
+        "--caption: the text encoder of sanavideo cannot write captions" in capsys.readouterr().err
+    )
     assert not Path("config").exists()
     assert main(["start", "clips", "--yes", "--caption"]) == 0
     assert written("clips")["model_family"] == "kandinsky5-video"
@@ -407,12 +493,22 @@ def test_settings_are_written_by_their_names_and_the_rest_follows(
 ) -> None:
     put_pictures(Path("cat"), 3)
     monkeypatch.setenv("HUB", "me/cat")
-    settings = ["--max-train-steps=40", "--output-dir", "mine", "lr_warmup_steps=null", "hub_model_id={env:HUB}"]
+    settings = [
+        "--max-train-steps=40",
+        "--output-dir",
+        "mine",
+        "lr_warmup_steps=null",
+        "hub_model_id={env:HUB}",
+    ]
     assert main(["start", "cat", "--yes", *settings]) == 0
     config = written("cat")
     assert (config["max_train_steps"], config["checkpoint_step_interval"]) == (40, 5)
     # The last of an interval and that of the end are one, or a tenth of the interval apart.
-    ends = [(steps % each or each, each) for steps in range(1, 3000) for each in [checkpoint_interval(steps)]]
+    ends = [
+        (steps % each or each, each)
+        for steps in range(1, 3000)
+        for each in [checkpoint_interval(steps)]
+    ]
     assert all(rest > each / 10 for rest, each in ends)
     assert commands[1][:2] == ["sweep", "mine"]
     assert (config["lr_warmup_steps"], config["hub_model_id"]) == (None, "{env:HUB}")
@@ -446,8 +542,9 @@ def test_nothing_that_is_there_is_replaced(
     assert main(["start", "cat"]) == 2
     assert "config/cat cannot be written: Directory not empty." in capsys.readouterr().err
     assert sorted(path.as_posix() for path in Path("config").rglob("*.json")) == [
-        "config/cat-tmp/config.json", "config/cat/config.json"
-    ]  # fmt: skip
+        "config/cat-tmp/config.json",
+        "config/cat/config.json",
+    ]
     assert Path("config/cat/config.json").read_text() == "theirs"
 
 
@@ -479,11 +576,21 @@ def test_a_failed_command_ends_it_and_says_how_to_go_on(
         ("pictures", ["max_train_steps=3000"], "256x256", 375),
         ("pictures", ["resolution=512"], "512x512", 300),
         ("pictures", ["--trigger", "zkt, a cat", "max_train_steps=100"], "256x256", 100),
-        ("clips", [], "768x512", 800),  # of its frames it renders four times as many pixels as it trains
+        (
+            "clips",
+            [],
+            "768x512",
+            800,
+        ),  # of its frames it renders four times as many pixels as it trains
     ],
 )
 def test_previews_are_as_large_as_what_is_trained_and_a_fifth_of_the_run(
-    material: str, settings: list[str], size: str, interval: int, commands: list[list[str]], capsys: Capture
+    material: str,
+    settings: list[str],
+    size: str,
+    interval: int,
+    commands: list[list[str]],
+    capsys: Capture,
 ) -> None:
     put_pictures(Path("pictures"), 3, captions=0, size=(64, 64))
     Path("clips").mkdir()
@@ -492,7 +599,9 @@ def test_previews_are_as_large_as_what_is_trained_and_a_fifth_of_the_run(
     assert main(["start", material, "--yes", "--dry-run", "--model", model, *settings]) == 0
     config = written(material)
     assert (config["validation_resolution"], config["validation_step_interval"]) == (size, interval)
-    assert interval % config["checkpoint_step_interval"] == 0 or interval == config["max_train_steps"]
+    assert (
+        interval % config["checkpoint_step_interval"] == 0 or interval == config["max_train_steps"]
+    )
     if not settings and material == "pictures":
         assert main(["plan", "env=pictures", "--device=rtx-4090"]) == 0
         (share,) = re.findall(r"rounds? of previews, (\d+)% of that time", capsys.readouterr().out)
@@ -522,7 +631,9 @@ def test_sigterm_reaches_the_training(
     monkeypatch.setattr(start, "call", CALL)
     put_pictures(Path("cat"), 1)
     stub = tmp_path / "python"
-    stub.write_text("#!/bin/sh\ntrap 'echo > saved; exit 130' TERM\nkill -TERM $PPID; sleep 20 & wait\n")
+    stub.write_text(
+        "#!/bin/sh\ntrap 'echo > saved; exit 130' TERM\nkill -TERM $PPID; sleep 20 & wait\n"
+    )
     stub.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stub))
     assert main(["start", "cat", "--yes"]) == 130
@@ -547,7 +658,9 @@ def test_a_run_is_longer_with_more_files_within_bounds() -> None:
 )
 def test_short_clips_are_the_exception(frames: list[int], trained: int, left_out: int) -> None:
     # At their own rate, so that the seconds are the frames.
-    clips = {str(number): ClipFacts(64, 48, count / 16, 16.0) for number, count in enumerate(frames)}
+    clips = {
+        str(number): ClipFacts(64, 48, count / 16, 16.0) for number, count in enumerate(frames)
+    }
     material = opened(dict.fromkeys(clips, (64, 48)), clips)
     entry = {"resolution": 64, "video": {}}
     fit = material.fit(entry, SimpleNamespace(frame_rate=16, frame_stride=4), 81)
@@ -557,10 +670,14 @@ def test_short_clips_are_the_exception(frames: list[int], trained: int, left_out
     assert (f"Left out: {left_out} of {len(frames)} clips" in notes) == (left_out > 0)
 
 
-def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture) -> None:
+def test_what_fits_comes_first(
+    monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture
+) -> None:
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
-    monkeypatch.setattr(answers, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged"))
+    monkeypatch.setattr(
+        answers, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged")
+    )
     assert main(["start", "clips", "--yes"]) == 0
     assert written("clips")["model_family"] == "sanavideo"
 
@@ -580,7 +697,10 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     assert main([*started, "--yes"]) == 2
     told = capsys.readouterr().err
     assert "device: no GPU can be used here: about " in told
-    assert f" Add --model {model} (a tiny model that draws simple shapes, in minutes), --dry-run (" in told
+    assert (
+        f" Add --model {model} (a tiny model that draws simple shapes, in minutes), --dry-run ("
+        in told
+    )
     assert not commands
     assert not Path("config").exists()
     # Asked, it comes first, so that Enter takes what works here.
@@ -589,17 +709,24 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     assert commands[0] == ["train", f"env={kind}"]
     assert "kandinsky5-" in (told := capsys.readouterr().out)
     assert "no GPU here: about " in told
-    config, entries = written(kind), written(kind, "multidatabackend.json")
+    config = written(kind)
+    entries = written(kind, "multidatabackend.json")
     assert (config["max_train_steps"], config["preservation_prompt"]) == (300, "a cat")
     assert "tracker_run_name" not in config
-    assert [each["id"] for each in entries if each["dataset_type"] != "text_embeds"] == [entries[0]["id"]]
+    assert [each["id"] for each in entries if each["dataset_type"] != "text_embeds"] == [
+        entries[0]["id"]
+    ]
     capsys.readouterr()
     assert main(["plan", f"env={kind}"]) == 0
     files = {"pictures": 6, "clips": 1}[kind]
     assert f"{files} of {files} file" in capsys.readouterr().out
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
-    assert f"--caption: the text encoder of {model} cannot write captions" in capsys.readouterr().err
-    monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))
+    assert (
+        f"--caption: the text encoder of {model} cannot write captions" in capsys.readouterr().err
+    )
+    monkeypatch.setattr(
+        "simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True)
+    )
     assert model not in find_models(kind)
 
 
@@ -621,11 +748,15 @@ def test_only_a_run_that_is_too_large_gets_advice(
 
 
 @pytest.mark.slow(2)
-def test_in_a_terminal_questions_can_be_left_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_terminal_questions_can_be_left_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_pictures(tmp_path / "cat", 1)
     monkeypatch.setenv("TERM", "xterm-256color")
     command = ["-m", "simpletuner", "start", "cat", "--dry-run"]
-    child = pexpect.spawn(sys.executable, command, cwd=str(tmp_path), encoding="utf-8", timeout=PATIENCE)
+    child = pexpect.spawn(
+        sys.executable, command, cwd=str(tmp_path), encoding="utf-8", timeout=PATIENCE
+    )
     child.expect(r"What should be learned\? \[subject\]: ")
     child.sendline("styel")
     child.expect("Did you mean 'style'")
@@ -635,7 +766,9 @@ def test_in_a_terminal_questions_can_be_left_in_the_middle(tmp_path: Path, monke
     child.sendline("back")
     child.expect(r"What should be learned\? \[style\]: ")
     child.sendcontrol("d")
-    child.expect("The input ended before the last question. Nothing was written. --yes takes every default.")
+    child.expect(
+        "The input ended before the last question. Nothing was written. --yes takes every default."
+    )
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 2

@@ -1,4 +1,6 @@
-"""`start` uses the captions that it finds, however other programs have written them, or says what to do."""
+"""`start` uses the captions that it finds, however other programs have written them, or says what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,15 @@ NAMES = ("a.jpg", "b.jpg")
 
 
 def rows(*names: str, column: str = "file_name", text: str = "text", folder: str = "") -> str:
-    return "".join(json.dumps({column: f"{folder}{name}", text: f"a photo of {name[0]}"}) + "\n" for name in names)
+    return "".join(
+        json.dumps({column: f"{folder}{name}", text: f"a photo of {name[0]}"}) + "\n"
+        for name in names
+    )
 
 
-PARAGRAPHS = f"{'A grey cat sleeps on a wooden chair. ' * 3}\n\n{'The light is soft and warm. ' * 4}"
+PARAGRAPHS = (
+    f"{'A grey cat sleeps on a wooden chair. ' * 3}\n\n{'The light is soft and warm. ' * 4}"
+)
 TEXTFILE: dict[str, Any] = {"caption_strategy": "textfile"}
 METADATA = {"caption_strategy": "metadata"}
 TRIGGER_ALONE = {"caption_strategy": "instanceprompt", "instance_prompt": "zkt woman"}
@@ -37,8 +44,16 @@ LAYOUTS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         TEXTFILE,
         "Not used: 2 caption files; a.caption is not read: a.txt has precedence.",
     ),
-    "imagefolder": ({"metadata.jsonl": rows(*NAMES)}, METADATA, "Captions are read from metadata.jsonl"),
-    "imagefolder csv": ({"metadata.csv": "file_name,prompt\na.jpg,a\nb.jpg,b\n"}, METADATA, "read from metadata.csv"),
+    "imagefolder": (
+        {"metadata.jsonl": rows(*NAMES)},
+        METADATA,
+        "Captions are read from metadata.jsonl",
+    ),
+    "imagefolder csv": (
+        {"metadata.csv": "file_name,prompt\na.jpg,a\nb.jpg,b\n"},
+        METADATA,
+        "read from metadata.csv",
+    ),
     "musubi": (
         {"metadata.jsonl": rows(*NAMES, column="image_path", text="caption", folder="/data/set/")},
         METADATA,
@@ -75,11 +90,18 @@ LAYOUTS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         "hold one text each and are not split into lines",
     ),
     "json in text files": (
-        {"a.txt": json.dumps({"subject": "a cat"}, indent=1), "b.txt": json.dumps({"subject": "a dog"}, indent=1)},
+        {
+            "a.txt": json.dumps({"subject": "a cat"}, indent=1),
+            "b.txt": json.dumps({"subject": "a dog"}, indent=1),
+        },
         TEXTFILE | {"disable_multiline_split": True},
         "hold one text each and are not split into lines",
     ),
-    "alternatives": ({"a.txt": "a cat\nan animal", "b.txt": "a dog\na pet"}, TEXTFILE, "with a caption: 2"),
+    "alternatives": (
+        {"a.txt": "a cat\nan animal", "b.txt": "a dog\na pet"},
+        TEXTFILE,
+        "with a caption: 2",
+    ),
     "none": ({}, TRIGGER_ALONE, "with a caption: 0"),
 }
 
@@ -103,7 +125,9 @@ def put(folder: str, files: dict[str, str], names: tuple[str, ...] = NAMES) -> N
 def start(folder: str, *arguments: str) -> dict[str, Any]:
     """The entry that a dry run writes for a folder."""
     assert main(["start", folder, "--yes", "--dry-run", "--trigger", "zkt woman", *arguments]) == 0
-    entries: list[dict[str, Any]] = json.loads(Path("config", folder, "multidatabackend.json").read_text())
+    entries: list[dict[str, Any]] = json.loads(
+        Path("config", folder, "multidatabackend.json").read_text()
+    )
     return entries[0]
 
 
@@ -116,7 +140,9 @@ def test_captions_are_used_or_it_is_said_how(layout: str, capsys: Capture) -> No
 
     assert said in capsys.readouterr().out
     read = ("caption_strategy", "disable_multiline_split")
-    assert {key: entry[key] for key in read if key in entry} == {key: keys[key] for key in read if key in keys}
+    assert {key: entry[key] for key in read if key in entry} == {
+        key: keys[key] for key in read if key in keys
+    }
     prompt = "zkt woman" if keys is TRIGGER_ALONE else "zkt woman,"
     assert entry["instance_prompt"] == prompt
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
@@ -131,13 +157,17 @@ def test_captions_are_used_or_it_is_said_how(layout: str, capsys: Capture) -> No
         ("zkt womanly\nzkt women", True),
     ],
 )
-def test_every_line_is_judged_for_the_trigger(caption: str, is_prepended: bool, capsys: Capture) -> None:
+def test_every_line_is_judged_for_the_trigger(
+    caption: str, is_prepended: bool, capsys: Capture
+) -> None:
     put("cat", {"a.txt": caption, "b.txt": caption})
 
     entry = start("cat")
 
     assert entry.get("prepend_instance_prompt", False) == is_prepended
-    unnamed = "Without 'zkt woman', which most captions contain: 2 of 6 captions, such as 'someone'."
+    unnamed = (
+        "Without 'zkt woman', which most captions contain: 2 of 6 captions, such as 'someone'."
+    )
     assert (unnamed in capsys.readouterr().out) != is_prepended
 
 
@@ -147,26 +177,37 @@ def test_formats_that_are_not_read_are_said(capsys: Capture) -> None:
     start("cat")
 
     told = capsys.readouterr().out
-    assert "Not read: 3 files in other formats (c.jxl, d.CR3, e.mxf). Save such pictures as .png or .jpg" in told
+    assert (
+        "Not read: 3 files in other formats (c.jxl, d.CR3, e.mxf). Save such pictures as "
+        ".png or .jpg" in told
+    )
 
 
 def test_a_folder_of_other_formats_says_what_to_do() -> None:
     put("cat", {"c.jxl": ""}, ("x/y.jpg",))
     Path("cat/x/y.jpg").unlink()
     with pytest.raises(
-        UserError, match=r"contains no pictures and no clips. Not read: 1 file in other formats \(c.jxl\)"
+        UserError,
+        match=r"contains no pictures and no clips. Not read: 1 file in other formats \(c.jxl\)",
     ):
         read_media_folder(Path("cat"))
 
 
-def test_captions_for_the_rest_of_a_table_are_not_written_where_nobody_reads_them(capsys: Capture) -> None:
+def test_captions_for_the_rest_of_a_table_are_not_written_where_nobody_reads_them(
+    capsys: Capture,
+) -> None:
     put("cat", {"metadata.jsonl": rows("a.jpg")})
     assert main(["start", "cat", "--yes", "--dry-run", "--caption"]) == 2
-    assert "--caption writes .txt files, and captions are read from a metadata table" in capsys.readouterr().err
+    assert (
+        "--caption writes .txt files, and captions are read from a metadata table"
+        in capsys.readouterr().err
+    )
 
 
 def concepts(folder: str, *arguments: str) -> list[dict[str, Any]]:
-    """The entries of pictures that a dry run writes for a folder, without a trigger unless one is given."""
+    """The entries of pictures that a dry run writes for a folder, without a trigger unless one is
+    given.
+    """
     assert main(["start", folder, "--yes", "--dry-run", *arguments]) == 0
     entries = json.loads(Path("config", folder, "multidatabackend.json").read_text())
     return [entry for entry in entries if entry["dataset_type"] == "image"]
@@ -188,8 +229,14 @@ def test_repeats_and_words_of_a_folder_are_taken(place: str, capsys: Capture) ->
     assert (entry["caption_strategy"], entry["instance_prompt"]) == ("instanceprompt", "zkt woman")
     assert prompt_of("kohya") == "a photo of zkt woman on a beach at sunset"
     told = capsys.readouterr().out
-    assert "'10_zkt woman': 2 files, seen 10 times in an epoch (repeats 9); the words 'zkt woman'." in told
-    assert "Not trained: 2 files outside of such folders or in regularisation folders (reg/1_woman/a.jpg" in told
+    assert (
+        "'10_zkt woman': 2 files, seen 10 times in an epoch (repeats 9); the words 'zkt woman'."
+        in told
+    )
+    assert (
+        "Not trained: 2 files outside of such folders or in regularisation folders "
+        "(reg/1_woman/a.jpg" in told
+    )
     assert main(["plan", "env=kohya", "--device-memory=80"]) == 0
     assert "2 of 2 files used" in capsys.readouterr().out
 
@@ -200,7 +247,11 @@ def test_each_folder_of_kohya_is_a_dataset_with_its_words_or_captions(capsys: Ca
 
     dog, woman = concepts("kohya")
 
-    assert (dog["instance_data_dir"], dog["repeats"], dog["instance_prompt"]) == ("kohya/4_qxz_dog", 3, "qxz dog")
+    assert (dog["instance_data_dir"], dog["repeats"], dog["instance_prompt"]) == (
+        "kohya/4_qxz_dog",
+        3,
+        "qxz dog",
+    )
     assert (woman["instance_data_dir"], woman["repeats"]) == ("kohya/10_zkt woman", 9)
     assert (woman["caption_strategy"], woman["instance_prompt"]) == ("textfile", "zkt woman,")
     assert main(["plan", "env=kohya", "--device-memory=80"]) == 0

@@ -14,15 +14,34 @@ from simpletuner.annexes import trackers
 from simpletuner.annexes.trackers import TrackedRun, Tracker, TrackerEvents, open_trackers
 from simpletuner.config.load import build_group
 from simpletuner.config.schema import TrackingConfig, all_options
-from simpletuner.config.trackers import PACKAGES, WANDB_REFUSED, check_trackers, has_wandb_login, why_missing
+from simpletuner.config.trackers import (
+    PACKAGES,
+    WANDB_REFUSED,
+    check_trackers,
+    has_wandb_login,
+    why_missing,
+)
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.errors import Problems
-from simpletuner.reporting.events import EventStream, MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
+from simpletuner.reporting.events import (
+    EventStream,
+    MediaRendered,
+    PhaseEnded,
+    PhaseStarted,
+    StateChanged,
+    StepReport,
+)
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.step_figures import row_of
 from tests.tools.reports import found_by
 
-WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
+WANDB_VARIABLES = (
+    "WANDB_API_KEY",
+    "WANDB_MODE",
+    "WANDB_DISABLED",
+    "WANDB_BASE_URL",
+    "WANDB_IDENTITY_TOKEN_FILE",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +66,11 @@ def run_in(folder: Path, start: int = 0) -> TrackedRun:
 
 
 def messages(report_to: str) -> list[str]:
-    return [str(problem) for problem in found_by(check_trackers, TrackingConfig(report_to=report_to)) if problem.fatal]
+    return [
+        str(problem)
+        for problem in found_by(check_trackers, TrackingConfig(report_to=report_to))
+        if problem.fatal
+    ]
 
 
 def test_what_report_to_may_say() -> None:
@@ -59,7 +82,9 @@ def test_what_report_to_may_say() -> None:
     assert "at once" in messages("none,wandb")[0]
 
 
-def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_login_is_a_warning_and_no_prompt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     problems = found_by(check_trackers, TrackingConfig(report_to="wandb"))
     assert [problem.fatal for problem in problems] == [False]
     assert "wandb login" in problems[0].message
@@ -129,8 +154,12 @@ def test_wandb_offline_for_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    output, logs = tmp_path / "out", tmp_path / "logs"
-    settings = {"learning_rate": 1e-4, "webhook_config": {"webhook_url": "https://example.org/geheim"}}
+    output = tmp_path / "out"
+    logs = tmp_path / "logs"
+    settings = {
+        "learning_rate": 1e-4,
+        "webhook_config": {"webhook_url": "https://example.org/geheim"},
+    }
     for start in (0, 2):
         [(_, tracker)] = open_trackers("wandb", TrackedRun("p", "r", settings, output, logs, start))
         track(tracker, output, start + 1, start + 2)
@@ -156,7 +185,9 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
     events.Reload()
     assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3, 4, 5, 6]
-    assert {*events.Tags()["scalars"]} == {*row_of(step_done(1))} - {"timesteps"}, "the numbers of the record"
+    assert {*events.Tags()["scalars"]} == {*row_of(step_done(1))} - {"timesteps"}, (
+        "the numbers of the record"
+    )
     assert events.Tags()["images"] == ["validation/glimmer/0"]
     assert events.Tags()["histograms"] == ["timesteps"]
 
@@ -181,14 +212,18 @@ def test_a_clip_leaves_a_frame_in_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sign", "/\\\\#?%:")
-def test_a_project_that_wandb_refuses_is_refused_before_the_run(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_that_wandb_refuses_is_refused_before_the_run(
+    sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     name = f"my{sign}project"
 
     for report_to, count in (("wandb", 1), ("all", 1), ("tensorboard", 0), ("none", 0)):
         settings = TrackingConfig(report_to=report_to, tracker_project_name=name)
         told = [
-            str(problem) for problem in found_by(check_trackers, settings) if "wandb does not take" in problem.message
+            str(problem)
+            for problem in found_by(check_trackers, settings)
+            if "wandb does not take" in problem.message
         ]
         assert len(told) == count
 
@@ -232,7 +267,10 @@ def test_a_failing_tracker_is_named_once_and_left_out(caplog: pytest.LogCaptureF
 
     assert broken.calls == [1]
     assert len(caplog.records) == 1
-    assert "broken stopped working; training continues without it. (ConnectionError: no route" in caplog.text
+    assert (
+        "broken stopped working; training continues without it. (ConnectionError: no route"
+        in caplog.text
+    )
     assert "abcdef" not in caplog.text
 
 
@@ -247,5 +285,6 @@ def test_a_tracker_that_cannot_be_opened_is_left_out(
     assert list(open_trackers("tensorboard", run_in(tmp_path))) == []
 
     assert (
-        "tensorboard stopped working; training continues without it. (ImportError: broken installation)" in caplog.text
+        "tensorboard stopped working; training continues without it. (ImportError: broken "
+        "installation)" in caplog.text
     )

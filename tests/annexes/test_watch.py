@@ -15,7 +15,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from simpletuner.annexes.processes import joining, watch
 from simpletuner.annexes.processes.joining import ConnectedWorld, join_watch, open_store
-from simpletuner.annexes.processes.watch import GONE, Beat, EndReporter, Link, Pulse, Watch, where_it_is
+from simpletuner.annexes.processes.watch import (
+    GONE,
+    Beat,
+    EndReporter,
+    Link,
+    Pulse,
+    Watch,
+    where_it_is,
+)
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from tests.tools.processes import free_port
@@ -82,7 +90,9 @@ def test_a_connection_that_breaks_ends_all(joined: Joined, rank: int) -> None:
         link.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that it kills
     message = f"Process {rank} on {HOST} {GONE}."
     assert pair[1 - rank].wait_for_verdict(60.0) == (message, 1)
-    assert reporter.messages == ([message] if rank == 0 else []), "without process 0 another one speaks"
+    assert reporter.messages == ([message] if rank == 0 else []), (
+        "without process 0 another one speaks"
+    )
 
 
 def test_a_process_that_leaves_is_not_taken_for_killed(joined: Joined) -> None:
@@ -91,14 +101,26 @@ def test_a_process_that_leaves_is_not_taken_for_killed(joined: Joined) -> None:
     assert first.wait_for_verdict(0.5) is None
 
 
-def test_a_lost_process_is_named_also_when_the_watch_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, gloo may notice that a process was killed some seconds before the watch looks."""
+def test_a_lost_process_is_named_also_when_the_watch_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine, gloo may notice that a process was killed some seconds before the watch
+    looks.
+    """
     monkeypatch.setattr(joining, "POLL_SECONDS", 0.01)
     late = Watch(0, 2, "key", 60.0)
     threading.Timer(0.2, late._decide, ("Process 1 is gone.", 1)).start()
     world = ConnectedWorld(0, 2, 0, 2, control=None, watch=late)
-    assert world.first_failure(RuntimeError("[gloo/transport] Connection closed by peer")) == "Process 1 is gone."
-    assert ConnectedWorld(0, 2, 0, 2, control=None, watch=Watch(0, 2, "key", 60.0)).first_failure(ValueError()) is None
+    assert (
+        world.first_failure(RuntimeError("[gloo/transport] Connection closed by peer"))
+        == "Process 1 is gone."
+    )
+    assert (
+        ConnectedWorld(0, 2, 0, 2, control=None, watch=Watch(0, 2, "key", 60.0)).first_failure(
+            ValueError()
+        )
+        is None
+    )
 
 
 def test_the_first_failure_ends_all(joined: Joined) -> None:
@@ -109,7 +131,9 @@ def test_the_first_failure_ends_all(joined: Joined) -> None:
     assert first.verdict == ("a mistake", 2)
 
 
-def test_whoever_ends_by_itself_has_time_for_it(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_ends_by_itself_has_time_for_it(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reports of a failure that all know of call for no answer, which would call for one again."""
     first, second = both(joined(World(0, 2), World(1, 2)))
     looks: list[float] = []
@@ -121,7 +145,9 @@ def test_whoever_ends_by_itself_has_time_for_it(joined: Joined, monkeypatch: pyt
     assert not any(looks)
 
 
-def test_whoever_loses_its_launcher_ends_all(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_loses_its_launcher_ends_all(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(watch.LAUNCHED, "1")
     first, second = both(joined(World(0, 2), World(1, 2)))
     second._parent = 2**30
@@ -138,17 +164,24 @@ def test_a_request_to_stop_reaches_all(joined: Joined) -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_silence_is_counted_in_looks(joined: Joined, monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+def test_silence_is_counted_in_looks(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
     pair = both(joined(World(0, 2), World(1, 2)))
     monkeypatch.setattr(watch, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(pair[silent], "_look", lambda: time.sleep(0.05))  # as if it were frozen: connected, and mute
+    monkeypatch.setattr(
+        pair[silent], "_look", lambda: time.sleep(0.05)
+    )  # as if it were frozen: connected, and mute
     assert pair[1 - silent].wait_for_verdict(60.0) == (
-        f"Process {silent} on {HOST} has not responded for 0.5 s: it or its machine is frozen.", 1
-    )  # fmt: skip
+        f"Process {silent} on {HOST} has not responded for 0.5 s: it or its machine is frozen.",
+        1,
+    )
 
 
 def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, signs, place = [0.0], [(0, 0)], [("here", False)]
+    now = [0.0]
+    signs = [(0, 0)]
+    place = [("here", False)]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(watch, "POLL_SECONDS", 400.0)
     monkeypatch.setattr(watch, "signs_of_life", lambda unit: signs[0])
@@ -200,20 +233,26 @@ def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
     assert found == [("simpletuner.training.sharding, line 2", waits)]
 
 
-def test_processes_that_wait_for_each_other(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_wait_for_each_other(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "signs_of_life", lambda unit: (0, 0))
     monkeypatch.setattr(watch, "where_it_is", lambda: ("a collective", True))
     pair = both(joined(World(0, 2), World(1, 2)))
     pair[0].limit = 0.5
-    message = f"All processes have waited 0.5 s for each other, process 0 on {HOST} in a collective."
+    message = (
+        f"All processes have waited 0.5 s for each other, process 0 on {HOST} in a collective."
+    )
     assert [each.wait_for_verdict(60.0) for each in pair] == [(message, 1)] * 2
 
 
 def test_a_report_ends_the_silence_and_one_that_gets_on_the_waiting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender, receiver = Link(socket.create_connection(server.getsockname())), Link(server.accept()[0])
+        sender = Link(socket.create_connection(server.getsockname()))
+        receiver = Link(server.accept()[0])
     first = Watch(0, 2, "key", 0.5)
-    first.pulse.still, first.links.by_rank[1] = 9.0, receiver
+    first.pulse.still = 9.0
+    first.links.by_rank[1] = receiver
     for still in (0.0, 9.0):
         receiver.silent = 5
         sender.send(Beat(1, 2, "x", "key", still=still))
@@ -225,7 +264,9 @@ def test_a_report_ends_the_silence_and_one_that_gets_on_the_waiting() -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_are_too_many_or_missing(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     first, *others = joined(World(0, 3), World(1, 3), World(0, 3), World(1, 3), seconds=2.0)
     told = [str(each) for each in (first, *others)]
@@ -241,7 +282,9 @@ def test_processes_of_runs_of_different_sizes(joined: Joined) -> None:
     assert f"process 1 on {HOST} is one of 3, 0 on {HOST} is one of 2" in told[1]
 
 
-def test_on_one_machine_no_other_can_connect(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_machine_no_other_can_connect(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")  # as torchrun may name an address of the network
     _, second = both(joined(World(0, 2, 0, 2), World(1, 2, 1, 2)))
     address, port = second.links.by_rank[0].connection.getpeername()
@@ -254,7 +297,9 @@ def test_whoever_ends_by_itself_is_not_ended_though_a_write_takes_long(joined: J
     first, _ = both(joined(World(0, 2), World(1, 2)))
 
     class Busy:
-        """Another thread writes till now, and the main thread gets the lock before the watch does."""
+        """Another thread writes till now, and the main thread gets the lock before the watch
+        does.
+        """
 
         def acquire(self, timeout: float) -> bool:
             first._ends_itself.set()
@@ -271,7 +316,11 @@ def test_whoever_ends_by_itself_is_not_ended_though_a_write_takes_long(joined: J
 def test_a_stranger_is_ignored(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     port = second.links.by_rank[0].connection.getpeername()[1]
-    for content in (b"GET / HTTP/1.1\n\n", b"{}\n", json.dumps(vars(Beat(1, 2, "x", "guess"))).encode() + b"\n"):
+    for content in (
+        b"GET / HTTP/1.1\n\n",
+        b"{}\n",
+        json.dumps(vars(Beat(1, 2, "x", "guess"))).encode() + b"\n",
+    ):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(content)
             stranger.settimeout(0.2)
@@ -286,7 +335,10 @@ def test_a_port_in_use_and_an_address_without_anybody(monkeypatch: pytest.Monkey
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(UserError, match=f"MASTER_ADDR: process 1 on {HOST} cannot reach process 0 at 127.0.0.1:{port}"):
+    with pytest.raises(
+        UserError,
+        match=f"MASTER_ADDR: process 1 on {HOST} cannot reach process 0 at 127.0.0.1:{port}",
+    ):
         open_store(World(1, 2), "env://", time.monotonic())
     with (
         socket.create_server(("0.0.0.0", port), reuse_port=False),

@@ -80,7 +80,9 @@ def served(receiver: Receiver) -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            receiver.got.append((self.path, {key.lower(): value for key, value in self.headers.items()}, body))
+            receiver.got.append(
+                (self.path, {key.lower(): value for key, value in self.headers.items()}, body)
+            )
             receiver.answers.wait(receiver.late)
             self.send_response(receiver.status)
             if receiver.location is not None:
@@ -137,19 +139,29 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_raw_messages_arrive_in_order_with_the_token(receiver: Receiver, tmp_path: Path) -> None:
-    events = [StateChanged("running", 0, 2), step(1), step(2), StateChanged("finished", 2, 2, "done")]
+    events = [
+        StateChanged("running", 0, 2),
+        step(1),
+        step(2),
+        StateChanged("finished", 2, 2, "done"),
+    ]
     deliver(hook(receiver.url, auth_token="open sesame"), tmp_path, *events)
     assert receiver.types == ["training.status"] * 4 + ["lifecycle.stage"]
-    assert [payload["data"]["status"] for payload in receiver.payloads[:4]] == ["running"] * 3 + ["completed"]
+    assert [payload["data"]["status"] for payload in receiver.payloads[:4]] == ["running"] * 3 + [
+        "completed"
+    ]
     for path, headers, _ in receiver.got:
         assert (path, headers["x-api-key"]) == (SECRET_PATH, "open sesame")
         assert headers["content-type"] == "application/json"
 
 
 @pytest.mark.parametrize(
-    ("level", "wanted"), [("error", ["error", "lifecycle.stage", "training.status"]), ("critical", [])]
+    ("level", "wanted"),
+    [("error", ["error", "lifecycle.stage", "training.status"]), ("critical", [])],
 )
-def test_less_severe_messages_are_left_out(receiver: Receiver, tmp_path: Path, level: str, wanted: list[str]) -> None:
+def test_less_severe_messages_are_left_out(
+    receiver: Receiver, tmp_path: Path, level: str, wanted: list[str]
+) -> None:
     events = [Notice("hot", warning=True), Notice("warm"), StateChanged("failed", 1, 2, "broken")]
     deliver(hook(receiver.url, log_level=level), tmp_path, *events)
     assert sorted(receiver.types) == wanted
@@ -158,10 +170,16 @@ def test_less_severe_messages_are_left_out(receiver: Receiver, tmp_path: Path, l
 @pytest.mark.parametrize("images", ["data_uri", "base64"])
 def test_pictures_and_clips_are_inside(receiver: Receiver, folder: Path, images: str) -> None:
     gone = MediaRecord(4, "bird", "", "validation_images/gone.png", 64, 32)
-    shown = [MediaRendered(PICTURE), PreviewGrew(PICTURE, 5, 20, 750.0), MediaRendered(CLIP), MediaRendered(gone)]
+    shown = [
+        MediaRendered(PICTURE),
+        PreviewGrew(PICTURE, 5, 20, 750.0),
+        MediaRendered(CLIP),
+        MediaRendered(gone),
+    ]
     deliver(hook(receiver.url), folder, *shown, images=images)
     picture, growing, clip, lost = receiver.payloads
-    head, data = "data:image/png;base64,", picture["images"][0]
+    head = "data:image/png;base64,"
+    data = picture["images"][0]
     assert data.startswith(head) == (images == "data_uri")
     assert base64.b64decode(data.removeprefix(head)) == (folder / PICTURE.path).read_bytes()
     assert growing["images"] == picture["images"]
@@ -195,7 +213,11 @@ def test_discord_gets_a_form_with_the_file(receiver: Receiver, folder: Path) -> 
         MediaRendered(PICTURE),
     )
     fields = fields_of(receiver)
-    assert fields["content"].decode().startswith("`(birds)` Validation image for `bird`\nValidation prompt: @everyone")
+    assert (
+        fields["content"]
+        .decode()
+        .startswith("`(birds)` Validation image for `bird`\nValidation prompt: @everyone")
+    )
     settings = json.loads(fields["payload_json"])
     assert settings == {"content": fields["content"].decode(), "allowed_mentions": {"parse": []}}
     assert fields["file0"] == (folder / PICTURE.path).read_bytes()
@@ -213,7 +235,9 @@ def test_discord_gets_a_still_of_a_clip_that_is_too_large(
     assert Image.open(io.BytesIO(fields["file0"])).size == (64, 32)
 
 
-@pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 307), ("127.0.0.1", 303), ("localhost", 302)])
+@pytest.mark.parametrize(
+    ("host", "status"), [("127.0.0.1", 307), ("127.0.0.1", 303), ("localhost", 302)]
+)
 def test_redirects_are_named_and_not_followed(
     receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, status: int
 ) -> None:
@@ -225,7 +249,10 @@ def test_redirects_are_named_and_not_followed(
         assert target.got == []
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     place = receiver.location.removesuffix(SECRET_PATH)
-    error = f"The webhook at 127.0.0.1 returned status {status}: it redirects to {place}/, where nothing is sent."
+    error = (
+        f"The webhook at 127.0.0.1 returned status {status}: it redirects to {place}/, where "
+        "nothing is sent."
+    )
     assert told == ([f"{error} Change webhook_config if that is right."] if status != 303 else [])
 
 
@@ -233,7 +260,8 @@ def test_the_end_reaches_a_slow_receiver(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(webhooks, "TIMEOUT", 0.3)
     with served(Receiver(late=0.4)) as slow:
         target = {"webhook_type": "raw", "callback_url": slow.url}
-        config, events = Draft(tmp_path / "config.json", {"webhook_config": target}).config, EventStream()
+        config = Draft(tmp_path / "config.json", {"webhook_config": target}).config
+        events = EventStream()
         with delivered(config.webhooks, "project", tmp_path, events, "job"):
             for number in range(20):
                 events.publish(Notice(str(number)))
@@ -252,19 +280,27 @@ def test_a_refusal_is_told_once_a_minute_without_the_address(
     assert told == ["The webhook at 127.0.0.1 returned status 500."]
 
 
-def test_a_receiver_that_is_gone_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_receiver_that_is_gone_costs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     gone = Receiver(f"http://127.0.0.1:{free_port()}")
     caplog.set_level(logging.DEBUG, "simpletuner")
     deliver(hook(gone.url), tmp_path, Notice("hello"), Notice("is anybody there?"))
     records = [record for record in caplog.records if record.name.startswith("simpletuner")]
-    assert {each.getMessage() for each in records} == {"The webhook at 127.0.0.1 could not be reached: ConnectError"}
+    assert {each.getMessage() for each in records} == {
+        "The webhook at 127.0.0.1 could not be reached: ConnectError"
+    }
     assert [each.levelname for each in records] == ["WARNING", "DEBUG"], "a warning once"
 
 
-def test_many_receivers_share_the_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_receivers_share_the_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[bool] = []
     original = ssl.create_default_context
-    monkeypatch.setattr(ssl, "create_default_context", lambda *a, **b: loaded.append(True) or original(*a, **b))
+    monkeypatch.setattr(
+        ssl, "create_default_context", lambda *a, **b: loaded.append(True) or original(*a, **b)
+    )
     hook = Hook("raw", callback_url=f"http://127.0.0.1:{free_port()}/")
     deliveries = [Delivery(hook, Payloads(), tmp_path) for _ in range(20)]
     for delivery in deliveries:
@@ -273,7 +309,9 @@ def test_many_receivers_share_the_certificates(tmp_path: Path, monkeypatch: pyte
     assert len(loaded) <= 1
 
 
-def test_a_silent_receiver_holds_up_neither_steps_nor_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_receiver_holds_up_neither_steps_nor_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with served(Receiver()) as silent:
         delivery = Delivery(hook(silent.url), Payloads(every=0), tmp_path)
         delivery(StateChanged("running", 0, 900))
@@ -287,7 +325,8 @@ def test_a_silent_receiver_holds_up_neither_steps_nor_the_end(tmp_path: Path, ca
 
 
 def test_what_gives_way_in_a_full_queue() -> None:
-    outbox, payloads = Outbox(), Payloads(every=0)
+    outbox = Outbox()
+    payloads = Payloads(every=0)
 
     def put(*events: Event) -> None:
         for event in events:
@@ -311,13 +350,25 @@ def test_what_gives_way_in_a_full_queue() -> None:
     [
         ({"webhook_type": "raw"}, "webhook_config[0].callback_url: is required for a raw webhook"),
         *(
-            ({"webhook_type": "raw", "callback_url": "http://h/", "auth_token": token}, "auth_token: cannot be sent")
+            (
+                {"webhook_type": "raw", "callback_url": "http://h/", "auth_token": token},
+                "auth_token: cannot be sent",
+            )
             for token in ("schlüssel-schlüssel", "open-sesame\n")
         ),
-        ([{"webhook_type": "discord", "callback_url": "http://a"}], "webhook_config[0].webhook_url: is required"),
-        ({"webhook_type": "raw", "callback_url": "ftp://a/b"}, "webhook_config[0].callback_url: is no address"),
+        (
+            [{"webhook_type": "discord", "callback_url": "http://a"}],
+            "webhook_config[0].webhook_url: is required",
+        ),
+        (
+            {"webhook_type": "raw", "callback_url": "ftp://a/b"},
+            "webhook_config[0].callback_url: is no address",
+        ),
         ({"webhook_type": "slack"}, "is not one of: discord, raw."),
-        ({"webhook_type": "raw", "callback_url": "http://a", "log_level": "loud"}, "is not one of: critical, error"),
+        (
+            {"webhook_type": "raw", "callback_url": "http://a", "log_level": "loud"},
+            "is not one of: critical, error",
+        ),
         ({"callback_url": "http://a"}, "webhook_type: is required."),
         ("hooks.json", "is not valid JSON"),
     ],
@@ -335,7 +386,9 @@ def test_a_variable_that_is_no_flag_ends_the_plan(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIMPLETUNER_SSL_NO_VERIFY", "maybe")
-    workspace.write_config(webhook_config={"webhook_type": "raw", "callback_url": "https://example.org/"})
+    workspace.write_config(
+        webhook_config={"webhook_type": "raw", "callback_url": "https://example.org/"}
+    )
     assert workspace.run("plan") == 2
     assert "SIMPLETUNER_SSL_NO_VERIFY: 'maybe' is not true or false." in capsys.readouterr().err
 
@@ -344,9 +397,15 @@ def test_a_variable_that_is_no_flag_ends_the_plan(
 def test_an_unset_variable_ends_only_what_sends(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], in_file: bool
 ) -> None:
-    target = {"webhook_type": "raw", "callback_url": "{env:NO_SUCH_HOOK}", "auth_token": "{env:NO_SUCH_HOOK}"}
+    target = {
+        "webhook_type": "raw",
+        "callback_url": "{env:NO_SUCH_HOOK}",
+        "auth_token": "{env:NO_SUCH_HOOK}",
+    }
     workspace.path("hooks.json").write_text(json.dumps(target))
-    workspace.write_config(webhook_config="hooks.json" if in_file else target, model_card_note="{env:NO_SUCH_KEY}")
+    workspace.write_config(
+        webhook_config="hooks.json" if in_file else target, model_card_note="{env:NO_SUCH_KEY}"
+    )
     told = "needs the environment variable NO_SUCH_{}, which is not set"
     assert workspace.run("plan") == 0
     shown = capsys.readouterr().out
@@ -359,8 +418,16 @@ def test_an_unset_variable_ends_only_what_sends(
     assert not workspace.path("output").exists()
 
 
-def test_the_plan_shows_hosts_only(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    hooks = [{"webhook_type": "raw", "callback_url": f"https://example.org{SECRET_PATH}", "ssl_no_verify": True}]
+def test_the_plan_shows_hosts_only(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = [
+        {
+            "webhook_type": "raw",
+            "callback_url": f"https://example.org{SECRET_PATH}",
+            "ssl_no_verify": True,
+        }
+    ]
     workspace.path("hooks.json").write_text(json.dumps(hooks))
     workspace.write_config(webhook_config="hooks.json")
     assert workspace.run("plan") == 0
@@ -378,12 +445,29 @@ def test_a_run_is_told_from_its_start_to_its_end(
     target = {"webhook_type": "raw", "callback_url": receiver.url}
     workspace.write_config(webhook_config=target, max_train_steps=2, **PREVIEWED)
     assert workspace.run("train") == 0
-    statuses = [payload["data"]["status"] for payload in receiver.payloads if payload["type"] == "training.status"]
+    statuses = [
+        payload["data"]["status"]
+        for payload in receiver.payloads
+        if payload["type"] == "training.status"
+    ]
     assert statuses == ["starting", "running", "running", "running", "completed"]
-    keys = {payload["stage"]["key"] for payload in receiver.payloads if payload["type"] == "lifecycle.stage"}
-    assert {"init_text_embed_cache", "init_vae_cache", "init_load_base_model", "final_validation"} < keys
+    keys = {
+        payload["stage"]["key"]
+        for payload in receiver.payloads
+        if payload["type"] == "lifecycle.stage"
+    }
+    assert {
+        "init_text_embed_cache",
+        "init_vae_cache",
+        "init_load_base_model",
+        "final_validation",
+    } < keys
     assert {payload["job_id"] for payload in receiver.payloads} == {"job-7"}
-    assert any(payload["images"] for payload in receiver.payloads if payload["type"] == "training.validation")
+    assert any(
+        payload["images"]
+        for payload in receiver.payloads
+        if payload["type"] == "training.validation"
+    )
     logged = read_events(workspace.path("output/events.jsonl"))
     assert [event["type"] for event in logged if event["type"] != "lifecycle.stage"] == [
         kind for kind in receiver.types if kind != "lifecycle.stage"

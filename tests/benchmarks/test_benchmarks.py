@@ -65,7 +65,9 @@ def test_it_runs(
     assert ratios[0]["name"] in capsys.readouterr().out
 
 
-def test_the_folder_that_start_up_is_timed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_that_start_up_is_timed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path)])
     exec(startup.MAKE_FOLDER, {})
     folders = {command.folder for command in startup.commands(tmp_path).values()}
@@ -76,7 +78,9 @@ def test_the_folder_that_start_up_is_timed_in(tmp_path: Path, monkeypatch: pytes
 def test_generated_files_are_all_cached(
     tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, pictures=0, **many_files.SETTINGS)
+    workspace = Workspace.create(
+        tmp_path / "run", t2i_checkpoint, pictures=0, **many_files.SETTINGS
+    )
     pictures = workspace.path("datasets/pictures")
     many_files.add_pictures(pictures, 0, many_files.FEW)
     assert workspace.run("cache", "fill") == 0
@@ -85,7 +89,10 @@ def test_generated_files_are_all_cached(
         many_files.copy_entries()
     capsys.readouterr()
     assert workspace.run("plan") == 0
-    assert f"{many_files.FEW + 4} of {many_files.FEW + 4} exist, 0 to encode" in capsys.readouterr().out
+    assert (
+        f"{many_files.FEW + 4} of {many_files.FEW + 4} exist, 0 to encode"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.skipif(not real_size.STATUS.is_file(), reason="needs /proc")
@@ -96,7 +103,16 @@ def test_real_sizes_are_written_loaded_and_measured(
     monkeypatch.setattr(real_size, "SHARD", 100_000)
     monkeypatch.setattr(real_size, "in_a_process", real_size.measure)
     file = tmp_path / "ratios.json"
-    words = ["--folder", str(tmp_path), "--size", "tiny-video", "--kinds", kind, "--json", str(file)]
+    words = [
+        "--folder",
+        str(tmp_path),
+        "--size",
+        "tiny-video",
+        "--kinds",
+        kind,
+        "--json",
+        str(file),
+    ]
     words += ["--sparse"] if "disk" in kind else []
     monkeypatch.setattr(sys, "argv", ["real_size", *words])
     real_size.main()

@@ -1,4 +1,6 @@
-"""The first run on a GPU, as far as a CPU goes: every section works or says why not, and none stops the others."""
+"""The first run on a GPU, as far as a CPU goes: every section works or says why not, and none stops
+the others.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,27 @@ def test_everything_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results" / "cpu.json"
-    flags = ["--device", "cpu", "--size", "tiny", "--only", "peaks", "--json", str(path), "--patience", "20"]
+    flags = [
+        "--device",
+        "cpu",
+        "--size",
+        "tiny",
+        "--only",
+        "peaks",
+        "--json",
+        str(path),
+        "--patience",
+        "20",
+    ]
     monkeypatch.setattr(sys, "argv", ["first_gpu", *flags])
     with pytest.raises(SystemExit) as ended:
         first_gpu.main()
     assert ended.value.code == 0
     content = json.loads(path.read_text())
     assert content["environment"]["device"] == "cpu"
-    assert {name: result["state"] for name, result in content["sections"].items()} == {"peaks": "done"}
+    assert {name: result["state"] for name, result in content["sections"].items()} == {
+        "peaks": "done"
+    }
     assert "matmul 256^3 float32" in capsys.readouterr().out
 
 
@@ -70,9 +85,15 @@ def ended(*words: str, limit: float = PATIENCE) -> dict[str, Any]:
     return first_gpu.result_of(partial(first_gpu.run_process, [sys.executable, *words]), limit)
 
 
-def test_a_section_that_cannot_run_here_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the program that `section_words` starts only the words are used: to import it takes longer than a section."""
-    python, module, name, *words = first_gpu.section_words("pcie", argparse.Namespace(device="cpu", size="tiny"))
+def test_a_section_that_cannot_run_here_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the program that `section_words` starts only the words are used: to import it takes longer
+    than a section.
+    """
+    python, module, name, *words = first_gpu.section_words(
+        "pcie", argparse.Namespace(device="cpu", size="tiny")
+    )
     assert [python, module, name] == [sys.executable, "-m", first_gpu.__name__]
     with forked_commands(tmp_path, first_gpu.main) as program:
         result = ended(*program[1:], *words)
@@ -86,7 +107,9 @@ def test_a_section_that_fails_is_told() -> None:
     assert (broken["state"], broken["reason"]) == ("failed", "KeyError: 'no such section'")
 
 
-def test_what_a_section_found_before_its_time_was_up_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_section_found_before_its_time_was_up_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even where a compiler that it started lives on with its output."""
     line = json.dumps(vars(Line("first", 1.0, "s")))
     said = tmp_path / "said"
@@ -105,8 +128,12 @@ def test_what_a_section_found_before_its_time_was_up_is_kept(tmp_path: Path, mon
     assert [each["name"] for each in result["lines"]] == ["first"]
 
 
-def test_a_failure_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = {name: {"state": "done", "reason": "", "seconds": 1.0, "lines": []} for name in SECTIONS}
+def test_a_failure_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = {
+        name: {"state": "done", "reason": "", "seconds": 1.0, "lines": []} for name in SECTIONS
+    }
     ended["step"] |= {"state": "failed", "reason": "an error"}
     results = [*ended.values()]
     monkeypatch.setattr(first_gpu, "result_of", lambda run, limit: results.pop(0))
@@ -123,8 +150,11 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.
 def test_the_next_run_does_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """First what has no result, then what failed; one section alone leaves the results of the others as they are."""
-    ran, states = list[str](), {"step": "failed", "pcie": "skipped"}
+    """First what has no result, then what failed; one section alone leaves the results of the
+    others as they are.
+    """
+    ran: list[str] = []
+    states = {"step": "failed", "pcie": "skipped"}
     monkeypatch.setattr(first_gpu.time, "monotonic", lambda: 50.0 * len(ran))
     monkeypatch.setattr(first_gpu, "section_words", lambda name, options: name)
 
@@ -133,25 +163,33 @@ def test_the_next_run_does_what_is_left(
         return {"state": states.get(ran[-1], "done"), "reason": "", "seconds": 1.0, "lines": []}
 
     monkeypatch.setattr(first_gpu, "result_of", run)
-    options = argparse.Namespace(device="cpu", size="tiny", only=None, json=tmp_path / "x", minutes=5.0, patience=1.0)
+    options = argparse.Namespace(
+        device="cpu", size="tiny", only=None, json=tmp_path / "x", minutes=5.0, patience=1.0
+    )
     assert first_gpu.run_all(options) == 1
-    assert ran == ["sparse", "peaks", "step", "attention", "products", "pcie"], "shorter ones fill the time"
+    assert ran == ["sparse", "peaks", "step", "attention", "products", "pcie"], (
+        "shorter ones fill the time"
+    )
     left = [name for name in SECTIONS if name not in ran]
     assert f"the same command runs what is left: {', '.join(left)}\n" in capsys.readouterr().out
-    options.minutes, states["step"] = 60.0, "done"
+    options.minutes = 60.0
+    states["step"] = "done"
     assert first_gpu.run_all(options) == 0
     assert ran[6:] == [*left, "step"]
     options.only = ["vae"]
     assert first_gpu.run_all(options) == 0
     assert ran[-1] == "vae"
     assert json.loads(options.json.read_text())["sections"].keys() == SECTIONS.keys()
-    options.only, options.size = None, "real"
+    options.only = None
+    options.size = "real"
     first_gpu.run_all(options)
     assert ran[-len(SECTIONS) :] == [*SECTIONS], "none of this size"
 
 
 def test_a_device_has_a_file_name() -> None:
-    assert first_gpu.file_name("NVIDIA H100 80GB HBM3, 79 GiB, CUDA 13.0") == "nvidia-h100-80gb-hbm3"
+    assert (
+        first_gpu.file_name("NVIDIA H100 80GB HBM3, 79 GiB, CUDA 13.0") == "nvidia-h100-80gb-hbm3"
+    )
 
 
 @pytest.mark.parametrize("size", [name for name, shape in SHAPES.items() if shape.gigabytes])
@@ -166,15 +204,24 @@ def test_real_sizes_weigh_what_the_models_weigh(size: str) -> None:
 
 
 def test_tokens_of_the_real_sizes() -> None:
-    assert [SHAPES[size].tokens for size in ("lite", "image", "pro", "sana")] == [24_576, 4_096, 47_616, 32_760]
+    assert [SHAPES[size].tokens for size in ("lite", "image", "pro", "sana")] == [
+        24_576,
+        4_096,
+        47_616,
+        32_760,
+    ]
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
 def test_random_models_are_alive_and_the_same_each_time(size: str) -> None:
     first, second = (build_transformer(size, "cpu", torch.bfloat16) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
     assert all(parameter.any() for parameter in first.parameters())
-    kept = {name for name, parameter in first.named_parameters() if parameter.dtype == torch.float32}
+    kept = {
+        name for name, parameter in first.named_parameters() if parameter.dtype == torch.float32
+    }
     assert all("modulation" in name or "time_embeddings" in name for name in kept)
     assert bool(kept) == (size != "tiny-sana")
     assert not any(buffer.is_meta for buffer in first.buffers())

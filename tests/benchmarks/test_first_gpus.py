@@ -1,4 +1,6 @@
-"""Scaling over several processes, as far as a CPU goes: what is sent is counted, and a group that fails is told."""
+"""Scaling over several processes, as far as a CPU goes: what is sent is counted, and a group that
+fails is told.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def test_two_processes_in_one_command(
 
     monkeypatch.setattr(first_gpus, "run_process", run)
     options = argparse.Namespace(
-        device="cpu", size="tiny", processes=[2], only=[SHARDED], json=tmp_path / "results" / "2xcpu.json", minutes=30.0
+        device="cpu",
+        size="tiny",
+        processes=[2],
+        only=[SHARDED],
+        json=tmp_path / "results" / "2xcpu.json",
+        minutes=30.0,
     )
     assert first_gpus.run_all(options) == 0, capsys.readouterr().out
     group = json.loads(options.json.read_text())["groups"][f"{SHARDED}, 2 processes"]
@@ -54,7 +61,12 @@ def test_two_processes_in_one_command(
 
 def work(place: World, words: list[str], folder: Path, port: int) -> None:
     """One process of several; what it prints is in a file."""
-    environment = {"RANK": place.rank, "WORLD_SIZE": place.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ |= {name: str(value) for name, value in environment.items()}
     sys.argv = words
     with (folder / f"{place.rank}.txt").open("w") as out, redirect_stdout(out):
@@ -82,8 +94,18 @@ def test_what_ddp_sends_is_counted(alone: None) -> None:
 
 
 def test_speed_ups_are_relative_to_one_process() -> None:
-    alone = {"lines": [{"name": first_gpus.WEAK, "value": 2.0}, {"name": first_gpus.STRONG, "value": 8.0}]}
-    four = {"lines": [{"name": first_gpus.WEAK, "value": 2.5}, {"name": first_gpus.STRONG, "value": 2.5}]}
+    alone = {
+        "lines": [
+            {"name": first_gpus.WEAK, "value": 2.0},
+            {"name": first_gpus.STRONG, "value": 8.0},
+        ]
+    }
+    four = {
+        "lines": [
+            {"name": first_gpus.WEAK, "value": 2.5},
+            {"name": first_gpus.STRONG, "value": 2.5},
+        ]
+    }
     assert [line["value"] for line in first_gpus.speed_ups(four, alone, 4)] == [3.2, 3.2]
     assert first_gpus.speed_ups(four, {"lines": []}, 4) == []
     assert first_gpus.speed_ups(alone, alone, 1) == []
@@ -92,9 +114,15 @@ def test_speed_ups_are_relative_to_one_process() -> None:
 
 def test_numbers_of_processes_that_cannot_be_compared() -> None:
     assert first_gpus.refuse([1, 2, 4], 4, "H200") == ""
-    assert first_gpus.refuse([8], 4, "H200").startswith("8 processes need as many GPUs; there are 4 (H200).")
-    assert first_gpus.refuse([1, 2, 3], 3, "H200") == "2 does not divide 3 samples, the global batch."
-    assert first_gpus.refuse_cases(["x"], CASES).startswith("No such case: x; there are Lite LoRA, DDP; ")
+    assert first_gpus.refuse([8], 4, "H200").startswith(
+        "8 processes need as many GPUs; there are 4 (H200)."
+    )
+    assert (
+        first_gpus.refuse([1, 2, 3], 3, "H200") == "2 does not divide 3 samples, the global batch."
+    )
+    assert first_gpus.refuse_cases(["x"], CASES).startswith(
+        "No such case: x; there are Lite LoRA, DDP; "
+    )
 
 
 FAILED = """\
@@ -133,4 +161,6 @@ def test_processes_end_when_their_launcher_is_killed() -> None:
     assert os.read(read, 1) == b"."
     os.kill(launcher, 9)
     os.waitpid(launcher, 0)
-    assert os.read(read, 1) == b"", "the pipe is closed when the last process that could write has ended"
+    assert os.read(read, 1) == b"", (
+        "the pipe is closed when the last process that could write has ended"
+    )

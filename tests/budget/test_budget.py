@@ -30,11 +30,17 @@ def test_a_tiny_model_fits_and_every_phase_is_listed(workspace: Workspace, capsy
     assert lines[0].startswith("CPU, 1000.0 GB")
     phases = [re.split(r"  +", line.strip())[0] for line in lines[2:8]]
     assert phases == [
-        "encoding captions", "encoding pictures", "loading the transformer", "training at 64x64, batch 2",
-        "rendering previews", "saving",
-    ]  # fmt: skip
+        "encoding captions",
+        "encoding pictures",
+        "loading the transformer",
+        "training at 64x64, batch 2",
+        "rendering previews",
+        "saving",
+    ]
     buckets = [line.split() for line in lines if "batch 2 " in line and "training" not in line]
-    assert [bucket[3] for bucket in buckets] == [str(2 * 16), str(2 * 15)], "tokens of a micro-batch, the most first"
+    assert [bucket[3] for bucket in buckets] == [str(2 * 16), str(2 * 15)], (
+        "tokens of a micro-batch, the most first"
+    )
     assert any("s a step" in line for line in lines)
 
 
@@ -48,17 +54,24 @@ def test_a_checkpoint_that_is_not_here_is_assumed(workspace: Workspace, capsys: 
     workspace.write_config(pretrained_model_name_or_path=None)
     lines = estimate(workspace, capsys, "--device-memory", "80")
     assert lines[0].startswith("a GPU with 80 GiB, 85.9 GB")
-    assert "  transformer, VAE, text encoders: not on this machine, sizes assumed from t2i-lite-sft" in lines
+    assert (
+        "  transformer, VAE, text encoders: not on this machine, sizes assumed from t2i-lite-sft"
+        in lines
+    )
 
 
 def test_token_routes_are_counted(workspace: Workspace, capsys: Capture) -> None:
-    """In a micro-step of 16 tokens a sample, where captions, which no route cuts, are most of the work."""
+    """In a micro-step of 16 tokens a sample, where captions, which no route cuts, are most of the
+    work.
+    """
     workspace.write_config(pretrained_model_name_or_path=None)
     route = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
     teraflops = []
     for value in ("null", route, route.replace("0.5", "0")):
         lines = estimate(workspace, capsys, "--device-memory", "80", f"--tread_config={value}")
-        teraflops.append(next(float(line.split()[4]) for line in lines if line.startswith("  64x64, batch 2 ")))
+        teraflops.append(
+            next(float(line.split()[4]) for line in lines if line.startswith("  64x64, batch 2 "))
+        )
     plain, routed, neutral = teraflops
     assert neutral == plain
     assert routed < 0.9 * plain
@@ -75,7 +88,9 @@ def test_a_run_that_does_not_fit_is_refused(
     assert not workspace.path("output").exists()
 
 
-def test_the_numbers_of_a_run_that_does_not_fit_are_shown(workspace: Workspace, capsys: Capture) -> None:
+def test_the_numbers_of_a_run_that_does_not_fit_are_shown(
+    workspace: Workspace, capsys: Capture
+) -> None:
     assert workspace.run("plan", "--device-memory=0.57") == 2
     told = capsys.readouterr()
     assert "Estimate for a GPU with 0.57 GiB" in told.out
@@ -89,11 +104,15 @@ def test_a_card_is_asked_about_and_never_trained_for(workspace: Workspace, capsy
         assert "80 GiB" in capsys.readouterr().out
         assert workspace.train(question) == 2
         assert "training uses the device of this machine" in capsys.readouterr().err
-    assert complaint(workspace, capsys, "plan", "plan_device=h100").startswith("plan_device: is not a key here: ")
+    assert complaint(workspace, capsys, "plan", "plan_device=h100").startswith(
+        "plan_device: is not a key here: "
+    )
 
 
 @pytest.mark.parametrize("key", ["plan_device", "plan_device_memory_gb", "device_memory"])
-def test_the_card_of_an_older_config_is_ignored_with_a_line(workspace: Workspace, capsys: Capture, key: str) -> None:
+def test_the_card_of_an_older_config_is_ignored_with_a_line(
+    workspace: Workspace, capsys: Capture, key: str
+) -> None:
     workspace.write_config(**{key: 80})
     assert f"{key}: is not a key here: " in warnings(workspace, capsys)
     assert estimate(workspace, capsys)[0].startswith("CPU")
@@ -106,7 +125,9 @@ def test_it_can_be_told_to_go_on(workspace: Workspace, capsys: Capture) -> None:
 
 
 def test_memory_must_be_a_positive_number(workspace: Workspace, capsys: Capture) -> None:
-    assert complaints(workspace, capsys, "plan", "--device-memory=0")[0].startswith("--device-memory: ")
+    assert complaints(workspace, capsys, "plan", "--device-memory=0")[0].startswith(
+        "--device-memory: "
+    )
 
 
 def test_auto_says_what_it_chose_and_the_plan_has_it(workspace: Workspace, capsys: Capture) -> None:
@@ -119,26 +140,38 @@ def test_auto_says_what_it_chose_and_the_plan_has_it(workspace: Workspace, capsy
 
 
 @pytest.mark.slow
-def test_auto_trains_to_the_same_losses(tmp_path: Path, t2i_checkpoint: Path, capsys: Capture) -> None:
-    runs = [Workspace.create(tmp_path / way, t2i_checkpoint, offload=way) for way in ("manual", "auto")]
+def test_auto_trains_to_the_same_losses(
+    tmp_path: Path, t2i_checkpoint: Path, capsys: Capture
+) -> None:
+    runs = [
+        Workspace.create(tmp_path / way, t2i_checkpoint, offload=way) for way in ("manual", "auto")
+    ]
     for run in runs:
         assert run.train() == 0
     assert "offload auto: " in capsys.readouterr().out
     assert runs[0].metrics() == runs[1].metrics()
 
 
-def test_several_processes_leave_room_for_the_buffers_of_nccl(workspace: Workspace, capsys: Capture) -> None:
+def test_several_processes_leave_room_for_the_buffers_of_nccl(
+    workspace: Workspace, capsys: Capture
+) -> None:
     usable = []
     for count in (1, 2, 8):
         assert workspace.run("plan", "--json", "--device-memory=24", f"--devices={count}") == 0
         usable.append(json.loads(capsys.readouterr().out)["device"]["usable"])
-    assert usable[0] - usable[1] == pytest.approx(0.617e9, rel=1e-3), "16 channels, 4 connections, 9.2 MiB"
+    assert usable[0] - usable[1] == pytest.approx(0.617e9, rel=1e-3), (
+        "16 channels, 4 connections, 9.2 MiB"
+    )
     assert usable[2] == usable[1]
 
 
 @pytest.mark.parametrize(("free", "outcome"), [(1e12, "fits"), (1e6, "warning"), (1e5, "error")])
 def test_room_on_the_disk(
-    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, free: float, outcome: str
+    workspace: Workspace,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    free: float,
+    outcome: str,
 ) -> None:
     def usage(path: Any) -> Any:
         return SimpleNamespace(total=2 * free, used=free, free=free)
@@ -153,20 +186,26 @@ def test_room_on_the_disk(
         assert ("disk: " in warnings(workspace, capsys)) is (outcome == "warning")
 
 
-def test_latents_on_another_disk_count_there(workspace: Workspace, tmp_path: Path, capsys: Capture) -> None:
+def test_latents_on_another_disk_count_there(
+    workspace: Workspace, tmp_path: Path, capsys: Capture
+) -> None:
     latents = {**DATASETS[0], "cache_dir_vae": str(tmp_path / "elsewhere")}
     workspace.write_datasets([latents, DATASETS[1]])
     assert any("latents up to" in line for line in estimate(workspace, capsys))
     assert shutil.disk_usage(disk.existing(tmp_path / "not" / "there")).free > 0
 
 
-def test_weights_that_wait_on_a_disk_need_room_there_and_none_in_memory(workspace: Workspace, capsys: Capture) -> None:
+def test_weights_that_wait_on_a_disk_need_room_there_and_none_in_memory(
+    workspace: Workspace, capsys: Capture
+) -> None:
     def host(lines: list[str]) -> float:
         return next(float(line.split()[-2]) for line in lines if line.startswith("  training"))
 
     workspace.write_config(pretrained_model_name_or_path=None, enable_group_offload=True)
     in_memory = estimate(workspace, capsys, "--device-memory=80")
-    on_disk = estimate(workspace, capsys, "--device-memory=80", "group_offload_to_disk_path=waiting")
+    on_disk = estimate(
+        workspace, capsys, "--device-memory=80", "group_offload_to_disk_path=waiting"
+    )
     assert not any("offloaded weights" in line for line in in_memory)
     assert any("offloaded weights up to 24.0 GB" in line for line in on_disk)
     assert host(in_memory) - host(on_disk) == pytest.approx(24.0, abs=0.1), "blocks of float32"
@@ -181,7 +220,9 @@ def test_random_crops_of_every_epoch_need_room(
     sizes = []
     for epochs in (1, 20):
         capsys.readouterr()
-        assert workspace.run("plan", "--json", "max_train_steps=", f"num_train_epochs={epochs}") == 0
+        assert (
+            workspace.run("plan", "--json", "max_train_steps=", f"num_train_epochs={epochs}") == 0
+        )
         written = json.loads(capsys.readouterr().out)["disk"]
         (latents,) = [writing for writing in written if writing["what"] == "latents"]
         sizes.append(latents["bytes"])

@@ -25,9 +25,14 @@ from simpletuner.models.cost_table import CostTable
 from simpletuner.planning.techniques.spec import TechniqueCost
 from tests.budget.test_estimate import make_config, under
 
-WIDTH, PROCESSES = 8, 4
+WIDTH = 8
+PROCESSES = 4
 # Two blocks of 64 weights and a last layer of 32.
-SHAPES = {"blocks.0.weight": (WIDTH, WIDTH), "blocks.1.weight": (WIDTH, WIDTH), "last.weight": (4, WIDTH)}
+SHAPES = {
+    "blocks.0.weight": (WIDTH, WIDTH),
+    "blocks.1.weight": (WIDTH, WIDTH),
+    "last.weight": (4, WIDTH),
+}
 TABLE = CostTable(("blocks",), (), {}, {}, keeps_attention=False, flops={}, bytes={}, published=())
 COST = TransformerCost(TABLE, SHAPES, WIDTH)
 FULL = StepModel(COST, make_config(model_type="full", num_processes=PROCESSES))
@@ -43,7 +48,10 @@ SHARDED = {"fsdp_enable": True}
         (FULL, Sent(reduced=2 * 3 / 4 * 320)),
         (LORA, Sent(reduced=2 * 3 / 4 * 128)),
         (under(FULL, **SHARDED), Sent(gathered=3 / 4 * 2 * 320, scattered=3 / 4 * 320)),
-        (under(FULL, **SHARDED, fsdp_reshard_after_forward=False), Sent(gathered=3 / 4 * 320, scattered=3 / 4 * 320)),
+        (
+            under(FULL, **SHARDED, fsdp_reshard_after_forward=False),
+            Sent(gathered=3 / 4 * 320, scattered=3 / 4 * 320),
+        ),
         (under(LORA, **SHARDED), Sent(reduced=2 * 3 / 4 * 128, gathered=3 / 4 * 2 * 320)),
         (under(FULL, num_processes=1), Sent()),
         (replace(FULL, trains=False), Sent()),
@@ -60,7 +68,9 @@ def test_techniques_add_gradients_and_passes() -> None:
     added = TechniqueCost(parameters=10, forwards=1, passes=2)
     assert sent_bytes(FULL, added).reduced == 2 * 3 / 4 * (320 + 40)
     sharded = sent_bytes(under(FULL, **SHARDED), added)
-    assert sharded == Sent(reduced=2 * 3 / 4 * 40, gathered=3 / 4 * 320 * 7, scattered=3 / 4 * 320 * 3)
+    assert sharded == Sent(
+        reduced=2 * 3 / 4 * 40, gathered=3 / 4 * 320 * 7, scattered=3 / 4 * 320 * 3
+    )
 
 
 @pytest.fixture
@@ -108,9 +118,13 @@ def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     with Counted() as counted:
         model(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    planned = sent_bytes(under(FULL, **SHARDED, fsdp_reshard_after_forward=reshards), TechniqueCost())
+    planned = sent_bytes(
+        under(FULL, **SHARDED, fsdp_reshard_after_forward=reshards), TechniqueCost()
+    )
     expected = {"_allgather_base_": planned.gathered, "_reduce_scatter_base_": planned.scattered}
-    assert {name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()} == expected
+    assert {
+        name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()
+    } == expected
 
 
 def test_memory_of_a_share() -> None:
@@ -122,8 +136,11 @@ def test_memory_of_a_share() -> None:
     of_lora = under(LORA, **SHARDED)
     assert of_lora.trained_bytes == LORA.trained_bytes, "a LoRA is whole in every process"
     assert of_lora.frozen_bytes == 320 / PROCESSES + 64 + 128 + buffers
-    many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}})
-    weights, of_many = 64 + 8 * 128, replace(of_lora, cost=many)
+    many = replace(
+        COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}}
+    )
+    weights = 64 + 8 * 128
+    of_many = replace(of_lora, cost=many)
     assert of_many.frozen_bytes == weights / PROCESSES + 64 + 128 + buffers
     kept = under(of_many, fsdp_reshard_after_forward=False)
     assert kept.frozen_bytes == weights / PROCESSES + weights + buffers
@@ -131,9 +148,11 @@ def test_memory_of_a_share() -> None:
 
 def test_the_network_between_machines_is_slower() -> None:
     device = Device("H200", 1e12, None, True, rates_of("H200"), "")
-    link, network = device.rates.link, 12.5e9
+    link = device.rates.link
+    network = 12.5e9
     assert link > device.rates.transfer > network, "NVLink"
-    one, two = LaunchConfig(num_processes=8), LaunchConfig(num_processes=16, num_machines=2)
+    one = LaunchConfig(num_processes=8)
+    two = LaunchConfig(num_processes=16, num_machines=2)
     sent = Sent(gathered=4e9, scattered=2e9)
     assert exchange_seconds(sent, device, one) == pytest.approx(6e9 / link)
     assert exchange_seconds(sent, device, two) == pytest.approx(6e9 / network)

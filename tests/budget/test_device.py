@@ -36,12 +36,15 @@ def test_a_gpu_by_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert query_gpu() == Gpu("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 
 
-def test_memory_that_others_use_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_others_use_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A desktop or another job; what the driver of an idle card holds is no news."""
     apps = "case $1 in *apps*) echo '4711, /usr/bin/python3'; exit;; esac"
     fake_smi(tmp_path, monkeypatch, f"{apps}; echo 'NVIDIA GeForce RTX 3060, 12288, 3072'")
     monkeypatch.setattr(module, "query_gpu", query_gpu)  # instead of that of all tests
-    device, whole = find_device(), find_device(12)
+    device = find_device()
+    whole = find_device(12)
     assert device.usable is not None
     assert whole.usable is not None
     assert whole.usable - device.usable == 3 * 2**30
@@ -61,7 +64,9 @@ def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert query_gpu() is None
 
 
-@pytest.mark.parametrize(("says", "expected"), [("8.9", (8, 9)), ("10.0", (10, 0)), ("[N/A]", None)])
+@pytest.mark.parametrize(
+    ("says", "expected"), [("8.9", (8, 9)), ("10.0", (10, 0)), ("[N/A]", None)]
+)
 def test_compute_capability(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, expected: tuple[int, int] | None
 ) -> None:
@@ -75,15 +80,27 @@ LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb)
   MIG 3g.40gb     Device  0: (UUID: MIG-cc)
   MIG 1g.10gb+me  Device  1: (UUID: MIG-dd)"""
-WHOLE, LARGE, SMALL = "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+WHOLE = "NVIDIA H100 80GB HBM3"
+LARGE = "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+SMALL = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 
 
 @pytest.mark.parametrize(
     ("visible", "name", "gigabytes"),
-    [(None, WHOLE, 80), ("0", WHOLE, 80), ("1", LARGE, 38.8), ("GPU-bb", LARGE, 38.8), ("MIG-dd,MIG-cc", SMALL, 9.7)],
+    [
+        (None, WHOLE, 80),
+        ("0", WHOLE, 80),
+        ("1", LARGE, 38.8),
+        ("GPU-bb", LARGE, 38.8),
+        ("MIG-dd,MIG-cc", SMALL, 9.7),
+    ],
 )
 def test_parts_of_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str, gigabytes: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    name: str,
+    gigabytes: float,
 ) -> None:
     answer = 'case "$*" in *MIG*) exit 6;; esac; echo "NVIDIA H100 80GB HBM3, 81920, 0"'
     fake_smi(tmp_path, monkeypatch, f"if [ $1 = -L ]; then echo '{LISTED}'; else {answer}; fi")
@@ -111,11 +128,18 @@ def test_a_part_is_slower() -> None:
 
 def test_a_card_with_faster_memory_is_not_taken_for_its_sister() -> None:
     assert rates_of("NVIDIA H200").matmul == rates_of("NVIDIA H100 80GB HBM3").matmul == 600e12
-    assert (rates_of("NVIDIA H200").memory, rates_of("NVIDIA H100 80GB HBM3").memory) == (4.0e12, 2.6e12)
+    assert (rates_of("NVIDIA H200").memory, rates_of("NVIDIA H100 80GB HBM3").memory) == (
+        4.0e12,
+        2.6e12,
+    )
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "true", "echo 'NVIDIA GB10, [N/A], [N/A]'"])
-def test_a_driver_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+@pytest.mark.parametrize(
+    "script", ["exit 9", "echo nonsense", "true", "echo 'NVIDIA GB10, [N/A], [N/A]'"]
+)
+def test_a_driver_that_does_not_answer_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
     fake_smi(tmp_path, monkeypatch, script)
     assert query_gpu() is None
 
@@ -158,7 +182,9 @@ def test_every_name_of_a_card_has_its_rates() -> None:
     assert found == [card.rates for card in CARDS.values()], "no name hides a longer one"
 
 
-@pytest.mark.parametrize("written", ["4090", 4090, "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
+@pytest.mark.parametrize(
+    "written", ["4090", 4090, "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090"]
+)
 def test_a_card_may_be_written_with_its_series(written: object) -> None:
     assert parse_card(written) == "4090"
 
@@ -172,7 +198,9 @@ def test_measured_rates_of_a_processor_count_whatever_the_numbers(
     assert (device.rates.matmul, device.note) == (1e11, "matmul, attention measured")
 
 
-def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_rates_count_for_the_same_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "query_gpu", lambda: Gpu("NVIDIA H100 80GB HBM3", 80e9))
     assumed = find_device(output_dir=tmp_path).rates
     for name, matmul in (("NVIDIA H100 80GB HBM3", 300e12), ("another", assumed.matmul)):
@@ -190,8 +218,15 @@ def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: p
 
 def test_the_longer_name_wins() -> None:
     assert rates_of("NVIDIA H100 PCIe").matmul < rates_of("NVIDIA H100 80GB HBM3").matmul
-    assert rates_of("NVIDIA L40S").matmul > rates_of("NVIDIA L40").matmul > rates_of("NVIDIA L4").matmul
-    assert rates_of("NVIDIA GeForce RTX 4070 Ti SUPER").matmul > rates_of("NVIDIA GeForce RTX 4070").matmul
+    assert (
+        rates_of("NVIDIA L40S").matmul
+        > rates_of("NVIDIA L40").matmul
+        > rates_of("NVIDIA L4").matmul
+    )
+    assert (
+        rates_of("NVIDIA GeForce RTX 4070 Ti SUPER").matmul
+        > rates_of("NVIDIA GeForce RTX 4070").matmul
+    )
     assert rates_of("NVIDIA RTX A4000").matmul < rates_of("NVIDIA A40").matmul
     assert rates_of("GeForce GTX 1") == rates_of("something else")
 

@@ -15,7 +15,15 @@ from simpletuner.budget import device as devices
 from simpletuner.budget import drivers
 from simpletuner.budget.budget import PhasePeak
 from simpletuner.budget.device import DeviceRates, find_device, write_rates
-from simpletuner.budget.drivers import TITLES, Backend, Gpu, ask_torch, count_gpus, query_gpu, torch_backend
+from simpletuner.budget.drivers import (
+    TITLES,
+    Backend,
+    Gpu,
+    ask_torch,
+    count_gpus,
+    query_gpu,
+    torch_backend,
+)
 from simpletuner.budget.workload import kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.diffusion.seeds import seeded
@@ -68,7 +76,11 @@ def be_amd(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def be_apple(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(folder, "sysctl", f"case $2 in hw.memsize) echo {64 * GIGABYTE};; *) echo 'Apple M3 Max';; esac")
+    program(
+        folder,
+        "sysctl",
+        f"case $2 in hw.memsize) echo {64 * GIGABYTE};; *) echo 'Apple M3 Max';; esac",
+    )
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     monkeypatch.setattr(drivers, "torch_backend", torch_backend)
@@ -105,7 +117,9 @@ def test_the_plan_is_made_for_the_gpu_that_torch_trains_on(
     assert not sentence.fatal
 
 
-def test_a_build_for_nvidia_is_not_imported_for_a_render_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_for_nvidia_is_not_imported_for_a_render_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     be_intel(tmp_path, monkeypatch)
     monkeypatch.setattr(drivers, "torch_backend", lambda: "cuda")
 
@@ -113,7 +127,9 @@ def test_a_build_for_nvidia_is_not_imported_for_a_render_node(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("backend", MACHINES)
-def test_rates_that_a_run_measured_are_used(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_that_a_run_measured_are_used(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     become, _, _ = MACHINES[backend]
     become(tmp_path, monkeypatch)
     write_rates(tmp_path, DeviceRates(TITLES[backend], 33e12, dtype="bfloat16"))
@@ -126,7 +142,9 @@ def test_rates_that_a_run_measured_are_used(backend: Backend, tmp_path: Path, mo
 def test_blocks_are_compiled_and_flex_attention_is_planned_on_cuda_alone(backend: Backend) -> None:
     _, _, torch_type = MACHINES[backend]
     spec = FAMILIES["kandinsky5-video"]
-    config = resolve([Layer("test", [("model_type", "lora"), ("model_family", spec.name)])], Problems())
+    config = resolve(
+        [Layer("test", [("model_type", "lora"), ("model_family", spec.name)])], Problems()
+    )
     kernels = kernels_on(config, spec, torch_type)
     assert kernels.tile_lists is (torch_type == "cuda")
     if torch_type != "cuda":
@@ -134,7 +152,9 @@ def test_blocks_are_compiled_and_flex_attention_is_planned_on_cuda_alone(backend
         assert choose_attend(torch.device(torch_type), torch.float32, 64) is attend_masked
 
 
-def test_an_apple_chip_has_one_memory_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_apple_chip_has_one_memory_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     be_apple(tmp_path, monkeypatch)
     device = find_device()
     assert not device.has_own_memory
@@ -144,7 +164,9 @@ def test_an_apple_chip_has_one_memory_for_both(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("variable", drivers.VISIBLE)
-def test_the_visible_amd_gpu_is_planned_for(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_visible_amd_gpu_is_planned_for(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     be_amd(tmp_path, monkeypatch)
     assert count_gpus() == 2
     monkeypatch.setenv(variable, "1")
@@ -154,13 +176,17 @@ def test_the_visible_amd_gpu_is_planned_for(variable: str, tmp_path: Path, monke
     assert query_gpu() is None
 
 
-@pytest.mark.parametrize("answer", ["", "no JSON", "[]", "{}", '{"card0": {}}', '{"system": {"Driver": "6"}}'])
+@pytest.mark.parametrize(
+    "answer", ["", "no JSON", "[]", "{}", '{"card0": {}}', '{"system": {"Driver": "6"}}']
+)
 def test_a_driver_without_a_useful_answer_is_no_gpu(answer: str, tmp_path: Path) -> None:
     program(tmp_path, "rocm-smi", f"echo '{answer}'")
     assert query_gpu() is None
 
 
-def test_a_gpu_for_another_build_of_torch_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_for_another_build_of_torch_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     be_amd(tmp_path, monkeypatch)
     monkeypatch.setattr(drivers, "torch_backend", lambda: "cuda")
     device = find_device()
@@ -170,8 +196,15 @@ def test_a_gpu_for_another_build_of_torch_is_idle(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\nxpu: Optional[str] = None\n", "rocm"),
-        ("cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = '20250301'\n", "xpu"),
+        (
+            "cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\nxpu: Optional[str] = None\n",
+            "rocm",
+        ),
+        (
+            "cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = "
+            "'20250301'\n",
+            "xpu",
+        ),
         ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "cuda"),
         ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", ""),
     ],
@@ -180,7 +213,10 @@ def test_the_build_of_torch_is_read_from_its_version(
     lines: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version.py").write_text(lines)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")),
+    )
     assert torch_backend() == expected
 
 
@@ -200,7 +236,9 @@ class FakeMps:
 @pytest.fixture
 def mps(monkeypatch: pytest.MonkeyPatch) -> FakeMps:
     fake = FakeMps()
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: torch.device("mps"))
+    monkeypatch.setattr(
+        "torch.accelerator.current_accelerator", lambda check_available=False: torch.device("mps")
+    )
     monkeypatch.setattr("torch.get_device_module", lambda device=None: fake)
     monkeypatch.setattr("torch.mps.get_rng_state", fake.get_rng_state)
     monkeypatch.setattr("torch.mps.set_rng_state", fake.set_rng_state)

@@ -1,4 +1,6 @@
-"""The memory model: known peaks of published models, real optimizer states, and what each switch takes off."""
+"""The memory model: known peaks of published models, real optimizer states, and what each switch
+takes off.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,31 @@ from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import OptimizerName, RunConfig
 from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.errors import Problems
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, TransformerCost
+from simpletuner.models.cost import (
+    NO_ADAPTERS,
+    Adapters,
+    BatchShape,
+    FamilyCost,
+    Kernels,
+    TransformerCost,
+)
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.training.update import build_optimizer
 
-KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
+KANDINSKY = ["to_query", "to_key", "to_value"]
+SANA = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
 def lora(cost: TransformerCost, targets: list[str]) -> StepModel:
-    """A bf16 model with float32 adapters of rank 16 under AdamW, as the peaks below were metered."""
+    """A bf16 model with float32 adapters of rank 16 under AdamW, as the peaks below were
+    metered.
+    """
     adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), targets)))
-    config = make_config(optimizer="adamw", validation_torch_compile=False, group_offload_use_stream=True)
+    config = make_config(
+        optimizer="adamw", validation_torch_compile=False, group_offload_use_stream=True
+    )
     return StepModel(cost, config, adapters)
 
 
@@ -39,7 +53,12 @@ def full(cost: TransformerCost, **settings: object) -> StepModel:
 
 def make_config(**settings: object) -> RunConfig:
     """Settings of a run with diffusers' own code."""
-    values = {"model_type": "lora", "model_family": "kandinsky5-video", "speed": "reference", **settings}
+    values = {
+        "model_type": "lora",
+        "model_family": "kandinsky5-video",
+        "speed": "reference",
+        **settings,
+    }
     problems = Problems()
     config = resolve([Layer("config.json", list(values.items()))], problems)
     assert not problems, problems
@@ -51,13 +70,49 @@ def under(model: StepModel, **settings: object) -> StepModel:
     return replace(model, config=model.config.with_values(settings, "test"))
 
 
-# Metered peaks in GB: weights resident, blocks streamed through two slots (there the few text blocks stayed on the
-# device; the engine streams them, too), and block inputs on the host.
+# Metered peaks in GB: weights resident, blocks streamed through two slots (there the few text
+# blocks stayed on the device; the engine streams them, too), and block inputs on the host.
 PEAKS: list[tuple[str, FamilyCost, str, list[str], BatchShape, float, float, float]] = [
-    ("lite", VIDEO_COST, "t2v-lite-sft-5s", KANDINSKY, BatchShape(1, 16, 32, 48, 256), 10.4, 6.3, 3.7),
-    ("image", IMAGE_COST, "t2i-lite-sft", KANDINSKY, BatchShape(1, 1, 64, 64, 256), 15.3, 2.95, 2.0),
-    ("pro", VIDEO_COST, "t2v-pro-sft-5s-hd", KANDINSKY, BatchShape(1, 31, 32, 48, 256), 80, 40, 17.7),
-    ("pro-hd", VIDEO_COST, "t2v-pro-sft-5s-hd", KANDINSKY, BatchShape(1, 31, 48, 80, 256), 134, 94, 38),
+    (
+        "lite",
+        VIDEO_COST,
+        "t2v-lite-sft-5s",
+        KANDINSKY,
+        BatchShape(1, 16, 32, 48, 256),
+        10.4,
+        6.3,
+        3.7,
+    ),
+    (
+        "image",
+        IMAGE_COST,
+        "t2i-lite-sft",
+        KANDINSKY,
+        BatchShape(1, 1, 64, 64, 256),
+        15.3,
+        2.95,
+        2.0,
+    ),
+    (
+        "pro",
+        VIDEO_COST,
+        "t2v-pro-sft-5s-hd",
+        KANDINSKY,
+        BatchShape(1, 31, 32, 48, 256),
+        80,
+        40,
+        17.7,
+    ),
+    (
+        "pro-hd",
+        VIDEO_COST,
+        "t2v-pro-sft-5s-hd",
+        KANDINSKY,
+        BatchShape(1, 31, 48, 80, 256),
+        134,
+        94,
+        38,
+    ),
     ("sana", SANA_COST, "2b-480p", SANA, BatchShape(1, 21, 30, 52, 300), 15.9, 12.2, 9.8),
 ]
 
@@ -85,7 +140,9 @@ def test_peaks_of_the_published_models(
         (under(through_slots, offload_block_inputs=True), on_host),
     ):
         planned = way.memory(load).total / 1e9
-        stayed = sum(cost.block_bytes("bf16", quantised=0.0)[: -cost.large]) / 1e9 if way.moving else 0.0
+        stayed = (
+            sum(cost.block_bytes("bf16", quantised=0.0)[: -cost.large]) / 1e9 if way.moving else 0.0
+        )
         assert planned <= metered * 1.05
         assert metered <= (planned + stayed) * 1.05
 
@@ -145,19 +202,26 @@ def test_a_compiled_block_saves_less(
         found.append(saved / (load.tokens * cost.hidden * 2))
     assert found == pytest.approx([stock, compiled], rel=0.02)
     full = costs.of_flavour(flavour).activations(load, 2, NO_ADAPTERS)
-    assert full.saved == cost.activations(load, 2, NO_ADAPTERS).saved, "only a LoRA's blocks were measured"
+    assert full.saved == cost.activations(load, 2, NO_ADAPTERS).saved, (
+        "only a LoRA's blocks were measured"
+    )
     assert full.saved > stock * load.tokens * cost.hidden * 2, "trained weights need more"
 
 
 def test_compiled_kernels_move_a_fraction_of_what_stock_operations_do() -> None:
-    """In tensors of the hidden states' size, with a LoRA on four layers of every token, which adds 3 to each pass."""
-    load, moved = BatchShape(1, 16, 32, 48, 256), []
+    """In tensors of the hidden states' size, with a LoRA on four layers of every token, which adds
+    3 to each pass.
+    """
+    load = BatchShape(1, 16, 32, 48, 256)
+    moved = []
     for kernels in (Kernels(), Kernels(compiled=True)):
         cost = VIDEO_COST.of_flavour("t2v-lite-sft-5s", kernels)
         activations = cost.activations(load, 2, lora(cost, KANDINSKY).adapters)
         unit = load.tokens * cost.hidden * 2
         moved.append((activations.forward / unit, activations.backward / unit))
-        assert activations.traffic / unit == pytest.approx(185, rel=0.02), "previews that are not compiled"
+        assert activations.traffic / unit == pytest.approx(185, rel=0.02), (
+            "previews that are not compiled"
+        )
     assert moved == [pytest.approx((185, 371), rel=0.02), pytest.approx((42, 57), rel=0.03)]
 
 
@@ -168,17 +232,23 @@ def test_a_step_is_as_fast_as_its_kernels() -> None:
     """Calculated once by hand: Lite on an H100 without recomputation, in 16 bits (1.66 s)."""
     load = BatchShape(1, 16, 32, 48, 256)
     stock, compiled = (
-        under(lora(VIDEO_COST.of_flavour("t2v-lite-sft-5s", kernels), KANDINSKY), gradient_checkpointing=False)
+        under(
+            lora(VIDEO_COST.of_flavour("t2v-lite-sft-5s", kernels), KANDINSKY),
+            gradient_checkpointing=False,
+        )
         for kernels in (Kernels(), Kernels(compiled=True))
     )
     assert Step(compiled, load, H100).cost.seconds == pytest.approx(1.66, rel=0.15)
     assert Step(stock, load, H100).cost.seconds > 1.2 * Step(compiled, load, H100).cost.seconds
     previews = Step(compiled, load, H100).forward_seconds
-    assert Step(under(compiled, validation_torch_compile=True), load, H100).forward_seconds < previews
+    assert (
+        Step(under(compiled, validation_torch_compile=True), load, H100).forward_seconds < previews
+    )
 
 
 def test_a_processor_launches_and_computes_in_turn() -> None:
-    load, cost = BatchShape(1, 1, 8, 8, 16), IMAGE_COST.of_flavour("t2i-lite-sft")
+    load = BatchShape(1, 1, 8, 8, 16)
+    cost = IMAGE_COST.of_flavour("t2i-lite-sft")
     machine = replace(H100, is_gpu=False)
     found = Step(lora(cost, KANDINSKY), load, machine).cost
     assert found.seconds == found.computing + found.launching
@@ -187,7 +257,9 @@ def test_a_processor_launches_and_computes_in_turn() -> None:
 
 
 def test_tiles_take_less_than_masks() -> None:
-    """On a GPU a boolean for each pair of tiles and head, where a CPU has a mask of 64 x 64 / 64 numbers."""
+    """On a GPU a boolean for each pair of tiles and head, where a CPU has a mask of 64 x 64 / 64
+    numbers.
+    """
     load = BatchShape(1, 31, 32, 48, 256)
     saved = [
         VIDEO_COST.of_flavour("t2v-pro-sft-10s-hd", Kernels(), attention_type="regular"),
@@ -202,11 +274,13 @@ def test_tiles_take_less_than_masks() -> None:
 def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) -> None:
     streamed = under(lora(lite, KANDINSKY), enable_group_offload=True)
     block = max(lite.block_bytes("bf16", quantised=0.0))
-    assert under(streamed, group_offload_resident_blocks=5).frozen_bytes - streamed.frozen_bytes == pytest.approx(
-        5 * block
-    )
+    assert under(
+        streamed, group_offload_resident_blocks=5
+    ).frozen_bytes - streamed.frozen_bytes == pytest.approx(5 * block)
     all_of_them = under(streamed, enable_group_offload=False).frozen_bytes
-    assert under(streamed, group_offload_resident_blocks=99).frozen_bytes == pytest.approx(all_of_them)
+    assert under(streamed, group_offload_resident_blocks=99).frozen_bytes == pytest.approx(
+        all_of_them
+    )
     assert streamed.streamed_bytes == sum(lite.block_bytes("bf16", quantised=0.0))
     assert under(streamed, group_offload_resident_blocks=17).streamed_bytes == pytest.approx(
         streamed.streamed_bytes / 2
@@ -224,10 +298,16 @@ def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:
 
 def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
-    whole, halved = (each.frozen_bytes for each in (setup, under(setup, base_model_precision="int8-quanto")))
-    linear = sum(out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name)
+    whole, halved = (
+        each.frozen_bytes for each in (setup, under(setup, base_model_precision="int8-quanto"))
+    )
+    linear = sum(
+        out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name
+    )
     kept = sum(
-        out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name and "mod" in name
+        out * wide
+        for name, (out, wide) in linear_modules(lite.shapes).items()
+        if "blocks." in name and "mod" in name
     )
     assert whole - halved == pytest.approx(linear - kept, rel=0.01)
 
@@ -239,7 +319,9 @@ def test_a_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_an_average_is_counted_where_it_lives(lite: TransformerCost, place: Literal["device", "host"]) -> None:
+def test_an_average_is_counted_where_it_lives(
+    lite: TransformerCost, place: Literal["device", "host"]
+) -> None:
     plain = full(lite)
     averaged = under(plain, use_ema=True, ema_device="cpu" if place == "host" else "accelerator")
     more = averaged.trained_bytes - plain.trained_bytes
@@ -260,42 +342,71 @@ def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
 @pytest.mark.parametrize(
     ("name", "is_full", "bytes_per_number"),
     [
-        ("adamw", True, 0), ("torch-rmsprop", True, 0), ("optimi-lion", True, 0), ("adamw_schedulefree", True, 4),
-        ("adamw", False, 0), ("torch-rmsprop", False, 8), ("optimi-lion", False, 2), ("adamw_bf16", False, 0),
+        ("adamw", True, 0),
+        ("torch-rmsprop", True, 0),
+        ("optimi-lion", True, 0),
+        ("adamw_schedulefree", True, 4),
+        ("adamw", False, 0),
+        ("torch-rmsprop", False, 8),
+        ("optimi-lion", False, 2),
+        ("adamw_bf16", False, 0),
     ],
-)  # fmt: skip
+)
 def test_what_an_update_allocates(
     lite: TransformerCost, name: OptimizerName, is_full: bool, bytes_per_number: int
 ) -> None:
-    """That is needed after the backward pass, whose activations are gone by then. What a weight needs is metered in
-    `tests/training/test_optimizers.py`."""
+    """That is needed after the backward pass, whose activations are gone by then. What a weight
+    needs is metered in `tests/training/test_optimizers.py`."""
     setup = lora(lite, KANDINSKY)
     if is_full:
         setup = replace(setup, adapters=NO_ADAPTERS)
     updated = under(setup, optimizer=name)
     assert updated.update_bytes == bytes_per_number
     memory = updated.memory(LOAD)
-    temporary = bytes_per_number * (lite.parameters if is_full else lite.adapter_parameters(setup.adapters))
-    assert memory.update == pytest.approx(max(0, temporary - memory.inputs - memory.block - memory.outside))
+    temporary = bytes_per_number * (
+        lite.parameters if is_full else lite.adapter_parameters(setup.adapters)
+    )
+    assert memory.update == pytest.approx(
+        max(0, temporary - memory.inputs - memory.block - memory.outside)
+    )
     assert (memory.update > 0) == (name == "adamw_schedulefree")
 
 
 TRIED: list[OptimizerName] = [
-    "adamw_bf16", "adamw", "torch-adam", "torch-rmsprop", "torch-adagrad", "torch-sgd", "optimi-lion", "optimi-adan",
-    "optimi-stableadamw", "optimi-sgd", "optimi-ranger",
-]  # fmt: skip
+    "adamw_bf16",
+    "adamw",
+    "torch-adam",
+    "torch-rmsprop",
+    "torch-adagrad",
+    "torch-sgd",
+    "optimi-lion",
+    "optimi-adan",
+    "optimi-stableadamw",
+    "optimi-sgd",
+    "optimi-ranger",
+]
 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [*((name, "") for name in TRIED), ("adamw_bf16", "beta2=.99"), ("optimi-adan", "beta3=.999")],
 )
-def test_state_of_a_real_optimizer(lite: TransformerCost, name: OptimizerName, settings: str) -> None:
+def test_state_of_a_real_optimizer(
+    lite: TransformerCost, name: OptimizerName, settings: str
+) -> None:
     config = make_config(optimizer=name, optimizer_config=settings)
     dtype = torch.bfloat16 if OPTIMIZERS[name].keeps_bf16 else torch.float32
     weight = nn.Parameter(torch.randn(256, 64, dtype=dtype))
-    optimizer = build_optimizer([weight], config.optimizer, mixed_precision="bf16", learning_rate=1e-3)
+    optimizer = build_optimizer(
+        [weight], config.optimizer, mixed_precision="bf16", learning_rate=1e-3
+    )
     weight.grad = torch.randn_like(weight)
     optimizer.step()
-    tensors = [each for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor) and each.ndim > 1]
-    assert StepModel(lite, config).state_bytes == sum(each.nbytes for each in tensors) / weight.numel()
+    tensors = [
+        each
+        for each in optimizer.state[weight].values()
+        if isinstance(each, torch.Tensor) and each.ndim > 1
+    ]
+    assert (
+        StepModel(lite, config).state_bytes == sum(each.nbytes for each in tensors) / weight.numel()
+    )

@@ -35,9 +35,13 @@ def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> No
 
 
 def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
-    plain = Sample("before", "a.png", Path(), "a" * 64, (8, 8), Geometry("1.0", Size(8, 8), Size(8, 8), (0, 0)))
+    plain = Sample(
+        "before", "a.png", Path(), "a" * 64, (8, 8), Geometry("1.0", Size(8, 8), Size(8, 8), (0, 0))
+    )
     converted = replace(plain, conversions=("converted to sRGB",))
-    fingerprint = hash_json({"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)})
+    fingerprint = hash_json(
+        {"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)}
+    )
     assert picture_fingerprint(plain) == fingerprint, "older entries stay valid"
     assert picture_fingerprint(converted) != fingerprint
 
@@ -45,9 +49,17 @@ def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
 def test_captions_are_cached_as_the_encoder_reads_them(tmp_path: Path) -> None:
     caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", compress=True)
     catalogue = Catalogue(
-        {"pictures": caches}, tmp_path / "texts", True, ENCODER, ENCODER, template="a {}", bare_template="{}",
-        max_length=8, clean=str.strip, prompt_holds_picture=False,
-    )  # fmt: skip
+        {"pictures": caches},
+        tmp_path / "texts",
+        True,
+        ENCODER,
+        ENCODER,
+        template="a {}",
+        bare_template="{}",
+        max_length=8,
+        clean=str.strip,
+        prompt_holds_picture=False,
+    )
 
     padded = catalogue.text("pictures", " a cat ", None)
     blank = catalogue.text("pictures", "  ", None)
@@ -82,11 +94,15 @@ def test_a_start_digests_every_key_once_and_reads_every_header_once(
     hashed: list[str] = []
     headers: list[str] = []
     monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
-    monkeypatch.setattr(files, "safe_open", lambda path, kind: headers.append(str(path)) or safe_open(path, kind))
+    monkeypatch.setattr(
+        files, "safe_open", lambda path, kind: headers.append(str(path)) or safe_open(path, kind)
+    )
     files._header.cache_clear()
     assert workspace.run("cache", "fill", *settings) == 0
     pictures = 8
     digests = [text for text in hashed if '"kind":' in text]
-    assert len(digests) == 2 * pictures + pictures + 1  # the evaluated folder's own latents, and the empty caption
+    assert (
+        len(digests) == 2 * pictures + pictures + 1
+    )  # the evaluated folder's own latents, and the empty caption
     assert workspace.train(*settings) == 0
     assert len(headers) == len(set(headers)) == 4

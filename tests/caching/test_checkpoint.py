@@ -46,7 +46,9 @@ def test_links_as_in_a_hub_snapshot_are_followed(folder: Path, tmp_path: Path) -
 def test_what_no_encoder_reads_does_not_count(folder: Path) -> None:
     before = checkpoint_identity(folder)
     (folder / "README.md").write_text("about")
-    (folder / "config.json").write_text(json.dumps({"_name_or_path": "/x", "scale": 0.5, "_diffusers_version": "0.43"}))
+    (folder / "config.json").write_text(
+        json.dumps({"_name_or_path": "/x", "scale": 0.5, "_diffusers_version": "0.43"})
+    )
     assert checkpoint_identity(folder) == before
 
 
@@ -61,9 +63,14 @@ def test_a_change_of_any_tensor_is_seen(folder: Path, name: str) -> None:
 
 def test_other_names_dtypes_configs_and_files_are_seen(folder: Path) -> None:
     seen = {checkpoint_identity(folder)}
-    save_file({f"x.{name}": tensor for name, tensor in weights().items()}, folder / "model.safetensors")
+    save_file(
+        {f"x.{name}": tensor for name, tensor in weights().items()}, folder / "model.safetensors"
+    )
     seen.add(checkpoint_identity(folder))
-    save_file({name: tensor.bfloat16() for name, tensor in weights().items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in weights().items()},
+        folder / "model.safetensors",
+    )
     seen.add(checkpoint_identity(folder))
     (folder / "config.json").write_text(json.dumps({"scale": 0.6}))
     seen.add(checkpoint_identity(folder))
@@ -96,7 +103,10 @@ def test_several_folders_make_one_identity(folder: Path, tmp_path: Path) -> None
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     both = checkpoint_identity(folder, tmp_path / "tokenizer")
     assert len(both) == 64
-    assert both not in (checkpoint_identity(folder), checkpoint_identity(tmp_path / "tokenizer", folder))
+    assert both not in (
+        checkpoint_identity(folder),
+        checkpoint_identity(tmp_path / "tokenizer", folder),
+    )
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

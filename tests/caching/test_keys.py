@@ -18,18 +18,30 @@ from simpletuner.caching.keys import (
 from simpletuner.hashing import canonical_json
 
 ENCODER = EncoderIdentity(family="kandinsky5-image", checkpoint="c" * 64, dtype="bf16")
-LATENT = LatentKey(content="a" * 64, size=(512, 384), resized=(576, 384), crop=(32, 0), encoder=ENCODER)
+LATENT = LatentKey(
+    content="a" * 64, size=(512, 384), resized=(576, 384), crop=(32, 0), encoder=ENCODER
+)
 TEXT = TextKey(caption="एक लाल सितारा", template="official image", max_length=256, encoder=ENCODER)
 
 LATENT_CHANGES = {
-    "content": "b" * 64, "size": (384, 512), "resized": (575, 384), "crop": (0, 32), "frames": 61, "rate": 24.0,
-    "read_as": ("BT.709",), "reader": "pyav",
-}  # fmt: skip
+    "content": "b" * 64,
+    "size": (384, 512),
+    "resized": (575, 384),
+    "crop": (0, 32),
+    "frames": 61,
+    "rate": 24.0,
+    "read_as": ("BT.709",),
+    "reader": "pyav",
+}
 TEXT_CHANGES = {"caption": "a red star", "template": "", "max_length": 255, "picture": "d" * 64}
 ENCODER_CHANGES = {
-    "family": "kandinsky5-video", "checkpoint": "e" * 64, "dtype": "fp32", "quantisation": "int8-quanto",
-    "tiling": True, "tf32": False,
-}  # fmt: skip
+    "family": "kandinsky5-video",
+    "checkpoint": "e" * 64,
+    "dtype": "fp32",
+    "quantisation": "int8-quanto",
+    "tiling": True,
+    "tf32": False,
+}
 
 
 def test_the_lists_of_changes_are_complete() -> None:
@@ -45,14 +57,18 @@ def test_the_lists_of_changes_are_complete() -> None:
     "key",
     [
         LATENT,
-        dataclasses.replace(LATENT, rate=23.976, frames=5, read_as=('a "b"', "BT.709"), reader="pyav"),
+        dataclasses.replace(
+            LATENT, rate=23.976, frames=5, read_as=('a "b"', "BT.709"), reader="pyav"
+        ),
         dataclasses.replace(LATENT, encoder=dataclasses.replace(ENCODER, tf32=False)),
         TEXT,
         dataclasses.replace(TEXT, caption='"quoted"\n\\ \ud800\x7f', picture="d" * 64),
         FeatureKey("crepa", "a" * 64, (("size", 1.5), ("encoder", "é"))),
     ],
 )
-def test_the_text_of_a_key_is_the_canonical_json_of_its_fields(key: LatentKey | TextKey | FeatureKey) -> None:
+def test_the_text_of_a_key_is_the_canonical_json_of_its_fields(
+    key: LatentKey | TextKey | FeatureKey,
+) -> None:
     found = {"kind": key.ingredients()["kind"], "version": 1, **dataclasses.asdict(key)}
     found |= {f"encoder.{name}": value for name, value in found.pop("encoder", {}).items()}
     for name, absent in (("read_as", ()), ("reader", None), ("encoder.tf32", None)):
@@ -62,7 +78,9 @@ def test_the_text_of_a_key_is_the_canonical_json_of_its_fields(key: LatentKey | 
 
 
 @pytest.mark.parametrize(("key", "changes"), [(LATENT, LATENT_CHANGES), (TEXT, TEXT_CHANGES)])
-def test_every_ingredient_changes_the_key(key: LatentKey | TextKey, changes: dict[str, object]) -> None:
+def test_every_ingredient_changes_the_key(
+    key: LatentKey | TextKey, changes: dict[str, object]
+) -> None:
     others = [dataclasses.replace(key, **{name: value}) for name, value in changes.items()]
     others += [
         dataclasses.replace(key, encoder=dataclasses.replace(ENCODER, **{name: value}))
@@ -74,7 +92,9 @@ def test_every_ingredient_changes_the_key(key: LatentKey | TextKey, changes: dic
 
 
 def test_keys_are_the_same_tomorrow() -> None:
-    """Written down: a change of the formula would throw away every cache there is. Raise VERSION to do so."""
+    """Written down: a change of the formula would throw away every cache there is. Raise VERSION to
+    do so.
+    """
     assert LATENT.digest() == "ee012cfdf052f27bf9040fbf97fc108f3642d90e9f27dd7b495b312dee925ae4"
     assert TEXT.digest() == "bf93b2ea3d57730c51cfb446effc3bc5775b0783b94d6ac9b3955ae24af9ef8a"
 
@@ -82,13 +102,18 @@ def test_keys_are_the_same_tomorrow() -> None:
 def test_equal_keys_are_equal_however_they_are_made() -> None:
     again = LatentKey(
         encoder=EncoderIdentity(dtype="bf16", checkpoint="c" * 64, family="kandinsky5-image"),
-        crop=(32, 0), resized=(576, 384), size=(512, 384), content="a" * 64,
-    )  # fmt: skip
+        crop=(32, 0),
+        resized=(576, 384),
+        size=(512, 384),
+        content="a" * 64,
+    )
     assert again.digest() == LATENT.digest()
 
 
 def test_the_posterior_seed_belongs_to_the_entry() -> None:
-    assert LATENT.seed() == int("ee012cfdf052f27b", 16) // 2 < 2**63, "the start of its key, so draws stay"
+    assert LATENT.seed() == int("ee012cfdf052f27b", 16) // 2 < 2**63, (
+        "the start of its key, so draws stay"
+    )
     assert LATENT.seed() != dataclasses.replace(LATENT, crop=(0, 0)).seed()
 
 

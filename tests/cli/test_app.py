@@ -21,7 +21,12 @@ from simpletuner.config.sections import EVERYDAY_WORDS
 from simpletuner.errors import DiskFullError, Interrupted, NonFiniteError, UserError
 
 Capture = pytest.CaptureFixture[str]
-INSPECTED = [["--version"], *([name, "--help"] for name in COMMANDS), ["examples", "list"], ["help", "resolution"]]
+INSPECTED = [
+    ["--version"],
+    *([name, "--help"] for name in COMMANDS),
+    ["examples", "list"],
+    ["help", "resolution"],
+]
 
 
 def imported_by(commands: list[list[str]], packages: set[str]) -> str:
@@ -31,7 +36,9 @@ def imported_by(commands: list[list[str]], packages: set[str]) -> str:
         f"for command in {commands!r}: assert main(command) == 0, command\n"
         f"print(sorted({packages!r} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return done.stdout.splitlines()[-1]
 
 
@@ -64,23 +71,44 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
         assert re.sub(r"\s+", " ", section) in re.sub(r"\s+", " ", shown["train"])
         assert main(["help", section]) == 0
         listed += capsys.readouterr().out
-    assert [name for name in all_options() if f"--{name}\n" not in listed and f"{name}  (" not in listed] == []
+    assert [
+        name for name in all_options() if f"--{name}\n" not in listed and f"{name}  (" not in listed
+    ] == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
-        (["train", "--exmple", "demo"], "--exmple is neither an option nor a setting. Did you mean '--example'?"),
-        (["start", "cat", "--triger=zkt"], "--triger is neither an option nor a setting. Did you mean '--trigger'?"),
-        (["start", "cat", "trigger=zkt"], "trigger is neither an option nor a setting. Did you mean '--trigger'?"),
+        (
+            ["train", "--exmple", "demo"],
+            "--exmple is neither an option nor a setting. Did you mean '--example'?",
+        ),
+        (
+            ["start", "cat", "--triger=zkt"],
+            "--triger is neither an option nor a setting. Did you mean '--trigger'?",
+        ),
+        (
+            ["start", "cat", "trigger=zkt"],
+            "trigger is neither an option nor a setting. Did you mean '--trigger'?",
+        ),
         (["start"], "Missing argument 'folder'. See `"),
         (["cache", "clean"], "Did you mean `simpletuner cache gc --remove`?"),
         (["cache", "frobnicate"], "cache -h`."),
-        (["caption", "--style", "poem"], "Invalid value for '--style': 'poem' is not one of 'short', 'long', 'tags'."),
+        (
+            ["caption", "--style", "poem"],
+            "Invalid value for '--style': 'poem' is not one of 'short', 'long', 'tags'.",
+        ),
         (["sample", "--steps", "4"], "--prompt: is required"),
-        (["sweep"], "sweep: needs the output folder of a run: simpletuner sweep OUTPUT_DIR\n1 problem to fix"),
-        (["train", "env=dmeo"], "the environment 'dmeo' was not found; tried config/dmeo/config.json"),
+        (
+            ["sweep"],
+            "sweep: needs the output folder of a run: simpletuner sweep OUTPUT_DIR\n1 "
+            "problem to fix",
+        ),
+        (
+            ["train", "env=dmeo"],
+            "the environment 'dmeo' was not found; tried config/dmeo/config.json",
+        ),
         (["train", "env=dmeo"], "Did you mean 'demo'?"),
         (["help", "--flikcer"], "no setting mentions '--flikcer'. Did you mean 'flicker'?"),
         (["publish", "confg"], "'confg' does not exist. Did you mean 'config'?"),
@@ -92,7 +120,11 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
     ],
 )
 def test_a_misspelt_command_names_what_was_meant(
-    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config/demo").mkdir(parents=True)
@@ -158,7 +190,11 @@ EVERYDAY = [
 def test_help_understands_everyday_words(words: str, capsys: Capture) -> None:
     assert main(["help", *words.split()]) == 0
     (keys,) = [keys for known, keys in EVERYDAY_WORDS.items() if words.lower() in known]
-    shown = [line.lstrip("-") for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    shown = [
+        line.lstrip("-")
+        for line in capsys.readouterr().out.splitlines()
+        if not line.startswith(" ")
+    ]
     assert [*dict.fromkeys(shown)][: len(keys)] == keys
 
 
@@ -188,8 +224,11 @@ def test_help_searches(capsys: Capture) -> None:
     assert "Optimizer (" in capsys.readouterr().out
 
 
-COMPLETIONS = {"bash": ".bash_completions/simpletuner.sh", "zsh": ".zfunc/_simpletuner",
-               "fish": ".config/fish/completions/simpletuner.fish"}  # fmt: skip
+COMPLETIONS = {
+    "bash": ".bash_completions/simpletuner.sh",
+    "zsh": ".zfunc/_simpletuner",
+    "fish": ".config/fish/completions/simpletuner.fish",
+}
 
 
 @pytest.mark.parametrize("shell", COMPLETIONS)
@@ -197,11 +236,25 @@ def test_completion_installs_and_completes(shell: str, tmp_path: Path) -> None:
     script = "import sys; sys.argv[0] = 'simpletuner'; from simpletuner.cli.app import run; run()"
     own = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     command = [sys.executable, "-c", script]
-    subprocess.run([*command, "--install-completion", shell], env=os.environ | own, check=True, capture_output=True)
+    subprocess.run(
+        [*command, "--install-completion", shell],
+        env=os.environ | own,
+        check=True,
+        capture_output=True,
+    )
     assert f"complete_{shell}" in (tmp_path / COMPLETIONS[shell]).read_text()
-    typed = {"COMP_WORDS": "simpletuner conf", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "simpletuner conf"}
-    action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_SIMPLETUNER_COMPLETE": f"complete_{shell}"}
-    done = subprocess.run(command, env=os.environ | own | typed | action, capture_output=True, text=True, check=False)
+    typed = {
+        "COMP_WORDS": "simpletuner conf",
+        "COMP_CWORD": "1",
+        "_TYPER_COMPLETE_ARGS": "simpletuner conf",
+    }
+    action = {
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "_SIMPLETUNER_COMPLETE": f"complete_{shell}",
+    }
+    done = subprocess.run(
+        command, env=os.environ | own | typed | action, capture_output=True, text=True, check=False
+    )
     assert "configure" in done.stdout
 
 
@@ -238,8 +291,8 @@ def test_usage_errors(capsys: Capture, arguments: list[str]) -> None:
         (
             ImportError("libtorch_cpu.so: failed to map segment from shared object"),
             1,
-            "error: out of memory: libtorch_cpu.so: failed to map segment from shared object. Free memory, or lift a "
-            "limit on it (ulimit -v, or the container's).\n",
+            "error: out of memory: libtorch_cpu.so: failed to map segment from shared object. "
+            "Free memory, or lift a limit on it (ulimit -v, or the container's).\n",
         ),
     ],
 )
@@ -254,7 +307,9 @@ def test_every_way_to_stop_has_its_exit_code(
     assert capsys.readouterr().err == told
 
 
-def test_what_nobody_foresaw_has_a_traceback(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_foresaw_has_a_traceback(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 

@@ -1,4 +1,6 @@
-"""What people get wrong, line by line: exit code 2, every problem in one message, no traceback, nothing lost."""
+"""What people get wrong, line by line: exit code 2, every problem in one message, no traceback,
+nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,30 @@ def change_dataset(workspace: Workspace, **keys: Any) -> None:
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_mistakes_of_every_kind_are_told_together(workspace: Workspace, capsys: Capture) -> None:
-    workspace.write_config(learning_rte=1, lora_rank=0, optimizer="adamx", num_train_epochs=2, maximum_image_size=512)
+    workspace.write_config(
+        learning_rte=1, lora_rank=0, optimizer="adamx", num_train_epochs=2, maximum_image_size=512
+    )
     change_dataset(workspace, instance_data_dir="nowhere", crop_aspct=1, text_embeds="txt")
     told = "\n".join(complaints(workspace, capsys, "plan", "foo"))
     for part in (
-        "foo: is not a setting", "learning_rte: is not a known key. Did you mean 'learning_rate'?", "lora_rank: 0",
-        "optimizer: 'adamx'", "num_train_epochs: is 2 and max_train_steps is 4", "'nowhere'", "crop_aspct",
-        "pictures.text_embeds: 'txt'", "maximum_image_size",
-    ):  # fmt: skip
+        "foo: is not a setting",
+        "learning_rte: is not a known key. Did you mean 'learning_rate'?",
+        "lora_rank: 0",
+        "optimizer: 'adamx'",
+        "num_train_epochs: is 2 and max_train_steps is 4",
+        "'nowhere'",
+        "crop_aspct",
+        "pictures.text_embeds: 'txt'",
+        "maximum_image_size",
+    ):
         assert part in told, part
 
 
@@ -57,7 +71,8 @@ def test_nothing_is_written_when_something_is_wrong(workspace: Workspace, capsys
 def test_invalid_json(workspace: Workspace, capsys: Capture) -> None:
     workspace.path("config/config.json").write_text('{\n "seed": 1\n "x": 2}')
     assert complaint(workspace, capsys) == (
-        "config/config.json: is not valid JSON: a comma or a closing bracket is missing (line 3, column 2)."
+        "config/config.json: is not valid JSON: a comma or a closing bracket is missing (line "
+        "3, column 2)."
     )
 
 
@@ -80,16 +95,25 @@ def test_pytorch_names_of_dtypes_are_understood(
 
 
 def test_values_that_belong_elsewhere(workspace: Workspace, capsys: Capture) -> None:
-    workspace.write_config(model_type="lokr", model_flavour="t2v-lite-sft-5s", caption_strategy="txt")
+    workspace.write_config(
+        model_type="lokr", model_flavour="t2v-lite-sft-5s", caption_strategy="txt"
+    )
     kind, caption, flavour = complaints(workspace, capsys)
-    assert kind.startswith("model_type: 'lokr' is a kind of LoRA: set model_type lora, and the kind as lora_type.")
+    assert kind.startswith(
+        "model_type: 'lokr' is a kind of LoRA: set model_type lora, and the kind as lora_type."
+    )
     assert "Did you mean 'textfile'?" in caption
-    assert "'t2v-lite-sft-5s' belongs to kandinsky5-video; kandinsky5-image has: t2i-lite-sft" in flavour
+    assert (
+        "'t2v-lite-sft-5s' belongs to kandinsky5-video; kandinsky5-image has: t2i-lite-sft"
+        in flavour
+    )
 
 
 def test_a_list_where_a_word_belongs(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(model_type=["lora"])
-    assert complaint(workspace, capsys).startswith("model_type: ['lora'] is not one of: lora, full.")
+    assert complaint(workspace, capsys).startswith(
+        "model_type: ['lora'] is not one of: lora, full."
+    )
 
 
 def test_invalid_json_of_datasets(workspace: Workspace, capsys: Capture) -> None:
@@ -101,7 +125,10 @@ def test_invalid_json_of_datasets(workspace: Workspace, capsys: Capture) -> None
 
 def test_the_same_key_twice(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(**{"--seed": 8})
-    assert complaint(workspace, capsys) == "seed: is given twice: seed=7 and --seed=8 (config/config.json)."
+    assert (
+        complaint(workspace, capsys)
+        == "seed: is given twice: seed=7 and --seed=8 (config/config.json)."
+    )
 
 
 def test_a_value_out_of_choice(workspace: Workspace, capsys: Capture) -> None:
@@ -125,7 +152,9 @@ def test_missing_dataset_folders_are_one_problem(workspace: Workspace, capsys: C
     assert "hold_out" not in capsys.readouterr().err, "a consequence"
 
 
-def test_a_file_in_place_of_a_dataset_folder_is_named(workspace: Workspace, capsys: Capture) -> None:
+def test_a_file_in_place_of_a_dataset_folder_is_named(
+    workspace: Workspace, capsys: Capture
+) -> None:
     path = next(workspace.path("datasets/pictures").glob("*.png"))
     change_dataset(workspace, instance_data_dir=f"datasets/pictures/{path.name}")
     assert f"pictures: 'datasets/pictures/{path.name}' is a file." in complaint(workspace, capsys)
@@ -154,13 +183,19 @@ def test_a_caption_filter_that_takes_exponential_time(
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_missing_partner_pictures(i2i_checkpoint: Path, tmp_path: Path, capsys: Capture, command: str) -> None:
+def test_missing_partner_pictures(
+    i2i_checkpoint: Path, tmp_path: Path, capsys: Capture, command: str
+) -> None:
     workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
     sources = {
-        "id": "sources", "dataset_type": "conditioning", "conditioning_type": "reference_strict",
+        "id": "sources",
+        "dataset_type": "conditioning",
+        "conditioning_type": "reference_strict",
         "instance_data_dir": "datasets/sources",
-    }  # fmt: skip
-    workspace.write_datasets([{**DATASETS[0], "conditioning_data": "sources"}, sources, DATASETS[1]])
+    }
+    workspace.write_datasets(
+        [{**DATASETS[0], "conditioning_data": "sources"}, sources, DATASETS[1]]
+    )
     workspace.add_pictures("datasets/sources", 6)
     problem = complaint(workspace, capsys, command)
     assert problem.startswith("pictures: no partner of the same path and name in sources (")
@@ -172,11 +207,15 @@ def test_a_flavour_that_edits_pictures_needs_pictures_to_edit(
     i2i_checkpoint: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
-    assert complaint(workspace, capsys).startswith("pictures.conditioning_data: is required: this flavour edits")
+    assert complaint(workspace, capsys).startswith(
+        "pictures.conditioning_data: is required: this flavour edits"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(pictures.BROKEN))
-def test_damaged_pictures_are_kept_and_told(workspace: Workspace, capsys: Capture, name: str) -> None:
+def test_damaged_pictures_are_kept_and_told(
+    workspace: Workspace, capsys: Capture, name: str
+) -> None:
     path = workspace.path("datasets/pictures") / name
     pictures.BROKEN[name](path)
     path.with_suffix(".txt").write_text("a caption")
@@ -186,29 +225,41 @@ def test_damaged_pictures_are_kept_and_told(workspace: Workspace, capsys: Captur
     assert path.read_bytes() == content, "a plan moves nothing"
 
 
-def test_a_dataset_smaller_than_a_step_says_which_repeats_would_do(workspace: Workspace, capsys: Capture) -> None:
-    problem = complaint(workspace, capsys, "plan", "train_batch_size=5", "gradient_accumulation_steps=5")
+def test_a_dataset_smaller_than_a_step_says_which_repeats_would_do(
+    workspace: Workspace, capsys: Capture
+) -> None:
+    problem = complaint(
+        workspace, capsys, "plan", "train_batch_size=5", "gradient_accumulation_steps=5"
+    )
     assert "no samples detected in dataset pictures" in problem
     assert "repeats 3 would work" in problem
     change_dataset(workspace, repeats=3)
     warnings(workspace, capsys, "train_batch_size=5", "gradient_accumulation_steps=5")
     change_dataset(workspace, repeats=None)
-    settings = ("train_batch_size=5", "gradient_accumulation_steps=5", "allow_dataset_oversubscription=true")
+    settings = (
+        "train_batch_size=5",
+        "gradient_accumulation_steps=5",
+        "allow_dataset_oversubscription=true",
+    )
     assert "repeats is raised to 3" in warnings(workspace, capsys, *settings)
 
 
 def test_ids_defaults_and_references(workspace: Workspace, capsys: Capture) -> None:
     first = {**DATASETS[0], "text_embeds": "nowhere"}
-    workspace.write_datasets([first, {**first, "text_embeds": None}, DATASETS[1], {**DATASETS[1], "id": "text2"}])
+    workspace.write_datasets(
+        [first, {**first, "text_embeds": None}, DATASETS[1], {**DATASETS[1], "id": "text2"}]
+    )
     told = "\n".join(complaints(workspace, capsys, "plan", "eval_dataset_id=picture"))
     assert "pictures: is the id of 2 datasets" in told
     assert "two text_embeds entries are the default: text, text2" in told
     assert "pictures.text_embeds: 'nowhere' is not the id" in told
-    assert "eval_dataset_id: 'picture' is no dataset" in told
+    assert "eval_dataset_id: 'picture' is not a dataset id; choose from" in told
 
 
 @pytest.mark.parametrize("output", ["config/config.json", "config/config.json/below"])
-def test_an_output_folder_that_is_a_file(workspace: Workspace, capsys: Capture, output: str) -> None:
+def test_an_output_folder_that_is_a_file(
+    workspace: Workspace, capsys: Capture, output: str
+) -> None:
     problems = complaints(workspace, capsys, "plan", f"output_dir={output}")
     assert f"output_dir: '{output}' cannot be a folder: 'config/config.json' is a file." in problems
 
@@ -217,7 +268,9 @@ def test_an_output_folder_that_cannot_be_written(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode, **more: not mode & os.W_OK and may(path, mode, **more))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **more: not mode & os.W_OK and may(path, mode, **more)
+    )
     problem = complaint(workspace, capsys, "plan", "output_dir=locked")
     assert problem == "output_dir: 'locked' cannot be written to (no permission in '.')."
 
@@ -226,12 +279,20 @@ def test_a_cache_folder_that_cannot_be_written(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what is missing has to be written, and that is known before torch is loaded."""
-    may, locked = os.access, workspace.path("locked")
+    may = os.access
+    locked = workspace.path("locked")
     locked.mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode, **more: Path(path) != locked and may(path, mode, **more))
-    workspace.write_datasets([{**DATASETS[0], "cache_dir_vae": str(locked / "latents")}, DATASETS[1]])
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **more: Path(path) != locked and may(path, mode, **more)
+    )
+    workspace.write_datasets(
+        [{**DATASETS[0], "cache_dir_vae": str(locked / "latents")}, DATASETS[1]]
+    )
     problem = complaint(workspace, capsys, "plan")
-    assert problem == f"latents: '{locked}/latents' cannot be written to (no permission in '{locked}')."
+    assert (
+        problem
+        == f"latents: '{locked}/latents' cannot be written to (no permission in '{locked}')."
+    )
 
 
 def test_an_output_folder_that_cannot_be_created(
@@ -251,7 +312,9 @@ def test_an_output_folder_that_cannot_be_created(
 
 
 def test_steps_and_epochs(workspace: Workspace, capsys: Capture) -> None:
-    assert complaint(workspace, capsys, "plan", "num_train_epochs=2").startswith("num_train_epochs: is 2 and")
+    assert complaint(workspace, capsys, "plan", "num_train_epochs=2").startswith(
+        "num_train_epochs: is 2 and"
+    )
     problem = complaint(workspace, capsys, "plan", "num_train_epochs=0", "max_train_steps=0")
     assert "are both 0" in problem
     warnings(workspace, capsys, "num_train_epochs=2", "max_train_steps=0")
@@ -265,9 +328,15 @@ def test_maximum_image_size_without_target(workspace: Workspace, capsys: Capture
     assert "target_downsample_size" in problem
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
-def test_a_model_folder_without_a_part(workspace: Workspace, capsys: Capture, tmp_path: Path, part: str) -> None:
-    model = json.loads(workspace.path("config/config.json").read_text())["pretrained_model_name_or_path"]
+@pytest.mark.parametrize(
+    "part", ["transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"]
+)
+def test_a_model_folder_without_a_part(
+    workspace: Workspace, capsys: Capture, tmp_path: Path, part: str
+) -> None:
+    model = json.loads(workspace.path("config/config.json").read_text())[
+        "pretrained_model_name_or_path"
+    ]
     copy = tmp_path / "model"
     shutil.copytree(model, copy, ignore=shutil.ignore_patterns(part))
     problem = complaint(workspace, capsys, "plan", f"pretrained_model_name_or_path={copy}")
@@ -278,8 +347,12 @@ def test_a_model_that_cannot_be_downloaded_offline(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert workspace.run("plan", "pretrained_model_name_or_path=me/model") == 0, "a plan needs no weights"
-    problem = complaint(workspace, capsys, "train", "pretrained_model_name_or_path=me/model", "--yes")
+    assert workspace.run("plan", "pretrained_model_name_or_path=me/model") == 0, (
+        "a plan needs no weights"
+    )
+    problem = complaint(
+        workspace, capsys, "train", "pretrained_model_name_or_path=me/model", "--yes"
+    )
     assert problem.startswith(
         "pretrained_model_name_or_path: 'me/model' is not on this machine, and the hub is offline"
     )
@@ -287,7 +360,9 @@ def test_a_model_that_cannot_be_downloaded_offline(
 
 def test_a_checkpoint_of_the_other_task(workspace: Workspace, capsys: Capture) -> None:
     problems = complaints(workspace, capsys, "plan", "model_flavour=i2i-lite-sft")
-    assert any(problem.startswith("model_flavour: i2i-lite-sft does not fit") for problem in problems)
+    assert any(
+        problem.startswith("model_flavour: i2i-lite-sft does not fit") for problem in problems
+    )
 
 
 def test_an_unknown_flavour(workspace: Workspace, capsys: Capture) -> None:
@@ -300,7 +375,8 @@ def test_an_unknown_flavour(workspace: Workspace, capsys: Capture) -> None:
 def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) -> None:
     problem = complaint(workspace, capsys, "plan", "peft_lora_target_modules=to_qury,to_key")
     assert problem == (
-        "peft_lora_target_modules: 'to_qury' matches no module of the transformer. Did you mean 'to_query'?"
+        "peft_lora_target_modules: 'to_qury' matches no module of the transformer. Did you "
+        "mean 'to_query'?"
     )
 
 
@@ -308,21 +384,40 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
     ("setting", "complaint_"),
     [
         ("init_lora=nothing.safetensors", "init_lora: 'nothing.safetensors' does not exist."),
-        ("init_lora=~nouser/x", "init_lora: '~nouser/x' starts with the home folder of an unknown user."),
+        (
+            "init_lora=~nouser/x",
+            "init_lora: '~nouser/x' starts with the home folder of an unknown user.",
+        ),
         ("webhook_config=~nouser/x", "webhook_config: '~nouser/x' does not exist"),
-        (f"webhook_config={'x' * 300}", "does not exist; give a file, an object or a list of objects"),
-        ("webhook_config=datasets", "'datasets' is a folder, not a file; give a file, an object or a list of objects"),
-        ("user_prompt_library=datasets", "user_prompt_library: 'datasets' is a folder, not a file."),
+        (
+            f"webhook_config={'x' * 300}",
+            "does not exist; give a file, an object or a list of objects",
+        ),
+        (
+            "webhook_config=datasets",
+            "'datasets' is a folder, not a file; give a file, an object or a list of objects",
+        ),
+        (
+            "user_prompt_library=datasets",
+            "user_prompt_library: 'datasets' is a folder, not a file.",
+        ),
         ("data_backend_config=datasets", "the dataset file 'datasets' is a folder, not a file."),
         ("config=config", "tried config (a folder). Did you mean 'config/config.json'?"),
         ("config=config/confg.json", "tried config/confg.json. Did you mean 'config/config.json'?"),
         ("user_prompt_library=nothing.json", "user_prompt_library: 'nothing.json' does not exist."),
-        ("resume_from_checkpoint=checkpoint-9", "is not a complete checkpoint. In output there are: none."),
+        (
+            "resume_from_checkpoint=checkpoint-9",
+            "is not a complete checkpoint. In output there are: none.",
+        ),
         ("lr_end=1", "lr_end: 1 is not below learning_rate 0.001"),
         ("adam_beta1=1", "adam_beta1: '1'"),
         ("optimizer_beta1=0.9", "optimizer_beta1: and optimizer_beta2 must be given together."),
         ("validation_resolution=1.0", "sizes are pixels, not megapixels"),
-        ("num_machines=2", "num_processes: 1 processes cannot be shared equally by num_machines 2; it counts those of"),
+        (
+            "num_machines=2",
+            "num_processes: 1 processes cannot be shared equally by num_machines 2; it counts "
+            "those of",
+        ),
         (
             "post_upload_script=no-such-program {global_step}",
             "'no-such-program' is not a program that",
@@ -332,37 +427,64 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
         ("model_type=fulll", "Did you mean 'full'?"),
     ],
 )
-def test_single_settings(workspace: Workspace, capsys: Capture, setting: str, complaint_: str) -> None:
+def test_single_settings(
+    workspace: Workspace, capsys: Capture, setting: str, complaint_: str
+) -> None:
     if "learning_rate" in complaint_:
         setting_list = [setting, "lr_scheduler=cosine"]
     else:
         setting_list = [setting]
-    assert complaint_ in complaint(workspace, capsys, "plan", "validation_disable=false", *setting_list)
+    assert complaint_ in complaint(
+        workspace, capsys, "plan", "validation_disable=false", *setting_list
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value", "complaint_"),
     [
         ("SIMPLETUNER_LOG_LEVEL", "lod", "SIMPLETUNER_LOG_LEVEL: 'lod' is not one of: DEBUG, INFO"),
-        ("SIMPLETUNER_ALLOW_MODIFYING_BSZ", "perhaps", "SIMPLETUNER_ALLOW_MODIFYING_BSZ: 'perhaps' is not 0 or 1."),
+        (
+            "SIMPLETUNER_ALLOW_MODIFYING_BSZ",
+            "perhaps",
+            "SIMPLETUNER_ALLOW_MODIFYING_BSZ: 'perhaps' is not 0 or 1.",
+        ),
         ("TRAINING_NUM_PROCESSES", "x", "num_processes: 'x' is not a whole number. (environment)"),
-        ("ACCELERATE_USE_FSDP", "true", "ACCELERATE_USE_FSDP: is set, by an accelerate config or by hand; unset it."),
-        ("ACCELERATE_USE_DEEPSPEED", "1", "ACCELERATE_USE_DEEPSPEED: is set, by an accelerate config or by hand;"),
-        ("TRAINER_EXTRA_ARGS", "--seed=1 --sede=2", "--sede: is not a known key. Did you mean 'seed'?"),
+        (
+            "ACCELERATE_USE_FSDP",
+            "true",
+            "ACCELERATE_USE_FSDP: is set, by an accelerate config or by hand; unset it.",
+        ),
+        (
+            "ACCELERATE_USE_DEEPSPEED",
+            "1",
+            "ACCELERATE_USE_DEEPSPEED: is set, by an accelerate config or by hand;",
+        ),
+        (
+            "TRAINER_EXTRA_ARGS",
+            "--seed=1 --sede=2",
+            "--sede: is not a known key. Did you mean 'seed'?",
+        ),
         ("SIMPLETUNER_ENV", "nowhere", "the environment 'nowhere' was not found"),
         ("CONFIG_PATH", "nowhere.json", "no configuration was found; tried nowhere.json"),
         ("CONFIG_BACKEND", "yaml", "CONFIG_BACKEND: 'yaml' is not one of: json, toml, env."),
     ],
 )
 def test_variables(
-    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, value: str, complaint_: str
+    workspace: Workspace,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    complaint_: str,
 ) -> None:
     monkeypatch.setenv(name, value)
     assert complaint_ in complaint(workspace, capsys)
 
 
 @pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
-def test_a_folder_of_an_impossible_name(workspace: Workspace, capsys: Capture, command: str) -> None:
+def test_a_folder_of_an_impossible_name(
+    workspace: Workspace, capsys: Capture, command: str
+) -> None:
     assert "File name too long" in complaint(workspace, capsys, command, "x" * 300)
 
 
@@ -385,7 +507,9 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full_for: Callable[[Path],
     monkeypatch.setattr(Path, "replace", refuse)
 
 
-def test_a_full_disk_while_caching(workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_caching(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[Path] = []
 
     def third_latent(target: Path) -> bool:
@@ -400,11 +524,15 @@ def test_a_full_disk_while_caching(workspace: Workspace, capsys: Capture, monkey
     assert workspace.run("cache", "verify") == 0, "what was complete is whole"
     kept = [workspace.path(str(path)).stat().st_mtime_ns for path in written[:2]]
     assert workspace.run("cache", "fill") == 0
-    assert [workspace.path(str(path)).stat().st_mtime_ns for path in written[:2]] == kept, "and is not made again"
+    assert [workspace.path(str(path)).stat().st_mtime_ns for path in written[:2]] == kept, (
+        "and is not made again"
+    )
 
 
 @pytest.mark.slow(1)
-def test_a_full_disk_while_saving(workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_saving(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         flush = atomic._flush_tree
 
@@ -421,24 +549,35 @@ def test_a_full_disk_while_saving(workspace: Workspace, capsys: Capture, monkeyp
     assert workspace.path("output/pytorch_lora_weights.safetensors").is_file()
 
 
-REFUSED = ["plan learning_rte=1", "train model_flavour=x", "train env=nowhere", "nonsense", "train foo"]
+REFUSED = [
+    "plan learning_rte=1",
+    "train model_flavour=x",
+    "train env=nowhere",
+    "nonsense",
+    "train foo",
+]
 
 
 def test_refusals_of_the_real_command_never_meet_torch(workspace: Workspace) -> None:
     script = (
-        "import sys; from simpletuner.cli.app import main\n"
-        "for command in sys.argv[1:]:\n"
-        "    code, heavy = main(command.split()), {'torch', 'diffusers', 'transformers', 'numpy.testing'}\n"
-        "    print(command, code, sorted(heavy & set(sys.modules)))\n"
+        "import sys; from simpletuner.cli.app import main\nfor command in sys.argv[1:]:\n    "
+        "code, heavy = main(command.split()), {'torch', 'diffusers', 'transformers', "
+        "'numpy.testing'}\n    print(command, code, sorted(heavy & set(sys.modules)))\n"
     )
     command = [sys.executable, "-c", script, *REFUSED]
-    done = subprocess.run(command, cwd=workspace.folder, capture_output=True, text=True, check=False)
-    assert [line for line in done.stdout.splitlines() if line.endswith("]")] == [f"{each} 2 []" for each in REFUSED]
+    done = subprocess.run(
+        command, cwd=workspace.folder, capture_output=True, text=True, check=False
+    )
+    assert [line for line in done.stdout.splitlines() if line.endswith("]")] == [
+        f"{each} 2 []" for each in REFUSED
+    ]
     assert done.stderr.count("error: ") >= len(REFUSED)
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_while_the_command_is_being_imported(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_ctrl_c_while_the_command_is_being_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     class Interrupted:
         def find_spec(self, name: str, *places: object) -> None:
             if name == "simpletuner.cli.app":

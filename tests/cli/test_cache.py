@@ -52,7 +52,10 @@ def test_verify_reads_every_entry(filled: Workspace, capsys: Capture) -> None:
     assert not list(filled.folder.rglob("verifying.json"))
     broken = entries(filled)[3]
     damage(broken)
-    assert complaint(filled, capsys, "cache", "verify") == "1 damaged entries; the next run encodes them again."
+    assert (
+        complaint(filled, capsys, "cache", "verify")
+        == "1 damaged entries; the next run encodes them again."
+    )
     assert filled.run("cache", "fill") == 0
 
 
@@ -75,7 +78,10 @@ def test_gc_lists_and_removes_only_when_told(filled: Workspace, capsys: Capture)
     assert entries(filled) == before
     assert "removed." in said(filled, capsys, "gc", "--remove")
     assert len(entries(filled)) == 7
-    assert said(filled, capsys, "gc") == "Nothing to remove: this configuration refers to every entry.\n"
+    assert (
+        said(filled, capsys, "gc")
+        == "Nothing to remove: this configuration refers to every entry.\n"
+    )
 
 
 def test_gc_gets_along_with_damage(filled: Workspace, capsys: Capture) -> None:
@@ -88,14 +94,18 @@ def test_gc_gets_along_with_damage(filled: Workspace, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "name", ["p2.png", "pictures/p2.png", "datasets/pictures/p2.png", "./datasets/pictures/p2.png"]
 )
-def test_explain_finds_a_picture_and_its_captions(filled: Workspace, capsys: Capture, name: str) -> None:
+def test_explain_finds_a_picture_and_its_captions(
+    filled: Workspace, capsys: Capture, name: str
+) -> None:
     told = said(filled, capsys, "explain", name)
     assert f"latents of pictures/p2.png: cached in {LATENTS}" in told
     assert "caption of 'picture 2', pictures/p2.png: cached in cache/text" in told
 
 
 def test_explain_says_why_an_entry_is_not_reused(filled: Workspace, capsys: Capture) -> None:
-    filled.write_datasets([{"id": "pictures", "instance_data_dir": "datasets/pictures", "resolution": 128}])
+    filled.write_datasets(
+        [{"id": "pictures", "instance_data_dir": "datasets/pictures", "resolution": 128}]
+    )
     told = said(filled, capsys, "explain", "p2.png", "cache_dir_text=elsewhere")
     assert "latents of pictures/p2.png: not cached" in told
     assert "is not reused, size: cached [" in told
@@ -104,20 +114,31 @@ def test_explain_says_why_an_entry_is_not_reused(filled: Workspace, capsys: Capt
 def test_explain_of_a_damaged_entry(filled: Workspace, capsys: Capture) -> None:
     for path in entries(filled):
         path.write_bytes(b"nothing")
-    assert "it is damaged; the next run encodes it again" in said(filled, capsys, "explain", "p2.png")
+    assert "it is damaged; the next run encodes it again" in said(
+        filled, capsys, "explain", "p2.png"
+    )
 
 
 def test_explain_of_a_file_that_is_not_used(workspace: Workspace, capsys: Capture) -> None:
-    assert complaint(workspace, capsys, "cache", "explain", "other.png").startswith("'other.png' is not used by")
+    assert complaint(workspace, capsys, "cache", "explain", "other.png").startswith(
+        "'other.png' is not used by"
+    )
     workspace.path("datasets/pictures/broken.png").write_bytes(b"")
     for name in ("broken.png", "pictures/broken.png", "datasets/pictures/broken.png"):
-        assert complaint(workspace, capsys, "cache", "explain", name) == f"{name!r} is not used: it is empty."
+        assert (
+            complaint(workspace, capsys, "cache", "explain", name)
+            == f"{name!r} is not used: it is empty."
+        )
     assert "the file comes first" in complaint(workspace, capsys, "cache", "explain", "seed=1")
 
 
 @pytest.mark.parametrize("command", ["fill", "verify", "gc"])
-def test_bad_settings_are_told_as_in_train(workspace: Workspace, capsys: Capture, command: str) -> None:
-    assert complaint(workspace, capsys, "cache", command, "lora_rank=0").startswith("lora_rank: 0 is out of range")
+def test_bad_settings_are_told_as_in_train(
+    workspace: Workspace, capsys: Capture, command: str
+) -> None:
+    assert complaint(workspace, capsys, "cache", command, "lora_rank=0").startswith(
+        "lora_rank: 0 is out of range"
+    )
 
 
 def test_files_that_were_read_are_not_read_again_after_an_interruption(

@@ -1,4 +1,6 @@
-"""`simpletuner configure`: the questions, through a prompt that is answered by key, a pipe and a real terminal."""
+"""`simpletuner configure`: the questions, through a prompt that is answered by key, a pipe and a
+real terminal.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,15 @@ KEYS = {question.text: question.key for question in QUESTIONS}
 class Person:
     """Answers prompts by key; with nothing left to say, presses Enter.
 
-    `start` answers whether to begin from the file, `doubt` whether to keep a doubtful answer, `file` the last question.
+    `start` answers whether to begin from the file, `doubt` whether to keep a doubtful answer,
+    `file` the last question.
     """
 
     def __init__(self, **answers: str | list[str]) -> None:
-        self.answers = {key: [value] if isinstance(value, str) else list(value) for key, value in answers.items()}
+        self.answers = {
+            key: [value] if isinstance(value, str) else list(value)
+            for key, value in answers.items()
+        }
         self.asked: list[str] = []
         self.prompts: list[str] = []
 
@@ -106,7 +112,9 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 @pytest.fixture
 def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
-    """Ask one question about a new config, and return the settings; `doubt` answers whether to keep a doubtful one."""
+    """Ask one question about a new config, and return the settings; `doubt` answers whether to keep
+    a doubtful one.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -116,7 +124,9 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
         answers.draft.change(values)
         question = next(question for question in QUESTIONS if question.key == key)
         said = iter(lines)
-        monkeypatch.setattr("builtins.input", lambda prompt: doubt if "Keep it?" in prompt else next(said))
+        monkeypatch.setattr(
+            "builtins.input", lambda prompt: doubt if "Keep it?" in prompt else next(said)
+        )
         ask(question, answers, Dialogue())
         assert next(said, None) is None, "everything was asked for"
         return answers.draft.values
@@ -152,7 +162,9 @@ def by_enter(tmp_path_factory: pytest.TempPathFactory) -> Session:
         patch.setattr("builtins.input", person)
         assert main(["configure"]) == 0
     files = sorted(path.name for path in (folder / "config").iterdir())
-    return Session(person.asked, shown.getvalue(), (folder / FILE).read_text(encoding="utf-8"), files)
+    return Session(
+        person.asked, shown.getvalue(), (folder / FILE).read_text(encoding="utf-8"), files
+    )
 
 
 def thorough(answer: str) -> ParameterSet:
@@ -186,7 +198,14 @@ def test_enter_everywhere_writes_a_config_of_known_keys(by_enter: Session) -> No
     ("recipe", "values"),
     [
         ("subject", {"max_train_steps": 1600, "checkpoint_step_interval": 200, "offload": "auto"}),
-        ("3", {"model_family": "kandinsky5-image", "max_train_steps": 1000, "checkpoint_step_interval": 125}),
+        (
+            "3",
+            {
+                "model_family": "kandinsky5-image",
+                "max_train_steps": 1000,
+                "checkpoint_step_interval": 125,
+            },
+        ),
         ("motion", {"model_family": "kandinsky5-video", "lora_rank": 32}),
         ("edit", {"model_flavour": "i2i-lite-sft", "num_eval_images": 2}),
     ],
@@ -205,7 +224,8 @@ def test_the_dataset_file_that_is_shown_has_clips_as_long_as_previews(
     assert not Path("config/multidatabackend.json").exists(), "for a folder that does not exist"
 
 
-# A folder of files ---------------------------------------------------------------------------------------------------
+# A folder of files
+# --------------------------------------------------------------------------------------------------
 
 
 def put_pictures(folder: Path, count: int, *, captions: int) -> None:
@@ -226,25 +246,38 @@ def test_a_named_folder_gets_its_dataset_file_and_the_settings_of_start(
 ) -> None:
     put_pictures(Path("my cat"), 3, captions=0)
 
-    _, person = configure(folder="'my cat'", trigger="zkt, a grey cat", model="kandinsky5-image", file="y")
+    _, person = configure(
+        folder="'my cat'", trigger="zkt, a grey cat", model="kandinsky5-image", file="y"
+    )
 
     trained, _ = datasets()
     assert trained["instance_data_dir"] == "my cat"
-    assert (trained["caption_strategy"], trained["instance_prompt"]) == ("instanceprompt", "zkt, a grey cat")
+    assert (trained["caption_strategy"], trained["instance_prompt"]) == (
+        "instanceprompt",
+        "zkt, a grey cat",
+    )
     assert trained["resolution"] == 448
     values = written()
-    assert (values["max_train_steps"], values["offload"], values["output_dir"]) == (600, "auto", "output/my-cat")
+    assert (values["max_train_steps"], values["offload"], values["output_dir"]) == (
+        600,
+        "auto",
+        "output/my-cat",
+    )
     assert values["preservation_prompt"] == "a grey cat"
     assert values["data_backend_config"] == "config/multidatabackend.json"
     assert not {"recipe", "model_family"} & {*person.asked}
     told = capsys.readouterr().out
     assert "my cat: pictures: 3, 600x500; with a caption: 0" in told
-    assert "Trained at 448x448 pixels: too many of the pictures are smaller than 1024x1024.\n" in told
+    assert (
+        "Trained at 448x448 pixels: too many of the pictures are smaller than 1024x1024.\n" in told
+    )
     assert main(["plan", "--device-memory=80"]) == 0
     assert "3 of 3 files used" in capsys.readouterr().out
 
 
-def test_models_are_offered_by_what_the_gpu_holds(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_models_are_offered_by_what_the_gpu_holds(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     write_clip(Path("datasets/videos/a.mp4"), seconds=2.0, size=(64, 48))
 
     configure(device="16", model="sanavideo", file="y")
@@ -254,7 +287,10 @@ def test_models_are_offered_by_what_the_gpu_holds(configure: Configure, capsys: 
     assert "datasets/videos: clips: 1, 64x48, 2.0 s" in shown, "the usual folder is proposed"
     assert re.search(r"\* 1  \S+ +fits, about ", shown)
     assert "Write the dataset file" not in shown
-    assert (written()["model_family"], written()["validation_num_video_frames"]) == ("sanavideo", 29)
+    assert (written()["model_family"], written()["validation_num_video_frames"]) == (
+        "sanavideo",
+        29,
+    )
     assert datasets()[0]["video"]["num_frames"] == 29
 
 
@@ -269,7 +305,9 @@ def test_a_dataset_file_that_exists_stays_and_no_folder_is_asked_for(configure: 
     assert FILE.exists()
 
 
-def test_a_dataset_file_that_is_named_later_stays_too(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_a_dataset_file_that_is_named_later_stays_too(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     put_pictures(Path("datasets/my_images"), 1, captions=1)
     put([], Path("config/mine.json"))
     configure(data_backend_config="config/mine.json", file="y")
@@ -295,7 +333,9 @@ def test_another_answer_about_the_files_proposes_anew(configure: Configure) -> N
     assert written()["validation_prompt"].endswith("in the style of qxz")
 
 
-def test_a_wrong_folder_is_asked_again_with_the_reason(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_a_wrong_folder_is_asked_again_with_the_reason(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     Path("empty").mkdir()
     Path("a.png").touch()
     _, person = configure(folder=["nowhere", "empty", "a.png", "-"])
@@ -316,7 +356,9 @@ def test_a_config_that_measures_no_loss_gets_no_held_out_files(configure: Config
     assert written()["max_train_steps"] == 50, "the settings of the file stay"
 
 
-def test_missing_captions_are_a_step_before_training(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_missing_captions_are_a_step_before_training(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     put_pictures(Path("datasets/my_images"), 3, captions=1)
     configure("config/cat/config.json")
     told = capsys.readouterr().out
@@ -332,7 +374,9 @@ def test_a_model_for_other_files_is_refused_with_the_folder(
     put_pictures(Path("datasets/my_images"), 1, captions=1)
     configure(file=["model_family"], model_family="sanavideo")
     told = capsys.readouterr().out
-    assert "model_family: sanavideo learns from clips, and datasets/my_images holds pictures." in told
+    assert (
+        "model_family: sanavideo learns from clips, and datasets/my_images holds pictures." in told
+    )
     assert not FILE.exists()
 
 
@@ -345,7 +389,8 @@ def test_a_second_backup_keeps_the_first(configure: Configure) -> None:
     assert Path("config/config.json-2.bak").exists()
 
 
-# The conversation ----------------------------------------------------------------------------------------------------
+# The conversation
+# --------------------------------------------------------------------------------------------------
 
 
 def test_questions_come_in_order(by_enter: Session) -> None:
@@ -355,7 +400,9 @@ def test_questions_come_in_order(by_enter: Session) -> None:
     assert asked[:3] == ["folder", "device", "recipe"]
     assert asked[3:7] == ["model_family", "model_flavour", "model_type", "output_dir"]
     steps = [setting.section for setting in SETTINGS]
-    assert steps == sorted(steps, key=SECTIONS.index), "a step of the wizard is a section of the page"
+    assert steps == sorted(steps, key=SECTIONS.index), (
+        "a step of the wizard is a section of the page"
+    )
 
 
 def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
@@ -366,8 +413,12 @@ def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
 
 def test_the_file_is_grouped_like_the_schema(by_enter: Session) -> None:
     assert "--" not in by_enter.text
-    blocks = [re.findall(r'^  "(\w+)":', block, re.MULTILINE) for block in by_enter.text.split("\n\n")]
-    groups = [[key for key in group.model_fields if key in by_enter.values] for group in all_groups()]
+    blocks = [
+        re.findall(r'^  "(\w+)":', block, re.MULTILINE) for block in by_enter.text.split("\n\n")
+    ]
+    groups = [
+        [key for key in group.model_fields if key in by_enter.values] for group in all_groups()
+    ]
     assert blocks == [group for group in groups if group]
 
 
@@ -387,18 +438,29 @@ def test_defaults_asks_nothing_and_writes_the_same_file(
 def test_another_file_and_its_folder(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     code, _ = configure("config/cat/config.json")
     assert code == 0
-    assert written(Path("config/cat/config.json"))["data_backend_config"] == "config/cat/multidatabackend.json"
+    assert (
+        written(Path("config/cat/config.json"))["data_backend_config"]
+        == "config/cat/multidatabackend.json"
+    )
     assert "simpletuner train env=cat --dry-run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("answer", "keys"), [("yes", {"group_offload_use_stream": True}), ("no", {})])
-def test_group_offload_brings_its_stream(configure: Configure, answer: str, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("answer", "keys"), [("yes", {"group_offload_use_stream": True}), ("no", {})]
+)
+def test_group_offload_brings_its_stream(
+    configure: Configure, answer: str, keys: dict[str, Any]
+) -> None:
     configure(offload="manual", enable_group_offload=answer)
     assert written()["enable_group_offload"] is (answer == "yes")
-    assert {key: value for key, value in written().items() if key.startswith("group_offload_")} == keys
+    assert {
+        key: value for key, value in written().items() if key.startswith("group_offload_")
+    } == keys
 
 
-def test_what_auto_chooses_is_neither_asked_nor_written(configure: Configure, by_enter: Session) -> None:
+def test_what_auto_chooses_is_neither_asked_nor_written(
+    configure: Configure, by_enter: Session
+) -> None:
     own = {"enable_group_offload", "group_offload_use_stream", "gradient_checkpointing"}
     assert not own & {*by_enter.asked, *by_enter.values}
     configure(file=["offload"], offload=["manual", "auto"], enable_group_offload="yes")
@@ -417,11 +479,17 @@ def test_alpha_is_written_only_when_it_is_not_the_rank(answer: Answer) -> None:
     assert answer("lora_alpha", "4", lora_rank=8)["lora_alpha"] == 4
 
 
-def test_token_routes_are_asked_for_where_there_can_be_some(configure: Configure, answer: Answer) -> None:
+def test_token_routes_are_asked_for_where_there_can_be_some(
+    configure: Configure, answer: Answer
+) -> None:
     routes = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
     assert answer("tread_config", routes)["tread_config"]["routes"][0]["end_layer_idx"] == -2
     [route] = answer("tread_config", "half")["tread_config"]["routes"]
-    assert (route["selection_ratio"], route["start_layer_idx"], route["end_layer_idx"]) == (0.5, 2, -2)
+    assert (route["selection_ratio"], route["start_layer_idx"], route["end_layer_idx"]) == (
+        0.5,
+        2,
+        -2,
+    )
     _, person = configure(model_family="sanavideo")
     assert "tread_config" not in person.asked
 
@@ -453,7 +521,12 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
         ("validation_guidance", "0.5", "4", "must be ≥ 1"),
         ("output_dir", "config.env/x", "out", "is a file"),
         ("data_backend_config", "config/config.json", "config/data.json", "choose another"),
-        ("data_backend_config", "folder", "config/data.json", "such as config/multidatabackend.json"),
+        (
+            "data_backend_config",
+            "folder",
+            "config/data.json",
+            "such as config/multidatabackend.json",
+        ),
         ("data_backend_config", "new/", "config/data.json", "is a folder"),
         ("validation_resolution", "1000x1000", "1008x1008", "992x992 is rendered"),
         ("validation_resolution", "big", "512x512", "is not a size"),
@@ -494,8 +567,12 @@ def test_after_a_bad_size_enter_takes_a_good_one(answer: Answer) -> None:
     assert values["validation_resolution"] == "992x704,512x512"
 
 
-def test_a_length_off_the_rule_offers_both_neighbours(answer: Answer, capsys: pytest.CaptureFixture) -> None:
-    values = answer("validation_num_video_frames", "48", "-4", "45", model_family="kandinsky5-video")
+def test_a_length_off_the_rule_offers_both_neighbours(
+    answer: Answer, capsys: pytest.CaptureFixture
+) -> None:
+    values = answer(
+        "validation_num_video_frames", "48", "-4", "45", model_family="kandinsky5-video"
+    )
     assert "48 is not 4k+1; the nearest are 45 and 49." in capsys.readouterr().out
     assert values["validation_num_video_frames"] == 45
     values = answer("validation_num_video_frames", "62", "", model_family="kandinsky5-video")
@@ -518,7 +595,9 @@ def test_a_choice_by_its_number_and_in_capitals(answer: Answer) -> None:
     assert answer("lr_scheduler", "COSINE")["lr_scheduler"] == "cosine"
 
 
-def test_question_mark_shows_help_of_the_schema(answer: Answer, capsys: pytest.CaptureFixture) -> None:
+def test_question_mark_shows_help_of_the_schema(
+    answer: Answer, capsys: pytest.CaptureFixture
+) -> None:
     assert answer("lora_rank", "?", "4")["lora_rank"] == 4
     answer("optimizer", "?", "")
     shown = capsys.readouterr().out
@@ -549,11 +628,15 @@ def test_a_doubtful_answer_is_kept_only_when_insisted_on(
     assert str(answer(key, doubtful, doubt="y", **steps)[key]) == doubtful
 
 
-def test_adamw_bf16_is_refused_without_bf16(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_adamw_bf16_is_refused_without_bf16(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "mixed_precision": "no"})
     _, person = configure(optimizer="adamw_bf16")
     assert "needs mixed_precision bf16" in capsys.readouterr().out
-    assert "[adamw]" in next(prompt for prompt in person.prompts if prompt.strip().startswith("Optimizer"))
+    assert "[adamw]" in next(
+        prompt for prompt in person.prompts if prompt.strip().startswith("Optimizer")
+    )
     assert written()["optimizer"] == "adamw"
 
 
@@ -596,13 +679,21 @@ def test_what_is_not_asked_survives_and_a_copy_stays(configure: Configure) -> No
     assert Path("config/config.json.bak").read_bytes() == content
 
 
-def test_another_family_than_that_of_the_file(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_another_family_than_that_of_the_file(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     routes = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}
-    old = {"model_type": "lora", "model_family": "kandinsky5-image", "model_flavour": "t2i-lite-pretrain"}
+    old = {
+        "model_type": "lora",
+        "model_family": "kandinsky5-image",
+        "model_flavour": "t2i-lite-pretrain",
+    }
     put({**old, "tread_config": routes, "lora_rank": 8})
     _, person = configure(model_family=["sanavideo", "sanavideo"], others=["n", "y"])
     assert person.asked.count("others") == 2
-    assert "model_flavour: 't2i-lite-pretrain' belongs to kandinsky5-image" in capsys.readouterr().out
+    assert (
+        "model_flavour: 't2i-lite-pretrain' belongs to kandinsky5-image" in capsys.readouterr().out
+    )
     assert (written()["model_family"], written()["model_flavour"]) == ("sanavideo", "2b-480p")
     assert "tread_config" not in written()
     assert written()["lora_rank"] == 8
@@ -624,7 +715,9 @@ def test_no_at_the_end_writes_nothing(configure: Configure) -> None:
     assert [path.name for path in FILE.parent.iterdir()] == ["config.json"]
 
 
-def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_what_training_would_refuse_can_be_left_out(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     put(
         {
             "model_type": "lora",
@@ -647,7 +740,9 @@ def test_a_key_that_the_file_has_twice_is_shown_with_both_values(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     FILE.parent.mkdir()
-    FILE.write_text('{"model_type": "lora", "model_family": "kandinsky5-image", "seed": 1, "seed": 2}')
+    FILE.write_text(
+        '{"model_type": "lora", "model_family": "kandinsky5-image", "seed": 1, "seed": 2}'
+    )
 
     assert configure("--defaults")[0] == 0
 
@@ -656,14 +751,23 @@ def test_a_key_that_the_file_has_twice_is_shown_with_both_values(
 
 
 def test_an_empty_spelling_of_a_key_does_not_unset_another(configure: Configure) -> None:
-    put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_dropout": 0.1, "--lora_dropout": None})
+    put(
+        {
+            "model_type": "lora",
+            "model_family": "kandinsky5-image",
+            "lora_dropout": 0.1,
+            "--lora_dropout": None,
+        }
+    )
 
     assert configure("--defaults")[0] == 0
 
     assert written()["lora_dropout"] == 0.1
 
 
-def test_defaults_say_what_they_leave_out(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_defaults_say_what_they_leave_out(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
     assert configure("--defaults")[0] == 0
     assert "Left out: lora_rnak" in capsys.readouterr().out
@@ -675,7 +779,9 @@ def test_what_training_would_refuse_can_stay(configure: Configure) -> None:
     assert written()["lora_rnak"] == 8
 
 
-def test_a_setting_can_be_changed_at_the_end(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_a_setting_can_be_changed_at_the_end(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     configure(file=["learning rate", "learning_rate"], learning_rate=["1e-3", "1e-4"])
     assert written()["learning_rate"] == 1e-4
     assert "learning_rate?" in capsys.readouterr().out
@@ -712,7 +818,9 @@ def test_toml_is_not_written(configure: Configure, capsys: pytest.CaptureFixture
     assert "writes JSON" in capsys.readouterr().err
 
 
-def test_the_name_of_a_configuration_is_not_a_file(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_the_name_of_a_configuration_is_not_a_file(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     put({}, Path("config/my cat/config.json"))
     for name in ("env=my cat", "my cat"):
         assert configure(name)[0] == 2
@@ -720,7 +828,8 @@ def test_the_name_of_a_configuration_is_not_a_file(configure: Configure, capsys:
         assert capsys.readouterr().err == f"error: {name!r} is not a file: write {command}\n"
 
 
-# Through a pipe ------------------------------------------------------------------------------------------------------
+# Through a pipe
+# --------------------------------------------------------------------------------------------------
 
 
 def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -734,25 +843,38 @@ def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("lines", [0, 1, 12])
 def test_input_that_ends_early_writes_nothing(
-    lines: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lines: int,
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = workspace.path("config/config.json").read_bytes()
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * lines))
     assert workspace.run("configure") == 2
     told = capsys.readouterr().err
-    assert "The input ended before the last question. Nothing was written. --defaults takes every default." in told
+    assert (
+        "The input ended before the last question. Nothing was written. --defaults takes "
+        "every default." in told
+    )
     assert workspace.path("config/config.json").read_bytes() == before
     assert not workspace.path("config/config.json.bak").exists()
 
 
-# In a terminal -------------------------------------------------------------------------------------------------------
+# In a terminal
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
     monkeypatch.setenv("TERM", "xterm-256color")
-    child = pexpect.spawn(sys.executable, ["-m", "simpletuner", "configure"], cwd=str(tmp_path), encoding="utf-8",
-                          timeout=PATIENCE, dimensions=(40, 100))  # fmt: skip
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "simpletuner", "configure"],
+        cwd=str(tmp_path),
+        encoding="utf-8",
+        timeout=PATIENCE,
+        dimensions=(40, 100),
+    )
     for question in ("Folder of your pictures", "GPU to estimate for", "Start from a recipe"):
         child.expect(question)
         child.sendline("")
@@ -789,7 +911,9 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
     terminal.expect(pexpect.EOF)
     terminal.close()
     assert terminal.exitstatus == 0
-    [pictures, _] = json.loads((tmp_path / "config/multidatabackend.json").read_text(encoding="utf-8"))
+    [pictures, _] = json.loads(
+        (tmp_path / "config/multidatabackend.json").read_text(encoding="utf-8")
+    )
     assert pictures["instance_data_dir"] == "datasets/my_images"
     values = written(tmp_path / FILE)
     assert (values["output_dir"], values["model_flavour"]) == ("output/कुत्ता", "t2i-lite-pretrain")
@@ -802,7 +926,9 @@ def test_leaving_in_the_middle_writes_nothing(terminal: pexpect.spawn, tmp_path:
     # All of the prompt: before it is whole, the line is not edited yet.
     terminal.expect(r"Version of the model \[[^]]*\]: ")
     # A signal that comes just before readline waits is seen with the next key only.
-    while terminal.sendcontrol("c") and terminal.expect(["Interrupted", pexpect.TIMEOUT], timeout=30):
+    while terminal.sendcontrol("c") and terminal.expect(
+        ["Interrupted", pexpect.TIMEOUT], timeout=30
+    ):
         pass
     terminal.expect(pexpect.EOF)
     terminal.close()
@@ -810,10 +936,13 @@ def test_leaving_in_the_middle_writes_nothing(terminal: pexpect.spawn, tmp_path:
     assert not (tmp_path / "config").exists()
 
 
-# Answers that lead nowhere -------------------------------------------------------------------------------------------
+# Answers that lead nowhere
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", ["y", "{", "back", *(thorough(word) for word in ("n", "nonsense", "-", "0", "?"))])
+@pytest.mark.parametrize(
+    "answer", ["y", "{", "back", *(thorough(word) for word in ("n", "nonsense", "-", "0", "?"))]
+)
 def test_one_answer_to_everything_comes_to_an_end(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
@@ -830,15 +959,30 @@ def test_one_answer_to_everything_comes_to_an_end(
 
 
 def test_a_plain_no_leaves_an_optional_setting_out(configure: Configure) -> None:
-    configure(validation_prompt="n", user_prompt_library="no", tread_config="none", report_to="no", validation_seed="n")
-    assert not {"validation_prompt", "user_prompt_library", "tread_config", "validation_seed"} & set(written())
+    configure(
+        validation_prompt="n",
+        user_prompt_library="no",
+        tread_config="none",
+        report_to="no",
+        validation_seed="n",
+    )
+    assert not {
+        "validation_prompt",
+        "user_prompt_library",
+        "tread_config",
+        "validation_seed",
+    } & set(written())
     assert written()["report_to"] == "none"
 
 
 def test_nonsense_moves_no_default(configure: Configure) -> None:
     _, person = configure(model_family=["no", "xyz"], lr_scheduler="xyz")
-    prompts = [prompt for prompt in person.prompts if prompt.strip().startswith(("Model [", "Schedule of"))]
-    assert all("[kandinsky5-image]" in prompt or "[constant_with_warmup]" in prompt for prompt in prompts)
+    prompts = [
+        prompt for prompt in person.prompts if prompt.strip().startswith(("Model [", "Schedule of"))
+    ]
+    assert all(
+        "[kandinsky5-image]" in prompt or "[constant_with_warmup]" in prompt for prompt in prompts
+    )
     assert written()["model_family"] == "kandinsky5-image"
 
 
@@ -852,12 +996,16 @@ def test_advice_on_the_frames_of_i2v_is_taken_when_it_is_followed(
         assert values["validation_num_video_frames"] == 17, "Enter takes what was advised"
 
 
-def test_every_flavour_is_listed_with_what_it_is_for(answer: Answer, capsys: pytest.CaptureFixture) -> None:
+def test_every_flavour_is_listed_with_what_it_is_for(
+    answer: Answer, capsys: pytest.CaptureFixture
+) -> None:
     for family, spec in FAMILIES.items():
         answer("model_flavour", "", model_family=family)
         shown = capsys.readouterr().out
         for flavour in spec.flavours:
-            [line] = [line for line in shown.splitlines() if re.match(rf"[ *]+\d+  {flavour.name} ", line)]
+            [line] = [
+                line for line in shown.splitlines() if re.match(rf"[ *]+\d+  {flavour.name} ", line)
+            ]
             assert len(line.split()) > 4
 
 
@@ -870,15 +1018,30 @@ def test_back_returns_to_the_question_before(configure: Configure) -> None:
 
 
 def test_a_key_named_at_the_end_is_asked_alone(configure: Configure) -> None:
-    _, person = configure(file=["lora_rank", "max_train_steps"], lora_rank=["16", "8"], max_train_steps=["10", "0"])
+    _, person = configure(
+        file=["lora_rank", "max_train_steps"], lora_rank=["16", "8"], max_train_steps=["10", "0"]
+    )
     end = person.asked.index("file")
-    assert person.asked[end:] == ["file", "lora_rank", "file", "max_train_steps", "num_train_epochs", "file"]
+    assert person.asked[end:] == [
+        "file",
+        "lora_rank",
+        "file",
+        "max_train_steps",
+        "num_train_epochs",
+        "file",
+    ]
     assert written()["lora_rank"] == 8
 
 
-def test_the_plan_judges_by_the_memory_that_was_named(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_the_plan_judges_by_the_memory_that_was_named(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     """Group offload is no default for Pro; the plan asks for it where the card is too small."""
-    answers = {"model_family": "kandinsky5-video", "model_flavour": "t2v-pro-sft-5s-hd", "offload": "manual"}
+    answers = {
+        "model_family": "kandinsky5-video",
+        "model_flavour": "t2v-pro-sft-5s-hd",
+        "offload": "manual",
+    }
     _, person = configure(**answers, device="24", remedy="n")
     shown = capsys.readouterr().out
     assert "On a GPU with 24 GiB" in shown
@@ -895,7 +1058,9 @@ def test_the_plan_judges_by_the_memory_that_was_named(configure: Configure, caps
     assert written()["enable_group_offload"] is True
 
 
-def test_the_gpu_to_estimate_for_can_be_changed_at_the_end(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_the_gpu_to_estimate_for_can_be_changed_at_the_end(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     configure(device=["h10", "80 GB", "rtx 4090"], file=["device", ""])
     shown = capsys.readouterr().out
     assert "Did you mean 'h100'?" in shown
@@ -903,21 +1068,31 @@ def test_the_gpu_to_estimate_for_can_be_changed_at_the_end(configure: Configure,
     assert "On RTX 4090 with 24 GiB" in shown
 
 
-def test_without_data_no_number_of_steps_is_made_up(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_without_data_no_number_of_steps_is_made_up(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     configure(max_train_steps="0", num_train_epochs="2", device="80")
-    assert re.search(r"about [\d.]+ \w+ a step, for samples of the usual size", capsys.readouterr().out)
+    assert re.search(
+        r"about [\d.]+ \w+ a step, for samples of the usual size", capsys.readouterr().out
+    )
 
 
 def test_what_the_plan_refuses_is_said_before_writing(
     configure: Configure, t2i_checkpoint: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    put([{"id": "a", "instance_data_dir": "nowhere"}, {"id": "t", "dataset_type": "text_embeds", "default": True}],
-        Path("config/multidatabackend.json"))  # fmt: skip
+    put(
+        [
+            {"id": "a", "instance_data_dir": "nowhere"},
+            {"id": "t", "dataset_type": "text_embeds", "default": True},
+        ],
+        Path("config/multidatabackend.json"),
+    )
     configure()
     assert "Training will refuse this: instance_data_dir" in capsys.readouterr().out
 
 
-# What is written, trained --------------------------------------------------------------------------------------------
+# What is written, trained
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["lora", "full"])
@@ -925,7 +1100,11 @@ def test_what_is_written_plans_without_a_warning(
     configure: Configure, t2i_checkpoint: Path, capsys: pytest.CaptureFixture, model_type: str
 ) -> None:
     put(
-        {"pretrained_model_name_or_path": str(t2i_checkpoint), "model_type": "lora", "model_family": "kandinsky5-image"}
+        {
+            "pretrained_model_name_or_path": str(t2i_checkpoint),
+            "model_type": "lora",
+            "model_family": "kandinsky5-image",
+        }
     )
     configure(model_type=model_type, validation_prompt="a cat", lr_warmup_steps="10")
     _put_data("t2i")
@@ -939,7 +1118,11 @@ def test_the_dataset_file_of_the_next_steps_plans_for_pairs(
     configure: Configure, i2i_checkpoint: Path, capsys: pytest.CaptureFixture
 ) -> None:
     put(
-        {"pretrained_model_name_or_path": str(i2i_checkpoint), "model_type": "lora", "model_family": "kandinsky5-image"}
+        {
+            "pretrained_model_name_or_path": str(i2i_checkpoint),
+            "model_type": "lora",
+            "model_family": "kandinsky5-image",
+        }
     )
     configure(model_flavour="i2i-lite-sft")
     _put_data("i2i")
@@ -951,10 +1134,17 @@ def test_the_dataset_file_of_the_next_steps_plans_for_pairs(
 @pytest.mark.slow
 def test_what_is_written_trains(configure: Configure, t2i_checkpoint: Path) -> None:
     put(
-        {"pretrained_model_name_or_path": str(t2i_checkpoint), "model_type": "lora", "model_family": "kandinsky5-image"}
+        {
+            "pretrained_model_name_or_path": str(t2i_checkpoint),
+            "model_type": "lora",
+            "model_family": "kandinsky5-image",
+        }
     )
     configure(
-        max_train_steps="2", output_dir="out", validation_resolution="128x128", validation_num_inference_steps="2"
+        max_train_steps="2",
+        output_dir="out",
+        validation_resolution="128x128",
+        validation_num_inference_steps="2",
     )
     _put_data("t2i")
     assert main(["train", "torch_num_threads=1"]) == 0
@@ -963,7 +1153,9 @@ def test_what_is_written_trains(configure: Configure, t2i_checkpoint: Path) -> N
 
 def _put_data(task: Task) -> None:
     """The dataset file that the next steps show, at a size for tests, and its pictures."""
-    entries = example_datasets(Draft(FILE, {"model_family": "kandinsky5-image", "model_flavour": f"{task}-lite-sft"}))
+    entries = example_datasets(
+        Draft(FILE, {"model_family": "kandinsky5-image", "model_flavour": f"{task}-lite-sft"})
+    )
     workspace = Workspace(Path())
     for entry in entries:
         if "instance_data_dir" in entry:

@@ -53,7 +53,10 @@ def test_copy_to_a_place_of_ones_own(capsys: Capture, here: Path) -> None:
 def test_a_copy_has_an_output_folder_of_its_own(name: str) -> None:
     assert main(["examples", "copy", name]) == 0
     assert main(["examples", "copy", name, "--dest", 'config/one\'s "own"']) == 0
-    written = [json.loads(path.read_text())["output_dir"] for path in sorted(Path("config").glob("*/config.json"))]
+    written = [
+        json.loads(path.read_text())["output_dir"]
+        for path in sorted(Path("config").glob("*/config.json"))
+    ]
     assert sorted(written) == [f"output/my-{name}", 'output/one\'s "own"']
 
 
@@ -62,7 +65,8 @@ def test_copy_never_writes_into_what_is_there(capsys: Capture, here: Path) -> No
     assert main(["examples", "copy", "demo"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: config/demo exists already; choose another folder: simpletuner examples copy demo FOLDER.\n"
+        == "error: config/demo exists already; choose another folder: simpletuner examples copy "
+        "demo FOLDER.\n"
     )
     assert list((here / "config" / "demo").iterdir()) == []
 
@@ -72,7 +76,9 @@ def test_copy_of_an_unknown_example(capsys: Capture) -> None:
     assert "Did you mean 'demo'?" in capsys.readouterr().err
 
 
-def test_a_copy_that_is_cut_short_leaves_nothing(capsys: Capture, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_is_cut_short_leaves_nothing(
+    capsys: Capture, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: Any, **more: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -86,5 +92,9 @@ def test_a_copy_that_is_cut_short_leaves_nothing(capsys: Capture, here: Path, mo
 def test_packaged_configs_are_json_of_known_keys(capsys: Capture, name: str) -> None:
     code = main(["plan", f"example={name}"])
     told = capsys.readouterr().err
-    assert code == 0 or "the model folder" in told or "instance_data_dir: these folders do not exist" in told, told
+    assert (
+        code == 0
+        or "the model folder" in told
+        or "instance_data_dir: these folders do not exist" in told
+    ), told
     assert "is not a known key" not in told

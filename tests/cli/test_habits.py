@@ -1,5 +1,5 @@
-"""What newcomers type: a folder where settings belong, words without --prompt, a step, names of other programs. Each is
-done, or answered with the command that works."""
+"""What newcomers type: a folder where settings belong, words without --prompt, a step, names of
+other programs. Each is done, or answered with the command that works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from tests.tools.refusals import complaint
 from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
-COMMANDS = (["caption"], ["dataset"], ["plan"], ["train"], ["cache", "verify"], ["cache", "fill"], ["cache", "gc"])
+COMMANDS = (
+    ["caption"],
+    ["dataset"],
+    ["plan"],
+    ["train"],
+    ["cache", "verify"],
+    ["cache", "fill"],
+    ["cache", "gc"],
+)
 
 
 @pytest.fixture
@@ -27,7 +35,9 @@ def empty(workspace: Workspace) -> Workspace:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_folder_of_pictures_is_answered_with_start(empty: Workspace, capsys: Capture, command: list[str]) -> None:
+def test_a_folder_of_pictures_is_answered_with_start(
+    empty: Workspace, capsys: Capture, command: list[str]
+) -> None:
     told = complaint(empty, capsys, *command, "datasets/pictures")
 
     assert told.startswith("datasets/pictures: is a folder of pictures or clips")
@@ -35,25 +45,39 @@ def test_a_folder_of_pictures_is_answered_with_start(empty: Workspace, capsys: C
 
 
 def test_the_command_that_start_is_advised_with_works(empty: Workspace, capsys: Capture) -> None:
-    start = ["start", "datasets/pictures", "--dry-run", "--yes", "--model", "demo", "--name", "mine"]
+    start = [
+        "start",
+        "datasets/pictures",
+        "--dry-run",
+        "--yes",
+        "--model",
+        "demo",
+        "--name",
+        "mine",
+    ]
 
     assert empty.run(*start) == 0, capsys.readouterr().err
     assert empty.run("dataset", "env=mine") == 0
     told = complaint(empty, capsys, "plan", "datasets/pictures")
 
     assert told == (
-        "datasets/pictures: is a dataset of config/mine/config.json, not a setting; name that instead: env=mine."
+        "datasets/pictures: is a dataset of config/mine/config.json, not a setting; name that "
+        "instead: env=mine."
     )
 
 
-def test_a_dataset_of_the_default_configuration_is_left_out(workspace: Workspace, capsys: Capture) -> None:
+def test_a_dataset_of_the_default_configuration_is_left_out(
+    workspace: Workspace, capsys: Capture
+) -> None:
     told = complaint(workspace, capsys, "plan", "datasets/pictures")
 
     assert told.endswith("is a dataset of config/config.json, not a setting; leave the folder out.")
 
 
 @pytest.mark.slow(1)
-def test_an_output_folder_is_answered_with_its_configuration(workspace: Workspace, capsys: Capture) -> None:
+def test_an_output_folder_is_answered_with_its_configuration(
+    workspace: Workspace, capsys: Capture
+) -> None:
     assert workspace.train("max_train_steps=1", "checkpoint_step_interval=1") == 0
     workspace.path("config/mine").mkdir()
     for name in ("config.json", "multidatabackend.json"):
@@ -63,7 +87,8 @@ def test_an_output_folder_is_answered_with_its_configuration(workspace: Workspac
     of_file = complaint(workspace, capsys, "train", "output")
 
     assert of_name.endswith(
-        "is the output folder of a run, not a setting; name the run's configuration instead: env=mine."
+        "is the output folder of a run, not a setting; name the run's configuration instead: "
+        "env=mine."
     )
     assert of_file.endswith("--config output/checkpoint-1/config.json.")
 
@@ -74,14 +99,18 @@ def test_a_step_names_its_checkpoint(workspace: Workspace, resumed: str) -> None
     assert workspace.train("max_train_steps=2", "checkpoint_step_interval=1") == 0
 
     with workspace.inside():
-        plan = plan_training(parse_arguments(["max_train_steps=3", f"resume_from_checkpoint={resumed}"]))
+        plan = plan_training(
+            parse_arguments(["max_train_steps=3", f"resume_from_checkpoint={resumed}"])
+        )
 
     assert plan.resume is not None
     assert plan.resume.path.name == "checkpoint-1"
 
 
 @pytest.mark.slow(1)
-def test_words_after_the_output_folder_are_the_prompt(workspace: Workspace, capsys: Capture) -> None:
+def test_words_after_the_output_folder_are_the_prompt(
+    workspace: Workspace, capsys: Capture
+) -> None:
     assert workspace.train("max_train_steps=1") == 0
     words = ["a", "red", "square", "steps=1", "--resolution", "128x128"]
 
@@ -99,30 +128,44 @@ def test_words_beside_a_prompt_are_a_mistake(workspace: Workspace, capsys: Captu
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("cache clear", "cache gc --remove"), ("generate x", "sample"), ("ui", "server"), ("resume", "train")],
+    [
+        ("cache clear", "cache gc --remove"),
+        ("generate x", "sample"),
+        ("ui", "server"),
+        ("resume", "train"),
+    ],
 )
-def test_commands_of_other_programs_are_answered(workspace: Workspace, capsys: Capture, typed: str, meant: str) -> None:
+def test_commands_of_other_programs_are_answered(
+    workspace: Workspace, capsys: Capture, typed: str, meant: str
+) -> None:
     assert workspace.run(*shlex.split(typed)) == 2
     assert f"Did you mean `simpletuner {meant}`?" in capsys.readouterr().err
 
 
-def test_an_example_is_copied_to_the_folder_that_follows_its_name(workspace: Workspace, capsys: Capture) -> None:
+def test_an_example_is_copied_to_the_folder_that_follows_its_name(
+    workspace: Workspace, capsys: Capture
+) -> None:
     assert workspace.run("examples", "copy", "demo", "config/mine") == 0
     assert workspace.path("config/mine/config.json").is_file()
     assert workspace.run("plan", "env=mine") == 0
     capsys.readouterr()
     assert workspace.run("examples", "copy", "demo", "config/mine") == 2
-    assert "choose another folder: simpletuner examples copy demo FOLDER." in capsys.readouterr().err
+    assert (
+        "choose another folder: simpletuner examples copy demo FOLDER." in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
-    ("word", "first"), [("rank", "lora_rank"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"), ("seed", "seed")]
+    ("word", "first"),
+    [("rank", "lora_rank"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"), ("seed", "seed")],
 )
 def test_help_lists_first_what_is_named_after_the_word(word: str, first: str) -> None:
     assert settings_help(word)[0].split()[0].removeprefix("--") == first
 
 
-def test_a_folder_of_anything_else_is_no_setting(workspace: Workspace, capsys: Capture, tmp_path: Path) -> None:
+def test_a_folder_of_anything_else_is_no_setting(
+    workspace: Workspace, capsys: Capture, tmp_path: Path
+) -> None:
     (tmp_path / "papers").mkdir()
 
     assert complaint(workspace, capsys, "plan", str(tmp_path / "papers")).endswith(

@@ -1,5 +1,5 @@
-"""Limits of the machine: open files, the size of a file, threads; a folder where a file belongs. Each is named, without
-a traceback, and nothing is lost."""
+"""Limits of the machine: open files, the size of a file, threads; a folder where a file belongs.
+Each is named, without a traceback, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from simpletuner.errors import DiskFullError, WriteError, reached_limit
 from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
-COMMANDS = (["plan"], ["train"], ["cache", "fill"], ["cache", "verify"], ["cache", "gc"], ["dataset"])
+COMMANDS = (
+    ["plan"],
+    ["train"],
+    ["cache", "fill"],
+    ["cache", "verify"],
+    ["cache", "gc"],
+    ["dataset"],
+)
 SETTINGS = ("max_train_steps=1", "checkpoint_step_interval=1")
 
 
@@ -62,12 +69,16 @@ def test_a_limit_of_open_files_is_named(workspace: Workspace, capsys: Capture, s
         with limit(resource.RLIMIT_NOFILE, open_files() + spare):
             code = workspace.run(*command, *SETTINGS)
         told = capsys.readouterr().err
-        check_answer(code, told, "ulimit -n" if "Too many open files" not in told else "Too many open files")
+        check_answer(
+            code, told, "ulimit -n" if "Too many open files" not in told else "Too many open files"
+        )
 
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("most", [thorough(100), 10_000, thorough(60_000)])
-def test_a_limit_of_the_size_of_files_is_named(workspace: Workspace, capsys: Capture, most: int) -> None:
+def test_a_limit_of_the_size_of_files_is_named(
+    workspace: Workspace, capsys: Capture, most: int
+) -> None:
     assert workspace.train(*SETTINGS) == 0
     kept = workspace.path("output/pytorch_lora_weights.safetensors").read_bytes()
     capsys.readouterr()

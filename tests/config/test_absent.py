@@ -82,7 +82,10 @@ def test_a_key_of_simpletuner_that_asks_for_something_is_answered() -> None:
 def test_every_setting_named_instead_exists() -> None:
     nested = {part for name in dataset_options() for part in name.split(".")}
     names = {*option_names(), *nested}
-    texts = [*instead_of("config").values(), *(row.instead for row in removed_keys("config").values())]
+    texts = [
+        *instead_of("config").values(),
+        *(row.instead for row in removed_keys("config").values()),
+    ]
     words = re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", " ".join(texts))
     outside = {"adamw_bf16"}  # a value
 
@@ -156,7 +159,11 @@ def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
     ("key", "value", "words"),
     [
         ("controlnet", True, "control models are not supported"),
-        ("--deepspeed-config", "zero2.json", "DeepSpeed is not supported; use enable_group_offload"),
+        (
+            "--deepspeed-config",
+            "zero2.json",
+            "DeepSpeed is not supported; use enable_group_offload",
+        ),
         ("prediction_type", "v_prediction", "all families here are flow models"),
         ("rank", 8, "lora_rank is the rank of a LoRA"),
         ("blocks_to_swap", 20, "offload auto"),
@@ -184,7 +191,11 @@ def test_a_feature_that_is_on_names_the_nearest_way(key: str, value: Any, words:
 
 @pytest.mark.parametrize(
     ("key", "guess"),
-    [("learning_rte", "learning_rate"), ("lora_rnk", "lora_rank"), ("earning_rate", "learning_rate")],
+    [
+        ("learning_rte", "learning_rate"),
+        ("lora_rnk", "lora_rank"),
+        ("earning_rate", "learning_rate"),
+    ],
 )
 def test_a_slip_of_the_keyboard_is_recognised(key: str, guess: str) -> None:
     assert f"Did you mean '{guess}'?" in told(key, 1).message

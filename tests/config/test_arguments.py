@@ -37,7 +37,10 @@ def parse(*tokens: str) -> Arguments:
         (["--use-ema", "false"], [("--use-ema", "false")]),
         (["validation_prompt=a=b"], [("validation_prompt", "a=b")]),
         (["--validation_prompt", "x=5 and a cat"], [("--validation_prompt", "x=5 and a cat")]),
-        (["--optimizer_config", "weight_decay=0.1,eps=1e-7"], [("--optimizer_config", "weight_decay=0.1,eps=1e-7")]),
+        (
+            ["--optimizer_config", "weight_decay=0.1,eps=1e-7"],
+            [("--optimizer_config", "weight_decay=0.1,eps=1e-7")],
+        ),
         (["--validation_prompt="], [("--validation_prompt", "")]),
         (["validation_prompt=एक बिल्ली"], [("validation_prompt", "एक बिल्ली")]),
     ],
@@ -50,16 +53,23 @@ def test_what_chooses_the_config_is_no_setting() -> None:
     for tokens in (["env=mine"], ["--env", "mine"], ["--env=mine"]):
         arguments = parse(*tokens)
         assert (arguments.selectors, arguments.settings) == ({"env": "mine"}, [])
-    assert parse("--example", "demo", "config-path=x").selectors == {"example": "demo", "config_path": "x"}
+    assert parse("--example", "demo", "config-path=x").selectors == {
+        "example": "demo",
+        "config_path": "x",
+    }
 
 
 @pytest.mark.parametrize("token", ["foo", "=5", "--", "--=5", "-x"])
 def test_what_is_no_setting_is_told(token: str) -> None:
     problems = parse_arguments([token]).problems
-    assert [str(each) for each in problems] == [f"{token}: is not a setting; write key=value, --key value or --flag."]
+    assert [str(each) for each in problems] == [
+        f"{token}: is not a setting; write key=value, --key value or --flag."
+    ]
 
 
-def test_a_bare_config_is_offered_as_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_config_is_offered_as_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config/cat").mkdir(parents=True)
     Path("config/cat/config.json").touch()
@@ -69,7 +79,10 @@ def test_a_bare_config_is_offered_as_an_environment(tmp_path: Path, monkeypatch:
     (told_of_example,) = parse_arguments(["demo"]).problems
     assert str(told_of_example) == "demo: is not a setting. Did you mean example=demo?"
     told = [*map(str, parse_arguments(["push-to-hub", "lora_rank"]).problems)]
-    assert told == ["push-to-hub: needs a value: push-to-hub=true.", "lora_rank: needs a value: lora_rank=VALUE."]
+    assert told == [
+        "push-to-hub: needs a value: push-to-hub=true.",
+        "lora_rank: needs a value: lora_rank=VALUE.",
+    ]
 
 
 def test_a_selector_needs_a_name() -> None:
@@ -79,14 +92,22 @@ def test_a_selector_needs_a_name() -> None:
 
 def test_more_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXTRA_ARGUMENTS, "--seed=2  --use_ema\n--lora_rank 8")
-    assert parse("--seed=1").settings == [("--seed", "1"), ("--seed", "2"), ("--use_ema", True), ("--lora_rank", "8")]
+    assert parse("--seed=1").settings == [
+        ("--seed", "1"),
+        ("--seed", "2"),
+        ("--use_ema", True),
+        ("--lora_rank", "8"),
+    ]
 
 
-@pytest.mark.parametrize("tokens", [["tread_config=null"], ["--tread-config", "null"], ["--tread_config="]])
+@pytest.mark.parametrize(
+    "tokens", [["tread_config=null"], ["--tread-config", "null"], ["--tread_config="]]
+)
 def test_null_takes_back_what_the_file_says(tokens: list[str]) -> None:
     problems = Problems()
     file = Layer(
-        "config.json", [("model_type", "lora"), ("model_family", "sanavideo"), ("tread_config", {"routes": []})]
+        "config.json",
+        [("model_type", "lora"), ("model_family", "sanavideo"), ("tread_config", {"routes": []})],
     )
     config = resolve([file, parse(*tokens).layer()], problems)
     assert (config.techniques.of(TreadConfig).tread_config, problems) == (None, [])

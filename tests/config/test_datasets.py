@@ -25,7 +25,9 @@ def read(tmp_path: Path, *entries: Any) -> tuple[list[DatasetConfig], list[str]]
     return found, [str(each) for each in problems]
 
 
-def test_values_follow_the_rules_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_follow_the_rules_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROOT", "/data")
     written = {
         "--id": "pictures",
@@ -46,19 +48,31 @@ def test_values_follow_the_rules_of_the_config(tmp_path: Path, monkeypatch: pyte
     assert entry.parquet is not None
     assert (entry.id, entry.instance_data_dir) == ("pictures", "/data/pictures")
     assert entry.cache_dir_vae == "out/kandinsky5-image/pictures"
-    assert (entry.crop, entry.repeats, entry.resolution, entry.aspect_bucket_alignment) == (True, 10, 1000, "64")
+    assert (entry.crop, entry.repeats, entry.resolution, entry.aspect_bucket_alignment) == (
+        True,
+        10,
+        1000,
+        "64",
+    )
     assert (entry.parquet.path, entry.parquet.caption_column) == ("/data/pictures.parquet", "text")
     assert (entry.video.num_frames, entry.video.frame_rate) == (61, 24)
 
 
 def test_every_problem_of_every_entry_is_told(tmp_path: Path) -> None:
-    broken = {**PICTURES, "repeats": -1, "crop_aspct": "square", "resolution_type": "pixels", "video": {"num_frams": 5}}
+    broken = {
+        **PICTURES,
+        "repeats": -1,
+        "crop_aspct": "square",
+        "resolution_type": "pixels",
+        "video": {"num_frams": 5},
+    }
     _, problems = read(tmp_path, broken, "x", {**TEXT, "default": "maybe"})
     assert problems == [
         "data.json: pictures.crop_aspct: is not a known key. Did you mean 'crop_aspect'?",
         "data.json: pictures.video.num_frams: is not a known key. Did you mean 'num_frames'?",
         "data.json: pictures.repeats: -1 is out of range; it must be ≥ 0.",
-        "data.json: pictures.resolution_type: 'pixels' is not one of: pixel, area, pixel_area. Did you mean 'pixel'?",
+        "data.json: pictures.resolution_type: 'pixels' is not one of: pixel, area, "
+        "pixel_area. Did you mean 'pixel'?",
         "data.json[1]: must be an object, not a text.",
         "data.json: text.default: 'maybe' is not true or false.",
     ] or sorted(problems) == sorted(problems)
@@ -67,7 +81,9 @@ def test_every_problem_of_every_entry_is_told(tmp_path: Path) -> None:
 
 def test_one_slip_of_the_pen_is_one_problem(tmp_path: Path) -> None:
     """A misspelt type must not make everything that refers to the entry wrong, too."""
-    _, problems = read(tmp_path, {**PICTURES, "text_embeds": "text"}, {**TEXT, "dataset_type": "text_embed"})
+    _, problems = read(
+        tmp_path, {**PICTURES, "text_embeds": "text"}, {**TEXT, "dataset_type": "text_embed"}
+    )
     assert len(problems) == 1
     assert "Did you mean 'text_embeds'?" in problems[0]
 
@@ -81,7 +97,13 @@ def test_a_missing_id_is_told_with_its_place(tmp_path: Path) -> None:
 
 
 def test_ids_and_defaults_are_unique_among_the_enabled(tmp_path: Path) -> None:
-    off = {**TEXT, "default": True, "disabled": "yes", "nonsense": 1, "cache_dir": "{env:NOT_SET_AT_ALL}"}
+    off = {
+        **TEXT,
+        "default": True,
+        "disabled": "yes",
+        "nonsense": 1,
+        "cache_dir": "{env:NOT_SET_AT_ALL}",
+    }
     assert read(tmp_path, PICTURES, {**TEXT, "default": True}, off)[1] == []
     _, problems = read(tmp_path, PICTURES, {**TEXT, "id": "pictures"})
     assert problems == ["pictures: is the id of 2 datasets; ids must be unique."]
@@ -96,9 +118,15 @@ def test_a_dataset_that_conditions_itself(tmp_path: Path, link: dict[str, str]) 
     assert "masks: conditions itself" in problem
 
 
-@pytest.mark.parametrize("key", ["text_embeds", "image_embeds", "conditioning_data", "source_dataset_id"])
+@pytest.mark.parametrize(
+    "key", ["text_embeds", "image_embeds", "conditioning_data", "source_dataset_id"]
+)
 def test_a_reference_that_leads_nowhere(tmp_path: Path, key: str) -> None:
-    sources = {"id": "sources", "dataset_type": "conditioning", "conditioning_type": "reference_strict"}
+    sources = {
+        "id": "sources",
+        "dataset_type": "conditioning",
+        "conditioning_type": "reference_strict",
+    }
     _, problems = read(tmp_path, {**PICTURES, key: "txet"}, TEXT, sources)
     (problem,) = problems
     assert problem.startswith(f"pictures.{key}: 'txet' is not the id of such an entry (")
@@ -106,7 +134,9 @@ def test_a_reference_that_leads_nowhere(tmp_path: Path, key: str) -> None:
 
 def test_keys_that_are_only_accepted(tmp_path: Path) -> None:
     (entry, _), problems = read(
-        tmp_path, {**PICTURES, "write_batch_size": 4, "ignore_epochs": True}, {**TEXT, "write_batch_size": 128}
+        tmp_path,
+        {**PICTURES, "write_batch_size": 4, "ignore_epochs": True},
+        {**TEXT, "write_batch_size": 128},
     )
     assert problems == []
     assert {str(each) for each in found_by(without_effect, entry, entry)} == {
@@ -121,7 +151,10 @@ def test_keys_that_are_only_accepted(tmp_path: Path) -> None:
         ("{}", "must hold a JSON list of datasets, not an object."),
         ("[]", "holds no datasets."),
         ("null", "must hold a JSON list of datasets, not null."),
-        ('[{"id": "a", "disabled": true}, {"id": "b", "disable": "Yes"}]', "all datasets are disabled."),
+        (
+            '[{"id": "a", "disabled": true}, {"id": "b", "disable": "Yes"}]',
+            "all datasets are disabled.",
+        ),
         ('[{"id": "a"}', "is not valid JSON: it ends too early (line 1, column 13)."),
     ],
 )
@@ -141,7 +174,9 @@ def test_a_file_that_is_missing(tmp_path: Path) -> None:
 
 def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
-    path.write_text('[{"id": "a", "--repeats": 1, "repeats": 2}, {"id": "b", "crop": true, "crop": false}]')
+    path.write_text(
+        '[{"id": "a", "--repeats": 1, "repeats": 2}, {"id": "b", "crop": true, "crop": false}]'
+    )
     problems = Problems()
     read_datasets(path, problems, placeholders=PLACEHOLDERS)
     told = "\n".join(map(str, problems))
@@ -152,21 +187,39 @@ def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
 def test_an_id_becomes_a_folder_and_has_a_limit(tmp_path: Path) -> None:
     entries, problems = read(tmp_path, {**PICTURES, "id": "अ" * 40})
     assert "longer than 100 bytes" in problems[0]
-    assert entries[0].id == "data.json[0]", "it is checked further, under a name that a folder can have"
+    assert entries[0].id == "data.json[0]", (
+        "it is checked further, under a name that a folder can have"
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("crop_aspect_buckets", [1.0, "x"], "crop_aspect_buckets: [1.0, 'x'] holds 'x', which is not a number"),
+        (
+            "crop_aspect_buckets",
+            [1.0, "x"],
+            "crop_aspect_buckets: [1.0, 'x'] holds 'x', which is not a number",
+        ),
         ("crop_aspect_buckets", [{"aspect": 1, "weight": 0.5}], "sum to 0.5"),
         ("crop_aspect_buckets", [{"aspect": 1, "weight": -1}], "holds -1; it must be above 0"),
         ("crop_aspect_buckets", [1, {"aspect": 1, "weight": 1}], "numbers only"),
         ("crop_aspect_buckets", [-1], "above 0"),
         ("crop_aspect_buckets", "1.5", "is not a list of ratios"),
-        ("caption_shuffle", {"enable": True, "split_on": "x"}, "caption_shuffle.split_on: 'x' is not one of: comma"),
-        ("caption_shuffle", {"enable": True, "split": "comma"}, "caption_shuffle.split: is not a known key"),
-        ("caption_shuffle", {"enable": True, "count": 10**9}, "caption_shuffle.count: 1000000000 is out of range"),
+        (
+            "caption_shuffle",
+            {"enable": True, "split_on": "x"},
+            "caption_shuffle.split_on: 'x' is not one of: comma",
+        ),
+        (
+            "caption_shuffle",
+            {"enable": True, "split": "comma"},
+            "caption_shuffle.split: is not a known key",
+        ),
+        (
+            "caption_shuffle",
+            {"enable": True, "count": 10**9},
+            "caption_shuffle.count: 1000000000 is out of range",
+        ),
         ("caption_shuffle", ["x"], "caption_shuffle"),
     ],
 )
@@ -180,7 +233,9 @@ def test_lists_and_objects_are_read_once_and_told_with_their_key(
 def test_ratios_come_with_their_weights(tmp_path: Path) -> None:
     weighted = [{"aspect": "1.5", "weight": 0.25}, {"aspect": 1, "weight": 0.75}]
     (plain, other), problems = read(
-        tmp_path, {**PICTURES, "crop_aspect_buckets": [1, 1.5]}, {"id": "b", "crop_aspect_buckets": weighted}
+        tmp_path,
+        {**PICTURES, "crop_aspect_buckets": [1, 1.5]},
+        {"id": "b", "crop_aspect_buckets": weighted},
     )
     assert problems == []
     assert plain.crop_aspect_buckets == [(1, 1), (1.5, 1)]

@@ -1,4 +1,6 @@
-"""Configs and dataset files of other trainers, variables of config.env, and the user's own examples."""
+"""Configs and dataset files of other trainers, variables of config.env, and the user's own
+examples.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from simpletuner.config.sources import EXAMPLES, locate, read_config_file, read_
 from simpletuner.errors import ConfigError, Problems
 
 AI_TOOLKIT = "job: extension\nconfig:\n  name: star\n  process:\n    - type: sd_trainer\n"
-KOHYA = '[general]\nkeep_tokens = 1\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "cats"\nnum_repeats = 10\n'
+KOHYA = (
+    "[general]\nkeep_tokens = 1\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "
+    '"cats"\nnum_repeats = 10\n'
+)
 MUSUBI = '[general]\nresolution = [960, 544]\n[[datasets]]\nvideo_directory = "clips"\n'
 DIFFUSION_PIPE = 'resolutions = [512]\n[[directory]]\npath = "pictures"\n'
 REQUIRED = "MODEL_TYPE=lora\nMODEL_FAMILY=kandinsky5-image\n"
@@ -21,7 +26,11 @@ REQUIRED = "MODEL_TYPE=lora\nMODEL_FAMILY=kandinsky5-image\n"
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("train.yaml", AI_TOOLKIT, "is a YAML file of ai-toolkit; a config here is a JSON, TOML or .env file."),
+        (
+            "train.yaml",
+            AI_TOOLKIT,
+            "is a YAML file of ai-toolkit; a config here is a JSON, TOML or .env file.",
+        ),
         ("train.yml", "compute_environment: LOCAL_MACHINE\n", "is a YAML file of accelerate"),
         ("train.yaml", "model: x\n", "is a YAML file; a config here"),
         ("data.toml", KOHYA, "is a dataset file of kohya's sd-scripts, not a config"),
@@ -29,7 +38,9 @@ REQUIRED = "MODEL_TYPE=lora\nMODEL_FAMILY=kandinsky5-image\n"
         ("data.toml", DIFFUSION_PIPE, "is a dataset file of diffusion-pipe, not a config"),
     ],
 )
-def test_a_config_of_another_trainer_is_explained(tmp_path: Path, name: str, text: str, words: str) -> None:
+def test_a_config_of_another_trainer_is_explained(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
     (tmp_path / name).write_text(text)
 
     with pytest.raises(ConfigError) as caught:
@@ -42,20 +53,40 @@ def test_a_config_of_another_trainer_is_explained(tmp_path: Path, name: str, tex
 def test_a_config_of_ai_toolkit_is_told_what_its_settings_are_called(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(AI_TOOLKIT)
 
-    with pytest.raises(ConfigError, match=r"train.steps is max_train_steps, train.lr is learning_rate"):
+    with pytest.raises(
+        ConfigError, match=r"train.steps is max_train_steps, train.lr is learning_rate"
+    ):
         read_config_file(tmp_path / "train.yaml", Problems())
 
 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("data.toml", KOHYA, "is a TOML file of kohya's sd-scripts; a dataset file here is a JSON list."),
-        ("data.toml", MUSUBI, "is a TOML file of musubi-tuner; a dataset file here is a JSON list."),
-        ("data.toml", "a = 1\n", "is a TOML file of another program; a dataset file here is a JSON list."),
-        ("data.yaml", AI_TOOLKIT, "is a YAML file of ai-toolkit; a dataset file here is a JSON list."),
+        (
+            "data.toml",
+            KOHYA,
+            "is a TOML file of kohya's sd-scripts; a dataset file here is a JSON list.",
+        ),
+        (
+            "data.toml",
+            MUSUBI,
+            "is a TOML file of musubi-tuner; a dataset file here is a JSON list.",
+        ),
+        (
+            "data.toml",
+            "a = 1\n",
+            "is a TOML file of another program; a dataset file here is a JSON list.",
+        ),
+        (
+            "data.yaml",
+            AI_TOOLKIT,
+            "is a YAML file of ai-toolkit; a dataset file here is a JSON list.",
+        ),
     ],
 )
-def test_a_dataset_file_of_another_trainer_is_explained(tmp_path: Path, name: str, text: str, words: str) -> None:
+def test_a_dataset_file_of_another_trainer_is_explained(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
     problems = Problems()
     (tmp_path / name).write_text(text)
 
@@ -85,7 +116,10 @@ def test_a_toml_config_of_this_program_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("MODEL_NAME=someone/model", "is not a key here: pretrained_model_name_or_path is its name."),
+        (
+            "MODEL_NAME=someone/model",
+            "is not a key here: pretrained_model_name_or_path is its name.",
+        ),
         ("MAX_NUM_STEPS=100", "is not a key here: max_train_steps is its name."),
         ("USE_XFORMERS=true", "is not a key here: attention_mechanism chooses the kernel."),
         ("FLUX_GUIDANCE_VALUE=3.5", "is not a key here: it is for another family of models"),
@@ -109,11 +143,18 @@ def test_a_variable_that_is_meant_as_a_setting_is_reported_as_in_config_json(
 @pytest.mark.parametrize(
     "line",
     [
-        "HF_HOME=/data/hf", "CUDA_VISIBLE_DEVICES=0", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "DATA=/data",
-        "SIMPLETUNER_LOG_LEVEL=DEBUG", "CONFIG_TYPE=json", "TOKENIZERS_PARALLELISM=false", "FLUX_GUIDANCE_VALUE=1.0",
-        "TRAINING_NUM_PROCESSES=1", "TRAINER_EXTRA_ARGS=",
+        "HF_HOME=/data/hf",
+        "CUDA_VISIBLE_DEVICES=0",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "DATA=/data",
+        "SIMPLETUNER_LOG_LEVEL=DEBUG",
+        "CONFIG_TYPE=json",
+        "TOKENIZERS_PARALLELISM=false",
+        "FLUX_GUIDANCE_VALUE=1.0",
+        "TRAINING_NUM_PROCESSES=1",
+        "TRAINER_EXTRA_ARGS=",
     ],
-)  # fmt: skip
+)
 def test_variables_of_the_shell_and_defaults_are_no_problem(tmp_path: Path, line: str) -> None:
     (tmp_path / "config.env").write_text(f"{REQUIRED}export {line}\n")
     problems = Problems()
@@ -123,7 +164,9 @@ def test_variables_of_the_shell_and_defaults_are_no_problem(tmp_path: Path, line
     assert problems == []
 
 
-def test_the_users_own_folder_of_examples_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_folder_of_examples_is_found_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     packaged = locate({"env": "examples/demo"}, Problems())
     own = Path("config/examples/demo")

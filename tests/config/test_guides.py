@@ -1,4 +1,6 @@
-"""What the user guides tell people to write is understood: keys and values as they stand there, texts our own."""
+"""What the user guides tell people to write is understood: keys and values as they stand there,
+texts our own.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from tests.tools.refusals import complaints, warnings
 from tests.tools.workspace import DATASETS, Workspace
 
 GUIDES = Path(__file__).parents[1] / "data" / "guides"
-IMAGE, VIDEO, SANA = "kandinsky5-image", "kandinsky5-video", "sanavideo"
+IMAGE = "kandinsky5-image"
+VIDEO = "kandinsky5-video"
+SANA = "sanavideo"
 
 
 def block(family: str, name: str) -> str:
-    """A block of a guide. Lines that the guide shows without braces get them here, as a reader would do."""
+    """A block of a guide. Lines that the guide shows without braces get them here, as a reader
+    would do.
+    """
     path = GUIDES / family / name
     text = path.read_text(encoding="utf-8")
     return f"{{{text}}}" if path.suffix == ".fragment" else text
@@ -33,14 +39,18 @@ def install(workspace: Workspace, family: str, name: str) -> None:
     path.write_text(json.dumps(base)[:-1] + "," + block(family, name).strip()[1:], encoding="utf-8")
     library = GUIDES / family / "user_prompt_library.json"
     if library.exists():
-        workspace.path("config/user_prompt_library.json").write_text(library.read_text(encoding="utf-8"))
+        workspace.path("config/user_prompt_library.json").write_text(
+            library.read_text(encoding="utf-8")
+        )
 
 
 def test_the_families_of_the_guides_are_known() -> None:
     assert {*FAMILIES} == {path.name for path in GUIDES.iterdir()}
 
 
-def test_the_quantised_base_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quantised_base_of_the_image_guide(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     install(workspace, IMAGE, "quantised.fragment")
     assert warnings(workspace, capsys) == ""
 
@@ -53,15 +63,21 @@ def test_tread_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFi
     assert warnings(workspace, capsys) == ""
 
 
-def test_the_prompt_library_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_prompt_library_of_the_image_guide(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     install(workspace, IMAGE, "prompt_library.json")
     capsys.readouterr()
     assert workspace.run("plan", "validation_disable=false") == 0
     assert ": portrait, landscape, validation" in capsys.readouterr().out
 
 
-def test_the_datasets_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    workspace.path("config/multidatabackend.json").write_text(block(IMAGE, "datasets.json"), encoding="utf-8")
+def test_the_datasets_of_the_image_guide(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace.path("config/multidatabackend.json").write_text(
+        block(IMAGE, "datasets.json"), encoding="utf-8"
+    )
     (problem,) = complaints(workspace, capsys)
     assert problem.startswith("instance_data_dir: these folders do not exist")
     assert problem.endswith("my-image-dataset: 'datasets/my_images'.")
@@ -72,8 +88,12 @@ def test_the_datasets_of_the_image_guide(workspace: Workspace, capsys: pytest.Ca
 
 
 def other_family(workspace: Workspace, family: str) -> None:
-    """A config of another family, which takes its model from the hub and so needs none for a plan."""
-    workspace.write_config(model_family=family, model_flavour=None, pretrained_model_name_or_path=None)
+    """A config of another family, which takes its model from the hub and so needs none for a
+    plan.
+    """
+    workspace.write_config(
+        model_family=family, model_flavour=None, pretrained_model_name_or_path=None
+    )
     workspace.write_config(validation_resolution=None)
 
 
@@ -84,14 +104,18 @@ def test_tread_of_the_video_guide(workspace: Workspace, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("family", [VIDEO, SANA])
-def test_crepa_of_the_guides(workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str) -> None:
+def test_crepa_of_the_guides(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
     other_family(workspace, family)
     install(workspace, family, "crepa.json")
     assert "crepa" not in warnings(workspace, capsys)
 
 
 @pytest.mark.parametrize("family", [IMAGE, VIDEO])
-def test_group_offload_of_the_guides(workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str) -> None:
+def test_group_offload_of_the_guides(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
     other_family(workspace, family)
     install(workspace, family, "group_offload.json")
     assert "offload" not in warnings(workspace, capsys)
@@ -104,28 +128,40 @@ def test_previews_from_a_dataset_as_the_video_guide_has_them(workspace: Workspac
     assert workspace.run("plan") == 0
 
 
-def test_the_whole_config_of_the_sana_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_config_of_the_sana_guide(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = workspace.path("config/sanavideo/multidatabackend.json")
     path.parent.mkdir()
     path.write_text(block(SANA, "datasets.json"), encoding="utf-8")
     (workspace.path("config/config.json")).write_text(block(SANA, "config.json"), encoding="utf-8")
     (problem,) = complaints(workspace, capsys)
-    assert problem.startswith("instance_data_dir: these folders do not exist"), "all keys of the guide are taken"
+    assert problem.startswith("instance_data_dir: these folders do not exist"), (
+        "all keys of the guide are taken"
+    )
 
 
 @pytest.mark.parametrize("family", [VIDEO, SANA])
-def test_datasets_of_the_other_guides(workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str) -> None:
+def test_datasets_of_the_other_guides(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
     other_family(workspace, family)
-    workspace.path("config/multidatabackend.json").write_text(block(family, "datasets.json"), encoding="utf-8")
+    workspace.path("config/multidatabackend.json").write_text(
+        block(family, "datasets.json"), encoding="utf-8"
+    )
     (problem,) = complaints(workspace, capsys, "plan")
     assert problem.startswith("instance_data_dir: these folders do not exist")
 
 
-def test_the_line_with_a_comma_too_many_is_accepted(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_with_a_comma_too_many_is_accepted(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     install(workspace, SANA, "prompt_library.fragment")
     capsys.readouterr()
     workspace.run("plan")
-    assert "has a comma before a closing bracket (line 1); it was ignored." in capsys.readouterr().err
+    assert (
+        "has a comma before a closing bracket (line 1); it was ignored." in capsys.readouterr().err
+    )
 
 
 def test_nicknames_of_the_sana_guide() -> None:

@@ -19,9 +19,15 @@ def read(path: Path, text: str | bytes) -> tuple[Any, list[Problem]]:
 
 @pytest.mark.parametrize(
     ("text", "value", "line"),
-    [('{"a": 1,}', {"a": 1}, 1), ('{\n"a": [1, 2 ,\n]\n}', {"a": [1, 2]}, 2), ('{"a": ",}",}', {"a": ",}"}, 1)],
+    [
+        ('{"a": 1,}', {"a": 1}, 1),
+        ('{\n"a": [1, 2 ,\n]\n}', {"a": [1, 2]}, 2),
+        ('{"a": ",}",}', {"a": ",}"}, 1),
+    ],
 )
-def test_a_comma_too_many_is_forgiven_with_a_warning(tmp_path: Path, text: str, value: object, line: int) -> None:
+def test_a_comma_too_many_is_forgiven_with_a_warning(
+    tmp_path: Path, text: str, value: object, line: int
+) -> None:
     found, (problem,) = read(tmp_path / "c.json", text)
     assert found == value
     assert not problem.fatal
@@ -40,7 +46,10 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     found, (problem,) = read(path, '{\n  "a": 1\n  "b": 2\n}')
     assert found is None
-    assert str(problem) == f"{path}: is not valid JSON: a comma or a closing bracket is missing (line 3, column 3)."
+    assert (
+        str(problem)
+        == f"{path}: is not valid JSON: a comma or a closing bracket is missing (line 3, column 3)."
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,10 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
         ('{"a": "x\ny"}', "a text must end on the line on which it begins"),
         ("{a: 1}", "a key in double quotes is missing"),
         ('{"a" 1}', "a colon is missing"),
-        ('{"a": 1,, }', "a key in double quotes is missing"),  # the ignored comma is not another problem
+        (
+            '{"a": 1,, }',
+            "a key in double quotes is missing",
+        ),  # the ignored comma is not another problem
         ('{"a": }', "a value is missing"),
         (b'{"a": "\xff"}', "is not UTF-8 text (byte 7)"),
         (b'\xff\xfe{\x00"\x00', "is not UTF-8 text"),
@@ -66,7 +78,9 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
         (r'{"a": {"\ud800": 1}}', "surrogates not allowed"),
     ],
 )
-def test_what_nothing_could_work_with_is_refused(tmp_path: Path, text: str | bytes, complaint: str) -> None:
+def test_what_nothing_could_work_with_is_refused(
+    tmp_path: Path, text: str | bytes, complaint: str
+) -> None:
     found, (problem,) = read(tmp_path / "c.json", text)
     assert found is None
     assert problem.fatal
@@ -87,12 +101,16 @@ def test_a_key_twice_is_told_and_the_rest_is_still_read(tmp_path: Path) -> None:
     assert read(tmp_path / "c.json", '{"a": 1, "a": "1"}')[1] == []
 
 
-@pytest.mark.parametrize(("one", "other"), [(20, "20"), (1e-4, "0.0001"), (True, "True"), ("a", "A"), ([1], [1])])
+@pytest.mark.parametrize(
+    ("one", "other"), [(20, "20"), (1e-4, "0.0001"), (True, "True"), ("a", "A"), ([1], [1])]
+)
 def test_spellings_of_one_value(one: object, other: object) -> None:
     assert same_value(one, other)
     assert same_value(other, one)
 
 
-@pytest.mark.parametrize(("one", "other"), [(20, "21"), ("lora", "full"), ([1], "1"), ({}, []), ("", "0")])
+@pytest.mark.parametrize(
+    ("one", "other"), [(20, "21"), ("lora", "full"), ([1], "1"), ({}, []), ("", "0")]
+)
 def test_different_values(one: object, other: object) -> None:
     assert not same_value(one, other)

@@ -1,4 +1,6 @@
-"""Layers of settings become one config: precedence, aliases, variables, and every problem at once."""
+"""Layers of settings become one config: precedence, aliases, variables, and every problem at
+once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def load(*values: tuple[str, object], last_wins: bool = False) -> tuple[RunConfi
 
 
 def test_dashes_and_aliases_lead_to_the_same_key() -> None:
-    for spelling in ("checkpoint_step_interval", "--checkpoint-step-interval", "checkpointing_steps"):
+    for spelling in (
+        "checkpoint_step_interval",
+        "--checkpoint-step-interval",
+        "checkpointing_steps",
+    ):
         config, problems = load((spelling, "20"))
         assert (config.checkpoints.checkpoint_step_interval, problems) == (20, [])
 
@@ -54,18 +60,31 @@ def test_the_stronger_layer_wins_and_is_remembered() -> None:
     assert (config.lora.lora_rank, config.run.seed, config.schedule.train_batch_size) == (32, 1, 3)
     keys = ("validation_guidance", "seed", "lora_rank", "train_batch_size", "lora_alpha")
     assert [config.origins[key] for key in keys] == [
-        FAMILY_DEFAULT, "config.env", "config.json", "command line", "default",
-    ]  # fmt: skip
-    assert [key for key in keys if config.is_explicit(key)] == ["seed", "lora_rank", "train_batch_size"]
+        FAMILY_DEFAULT,
+        "config.env",
+        "config.json",
+        "command line",
+        "default",
+    ]
+    assert [key for key in keys if config.is_explicit(key)] == [
+        "seed",
+        "lora_rank",
+        "train_batch_size",
+    ]
 
 
 def test_unset_on_the_command_line_takes_back_what_the_file_says() -> None:
     layers = [
         Layer("config.json", [*BASE, ("validation_guidance", 3), ("validation_prompt", "x")]),
-        Layer("command line", [("validation_guidance", ""), ("validation_prompt", "")], last_wins=True),
+        Layer(
+            "command line", [("validation_guidance", ""), ("validation_prompt", "")], last_wins=True
+        ),
     ]
     config = resolve(layers, Problems(), {"validation_guidance": 5.0})
-    assert (config.validation.validation_guidance, config.validation.validation_prompt) == (5.0, None)
+    assert (config.validation.validation_guidance, config.validation.validation_prompt) == (
+        5.0,
+        None,
+    )
     assert config.origins["validation_guidance"] == FAMILY_DEFAULT
 
 
@@ -74,7 +93,8 @@ def test_the_same_key_twice() -> None:
     assert problems == ["lora_rank: is given twice: lora_rank=8 and --lora_rank=16 (config.json)."]
     _, problems = load(("save_total_limit", 3), ("checkpoints_total_limit", 4))
     assert problems == [
-        "checkpoints_total_limit: is given twice: save_total_limit=3 and checkpoints_total_limit=4 (config.json)."
+        "checkpoints_total_limit: is given twice: save_total_limit=3 and "
+        "checkpoints_total_limit=4 (config.json)."
     ]
     assert load(("frame_rate", 24), ("framerate", "24.0"))[1] == []
     assert load(("lora_rank", 8), ("--lora_rank", None))[1] == []
@@ -103,7 +123,9 @@ def test_variables_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WHERE", raising=False)
     _, problems = load(("output_dir", "{env:WHERE}/run"))
-    assert problems == ["output_dir: '{env:WHERE}/run' needs the environment variable WHERE, which is not set."]
+    assert problems == [
+        "output_dir: '{env:WHERE}/run' needs the environment variable WHERE, which is not set."
+    ]
 
 
 def test_an_unknown_key_is_told_with_the_nearest() -> None:
@@ -115,10 +137,16 @@ def test_an_unknown_key_is_told_with_the_nearest() -> None:
 
 
 def test_every_problem_is_told_at_once() -> None:
-    _, problems = load(("lora_rank", 0), ("seed", "x"), ("optimizer", "adamx"), ("nonsense", 1), ("output_dir", []))
+    _, problems = load(
+        ("lora_rank", 0), ("seed", "x"), ("optimizer", "adamx"), ("nonsense", 1), ("output_dir", [])
+    )
     assert sorted(problem.partition(":")[0] for problem in problems) == [
-        "lora_rank", "nonsense", "optimizer", "output_dir", "seed",
-    ]  # fmt: skip
+        "lora_rank",
+        "nonsense",
+        "optimizer",
+        "output_dir",
+        "seed",
+    ]
 
 
 def test_what_is_required_is_explained() -> None:
@@ -138,7 +166,9 @@ def test_a_config_with_metadata_is_unwrapped(tmp_path: Path) -> None:
     assert (list(layer.values), problems) == ([("seed", 1)], [])
 
 
-@pytest.mark.parametrize(("text", "kind"), [("[]", "a list"), ('"x"', "a text"), ("null", "null"), ("3", "a number")])
+@pytest.mark.parametrize(
+    ("text", "kind"), [("[]", "a list"), ('"x"', "a text"), ("null", "null"), ("3", "a number")]
+)
 def test_a_config_must_be_an_object(tmp_path: Path, text: str, kind: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -155,7 +185,9 @@ def test_a_written_config_has_every_key() -> None:
 
 
 def test_of_thousands_of_unknown_keys_the_first_get_a_suggestion() -> None:
-    """Each suggestion takes milliseconds, and thousands of unknown keys are another kind of file."""
+    """Each suggestion takes milliseconds, and thousands of unknown keys are another kind of
+    file.
+    """
     _, problems = load(*((f"learning_rte_{number}", 1) for number in range(200)))
 
     suggested = [problem for problem in problems if "Did you mean" in problem]

@@ -98,7 +98,9 @@ def test_a_name_means_a_folder_below_config() -> None:
 
 
 @pytest.mark.parametrize("variable", ENV_VARIABLES)
-def test_the_name_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_the_name_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     put("config/mine/config.json", seed=5)
     put("config/other/config.json", seed=6)
     put("config/config.json", seed=7)
@@ -106,7 +108,9 @@ def test_the_name_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert seed() == 5
     assert seed(env="other") == 6
     assert seed(env="default") == 7
-    assert seed(config_path="config/other/config.json") == 6, "what is given counts for more than the environment"
+    assert seed(config_path="config/other/config.json") == 6, (
+        "what is given counts for more than the environment"
+    )
     monkeypatch.setenv(variable, "default")
     assert seed() == 7
     monkeypatch.setenv(variable, "nowhere")
@@ -144,7 +148,9 @@ def test_a_packaged_example_by_its_two_names() -> None:
     for selectors in ({"example": "demo"}, {"env": "examples/demo"}):
         found = locate(selectors, Problems())
         model = dict(found.layers[-1].values)["pretrained_model_name_or_path"]
-        assert Path(str(model)) == example_file("demo", Problems()).parent / "checkpoint", "paths lead into the package"
+        assert Path(str(model)) == example_file("demo", Problems()).parent / "checkpoint", (
+            "paths lead into the package"
+        )
 
 
 def test_an_unknown_example_is_told_with_the_names() -> None:
@@ -159,7 +165,9 @@ def test_an_unknown_example_is_told_with_the_names() -> None:
 def test_two_choices_at_once() -> None:
     problems = Problems()
     locate({"example": "demo", "env": "mine"}, problems)
-    assert [str(each) for each in problems] == ["example: and env both choose a configuration; give one of them."]
+    assert [str(each) for each in problems] == [
+        "example: and env both choose a configuration; give one of them."
+    ]
 
 
 def test_problems_found_before_are_not_lost() -> None:
@@ -175,7 +183,11 @@ def test_config_env_is_weaker_than_the_file_beside_it() -> None:
         "VALIDATION_PROMPT+=' asleep'\nPATH=/bin\nMIXED_PRECISION=no\n"
     )
     config = resolve(locate({}, Problems()).layers, Problems())
-    assert (config.run.seed, config.lora.lora_rank, config.precision.mixed_precision) == (1, 8, "no")
+    assert (config.run.seed, config.lora.lora_rank, config.precision.mixed_precision) == (
+        1,
+        8,
+        "no",
+    )
     assert config.validation.validation_prompt == "a cat asleep"
     assert config.origins["lora_rank"] == "config/config.env"
 
@@ -184,16 +196,24 @@ def test_config_env_is_read_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch)
     put("config/config.json", **REQUIRED)
     monkeypatch.setenv("BASE", "/data/my pictures")
     Path("config/config.env").write_text(
-        "WORK=$BASE/run\nOUTPUT_DIR=\"${WORK}/out\"\nCACHE_DIR='$HOME'\nTRACKER_RUN_NAME=a\\ b#c # a comment\n"
+        'WORK=$BASE/run\nOUTPUT_DIR="${WORK}/out"\n'
+        "CACHE_DIR='$HOME'\nTRACKER_RUN_NAME=a\\ b#c # a comment\n"
         'VALIDATION_PROMPT="it\'s \\"red\\""\nthis is junk\nTHREADS=$(nproc)\nset -a\n'
     )
     problems = Problems()
     config = resolve(locate({}, problems).layers, problems)
     assert (config.run.output_dir, config.run.cache_dir) == ("/data/my pictures/run/out", "$HOME")
-    assert (config.tracking.tracker_run_name, config.validation.validation_prompt) == ("a b#c", 'it\'s "red"')
+    assert (config.tracking.tracker_run_name, config.validation.validation_prompt) == (
+        "a b#c",
+        'it\'s "red"',
+    )
     assert [problem.message for problem in problems if problem.fatal] == []
     told = " ".join(problem.message for problem in problems)
-    for words in ("line 6, 'this is junk', is not KEY=VALUE", "line 7 cannot be read: '$(' would run a", "line 8"):
+    for words in (
+        "line 6, 'this is junk', is not KEY=VALUE",
+        "line 7 cannot be read: '$(' would run a",
+        "line 8",
+    ):
         assert words in told
 
 
@@ -212,7 +232,11 @@ def test_between_double_quotes_other_marks_are_text(written: str, value: str) ->
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("SEED=$NOWHERE", "$NOWHERE is not set"), ("SEED=`date`", "would run a command"), ("SEED='1", "not closed")],
+    [
+        ("SEED=$NOWHERE", "$NOWHERE is not set"),
+        ("SEED=`date`", "would run a command"),
+        ("SEED='1", "not closed"),
+    ],
 )
 def test_what_config_env_cannot_say(line: str, words: str) -> None:
     put("config/config.json", **REQUIRED)
@@ -258,7 +282,9 @@ def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyP
         ("config.env", b"SEED=\xff", "is not UTF-8 text (byte 5)"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_all_there_is_to_say(name: str, content: bytes, complaint: str) -> None:
+def test_a_file_that_cannot_be_read_is_all_there_is_to_say(
+    name: str, content: bytes, complaint: str
+) -> None:
     Path(name).write_bytes(content)
     assert complaint in refusal()
     assert "is required" not in refusal()
@@ -268,12 +294,16 @@ def test_the_dataset_file_lies_beside_the_config(here: Path) -> None:
     problems = Problems()
     assert dataset_file(None, Path("config"), problems) == Path("config/multidatabackend.json")
     assert [each.fatal for each in problems] == [False]
-    assert dataset_file("config/examples/demo/multidatabackend.json", Path("config"), Problems()).is_file()
+    assert dataset_file(
+        "config/examples/demo/multidatabackend.json", Path("config"), Problems()
+    ).is_file()
     assert dataset_file("mine.json", Path("config"), Problems()) == Path("mine.json")
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [("mine", "mine"), ("", "of-the-file")])
-def test_train_sh_takes_the_config_that_is_asked_for_by_hand(tmp_path: Path, asked: str, chosen: str) -> None:
+def test_train_sh_takes_the_config_that_is_asked_for_by_hand(
+    tmp_path: Path, asked: str, chosen: str
+) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.env").write_text("ENV=of-the-file\nSEED=2\n")
     (tmp_path / "venv/bin").mkdir(parents=True)
@@ -282,5 +312,7 @@ def test_train_sh_takes_the_config_that_is_asked_for_by_hand(tmp_path: Path, ask
     (tmp_path / "venv/bin/simpletuner").chmod(0o755)
     given = {**os.environ, "VENV_PATH": str(tmp_path / "venv"), "ENV": asked}
     script = Path(__file__).parents[2] / "train.sh"
-    done = subprocess.run([script], cwd=tmp_path, env=given, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [script], cwd=tmp_path, env=given, capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"train {chosen} 2\n"

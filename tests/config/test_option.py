@@ -19,7 +19,11 @@ FLAGS = [option for option in OPTIONS.values() if option.is_flag]
 CHOICES = [option for option in OPTIONS.values() if option.choices]
 LIMITED = [option for option in OPTIONS.values() if option.limits]
 NUMBERS = {
-    whole: [option for option in OPTIONS.values() if option.type_name == ("integer" if whole else "number")]
+    whole: [
+        option
+        for option in OPTIONS.values()
+        if option.type_name == ("integer" if whole else "number")
+    ]
     for whole in (True, False)
 }
 
@@ -64,7 +68,17 @@ def test_a_number_may_be_text_and_nothing_else(whole: bool) -> None:
         good = next(number for number in (1, 0, 64) if within(number, option.limits))
         for spelling in (good, str(good), f"{good}.0", f"{float(good):e}"):
             assert read(option.name, spelling) == (good, []), (option.name, spelling)
-        for bad in ("abc", True, [], {}, "nan", "inf", "1e999", 10**400, *(["1.5", 1.5] if whole else [])):
+        for bad in (
+            "abc",
+            True,
+            [],
+            {},
+            "nan",
+            "inf",
+            "1e999",
+            10**400,
+            *(["1.5", 1.5] if whole else []),
+        ):
             _, (problem,) = read(option.name, bad)
             assert problem.where == option.name, (option.name, bad)
             assert "is not a" in problem.message or "is too large" in problem.message, problem
@@ -75,7 +89,9 @@ def test_a_number_out_of_range_is_told_with_the_limit() -> None:
     for option in LIMITED:
         for bound, limit in option.limits.items():
             value = limit if bound in ("gt", "lt") else limit + outside[bound]
-            _, (problem,) = read(option.name, int(value) if option.type_name == "integer" else value)
+            _, (problem,) = read(
+                option.name, int(value) if option.type_name == "integer" else value
+            )
             end = f"is out of range; it must be {sign(bound)} {limit:.10g}. (config.json)"
             assert problem.message.endswith(end), (option.name, problem)
 
@@ -83,23 +99,34 @@ def test_a_number_out_of_range_is_told_with_the_limit() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_number_that_no_key_can_mean(whole: bool) -> None:
     for option in NUMBERS[whole]:
-        bound = min(option.limits.get("le", LARGEST_NUMBER), option.limits.get("lt", LARGEST_NUMBER))
+        bound = min(
+            option.limits.get("le", LARGEST_NUMBER), option.limits.get("lt", LARGEST_NUMBER)
+        )
         told = [problem.message for problem in read(option.name, 10**12)[1]]
         if option.name in ("seed", "validation_seed"):  # any number is one
             assert told == [], option.name
         else:
-            end = f" is out of range; it must be {'<' if 'lt' in option.limits else '≤'} {bound:.10g}. (config.json)"
-            assert [text.removeprefix("1000000000000").removeprefix(".0") for text in told] == [end], option.name
+            end = (
+                f" is out of range; it must be {'<' if 'lt' in option.limits else '≤'} "
+                f"{bound:.10g}. (config.json)"
+            )
+            assert [text.removeprefix("1000000000000").removeprefix(".0") for text in told] == [
+                end
+            ], option.name
 
 
-@pytest.mark.parametrize("key", ["validation_num_inference_steps", "num_validation_images", "eval_timesteps"])
+@pytest.mark.parametrize(
+    "key", ["validation_num_inference_steps", "num_validation_images", "eval_timesteps"]
+)
 def test_a_typo_that_would_render_for_days(key: str) -> None:
     assert read(key, 1000) == (1000, [])
     (problem,) = read(key, 10**9)[1]
     assert "must be ≤ 1000" in problem.message
 
 
-@pytest.mark.parametrize("key", ["probability", "slider_strength", "timestep_sampling_offset", "start_step"])
+@pytest.mark.parametrize(
+    "key", ["probability", "slider_strength", "timestep_sampling_offset", "start_step"]
+)
 def test_a_weight_of_a_dataset_that_would_overflow(key: str) -> None:
     problems = Problems()
     build_group(DatasetConfig, {"id": "a", key: 10**12}, problems)
@@ -107,8 +134,11 @@ def test_a_weight_of_a_dataset_that_would_overflow(key: str) -> None:
 
 
 def within(number: float, limits: dict[str, float]) -> bool:
-    at_least, at_most = limits.get("ge", -math.inf), limits.get("le", math.inf)
-    return at_least <= number <= at_most and limits.get("gt", -math.inf) < number < limits.get("lt", math.inf)
+    at_least = limits.get("ge", -math.inf)
+    at_most = limits.get("le", math.inf)
+    return at_least <= number <= at_most and limits.get("gt", -math.inf) < number < limits.get(
+        "lt", math.inf
+    )
 
 
 def sign(bound: str) -> str:

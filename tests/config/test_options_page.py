@@ -1,4 +1,6 @@
-"""docs/OPTIONS.md is what the option schema says, and its list of environment variables is what the code reads."""
+"""docs/OPTIONS.md is what the option schema says, and its list of environment variables is what the
+code reads.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,21 @@ import pytest
 from simpletuner.config.schema import all_options
 
 ROOT = Path(__file__).parents[2]
-SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "simpletuner").rglob("*.py")))
+SOURCES = "\n".join(
+    path.read_text(encoding="utf-8") for path in sorted((ROOT / "simpletuner").rglob("*.py"))
+)
 READ = re.compile(r"""os\.environ(?:\.get\(|\[)["']([A-Z][A-Z_]+)["']""")
 # Looked at to find out what another program would do; nobody sets them for a run.
-OF_OTHERS = {"TERM", "NETRC", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "WANDB_DIR", "WANDB_DISABLED",
-             "CUDA_VISIBLE_DEVICES", "WANDB_IDENTITY_TOKEN_FILE"}  # fmt: skip
+OF_OTHERS = {
+    "TERM",
+    "NETRC",
+    "WANDB_BASE_URL",
+    "WANDB_CONFIG_DIR",
+    "WANDB_DIR",
+    "WANDB_DISABLED",
+    "CUDA_VISIBLE_DEVICES",
+    "WANDB_IDENTITY_TOKEN_FILE",
+}
 
 
 VARIABLE = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \|(.*)$", re.MULTILINE)
@@ -30,7 +42,9 @@ def page() -> str:
 def variables(page: str) -> dict[str, bool]:
     """By name, whether simpletuner itself reads it."""
     rows = VARIABLE.findall(page.split("## Environment configuration variables")[1])
-    return {name: "(Read by " not in rest for names, rest in rows for name in re.findall(r"\w+", names)}
+    return {
+        name: "(Read by " not in rest for names, rest in rows for name in re.findall(r"\w+", names)
+    }
 
 
 def test_the_page_in_the_repository_is_not_stale(page: str) -> None:
@@ -39,7 +53,9 @@ def test_the_page_in_the_repository_is_not_stale(page: str) -> None:
 
 
 def test_every_key_and_alias_is_on_the_page_once(page: str) -> None:
-    rows = re.findall(r"^\| `(\w+)` \|(.*)$", page.split("## Defaults of the model families")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \|(.*)$", page.split("## Defaults of the model families")[0], re.MULTILINE
+    )
     assert [name for name, _ in rows] == list(all_options())
     meanings = dict(rows)
     for option in all_options().values():

@@ -10,7 +10,9 @@ from simpletuner.config import sections
 from simpletuner.config.schema import technique_groups
 
 
-@pytest.mark.parametrize(("title", "place"), [("CREPA", "training/loss_functions"), ("Tracking", "basic/run")])
+@pytest.mark.parametrize(
+    ("title", "place"), [("CREPA", "training/loss_functions"), ("Tracking", "basic/run")]
+)
 def test_a_group_without_a_place_is_with_those_of_its_kind(
     monkeypatch: pytest.MonkeyPatch, title: str, place: str
 ) -> None:

@@ -20,13 +20,20 @@ from simpletuner.planning.prompts import read_library
 from tests.tools.workspace import Workspace
 
 SHIPPED = Path(__file__).parents[2] / "config"
-NAMES = {"config.json", "multidatabackend.json", "user_prompt_library.json", "caption_filter_list.txt",
-         "lycoris_config.json"}  # fmt: skip
+NAMES = {
+    "config.json",
+    "multidatabackend.json",
+    "user_prompt_library.json",
+    "caption_filter_list.txt",
+    "lycoris_config.json",
+}
 
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t2i_checkpoint: Path) -> Workspace:
-    """`cp config/X.example config/X` for every X, a model, and pictures where the dataset file looks for them."""
+    """`cp config/X.example config/X` for every X, a model, and pictures where the dataset file
+    looks for them.
+    """
     monkeypatch.chdir(tmp_path)
     workspace = Workspace(tmp_path)
     (tmp_path / "config").mkdir()
@@ -66,7 +73,9 @@ def test_the_lycoris_file_has_what_it_needs() -> None:
     assert {"full_matrix", "linear_dim"} & set(content)
 
 
-def test_the_copies_plan_without_a_warning(copied: Workspace, capsys: pytest.CaptureFixture) -> None:
+def test_the_copies_plan_without_a_warning(
+    copied: Workspace, capsys: pytest.CaptureFixture
+) -> None:
     for path in copied.path("datasets/my_images").glob("*.png"):
         Image.new("RGB", (1536, 1024)).save(path, compress_level=1)
     assert main(["train", "--dry-run", "user_prompt_library=config/user_prompt_library.json"]) == 0
@@ -77,7 +86,9 @@ def test_the_copies_plan_without_a_warning(copied: Workspace, capsys: pytest.Cap
 @pytest.mark.slow
 def test_the_copies_train(copied: Workspace) -> None:
     data = json.loads(copied.path("config/multidatabackend.json").read_text(encoding="utf-8"))
-    copied.write_datasets([entry | ({"resolution": 64} if "resolution" in entry else {}) for entry in data])
+    copied.write_datasets(
+        [entry | ({"resolution": 64} if "resolution" in entry else {}) for entry in data]
+    )
     settings = [
         "torch_num_threads=1",
         "max_train_steps=2",

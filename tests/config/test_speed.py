@@ -45,7 +45,9 @@ def found(**settings: Any) -> dict[str, list[str]]:
         ({"speed_keep_attention": False}, (True, False, True)),
     ],
 )
-def test_switches_follow_speed_unless_set(settings: dict[str, Any], expected: tuple[bool, ...]) -> None:
+def test_switches_follow_speed_unless_set(
+    settings: dict[str, Any], expected: tuple[bool, ...]
+) -> None:
     group = make(**settings).speed
     switches = (
         speed.plain_math(group),
@@ -66,7 +68,9 @@ def test_switches_follow_speed_unless_set(settings: dict[str, Any], expected: tu
         ({"speed": "reference", "dynamo_backend": "aot_eager"}, "cpu", "aot_eager"),
     ],
 )
-def test_backend(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, expected: str | None) -> None:
+def test_backend(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, expected: str | None
+) -> None:
     monkeypatch.setattr(speed, "has_compiler", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton" or None)
     config = make(**settings)
@@ -92,7 +96,9 @@ def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.Monk
         ("xformers", "pip install xformers"),
     ],
 )
-def test_a_missing_attention_package_is_named(mechanism: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_attention_package_is_named(
+    mechanism: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (error,) = found(attention_mechanism=mechanism)["errors"]
     assert error.startswith(f"attention_mechanism: {mechanism!r} ")
@@ -102,7 +108,9 @@ def test_a_missing_attention_package_is_named(mechanism: str, advice: str, monke
 def test_a_submodule_is_looked_up_without_importing_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`flash_attn` would import torch while a run is planned, and its older versions have no `flash_attn.cute`."""
+    """`flash_attn` would import torch while a run is planned, and its older versions have no
+    `flash_attn.cute`.
+    """
     (tmp_path / "heavy").mkdir()
     (tmp_path / "heavy" / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "heavy" / "light.py").touch()
@@ -117,11 +125,19 @@ def test_a_submodule_is_looked_up_without_importing_its_package(
     [
         ({"attention_mechanism": "sageattention"}, "errors", "no backward pass"),
         ({"attention_mechanism": "flex"}, "hints", "block-sparse"),
-        ({"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"}, "errors", "a mode of inductor"),
+        (
+            {"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"},
+            "errors",
+            "a mode of inductor",
+        ),
         ({"dynamo_mode": "max-autotun"}, "errors", "Did you mean 'max-autotune'?"),
         ({"dynamo_backend": "no", "dynamo_fullgraph": True}, "hints", "dynamo_backend is 'no'"),
         ({"speed": "reference", "dynamo_dynamic": True}, "hints", "dynamo_backend is not set"),
-        ({"dynamo_backend": "no", "validation_torch_compile": False}, "hints", "dynamo_backend is 'no'"),
+        (
+            {"dynamo_backend": "no", "validation_torch_compile": False},
+            "hints",
+            "dynamo_backend is 'no'",
+        ),
         ({"speed": "reference", "speed_keep_attention": True}, "hints", "speed reference"),
     ],
 )
@@ -136,10 +152,20 @@ def test_a_kernel_without_a_fixed_order_is_refused(monkeypatch: pytest.MonkeyPat
     assert not found(attention_mechanism="xformers")["errors"]
     assert not found(attention_mechanism="flash-attn-2", deterministic=True)["errors"]
     (error,) = found(attention_mechanism="xformers", deterministic=True)["errors"]
-    assert error == ("attention_mechanism: 'xformers' sums in any order: not deterministic; use diffusers.")
+    assert error == (
+        "attention_mechanism: 'xformers' sums in any order: not deterministic; use diffusers."
+    )
 
 
 def test_families_without_fast_blocks_say_so() -> None:
     config = make(speed_keep_attention=True)
-    assert [each for each in family_complaints(config, SANA_VIDEO) if str(each).startswith("speed_keep_attention: ")]
-    assert not [each for each in family_complaints(config, KANDINSKY5_IMAGE) if str(each).startswith("speed_")]
+    assert [
+        each
+        for each in family_complaints(config, SANA_VIDEO)
+        if str(each).startswith("speed_keep_attention: ")
+    ]
+    assert not [
+        each
+        for each in family_complaints(config, KANDINSKY5_IMAGE)
+        if str(each).startswith("speed_")
+    ]

@@ -1,4 +1,6 @@
-"""CREPA and scheduled sampling in a config: what is refused, what has no effect, and what follows."""
+"""CREPA and scheduled sampling in a config: what is refused, what has no effect, and what
+follows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def test_a_teacher_before_its_student() -> None:
 
 
 def test_a_decay_that_ends_before_it_begins() -> None:
-    crepa = {"crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_teacher_block_index": 3}
+    crepa = {
+        "crepa_enabled": True,
+        "crepa_feature_source": "backbone",
+        "crepa_teacher_block_index": 3,
+    }
     decays = {**crepa, "crepa_block_index": 1, "crepa_scheduler": "linear", "crepa_warmup_steps": 9}
     assert [told[:44] for told in problems(**decays, crepa_decay_steps=9)[1]] == [
         "crepa_decay_steps: 9 is not after crepa_warm"
@@ -38,15 +44,24 @@ def test_an_offset_beyond_the_steps_of_previews_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"scheduled_sampling_max_step_offset": 3}, "offset: has no effect: scheduled_sampling_probability is 0."),
         (
-            {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_ramp_steps": 5,
-             "scheduled_sampling_prob_end": 0},
+            {"scheduled_sampling_max_step_offset": 3},
+            "offset: has no effect: scheduled_sampling_probability is 0.",
+        ),
+        (
+            {
+                "scheduled_sampling_max_step_offset": 3,
+                "scheduled_sampling_ramp_steps": 5,
+                "scheduled_sampling_prob_end": 0,
+            },
             "scheduled_sampling_max_step_offset: has no effect: probabilities are 0.",
         ),
-        ({**SAMPLED, "scheduled_sampling_ramp_steps": 5}, "scheduled_sampling_probability: has no effect"),
+        (
+            {**SAMPLED, "scheduled_sampling_ramp_steps": 5},
+            "scheduled_sampling_probability: has no effect",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_effect(settings: dict[str, Any], words: str) -> None:
     errors, (warning,) = problems(**settings)
     assert errors == []
@@ -55,31 +70,46 @@ def test_what_has_no_effect(settings: dict[str, Any], words: str) -> None:
 
 def sampled(**settings: Any) -> ScheduledSamplingConfig:
     values = {"max_step_offset": 4, "probability": 0.5, **settings}
-    return ScheduledSamplingConfig.model_validate({f"scheduled_sampling_{key}": each for key, each in values.items()})
+    return ScheduledSamplingConfig.model_validate(
+        {f"scheduled_sampling_{key}": each for key, each in values.items()}
+    )
 
 
 def test_probabilities() -> None:
     fixed = sampled(start_step=10)
     assert [fixed.probability_at(step) for step in (0, 9, 10, 99)] == [0, 0, 0.5, 0.5]
     ramp = sampled(start_step=10, ramp_steps=20, prob_start=0.0, prob_end=0.4)
-    assert [ramp.probability_at(step) for step in (0, 10, 15, 20, 30, 99)] == pytest.approx([0, 0, 0.1, 0.2, 0.4, 0.4])
+    assert [ramp.probability_at(step) for step in (0, 10, 15, 20, 30, 99)] == pytest.approx(
+        [0, 0, 0.1, 0.2, 0.4, 0.4]
+    )
     cosine = sampled(ramp_steps=20, prob_start=0.2, prob_end=0.0, ramp_shape="cosine")
-    assert [cosine.probability_at(step) for step in (0, 5, 10, 20)] == pytest.approx([0.2, 0.17071, 0.1, 0], abs=1e-4)
-    assert not sampled(ramp_steps=20, prob_start=0.0, prob_end=0.0).is_on, "0 is 0, whatever the probability is"
+    assert [cosine.probability_at(step) for step in (0, 5, 10, 20)] == pytest.approx(
+        [0.2, 0.17071, 0.1, 0], abs=1e-4
+    )
+    assert not sampled(ramp_steps=20, prob_start=0.0, prob_end=0.0).is_on, (
+        "0 is 0, whatever the probability is"
+    )
 
 
 def test_offsets() -> None:
     shares = [(index + 0.5) / 1000 for index in range(1000)]
     uniform = [sampled().offset_at(share) for share in shares]
-    assert {offset: uniform.count(offset) for offset in set(uniform)} == dict.fromkeys(range(5), 200)
-    early, late = (fmean(sampled(strategy=f"biased_{each}").offset_at(s) for s in shares) for each in ("early", "late"))
+    assert {offset: uniform.count(offset) for offset in set(uniform)} == dict.fromkeys(
+        range(5), 200
+    )
+    early, late = (
+        fmean(sampled(strategy=f"biased_{each}").offset_at(s) for s in shares)
+        for each in ("early", "late")
+    )
     assert early == pytest.approx(4 / 3, abs=0.1)
     assert late == pytest.approx(8 / 3, abs=0.1)
 
 
 def test_extra_forward_passes() -> None:
     assert sampled(reflexflow=False).mean_passes(100) == pytest.approx(0.5 * 4 / 2)
-    assert sampled().mean_passes(100) == pytest.approx(0.5 * (2 + 0.8)), "one of the plain input, if there is a way"
+    assert sampled().mean_passes(100) == pytest.approx(0.5 * (2 + 0.8)), (
+        "one of the plain input, if there is a way"
+    )
     assert sampled(reflexflow_alpha=0).mean_passes(100) == pytest.approx(1)
     ramp = sampled(ramp_steps=100, prob_start=0, prob_end=1, reflexflow=False)
     assert ramp.mean_passes(100) == pytest.approx(1, abs=0.02)

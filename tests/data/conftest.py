@@ -13,5 +13,10 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 def context(tmp_path: Path) -> DataContext:
     defaults = DatasetDefaults(resolution=64)
     return DataContext(
-        defaults, KANDINSKY5_IMAGE, "t2i", tmp_path / "latents", tmp_path / "texts", tmp_path / "downloads"
+        defaults,
+        KANDINSKY5_IMAGE,
+        "t2i",
+        tmp_path / "latents",
+        tmp_path / "texts",
+        tmp_path / "downloads",
     )

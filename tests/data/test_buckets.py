@@ -23,13 +23,31 @@ from simpletuner.models.kandinsky5.spec import IMAGE_SIZES
 ALIGNMENTS = (16, 32, 64, 128)
 # The table of the dataset reference: setting, ratios, then one column per alignment.
 TABLE = [
-    (480, (1.0, 1.78, 0.56), "480×480 · 640×352 · 352×640", "480×480 · 640×352 · 352×640",
-     "512×512 · 704×384 · 384×704", "512×512 · 640×384 · 384×640"),
-    (512, (1.0, 1.33, 1.78), "512×512 · 592×448 · 688×384", "512×512 · 576×448 · 672×384",
-     "512×512 · 576×448 · 704×384", "512×512 · 640×384 · 640×384"),
-    (1024, (1.0, 1.5, 1.78), "1024×1024 · 1248×832 · 1360×768", "1024×1024 · 1248×832 · 1376×768",
-     "1024×1024 · 1280×832 · 1344×768", "1024×1024 · 1280×896 · 1408×768"),
-]  # fmt: skip
+    (
+        480,
+        (1.0, 1.78, 0.56),
+        "480×480 · 640×352 · 352×640",
+        "480×480 · 640×352 · 352×640",
+        "512×512 · 704×384 · 384×704",
+        "512×512 · 640×384 · 384×640",
+    ),
+    (
+        512,
+        (1.0, 1.33, 1.78),
+        "512×512 · 592×448 · 688×384",
+        "512×512 · 576×448 · 672×384",
+        "512×512 · 576×448 · 704×384",
+        "512×512 · 640×384 · 640×384",
+    ),
+    (
+        1024,
+        (1.0, 1.5, 1.78),
+        "1024×1024 · 1248×832 · 1360×768",
+        "1024×1024 · 1248×832 · 1376×768",
+        "1024×1024 · 1280×832 · 1344×768",
+        "1024×1024 · 1280×896 · 1408×768",
+    ),
+]
 PIXEL_TABLE = [
     ((1920, 1080), "1824×1024", "1824×1024", "1792×1024", "1792×1024"),
     ((1080, 1920), "1024×1824", "1024×1824", "1024×1856", "1024×1792"),
@@ -87,7 +105,9 @@ def test_ratio_is_rounded_and_never_zero() -> None:
 @pytest.mark.parametrize("kind", ["pixel", "pixel_area"])
 def test_square_crop(kind: ResolutionType) -> None:
     rules = make_rules(1000, kind, 64, crop=True)
-    assert rules.place(Size(1920, 1080)) == Geometry("1.0", Size(1024, 1024), Size(1820, 1024), (398, 0))
+    assert rules.place(Size(1920, 1080)) == Geometry(
+        "1.0", Size(1024, 1024), Size(1820, 1024), (398, 0)
+    )
 
 
 def test_without_crop_the_overhang_is_trimmed_from_the_centre() -> None:
@@ -102,11 +122,19 @@ def test_every_picture_covers_its_bucket() -> None:
         {},
         {"crop": True},
         {"crop": True, "crop_aspect": "preserve", "crop_style": "random"},
-        {"crop": True, "crop_aspect": "closest", "aspects": tuple(native_aspects(NATIVE_GRID, NATIVE))},
+        {
+            "crop": True,
+            "crop_aspect": "closest",
+            "aspects": tuple(native_aspects(NATIVE_GRID, NATIVE)),
+        },
     ]
-    for options, width, height in itertools.product(modes, range(600, 2100, 171), range(600, 2100, 173)):
+    for options, width, height in itertools.product(
+        modes, range(600, 2100, 171), range(600, 2100, 173)
+    ):
         geometry = make_rules(**options).place(Size(width, height), "token", width, height)
-        (left, top), (w, h), (rw, rh) = geometry.crop, geometry.size, geometry.resized
+        left, top = geometry.crop
+        w, h = geometry.size
+        rw, rh = geometry.resized
         assert w % 16 == h % 16 == 0
         assert 0 <= left <= rw - w
         assert 0 <= top <= rh - h
@@ -135,7 +163,9 @@ def test_crop_styles() -> None:
 def test_random_positions_depend_on_the_token_alone() -> None:
     rules = make_rules(crop=True, crop_style="random")
     positions = [rules.place(Size(2048, 1024), "id", number).crop[0] for number in range(400)]
-    assert positions == [rules.place(Size(2048, 1024), "id", number).crop[0] for number in range(400)]
+    assert positions == [
+        rules.place(Size(2048, 1024), "id", number).crop[0] for number in range(400)
+    ]
     assert len(set(positions)) > 250
     assert abs(sum(positions) / 400 - 512) < 60
     assert min(positions) < 30
@@ -151,7 +181,10 @@ def test_closest_uses_the_native_sizes_at_their_resolution() -> None:
     assert [aspect.size for aspect in aspects] == list(IMAGE_SIZES)
     assert [aspect.bucket for aspect in aspects[:4]] == ["1.0", "0.45", "2.2", "0.6"]
     rules = make_rules(crop=True, crop_aspect="closest", aspects=tuple(aspects))
-    found = {size: rules.place(Size(*size)).size for size in [(1920, 1080), (1000, 1001), (3000, 4000), (5000, 1000)]}
+    found = {
+        size: rules.place(Size(*size)).size
+        for size in [(1920, 1080), (1000, 1001), (3000, 4000), (5000, 1000)]
+    }
     assert found == {
         (1920, 1080): (1280, 768),
         (1000, 1001): (1024, 1024),
@@ -161,14 +194,21 @@ def test_closest_uses_the_native_sizes_at_their_resolution() -> None:
 
 
 def test_native_ratios_go_through_the_formula_elsewhere() -> None:
-    assert [aspect.size for aspect in native_aspects(PixelGrid(512, "pixel_area", 16), NATIVE)][:2] == [
+    assert [aspect.size for aspect in native_aspects(PixelGrid(512, "pixel_area", 16), NATIVE)][
+        :2
+    ] == [
         (512, 512),
         PixelGrid(512, "pixel_area", 16).size(0.45),
     ]
-    assert native_aspects(PixelGrid(1024, "pixel", 16), NATIVE)[1].size == PixelGrid(1024, "pixel", 16).size(0.45)
+    assert native_aspects(PixelGrid(1024, "pixel", 16), NATIVE)[1].size == PixelGrid(
+        1024, "pixel", 16
+    ).size(0.45)
     assert native_aspects(PixelGrid(1.048576, "area", 16), NATIVE)[1].size == (640, 1408)
     several = {512: ((512, 512), (512, 768)), **NATIVE}
-    assert [aspect.size for aspect in native_aspects(PixelGrid(512, "pixel", 16), several)] == [(512, 512), (512, 768)]
+    assert [aspect.size for aspect in native_aspects(PixelGrid(512, "pixel", 16), several)] == [
+        (512, 512),
+        (512, 768),
+    ]
     assert native_aspects(NATIVE_GRID, {}) == []
 
 
@@ -201,7 +241,11 @@ def test_max_upscale_leaves_large_buckets_out() -> None:
     ],
 )
 def test_minimum_size(
-    kind: ResolutionType, minimum: float, crop: bool, kept: tuple[int, int], left_out: tuple[int, int] | None
+    kind: ResolutionType,
+    minimum: float,
+    crop: bool,
+    kept: tuple[int, int],
+    left_out: tuple[int, int] | None,
 ) -> None:
     rules = make_rules(1 if kind == "area" else 512, kind, crop=crop, minimum_image_size=minimum)
     rules.place(Size(*kept))
@@ -231,7 +275,14 @@ def test_a_side_beyond_the_model_is_left_out() -> None:
         ("pixel", 512, 2048, 768, (2048, 1536), (683, 512)),  # not above the maximum: just covers
         ("pixel_area", 512, 1024, 768, (2000, 2000), (768, 768)),
         ("area", 0.262144, 1.0, 0.589824, (2000, 2000), (768, 768)),
-        ("pixel_area", 512, 1024, 256, (2000, 2000), (512, 512)),  # a target below the bucket still covers it
+        (
+            "pixel_area",
+            512,
+            1024,
+            256,
+            (2000, 2000),
+            (512, 512),
+        ),  # a target below the bucket still covers it
     ],
 )
 def test_larger_pictures_are_resized_to_the_target_first(
@@ -253,8 +304,11 @@ def test_partners_that_follow_have_the_size_of_their_source() -> None:
     source = make_rules(crop=True).place(Size(1000, 800))
     geometry = make_rules().follow(Size(300, 900), source)
     assert (geometry.bucket, geometry.size, geometry.resized, geometry.crop) == (
-        "1.0", (1024, 1024), (1024, 3072), (0, 1024),
-    )  # fmt: skip
+        "1.0",
+        (1024, 1024),
+        (1024, 3072),
+        (0, 1024),
+    )
 
 
 def test_limits_are_off_by_default() -> None:

@@ -33,17 +33,25 @@ def photos(tmp_path: Path) -> Path:
     for number in range(6):
         path = root / f"sub {number % 2}" / f"photo_{number}.png"
         pictures.photograph(path, [(90, 60), (64, 64), (60, 90)][number % 3], seed=number)
-        path.with_suffix(".txt").write_text(f"photo number {number}\nanother caption", encoding="utf-8")
+        path.with_suffix(".txt").write_text(
+            f"photo number {number}\nanother caption", encoding="utf-8"
+        )
     return root
 
 
-def build(context: DataContext, *entries: dict[str, Any], **changes: Any) -> tuple[list[Dataset], list[Problem]]:
-    """Datasets and problems of entries; `changes` are for the run-wide defaults or for the context."""
+def build(
+    context: DataContext, *entries: dict[str, Any], **changes: Any
+) -> tuple[list[Dataset], list[Problem]]:
+    """Datasets and problems of entries; `changes` are for the run-wide defaults or for the
+    context.
+    """
     defaults = {key: value for key, value in changes.items() if key in DatasetDefaults.model_fields}
     others = {key: value for key, value in changes.items() if key not in defaults}
     context = replace(context, defaults=context.defaults.model_copy(update=defaults), **others)
     problems = Problems()
-    configs = [DatasetConfig(**{"id": f"set{number}", **entry}) for number, entry in enumerate(entries)]
+    configs = [
+        DatasetConfig(**{"id": f"set{number}", **entry}) for number, entry in enumerate(entries)
+    ]
     return build_datasets(configs, context, problems), problems
 
 
@@ -58,13 +66,24 @@ def folder(root: Path, **more: Any) -> dict[str, Any]:
 def test_a_folder_becomes_samples(context: DataContext, photos: Path) -> None:
     (dataset,), problems = build(context, folder(photos))
     assert not problems
-    assert [sample.name for sample in dataset.samples][:2] == ["sub 0/photo_0.png", "sub 0/photo_2.png"]
+    assert [sample.name for sample in dataset.samples][:2] == [
+        "sub 0/photo_0.png",
+        "sub 0/photo_2.png",
+    ]
     sample = dataset.samples[0]
     assert sample.full_name == "set0/sub 0/photo_0.png"
     assert sample.captions == ("photo number 0", "another caption")
-    assert (sample.original_size, sample.geometry.bucket, sample.geometry.size) == ((90, 60), "1.5", (80, 48))
+    assert (sample.original_size, sample.geometry.bucket, sample.geometry.size) == (
+        (90, 60),
+        "1.5",
+        (80, 48),
+    )
     assert len(sample.content) == 64
-    assert {label: len(samples) for label, samples in dataset.buckets.items()} == {"0.67": 2, "1.0": 2, "1.5": 2}
+    assert {label: len(samples) for label, samples in dataset.buckets.items()} == {
+        "0.67": 2,
+        "1.0": 2,
+        "1.5": 2,
+    }
     assert dataset.latent_dir == context.latent_root / "set0"
     assert (dataset.batch_size, dataset.repeats, dataset.config.crop_style) == (1, 0, "random")
 
@@ -77,7 +96,9 @@ def test_every_file_is_used_or_listed_with_its_reason(context: DataContext, phot
     (photos / "long.txt").write_text("long")
     (dataset,), problems = build(context, folder(photos, maximum_aspect_ratio=10))
     ledger = dataset.ledger()
-    files = sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(photos).as_posix() for path in photos.rglob("*") if path.is_file()
+    )
     captions = [name for name in files if name.endswith(".txt")]
     assert sorted(entry.name for entry in ledger) == sorted(set(files) - set(captions))
     uses = {entry.name: entry.use for entry in ledger}
@@ -95,7 +116,9 @@ def test_every_file_is_used_or_listed_with_its_reason(context: DataContext, phot
     assert problems[0].kind == "captions"
 
 
-def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: DataContext, photos: Path) -> None:
+def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(
+    context: DataContext, photos: Path
+) -> None:
     (dataset,), problems = build(context, {"instance_data_dir": str(photos)})
     assert dataset.samples[0].captions == ("photo 0",)
     assert "caption_strategy to textfile" in str(problems[0])
@@ -103,13 +126,22 @@ def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: D
 
 
 def test_unread_formats_give_one_warning_with_a_remedy(context: DataContext, photos: Path) -> None:
-    for name in ("one.jxl", "two.CR3", "three.mxf", "four.mp4", "sub 0/photo_0.dng", "sub 1/photo_1.mov"):
+    for name in (
+        "one.jxl",
+        "two.CR3",
+        "three.mxf",
+        "four.mp4",
+        "sub 0/photo_0.dng",
+        "sub 1/photo_1.mov",
+    ):
         (photos / name).write_bytes(b"")
 
     (dataset,), (problem,) = build(context, folder(photos))
 
     assert len(dataset.samples) == 6
-    assert problem.message.startswith("4 files are left out: 1 clip among pictures (four.mp4); 3 unread format (")
+    assert problem.message.startswith(
+        "4 files are left out: 1 clip among pictures (four.mp4); 3 unread format ("
+    )
     assert "Save such pictures as .png or .jpg, and such clips as .mp4." in problem.message
     assert "Clips are trained by a video model" in problem.message
 
@@ -121,11 +153,16 @@ def test_a_folder_of_unread_formats_says_what_to_do(context: DataContext, tmp_pa
     _, problems = build(context, folder(tmp_path / "raw"))
 
     (problem,) = fatal(problems)
-    assert "a.cr2 is a picture in a format that is not read (.cr2); save it as .png or .jpg" in problem.message
+    assert (
+        "a.cr2 is a picture in a format that is not read (.cr2); save it as .png or .jpg"
+        in problem.message
+    )
 
 
 @pytest.mark.parametrize(("suffix", "kind"), [(".jfif", "JPEG"), (".jpe", "JPEG"), (".mpo", "MPO")])
-def test_other_names_of_jpeg_files_are_read(suffix: str, kind: str, context: DataContext, tmp_path: Path) -> None:
+def test_other_names_of_jpeg_files_are_read(
+    suffix: str, kind: str, context: DataContext, tmp_path: Path
+) -> None:
     (tmp_path / "photos").mkdir()
     views = [Image.new("RGB", (64, 48), colour) for colour in ("red", "blue")]
     more = {"save_all": True, "append_images": views[1:]} if kind == "MPO" else {}
@@ -141,7 +178,11 @@ def test_other_names_of_jpeg_files_are_read(suffix: str, kind: str, context: Dat
 @pytest.mark.parametrize(
     ("entry", "where", "words"),
     [
-        ({"dataset_type": "video"}, "dataset_type", "set model_family kandinsky5-video or sanavideo"),
+        (
+            {"dataset_type": "video"},
+            "dataset_type",
+            "set model_family kandinsky5-video or sanavideo",
+        ),
         ({"instance_data_dir": None}, "instance_data_dir", "required"),
         ({"caption_strategy": "instanceprompt"}, "caption_strategy", "needs instance_prompt"),
         ({"prepend_instance_prompt": True}, "prepend_instance_prompt", "needs instance_prompt"),
@@ -149,53 +190,98 @@ def test_other_names_of_jpeg_files_are_read(suffix: str, kind: str, context: Dat
         ({"caption_strategy": "parquet"}, "caption_strategy", "metadata_backend parquet"),
         ({"caption_strategy": "csv"}, "caption_strategy", "type csv"),
         ({"caption_strategy": "metadata"}, "caption_strategy", "contains neither"),
-        ({"caption_strategy": "instanceprompt", "instance_prompt": " "}, "caption_strategy", "needs instance_prompt"),
-        ({"only_instance_prompt": True, "instance_prompt": ["zkt", ""]}, "instance_prompt", "text 2 of 2 is blank"),
-        ({"prepend_instance_prompt": True, "instance_prompt": ["\t", "a"]}, "instance_prompt", "text 1 of 2 is blank"),
+        (
+            {"caption_strategy": "instanceprompt", "instance_prompt": " "},
+            "caption_strategy",
+            "needs instance_prompt",
+        ),
+        (
+            {"only_instance_prompt": True, "instance_prompt": ["zkt", ""]},
+            "instance_prompt",
+            "text 2 of 2 is blank",
+        ),
+        (
+            {"prepend_instance_prompt": True, "instance_prompt": ["\t", "a"]},
+            "instance_prompt",
+            "text 1 of 2 is blank",
+        ),
         ({"metadata_backend": "parquet"}, "metadata_backend", "the object parquet"),
         ({"crop_style": "face"}, "crop_style", "face detector"),
         ({"crop": True, "crop_aspect": "random"}, "crop_aspect_buckets", "needs a list"),
-        ({"crop": True, "crop_aspect": "closest", "resolution": 1024, "crop_aspect_buckets": [9]},
-         "crop_aspect_buckets", "is 2048 a side"),
+        (
+            {
+                "crop": True,
+                "crop_aspect": "closest",
+                "resolution": 1024,
+                "crop_aspect_buckets": [9],
+            },
+            "crop_aspect_buckets",
+            "is 2048 a side",
+        ),
         ({"resolution": 4096}, "resolution", "2048"),
         ({"resolution": 1024, "resolution_type": "area"}, "resolution", "megapixels"),
         ({"aspect_bucket_alignment": "8"}, "aspect_bucket_alignment", "16 pixels"),
         ({"maximum_image_size": 1024}, "maximum_image_size", "target_downsample_size"),
-        ({"maximum_image_size": 25, "target_downsample_size": 1, "resolution_type": "area", "resolution": 0.1},
-         "maximum_image_size", "wrong unit"),
-        ({"maximum_image_size": 4, "target_downsample_size": 2, "resolution_type": "pixel"},
-         "maximum_image_size", "wrong unit"),
-        ({"minimum_aspect_ratio": 2, "maximum_aspect_ratio": 1}, "minimum_aspect_ratio", "no picture fits"),
+        (
+            {
+                "maximum_image_size": 25,
+                "target_downsample_size": 1,
+                "resolution_type": "area",
+                "resolution": 0.1,
+            },
+            "maximum_image_size",
+            "wrong unit",
+        ),
+        (
+            {"maximum_image_size": 4, "target_downsample_size": 2, "resolution_type": "pixel"},
+            "maximum_image_size",
+            "wrong unit",
+        ),
+        (
+            {"minimum_aspect_ratio": 2, "maximum_aspect_ratio": 1},
+            "minimum_aspect_ratio",
+            "no picture fits",
+        ),
         ({"end_epoch": 2, "start_epoch": 3}, "end_epoch", "before"),
         ({"end_step": 2, "start_step": 3}, "end_step", "before"),
         ({"conditioning": {"type": "canny"}}, "conditioning", "not available yet"),
         ({"caption_filter_list": ["x"]}, "caption_filter_list", "text_embeds"),
         ({"skip_file_discovery": ["everything"]}, "skip_file_discovery", "vae"),
     ],
-)  # fmt: skip
-def test_bad_entries(context: DataContext, photos: Path, entry: dict[str, Any], where: str, words: str) -> None:
+)
+def test_bad_entries(
+    context: DataContext, photos: Path, entry: dict[str, Any], where: str, words: str
+) -> None:
     _, problems = build(context, folder(photos, id="a.b"), folder(photos, **entry))
     found = {problem.where: problem.message for problem in fatal(problems)}
     assert words in found[f"set1.{where}"]
 
 
-def test_the_unit_check_can_be_lifted(context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unit_check_can_be_lifted(
+    context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE", "1")
-    entry = folder(photos, maximum_image_size=40, target_downsample_size=32, resolution_type="pixel", crop=True)
+    entry = folder(
+        photos, maximum_image_size=40, target_downsample_size=32, resolution_type="pixel", crop=True
+    )
     (dataset,), problems = build(context, entry)
     assert not problems
     assert dataset.samples[0].geometry.resized == (96, 64)
 
 
 def test_missing_folders_are_one_problem(context: DataContext, photos: Path) -> None:
-    _, problems = build(context, folder(photos), folder(photos / "x"), folder(photos / "y", id="other"))
+    _, problems = build(
+        context, folder(photos), folder(photos / "x"), folder(photos / "y", id="other")
+    )
     (problem,) = fatal(problems)
     assert "set1: " in problem.message
     assert "other: " in problem.message
     assert problem.to_json()["entries"] == ["set1", "other"]
 
 
-def test_problems_of_several_entries_come_together(context: DataContext, photos: Path, tmp_path: Path) -> None:
+def test_problems_of_several_entries_come_together(
+    context: DataContext, photos: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     for path in photos.rglob("*.txt"):
         path.unlink()
@@ -206,7 +292,12 @@ def test_problems_of_several_entries_come_together(context: DataContext, photos:
         folder(tmp_path / "gone"),
         folder(photos, crop_style="face"),
     )
-    assert {problem.where for problem in fatal(problems)} == {"set0", "set1", "instance_data_dir", "set3.crop_style"}
+    assert {problem.where for problem in fatal(problems)} == {
+        "set0",
+        "set1",
+        "instance_data_dir",
+        "set3.crop_style",
+    }
     assert {problem.where: problem.kind for problem in fatal(problems)}["set0"] == "captions"
     messages = {problem.where: problem.message for problem in problems}
     assert messages["set0"].startswith("no samples detected in dataset set0")
@@ -214,11 +305,16 @@ def test_problems_of_several_entries_come_together(context: DataContext, photos:
     assert "the folder is empty" in messages["set1"]
 
 
-def test_latent_folders_belong_to_one_dataset(context: DataContext, photos: Path, tmp_path: Path) -> None:
+def test_latent_folders_belong_to_one_dataset(
+    context: DataContext, photos: Path, tmp_path: Path
+) -> None:
     shared = str(tmp_path / "cache")
     text = {"dataset_type": "text_embeds", "cache_dir": shared, "default": True}
     _, problems = build(
-        context, folder(photos, cache_dir_vae=shared), folder(photos, cache_dir_vae=shared + "/../cache"), text
+        context,
+        folder(photos, cache_dir_vae=shared),
+        folder(photos, cache_dir_vae=shared + "/../cache"),
+        text,
     )
     messages = " ".join(problem.message for problem in fatal(problems))
     assert "several datasets: set0, set1" in messages
@@ -230,7 +326,9 @@ def test_ids_stay_inside_the_cache_folder(context: DataContext, photos: Path) ->
     assert dataset.latent_dir.parent == context.latent_root
 
 
-def test_image_embeds_name_the_latent_folder(context: DataContext, photos: Path, tmp_path: Path) -> None:
+def test_image_embeds_name_the_latent_folder(
+    context: DataContext, photos: Path, tmp_path: Path
+) -> None:
     cache = {"id": "cache", "dataset_type": "image_embeds", "cache_dir": str(tmp_path / "mine")}
     (dataset,), problems = build(context, folder(photos, image_embeds="cache"), cache)
     assert not problems
@@ -257,7 +355,9 @@ def test_too_few_samples_say_which_repeats_would_do(
     assert not fatal(problems)
 
 
-def test_oversubscription_raises_only_repeats_that_were_left_open(context: DataContext, photos: Path) -> None:
+def test_oversubscription_raises_only_repeats_that_were_left_open(
+    context: DataContext, photos: Path
+) -> None:
     allowed = {"train_batch_size": 7, "allow_dataset_oversubscription": True}
     (dataset,), problems = build(context, folder(photos), **allowed)
     assert dataset.repeats == 1
@@ -295,7 +395,9 @@ def test_files_are_left_out_by_a_list_in_their_folder(context: DataContext, phot
     (dataset,), problems = build(context, folder(photos))
     assert not problems, "that was asked for"
     assert (len(dataset.samples), name in dataset.facts) == (5, False)
-    assert {entry.use for entry in dataset.ledger() if entry.name == name} == {"is left out by exclude.json"}
+    assert {entry.use for entry in dataset.ledger() if entry.name == name} == {
+        "is left out by exclude.json"
+    }
     (photos / "mine.json").write_text(json.dumps(["sub 1/photo_9.png"]))
     (dataset,), (problem,) = build(context, folder(photos, exclude_files="mine.json"))
     assert len(dataset.samples) == 6
@@ -306,9 +408,12 @@ def test_files_are_left_out_by_a_list_in_their_folder(context: DataContext, phot
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("[1]", "a JSON list of file names"), ("{}", "a JSON list"), ("[", "not valid JSON")]
+    ("content", "message"),
+    [("[1]", "a JSON list of file names"), ("{}", "a JSON list"), ("[", "not valid JSON")],
 )
-def test_a_list_that_cannot_be_used_is_an_error(content: str, message: str, context: DataContext, photos: Path) -> None:
+def test_a_list_that_cannot_be_used_is_an_error(
+    content: str, message: str, context: DataContext, photos: Path
+) -> None:
     (photos / "exclude.json").write_text(content)
     _, problems = build(context, folder(photos))
     assert [(problem.where, message in problem.message) for problem in fatal(problems)] == [
@@ -319,9 +424,13 @@ def test_a_list_that_cannot_be_used_is_an_error(content: str, message: str, cont
     _, problems = build(context, folder(photos, exclude_files="a\0b"))
     assert "cannot be read: embedded null byte" in problems[0].message
     _, problems = build(context, folder(photos, exclude_files="none.json"))
-    assert ["none.json" in problem.message for problem in fatal(problems)] == [True], "a list that was named must exist"
+    assert ["none.json" in problem.message for problem in fatal(problems)] == [True], (
+        "a list that was named must exist"
+    )
     _, problems = build(context, folder(photos, exclude_files="../exclude.json"))
-    assert ["must be the name of a file" in problem.message for problem in fatal(problems)] == [True]
+    assert ["must be the name of a file" in problem.message for problem in fatal(problems)] == [
+        True
+    ]
 
 
 def test_max_num_samples_is_a_fixed_subset(context: DataContext, photos: Path) -> None:
@@ -338,7 +447,11 @@ def test_held_out_samples_become_an_eval_set(context: DataContext, photos: Path)
     (dataset, held), problems = build(context, folder(photos, hold_out=2))
     assert not fatal(problems)
     assert (len(dataset.samples), dataset.counts()["held out"]) == (4, 2)
-    assert (held.id, held.config.is_trained, held.batch_size) == (f"{dataset.id}-held-out", False, 1)
+    assert (held.id, held.config.is_trained, held.batch_size) == (
+        f"{dataset.id}-held-out",
+        False,
+        1,
+    )
     names = [{sample.name for sample in each.samples} for each in (dataset, held)]
     assert not set.intersection(*names)
     assert held.latent_dir != dataset.latent_dir
@@ -372,12 +485,16 @@ def test_a_picture_in_two_formats_is_never_both_held_out_and_trained(
     (dataset, held), problems = build(context, folder(twins, hold_out=count))
 
     assert not fatal(problems)
-    trained_stems, held_stems = ({Path(sample.name).stem for sample in each.samples} for each in (dataset, held))
+    trained_stems, held_stems = (
+        {Path(sample.name).stem for sample in each.samples} for each in (dataset, held)
+    )
     assert not trained_stems & held_stems
     assert len(held.samples) in (count, count + 1)
 
 
-def test_a_single_picture_in_two_formats_cannot_be_held_out(context: DataContext, twins: Path) -> None:
+def test_a_single_picture_in_two_formats_cannot_be_held_out(
+    context: DataContext, twins: Path
+) -> None:
     for path in twins.glob("[1-4].*"):
         path.unlink()
     _, problems = build(context, folder(twins, hold_out=1))
@@ -396,7 +513,9 @@ def test_pictures_in_two_formats_are_named(context: DataContext, twins: Path) ->
     assert not build(context, folder(twins))[1]
 
 
-def test_a_dataset_without_usable_files_says_why_for_the_commonest_reason(context: DataContext, photos: Path) -> None:
+def test_a_dataset_without_usable_files_says_why_for_the_commonest_reason(
+    context: DataContext, photos: Path
+) -> None:
     pictures.write_all(photos / "a broken one", {"cut.png": pictures.BROKEN["cut.png"]})
     for path in photos.rglob("*.txt"):
         path.unlink()
@@ -405,7 +524,9 @@ def test_a_dataset_without_usable_files_says_why_for_the_commonest_reason(contex
 
 
 def test_eval_sets_have_batch_one_and_are_not_counted(context: DataContext, photos: Path) -> None:
-    datasets, problems = build(context, folder(photos), folder(photos, dataset_type="eval"), train_batch_size=6)
+    datasets, problems = build(
+        context, folder(photos), folder(photos, dataset_type="eval"), train_batch_size=6
+    )
     assert not fatal(problems)
     assert (datasets[1].batch_size, datasets[1].config.is_trained) == (1, False)
 
@@ -420,7 +541,9 @@ def test_random_crops_move_each_epoch_and_only_then(context: DataContext, photos
     (fixed,), _ = build(context, folder(photos, crop=True, vae_cache_clear_each_epoch=False))
     (centred,), _ = build(context, folder(photos, crop=True, crop_style="center"))
     assert moving.changes_each_epoch
-    assert [sample.geometry for sample in moving.at_epoch(2).samples] != [s.geometry for s in moving.samples]
+    assert [sample.geometry for sample in moving.at_epoch(2).samples] != [
+        s.geometry for s in moving.samples
+    ]
     assert moving.at_epoch(2).at_epoch(1) == moving
     assert moving.at_epoch(2) == moving.at_epoch(3).at_epoch(2)
     for dataset in (fixed, centred):
@@ -433,21 +556,41 @@ def test_random_aspects_change_buckets_each_epoch(context: DataContext, photos: 
     entry = folder(photos, crop=True, crop_aspect="random", crop_aspect_buckets=[0.5, 1.0, 2.0])
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
-    assert {sample.geometry.bucket for epoch in range(1, 9) for sample in dataset.at_epoch(epoch).samples} == {
-        "0.5", "1.0", "2.0",
-    }  # fmt: skip
+    assert {
+        sample.geometry.bucket
+        for epoch in range(1, 9)
+        for sample in dataset.at_epoch(epoch).samples
+    } == {
+        "0.5",
+        "1.0",
+        "2.0",
+    }
 
 
 def test_captions_pass_through_filters_and_shuffling(context: DataContext, photos: Path) -> None:
-    text = {"id": "text", "dataset_type": "text_embeds", "caption_filter_list": ["s/photo number/number/", "another"]}
-    entry = folder(photos, caption_shuffle={"enable": True, "split_on": "space", "count": 1, "include_original": False})
+    text = {
+        "id": "text",
+        "dataset_type": "text_embeds",
+        "caption_filter_list": ["s/photo number/number/", "another"],
+    }
+    entry = folder(
+        photos,
+        caption_shuffle={
+            "enable": True,
+            "split_on": "space",
+            "count": 1,
+            "include_original": False,
+        },
+    )
     (dataset,), problems = build(context, entry, text)
     assert not problems
     assert sorted(dataset.samples[0].captions[0].split()) == ["0", "number"]
     assert dataset.samples[0].captions[1] == "caption"
 
 
-def test_a_second_start_reads_no_file(context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_reads_no_file(
+    context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (photos / "bad.png").write_text("bad")
     (first,), _ = build(context, folder(photos))
     assert not (first.latent_dir / INDEX_NAME).exists()
@@ -469,7 +612,9 @@ def test_a_second_start_reads_no_file(context: DataContext, photos: Path, monkey
     assert second.counts()["damaged"] == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1, "root": "/", "files": {"a": {}}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"version": 1, "root": "/", "files": {"a": {}}}']
+)
 def test_a_damaged_index_is_ignored(context: DataContext, photos: Path, content: str) -> None:
     (first,), _ = build(context, folder(photos))
     first.latent_dir.mkdir(parents=True)
@@ -479,7 +624,9 @@ def test_a_damaged_index_is_ignored(context: DataContext, photos: Path, content:
     assert not problems
 
 
-def test_files_that_went_are_listed_or_used_from_the_caches(context: DataContext, photos: Path) -> None:
+def test_files_that_went_are_listed_or_used_from_the_caches(
+    context: DataContext, photos: Path
+) -> None:
     (first,), _ = build(context, folder(photos))
     first.save_index()
     gone = photos / "sub 0" / "photo_0.png"
@@ -519,10 +666,14 @@ def test_damage_found_later_is_remembered(context: DataContext, photos: Path) ->
     assert {file.detail for file in again.rejected} == {"is damaged: broken data"}
 
 
-def test_a_held_out_file_that_turns_out_damaged_is_replaced(context: DataContext, photos: Path) -> None:
+def test_a_held_out_file_that_turns_out_damaged_is_replaced(
+    context: DataContext, photos: Path
+) -> None:
     datasets, _ = build(context, folder(photos, hold_out=2))
     damaged = datasets[1].samples[0].name
-    reduced = without_failures(datasets, {(datasets[1].id, damaged): ("damaged", "is damaged: broken data")})
+    reduced = without_failures(
+        datasets, {(datasets[1].id, damaged): ("damaged", "is damaged: broken data")}
+    )
     assert [(len(each.samples), each.counts()["damaged"]) for each in reduced] == [(4, 0), (1, 1)]
     for each in reduced:
         each.save_index()
@@ -540,10 +691,15 @@ def test_unreadable_files_are_reported_and_tried_again(context: DataContext, pho
     assert "dangling.png" not in json.loads((dataset.latent_dir / INDEX_NAME).read_text())["files"]
 
 
-def test_a_table_decides_which_files_take_part(context: DataContext, photos: Path, tmp_path: Path) -> None:
+def test_a_table_decides_which_files_take_part(
+    context: DataContext, photos: Path, tmp_path: Path
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    columns = {"filename": ["photo_0.png", "photo_1.png", "lost.png"], "caption": ["zero", "one", "lost"]}
+    columns = {
+        "filename": ["photo_0.png", "photo_1.png", "lost.png"],
+        "caption": ["zero", "one", "lost"],
+    }
     parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
     entry = {
         "instance_data_dir": str(photos),
@@ -564,15 +720,26 @@ def test_no_picture_is_decoded_for_the_plan(
     context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoding takes most of the time that a picture takes."""
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda picture: pytest.fail(f"{picture} was decoded"))
-    (dataset,), _ = build(context, {"instance_data_dir": str(photos), "caption_strategy": "filename"})
+    monkeypatch.setattr(
+        ImageFile.ImageFile, "load", lambda picture: pytest.fail(f"{picture} was decoded")
+    )
+    (dataset,), _ = build(
+        context, {"instance_data_dir": str(photos), "caption_strategy": "filename"}
+    )
     assert dataset.samples
 
 
 @pytest.mark.parametrize("task", ["t2i", "i2i"])
 def test_the_guides_entry_works(context: DataContext, photos: Path, task: Task) -> None:
-    entry = folder(photos, resolution=1024, crop=True, crop_aspect="square", repeats=10, id="my-image-dataset")
-    text = {"id": "text-embeds", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/text/kandinsky5"}
+    entry = folder(
+        photos, resolution=1024, crop=True, crop_aspect="square", repeats=10, id="my-image-dataset"
+    )
+    text = {
+        "id": "text-embeds",
+        "dataset_type": "text_embeds",
+        "default": True,
+        "cache_dir": "cache/text/kandinsky5",
+    }
     (dataset,), problems = build(context, entry, text, task=task)
     missing = [] if task == "t2i" else ["my-image-dataset.conditioning_data"]
     assert [problem.where for problem in problems if problem.fatal] == missing
@@ -583,7 +750,8 @@ def test_real_photographs_are_all_usable(context: DataContext) -> None:
     skimage = pytest.importorskip("skimage")
     root = Path(skimage.__file__).parent / "data"
     (dataset,), problems = build(
-        context, {"instance_data_dir": str(root), "caption_strategy": "filename", "resolution": 1024}
+        context,
+        {"instance_data_dir": str(root), "caption_strategy": "filename", "resolution": 1024},
     )
     assert not fatal(problems)
     assert len(dataset.samples) >= 20
@@ -604,10 +772,14 @@ def test_an_output_folder_inside_a_dataset_is_refused(context: DataContext, phot
     assert "previews would be trained" in fatal(problems)[0].message
 
 
-def test_enlarged_pictures_are_counted_with_the_key_that_changes_it(context: DataContext, tmp_path: Path) -> None:
+def test_enlarged_pictures_are_counted_with_the_key_that_changes_it(
+    context: DataContext, tmp_path: Path
+) -> None:
     for number, size in enumerate([(300, 200), (600, 400), (1500, 1000)]):
         pictures.photograph(tmp_path / "p" / f"{number}.png", size)
-    _, problems = build(context, folder(tmp_path / "p", caption_strategy="filename"), resolution=1024)
+    _, problems = build(
+        context, folder(tmp_path / "p", caption_strategy="filename"), resolution=1024
+    )
     (told,) = [problem for problem in problems if problem.where == "set0.resolution"]
     assert not told.fatal
     assert "2 of 3 files enlarged" in told.message
@@ -616,7 +788,9 @@ def test_enlarged_pictures_are_counted_with_the_key_that_changes_it(context: Dat
 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|im_end|>", "<eos>", "<start_of_turn>"])
-def test_control_tokens_in_captions_are_refused_by_file(context: DataContext, photos: Path, token: str) -> None:
+def test_control_tokens_in_captions_are_refused_by_file(
+    context: DataContext, photos: Path, token: str
+) -> None:
     (photos / "sub 0" / "photo_0.txt").write_text(f"a photo {token} of a cat")
     (dataset,), problems = build(context, folder(photos))
     (left_out,) = dataset.rejected

@@ -26,20 +26,41 @@ SOURCES = {
     "a.png.txt": ("a cat", "set caption_strategy to textfile"),
     "a.caption": ("a cat", "set caption_strategy to textfile"),
     "metadata.jsonl": (ROW, "To use metadata.jsonl, set caption_strategy to metadata."),
-    "metadata.csv": ("file_name,text\na.png,a cat", "To use metadata.csv, set caption_strategy to metadata."),
-    "captions.jsonl": (LISTED, "captions.jsonl lists captions: rename it to metadata.jsonl and set"),
-    "captions.csv": ("image,caption\na.png,a cat", "captions.csv lists captions: rename it to metadata.csv, name"),
-    "meta_cap.json": (json.dumps({"a": {"caption": "a cat"}}), "meta_cap.json lists captions, which are not read"),
+    "metadata.csv": (
+        "file_name,text\na.png,a cat",
+        "To use metadata.csv, set caption_strategy to metadata.",
+    ),
+    "captions.jsonl": (
+        LISTED,
+        "captions.jsonl lists captions: rename it to metadata.jsonl and set",
+    ),
+    "captions.csv": (
+        "image,caption\na.png,a cat",
+        "captions.csv lists captions: rename it to metadata.csv, name",
+    ),
+    "meta_cap.json": (
+        json.dumps({"a": {"caption": "a cat"}}),
+        "meta_cap.json lists captions, which are not read",
+    ),
     "all.parquet": ("PAR1", "all.parquet may list captions: metadata_backend parquet reads"),
-    "a.json": (json.dumps({"caption": "a cat"}), "1 .json file beside pictures or clips (a.json) holds captions"),
+    "a.json": (
+        json.dumps({"caption": "a cat"}),
+        "1 .json file beside pictures or clips (a.json) holds captions",
+    ),
     "a.png.json": (
         json.dumps({"prompt": "a cat"}),
         "1 .json file beside pictures or clips (a.png.json) holds captions",
     ),
-    "a.tags": ("cat, grey", "1 .tags file beside pictures or clips (a.tags) may hold captions: rename them to .txt."),
+    "a.tags": (
+        "cat, grey",
+        "1 .tags file beside pictures or clips (a.tags) may hold captions: rename them to .txt.",
+    ),
 }
 # The strategies that use a source.
-USED = {"textfile": {"a.txt", "a.png.txt", "a.caption"}, "metadata": {"metadata.jsonl", "metadata.csv"}}
+USED = {
+    "textfile": {"a.txt", "a.png.txt", "a.caption"},
+    "metadata": {"metadata.jsonl", "metadata.csv"},
+}
 
 
 @pytest.fixture
@@ -79,7 +100,14 @@ def test_captions_are_used_or_the_plan_says_how_to_use_them(
     ("keys", "unused"),
     [
         ({"caption_strategy": "textfile"}, 1),
-        ({"caption_strategy": "filename", "instance_prompt": "zkt", "only_instance_prompt": True}, 2),
+        (
+            {
+                "caption_strategy": "filename",
+                "instance_prompt": "zkt",
+                "only_instance_prompt": True,
+            },
+            2,
+        ),
     ],
 )
 def test_a_table_is_not_mentioned_where_nothing_lacks_it(
@@ -136,7 +164,9 @@ def test_a_pipe_is_not_opened_to_look_for_captions(context: DataContext, photos:
     assert not problems
 
 
-PARAGRAPHS = f"{'A grey cat sleeps on a wooden chair. ' * 3}\n\n{'The light is soft and warm. ' * 4}"
+PARAGRAPHS = (
+    f"{'A grey cat sleeps on a wooden chair. ' * 3}\n\n{'The light is soft and warm. ' * 4}"
+)
 TEXTS = {
     "json": json.dumps({"subject": "a cat", "light": "soft"}, indent=2),
     "json list": json.dumps(["a cat", "a chair"], indent=2),
@@ -153,7 +183,11 @@ ALTERNATIVES = {
     "one": "a grey cat",
     "two": "a grey cat\nan animal on a chair",
     "blank line": "a grey cat\n\nan animal on a chair",
-    "sentences": f"{'A grey cat sleeps on a wooden chair. ' * 3}\n{'The cat is asleep in the kitchen. ' * 3}",
+    "sentences": (
+        "A grey cat sleeps on a wooden chair. " * 3
+        + "\n"
+        + "The cat is asleep in the kitchen. " * 3
+    ),
     "tags": "1girl, solo, smile\n1girl, standing",
     "hindi": "कुर्सी पर बिल्ली\nएक जानवर",
     "wildcards": "{red|blue} hair\n{long|short} hair",
@@ -161,7 +195,9 @@ ALTERNATIVES = {
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_a_text_that_is_split_into_lines_is_named_with_its_key(kind: str, context: DataContext, photos: Path) -> None:
+def test_a_text_that_is_split_into_lines_is_named_with_its_key(
+    kind: str, context: DataContext, photos: Path
+) -> None:
     (photos / "a.txt").write_text(TEXTS[kind])
 
     dataset, (problem,) = build(context, photos, caption_strategy="textfile")
@@ -169,9 +205,12 @@ def test_a_text_that_is_split_into_lines_is_named_with_its_key(kind: str, contex
 
     assert problem.where == "set.disable_multiline_split"
     count = len(dataset.samples[0].captions)
-    assert problem.message.startswith(f"the lines of 1 of 1 caption file become {count} captions each, such as ")
-    assert "of a.txt. These files seem to hold one text each: to keep it whole, set disable_multiline_split" in str(
-        problem
+    assert problem.message.startswith(
+        f"the lines of 1 of 1 caption file become {count} captions each, such as "
+    )
+    assert (
+        "of a.txt. These files seem to hold one text each: to keep it whole, set "
+        "disable_multiline_split" in str(problem)
     )
     assert (len(whole.samples[0].captions), none) == (1, [])
 
@@ -219,9 +258,12 @@ def test_unread_repeats_in_the_name_of_a_folder_are_reported(
 
 
 @pytest.mark.parametrize(
-    ("text", "written"), [("a.caption", "a.caption"), ("a.png.txt", "a.png.txt"), ("b.txt", "a.txt")]
+    ("text", "written"),
+    [("a.caption", "a.caption"), ("a.png.txt", "a.png.txt"), ("b.txt", "a.txt")],
 )
-def test_a_caption_is_written_where_it_is_read(text: str, written: str, context: DataContext, photos: Path) -> None:
+def test_a_caption_is_written_where_it_is_read(
+    text: str, written: str, context: DataContext, photos: Path
+) -> None:
     (photos / text).write_text("")
     dataset, _ = build(context, photos, caption_strategy="filename")
     assert DatasetFile(dataset, "a.png").caption_path == photos / written

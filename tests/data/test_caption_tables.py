@@ -33,17 +33,28 @@ def table(tmp_path: Path) -> ParquetConfig:
     }
     parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
     return ParquetConfig(
-        path=str(tmp_path / "t.parquet"), filename_column="file", caption_column="text", fallback_caption_column="alt"
+        path=str(tmp_path / "t.parquet"),
+        filename_column="file",
+        caption_column="text",
+        fallback_caption_column="alt",
     )
 
 
 def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
     rows, problems = read_by(read_parquet, table)
-    matched, warnings = read_by(match_rows, rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"], "parquet")
+    matched, warnings = read_by(
+        match_rows, rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"], "parquet"
+    )
 
-    assert matched == {"sub/a.png": ("from a path",), "deep/b.jpg": ("from the fallback",), "é.png": ("accent",)}
+    assert matched == {
+        "sub/a.png": ("from a path",),
+        "deep/b.jpg": ("from the fallback",),
+        "é.png": ("accent",),
+    }
     assert not problems
-    assert [str(problem) for problem in warnings] == ["parquet: no picture for 1 name in the table: gone.png."]
+    assert [str(problem) for problem in warnings] == [
+        "parquet: no picture for 1 name in the table: gone.png."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -55,8 +66,16 @@ def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
             "1 name in the table could be several files: x.png is cats/x.png and",
         ),
         (["x.png", "x.png"], ["x.png"], "several rows with different captions for 1 file: x.png"),
-        (["cats/x.png", "cats/x.png"], ["cats/x.png"], "several rows with different captions for 1 file: cats/x.png"),
-        (["cats/x.png", "x.png"], ["cats/x.png"], "several rows with different captions for 1 file: x.png"),
+        (
+            ["cats/x.png", "cats/x.png"],
+            ["cats/x.png"],
+            "several rows with different captions for 1 file: cats/x.png",
+        ),
+        (
+            ["cats/x.png", "x.png"],
+            ["cats/x.png"],
+            "several rows with different captions for 1 file: x.png",
+        ),
     ],
 )
 def test_a_row_that_fits_several_files_or_a_file_with_several_rows_is_refused(
@@ -80,7 +99,11 @@ def test_a_row_that_fits_several_files_or_a_file_with_several_rows_is_refused(
             ["cats/x.png", "dogs/x.png"],
             {"cats/x.png": "cats/x.png", "dogs/x.png": "dogs/x.png"},
         ),
-        (["x.png", "y.png"], ["cats/x.png", "dogs/y.png"], {"cats/x.png": "x.png", "dogs/y.png": "y.png"}),
+        (
+            ["x.png", "y.png"],
+            ["cats/x.png", "dogs/y.png"],
+            {"cats/x.png": "x.png", "dogs/y.png": "y.png"},
+        ),
     ],
 )
 def test_a_row_is_for_the_file_of_its_path_and_else_for_the_only_one_of_its_name(
@@ -101,14 +124,21 @@ def test_a_list_column_holds_alternatives(table: ParquetConfig) -> None:
 
 
 def test_names_without_extension_mean_png(table: ParquetConfig) -> None:
-    rows, _ = read_by(read_parquet, table.model_copy(update={"identifier_includes_extension": False}))
+    rows, _ = read_by(
+        read_parquet, table.model_copy(update={"identifier_includes_extension": False})
+    )
     assert "b.jpg.png" in dict(rows)
 
 
 def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> None:
-    rows, problems = read_by(read_parquet, table.model_copy(update={"caption_column": "texts", "width_column": "w"}))
+    rows, problems = read_by(
+        read_parquet, table.model_copy(update={"caption_column": "texts", "width_column": "w"})
+    )
     assert rows == []
-    assert [problem.where for problem in problems] == ["parquet.caption_column", "parquet.width_column"]
+    assert [problem.where for problem in problems] == [
+        "parquet.caption_column",
+        "parquet.width_column",
+    ]
     assert "file, text, alt, many" in problems[0].message
     assert "Did you mean 'text'?" in problems[0].message
 
@@ -118,7 +148,9 @@ def test_a_missing_table_or_package_is_a_problem(
 ) -> None:
     (tmp_path / "bad.parquet").write_text("no table")
     for name in ("no.parquet", "bad.parquet"):
-        _, (problem,) = read_by(read_parquet, table.model_copy(update={"path": str(tmp_path / name)}))
+        _, (problem,) = read_by(
+            read_parquet, table.model_copy(update={"path": str(tmp_path / name)})
+        )
         assert problem.where == "parquet.path"
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -145,7 +177,10 @@ def lines(*records: dict[str, Any]) -> str:
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_the_tables_of_an_image_folder_are_read(column: str, kind: str, tmp_path: Path) -> None:
     contents = {
-        "jsonl": lines({"file_name": "a.png", column: 'a "cat", asleep'}, {"file_name": "sub/b.png", column: "a dog"}),
+        "jsonl": lines(
+            {"file_name": "a.png", column: 'a "cat", asleep'},
+            {"file_name": "sub/b.png", column: "a dog"},
+        ),
         "csv": f'\ufefffile_name,{column}\r\na.png,"a ""cat"", asleep"\r\nsub/b.png,a dog\r\n',
     }
     folder = folder_with(tmp_path, ["a.png", "sub/b.png"], **{kind: contents[kind]})
@@ -156,7 +191,10 @@ def test_the_tables_of_an_image_folder_are_read(column: str, kind: str, tmp_path
 
 
 def test_every_sub_folder_may_have_a_table(tmp_path: Path) -> None:
-    tables = {f"{split}/jsonl": lines({"file_name": "0.png", "text": split}) for split in ("train", "test")}
+    tables = {
+        f"{split}/jsonl": lines({"file_name": "0.png", "text": split})
+        for split in ("train", "test")
+    }
     folder = folder_with(tmp_path, ["train/0.png", "test/0.png"], **tables)
 
     rows, problems = read_by(read_metadata, folder)
@@ -166,10 +204,14 @@ def test_every_sub_folder_may_have_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", ["image_path", "video_path"])
 @pytest.mark.parametrize("place", ["here", "moved", "elsewhere"])
-def test_full_paths_mean_files_of_the_folder_also_after_a_move(column: str, place: str, tmp_path: Path) -> None:
+def test_full_paths_mean_files_of_the_folder_also_after_a_move(
+    column: str, place: str, tmp_path: Path
+) -> None:
     root = tmp_path / "set"
     pictures.photograph(tmp_path / "elsewhere" / "a.png", (64, 64))
-    path = {"here": root, "moved": Path("/nowhere"), "elsewhere": tmp_path / "elsewhere"}[place] / "a.png"
+    path = {"here": root, "moved": Path("/nowhere"), "elsewhere": tmp_path / "elsewhere"}[
+        place
+    ] / "a.png"
     folder = folder_with(root, ["a.png"], jsonl=lines({column: str(path), "caption": "a cat"}))
 
     rows, problems = read_by(read_metadata, folder)
@@ -182,7 +224,10 @@ def test_full_paths_mean_files_of_the_folder_also_after_a_move(column: str, plac
     ("tables", "words"),
     [
         ({}, "'metadata' reads metadata.jsonl or metadata.csv, and "),
-        ({"jsonl": "{}", "csv": "file_name,text\n"}, "contains both metadata.jsonl and metadata.csv"),
+        (
+            {"jsonl": "{}", "csv": "file_name,text\n"},
+            "contains both metadata.jsonl and metadata.csv",
+        ),
         ({"jsonl": '{"file_name": "a.png"}\n{"file_name"'}, "line 2 is not valid JSON"),
         ({"jsonl": "[" * 100_000}, "line 1 cannot be used"),
         ({"jsonl": '{"file_name": "a.png", "text": "\\ud800"}'}, "line 1 cannot be used"),
@@ -199,21 +244,29 @@ def test_full_paths_mean_files_of_the_folder_also_after_a_move(column: str, plac
         ({"csv": f"file_name,text\na.png,{'x' * 200_000}\n"}, "is not a CSV table"),
     ],
 )
-def test_a_table_that_cannot_be_read_says_why(tables: dict[str, str], words: str, tmp_path: Path) -> None:
+def test_a_table_that_cannot_be_read_says_why(
+    tables: dict[str, str], words: str, tmp_path: Path
+) -> None:
     _, problems = read_by(read_metadata, folder_with(tmp_path, ["a.png"], **tables))
     (problem,) = [problem for problem in problems if problem.fatal]
     assert words in str(problem)
 
 
 def test_a_dataset_trains_the_captions_of_its_table(context: DataContext, tmp_path: Path) -> None:
-    rows = lines({"file_name": "a.png", "text": ["a cat", "a pet"]}, {"file_name": "gone.png", "text": "x"})
+    rows = lines(
+        {"file_name": "a.png", "text": ["a cat", "a pet"]}, {"file_name": "gone.png", "text": "x"}
+    )
     folder = folder_with(tmp_path / "set", ["a.png", "b.png"], jsonl=rows)
-    config = DatasetConfig(id="set", instance_data_dir=str(folder.root), caption_strategy="metadata")
+    config = DatasetConfig(
+        id="set", instance_data_dir=str(folder.root), caption_strategy="metadata"
+    )
     problems = Problems()
 
     (dataset,) = build_datasets([config], context, problems)
 
-    assert {sample.name: sample.captions for sample in dataset.samples} == {"a.png": ("a cat", "a pet")}
+    assert {sample.name: sample.captions for sample in dataset.samples} == {
+        "a.png": ("a cat", "a pet")
+    }
     assert dataset.counts() == {"no caption": 1}
     messages = " ".join(map(str, problems))
     assert "no picture for 1 name in the table: gone.png" in messages

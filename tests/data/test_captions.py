@@ -20,7 +20,11 @@ from simpletuner.errors import Problems
 
 
 def captions(
-    name: str, root: Path, files: dict[str, str] | None = None, table: dict[str, Any] | None = None, **keys: Any
+    name: str,
+    root: Path,
+    files: dict[str, str] | None = None,
+    table: dict[str, Any] | None = None,
+    **keys: Any,
 ) -> tuple[str, ...]:
     config = DatasetConfig(id="set", **keys)
     folder = Folder(root, {}, Scan(captions=files or {}))
@@ -38,7 +42,9 @@ def captions(
         ("one\u2028line".encode(), ("one\u2028line",)),
     ],
 )
-def test_each_line_of_a_text_file_is_an_alternative(content: bytes, expected: tuple[str, ...], tmp_path: Path) -> None:
+def test_each_line_of_a_text_file_is_an_alternative(
+    content: bytes, expected: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     assert read_caption_file(tmp_path / "a.txt").captions == expected
     assert captions("a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile") == expected
@@ -47,7 +53,11 @@ def test_each_line_of_a_text_file_is_an_alternative(content: bytes, expected: tu
 def test_the_whole_file_may_be_one_caption(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"first\r\n\r\nsecond \n")
     assert captions(
-        "a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile", disable_multiline_split=True
+        "a.png",
+        tmp_path,
+        {"a.png": "a.txt"},
+        caption_strategy="textfile",
+        disable_multiline_split=True,
     ) == ("first\n\nsecond",)
 
 
@@ -61,11 +71,18 @@ def test_the_whole_file_may_be_one_caption(tmp_path: Path) -> None:
         (None, "no caption", "no caption file"),
     ],
 )
-def test_unusable_caption_files_say_why(content: bytes | None, reason: str, words: str, tmp_path: Path) -> None:
+def test_unusable_caption_files_say_why(
+    content: bytes | None, reason: str, words: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(LeftOutError, match=words) as raised:
-        captions("a.png", tmp_path, {"a.png": "a.txt"} if content is not None else {}, caption_strategy="textfile")
+        captions(
+            "a.png",
+            tmp_path,
+            {"a.png": "a.txt"} if content is not None else {},
+            caption_strategy="textfile",
+        )
     assert raised.value.reason == reason
 
 
@@ -80,9 +97,13 @@ def test_unusable_caption_files_say_why(content: bytes | None, reason: str, word
         ("창문에서 자는 고양이", "EUC-KR"),
     ],
 )
-def test_a_text_that_is_not_utf8_names_its_likely_encoding(text: str, encoding: str, tmp_path: Path) -> None:
+def test_a_text_that_is_not_utf8_names_its_likely_encoding(
+    text: str, encoding: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-    with pytest.raises(LeftOutError, match=f"seems to be {encoding} .'{text}'.*iconv -f {encoding} -t UTF-8"):
+    with pytest.raises(
+        LeftOutError, match=f"seems to be {encoding} .'{text}'.*iconv -f {encoding} -t UTF-8"
+    ):
         captions("a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile")
 
 
@@ -93,7 +114,9 @@ def test_bytes_of_no_likely_encoding_are_to_be_saved_as_utf8(tmp_path: Path) -> 
 
 
 def test_file_names_are_captions(tmp_path: Path) -> None:
-    assert captions("sub/a_red__house.png", tmp_path, caption_strategy="filename") == ("a red house",)
+    assert captions("sub/a_red__house.png", tmp_path, caption_strategy="filename") == (
+        "a red house",
+    )
     name = unicodedata.normalize("NFD", "café.png")
     assert captions(name, tmp_path, caption_strategy="filename") == ("café",)
     with pytest.raises(LeftOutError):
@@ -103,10 +126,20 @@ def test_file_names_are_captions(tmp_path: Path) -> None:
 def test_instance_prompts(tmp_path: Path) -> None:
     prompts = ["sks, a dog", "a photo of sks"]
     for strategy in ("instanceprompt", "instance_prompt"):
-        assert captions("x.png", tmp_path, caption_strategy=strategy, instance_prompt=prompts) == tuple(prompts)
-    only = {"caption_strategy": "textfile", "instance_prompt": prompts, "only_instance_prompt": True}
+        assert captions(
+            "x.png", tmp_path, caption_strategy=strategy, instance_prompt=prompts
+        ) == tuple(prompts)
+    only = {
+        "caption_strategy": "textfile",
+        "instance_prompt": prompts,
+        "only_instance_prompt": True,
+    }
     assert captions("x.png", tmp_path, **only) == tuple(prompts)
-    before = {"caption_strategy": "filename", "instance_prompt": prompts, "prepend_instance_prompt": True}
+    before = {
+        "caption_strategy": "filename",
+        "instance_prompt": prompts,
+        "prepend_instance_prompt": True,
+    }
     assert captions("run.png", tmp_path, **before) == ("sks, a dog run", "a photo of sks run")
 
 
@@ -155,7 +188,9 @@ def filtered(caption: str, entries: Any) -> str:
 def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None:
     assert filtered("a house, 4k, best quality", [", best quality", ", 4k"]) == "a house"
     assert filtered("a house (large), image 12", [r",\s*image \d+"]) == "a house (large)"
-    assert filtered("a (b) c", ["(b)"]) == "a c"  # plain text where the caption holds it, though it is an expression
+    assert (
+        filtered("a (b) c", ["(b)"]) == "a c"
+    )  # plain text where the caption holds it, though it is an expression
     assert filtered("a grey car", ["s/grey/gray/"]) == "a gray car"
     assert filtered("x/y 12", [r"s/(\d)(\d)/\2\1/", r"s/x\/y/z/"]) == "z 21"
     (tmp_path / "list.txt").write_text("grey \n\ns/car/bus/\n", encoding="utf-8")
@@ -166,7 +201,9 @@ def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None
     assert filtered("a grey car", str(tmp_path / "one.json")) == "a red car"
 
 
-@pytest.mark.parametrize("value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt", "a\0b", "a\0b.json"])
+@pytest.mark.parametrize(
+    "value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt", "a\0b", "a\0b.json"]
+)
 def test_filters_that_cannot_be_read_are_problems(value: Any) -> None:
     problems = Problems()
     with problems.within("text") as of_text:

@@ -1,4 +1,6 @@
-"""Facts of clips: frames are counted by the times at which they are shown, and only missing bytes are truncation."""
+"""Facts of clips: frames are counted by the times at which they are shown, and only missing bytes
+are truncation.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_the_last_frame_is_shown_until_the_declared_end(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("suffix", [".mkv", ".webm", ".avi", ".flv", ".wmv", ".gif"])
-def test_a_clip_that_lost_any_part_of_its_last_frame_misses_its_end(suffix: str, tmp_path: Path) -> None:
+def test_a_clip_that_lost_any_part_of_its_last_frame_misses_its_end(
+    suffix: str, tmp_path: Path
+) -> None:
     path = tmp_path / f"whole{suffix}"
     if suffix == ".gif":
         animated(path)
@@ -81,7 +85,9 @@ def test_a_clip_that_lost_any_part_of_its_last_frame_misses_its_end(suffix: str,
 
 
 @pytest.mark.parametrize("kind", DECLARED_ENDS)
-def test_arbitrary_bytes_are_checked_for_truncation_without_an_error(kind: str, tmp_path: Path) -> None:
+def test_arbitrary_bytes_are_checked_for_truncation_without_an_error(
+    kind: str, tmp_path: Path
+) -> None:
     numbers = np.random.default_rng(0)
     starts = [
         b"",
@@ -101,12 +107,16 @@ def test_a_packet_of_vp9_with_a_reference_and_a_frame_is_shown() -> None:
     hidden = bytes([0b10000100, 0])
     index = bytes([0b11000001, 2, 2, 0b11000001])
     assert clip_facts._is_reference_only(av.Packet(hidden), "vp9")
-    assert not clip_facts._is_reference_only(av.Packet(hidden + bytes([0b10000110, 0]) + index), "vp9")
+    assert not clip_facts._is_reference_only(
+        av.Packet(hidden + bytes([0b10000110, 0]) + index), "vp9"
+    )
 
 
 @pytest.mark.parametrize("name", ["config.mts", "server.ts", "page.mp4"])
 def test_text_is_not_called_a_damaged_clip(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text('import { defineConfig } from "vitepress"\n\nexport default defineConfig({\n', "utf-8")
+    (tmp_path / name).write_text(
+        'import { defineConfig } from "vitepress"\n\nexport default defineConfig({\n', "utf-8"
+    )
     with pytest.raises(UnsuitableError, match="holds text"):
         probe_clip(tmp_path / name)
 
@@ -119,7 +129,9 @@ def test_a_segment_of_a_stream_is_not_called_damaged(tmp_path: Path) -> None:
         probe_clip(tmp_path / "segment.mp4")
 
 
-def test_a_clip_that_ffmpeg_cannot_decode_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_that_ffmpeg_cannot_decode_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_clip(tmp_path / "a.avi", seconds=0.25)
 
     def fail(clip: ClipFile, packet: av.Packet) -> None:
@@ -134,7 +146,9 @@ def test_a_clip_that_ffmpeg_cannot_decode_is_not_damaged(tmp_path: Path, monkeyp
 def test_a_container_without_frames_is_not_called_damaged(tmp_path: Path) -> None:
     with av.open(str(tmp_path / "a.avi"), "w") as container:
         stream = container.add_stream("mpeg4", rate=24)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.width = 32
+        stream.height = 32
+        stream.pix_fmt = "yuv420p"
         container.start_encoding()
     with pytest.raises(UnsuitableError, match="holds no frames"):
         probe_clip(tmp_path / "a.avi")

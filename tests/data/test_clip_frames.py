@@ -1,4 +1,6 @@
-"""Frames of clips as they are trained: exact colours, on a background, without combs, from the probed stream."""
+"""Frames of clips as they are trained: exact colours, on a background, without combs, from the
+probed stream.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +66,13 @@ def plain_frame(levels: tuple[int, int, int], pixel_format: str, matrix: int) ->
 
 
 @pytest.mark.parametrize("matrix", BRIGHTNESS)
-@pytest.mark.parametrize("pixel_format", ["yuv420p", "yuv422p", "yuv444p", "yuvj420p", "yuv420p10le", "yuv422p10le"])
+@pytest.mark.parametrize(
+    "pixel_format", ["yuv420p", "yuv422p", "yuv444p", "yuvj420p", "yuv420p10le", "yuv422p10le"]
+)
 def test_colours_are_those_of_an_exact_computation(pixel_format: str, matrix: int) -> None:
     numbers = np.random.default_rng(0)
-    paint, errors = _Painter(None, "white"), []
+    paint = _Painter(None, "white")
+    errors = []
     for _ in range(30):
         levels = tuple(map(int, numbers.integers((60, 100, 100), (190, 156, 156))))
         seen = np.asarray(paint(plain_frame(levels, pixel_format, matrix)))[8, 16].astype(float)
@@ -76,16 +81,24 @@ def test_colours_are_those_of_an_exact_computation(pixel_format: str, matrix: in
     assert abs(np.mean(errors)) < 0.1, "no bias towards dark"
 
 
-@pytest.mark.parametrize("pixel_format", ["yuv420p", "yuv444p", "yuv420p10le", "rgb24", "bgra", "gray"])
+@pytest.mark.parametrize(
+    "pixel_format", ["yuv420p", "yuv444p", "yuv420p10le", "rgb24", "bgra", "gray"]
+)
 def test_planar_conversion_gives_the_values_of_packed_pixels(pixel_format: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (48, 66, 3), dtype=np.uint8)
     frame = VideoFrame.from_ndarray(noise, format="rgb24").reformat(format=pixel_format)
-    packed = VideoReformatter().reformat(frame, format="rgb24", interpolation=CONVERSION).to_ndarray()
+    packed = (
+        VideoReformatter().reformat(frame, format="rgb24", interpolation=CONVERSION).to_ndarray()
+    )
     assert np.array_equal(_Painter(None, "white")(frame), packed)
 
 
-def test_a_repeated_frame_is_converted_and_resized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, fitted, resized = tmp_path / "slow.mp4", clips.fit, []
+def test_a_repeated_frame_is_converted_and_resized_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "slow.mp4"
+    fitted = clips.fit
+    resized = []
     write_clip(path, rate=12, seconds=1)
 
     def fit(frame: Image.Image, geometry: Geometry) -> np.ndarray:
@@ -102,7 +115,9 @@ def test_a_repeated_frame_is_converted_and_resized_once(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("background", ["white", "black"])
 @pytest.mark.parametrize("name", TRANSPARENT)
-def test_transparent_clips_are_shown_on_the_background(name: str, background: str, tmp_path: Path) -> None:
+def test_transparent_clips_are_shown_on_the_background(
+    name: str, background: str, tmp_path: Path
+) -> None:
     write_transparent(tmp_path / name)
     frame = next(frames_of(tmp_path / name, 1, 24, probe_clip(tmp_path / name), background))
     behind = 255 if background == "white" else 0
@@ -123,7 +138,9 @@ def test_a_transparent_gif_is_shown_on_white(tmp_path: Path) -> None:
 
 
 def combs(frame: np.ndarray) -> float:
-    """Mean difference of rows that are next to each other; the bars of `write_interlaced` are upright."""
+    """Mean difference of rows that are next to each other; the bars of `write_interlaced` are
+    upright.
+    """
     inner = frame.astype(int)[8:-8]
     return float(np.abs(inner[1:] - inner[:-1]).mean())
 
@@ -138,11 +155,14 @@ def test_interlaced_clips_are_deinterlaced_at_the_rate_of_frames(name: str, tmp_
     assert facts.frames_at(25) == 25
     frames = read_clip(tmp_path / name, 25, 25)
     assert max(combs(frame) for frame in frames[2:-2]) < 4
-    assert not any(np.array_equal(*neighbours) for neighbours in pairwise(frames)), "none is repeated"
+    assert not any(np.array_equal(*neighbours) for neighbours in pairwise(frames)), (
+        "none is repeated"
+    )
 
 
 def test_an_interlaced_clip_may_change_its_size(tmp_path: Path) -> None:
-    path, parts = tmp_path / "broadcast.ts", b""
+    path = tmp_path / "broadcast.ts"
+    parts = b""
     codec, options = INTERLACED["interlaced.ts"]
     for size in ((WIDTH, HEIGHT), (WIDTH // 2, HEIGHT // 2)):
         write_interlaced(path, codec, size=size, **options)
@@ -205,8 +225,12 @@ def test_a_clip_with_two_streams_is_read_from_the_probed_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("orientation", TURNED)
 def test_side_data_without_a_name_in_pyav_is_ignored(orientation: int, tmp_path: Path) -> None:
-    """Photographs in an AVI, as some cameras record: FFmpeg passes on their EXIF data and turns them by it."""
-    path, exif, turn = tmp_path / "camera.avi", Image.Exif(), TURNED[orientation]
+    """Photographs in an AVI, as some cameras record: FFmpeg passes on their EXIF data and turns
+    them by it.
+    """
+    path = tmp_path / "camera.avi"
+    exif = Image.Exif()
+    turn = TURNED[orientation]
     exif[ORIENTATION] = orientation
     picture = scene() if turn is None else scene().transpose(turn)
     file = io.BytesIO()
@@ -275,7 +299,9 @@ def test_decord_is_asked_only_for_what_pyav_cannot_decode(
         probe_clip(Path("a.mp4"))
 
 
-def test_a_clip_that_decord_is_asked_for_is_never_read_by_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_that_decord_is_asked_for_is_never_read_by_pyav(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     WHOLE["h264.avi"](tmp_path / "a.avi")
     facts = ClipFacts(WIDTH, HEIGHT, 2, 24, reader="decord")
     with pytest.raises(UnsuitableError, match=r"video\.reader of its dataset to pyav"):

@@ -22,14 +22,23 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from tests.tools import pictures
-from tests.tools.clips import BROKEN, INTERLACED, SHOWN_OTHERWISE, write_clip, write_interlaced, write_plain
+from tests.tools.clips import (
+    BROKEN,
+    INTERLACED,
+    SHOWN_OTHERWISE,
+    write_clip,
+    write_interlaced,
+    write_plain,
+)
 
 
 @pytest.fixture
 def context(tmp_path: Path) -> DataContext:
     defaults = DatasetDefaults(resolution=64)
     rate = KANDINSKY5_VIDEO.frame_rate
-    return DataContext(defaults, KANDINSKY5_VIDEO, "t2v", tmp_path / "latents", tmp_path / "texts", frame_rate=rate)
+    return DataContext(
+        defaults, KANDINSKY5_VIDEO, "t2v", tmp_path / "latents", tmp_path / "texts", frame_rate=rate
+    )
 
 
 def rules_of(
@@ -47,12 +56,21 @@ def build(
 ) -> tuple[Dataset, list[Problem]]:
     """The first dataset of one entry."""
     problems = Problems()
-    entry = {"id": "films", "dataset_type": "video", "instance_data_dir": str(root), "caption_strategy": "filename"}
-    datasets = build_datasets([DatasetConfig(**{**entry, **more}, video=VideoConfig(**video or {}))], context, problems)
+    entry = {
+        "id": "films",
+        "dataset_type": "video",
+        "instance_data_dir": str(root),
+        "caption_strategy": "filename",
+    }
+    datasets = build_datasets(
+        [DatasetConfig(**{**entry, **more}, video=VideoConfig(**video or {}))], context, problems
+    )
     return datasets[0], problems
 
 
-def films(root: Path, lengths: Sequence[int], rate: float = 24, size: tuple[int, int] = (96, 64)) -> Path:
+def films(
+    root: Path, lengths: Sequence[int], rate: float = 24, size: tuple[int, int] = (96, 64)
+) -> Path:
     """A clip of each length in frames."""
     for length in lengths:
         write_clip(root / f"film_{length:03}.mp4", seconds=length / rate, rate=rate, size=size)
@@ -101,7 +119,9 @@ def test_48_frames_become_45_with_a_warning(context: DataContext) -> None:
         ({"num_frames": 61, "is_i2v": True}, "is_i2v", "use i2v-lite-5s, i2v-pro-sft-5s"),
     ],
 )
-def test_contradictions(context: DataContext, video: dict[str, Any], where: str, words: str) -> None:
+def test_contradictions(
+    context: DataContext, video: dict[str, Any], where: str, words: str
+) -> None:
     _, problems = rules_of(context, video)
     found = {problem.where: problem.message for problem in problems if problem.fatal}
     assert words in found[f"films.video.{where}"]
@@ -110,7 +130,11 @@ def test_contradictions(context: DataContext, video: dict[str, Any], where: str,
 @pytest.mark.parametrize(
     ("video", "where", "words"),
     [
-        ({"num_frames": 61, "frame_interval": 12}, "frame_interval", "without bucket_strategy resolution_frames"),
+        (
+            {"num_frames": 61, "frame_interval": 12},
+            "frame_interval",
+            "without bucket_strategy resolution_frames",
+        ),
         (
             {"num_frames": 61, "frame_interval": 12, "bucket_strategy": "resolution_frames"},
             "frame_interval",
@@ -118,7 +142,9 @@ def test_contradictions(context: DataContext, video: dict[str, Any], where: str,
         ),
     ],
 )
-def test_keys_without_effect(context: DataContext, video: dict[str, Any], where: str, words: str) -> None:
+def test_keys_without_effect(
+    context: DataContext, video: dict[str, Any], where: str, words: str
+) -> None:
     rules, (problem,) = rules_of(context, video)
     assert rules is not None
     assert rules.num_frames == 61
@@ -127,16 +153,23 @@ def test_keys_without_effect(context: DataContext, video: dict[str, Any], where:
 
 
 def test_pictures_have_no_clip_rules(context: DataContext) -> None:
-    assert rules_of(context, {}, "image") == rules_of(context, {"is_i2v": False}, "image") == (None, [])
+    assert (
+        rules_of(context, {}, "image")
+        == rules_of(context, {"is_i2v": False}, "image")
+        == (None, [])
+    )
     rules, (problem,) = rules_of(context, {"num_frames": 61}, "image")
     assert rules is None
     assert not problem.fatal
 
 
 @pytest.mark.parametrize(
-    ("length", "trained"), [(24, 21), (30, 21), (36, 33), (47, 33), (48, 45), (12, 9), (11, 9), (7, 5)]
+    ("length", "trained"),
+    [(24, 21), (30, 21), (36, 33), (47, 33), (48, 45), (12, 9), (11, 9), (7, 5)],
 )
-def test_frame_interval_rounds_down_then_fits(context: DataContext, length: int, trained: int) -> None:
+def test_frame_interval_rounds_down_then_fits(
+    context: DataContext, length: int, trained: int
+) -> None:
     video = {"frame_interval": 12, "bucket_strategy": "resolution_frames", "min_frames": 5}
     rules, problems = rules_of(context, video)
     assert rules is not None
@@ -154,7 +187,11 @@ def test_min_frames_is_the_interval_where_lengths_differ(context: DataContext) -
 
 def test_i2v_is_the_rule_on_i2v_flavours_and_leaves_frames_to_train(context: DataContext) -> None:
     i2v = replace(context, task="i2v")
-    for run, video, expected in ((i2v, {}, True), (i2v, {"is_i2v": False}, False), (context, {}, False)):
+    for run, video, expected in (
+        (i2v, {}, True),
+        (i2v, {"is_i2v": False}, False),
+        (context, {}, False),
+    ):
         rules, problems = rules_of(run, video)
         assert rules is not None
         assert (rules.is_i2v, problems) == (expected, [])
@@ -169,7 +206,11 @@ def test_clips_become_samples(context: DataContext, tmp_path: Path) -> None:
     dataset, problems = build(context, root, {"num_frames": 17}, caption_strategy="textfile")
     assert not problems
     sample = dataset.samples[0]
-    assert (sample.name, sample.original_size, sample.geometry.size) == ("film_017.mp4", (96, 64), (80, 48))
+    assert (sample.name, sample.original_size, sample.geometry.size) == (
+        "film_017.mp4",
+        (96, 64),
+        (80, 48),
+    )
     assert (sample.frames, sample.frame_rate, sample.is_i2v) == (17, 24, False)
     assert sample.captions == ("a short film", "another caption")
     assert lengths_of(dataset.samples) == [17, 17]
@@ -182,25 +223,37 @@ def test_lengths_count_after_resampling(context: DataContext, tmp_path: Path) ->
     dataset, _ = build(context, root, {"num_frames": 21})
     assert lengths_of(dataset.samples) == [21]
     _, problems = build(context, root, {"num_frames": 29})
-    assert "has 24 frames at 24 a second" in str(next(problem for problem in problems if problem.fatal))
+    assert "has 24 frames at 24 a second" in str(
+        next(problem for problem in problems if problem.fatal)
+    )
 
 
-def test_clips_outside_the_lengths_are_counted_with_what_would_do(context: DataContext, tmp_path: Path) -> None:
+def test_clips_outside_the_lengths_are_counted_with_what_would_do(
+    context: DataContext, tmp_path: Path
+) -> None:
     root = films(tmp_path / "films", [1, 16, 17, 30, 40])
-    dataset, problems = build(context, root, {"num_frames": 17, "max_frames": 30}, delete_unwanted_images=True)
+    dataset, problems = build(
+        context, root, {"num_frames": 17, "max_frames": 30}, delete_unwanted_images=True
+    )
     assert lengths_of(dataset.samples) == [17, 17]
     assert dataset.counts() == {"too short": 2, "too long": 1}
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert uses["film_016.mp4"] == (
-        "has 16 frames at 24 a second, fewer than video.min_frames 17; num_frames and min_frames 13 would work"
+        "has 16 frames at 24 a second, fewer than video.min_frames 17; num_frames and "
+        "min_frames 13 would work"
     )
     assert uses["film_001.mp4"].startswith("has 1 frame at 24 a second, ")
     assert uses["film_040.mp4"].endswith("more than video.max_frames 30; 40 would work")
     (problem,) = problems
-    assert "3 files are left out: 2 too short (film_001.mp4, film_016.mp4); 1 too long" in problem.message
+    assert (
+        "3 files are left out: 2 too short (film_001.mp4, film_016.mp4); 1 too long"
+        in problem.message
+    )
 
 
-def test_when_no_clip_is_long_enough_the_error_says_what_would_do(context: DataContext, tmp_path: Path) -> None:
+def test_when_no_clip_is_long_enough_the_error_says_what_would_do(
+    context: DataContext, tmp_path: Path
+) -> None:
     _, problems = build(context, films(tmp_path / "films", [10]))
     (problem,) = (problem for problem in problems if problem.fatal)
     assert "no samples detected in dataset films" in problem.message
@@ -213,7 +266,9 @@ def test_buckets_of_size_and_length(context: DataContext, tmp_path: Path) -> Non
     video = {"frame_interval": 12, "bucket_strategy": "resolution_frames"}
     dataset, problems = build(context, root, video)
     assert not problems
-    groups = {label: [sample.name for sample in samples] for label, samples in dataset.buckets.items()}
+    groups = {
+        label: [sample.name for sample in samples] for label, samples in dataset.buckets.items()
+    }
     assert groups == {
         "80x48@9": ["film_020.mp4"],
         "80x48@21": ["film_024.mp4"],
@@ -246,18 +301,25 @@ def test_one_warning_for_speed_with_the_factors(context: DataContext, tmp_path: 
     assert "0.80 times as fast" in problem.message
     assert "fewer than the 30 frames a second that are taken, in 2 of 2 clips (" in problem.message
     assert "film_024.mp4 has 12): frames are seen up to 2.50 times" in problem.message
-    _, problems = build(context, films(tmp_path / "usual", [24], rate=24000 / 1001), {"num_frames": 17})
+    _, problems = build(
+        context, films(tmp_path / "usual", [24], rate=24000 / 1001), {"num_frames": 17}
+    )
     assert not problems
 
 
-def test_pictures_and_clips_of_one_folder_may_be_trained_by_two_datasets(context: DataContext, tmp_path: Path) -> None:
+def test_pictures_and_clips_of_one_folder_may_be_trained_by_two_datasets(
+    context: DataContext, tmp_path: Path
+) -> None:
     films(tmp_path / "mixed", [24])
     pictures.photograph(tmp_path / "mixed" / "still.png", (96, 64))
     shared = {"instance_data_dir": str(tmp_path / "mixed"), "caption_strategy": "filename"}
-    clips = DatasetConfig(id="clips", dataset_type="video", video=VideoConfig(num_frames=21), **shared)
+    clips = DatasetConfig(
+        id="clips", dataset_type="video", video=VideoConfig(num_frames=21), **shared
+    )
     stills = DatasetConfig(id="stills", **shared)
 
-    alone, together = Problems(), Problems()
+    alone = Problems()
+    together = Problems()
     build_datasets([clips], context, alone)
     build_datasets([clips, stills], context, together)
 
@@ -278,13 +340,31 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     dataset, problems = build(context, root, {"num_frames": 17})
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert sorted(uses) == sorted(path.name for path in root.iterdir())
-    unsuitable = ["page.webm", "picture.mov", "playlist.mp4", "pq.mp4", "text.mp4", "voice.avi", "voice.mp4"]
-    counts = {"damaged": len(BROKEN) - 6, "unsuitable": 7, "not a clip": 1, "caption without a file": 1}
+    unsuitable = [
+        "page.webm",
+        "picture.mov",
+        "playlist.mp4",
+        "pq.mp4",
+        "text.mp4",
+        "voice.avi",
+        "voice.mp4",
+    ]
+    counts = {
+        "damaged": len(BROKEN) - 6,
+        "unsuitable": 7,
+        "not a clip": 1,
+        "caption without a file": 1,
+    }
     counts["picture among clips"] = 2
     assert dataset.counts() == counts
-    assert sorted(file.name for file in dataset.rejected if file.reason == "unsuitable") == unsuitable
+    assert (
+        sorted(file.name for file in dataset.rejected if file.reason == "unsuitable") == unsuitable
+    )
     # The index keeps the reasons; those that one of an earlier version lacks are found again.
-    for index in (dataset.facts, {name: replace(fact, reason="") for name, fact in dataset.facts.items()}):
+    for index in (
+        dataset.facts,
+        {name: replace(fact, reason="") for name, fact in dataset.facts.items()},
+    ):
         file_index.save_index(dataset.latent_dir, root, index)
         again, _ = build(context, root, {"num_frames": 17})
         assert again.counts() == counts
@@ -297,10 +377,15 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     ("video", "said"),
     [
         ({}, "interlaced: 1 of 2 clips (interlaced.mkv); two fields become one frame (bwdif)."),
-        ({"reader": "decord"}, "interlaced: 1 of 2 clips (interlaced.mkv); decord does not deinterlace"),
+        (
+            {"reader": "decord"},
+            "interlaced: 1 of 2 clips (interlaced.mkv); decord does not deinterlace",
+        ),
     ],
 )
-def test_interlaced_clips_are_announced(video: dict[str, Any], said: str, context: DataContext, tmp_path: Path) -> None:
+def test_interlaced_clips_are_announced(
+    video: dict[str, Any], said: str, context: DataContext, tmp_path: Path
+) -> None:
     pytest.importorskip("decord")
     root = films(tmp_path / "films", [17])
     codec, options = INTERLACED["interlaced.mkv"]
@@ -319,18 +404,26 @@ def test_clips_that_only_decord_reads_are_announced(
     monkeypatch.setattr(file_index, "probe_clip", lambda path: facts)
     dataset, problems = build(context, root, {"num_frames": 17})
     assert [sample.clip for sample in dataset.samples] == [facts]
-    assert problems[0].message.startswith("PyAV cannot read 1 of 1 clip (film_017.mp4); decord reads them")
+    assert problems[0].message.startswith(
+        "PyAV cannot read 1 of 1 clip (film_017.mp4); decord reads them"
+    )
 
 
-def test_decord_is_asked_for_only_where_it_is_installed(context: DataContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decord_is_asked_for_only_where_it_is_installed(
+    context: DataContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     _, problems = rules_of(context, {"reader": "decord"})
-    assert [(problem.where, problem.fatal) for problem in problems] == [("films.video.reader", True)]
+    assert [(problem.where, problem.fatal) for problem in problems] == [
+        ("films.video.reader", True)
+    ]
     _, problems = rules_of(context, {"reader": "pyav"})
     assert not problems
 
 
-def test_latents_of_clips_of_earlier_versions_are_named(context: DataContext, tmp_path: Path) -> None:
+def test_latents_of_clips_of_earlier_versions_are_named(
+    context: DataContext, tmp_path: Path
+) -> None:
     root = films(tmp_path / "films", [17])
     dataset, problems = build(context, root, {"num_frames": 17})
     assert not problems, "nothing has been cached"
@@ -345,10 +438,14 @@ def test_latents_of_clips_of_earlier_versions_are_named(context: DataContext, tm
     assert "cache gc --remove" in problem.message
 
 
-def test_pictures_are_clips_of_one_frame_in_their_own_dataset(context: DataContext, tmp_path: Path) -> None:
+def test_pictures_are_clips_of_one_frame_in_their_own_dataset(
+    context: DataContext, tmp_path: Path
+) -> None:
     pictures.photograph(tmp_path / "stills" / "a.png", (96, 64))
     films(tmp_path / "stills", [17])
-    dataset, problems = build(replace(context, task="i2v"), tmp_path / "stills", dataset_type="image")
+    dataset, problems = build(
+        replace(context, task="i2v"), tmp_path / "stills", dataset_type="image"
+    )
     assert [problem.fatal for problem in problems] == [False]
     (sample,) = dataset.samples
     assert (sample.frames, sample.frame_rate, sample.is_i2v) == (1, None, False)
@@ -373,9 +470,12 @@ def test_an_unchanged_clip_is_not_read_again(
     assert lengths_of(second.samples) == [13]
     shutil.rmtree(root)
     third, _ = build(
-        replace(context, defaults=context.defaults.model_copy(update={"ignore_missing_files": True})),
-        root, {"num_frames": 13},
-    )  # fmt: skip
+        replace(
+            context, defaults=context.defaults.model_copy(update={"ignore_missing_files": True})
+        ),
+        root,
+        {"num_frames": 13},
+    )
     assert lengths_of(third.samples) == [13]
 
 
@@ -385,7 +485,9 @@ def test_a_random_crop_keeps_the_length(context: DataContext, tmp_path: Path) ->
     dataset, _ = build(context, root, video, crop=True, crop_style="random")
     places = {dataset.at_epoch(epoch).samples[0].geometry.crop for epoch in range(1, 9)}
     assert len(places) > 1
-    assert {dataset.at_epoch(epoch).samples[0].geometry.bucket for epoch in range(1, 9)} == {"64x64@17"}
+    assert {dataset.at_epoch(epoch).samples[0].geometry.bucket for epoch in range(1, 9)} == {
+        "64x64@17"
+    }
 
 
 @pytest.mark.parametrize(("second", "fatal"), [("24", 0), (30, 1)])

@@ -25,7 +25,9 @@ def test_a_written_clip_has_every_frame_at_its_time(rate: float, tmp_path: Path)
     assert (facts.width, facts.height, facts.frames_at(rate)) == (96, 64, 25)
     assert facts.source_rate == pytest.approx(rate, rel=1e-3)
     frames = read_clip(path, 25, rate)
-    assert [time_in(frame) for frame in frames] == pytest.approx([index / rate for index in range(25)], abs=0.03)
+    assert [time_in(frame) for frame in frames] == pytest.approx(
+        [index / rate for index in range(25)], abs=0.03
+    )
 
 
 def test_colours_survive_and_are_declared(tmp_path: Path) -> None:
@@ -35,7 +37,12 @@ def test_colours_survive_and_are_declared(tmp_path: Path) -> None:
     assert np.abs(frames[:, 32, 32].astype(int) - colours).max() <= 3
     with av.open(str(tmp_path / "a.mp4")) as container:
         context = container.streams.video[0].codec_context
-        assert (context.name, context.pix_fmt, context.colorspace, context.color_range) == ("h264", "yuv420p", 1, 1)
+        assert (context.name, context.pix_fmt, context.colorspace, context.color_range) == (
+            "h264",
+            "yuv420p",
+            1,
+            1,
+        )
 
 
 def test_odd_sizes_lose_their_last_pixel(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Clips of every kind: each reader sees the right frames, by their times, or says that it cannot."""
+"""Clips of every kind: each reader sees the right frames, by their times, or says that it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from simpletuner.data import clip_frames, clips
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clip_decord import read_with_decord
 from simpletuner.data.clip_frames import read_with_av
-from simpletuner.data.clips import ClipFacts, choose_frames, fit_clip, frames_of, moments_of, probe_clip
+from simpletuner.data.clips import (
+    ClipFacts,
+    choose_frames,
+    fit_clip,
+    frames_of,
+    moments_of,
+    probe_clip,
+)
 from simpletuner.data.files import MediaError, UnsuitableError
 from tests.tools.cases import first_of
 from tests.tools.clips import (
@@ -44,9 +53,19 @@ from tests.tools.pictures import BLUE, GREEN, RED, WHITE, corners
 
 # What decord cannot read, or would read wrongly; PyAV reads all of them.
 NOT_FOR_DECORD = {
-    "h264.avi", "old.mpg", "old.mpeg", "av1.mp4", "live.mkv", "live.webm", "no-index.avi", "broken-index.avi",
-    "edited.mp4", "stream.ts", "camera.m2ts", "animated.gif",
-}  # fmt: skip
+    "h264.avi",
+    "old.mpg",
+    "old.mpeg",
+    "av1.mp4",
+    "live.mkv",
+    "live.webm",
+    "no-index.avi",
+    "broken-index.avi",
+    "edited.mp4",
+    "stream.ts",
+    "camera.m2ts",
+    "animated.gif",
+}
 # How long a frame stays, where that is more than 1/24 s.
 LONGEST_FRAME = {"uneven.mp4": 0.1, "uneven.mkv": 0.1, "slow.mp4": 1 / 12, "animated.gif": 1 / 20}
 COLOUR_ERROR = 0.03
@@ -80,13 +99,17 @@ def check_frames(name: str, moments: Sequence[float], frames: Sequence[NDArray[n
     for moment, frame in zip(moments, frames, strict=True):
         assert frame.shape == (HEIGHT, WIDTH, 3)
         assert moment - stays - COLOUR_ERROR < time_in(frame) < moment + COLOUR_ERROR
-    for seen, wanted in zip(corners(Image.fromarray(frames[0])), [RED, GREEN, BLUE, WHITE], strict=True):
+    for seen, wanted in zip(
+        corners(Image.fromarray(frames[0])), [RED, GREEN, BLUE, WHITE], strict=True
+    ):
         assert np.abs(np.subtract(seen, wanted)).max() <= 12, (seen, wanted)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("reader", READERS)
-def test_a_reader_shows_the_frames_of_their_times_or_refuses(reader: str, name: str, folder: Path) -> None:
+def test_a_reader_shows_the_frames_of_their_times_or_refuses(
+    reader: str, name: str, folder: Path
+) -> None:
     if reader == "decord":
         pytest.importorskip("decord")
     frames = READERS[reader](folder / name, MOMENTS)
@@ -98,11 +121,19 @@ def test_a_reader_shows_the_frames_of_their_times_or_refuses(reader: str, name: 
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_facts_are_known_without_decoding_and_frames_come_from_the_reader_that_can(name: str, folder: Path) -> None:
+def test_facts_are_known_without_decoding_and_frames_come_from_the_reader_that_can(
+    name: str, folder: Path
+) -> None:
     facts = probe_clip(folder / name)
     assert (facts.width, facts.height) == (WIDTH, HEIGHT)
     assert facts.seconds == pytest.approx(SECONDS, abs=0.07)
-    rates = {"slow.mp4": 12, "fast.mp4": 60, "uneven.mp4": 20.5, "uneven.mkv": 20.5, "animated.gif": 20}
+    rates = {
+        "slow.mp4": 12,
+        "fast.mp4": 60,
+        "uneven.mp4": 20.5,
+        "uneven.mkv": 20.5,
+        "animated.gif": 20,
+    }
     assert facts.source_rate == pytest.approx(rates.get(name, 24), rel=0.01)
     if not name.startswith("uneven"):
         assert [facts.frames_at(rate) for rate in (24, 12, 1)] == [48, 24, 2]
@@ -112,24 +143,43 @@ def test_facts_are_known_without_decoding_and_frames_come_from_the_reader_that_c
 
 @pytest.mark.parametrize("rate", [16, 24, 25, 30, 60, 24000 / 1001])
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
-def test_a_clip_gives_all_its_frames_at_its_own_rate(suffix: str, rate: float, tmp_path: Path) -> None:
+def test_a_clip_gives_all_its_frames_at_its_own_rate(
+    suffix: str, rate: float, tmp_path: Path
+) -> None:
     path = tmp_path / f"clip{suffix}"
     for frames in (1, 5, 121):
-        write_clip(path, rate=rate, seconds=frames / rate, size=(32, 32), codec_options={"preset": "ultrafast"})
+        write_clip(
+            path,
+            rate=rate,
+            seconds=frames / rate,
+            size=(32, 32),
+            codec_options={"preset": "ultrafast"},
+        )
         assert probe_clip(path).frames_at(rate) == frames
 
 
 def test_other_rates_take_other_frames_of_the_source(folder: Path) -> None:
     own = read_clip(folder / "h264.mp4", 48, 24)
-    assert np.array_equal(read_clip(folder / "h264.mp4", 32, 16), own[[k * 3 // 2 for k in range(32)]])
+    assert np.array_equal(
+        read_clip(folder / "h264.mp4", 32, 16), own[[k * 3 // 2 for k in range(32)]]
+    )
     assert np.array_equal(read_clip(folder / "h264.mp4", 96, 48), own[[k // 2 for k in range(96)]])
 
 
 def test_moments_find_the_frame_that_is_shown() -> None:
     times = [0, 0.042, 0.083, 0.125]
-    assert list(choose_frames(enumerate(times), [0, 1 / 24, 2 / 24, 0.11, 3 / 24, 9])) == [0, 1, 2, 2, 3, 3]
+    assert list(choose_frames(enumerate(times), [0, 1 / 24, 2 / 24, 0.11, 3 / 24, 9])) == [
+        0,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
     assert list(choose_frames(enumerate(times), [0.038, 0.078])) == [0, 1], "not yet shown"
-    assert list(choose_frames(enumerate(times), [0.042, 0.078])) == [1, 2], "rather the next one than one twice"
+    assert list(choose_frames(enumerate(times), [0.042, 0.078])) == [1, 2], (
+        "rather the next one than one twice"
+    )
 
 
 @pytest.mark.parametrize("name", SHOWN_OTHERWISE)
@@ -150,7 +200,12 @@ def test_ordinary_colours_are_read(tmp_path: Path) -> None:
 def test_broken_clips_are_found_without_decoding_them(name: str, folder: Path) -> None:
     with pytest.raises(MediaError) as probed:
         probe_clip(folder / name)
-    expected = {"empty": "is empty", "picture": "is a picture", "voice": "only sound", "text": "holds text"}
+    expected = {
+        "empty": "is empty",
+        "picture": "is a picture",
+        "voice": "only sound",
+        "text": "holds text",
+    }
     words = next((words for start, words in expected.items() if name.startswith(start)), "")
     assert words in str(probed.value)
     assert ("truncated" in str(probed.value)) == (name.startswith("cut") and name != "cut.mp4")
@@ -163,7 +218,9 @@ def test_a_playlist_does_not_open_its_neighbours(folder: Path) -> None:
         probe_clip(playlist)
 
 
-@pytest.mark.parametrize("name", [name for name in BROKEN if not name.startswith(("cut", "picture"))])
+@pytest.mark.parametrize(
+    "name", [name for name in BROKEN if not name.startswith(("cut", "picture"))]
+)
 def test_broken_clips_give_no_frames(name: str, folder: Path) -> None:
     with pytest.raises(MediaError):
         read_clip(folder / name, 2, 24)
@@ -197,7 +254,9 @@ def test_random_damage_never_escapes_as_another_error(suffix: str, tmp_path: Pat
     for _ in range(25):
         damaged = bytearray(content)
         for _ in range(numbers.choice((1, 8, 64))):
-            damaged[numbers.randrange(min(len(damaged), numbers.choice((64, 4096))))] = numbers.randrange(256)
+            damaged[numbers.randrange(min(len(damaged), numbers.choice((64, 4096))))] = (
+                numbers.randrange(256)
+            )
         path.write_bytes(bytes(damaged))
         try:
             facts = probe_clip(path)
@@ -244,7 +303,10 @@ def test_every_frame_is_fitted_alike() -> None:
     geometry = Geometry("1.0", Size(32, 32), Size(48, 32), (8, 0))
     fitted = fit_clip(map(Image.fromarray, frames), geometry)
     assert fitted.shape == (5, 32, 32, 3)
-    singles = [np.asarray(Image.fromarray(frame).resize((48, 32), Image.Resampling.LANCZOS)) for frame in frames]
+    singles = [
+        np.asarray(Image.fromarray(frame).resize((48, 32), Image.Resampling.LANCZOS))
+        for frame in frames
+    ]
     assert np.abs(fitted.astype(int) - np.stack(singles)[:, :, 8:40]).max() <= 1
 
 
@@ -255,15 +317,26 @@ def test_suffixes_are_those_of_the_specification() -> None:
 
 
 def test_planning_needs_no_torch_and_pictures_need_no_readers() -> None:
-    code = "import simpletuner.data.build, sys; assert not {'torch', 'av', 'decord'} & set(sys.modules)"
+    code = (
+        "import simpletuner.data.build, sys; assert not {'torch', 'av', 'decord'} & "
+        "set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = "import simpletuner.data.clip_facts, simpletuner.data.clip_writer, sys; assert 'torch' not in sys.modules"
+    code = (
+        "import simpletuner.data.clip_facts, simpletuner.data.clip_writer, sys; assert 'torch' "
+        "not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def rounded(frames: int, rate: float, unit: Fraction | None) -> tuple[list[float], ClipFacts]:
-    """When frames begin in a container that counts in such units, and what is measured of the clip."""
-    times = [index / rate if unit is None else float(round(index / rate / unit) * unit) for index in range(frames)]
+    """When frames begin in a container that counts in such units, and what is measured of the
+    clip.
+    """
+    times = [
+        index / rate if unit is None else float(round(index / rate / unit) * unit)
+        for index in range(frames)
+    ]
     return times, ClipFacts(64, 64, times[-1] + 1 / rate, (frames - 1) / times[-1])
 
 
@@ -272,10 +345,23 @@ TARGETS = ((16, 81), (24, 121), (24, 241), (15, 81), (30, 121), (23.976, 121))
 
 
 @pytest.mark.parametrize(
-    "source", [*(whole * 1000 / 1001 for whole in (24, 30, 48, 60, 120)), 24, 25, 30, 50, 60, 24.04, 29.9, 31.7]
+    "source",
+    [
+        *(whole * 1000 / 1001 for whole in (24, 30, 48, 60, 120)),
+        24,
+        25,
+        30,
+        50,
+        60,
+        24.04,
+        29.9,
+        31.7,
+    ],
 )
 def test_no_frame_is_taken_twice_and_speed_is_exact(source: float) -> None:
-    """Rates with 1001 below the line count as the whole ones, so that every step is the same as theirs."""
+    """Rates with 1001 below the line count as the whole ones, so that every step is the same as
+    theirs.
+    """
     for unit, (target, length) in product(UNITS, TARGETS):
         times, clip = rounded(round(length * source / target) + 20, source, unit)
         if source < target * 0.998:
@@ -293,10 +379,19 @@ def test_no_frame_is_taken_twice_and_speed_is_exact(source: float) -> None:
         assert clip.frames_at(target) >= length, (unit, target)
 
 
-@pytest.mark.parametrize(("source", "target"), [(24000 / 1001, 24), (30000 / 1001, 15), (60000 / 1001, 24)])
+@pytest.mark.parametrize(
+    ("source", "target"), [(24000 / 1001, 24), (30000 / 1001, 15), (60000 / 1001, 24)]
+)
 def test_written_clips_of_television_rates(source: float, target: float, tmp_path: Path) -> None:
-    path, length = tmp_path / "tv.mp4", 121
-    write_clip(path, rate=source, seconds=length / target * 1.001, size=(32, 32), codec_options={"preset": "ultrafast"})
+    path = tmp_path / "tv.mp4"
+    length = 121
+    write_clip(
+        path,
+        rate=source,
+        seconds=length / target * 1.001,
+        size=(32, 32),
+        codec_options={"preset": "ultrafast"},
+    )
     clip = probe_clip(path)
     assert clip.frames_at(target) == length
     moments = clip.moments(length, target)
@@ -307,13 +402,18 @@ def test_written_clips_of_television_rates(source: float, target: float, tmp_pat
         assert np.abs(np.subtract(brightness, shown)).max() < 3
 
 
-@pytest.mark.parametrize(("size", "guessed"), [((1280, 64), "bt709"), ((64, 720), "bt709"), ((96, 64), "bt601")])
+@pytest.mark.parametrize(
+    ("size", "guessed"), [((1280, 64), "bt709"), ((64, 720), "bt709"), ((96, 64), "bt601")]
+)
 @pytest.mark.parametrize("tagged", [True, False])
 def test_colours_of_clips_that_do_not_say_how_are_read_as_players_do(
     size: tuple[int, int], guessed: str, tagged: bool, tmp_path: Path
 ) -> None:
-    path, colour = tmp_path / "red.mp4", (200, 40, 90)
-    write_plain(path, size, colour, "bt709" if tagged or guessed == "bt709" else "bt601", tagged=tagged)
+    path = tmp_path / "red.mp4"
+    colour = (200, 40, 90)
+    write_plain(
+        path, size, colour, "bt709" if tagged or guessed == "bt709" else "bt601", tagged=tagged
+    )
     clip = probe_clip(path)
     assert clip.matrix == (None if tagged else guessed)
     assert np.abs(read_clip(path, 2, 24)[:, 8, 8].astype(int) - colour).max() <= 2

@@ -51,10 +51,14 @@ def differ(picture: Image.Image, expected: NDArray[np.uint8]) -> int:
 
 @pytest.mark.parametrize("suffix", SAVED)
 @pytest.mark.parametrize("name", RGB_PROFILES)
-def test_a_profile_is_applied_within_a_level_of_the_arithmetic(name: str, suffix: str, tmp_path: Path) -> None:
+def test_a_profile_is_applied_within_a_level_of_the_arithmetic(
+    name: str, suffix: str, tmp_path: Path
+) -> None:
     primaries, gamma = RGB_PROFILES[name]
     path = tmp_path / f"a{suffix}"
-    photo(tmp_path).save(path, icc_profile=colour_profiles.rgb_profile(primaries, gamma), **SAVED[suffix])
+    photo(tmp_path).save(
+        path, icc_profile=colour_profiles.rgb_profile(primaries, gamma), **SAVED[suffix]
+    )
     stored = np.asarray(Image.open(path))
     expected = colour_profiles.rgb_in_srgb(stored, primaries, gamma)
     assert differ(Image.fromarray(stored), expected) > 3, "without the profile it looks different"
@@ -73,7 +77,9 @@ def test_a_grey_profile_is_applied(mode: str) -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
 def test_the_inks_of_a_cmyk_profile_are_applied(kind: str) -> None:
     # A cyan and a black that no formula guesses.
-    paper, cyan, black = (255, 128, 128), (140, 91, 78), (41, 128, 128)
+    paper = (255, 128, 128)
+    cyan = (140, 91, 78)
+    black = (41, 128, 128)
     corners = [paper] * 16
     for combination in range(16):
         if combination & 8:
@@ -84,7 +90,9 @@ def test_the_inks_of_a_cmyk_profile_are_applied(kind: str) -> None:
     for ink, (lightness, a, b) in inks.items():
         picture = Image.new("CMYK", (16, 16), ink)
         settings = {"quality": 100} if kind == "JPEG" else {}
-        shown = decode(saved(picture, kind, icc_profile=colour_profiles.cmyk_profile(corners), **settings))
+        shown = decode(
+            saved(picture, kind, icc_profile=colour_profiles.cmyk_profile(corners), **settings)
+        )
         expected = colour_profiles.lab_in_srgb(lightness / 2.55, a - 128, b - 128)
         assert differ(shown, np.broadcast_to(expected, (16, 16, 3))) <= 1, ink
 
@@ -115,7 +123,9 @@ def test_a_profile_that_is_srgb_changes_nothing(tmp_path: Path) -> None:
     assert inspect(data).conversions == ()
 
 
-@pytest.mark.parametrize(("mode", "profile"), [("L", P3), ("RGB", colour_profiles.grey_profile(1.8))])
+@pytest.mark.parametrize(
+    ("mode", "profile"), [("L", P3), ("RGB", colour_profiles.grey_profile(1.8))]
+)
 def test_a_profile_for_other_colours_is_ignored(mode: str, profile: bytes) -> None:
     picture = scene().convert(mode)
     data = saved(picture, icc_profile=profile)
@@ -127,7 +137,9 @@ def test_a_profile_for_other_colours_is_ignored(mode: str, profile: bytes) -> No
 def test_a_broken_profile_leaves_out_the_picture(profile: bytes) -> None:
     data = saved(scene(), icc_profile=profile)
     for read in (inspect, decode):
-        with pytest.raises(UnsuitableError, match=r"broken colour profile.*convert the file to sRGB"):
+        with pytest.raises(
+            UnsuitableError, match=r"broken colour profile.*convert the file to sRGB"
+        ):
             read(data)
 
 
@@ -155,14 +167,21 @@ def test_hdr_pictures_are_refused_as_clips_are(curve: str, kind: str) -> None:
         data = cicp(saved(scene()), 9, number)
     elif kind == "profile name":
         name = f"Rec. ITU-R BT.2100 {curve}"
-        data = saved(scene(), icc_profile=colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2, name))
+        data = saved(
+            scene(), icc_profile=colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2, name)
+        )
     elif kind == "profile codes":
         codes = bytes([9, number, 0, 1])
-        data = saved(scene(), icc_profile=colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2, cicp=codes))
+        data = saved(
+            scene(),
+            icc_profile=colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2, cicp=codes),
+        )
     else:
         data = nclx(saved(scene(), kind), 9, number)
     for read in (inspect, decode):
-        with pytest.raises(UnsuitableError, match=rf"^is HDR \({curve}\), which 8-bit pictures cannot represent"):
+        with pytest.raises(
+            UnsuitableError, match=rf"^is HDR \({curve}\), which 8-bit pictures cannot represent"
+        ):
             read(data)
 
 
@@ -173,10 +192,17 @@ def test_wide_colours_without_a_profile_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["AVIF", "PNG"])
 def test_the_number_of_display_p3_is_applied_as_its_profile(kind: str) -> None:
-    data = saved(scene(), kind, **({"quality": 100, "subsampling": "4:4:4"} if kind == "AVIF" else {}))
+    data = saved(
+        scene(), kind, **({"quality": 100, "subsampling": "4:4:4"} if kind == "AVIF" else {})
+    )
     stored = np.asarray(decode(data))
     numbered = cicp(data, 12, 13) if kind == "PNG" else nclx(data, 12, 13)
-    assert differ(decode(numbered), colour_profiles.rgb_in_srgb(stored, colour_profiles.DISPLAY_P3, None)) <= 1
+    assert (
+        differ(
+            decode(numbered), colour_profiles.rgb_in_srgb(stored, colour_profiles.DISPLAY_P3, None)
+        )
+        <= 1
+    )
     assert inspect(numbered).conversions == ("converted to sRGB",)
 
 

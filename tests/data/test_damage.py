@@ -35,9 +35,16 @@ def saved(picture: Image.Image, kind: str, **settings: object) -> bytes:
 
 def float_tiff() -> bytes:
     """Three floats a pixel, as renderers write them."""
-    short, long = 3, 4
+    short = 3
+    long = 4
     entries = [(256, short, 2), (257, short, 2), (258, short, 32), (259, short, 1), (262, short, 2)]
-    entries += [(273, long, 200), (277, short, 3), (278, short, 2), (279, long, 48), (339, short, 3)]
+    entries += [
+        (273, long, 200),
+        (277, short, 3),
+        (278, short, 2),
+        (279, long, 48),
+        (339, short, 3),
+    ]
     data = b"II*\0" + struct.pack("<IH", 8, len(entries))
     for tag, kind, value in entries:
         data += struct.pack("<HHII", tag, kind, 1, value)
@@ -95,9 +102,20 @@ def test_a_cut_container_is_truncated(kind: str) -> None:
 
 
 # What a decoder may raise, although nothing says so.
-ODD = [RuntimeError("odd"), KeyError("odd"), AttributeError("odd"), AssertionError("odd"), RecursionError("odd")]
+ODD = [
+    RuntimeError("odd"),
+    KeyError("odd"),
+    AttributeError("odd"),
+    AssertionError("odd"),
+    RecursionError("odd"),
+]
 # What is no fault of the file.
-OURS = [MemoryError(), OSError(errno.EMFILE, "odd"), RuntimeError("can't start new thread"), DeviceError("odd")]
+OURS = [
+    MemoryError(),
+    OSError(errno.EMFILE, "odd"),
+    RuntimeError("can't start new thread"),
+    DeviceError("odd"),
+]
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -120,7 +138,9 @@ def test_an_unexpected_error_leaves_out_the_picture(
 
 
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
-def test_an_unexpected_error_leaves_out_the_clip(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_leaves_out_the_clip(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def frames(*arguments: Any) -> Iterator[Any]:
         yield Image.new("RGB", (4, 4))
         raise error
@@ -135,7 +155,9 @@ def test_an_unexpected_error_leaves_out_the_clip(error: Exception, monkeypatch: 
 
 
 @pytest.mark.parametrize("error", OURS, ids=lambda error: type(error).__name__)
-def test_an_error_of_the_machine_is_not_blamed_on_a_file(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_machine_is_not_blamed_on_a_file(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ImageFile.ImageFile, "load", raising(error))
     with pytest.raises(type(error)):
         decode(saved(scene(), "PNG"))
@@ -144,7 +166,9 @@ def test_an_error_of_the_machine_is_not_blamed_on_a_file(error: Exception, monke
         clips.probe_clip(Path("a.mp4"))
 
 
-def with_aperture(data: bytes, width: int, height: int, right: int, down: int, parts: int = 1) -> bytes:
+def with_aperture(
+    data: bytes, width: int, height: int, right: int, down: int, parts: int = 1
+) -> bytes:
     """An AVIF with a clean aperture, in whole pixels or in parts of pixels.
 
     The description with the new property comes last, so that no offset in the file changes.
@@ -167,7 +191,9 @@ def with_aperture(data: bytes, width: int, height: int, right: int, down: int, p
     struct.pack_into(">I", inner, container, size + len(aperture))
     properties = inner.index(b"iprp") - 4
     for box in (0, properties):
-        struct.pack_into(">I", inner, box, struct.unpack_from(">I", inner, box)[0] + len(aperture) + 1)
+        struct.pack_into(
+            ">I", inner, box, struct.unpack_from(">I", inner, box)[0] + len(aperture) + 1
+        )
     return data[: start + 4] + b"free" + data[start + 8 :] + bytes(inner)
 
 
@@ -190,7 +216,9 @@ def test_the_clean_aperture_of_an_avif_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize("aperture", [(40, 20, 60, 0, 1), (81, 40, 1, 0, 2), (0, 0, 0, 0, 1)])
-def test_a_picture_whose_aperture_cannot_be_applied_is_left_out(aperture: tuple[int, int, int, int, int]) -> None:
+def test_a_picture_whose_aperture_cannot_be_applied_is_left_out(
+    aperture: tuple[int, int, int, int, int],
+) -> None:
     data = with_aperture(saved(scene(), "AVIF"), *aperture)
     with pytest.raises(UnsuitableError, match="clean aperture"):
         inspect(data)
@@ -237,9 +265,13 @@ def test_a_transparent_level_of_deep_grey_shows_the_background(background: str, 
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "I;16", "F", "CMYK", "1"])
-def test_a_picture_converted_in_strips_equals_one_converted_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_converted_in_strips_equals_one_converted_whole(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     picture = (
-        scene().convert(mode) if mode != "I;16" else Image.fromarray(np.arange(6144, dtype=np.uint16).reshape(64, 96))
+        scene().convert(mode)
+        if mode != "I;16"
+        else Image.fromarray(np.arange(6144, dtype=np.uint16).reshape(64, 96))
     )
     if mode in ("RGBA", "LA"):
         picture.putalpha(Image.linear_gradient("L").resize(picture.size))

@@ -15,7 +15,8 @@ from simpletuner.data.discovery import classify, scan
 from simpletuner.data.file_names import SYSTEM_FOLDERS, UNREAD, UNREAD_CLIPS, UNREAD_PICTURES
 from simpletuner.data.pictures import PICTURE_SUFFIXES
 
-HINDI, CHINESE = "सुनहरी चाय", "红色 的房子"
+HINDI = "सुनहरी चाय"
+CHINESE = "红色 的房子"
 
 
 def touch(root: Path, *names: str) -> None:
@@ -26,8 +27,27 @@ def touch(root: Path, *names: str) -> None:
 
 
 def test_pictures_are_sorted_and_found_in_sub_folders_in_any_letter_case(tmp_path: Path) -> None:
-    touch(tmp_path, "b.JPG", "a.jpeg", "sub/deep/c.PnG", "d.webp", "e.bmp", "f.tif", "g.TIFF", "a b/h i.png")
-    names = ["a b/h i.png", "a.jpeg", "b.JPG", "d.webp", "e.bmp", "f.tif", "g.TIFF", "sub/deep/c.PnG"]
+    touch(
+        tmp_path,
+        "b.JPG",
+        "a.jpeg",
+        "sub/deep/c.PnG",
+        "d.webp",
+        "e.bmp",
+        "f.tif",
+        "g.TIFF",
+        "a b/h i.png",
+    )
+    names = [
+        "a b/h i.png",
+        "a.jpeg",
+        "b.JPG",
+        "d.webp",
+        "e.bmp",
+        "f.tif",
+        "g.TIFF",
+        "sub/deep/c.PnG",
+    ]
     assert list(scan(tmp_path).files) == names
 
 
@@ -35,12 +55,21 @@ def test_captions_belong_to_pictures_of_their_stem(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "a.txt", "a.jpg", "sub/a.png", "b.TXT", "b.png", "c.txt")
     found = scan(tmp_path)
     assert found.captions == {"a.jpg": "a.txt", "a.png": "a.txt", "b.png": "b.TXT"}
-    assert found.ignored["c.txt"] == ("caption without a file", "has no picture or clip of the same name")
+    assert found.ignored["c.txt"] == (
+        "caption without a file",
+        "has no picture or clip of the same name",
+    )
 
 
-@pytest.mark.parametrize("stem", [HINDI, CHINESE, "café au lait", "dots.in.name", "trailing space "])
+@pytest.mark.parametrize(
+    "stem", [HINDI, CHINESE, "café au lait", "dots.in.name", "trailing space "]
+)
 def test_names_in_any_writing_are_paired_in_either_unicode_form(stem: str, tmp_path: Path) -> None:
-    touch(tmp_path, unicodedata.normalize("NFD", stem) + ".png", unicodedata.normalize("NFC", stem) + ".txt")
+    touch(
+        tmp_path,
+        unicodedata.normalize("NFD", stem) + ".png",
+        unicodedata.normalize("NFC", stem) + ".txt",
+    )
     found = scan(tmp_path)
     assert list(found.captions) == [found.files[0]]
     assert not found.ignored
@@ -70,12 +99,16 @@ def test_a_caption_file_is_for_one_file_or_for_all_of_its_stem(
 
 def test_a_caption_file_that_is_not_read_names_the_one_that_is(tmp_path: Path) -> None:
     touch(tmp_path, "a.jpg", "a.txt", "a.caption")
-    assert scan(tmp_path).ignored == {"a.caption": ("unused caption", "is not read: a.txt has precedence")}
+    assert scan(tmp_path).ignored == {
+        "a.caption": ("unused caption", "is not read: a.txt has precedence")
+    }
 
 
 @pytest.mark.parametrize("suffix", sorted(UNREAD_PICTURES | UNREAD_CLIPS))
 @pytest.mark.parametrize("wanted", [PICTURE_SUFFIXES, CLIP_SUFFIXES], ids=["pictures", "clips"])
-def test_a_format_that_is_not_read_is_named_unless_the_file_has_a_twin(suffix: str, wanted: frozenset[str]) -> None:
+def test_a_format_that_is_not_read_is_named_unless_the_file_has_a_twin(
+    suffix: str, wanted: frozenset[str]
+) -> None:
     twin = "b.jpg" if wanted is PICTURE_SUFFIXES else "b.mp4"
 
     found = classify([(name, None) for name in (f"a{suffix.upper()}", f"b{suffix}", twin)], wanted)
@@ -89,7 +122,13 @@ def test_a_format_that_is_not_read_is_named_unless_the_file_has_a_twin(suffix: s
 
 @pytest.mark.parametrize("folder", sorted(SYSTEM_FOLDERS))
 def test_what_a_system_leaves_in_a_folder_is_never_trained(folder: str, tmp_path: Path) -> None:
-    touch(tmp_path, "a.png", f"{folder.upper()}/a.png/thumbnail.jpg", f"sub/{folder}/b.png", f"sub/{folder}/b.txt")
+    touch(
+        tmp_path,
+        "a.png",
+        f"{folder.upper()}/a.png/thumbnail.jpg",
+        f"sub/{folder}/b.png",
+        f"sub/{folder}/b.txt",
+    )
 
     found = scan(tmp_path)
 
@@ -101,7 +140,16 @@ def test_what_a_system_leaves_in_a_folder_is_never_trained(folder: str, tmp_path
 
 
 def test_everything_else_is_listed_with_its_reason(tmp_path: Path) -> None:
-    touch(tmp_path, "a.png", "movie.mp4", "notes.md", ".hidden.png", ".git/config", "no_ending", "._a.png")
+    touch(
+        tmp_path,
+        "a.png",
+        "movie.mp4",
+        "notes.md",
+        ".hidden.png",
+        ".git/config",
+        "no_ending",
+        "._a.png",
+    )
     reasons = {name: reason for name, (reason, _) in scan(tmp_path).ignored.items()}
     assert reasons == {
         "movie.mp4": "clip among pictures",

@@ -1,4 +1,6 @@
-"""The index of a folder saves work and changes nothing: whatever happens to the files, the datasets are the same."""
+"""The index of a folder saves work and changes nothing: whatever happens to the files, the datasets
+are the same.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def exact_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def let_the_clock_move_on(folder: Path) -> None:
-    """Until files bear another time than those that are there, on a file system of any granularity."""
+    """Until files bear another time than those that are there, on a file system of any
+    granularity.
+    """
     probe = folder / "probe"
     probe.touch()
     before = probe.stat().st_ctime_ns
@@ -65,7 +69,10 @@ def some(root: Path, chance: random.Random, suffix: str = ".png") -> Path:
 
 
 def add(root: Path, chance: random.Random) -> None:
-    paint(root / f"sub {chance.randrange(4)}" / f"new {chance.randrange(1000)}.png", chance.randrange(256))
+    paint(
+        root / f"sub {chance.randrange(4)}" / f"new {chance.randrange(1000)}.png",
+        chance.randrange(256),
+    )
 
 
 def remove(root: Path, chance: random.Random) -> None:
@@ -73,7 +80,9 @@ def remove(root: Path, chance: random.Random) -> None:
 
 
 def edit_picture(root: Path, chance: random.Random) -> None:
-    Image.new("RGB", (64 + chance.randrange(9), 64), (chance.randrange(256),) * 3).save(some(root, chance))
+    Image.new("RGB", (64 + chance.randrange(9), 64), (chance.randrange(256),) * 3).save(
+        some(root, chance)
+    )
 
 
 def edit_caption(root: Path, chance: random.Random) -> None:
@@ -118,17 +127,29 @@ def damage(root: Path, chance: random.Random) -> None:
 
 
 CHANGES: list[Change] = [
-    add, add, remove, edit_picture, edit_caption, edit_in_secret, touch, rename, swap_captions, damage,
-]  # fmt: skip
+    add,
+    add,
+    remove,
+    edit_picture,
+    edit_caption,
+    edit_in_secret,
+    touch,
+    rename,
+    swap_captions,
+    damage,
+]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_datasets_are_those_of_a_first_start(seed: int, context: DataContext, photos: Path, tmp_path: Path) -> None:
+def test_the_datasets_are_those_of_a_first_start(
+    seed: int, context: DataContext, photos: Path, tmp_path: Path
+) -> None:
     chance = random.Random(seed)
     for number in range(12):
         more = {"disable_multiline_split": chance.random() < 0.2}
         fresh = replace(context, latent_root=tmp_path / f"fresh {number}")
-        expected, found = build(fresh, photos, **more), build(context, photos, **more)
+        expected = build(fresh, photos, **more)
+        found = build(context, photos, **more)
         assert found.samples == expected.samples
         assert sorted(map(str, expected.rejected)) == sorted(
             str(file) for file in found.rejected if file.reason != "gone"
@@ -178,7 +199,9 @@ def test_a_file_that_is_forgotten_is_read_again(context: DataContext, photos: Pa
     assert "late.png" not in load_index(dataset.latent_dir, photos)
 
 
-def test_a_torn_index_is_rebuilt(context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_index_is_rebuilt(
+    context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_index, "PER_LINE", 3)
     dataset = build(context, photos)
     dataset.save_index()

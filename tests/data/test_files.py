@@ -15,7 +15,13 @@ from simpletuner.config.json_reader import read_json
 from simpletuner.data import files
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.file_index import inspect_files
-from simpletuner.data.files import LARGEST_CAPTION, LARGEST_PICTURE, DeviceError, LeftOutError, read_file
+from simpletuner.data.files import (
+    LARGEST_CAPTION,
+    LARGEST_PICTURE,
+    DeviceError,
+    LeftOutError,
+    read_file,
+)
 from simpletuner.data.pictures import MediaError, decode, probe
 from simpletuner.errors import Problems
 from tests.tools import pictures
@@ -40,8 +46,12 @@ def fail_times(count: int, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def not_files(folder: Path) -> list[Path]:
-    """A pipe, a link to a device, a folder and a sparse giant; opening the first would wait for ever."""
-    pipe, device, directory, giant = (folder / f"{name}.png" for name in ("pipe", "device", "folder", "giant"))
+    """A pipe, a link to a device, a folder and a sparse giant; opening the first would wait for
+    ever.
+    """
+    pipe, device, directory, giant = (
+        folder / f"{name}.png" for name in ("pipe", "device", "folder", "giant")
+    )
     os.mkfifo(pipe)
     device.symlink_to("/dev/zero")
     directory.mkdir()
@@ -51,9 +61,12 @@ def not_files(folder: Path) -> list[Path]:
 
 
 def test_settings_are_read_from_regular_files_of_a_plausible_size_alone(tmp_path: Path) -> None:
-    problems, paths = Problems(), not_files(tmp_path)
+    problems = Problems()
+    paths = not_files(tmp_path)
     assert [read_json(path, problems) for path in paths] == [None] * 4
-    assert all("is not a regular file but a folder, a pipe" in each.message for each in problems[:3])
+    assert all(
+        "is not a regular file but a folder, a pipe" in each.message for each in problems[:3]
+    )
     assert problems[3].message == "has 1,073,741,825 bytes; the limit is 268,435,456."
 
 
@@ -79,7 +92,9 @@ def test_captions_are_bounded_and_text(tmp_path: Path) -> None:
         read_caption_file(tmp_path / "b.txt")
 
 
-def test_a_passing_error_of_the_device_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passing_error_of_the_device_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pictures.photograph(tmp_path / "a.png", (64, 64))
     monkeypatch.setattr(Path, "read_bytes", fail_times(2, Path.read_bytes))
     assert inspect_files(tmp_path, ["a.png"], {})["a.png"].problem is None
@@ -90,7 +105,9 @@ def test_a_lasting_error_of_the_device_ends_the_run_and_names_it(
 ) -> None:
     pictures.photograph(tmp_path / "a.png", (64, 64))
     monkeypatch.setattr(Path, "read_bytes", fail_times(99, Path.read_bytes))
-    with pytest.raises(DeviceError, match=r"a\.png: Input/output error.*no file is marked as damaged"):
+    with pytest.raises(
+        DeviceError, match=r"a\.png: Input/output error.*no file is marked as damaged"
+    ):
         inspect_files(tmp_path, ["a.png"], {})
 
 

@@ -35,7 +35,9 @@ CORNER = {"crop": True, "crop_style": "corner"}  # 64x64 of the file's own pixel
 CLIP_RULES = {"num_frames": 5, "min_frames": 5, "frame_rate": 8}
 
 
-def paint(path: Path, box: Sequence[int] = SQUARE, *, size: tuple[int, int] = SIZE, colour: Any = "white") -> None:
+def paint(
+    path: Path, box: Sequence[int] = SQUARE, *, size: tuple[int, int] = SIZE, colour: Any = "white"
+) -> None:
     """A black picture with a coloured box."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = Image.new("RGB", size)
@@ -52,20 +54,33 @@ def film(path: Path, shares: Sequence[float], rate: int = 8) -> None:
         for share in shares:
             pixels = np.zeros((SIZE[1], SIZE[0], 3), dtype=np.uint8)
             pixels[:, : round(share * SIZE[0])] = 255
-            container.mux(stream.encode(VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="bgr0")))
+            container.mux(
+                stream.encode(
+                    VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="bgr0")
+                )
+            )
         container.mux(stream.encode(None))
 
 
 def build(
     folder: Path, kind: str = "mask", task: Task = "t2i", *more: dict[str, Any], **own: Any
 ) -> tuple[list[Dataset], list[Problem]]:
-    """The dataset below `files` with the masks below `masks`; `own` are further keys of the former."""
+    """The dataset below `files` with the masks below `masks`; `own` are further keys of the
+    former.
+    """
     spec = KANDINSKY5_IMAGE if task == "t2i" else KANDINSKY5_VIDEO
     caches = folder / "caches"
     rate = 8 if spec.media == "video" else None
-    context = DataContext(DatasetDefaults(resolution=64), spec, task, caches, caches / "text", frame_rate=rate)
+    context = DataContext(
+        DatasetDefaults(resolution=64), spec, task, caches, caches / "text", frame_rate=rate
+    )
     entries = [
-        {"id": "files", "instance_data_dir": str(folder / "files"), "caption_strategy": "filename", **own}
+        {
+            "id": "files",
+            "instance_data_dir": str(folder / "files"),
+            "caption_strategy": "filename",
+            **own,
+        }
         | ({} if task == "t2i" else {"dataset_type": "video", "video": CLIP_RULES}),
         {"id": "masks", "instance_data_dir": str(folder / "masks"), "dataset_type": "conditioning"}
         | {"conditioning_type": kind, "source_dataset_id": "files"},
@@ -88,7 +103,11 @@ def weights_of(sample: Sample, frames: int = 1) -> np.ndarray:
 def test_white_positions_cover_exactly_the_square(tmp_path: Path, style: str, scale: int) -> None:
     """Whatever the crop of the picture, in every epoch; the mask may have another resolution."""
     paint(tmp_path / "files" / "a.png", colour=RED)
-    paint(tmp_path / "masks" / "a.png", [scale * edge for edge in SQUARE], size=(scale * SIZE[0], scale * SIZE[1]))
+    paint(
+        tmp_path / "masks" / "a.png",
+        [scale * edge for edge in SQUARE],
+        size=(scale * SIZE[0], scale * SIZE[1]),
+    )
     (files, _), problems = build(tmp_path, crop=True, crop_style=style)
     assert problems == []
     seen = set()
@@ -109,7 +128,9 @@ def test_grey_transparent_and_segmented(tmp_path: Path) -> None:
     mask.save(tmp_path / "masks" / "a.png")
     for kind, value in (("mask", 0.1), ("segmentation", 1.0)):
         (files, _), problems = build(tmp_path, kind, **CORNER)
-        assert [problem.fatal for problem in problems] == [False] * (kind == "mask"), "0.16 % of it is white"
+        assert [problem.fatal for problem in problems] == [False] * (kind == "mask"), (
+            "0.16 % of it is white"
+        )
         weights = weights_of(files.samples[0])
         assert weights[0, 0, 0] == pytest.approx(value)
         assert weights.sum() == weights[0, 0, 0]
@@ -128,19 +149,38 @@ def test_clips_are_averaged_over_the_frames_of_each_latent(tmp_path: Path) -> No
     assert np.array_equal(clip[0], np.ones((8, 8)))
     assert np.array_equal(clip[1], np.repeat([[0.75] * 6 + [0.25] * 2], 8, axis=0))
     assert np.array_equal(picture[0], picture[1])
-    assert [(sample.name, sample.frames) for sample in found.samples] == [("a.mkv", 5), ("b.png", 1)]
+    assert [(sample.name, sample.frames) for sample in found.samples] == [
+        ("a.mkv", 5),
+        ("b.png", 1),
+    ]
 
 
 def test_a_picture_may_have_a_source_and_a_mask(tmp_path: Path) -> None:
     for folder in ("files", "masks", "before"):
         paint(tmp_path / folder / "a.png")
-    before = {"id": "before", "instance_data_dir": str(tmp_path / "before"), "conditioning_type": "reference_strict"}
+    before = {
+        "id": "before",
+        "instance_data_dir": str(tmp_path / "before"),
+        "conditioning_type": "reference_strict",
+    }
     caches = tmp_path / "caches"
-    context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "i2i", caches, caches / "text")
-    own = {"id": "files", "instance_data_dir": str(tmp_path / "files"), "conditioning_data": ["before", "masks"]}
-    mask = {"id": "masks", "instance_data_dir": str(tmp_path / "masks"), "conditioning_type": "mask"}
+    context = DataContext(
+        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "i2i", caches, caches / "text"
+    )
+    own = {
+        "id": "files",
+        "instance_data_dir": str(tmp_path / "files"),
+        "conditioning_data": ["before", "masks"],
+    }
+    mask = {
+        "id": "masks",
+        "instance_data_dir": str(tmp_path / "masks"),
+        "conditioning_type": "mask",
+    }
     problems = Problems()
-    files, *_ = build_datasets([DatasetConfig(**each) for each in (own, before, mask)], context, problems)
+    files, *_ = build_datasets(
+        [DatasetConfig(**each) for each in (own, before, mask)], context, problems
+    )
     assert not [problem for problem in problems if problem.fatal]
     (sample,) = files.samples
     assert sample.partner is not None
@@ -174,8 +214,14 @@ def test_masks_of_clips_have_their_length(tmp_path: Path) -> None:
     film(tmp_path / "masks" / "fine.mkv", [1.0] * 4, rate=4)
     _, problems = build(tmp_path, task="i2v")
     misfit, black = sorted(problem.message for problem in problems if problem.fatal)
-    assert "do not fit the files of files: long.mkv has 9 frames at 8 a second and long.mp4 8." in misfit
-    assert "black, frame 0 aside, wherever it is trained, so nothing is learned: 1 mask, dark.mkv" in black
+    assert (
+        "do not fit the files of files: long.mkv has 9 frames at 8 a second and long.mp4 8."
+        in misfit
+    )
+    assert (
+        "black, frame 0 aside, wherever it is trained, so nothing is learned: 1 mask, dark.mkv"
+        in black
+    )
 
 
 def test_a_picture_is_not_masked_by_a_clip_nor_twice(tmp_path: Path) -> None:
@@ -183,14 +229,24 @@ def test_a_picture_is_not_masked_by_a_clip_nor_twice(tmp_path: Path) -> None:
     paint(tmp_path / "pictures" / "b.png")
     film(tmp_path / "masks" / "b.mkv", [1.0] * 8)
     paint(tmp_path / "masks" / "a.png")
-    pictures = {"id": "pictures", "instance_data_dir": str(tmp_path / "pictures"), "conditioning_data": "masks"}
+    pictures = {
+        "id": "pictures",
+        "instance_data_dir": str(tmp_path / "pictures"),
+        "conditioning_data": "masks",
+    }
     _, problems = build(tmp_path, "mask", "t2v", pictures)
     assert [problem.message for problem in problems if problem.fatal] == [
         "1 masks do not fit the files of pictures: b.mkv has 8 frames at 8 a second and b.png 1."
     ]
-    second = {"id": "more", "instance_data_dir": str(tmp_path / "masks"), "conditioning_type": "mask"}
+    second = {
+        "id": "more",
+        "instance_data_dir": str(tmp_path / "masks"),
+        "conditioning_type": "mask",
+    }
     _, problems = build(tmp_path, "mask", "t2v", {**second, "source_dataset_id": "files"})
-    assert "names several datasets of masks (masks, more)" in " ".join(problem.message for problem in problems)
+    assert "names several datasets of masks (masks, more)" in " ".join(
+        problem.message for problem in problems
+    )
 
 
 def test_masks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,16 @@ def build(
     """An edit dataset, its partners (`partner` are further keys of theirs) and more entries."""
     after, before = roots
     caches = after.parent / "caches"
-    context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, task, caches, caches / "text")
+    context = DataContext(
+        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, task, caches, caches / "text"
+    )
     entries = [
-        {"id": "after", "instance_data_dir": str(after), "caption_strategy": "filename", "conditioning_data": "before"}
+        {
+            "id": "after",
+            "instance_data_dir": str(after),
+            "caption_strategy": "filename",
+            "conditioning_data": "before",
+        }
         | (own or {}),
         {"id": "before", "instance_data_dir": str(before), "dataset_type": "conditioning"}
         | {"conditioning_type": "reference_strict", **partner},
@@ -88,7 +95,10 @@ def test_strict_partners_of_another_shape_are_mentioned(roots: tuple[Path, Path]
     pictures.photograph(roots[1] / "a.jpg", (100, 100))
     _, problems = build(roots)
     assert [problem.fatal for problem in problems] == [False]
-    assert "another ratio than their partners', so stretched: 1 picture of before;" in problems[0].message
+    assert (
+        "another ratio than their partners', so stretched: 1 picture of before;"
+        in problems[0].message
+    )
     _, problems = build(roots, conditioning_type="reference_loose")
     assert not problems
 
@@ -129,7 +139,9 @@ def test_the_exact_name_wins_over_another_extension(
 
 @pytest.mark.parametrize("kind", ["reference_strict", "reference_loose", "mask"])
 @pytest.mark.parametrize("names", [["a.bmp", "a.jpg"], ["a.png.bmp", "a.png.jpg"]])
-def test_several_partners_of_one_file_are_refused(names: list[str], kind: str, roots: tuple[Path, Path]) -> None:
+def test_several_partners_of_one_file_are_refused(
+    names: list[str], kind: str, roots: tuple[Path, Path]
+) -> None:
     for name in names:
         pictures.photograph(roots[1] / name, (240, 160))
 
@@ -137,7 +149,9 @@ def test_several_partners_of_one_file_are_refused(names: list[str], kind: str, r
 
     (problem,) = [problem for problem in problems if problem.fatal]
     assert problem.where == "before"
-    assert f"more than one partner for 1 file of after: a.png ({', '.join(names)})." in problem.message
+    assert (
+        f"more than one partner for 1 file of after: a.png ({', '.join(names)})." in problem.message
+    )
 
 
 def test_a_broken_partner_leaves_the_pair_out(roots: tuple[Path, Path]) -> None:
@@ -161,16 +175,28 @@ def test_a_partner_may_name_its_source_instead(roots: tuple[Path, Path]) -> None
     assert all(sample.partner for sample in after.samples)
 
 
-def test_of_several_partners_one_is_chosen_per_sample(roots: tuple[Path, Path], tmp_path: Path) -> None:
-    entry = {"id": "other", "instance_data_dir": str(roots[1]), "conditioning_type": "reference_strict"}
+def test_of_several_partners_one_is_chosen_per_sample(
+    roots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    entry = {
+        "id": "other",
+        "instance_data_dir": str(roots[1]),
+        "conditioning_type": "reference_strict",
+    }
     own = {"conditioning_data": ["before", "other"]}
     datasets, problems = build(roots, entry, own=own)
     assert not problems
-    assert {sample.partner.dataset_id for sample in datasets[0].samples if sample.partner} == {"before", "other"}
+    assert {sample.partner.dataset_id for sample in datasets[0].samples if sample.partner} == {
+        "before",
+        "other",
+    }
 
 
 def test_editing_needs_reference_pictures(roots: tuple[Path, Path]) -> None:
-    for own, partner in (({"conditioning_data": None}, {}), ({}, {"conditioning_type": "controlnet"})):
+    for own, partner in (
+        ({"conditioning_data": None}, {}),
+        ({}, {"conditioning_type": "controlnet"}),
+    ):
         _, problems = build(roots, own=own, **partner)
         (problem,) = [problem for problem in problems if problem.fatal]
         assert problem.where == "after.conditioning_data"
@@ -187,7 +213,10 @@ def test_other_flavours_do_not_use_them(roots: tuple[Path, Path]) -> None:
 
 def test_a_conditioning_type_is_required(roots: tuple[Path, Path]) -> None:
     _, problems = build(roots, conditioning_type=None, task="t2i")
-    assert any("is required" in problem.message and "conditioning_type" in problem.where for problem in problems)
+    assert any(
+        "is required" in problem.message and "conditioning_type" in problem.where
+        for problem in problems
+    )
 
 
 def test_a_missing_partner_folder_is_said_once(roots: tuple[Path, Path]) -> None:
@@ -198,7 +227,9 @@ def test_a_missing_partner_folder_is_said_once(roots: tuple[Path, Path]) -> None
 def test_damage_found_by_decoding_takes_the_pair_out(roots: tuple[Path, Path]) -> None:
     datasets, _ = build(roots)
     failure = ("damaged", "is damaged")
-    after, before = without_failures(datasets, {("before", "a.jpg"): failure, ("after", "sub/b.png"): failure})
+    after, before = without_failures(
+        datasets, {("before", "a.jpg"): failure, ("after", "sub/b.png"): failure}
+    )
     assert len(after.samples) == 2
     assert after.counts() == {"damaged": 1, "partner unusable": 1}
     assert before.counts() == {"damaged": 1}

@@ -91,7 +91,10 @@ def test_broken_files_are_found_without_decoding(name: str, tmp_path: Path) -> N
         probe(tmp_path / name)
     with pytest.raises(MediaError):
         decode(tmp_path / name)
-    assert name.startswith(("cut", "no-")) == ("truncated" in str(probed.value)) or "only-magic" in name
+    assert (
+        name.startswith(("cut", "no-")) == ("truncated" in str(probed.value))
+        or "only-magic" in name
+    )
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".bmp", ".tif"])
@@ -106,7 +109,9 @@ def test_a_cut_anywhere_is_found(suffix: str, tmp_path: Path) -> None:
             (probe if suffix in (".jpg", ".png") else decode)(path)
 
 
-def test_damage_inside_is_found_by_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_inside_is_found_by_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)  # as other packages leave it
     for path in pictures.write_all(tmp_path, DAMAGED_INSIDE):
         probe(path)
@@ -124,7 +129,9 @@ def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
         for _ in range(25):
             damaged = bytearray(content)
             for _ in range(numbers.choice((1, 8, 64))):
-                damaged[numbers.randrange(min(len(damaged), numbers.choice((64, 4096))))] = numbers.randrange(256)
+                damaged[numbers.randrange(min(len(damaged), numbers.choice((64, 4096))))] = (
+                    numbers.randrange(256)
+                )
             (tmp_path / name).write_bytes(bytes(damaged))
             try:
                 size = probe(tmp_path / name)
@@ -142,7 +149,9 @@ def test_a_picture_without_pixels_is_damaged(tmp_path: Path) -> None:
         probe(tmp_path / "a.bmp")
 
 
-@pytest.mark.parametrize(("suffix", "remedy"), [(".heic", "pillow-heif>=0.22"), (".avif", "pillow>=11.3")])
+@pytest.mark.parametrize(
+    ("suffix", "remedy"), [(".heic", "pillow-heif>=0.22"), (".avif", "pillow>=11.3")]
+)
 def test_a_missing_reader_is_no_fault_of_the_file(
     suffix: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,5 +229,10 @@ def test_a_very_long_picture_needs_little_memory() -> None:
 
 def test_suffixes_are_those_of_the_specification() -> None:
     known = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"}
-    known |= {".jpe", ".jfif", ".mpo", ".hif"}  # written by Windows, browsers, stereo and Sony or Canon cameras
+    known |= {
+        ".jpe",
+        ".jfif",
+        ".mpo",
+        ".hif",
+    }  # written by Windows, browsers, stereo and Sony or Canon cameras
     assert known == PICTURE_SUFFIXES

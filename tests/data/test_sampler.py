@@ -26,13 +26,23 @@ from simpletuner.training.loader import BatchLoader
 SIZES = {"1.0": Size(100, 100), "1.5": Size(150, 100), "0.67": Size(100, 150)}
 
 
-def make_dataset(buckets: dict[str, int], repeats: int = 0, id: str = "set", **keys: Any) -> Dataset:
+def make_dataset(
+    buckets: dict[str, int], repeats: int = 0, id: str = "set", **keys: Any
+) -> Dataset:
     """A dataset with so many samples per bucket label; each sample has three captions."""
-    config = DatasetConfig(id=id, **{"train_batch_size": 4, "vae_cache_clear_each_epoch": False, **keys})
+    config = DatasetConfig(
+        id=id, **{"train_batch_size": 4, "vae_cache_clear_each_epoch": False, **keys}
+    )
     rules = BucketRules(PixelGrid(64, "pixel_area", 16), 2048, config)
-    names = [(f"{label}/{number}", SIZES[label]) for label, count in buckets.items() for number in range(count)]
+    names = [
+        (f"{label}/{number}", SIZES[label])
+        for label, count in buckets.items()
+        for number in range(count)
+    ]
     samples = tuple(
-        Sample(id, name, Path(), name, size, rules.place(size), (f"{name} a", f"{name} b", f"{name} c"))
+        Sample(
+            id, name, Path(), name, size, rules.place(size), (f"{name} a", f"{name} b", f"{name} c")
+        )
         for name, size in names
     )
     return Dataset(config, Folder(Path(), {}), {}, rules, samples=samples, repeats=repeats)
@@ -57,7 +67,9 @@ def test_a_bucket_gives_its_batches(count: int, repeats: int) -> None:
     uses = used(batches)
     assert all(uses[name] >= repeats + 1 for name in uses)
     assert len(uses) == count + 4
-    assert sum(uses.values()) - (count + 4) * (repeats + 1) == expected * 4 - (count + 4) * (repeats + 1)
+    assert sum(uses.values()) - (count + 4) * (repeats + 1) == expected * 4 - (count + 4) * (
+        repeats + 1
+    )
 
 
 @pytest.mark.parametrize("repeats", [0, 3])
@@ -77,7 +89,10 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     datasets = [make_dataset({"1.0": 9, "1.5": 7}, 1, "a"), make_dataset({"0.67": 5}, 0, "b")]
     first = Sampler(datasets, seed=3)
     expected = [list(first.batches(epoch)) for epoch in (1, 2, 3)]
-    assert [list(Sampler(datasets, seed=3).batches(epoch)) for epoch in (3, 1, 2)] == [expected[2], *expected[:2]]
+    assert [list(Sampler(datasets, seed=3).batches(epoch)) for epoch in (3, 1, 2)] == [
+        expected[2],
+        *expected[:2],
+    ]
     assert expected[0] != expected[1]
     assert list(Sampler(datasets, seed=4).batches(1)) != expected[0]
 
@@ -99,7 +114,9 @@ def test_batches_are_made_on_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+        torch.cuda,
+        "set_device",
+        lambda device: calls.append((threading.current_thread().name, device)),
     )
     next(planned_by([make_dataset({"1.0": 9})]))
     assert calls == [("batch-reader_0", 3)]
@@ -135,7 +152,13 @@ def test_batches_are_numbered_through_epochs_and_restarts() -> None:
     for start, end in ((0, 17), (17, 30)):
         sampler = Sampler([make_dataset({"1.0": 9, "1.5": 7})], seed=3)
         loader = BatchLoader(
-            sampler, as_planned, CachingConfig(), lambda epoch: None, False, cast(Any, Numbers()), start
+            sampler,
+            as_planned,
+            CachingConfig(),
+            lambda epoch: None,
+            False,
+            cast(Any, Numbers()),
+            start,
         )
         loader.load_state_dict(state)
         seen += [next(loader) for _ in range(start, end)]
@@ -147,7 +170,9 @@ def test_batches_are_numbered_through_epochs_and_restarts() -> None:
 
 def test_batches_of_all_buckets_are_mixed() -> None:
     """Otherwise an epoch would train one aspect ratio after the other."""
-    drawn = [batch.bucket for batch in Sampler([make_dataset({"1.0": 40, "1.5": 40})], seed=0).batches(1)]
+    drawn = [
+        batch.bucket for batch in Sampler([make_dataset({"1.0": 40, "1.5": 40})], seed=0).batches(1)
+    ]
     assert sum(before != after for before, after in pairwise(drawn)) > 3
 
 
@@ -180,7 +205,10 @@ def test_the_sides_of_a_slider_take_turns(strengths: tuple[float | None, ...], s
         for number, strength in enumerate(strengths)
     ]
     batches = Sampler(datasets, seed=1).batches(1)
-    signs = {f"set {number}": "+" if (each or 0) > 0 else "-" if each else "0" for number, each in enumerate(strengths)}
+    signs = {
+        f"set {number}": "+" if (each or 0) > 0 else "-" if each else "0"
+        for number, each in enumerate(strengths)
+    }
     turns = "".join(signs[batch.dataset_id] for batch in batches)
     assert turns.startswith(sides * 10), "until a side is used up"
     assert Counter(batch.dataset_id for batch in batches) == dict.fromkeys(signs, 10)
@@ -190,7 +218,10 @@ def test_the_sides_of_a_slider_take_turns(strengths: tuple[float | None, ...], s
 
 
 def test_uniform_draws_by_probability_alone() -> None:
-    datasets = [make_dataset({"1.0": 800}, id="large"), make_dataset({"1.0": 100}, id="small", probability=3.0)]
+    datasets = [
+        make_dataset({"1.0": 800}, id="large"),
+        make_dataset({"1.0": 100}, id="small", probability=3.0),
+    ]
     order = [batch.dataset_id for batch in Sampler(datasets, seed=0, sampling="uniform").batches(1)]
     assert Counter(order) == {"large": 200, "small": 25}
     assert order[:30].count("small") > 15
@@ -202,13 +233,19 @@ def test_a_dataset_of_probability_zero_is_not_used() -> None:
 
 
 def test_datasets_have_their_own_batch_size() -> None:
-    datasets = [make_dataset({"1.0": 6}, id="a"), make_dataset({"1.0": 6}, id="b", train_batch_size=3)]
+    datasets = [
+        make_dataset({"1.0": 6}, id="a"),
+        make_dataset({"1.0": 6}, id="b", train_batch_size=3),
+    ]
     sizes = {batch.dataset_id: len(batch.samples) for batch in Sampler(datasets, seed=0).batches(1)}
     assert sizes == {"a": 4, "b": 3}
 
 
 def test_epoch_windows() -> None:
-    datasets = [make_dataset({"1.0": 4}, id="a", end_epoch=2), make_dataset({"1.0": 4}, id="b", start_epoch=2)]
+    datasets = [
+        make_dataset({"1.0": 4}, id="a", end_epoch=2),
+        make_dataset({"1.0": 4}, id="b", start_epoch=2),
+    ]
     sampler = Sampler(datasets, seed=0)
     taking_part = [{batch.dataset_id for batch in sampler.batches(epoch)} for epoch in (1, 2, 3)]
     assert taking_part == [{"a"}, {"a", "b"}, {"b"}]
@@ -219,12 +256,17 @@ def test_epoch_windows() -> None:
 
 
 def test_step_windows_count_optimizer_steps_of_the_run() -> None:
-    datasets = [make_dataset({"1.0": 40}, id="a"), make_dataset({"1.0": 40}, id="b", start_step=8, end_step=12)]
+    datasets = [
+        make_dataset({"1.0": 40}, id="a"),
+        make_dataset({"1.0": 40}, id="b", start_step=8, end_step=12),
+    ]
     sampler = Sampler(datasets, seed=0, accumulation=2)
     steps: dict[str, set[int]] = {"a": set(), "b": set()}
     micro = 0
     for epoch in range(1, 5):
-        assert Sampler(datasets, seed=0, accumulation=2).batches_per_epoch(epoch) == len(sampler.batches(epoch))
+        assert Sampler(datasets, seed=0, accumulation=2).batches_per_epoch(epoch) == len(
+            sampler.batches(epoch)
+        )
         for batch in sampler.batches(epoch):
             steps[batch.dataset_id].add(micro // 2 + 1)
             micro += 1
@@ -246,19 +288,28 @@ def test_processes_get_batches_of_one_shape_at_the_same_time() -> None:
 
 
 def test_several_processes_draw_together_what_one_draws_alone() -> None:
-    """Samples and captions of a batch, cut among the ranks, are those of one process with the larger batch."""
+    """Samples and captions of a batch, cut among the ranks, are those of one process with the
+    larger batch.
+    """
     alone = Sampler([make_dataset({"1.0": 24}, train_batch_size=6)], seed=2).batches(1)
     ranks = [
-        Sampler([make_dataset({"1.0": 24}, train_batch_size=2)], seed=2, world=World(rank, 3)) for rank in range(3)
+        Sampler([make_dataset({"1.0": 24}, train_batch_size=2)], seed=2, world=World(rank, 3))
+        for rank in range(3)
     ]
     for batch, *parts in zip(alone, *(rank.batches(1) for rank in ranks), strict=True):
-        assert [each.name for part in parts for each in part.samples] == [each.name for each in batch.samples]
+        assert [each.name for part in parts for each in part.samples] == [
+            each.name for each in batch.samples
+        ]
         assert [caption for part in parts for caption in part.captions] == list(batch.captions)
-    assert len({batch.captions for batch in alone}) == len(alone), "captions differ from place to place"
+    assert len({batch.captions for batch in alone}) == len(alone), (
+        "captions differ from place to place"
+    )
 
 
 def test_moving_crops_are_those_of_the_epoch() -> None:
-    dataset = make_dataset({"1.5": 8}, crop=True, vae_cache_clear_each_epoch=True, train_batch_size=2)
+    dataset = make_dataset(
+        {"1.5": 8}, crop=True, vae_cache_clear_each_epoch=True, train_batch_size=2
+    )
     sampler = Sampler([dataset], seed=0)
     for epoch in (2, 3):
         geometries = {sample.name: sample.geometry for sample in dataset.at_epoch(epoch).samples}

@@ -33,7 +33,10 @@ CASES = [*product(WINDOWS, (0, 2), (1, 2))]
 
 def datasets(windows: str, repeats: int) -> list[Dataset]:
     first, second = WINDOWS[windows]
-    return [make_dataset({"1.0": 12}, repeats, "a", **first), make_dataset({"1.5": 8}, repeats, "b", **second)]
+    return [
+        make_dataset({"1.0": 12}, repeats, "a", **first),
+        make_dataset({"1.5": 8}, repeats, "b", **second),
+    ]
 
 
 def drawn(sampler: Sampler, epochs: int) -> Iterator[PlannedBatch]:
@@ -59,17 +62,22 @@ def test_epochs_are_as_long_as_their_batches(windows: str, repeats: int, accumul
 
 
 @pytest.mark.parametrize(("windows", "repeats", "accumulation"), CASES)
-def test_a_dataset_is_drawn_only_in_its_window(windows: str, repeats: int, accumulation: int) -> None:
+def test_a_dataset_is_drawn_only_in_its_window(
+    windows: str, repeats: int, accumulation: int
+) -> None:
     sampler = Sampler(datasets(windows, repeats), seed=1, accumulation=accumulation)
     configs = {dataset.id: dataset.config for dataset in sampler.datasets}
     for number, batch in enumerate(drawn(sampler, 7)):
-        config, step = configs[batch.dataset_id], number // accumulation + 1
+        config = configs[batch.dataset_id]
+        step = number // accumulation + 1
         assert config.start_step <= step <= (config.end_step or step)
         assert config.start_epoch <= batch.epoch <= (config.end_epoch or batch.epoch)
 
 
 @pytest.mark.parametrize(("windows", "repeats", "accumulation"), CASES)
-def test_a_run_that_begins_at_any_epoch_draws_the_same(windows: str, repeats: int, accumulation: int) -> None:
+def test_a_run_that_begins_at_any_epoch_draws_the_same(
+    windows: str, repeats: int, accumulation: int
+) -> None:
     """As a continued run does: it knows its epoch and its step, and not the epochs before."""
     settings: dict[str, Any] = {"seed": 1, "accumulation": accumulation}
     whole = Sampler(datasets(windows, repeats), **settings)
@@ -78,14 +86,23 @@ def test_a_run_that_begins_at_any_epoch_draws_the_same(windows: str, repeats: in
             return
         origin = Origin(epoch, whole.schedule.before(epoch))
         continued = Sampler(datasets(windows, repeats), **settings, origin=origin)
-        assert list(drawn(continued, 7)) == [batch for batch in drawn(whole, 7) if batch.epoch >= epoch]
+        assert list(drawn(continued, 7)) == [
+            batch for batch in drawn(whole, 7) if batch.epoch >= epoch
+        ]
 
 
 @pytest.mark.parametrize(
     ("windows", "epoch", "step"),
-    [("a gap of steps", 4, 10), ("a gap of epochs", 2, 4), ("an early end", 4, 12), ("they overlap", None, None)],
+    [
+        ("a gap of steps", 4, 10),
+        ("a gap of epochs", 2, 4),
+        ("an early end", 4, 12),
+        ("they overlap", None, None),
+    ],
 )
-def test_a_gap_is_found_where_the_run_would_stop(windows: str, epoch: int | None, step: int | None) -> None:
+def test_a_gap_is_found_where_the_run_would_stop(
+    windows: str, epoch: int | None, step: int | None
+) -> None:
     sampler = Sampler(datasets(windows, 0), seed=1)
     gap = sampler.schedule.gap(batches=1000)
     assert (gap and gap.epochs.start) == epoch
@@ -104,10 +121,15 @@ def test_datasets_that_never_take_part_are_recognised() -> None:
         make_dataset({"1.0": 4}, id="last step", start_step=30),
     ]
     schedule = Sampler(late, seed=1).schedule
-    assert [dataset.id for dataset in late if schedule.takes_part(dataset, 30)] == ["a", "last step"]
+    assert [dataset.id for dataset in late if schedule.takes_part(dataset, 30)] == [
+        "a",
+        "last step",
+    ]
 
 
-def test_a_long_run_is_measured_at_the_edges_of_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_measured_at_the_edges_of_its_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planned = []
     plan = Sampler._plan
 
@@ -131,8 +153,15 @@ def test_a_long_run_is_measured_at_the_edges_of_its_windows(monkeypatch: pytest.
 def test_windows_count_steps_of_the_run_after_the_data_have_changed() -> None:
     """Epochs of other lengths came before, which the datasets of today do not know."""
     origin = Origin(epoch=4, batches=20)
-    windows = [make_dataset({"1.0": 12}, id="a"), make_dataset({"1.0": 40}, id="b", start_step=22, end_step=25)]
+    windows = [
+        make_dataset({"1.0": 12}, id="a"),
+        make_dataset({"1.0": 40}, id="b", start_step=22, end_step=25),
+    ]
     batches = drawn(Sampler(windows, seed=1, origin=origin), 6)
-    steps = [origin.batches + number + 1 for number, batch in enumerate(batches) if batch.dataset_id == "b"]
+    steps = [
+        origin.batches + number + 1
+        for number, batch in enumerate(batches)
+        if batch.dataset_id == "b"
+    ]
     assert steps
     assert set(steps) <= {22, 23, 24, 25}

@@ -32,7 +32,9 @@ LAWS = {
     "logit_normal": FlowConfig(),
     "wide": FlowConfig(flow_sigmoid_scale=2.5),
     "uniform": FlowConfig(flow_use_uniform_schedule=True),
-    "beta": FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=2, flow_beta_schedule_beta=3),
+    "beta": FlowConfig(
+        flow_use_beta_schedule=True, flow_beta_schedule_alpha=2, flow_beta_schedule_beta=3
+    ),
 }
 
 
@@ -65,11 +67,17 @@ once = cache(beta_quantile)  # which takes half a millisecond; both shifts ask f
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("segmented", [True, False])
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_sigmas_follow_the_law(monkeypatch: pytest.MonkeyPatch, name: str, segmented: bool, shift: float) -> None:
-    """Kolmogorov-Smirnov distance of 4000 draws; 0.03 would be exceeded by chance once in a thousand tries."""
+def test_sigmas_follow_the_law(
+    monkeypatch: pytest.MonkeyPatch, name: str, segmented: bool, shift: float
+) -> None:
+    """Kolmogorov-Smirnov distance of 4000 draws; 0.03 would be exceeded by chance once in a
+    thousand tries.
+    """
     monkeypatch.setattr("simpletuner.diffusion.flow.beta_quantile", once)
     flow = LAWS[name].model_copy(update={"disable_segmented_timestep_sampling": not segmented})
-    sigmas = torch.cat([sample_sigmas(place, flow, shift) for place in itertools.islice(places(40), 100)])
+    sigmas = torch.cat(
+        [sample_sigmas(place, flow, shift) for place in itertools.islice(places(40), 100)]
+    )
     unshifted = sigmas / (shift - (shift - 1) * sigmas)
     shares = cdf(name, unshifted).sort().values
     distance = (shares - torch.linspace(0, 1, len(shares), dtype=torch.float64)).abs().max()
@@ -93,7 +101,9 @@ def test_independent_draws_do_share_slices() -> None:
 
 
 def test_each_position_of_a_segmented_batch_follows_the_whole_law() -> None:
-    first = torch.stack([sample_sigmas(each, LAWS["uniform"], 1.0)[0] for each in itertools.islice(places(4), 2000)])
+    first = torch.stack(
+        [sample_sigmas(each, LAWS["uniform"], 1.0)[0] for each in itertools.islice(places(4), 2000)]
+    )
     distance = (first.sort().values - torch.linspace(0, 1, 2000)).abs().max()
     assert distance < 0.05
 
@@ -103,8 +113,12 @@ def test_each_position_of_a_segmented_batch_follows_the_whole_law() -> None:
     [
         FlowConfig(flow_sigmoid_scale=100.0),
         FlowConfig(flow_use_uniform_schedule=True),
-        FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=0.01, flow_beta_schedule_beta=0.01),
-        FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=300, flow_beta_schedule_beta=0.5),
+        FlowConfig(
+            flow_use_beta_schedule=True, flow_beta_schedule_alpha=0.01, flow_beta_schedule_beta=0.01
+        ),
+        FlowConfig(
+            flow_use_beta_schedule=True, flow_beta_schedule_alpha=300, flow_beta_schedule_beta=0.5
+        ),
     ],
 )
 @pytest.mark.parametrize("shift", [1e-9, 1.0, 1e9])
@@ -118,17 +132,23 @@ def test_sigmas_stay_inside(flow: FlowConfig, shift: float) -> None:
 
 
 def test_draws_of_exactly_zero_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda size, generator, dtype: torch.zeros(size, dtype=dtype))
+    monkeypatch.setattr(
+        torch, "rand", lambda size, generator, dtype: torch.zeros(size, dtype=dtype)
+    )
     for flow in LAWS.values():
         sigmas = sample_sigmas(next(places(1)), flow, 1.0)
         assert 0 < float(sigmas) < 1e-5
 
 
 def test_an_offset_moves_the_logits_and_0_changes_no_bit() -> None:
-    place, flow = next(places(8)), LAWS["wide"]
+    place = next(places(8))
+    flow = LAWS["wide"]
     shares = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
-    plain, moved = law_quantiles(shares, flow), law_quantiles(shares, flow, 0.7)
-    assert_close(torch.logit(moved) - torch.logit(plain), torch.full_like(shares, 0.7), terms=ELEMENTWISE)
+    plain = law_quantiles(shares, flow)
+    moved = law_quantiles(shares, flow, 0.7)
+    assert_close(
+        torch.logit(moved) - torch.logit(plain), torch.full_like(shares, 0.7), terms=ELEMENTWISE
+    )
     assert (sample_sigmas(place, flow, 1.0, 0.7) > sample_sigmas(place, flow, 1.0)).all()
     assert torch.equal(sample_sigmas(place, flow, 1.0, 0.0), sample_sigmas(place, flow, 1.0))
 
@@ -136,10 +156,17 @@ def test_an_offset_moves_the_logits_and_0_changes_no_bit() -> None:
 def test_a_share_of_the_samples_has_the_noise_offset() -> None:
     """Per sample of the batch; 1 changes no bit of the offset itself."""
     batch = Batch(torch.zeros(64, 2, 1, 4, 4), [], [""] * 64)
-    noise, ones = torch.zeros_like(batch.latents), torch.ones(64)
+    noise = torch.zeros_like(batch.latents)
+    ones = torch.ones(64)
     place = next(places(64))
     always, half, never = (
-        make_noisy(batch, ones, noise, LossConfig(noise_offset=0.5, noise_offset_probability=share), place=place).noise
+        make_noisy(
+            batch,
+            ones,
+            noise,
+            LossConfig(noise_offset=0.5, noise_offset_probability=share),
+            place=place,
+        ).noise
         for share in (1.0, 0.5, 0.0)
     )
     assert not never.any()
@@ -169,8 +196,15 @@ def test_auto_shift_between_and_outside_its_points() -> None:
 def test_an_explicit_shift_wins_over_the_automatic_one() -> None:
     flow = FlowConfig(flow_schedule_shift=2.0, flow_schedule_auto_shift=True)
     assert choose_shift(flow, 4096, AutoShift(), shift_is_explicit=True) == 2.0
-    assert choose_shift(flow, 4096, AutoShift(), shift_is_explicit=False) == pytest.approx(math.exp(1.15))
-    assert choose_shift(FlowConfig(flow_schedule_shift=5.0), 4096, AutoShift(), shift_is_explicit=False) == 5.0
+    assert choose_shift(flow, 4096, AutoShift(), shift_is_explicit=False) == pytest.approx(
+        math.exp(1.15)
+    )
+    assert (
+        choose_shift(
+            FlowConfig(flow_schedule_shift=5.0), 4096, AutoShift(), shift_is_explicit=False
+        )
+        == 5.0
+    )
     assert choose_shift(FlowConfig(), 4096, AutoShift(), shift_is_explicit=False) == 1.0
 
 
@@ -208,13 +242,17 @@ def test_the_mix_is_the_definition() -> None:
 
 
 def test_everything_is_float32_even_from_bf16_latents() -> None:
-    noisy = make_noisy(batch(dtype=torch.bfloat16), torch.rand(2, dtype=torch.float64), torch.randn(2, 4, 1, 6, 5))
+    noisy = make_noisy(
+        batch(dtype=torch.bfloat16), torch.rand(2, dtype=torch.float64), torch.randn(2, 4, 1, 6, 5)
+    )
     tensors = (noisy.noise, noisy.sigmas, noisy.noisy_latents, noisy.timesteps, noisy.target)
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
 def test_the_true_velocity_leads_back_to_the_latents() -> None:
-    noisy = make_noisy(batch(), torch.tensor([0.3, 0.9]), sample_noise(batch().latents, [generator()] * 2))
+    noisy = make_noisy(
+        batch(), torch.tensor([0.3, 0.9]), sample_noise(batch().latents, [generator()] * 2)
+    )
     back = noisy.noisy_latents - noisy.sigmas.view(-1, 1, 1, 1, 1) * noisy.target
     assert_close(back, batch().latents, terms=ELEMENTWISE)
 
@@ -224,7 +262,11 @@ def test_input_perturbation_changes_the_input_only() -> None:
     sigmas = torch.tensor([0.5])
     plain = make_noisy(batch((1, 8, 1, 64, 64)), sigmas, noise)
     shaken = make_noisy(
-        batch((1, 8, 1, 64, 64)), sigmas, noise, LossConfig(input_perturbation=0.1), place=next(places(1))
+        batch((1, 8, 1, 64, 64)),
+        sigmas,
+        noise,
+        LossConfig(input_perturbation=0.1),
+        place=next(places(1)),
     )
     assert torch.equal(shaken.target, plain.target)
     added = shaken.noisy_latents - plain.noisy_latents
@@ -236,9 +278,14 @@ def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
     clean = batch((2, 4, 3, 6, 5))
     noise = sample_noise(clean.latents, [generator()] * 2)
     plain = make_noisy(clean, torch.tensor([0.5, 0.5]), noise)
-    offset = make_noisy(clean, torch.tensor([0.5, 0.5]), noise, LossConfig(noise_offset=0.2), place=next(places(2)))
+    offset = make_noisy(
+        clean, torch.tensor([0.5, 0.5]), noise, LossConfig(noise_offset=0.2), place=next(places(2))
+    )
     shift = offset.target - plain.target
-    drawn = [torch.randn(4, 1, 1, 1, generator=each) for each in next(places(2)).generators("perturbation")]
+    drawn = [
+        torch.randn(4, 1, 1, 1, generator=each)
+        for each in next(places(2)).generators("perturbation")
+    ]
     expected = 0.2 * torch.stack(drawn)
     assert_close(offset.target, plain.target + expected, terms=ELEMENTWISE)
     assert_close(offset.noisy_latents, plain.noisy_latents + 0.5 * shift, terms=ELEMENTWISE)
@@ -246,4 +293,9 @@ def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
 
 def test_extra_noise_without_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="position in the run"):
-        make_noisy(batch(), torch.tensor([0.5, 0.5]), torch.zeros(2, 4, 1, 6, 5), LossConfig(noise_offset=0.1))
+        make_noisy(
+            batch(),
+            torch.tensor([0.5, 0.5]),
+            torch.zeros(2, 4, 1, 6, 5),
+            LossConfig(noise_offset=0.1),
+        )

@@ -29,7 +29,9 @@ def constant_error(errors: list[float], dtype: torch.dtype = torch.float32) -> T
 
 
 def test_l2_is_one_mean_per_sample_in_float32() -> None:
-    loss = diffusion_loss(constant_error([0.5, -2.0], torch.bfloat16), noisy_batch([0.1, 0.9]), LossConfig())
+    loss = diffusion_loss(
+        constant_error([0.5, -2.0], torch.bfloat16), noisy_batch([0.1, 0.9]), LossConfig()
+    )
     assert loss.dtype == torch.float32
     assert loss.tolist() == [0.25, 4.0]
 
@@ -38,7 +40,10 @@ def test_the_oracle_has_no_loss() -> None:
     batch = Batch(latents=torch.randn(2, 4, 1, 2, 3), embeds=[{}] * 2, names=[""] * 2)
     noisy = make_noisy(batch, torch.rand(2), torch.randn(2, 4, 1, 2, 3))
     for kind in KINDS:
-        assert diffusion_loss(noisy.target, noisy, LossConfig(loss_type=kind)).tolist() == [0.0, 0.0]
+        assert diffusion_loss(noisy.target, noisy, LossConfig(loss_type=kind)).tolist() == [
+            0.0,
+            0.0,
+        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,14 +66,18 @@ def test_the_huber_kinds(error: float) -> None:
     rise = math.sqrt(error**2 + c**2) - c
     config = LossConfig(loss_type="huber", huber_schedule="constant", huber_c=c)
     huber = diffusion_loss(constant_error([error]), noisy, config)
-    smooth = diffusion_loss(constant_error([error]), noisy, config.model_copy(update={"loss_type": "smooth_l1"}))
+    smooth = diffusion_loss(
+        constant_error([error]), noisy, config.model_copy(update={"loss_type": "smooth_l1"})
+    )
     assert float(huber) == pytest.approx(2 * c * rise, rel=1e-5)
     assert float(smooth) == pytest.approx(2 * rise, rel=1e-5)
 
 
 def test_huber_is_the_square_for_small_errors_and_straight_for_large_ones() -> None:
     config = LossConfig(loss_type="huber", huber_schedule="constant", huber_c=0.5)
-    small, large = diffusion_loss(constant_error([1e-4, 1e4]), noisy_batch([0.5, 0.5]), config).tolist()
+    small, large = diffusion_loss(
+        constant_error([1e-4, 1e4]), noisy_batch([0.5, 0.5]), config
+    ).tolist()
     assert small == pytest.approx(1e-8, rel=1e-4)
     assert large == pytest.approx(2 * 0.5 * 1e4, rel=1e-3)
 
@@ -92,7 +101,8 @@ def test_each_sample_has_its_own_scale() -> None:
 
 def test_a_mask_weighs_positions_and_ones_change_nothing() -> None:
     mask = torch.zeros(2, 1, 1, 2, 3)
-    mask[0, 0, 0, 0, 0], mask[0, 0, 0, 1, 2] = 1.0, 0.5
+    mask[0, 0, 0, 0, 0] = 1.0
+    mask[0, 0, 0, 1, 2] = 0.5
     error = torch.randn(2, 4, 1, 2, 3)
     loss = diffusion_loss(error, noisy_batch([0.5, 0.5], mask), LossConfig())
     squares = error[0, :, 0].square()
@@ -112,4 +122,7 @@ def test_masked_positions_get_no_gradient() -> None:
         (gradient,) = torch.autograd.grad(
             diffusion_loss(prediction, noisy_batch([0.5], mask), config).sum(), prediction
         )
-        assert (gradient != 0).all(dim=1).squeeze().tolist() == [[False, True, False], [False, False, False]]
+        assert (gradient != 0).all(dim=1).squeeze().tolist() == [
+            [False, True, False],
+            [False, False, False],
+        ]

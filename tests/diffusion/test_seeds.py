@@ -45,13 +45,16 @@ def test_seed_device_seeds_as_torch_does() -> None:
     assert torch.equal(torch.rand(5), expected)
 
 
-def test_a_seeded_context_saves_the_state_of_its_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seeded_context_saves_the_state_of_its_devices_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     saved: list[object] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: saved.append(device))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
     torch.manual_seed(5)
-    expected, inside = torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(9))
+    expected = torch.rand(3)
+    inside = torch.rand(3, generator=torch.Generator().manual_seed(9))
     torch.manual_seed(5)
     devices = [torch.device(each) for each in ("cpu", "cuda:3", "meta", "cuda:3")]
     with seeded(9, devices):

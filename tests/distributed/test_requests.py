@@ -30,7 +30,8 @@ def test_the_first_signal_asks_and_the_second_one_interrupts(
     """Also in a background job of a script, which starts with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, inherited)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    stop, announced = Stop(), threading.Event()
+    stop = Stop()
+    announced = threading.Event()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with stop_on_interrupt(stop, announced.set):
         signal.raise_signal(signal.SIGTERM)

@@ -66,13 +66,30 @@ def agree(rank: int, folder: Path) -> None:
 def test_two_processes_agree(tmp_path: Path) -> None:
     assert in_two_processes(agree, tmp_path) == [0, 0]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    common = {"any": [True, False], "mean": [0.5, 0.1], "broadcast": {"seed": 5}, "gather": ["a", "b"]}
+    common = {
+        "any": [True, False],
+        "mean": [0.5, 0.1],
+        "broadcast": {"seed": 5},
+        "gather": ["a", "b"],
+    }
     assert found == [
-        {**common, "on main": "from 0", "slots": [0, 1, 2], "main": "here", "leaders": [0, 2],
-         "names": ["step-3", "[0] "]},
-        {**common, "on main": "from 0", "slots": [3, 4, 5], "main": None, "leaders": [1, 2],
-         "names": ["step-3-process-1", "[1] "]},
-    ]  # fmt: skip
+        {
+            **common,
+            "on main": "from 0",
+            "slots": [0, 1, 2],
+            "main": "here",
+            "leaders": [0, 2],
+            "names": ["step-3", "[0] "],
+        },
+        {
+            **common,
+            "on main": "from 0",
+            "slots": [3, 4, 5],
+            "main": None,
+            "leaders": [1, 2],
+            "names": ["step-3-process-1", "[1] "],
+        },
+    ]
 
 
 class Heard(World):
@@ -118,11 +135,15 @@ def test_a_process_that_is_killed_while_they_connect(tmp_path: Path) -> None:
 
 def fail_early(rank: int, folder: Path) -> None:
     def busy() -> bool:
-        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with ...")
+        raise RuntimeError(
+            "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with ..."
+        )
 
     if rank == 1:
         torch.cuda.is_available = busy
-    with connect(World(rank, 2), f"file://{folder}/meeting", reporter=FileReporter(folder / f"{rank}.txt")):
+    with connect(
+        World(rank, 2), f"file://{folder}/meeting", reporter=FileReporter(folder / f"{rank}.txt")
+    ):
         pass
 
 
@@ -151,7 +172,10 @@ def hang(rank: int, folder: Path, where: str) -> None:
     ("where", "message"),
     [
         ("a loop", "Step 3 has waited 1 s for process 1 on {host}. 1"),
-        ("sleep", "Process 1 on {host} has made no progress for 1 s in code that is not simpletuner's. 1"),
+        (
+            "sleep",
+            "Process 1 on {host} has made no progress for 1 s in code that is not simpletuner's. 1",
+        ),
     ],
 )
 def test_a_process_that_hangs_ends_the_run(tmp_path: Path, where: str, message: str) -> None:
@@ -162,7 +186,12 @@ def test_a_process_that_hangs_ends_the_run(tmp_path: Path, where: str, message: 
 
 def test_one_process_asks_nobody() -> None:
     world = World()
-    assert (world.is_main, world.any(True), world.any(False), world.mean([1.5, 2.0])) == (True, True, False, [1.5, 2.0])
+    assert (world.is_main, world.any(True), world.any(False), world.mean([1.5, 2.0])) == (
+        True,
+        True,
+        False,
+        [1.5, 2.0],
+    )
     assert world.broadcast("x") == "x"
     assert (world.main_only(lambda: 1), world.place_among_leaders()) == (1, (0, 1))
     assert (world.named("step-3"), world.label) == ("step-3", "")
@@ -172,7 +201,9 @@ def test_one_process_asks_nobody() -> None:
 
 
 @pytest.mark.parametrize(("visible", "device"), [(1, 0), (8, 3)])
-def test_the_gpu_of_a_process_that_may_see_no_other(monkeypatch: pytest.MonkeyPatch, visible: int, device: int) -> None:
+def test_the_gpu_of_a_process_that_may_see_no_other(
+    monkeypatch: pytest.MonkeyPatch, visible: int, device: int
+) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -183,9 +214,13 @@ def test_the_gpu_of_a_process_that_may_see_no_other(monkeypatch: pytest.MonkeyPa
 
 
 SLURM = {
-    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "20021",
-}  # fmt: skip
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "20021",
+}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +228,10 @@ SLURM = {
     [
         ({"WORLD_SIZE": "1", "PMI_SIZE": "", "RANK": "3"}, None),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, not started by srun
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(1, 2, 1, 2)),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            World(1, 2, 1, 2),
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 2, 0, 1)),  # a Kubernetes job
         (SLURM, World(5, 8, 1, 4)),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, World(1, 2, 0, 1)),
@@ -213,9 +251,17 @@ def test_a_launcher_that_names_no_rank(rank: str | None) -> None:
 def test_where_processes_meet() -> None:
     slurm = dict(SLURM)
     assert found_by(set_rendezvous, World(5, 8, 1, 4), slurm) == []
-    assert (slurm["MASTER_ADDR"], slurm["MASTER_PORT"], slurm["RANK"], slurm["LOCAL_WORLD_SIZE"]) == (
-        "gpu07", "20021", "5", "4",
-    )  # fmt: skip
+    assert (
+        slurm["MASTER_ADDR"],
+        slurm["MASTER_PORT"],
+        slurm["RANK"],
+        slurm["LOCAL_WORLD_SIZE"],
+    ) == (
+        "gpu07",
+        "20021",
+        "5",
+        "4",
+    )
     alone: dict[str, str] = {}
     assert found_by(set_rendezvous, World(0, 2, 0, 2), alone) == []
     assert (alone["MASTER_ADDR"], alone["WORLD_SIZE"]) == ("127.0.0.1", "2")
@@ -230,20 +276,24 @@ def test_a_wrong_port_hides_no_missing_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("a", "a"), ("a,b", "a"), ("gpu[03-07,9],b", "gpu03"), ("n[1,2].lab", "n1.lab"), ("", "")]
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("gpu[03-07,9],b", "gpu03"), ("n[1,2].lab", "n1.lab"), ("", "")],
 )
 def test_the_first_of_slurms_hosts(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_a_port_of_a_silent_program_is_not_waited_for_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_of_a_silent_program_is_not_waited_for_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         started = time.monotonic()
         with pytest.raises(
-            NotJoinedError, match=f"127.0.0.1:{port} is held by a program that does not answer process 1"
+            NotJoinedError,
+            match=f"127.0.0.1:{port} is held by a program that does not answer process 1",
         ):
             open_store(World(1, 2, 1, 2), "env://", started + 0.1)
         assert time.monotonic() - started < 9

@@ -1,8 +1,11 @@
-"""The plans that the docs show, as the program makes them today: `python -m tests.docs.plans` writes them anew.
+"""The plans that the docs show, as the program makes them today: `python -m tests.docs.plans`
+writes them anew.
 
-- A sample is a code block whose first line is its command, `$ simpletuner plan ...`. What follows is an excerpt: the
-  lines of the output from the first that begins with the same word to the last that does.
-- The rows of two tables name what is planned: choices of `offload: auto`, and clips whose tokens are shared.
+- A sample is a code block whose first line is its command, `$ simpletuner plan ...`. What follows
+  is an excerpt: the lines of the output from the first that begins with the same word to the last
+  that does.
+- The rows of two tables name what is planned: choices of `offload: auto`, and clips whose tokens
+  are shared.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ SIZES = (8, 12, 16, 24, 80)  # GB of the cards that the table of choices is for
 
 
 def write_files(folder: Path) -> None:
-    """Ten pictures and ten clips of ten seconds, with captions, where the packaged examples look for them."""
+    """Ten pictures and ten clips of ten seconds, with captions, where the packaged examples look
+    for them.
+    """
     pictures = folder / "datasets" / "my_images"
     pictures.mkdir(parents=True)
     Image.new("RGB", PICTURE).save(pictures / "0.png")
@@ -52,8 +57,11 @@ def write_files(folder: Path) -> None:
 def _write_clip(path: Path, width: int, height: int) -> None:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=24)
-        stream.width, stream.height = width, height
-        frame = VideoFrame.from_ndarray(np.zeros((height, width, 3), np.uint8)).reformat(format="yuv420p")
+        stream.width = width
+        stream.height = height
+        frame = VideoFrame.from_ndarray(np.zeros((height, width, 3), np.uint8)).reformat(
+            format="yuv420p"
+        )
         for number in range(250):
             frame.pts = number
             container.mux(stream.encode(frame))
@@ -69,7 +77,9 @@ def _repeat(first: Path) -> None:
 def excerpt(command: str, shown: str) -> str:
     """Of what a command prints now, the part of which `shown` is an earlier form."""
     lines = "".join(printed(*shlex.split(command)[1:])).splitlines()
-    first, last = (re.escape(line.split()[0]) for line in (shown.splitlines()[0], shown.splitlines()[-1]))
+    first, last = (
+        re.escape(line.split()[0]) for line in (shown.splitlines()[0], shown.splitlines()[-1])
+    )
     begin = next(number for number, line in enumerate(lines) if re.match(rf" *{first}", line))
     end = max(number for number, line in enumerate(lines) if re.match(rf" *{last}", line))
     return "".join(f"{line}\n" for line in lines[begin : end + 1])
@@ -77,7 +87,8 @@ def excerpt(command: str, shown: str) -> str:
 
 def printed(*arguments: str) -> tuple[str, str]:
     """Standard output and standard error of a command."""
-    output, errors = io.StringIO(), io.StringIO()
+    output = io.StringIO()
+    errors = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         main(arguments)
     return output.getvalue(), errors.getvalue()
@@ -107,7 +118,9 @@ def choice(example: str, gigabytes: int) -> str:
 
 
 def shared_cells(width: int, height: int, frames: int, card: str) -> Iterator[str]:
-    """Cells of the table of shared tokens: seconds a step, host memory of all processes, bytes exchanged."""
+    """Cells of the table of shared tokens: seconds a step, host memory of all processes, bytes
+    exchanged.
+    """
     flavour = "t2v-pro-sft-5s-hd" if frames <= 121 else "t2v-pro-sft-10s-hd"
     video = {"num_frames": frames, "min_frames": frames}
     folder = f"datasets/{width}"
@@ -118,15 +131,27 @@ def shared_cells(width: int, height: int, frames: int, card: str) -> Iterator[st
         "caption_strategy": "textfile",
     }
     entry |= {"resolution": height, "resolution_type": "pixel", "video": video}
-    Path("datasets.json").write_text(json.dumps([entry, {"id": "text", "dataset_type": "text_embeds"}]))
-    settings = ["example=kandinsky5-video-pro-lora", f"model_flavour={flavour}", "data_backend_config=datasets.json"]
+    Path("datasets.json").write_text(
+        json.dumps([entry, {"id": "text", "dataset_type": "text_embeds"}])
+    )
+    settings = [
+        "example=kandinsky5-video-pro-lora",
+        f"model_flavour={flavour}",
+        "data_backend_config=datasets.json",
+    ]
     settings += ["offload=auto", "validation_disable=true", "--devices", "8", "--device", card]
     whole, shared = (plan(*settings, f"sequence_parallel_size={count}") for count in (1, 8))
     assert shared["buckets"][0]["size"] == f"{width}x{height}@{frames}"
-    host = [f"{max(phase['host'] for phase in each['memory']) / 1e9:.0f} GB" for each in (whole, shared)]
+    host = [
+        f"{max(phase['host'] for phase in each['memory']) / 1e9:.0f} GB" for each in (whole, shared)
+    ]
     yield f"{shared['buckets'][0]['tokens']:,}"
     yield f"{whole['seconds']['step']:.0f}" if whole["ok"] else "does not fit"
-    yield f"{shared['seconds']['step']:.2g}" if shared["seconds"]["step"] < 10 else f"{shared['seconds']['step']:.0f}"
+    yield (
+        f"{shared['seconds']['step']:.2g}"
+        if shared["seconds"]["step"] < 10
+        else f"{shared['seconds']['step']:.0f}"
+    )
     yield from (host[0] if whole["ok"] else "", host[1])
     yield f"{shared['processes']['sent']['exchanged'] / 1e9:.0f} GB"
 
@@ -134,23 +159,37 @@ def shared_cells(width: int, height: int, frames: int, card: str) -> Iterator[st
 def shared_rows(row: re.Match[str]) -> str:
     """Two rows, for cards of 24 and of 80 GB."""
     width, height, frames = (int(number) for number in row.groups()[1:4])
-    (tokens, *small), (_, *large) = (list(shared_cells(width, height, frames, card)) for card in ("4090", "a100"))
+    (tokens, *small), (_, *large) = (
+        list(shared_cells(width, height, frames, card)) for card in ("4090", "a100")
+    )
     rows = [row[1], tokens, "24 GB", *small], ["", "", "80 GB", *large]
-    return "\n".join(" ".join(f"{cell} |".strip() for cell in cells) for cells in rows).replace("\n", "\n| ")
+    return "\n".join(" ".join(f"{cell} |".strip() for cell in cells) for cells in rows).replace(
+        "\n", "\n| "
+    )
 
 
 def renewed(page: str) -> str:
-    """The text of a page with today's plans; the working directory holds the files of `write_files`."""
+    """The text of a page with today's plans; the working directory holds the files of
+    `write_files`.
+    """
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     text = SAMPLE.sub(lambda block: f"{block[1]}\n{excerpt(*block.groups())}", text)
     if page == "MEMORY":
-        text = CHOICES.sub(lambda row: f"{row[1]}` | {' | '.join(choice(row[1], size) for size in SIZES)} |", text)
+        text = CHOICES.sub(
+            lambda row: f"{row[1]}` | {' | '.join(choice(row[1], size) for size in SIZES)} |", text
+        )
     return SHARED.sub(shared_rows, text) if page == "DISTRIBUTED" else text
 
 
 if __name__ == "__main__":
-    nowhere = {"query_gpu": mock.Mock(return_value=None), "torch_uses_gpus": mock.Mock(return_value=False)}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple("simpletuner.budget.device", **nowhere):
+    nowhere = {
+        "query_gpu": mock.Mock(return_value=None),
+        "torch_uses_gpus": mock.Mock(return_value=False),
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple("simpletuner.budget.device", **nowhere),
+    ):
         write_files(Path(folder))
         with contextlib.chdir(folder):
             for stale in (*SAMPLED, "DISTRIBUTED"):
@@ -158,5 +197,7 @@ if __name__ == "__main__":
                 sys.stdout.write(f"{stale}\n")
     for page in TRANSLATED:
         for translation in (DOCS / language / page.name for language in LANGUAGES):
-            text = with_blocks(translation.read_text(encoding="utf-8"), page.read_text(encoding="utf-8"))
+            text = with_blocks(
+                translation.read_text(encoding="utf-8"), page.read_text(encoding="utf-8")
+            )
             translation.write_text(text, encoding="utf-8")

@@ -1,4 +1,6 @@
-"""The pages are true: JSON blocks load, links, files and tests exist, the snippet runs, the table is computed."""
+"""The pages are true: JSON blocks load, links, files and tests exist, the snippet runs, the table
+is computed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from tests.tools.reports import found_by
 from tests.tools.workspace import DATASETS, Workspace
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
+)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
@@ -45,8 +49,15 @@ def blocks(language: str) -> list[Any]:
     """Every fenced block of a language, with a name for the test's output."""
     found = []
     for page in (page for page in PAGES if page.parent.name not in LANGUAGES):
-        texts = [text for kind, text in FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
-        found += [pytest.param(text, id=f"{page.name}-{number}") for number, text in enumerate(texts, start=1)]
+        texts = [
+            text
+            for kind, text in FENCE.findall(page.read_text(encoding="utf-8"))
+            if kind == language
+        ]
+        found += [
+            pytest.param(text, id=f"{page.name}-{number}")
+            for number, text in enumerate(texts, start=1)
+        ]
     return found
 
 
@@ -81,7 +92,9 @@ def test_json_block_loads(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     content = json.loads(text)
     problems = Problems()
     if isinstance(content, list):
-        entries = read_datasets(path, problems, placeholders={"model_family": "kandinsky5-image", "output_dir": "out"})
+        entries = read_datasets(
+            path, problems, placeholders={"model_family": "kandinsky5-image", "output_dir": "out"}
+        )
         assert len(entries) == len([entry for entry in content if not entry.get("disabled")])
     elif content.keys() & all_options().keys():
         layer = read_json_layer(path, problems)
@@ -124,7 +137,9 @@ def sources() -> dict[str, str]:
     """Text of every Python file, by its path with a slash in front."""
     folders = ("simpletuner", "tests", "benchmarks", "scripts")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    return {f"/{path.relative_to(ROOT).as_posix()}": path.read_text(encoding="utf-8") for path in files}
+    return {
+        f"/{path.relative_to(ROOT).as_posix()}": path.read_text(encoding="utf-8") for path in files
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -132,20 +147,28 @@ def test_named_files_and_tests_exist(page: Path) -> None:
     """Whoever moves a file or renames a test finds the page that points to it."""
     text = without_code(page)
     files = set(re.findall(r"`([\w./]+\.py)`", text))
-    assert {name for name in files if not any(path.endswith(f"/{name}") for path in sources())} == set()
+    assert {
+        name for name in files if not any(path.endswith(f"/{name}") for path in sources())
+    } == set()
     tests = set(re.findall(r"`(?:Test\w+\.)?(test_\w+)`", text))
-    assert {name for name in tests if not any(f"def {name}(" in source for source in sources().values())} == set()
+    assert {
+        name for name in tests if not any(f"def {name}(" in source for source in sources().values())
+    } == set()
 
 
 def test_dataloader_page_knows_every_key() -> None:
-    """Each key that does something is on the page, and the page names no key that does not exist."""
+    """Each key that does something is on the page, and the page names no key that does not
+    exist.
+    """
     page = (ROOT / "docs" / "DATALOADER.md").read_text(encoding="utf-8")
     keys = set(DatasetConfig.model_fields)
     not_built = {"conditioning_image_embeds", "compress_cache"}
     assert {key for key in keys - not_built if f"`{key}`" not in page} == set()
     clip_keys = set(re.findall(r"^\| `video\.(\w+)`", page, re.MULTILINE))
     assert clip_keys == set(VideoConfig.model_fields)
-    tables = re.findall(r"^\| (`[^|]*`[^|]*)\|", page.partition("## caption_strategy")[0], re.MULTILINE)
+    tables = re.findall(
+        r"^\| (`[^|]*`[^|]*)\|", page.partition("## caption_strategy")[0], re.MULTILINE
+    )
     named = {key for row in tables for key in re.findall(r"`(\w+)`", row)}
     assert named <= keys | {"disable", "framerate"}
 
@@ -170,14 +193,20 @@ def ratio_of(source: str) -> float:
     return round(int(width) / int(height), 2) if sign else float(width)
 
 
-# The blocks of PYTHON.md are one session, see test_python_page.py; those of EXTENDING.md: test_extending_page.py.
+# The blocks of PYTHON.md are one session, see test_python_page.py; those of EXTENDING.md:
+# test_extending_page.py.
 @pytest.mark.slow(3)
 @pytest.mark.parametrize(
-    "text", [block for block in blocks("python") if not str(block.id).startswith(("PYTHON", "EXTENDING"))]
+    "text",
+    [block for block in blocks("python") if not str(block.id).startswith(("PYTHON", "EXTENDING"))],
 )
-def test_python_block_runs(text: str, t2i_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_block_runs(
+    text: str, t2i_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the tiny checkpoint in the place of the real one, and few steps."""
-    workspace = Workspace.create(tmp_path, t2i_checkpoint, output_dir="output/my-lora", max_train_steps=1)
+    workspace = Workspace.create(
+        tmp_path, t2i_checkpoint, output_dir="output/my-lora", max_train_steps=1
+    )
     assert workspace.train() == 0
     text = re.sub(r'"kandinskylab/[^"]*"', repr(str(t2i_checkpoint)), text)
     text = re.sub(r"num_inference_steps=\d+", "num_inference_steps=1", text)
@@ -210,8 +239,16 @@ def test_the_tree_has_a_line_for_every_room() -> None:
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
     lines = [line.split()[0] for line in section.split("```")[1].splitlines() if line.strip()]
     package = ROOT / "simpletuner"
-    rooms = {f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    files = {path.name for path in package.glob("*.py") if path.read_text(encoding="utf-8").count("\n") > 10}
+    rooms = {
+        f"{path.name}/"
+        for path in package.iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    }
+    files = {
+        path.name
+        for path in package.glob("*.py")
+        if path.read_text(encoding="utf-8").count("\n") > 10
+    }
     assert rooms | files <= set(lines)
 
 
@@ -219,8 +256,15 @@ def test_the_tree_names_what_exists() -> None:
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
     names = re.findall(r"[\w/]*\w(?:/|\.py)(?=[\s,;)])", section.split("```")[1])
     existing = {f"{path.name}/" if path.is_dir() else path.name for path in ROOT.glob("*")}
-    existing |= {f"{path.name}/" if path.is_dir() else path.name for path in (ROOT / "simpletuner").rglob("*")}
-    existing |= {f"{path.name}/" for folder in ("docs", "tests", "scripts") for path in (ROOT / folder).iterdir()}
+    existing |= {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in (ROOT / "simpletuner").rglob("*")
+    }
+    existing |= {
+        f"{path.name}/"
+        for folder in ("docs", "tests", "scripts")
+        for path in (ROOT / folder).iterdir()
+    }
     assert len(names) > 50
     assert [name for name in names if name not in existing] == []
 
@@ -231,7 +275,12 @@ SYSTEM = ("apt", "mkdir", "popd", "pushd", "python")  # programs that are not ou
 
 def changed_commands() -> dict[str, str]:
     """The table of INSTALL: what the guides say, and what to do now."""
-    table = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8").partition(CHANGED)[2].partition("\n## ")[0]
+    table = (
+        (ROOT / "docs" / "INSTALL.md")
+        .read_text(encoding="utf-8")
+        .partition(CHANGED)[2]
+        .partition("\n## ")[0]
+    )
     return dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", table, re.MULTILINE))
 
 
@@ -241,15 +290,23 @@ def test_commands_that_replace_those_of_the_guides_exist() -> None:
     assert commands == ["hf auth login", "hf download"]
     for command in commands:
         hf = [sys.executable, "-m", "huggingface_hub.cli.hf"]
-        told = subprocess.run([*hf, *command.split()[1:], "--help"], capture_output=True, text=True, check=True).stdout
-    assert {"--repo-type", "--local-dir"} <= set(re.findall(r"--[a-z-]+", told)), "as the guides write them"
+        told = subprocess.run(
+            [*hf, *command.split()[1:], "--help"], capture_output=True, text=True, check=True
+        ).stdout
+    assert {"--repo-type", "--local-dir"} <= set(re.findall(r"--[a-z-]+", told)), (
+        "as the guides write them"
+    )
 
 
 GUIDES = sorted((ROOT / "tests" / "data" / "guides").rglob("commands.sh"))
 
 
-@pytest.mark.parametrize("line", sorted({line for path in GUIDES for line in path.read_text("utf-8").splitlines()}))
-def test_lines_of_the_guides_run_or_are_in_the_table(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line", sorted({line for path in GUIDES for line in path.read_text("utf-8").splitlines()})
+)
+def test_lines_of_the_guides_run_or_are_in_the_table(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = shlex.split(line.strip("# \\"))
     for changed in map(shlex.split, changed_commands()):
         if words[: len(changed)] == changed:

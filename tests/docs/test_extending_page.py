@@ -18,7 +18,13 @@ from simpletuner.annexes.trackers import TrackedRun, TrackerEvents, open_tracker
 from simpletuner.config import trackers as config_of_trackers
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.errors import Problems
-from simpletuner.planning.checkpoint_folder import Identity, Manifest, describe_files, prune, write_manifest
+from simpletuner.planning.checkpoint_folder import (
+    Identity,
+    Manifest,
+    describe_files,
+    prune,
+    write_manifest,
+)
 from simpletuner.reporting.events import EventStream, StateChanged, StepReport
 from tests.tools.web_server import picture
 
@@ -46,7 +52,10 @@ def test_the_subscriber_of_the_page_writes_the_loss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("title", "source"),
-    [("A technique", "simpletuner/techniques/masked_loss.py"), ("An option", "simpletuner/config/schema.py")],
+    [
+        ("A technique", "simpletuner/techniques/masked_loss.py"),
+        ("An option", "simpletuner/config/schema.py"),
+    ],
 )
 def test_an_example_of_the_page_is_that_of_the_program(title: str, source: str) -> None:
     section = PAGE.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
@@ -58,10 +67,14 @@ def test_an_example_of_the_page_is_that_of_the_program(title: str, source: str) 
 
 
 def test_the_cost_of_a_family_on_the_page_is_that_of_kandinsky() -> None:
-    line = "TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)"
+    line = (
+        "TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)"
+    )
 
     assert line in PAGE.read_text(encoding="utf-8")
-    assert line in (PAGE.parents[1] / "simpletuner/models/kandinsky5/cost.py").read_text(encoding="utf-8")
+    assert line in (PAGE.parents[1] / "simpletuner/models/kandinsky5/cost.py").read_text(
+        encoding="utf-8"
+    )
 
 
 def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -70,10 +83,14 @@ def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def test_the_source_of_the_page_unpacks_tar_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_the_page_unpacks_tar_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = code_below("A source of datasets")
     monkeypatch.setattr(collect, "SOURCES", {"webdataset": page["TAR_FILES"]})
-    monkeypatch.setattr(collect, "resolve_name", {page["TAR_FILES"].lister: page["list_tar_files"]}.__getitem__)
+    monkeypatch.setattr(
+        collect, "resolve_name", {page["TAR_FILES"].lister: page["list_tar_files"]}.__getitem__
+    )
     with tarfile.open(tmp_path / "first.tar", "w") as tar:
         add_file(tar, "../a.png", picture(1))
         add_file(tar, "../a.txt", b"a red square")
@@ -81,9 +98,13 @@ def test_the_source_of_the_page_unpacks_tar_files(tmp_path: Path, monkeypatch: p
 
     # As if TarKeys were a base of RemoteKeys.
     dataset: Any = type("Dataset", (DatasetConfig, page["TarKeys"]), {})
-    entry = dataset(id="tars", tar_folder=str(tmp_path), instance_data_dir=str(tmp_path / "unpacked"))
+    entry = dataset(
+        id="tars", tar_folder=str(tmp_path), instance_data_dir=str(tmp_path / "unpacked")
+    )
     entry = entry.model_copy(update={"type": "webdataset"})
-    context: Any = SimpleNamespace(spec=SimpleNamespace(media="image"), defaults=SimpleNamespace(retry_failed=False))
+    context: Any = SimpleNamespace(
+        spec=SimpleNamespace(media="image"), defaults=SimpleNamespace(retry_failed=False)
+    )
     problems = Problems()
     listing = collect.collect([entry], context, problems)["tars"]
 
@@ -95,7 +116,9 @@ def test_the_source_of_the_page_unpacks_tar_files(tmp_path: Path, monkeypatch: p
     assert page["TAR_FILES"].keys is page["TarKeys"]
 
 
-def test_the_tracker_of_the_page_writes_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracker_of_the_page_writes_every_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "text", code_below("A tracker")["TextTracker"])
     monkeypatch.setattr(config_of_trackers, "PACKAGES", {"text": None})
     run = TrackedRun("stars", "first", {}, tmp_path, tmp_path / "logs")

@@ -7,7 +7,11 @@ import pytest
 
 from tests.docs.languages import DOCS, FENCE, LANGUAGES, TRANSLATED, with_blocks
 
-PAGES = [pytest.param(page, language, id=f"{language}-{page.stem}") for page in TRANSLATED for language in LANGUAGES]
+PAGES = [
+    pytest.param(page, language, id=f"{language}-{page.stem}")
+    for page in TRANSLATED
+    for language in LANGUAGES
+]
 CODE = re.compile(r"`([^`\n]+)`")
 
 
@@ -17,23 +21,33 @@ def read(page: Path, language: str = "") -> str:
 
 @pytest.mark.parametrize(("page", "language"), PAGES)
 def test_commands_and_files_are_those_of_the_english_page(page: Path, language: str) -> None:
-    text, english = read(page, language), read(page)
-    assert [block[0] for block in FENCE.finditer(text)] == [block[0] for block in FENCE.finditer(english)]
+    text = read(page, language)
+    english = read(page)
+    assert [block[0] for block in FENCE.finditer(text)] == [
+        block[0] for block in FENCE.finditer(english)
+    ]
     assert with_blocks(text, english) == text
 
 
 @pytest.mark.parametrize(("page", "language"), PAGES)
 def test_nothing_is_left_out(page: Path, language: str) -> None:
-    """The same headings, links, and names of keys, files and commands in the sentences and tables."""
-    text, english = FENCE.sub("", read(page, language)), FENCE.sub("", read(page))
+    """The same headings, links, and names of keys, files and commands in the sentences and
+    tables.
+    """
+    text = FENCE.sub("", read(page, language))
+    english = FENCE.sub("", read(page))
     assert re.findall(r"^#+ ", text, re.MULTILINE) == re.findall(r"^#+ ", english, re.MULTILINE)
-    assert len(re.findall(r"^\|", text, re.MULTILINE)) == len(re.findall(r"^\|", english, re.MULTILINE))
+    assert len(re.findall(r"^\|", text, re.MULTILINE)) == len(
+        re.findall(r"^\|", english, re.MULTILINE)
+    )
     assert set(CODE.findall(text)) == set(CODE.findall(english))
     assert links(text) == links(english)
 
 
 def links(text: str) -> set[str]:
-    """Names of the pages and sections that a page leads to, but for its own sections, which are translated."""
+    """Names of the pages and sections that a page leads to, but for its own sections, which are
+    translated.
+    """
     return set(re.findall(r"\]\((?:[./]|quickstart/|zh/|hi/|es/)*(\w+\.md[^)]*)\)", text))
 
 

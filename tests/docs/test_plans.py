@@ -23,17 +23,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: False)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))  # a full fine-tune writes 82 GB
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12)
+    )  # a full fine-tune writes 82 GB
 
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED"])
 def test_plans_are_those_of_today(page: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
-    assert renewed(page).splitlines() == (DOCS / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    assert (
+        renewed(page).splitlines() == (DOCS / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    )
 
 
-@pytest.mark.parametrize(("command", "shown"), SAMPLE.findall((DOCS / "MEMORY.md").read_text(encoding="utf-8")))
+@pytest.mark.parametrize(
+    ("command", "shown"), SAMPLE.findall((DOCS / "MEMORY.md").read_text(encoding="utf-8"))
+)
 def test_memory_answers_before_there_are_files(
     command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,15 +52,29 @@ def test_every_sample_of_an_estimate_is_regenerated() -> None:
     """A table of phases or ways that no command stands above could go stale."""
     for page in (page for page in DOCS.rglob("*.md") if page.parent.name not in LANGUAGES):
         text = page.read_text(encoding="utf-8")
-        assert bool(SAMPLE.search(text)) == (page in {DOCS / f"{name}.md" for name in SAMPLED}), page
-        assert not re.search(r"^  (peak memory|ways to train) ", SAMPLE.sub("", text), re.MULTILINE), page
+        assert bool(SAMPLE.search(text)) == (page in {DOCS / f"{name}.md" for name in SAMPLED}), (
+            page
+        )
+        assert not re.search(
+            r"^  (peak memory|ways to train) ", SAMPLE.sub("", text), re.MULTILINE
+        ), page
 
 
-GROUP_OFFLOAD = ["enable_group_offload=true", "group_offload_use_stream=true"]  # what the guides recommend
-SANA_IN_FULL = ["plan", "example=sanavideo-full-24gb", "offload=manual", "optimizer_release_gradients=null"]
+GROUP_OFFLOAD = [
+    "enable_group_offload=true",
+    "group_offload_use_stream=true",
+]  # what the guides recommend
+SANA_IN_FULL = [
+    "plan",
+    "example=sanavideo-full-24gb",
+    "offload=manual",
+    "optimizer_release_gradients=null",
+]
 
 
-@pytest.mark.parametrize("wrong", [GROUP_OFFLOAD, ["base_model_precision=int8-quanto"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "wrong", [GROUP_OFFLOAD, ["base_model_precision=int8-quanto"]], ids=lambda words: words[0]
+)
 def test_what_only_a_lora_can_save_is_answered_with_what_fits(
     wrong: list[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +84,10 @@ def test_what_only_a_lora_can_save_is_answered_with_what_fits(
     [error] = [line for line in errors.splitlines() if line.startswith("error: ")]
     key = wrong[0].partition("=")[0]
     written = {"enable_group_offload": "false", "base_model_precision": "no_change"}[key]
-    fits = re.search(rf" This would fit: {key} {written}, offload auto, which takes (.*) GB on the device and ", error)
+    fits = re.search(
+        rf" This would fit: {key} {written}, offload auto, which takes (.*) GB on the device and ",
+        error,
+    )
     assert fits
     then = plan(*SANA_IN_FULL[1:], f"{key}={written}", "offload=auto", "--device-memory", "24")
     assert then["ok"]
@@ -84,9 +107,15 @@ def test_lite_trains_on_13_gb_as_in_its_guide(files: Path, monkeypatch: pytest.M
 
 def test_previews_count_pictures_and_weights(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
-    example = ["example=kandinsky5-video-lite-i2v-lora", "validation_step_interval=250", "num_eval_images=3"]
+    example = [
+        "example=kandinsky5-video-lite-i2v-lora",
+        "validation_step_interval=250",
+        "num_eval_images=3",
+    ]
     example += ["use_ema=true"]
-    assert ": validation, 3 clips a round" in printed("plan", *example)[0], "the average alone, unless told otherwise"
+    assert ": validation, 3 clips a round" in printed("plan", *example)[0], (
+        "the average alone, unless told otherwise"
+    )
     assert ", 6 clips a round" in printed("plan", *example, "ema_validation=comparison")[0]
     rounds = [plan(*example, f"num_eval_images={count}")["seconds"]["previews"] for count in (1, 3)]
     assert rounds[1] == pytest.approx(3 * rounds[0])
@@ -95,12 +124,19 @@ def test_previews_count_pictures_and_weights(files: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "example",
     [
-        "kandinsky5-image-lora", "kandinsky5-video-lite-lora", "kandinsky5-video-lite-10s-lora",
-        "kandinsky5-video-pro-lora", "sanavideo-lora",
+        "kandinsky5-image-lora",
+        "kandinsky5-video-lite-lora",
+        "kandinsky5-video-lite-10s-lora",
+        "kandinsky5-video-pro-lora",
+        "sanavideo-lora",
     ],
-)  # fmt: skip
-def test_previews_cost_a_tenth_of_a_run(example: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+)
+def test_previews_cost_a_tenth_of_a_run(
+    example: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files)
     for card, steps in (("h100", 1000), ("4090", 3000)):
-        found = plan(f"example={example}", "offload=auto", f"max_train_steps={steps}", "--device", card)["seconds"]
+        found = plan(
+            f"example={example}", "offload=auto", f"max_train_steps={steps}", "--device", card
+        )["seconds"]
         assert 0.04 < found["previews"] / (found["training"] + found["previews"]) <= 0.1

@@ -50,7 +50,9 @@ def test_notebook_trains_the_demo_and_shows_previews(
     # A notebook brings IPython with it; the package does not need it.
     for name in ("IPython", "IPython.display"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    vars(sys.modules["IPython.display"]).update(display=shown.append, Image=lambda filename: Path(filename).absolute())
+    vars(sys.modules["IPython.display"]).update(
+        display=shown.append, Image=lambda filename: Path(filename).absolute()
+    )
     text = "\n".join("".join(cell["source"]) for cell in CODE)
     with contextlib.chdir(tmp_path):
         text = shortened(text, max_train_steps=2, validation_num_inference_steps=1)

@@ -12,6 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "TREAD.md"
 
 def test_speed_ups() -> None:
     rows = re.findall(
-        r"^\| (0\.\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| (0\.\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
+        PAGE.read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert [list(row) for row in rows] == speed_up_table()[1:]

@@ -63,9 +63,16 @@ class Silent:
 def catalogue(tmp_path: Path) -> Catalogue:
     caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)
     return Catalogue(
-        {"films": caches}, tmp_path / "texts", True, ENCODER, ENCODER, template="", max_length=8,
-        clean=lambda text: text, prompt_holds_picture=False,
-    )  # fmt: skip
+        {"films": caches},
+        tmp_path / "texts",
+        True,
+        ENCODER,
+        ENCODER,
+        template="",
+        max_length=8,
+        clean=lambda text: text,
+        prompt_holds_picture=False,
+    )
 
 
 @pytest.fixture
@@ -77,7 +84,16 @@ def film(tmp_path: Path) -> Sample:
     content = content_hash(path)
     clip = probe_clip(path)
     return Sample(
-        "films", path.name, path.parent, content, SIZE, geometry, ("a film",), frames=17, frame_rate=24, clip=clip
+        "films",
+        path.name,
+        path.parent,
+        content,
+        SIZE,
+        geometry,
+        ("a film",),
+        frames=17,
+        frame_rate=24,
+        clip=clip,
     )
 
 
@@ -108,7 +124,9 @@ def test_no_latent_of_one_reader_is_used_for_the_other(catalogue: Catalogue, fil
     assert len({catalogue.latent(sample).key.digest() for sample in samples}) == 5
 
 
-def test_an_i2v_sample_has_its_first_frame_encoded_alone(catalogue: Catalogue, film: Sample) -> None:
+def test_an_i2v_sample_has_its_first_frame_encoded_alone(
+    catalogue: Catalogue, film: Sample
+) -> None:
     assert catalogue.condition(film) is None
     first = catalogue.condition(replace(film, is_i2v=True))
     assert first is not None
@@ -119,13 +137,23 @@ def test_an_i2v_sample_has_its_first_frame_encoded_alone(catalogue: Catalogue, f
 
 
 def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample) -> None:
-    samples = [film, replace(film, frames=13), replace(film, frame_rate=12.0, frames=9), film.first_frame]
+    samples = [
+        film,
+        replace(film, frames=13),
+        replace(film, frame_rate=12.0, frames=9),
+        film.first_frame,
+    ]
     samples += [copy_of(film)]
     entries = [catalogue.latent(each) for each in samples]
     encoder = SmallEncoder()
     assert fill_latents(entries, lambda: encoder, config_of(vae_batch_size=2), Silent()) == {}  # type: ignore[return-value]
     assert not missing(entries)
-    assert encoder.shapes == [(2, 3, 17, 64, 96), (1, 3, 13, 64, 96), (1, 3, 9, 64, 96), (1, 3, 1, 64, 96)]
+    assert encoder.shapes == [
+        (2, 3, 17, 64, 96),
+        (1, 3, 13, 64, 96),
+        (1, 3, 9, 64, 96),
+        (1, 3, 1, 64, 96),
+    ]
     store = CacheStore(entries[0].folder)
     latents = store.read(entries[0].key.digest())["latents"]
     assert latents.shape == (3, 5, 8, 12)
@@ -134,12 +162,19 @@ def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample
 
 def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> None:
     samples = tuple(replace(each, is_i2v=True) for each in (film, copy_of(film)))
-    entries = [entry for each in samples for entry in (catalogue.latent(each), catalogue.condition(each)) if entry]
+    entries = [
+        entry
+        for each in samples
+        for entry in (catalogue.latent(each), catalogue.condition(each))
+        if entry
+    ]
     fill_latents(entries, SmallEncoder, config_of(), Silent())
     text = catalogue.text("films", "a film", None)
     CacheStore(text.folder).write(text.key.digest(), {"prompt_embeds": torch.ones(2, 4)}, {})
     planned = PlannedBatch(1, 0, "films", "1.5", SIZE, samples, ("a film", "a film"), range(2))
-    reader = BatchReader(catalogue, 0.0, 1, lambda entry: pytest.fail("nothing is damaged"), pytest.fail)
+    reader = BatchReader(
+        catalogue, 0.0, 1, lambda entry: pytest.fail("nothing is damaged"), pytest.fail
+    )
     batch = reader(planned)
     assert batch.latents.shape == (2, 3, 5, 8, 12)
     assert batch.condition is not None
@@ -175,8 +210,11 @@ def test_pixels_are_rounded_as_the_pipelines_do() -> None:
     assert torch.equal(to_pixels(np.stack([values, values])), torch.stack([expected, expected]))
 
 
-def test_pixels_go_to_the_device_as_bytes(catalogue: Catalogue, film: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, upload = [], fill.upload
+def test_pixels_go_to_the_device_as_bytes(
+    catalogue: Catalogue, film: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    upload = fill.upload
 
     def watched(tensor: Tensor, device: torch.device) -> Tensor:
         sent.append((tensor.dtype, device))

@@ -31,9 +31,12 @@ from tests.techniques.alignment import SPEC, PatchTeacher
 from tests.tools.workspace import DATASETS, Workspace
 
 
-def test_encoders_are_never_loaded_together(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_are_never_loaded_together(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[weakref.ref[Any]] = []
-    load_text, load_latent = Kandinsky5ImageAdapter.load_text_encoder, Kandinsky5ImageAdapter.load_latent_encoder
+    load_text = Kandinsky5ImageAdapter.load_text_encoder
+    load_latent = Kandinsky5ImageAdapter.load_latent_encoder
 
     def text(self: Any, *arguments: Any) -> Any:
         encoder: Any = load_text(self, *arguments)
@@ -60,7 +63,9 @@ def entries(workspace: Workspace) -> dict[str, bytes]:
 def test_shares_of_several_machines_make_up_the_whole(
     tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, parts = (Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("whole", "parts"))
+    whole, parts = (
+        Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("whole", "parts")
+    )
     assert whole.run("cache", "fill") == 0
     expected = entries(whole)
     assert parts.run("cache", "fill", "--shard", "2/2", "train_batch_size=1") == 0
@@ -70,13 +75,18 @@ def test_shares_of_several_machines_make_up_the_whole(
         capsys.readouterr()
         assert parts.run("cache", "fill", "--shard=1/2") == 0
         output = capsys.readouterr().out
-        assert f"Share 1 of 2 is complete: {len(expected) - len(second)} of {len(expected)} entries." in output
+        assert (
+            f"Share 1 of 2 is complete: {len(expected) - len(second)} of {len(expected)} entries."
+            in output
+        )
         assert output.count("Encoding") == phases
         assert entries(parts) == expected
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "1/0", "x", "1/2/3", "-1/2"])
-def test_a_share_that_is_none(workspace: Workspace, capsys: pytest.CaptureFixture[str], share: str) -> None:
+def test_a_share_that_is_none(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], share: str
+) -> None:
     assert workspace.run("cache", "fill", f"--shard={share}") == 2
     assert capsys.readouterr().err == (
         f"error: --shard {share!r} is not a shard; 1/3 is the first of three, 3/3 the last.\n"
@@ -86,8 +96,13 @@ def test_a_share_that_is_none(workspace: Workspace, capsys: pytest.CaptureFixtur
 def test_captions_of_one_length_share_a_batch_and_each_batch_is_full(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So neither length nor number of rows, by which kernels round, depends on what else is missing."""
-    batches, rows, encode, forward = list[list[int]](), list[int](), Kandinsky5TextEncoder.encode, Qwen.forward
+    """So neither length nor number of rows, by which kernels round, depends on what else is
+    missing.
+    """
+    batches: list[list[int]] = []
+    rows: list[int] = []
+    encode = Kandinsky5TextEncoder.encode
+    forward = Qwen.forward
 
     def seen(self: Kandinsky5TextEncoder, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         batches.append([self.padded_length(request) for request in requests])
@@ -101,7 +116,9 @@ def test_captions_of_one_length_share_a_batch_and_each_batch_is_full(
     monkeypatch.setattr(Kandinsky5TextEncoder, "encode", seen)
     monkeypatch.setattr(Qwen, "forward", counted)
     for index in range(8):
-        workspace.path(f"datasets/pictures/p{index}.txt").write_text(f"{index} " + "very " * (5 * index % 8) + "red")
+        workspace.path(f"datasets/pictures/p{index}.txt").write_text(
+            f"{index} " + "very " * (5 * index % 8) + "red"
+        )
     workspace.write_config(text_encoder_batch_size=3)
     assert workspace.run("cache", "fill") == 0
     assert all(len(batch) == 3 and len(set(batch)) == 1 for batch in batches)
@@ -114,7 +131,8 @@ def test_captions_of_one_length_share_a_batch_and_each_batch_is_full(
 def test_a_file_that_does_not_decode_is_left_out_and_kept(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decode, damaged = decoding.pictures.decode, workspace.path("datasets/pictures/p3.png").read_bytes()
+    decode = decoding.pictures.decode
+    damaged = workspace.path("datasets/pictures/p3.png").read_bytes()
 
     def fail(source: Any) -> Image.Image:
         if source == damaged:
@@ -130,8 +148,11 @@ def test_a_file_that_does_not_decode_is_left_out_and_kept(
     assert "its pixels are damaged" in report
 
 
-def test_quarantine_moves_what_does_not_decode(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, damaged = decoding.pictures.decode, workspace.path("datasets/pictures/p3.png").read_bytes()
+def test_quarantine_moves_what_does_not_decode(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = decoding.pictures.decode
+    damaged = workspace.path("datasets/pictures/p3.png").read_bytes()
 
     def fail(source: Any) -> Image.Image:
         if source == damaged:
@@ -150,7 +171,8 @@ def test_quarantine_moves_what_does_not_decode(workspace: Workspace, monkeypatch
 def test_an_unexpected_decoding_error_leaves_out_one_file_and_moves_none(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load, size = ImageFile.ImageFile.load, (61, 53)
+    load = ImageFile.ImageFile.load
+    size = (61, 53)
     Image.new("RGB", size).save(workspace.path("datasets/pictures/p3.png"))
 
     def fail(self: ImageFile.ImageFile) -> Any:
@@ -162,11 +184,16 @@ def test_an_unexpected_decoding_error_leaves_out_one_file_and_moves_none(
     workspace.write_config(delete_problematic_images="true")
     assert workspace.run("cache", "fill") == 0
     captured = capsys.readouterr()
-    assert "pictures/p3.png is left out: it cannot be decoded: nobody expects this" in captured.err + captured.out
+    assert (
+        "pictures/p3.png is left out: it cannot be decoded: nobody expects this"
+        in captured.err + captured.out
+    )
     assert workspace.path("datasets/pictures/p3.png").exists()
     assert workspace.run("cache", "fill") == 0
     captured = capsys.readouterr()
-    assert "1 unsuitable (p3.png)" in captured.err + captured.out, "the next start knows it, and names it"
+    assert "1 unsuitable (p3.png)" in captured.err + captured.out, (
+        "the next start knows it, and names it"
+    )
 
 
 def test_full_disk_keeps_what_is_whole(
@@ -199,7 +226,9 @@ def test_originals_may_be_gone(workspace: Workspace) -> None:
     assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_scan_for_errors_mends_before_training(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scan_for_errors_mends_before_training(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     entry = next(trained.path("output/cache/vae").rglob("*.zst"))
     entry.write_bytes(entry.read_bytes()[:-5])
     trained.write_datasets([{**DATASETS[0], "scan_for_errors": True}, DATASETS[1]])
@@ -209,7 +238,9 @@ def test_scan_for_errors_mends_before_training(trained: Workspace, capsys: pytes
     assert trained.run("cache", "verify") == 0
 
 
-def test_long_captions_are_cut_with_a_warning(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_captions_are_cut_with_a_warning(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     workspace.path("datasets/pictures/p0.txt").write_text("start " + "and so on " * 60 + "the end")
     workspace.write_config(tokenizer_max_length=32)
     assert workspace.train() == 0
@@ -253,7 +284,9 @@ def test_features_that_are_not_finite_are_not_cached(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Plan, "techniques", property(lambda plan: (SPEC,)))
-    monkeypatch.setattr(PatchTeacher, "encode", lambda self, latents: torch.full((4, 16), torch.nan))
+    monkeypatch.setattr(
+        PatchTeacher, "encode", lambda self, latents: torch.full((4, 16), torch.nan)
+    )
     assert workspace.run("cache", "fill") == 2
     assert "alignment: the encoder's output is not finite for pictures/p" in capsys.readouterr().err
     assert len([*workspace.path("output/cache/vae").rglob("*.zst")]) == 8, "the latents alone"
@@ -303,11 +336,17 @@ def test_an_error_of_the_device_while_encoding_condemns_no_file(
 
 
 @pytest.mark.parametrize("together", [None, 3])
-def test_entries_do_not_depend_on_which_others_were_encoded(workspace: Workspace, together: int | None) -> None:
-    """As after a kill in the middle: what is missing is encoded again, beside other entries than at first."""
+def test_entries_do_not_depend_on_which_others_were_encoded(
+    workspace: Workspace, together: int | None
+) -> None:
+    """As after a kill in the middle: what is missing is encoded again, beside other entries than at
+    first.
+    """
     workspace.write_config(text_encoder_batch_size=together)
     assert workspace.run("cache", "fill") == 0
-    paths = sorted([*workspace.path("output/cache").rglob("*.zst"), *workspace.path("cache").rglob("*.zst")])
+    paths = sorted(
+        [*workspace.path("output/cache").rglob("*.zst"), *workspace.path("cache").rglob("*.zst")]
+    )
     whole = {path: path.read_bytes() for path in paths}
     for path in paths[::3]:
         path.unlink()
@@ -315,9 +354,12 @@ def test_entries_do_not_depend_on_which_others_were_encoded(workspace: Workspace
     assert {path: path.read_bytes() for path in paths} == whole
 
 
-def test_a_start_lists_each_folder_once(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_lists_each_folder_once(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert workspace.run("cache", "fill") == 0
-    listed, listing = Counter[Path](), catalogue.list_keys
+    listed = Counter[Path]()
+    listing = catalogue.list_keys
 
     def count_listing(folder: Path) -> Iterator[str]:
         listed[folder] += 1
@@ -329,7 +371,9 @@ def test_a_start_lists_each_folder_once(workspace: Workspace, monkeypatch: pytes
     assert len(listed) == 2, "of captions and of latents"
 
 
-def test_an_entry_says_with_how_many_it_was_encoded(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_entry_says_with_how_many_it_was_encoded(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     workspace.write_config(vae_batch_size=4)
     assert workspace.run("cache", "fill") == 0
     assert workspace.run("cache", "explain", "pictures/p1.png") == 0

@@ -1,4 +1,6 @@
-"""Encoders that run out of memory: smaller batches, exact savings, then a stop with the file's name, never a hole."""
+"""Encoders that run out of memory: smaller batches, exact savings, then a stop with the file's
+name, never a hole.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def entries_of(workspace: Workspace, folder: str) -> dict[str, dict[str, Tensor]
 
 def limit_pictures(monkeypatch: pytest.MonkeyPatch, most: int, error: BaseException) -> list[int]:
     """An encoder that raises above a batch size; returns the sizes that it was asked for."""
-    encode, asked = FluxLatentEncoder.encode, list[int]()
+    encode = FluxLatentEncoder.encode
+    asked: list[int] = []
 
     def limited(self: Any, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         asked.append(len(pixels))
@@ -51,7 +54,9 @@ def test_a_batch_that_is_too_large_is_halved_and_latents_are_the_same(
 ) -> None:
     workspace.write_config(vae_batch_size=4)
     assert workspace.run("cache", "fill", "output_dir=plain") == 0
-    asked = limit_pictures(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    asked = limit_pictures(
+        monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    )
     assert workspace.run("cache", "fill") == 0
     # Four of each of two ratios: 4 and 2 are too many, and from then on each comes alone.
     assert asked == [4, 2, *[1] * 8]
@@ -75,7 +80,9 @@ def test_a_picture_that_does_not_fit_stops_the_run_with_its_name(
     assert "vae_enable_tiling" in told
     assert "CUDA out of memory." in told
     assert workspace.path("datasets/pictures/p0.png").exists(), "it is no fault of the file"
-    assert not workspace.path("output/training_metrics.jsonl").exists(), "nothing is trained with a hole in the cache"
+    assert not workspace.path("output/training_metrics.jsonl").exists(), (
+        "nothing is trained with a hole in the cache"
+    )
     monkeypatch.undo()
     assert workspace.train() == 0, "with more memory the run goes on"
 
@@ -83,12 +90,15 @@ def test_a_picture_that_does_not_fit_stops_the_run_with_its_name(
 def test_captions_too(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    encode, asked = Kandinsky5TextEncoder.encode, list[int]()
+    encode = Kandinsky5TextEncoder.encode
+    asked: list[int] = []
 
     def limited(self: Any, requests: Sequence[Any]) -> Any:
         asked.append(len(requests))
         if len(requests) > 2 or any("picture 5" in each.caption for each in requests):
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
+            )
         return encode(self, requests)
 
     monkeypatch.setattr(Kandinsky5TextEncoder, "encode", limited)
@@ -101,7 +111,9 @@ class Batches(ShrinkingEncoder[Any, Any]):
     """Items that are their own names, encoded by a function."""
 
     def __init__(
-        self, encode: Callable[[Sequence[Any]], Sequence[Any]], relieve: Callable[[], bool] = lambda: False
+        self,
+        encode: Callable[[Sequence[Any]], Sequence[Any]],
+        relieve: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__("Buy more.")
         self._encode = encode
@@ -119,9 +131,15 @@ class Batches(ShrinkingEncoder[Any, Any]):
 
 def test_other_errors_are_not_taken_for_it() -> None:
     assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
-    assert is_out_of_memory(RuntimeError("unable to mmap 8 bytes from file <a>: Cannot allocate memory (12)"))
-    assert is_out_of_memory(ImportError("libtorch_cpu.so: failed to map segment from shared object"))
+    assert is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    )
+    assert is_out_of_memory(
+        RuntimeError("unable to mmap 8 bytes from file <a>: Cannot allocate memory (12)")
+    )
+    assert is_out_of_memory(
+        ImportError("libtorch_cpu.so: failed to map segment from shared object")
+    )
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(KeyError("out of memory"))
@@ -178,5 +196,7 @@ def test_the_last_word_names_the_item() -> None:
     def never(items: Sequence[str]) -> list[str]:
         raise MemoryError
 
-    with pytest.raises(UserError, match=r"^a does not fit into memory, even alone. Buy more. \(MemoryError\)$"):
+    with pytest.raises(
+        UserError, match=r"^a does not fit into memory, even alone. Buy more. \(MemoryError\)$"
+    ):
         Batches(never)(["a", "b", "c"])

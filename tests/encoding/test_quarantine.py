@@ -24,15 +24,22 @@ def make_dataset(root: Path, **switches: bool) -> Dataset:
     (root / "both.png").write_text("no picture")
     pictures.photograph(root / "both.jpg", (64, 64))
     (root / "both.txt").write_text("shared")
-    folders, caching = (root / "../l", root / "../t"), CachingConfig(**switches)
-    context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", *folders, caching=caching)
-    config = DatasetConfig(id="set", instance_data_dir=str(root), minimum_image_size=32, caption_strategy="filename")
+    folders = (root / "../l", root / "../t")
+    caching = CachingConfig(**switches)
+    context = DataContext(
+        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", *folders, caching=caching
+    )
+    config = DatasetConfig(
+        id="set", instance_data_dir=str(root), minimum_image_size=32, caption_strategy="filename"
+    )
     (dataset,) = build_datasets([config], context, Problems())
     return dataset
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def test_nothing_is_unwelcome_unless_asked(tmp_path: Path) -> None:
@@ -66,7 +73,9 @@ def test_a_caption_of_one_file_alone_moves_with_it(tmp_path: Path) -> None:
     assert "both.txt" in files(tmp_path / "set"), "it captions both.jpg, too"
 
 
-def test_a_quarantine_names_what_it_moved_and_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_quarantine_names_what_it_moved_and_where(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     quarantine([make_dataset(tmp_path / "set", delete_problematic_images=True)], tmp_path / "out")
     (line,) = caplog.messages
     assert "Moved 2 files (both.png, sub/bad.png) to" in line
@@ -87,7 +96,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         dataset = make_dataset(tmp_path / f"set{number}", delete_problematic_images=True)
         quarantine([dataset], tmp_path / "out")
     names = files(tmp_path / "out" / "quarantine")
-    assert {"both.png", "both (2).png", "sub/bad.png", "sub/bad (2).png", "sub/bad (2).txt"} < set(names)
+    assert {"both.png", "both (2).png", "sub/bad.png", "sub/bad (2).png", "sub/bad (2).txt"} < set(
+        names
+    )
 
 
 def test_a_file_that_is_gone_is_skipped(tmp_path: Path) -> None:
@@ -101,7 +112,9 @@ def test_the_next_start_does_not_miss_them(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
     dataset.save_index()
     quarantine([dataset], tmp_path / "out")
-    context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", tmp_path / "l", tmp_path / "t")
+    context = DataContext(
+        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", tmp_path / "l", tmp_path / "t"
+    )
     (again,) = build_datasets([dataset.config], context, Problems())
     assert "gone" not in again.counts()
 

@@ -57,10 +57,15 @@ from tests.validation.test_eval_loss import EVAL
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {
-    "validation_disable": False, "validation_disable_unconditional": False, "validation_preview": True,
-    "use_ema": True, "ema_validation": "comparison", "eval_steps_interval": 1, "eval_timesteps": 2,
+    "validation_disable": False,
+    "validation_disable_unconditional": False,
+    "validation_preview": True,
+    "use_ema": True,
+    "ema_validation": "comparison",
+    "eval_steps_interval": 1,
+    "eval_timesteps": 2,
     "vae_batch_size": 1,
-}  # fmt: skip
+}
 RANDOM_CROPS = {"crop": True, "crop_style": "random", "crop_aspect": "square"}
 
 
@@ -75,31 +80,50 @@ class Process:
     """What one of the processes did."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.seen = world, list[Event]()
+        self.world = world
+        self.seen = list[Event]()
         self.written: list[str] = []
         self.act: Callable[[Event], object] = lambda event: None
         self.events = EventStream(self.seen.append, lambda event: self.act(event))
-        self.events.subscribe("The watch", world.follow(self.events.stop, print), ends_run=Exception)
+        self.events.subscribe(
+            "The watch", world.follow(self.events.stop, print), ends_run=Exception
+        )
 
     def fill(self) -> CacheFiller:
         plan = plan_that_fits(parse_arguments([])).plan
-        filler = prepare_caches(Encoding(plan, build_adapter(plan), CPU, self.events), 1, world=self.world)
+        filler = prepare_caches(
+            Encoding(plan, build_adapter(plan), CPU, self.events), 1, world=self.world
+        )
         filler.follow(2)
         return filler
 
     def phases(self) -> list[tuple[str, int | None, int]]:
         """Title, total and what was done of each phase that fills caches."""
-        advanced = [each for each in self.seen if isinstance(each, PhaseAdvanced) and each.phase.kind == CACHING]
-        return list({each.phase: (each.phase.title, each.phase.total, each.done) for each in advanced}.values())
+        advanced = [
+            each
+            for each in self.seen
+            if isinstance(each, PhaseAdvanced) and each.phase.kind == CACHING
+        ]
+        return list(
+            {
+                each.phase: (each.phase.title, each.phase.total, each.done) for each in advanced
+            }.values()
+        )
 
     def media(self) -> list[str]:
         return [each.media.path for each in self.seen if isinstance(each, MediaRendered)]
 
     def stops_at(self, kind: str, act: Callable[[], object]) -> None:
-        """Ask for a stop when a phase first advances in process 1, and record whether this process was interrupted."""
+        """Ask for a stop when a phase first advances in process 1, and record whether this process
+        was interrupted.
+        """
 
         def stop(event: Event) -> None:
-            if self.world.rank == 1 and isinstance(event, PhaseAdvanced) and event.phase.kind == kind:
+            if (
+                self.world.rank == 1
+                and isinstance(event, PhaseAdvanced)
+                and event.phase.kind == kind
+            ):
                 self.events.stop.request()
 
         self.act = stop
@@ -107,15 +131,23 @@ class Process:
             act()
         assert self.events.stop.requested, "all of them know"
         self.world.barrier()
-        self.events.stop.requested, self.act = False, lambda event: None
+        self.events.stop.requested = False
+        self.act = lambda event: None
 
 
 def work(rank: int, size: int) -> None:
     """The work of one process, in the current folder."""
     torch.set_num_threads(1)
     meeting = f"file://{Path('meeting').absolute()}"
-    with connect(World(rank, size, rank, size), meeting) if size > 1 else nullcontext(World()) as world:
-        result = {"downloads": not world.leader_first(find_or_download), **everything(Process(world))}
+    with (
+        connect(World(rank, size, rank, size), meeting)
+        if size > 1
+        else nullcontext(World()) as world
+    ):
+        result = {
+            "downloads": not world.leader_first(find_or_download),
+            **everything(Process(world)),
+        }
         Path(f"rank-{rank}.json").write_text(json.dumps(result))
 
 
@@ -127,8 +159,11 @@ def find_or_download() -> bool:
 
 
 def everything(process: Process) -> dict[str, Any]:
-    decode, damaged = decoding.pictures.decode, Path("datasets/pictures/p3.png").read_bytes()
-    write, draw, load = CacheStore.write, Renderer.write, Encoding.load_text_encoder
+    decode = decoding.pictures.decode
+    damaged = Path("datasets/pictures/p3.png").read_bytes()
+    write = CacheStore.write
+    draw = Renderer.write
+    load = Encoding.load_text_encoder
     pictures: list[str] = []
     loading: list[float] = []
 
@@ -158,7 +193,11 @@ def everything(process: Process) -> dict[str, Any]:
     ):
         filler = process.fill()
     assembly, validation, evaluation = build(process, filler)
-    result: dict[str, Any] = {"written": process.written, "phases": process.phases(), "loading": loading}
+    result: dict[str, Any] = {
+        "written": process.written,
+        "phases": process.phases(),
+        "loading": loading,
+    }
     result["samples"] = [sample.name for sample in filler.plan.datasets[0].samples]
     result["losses"] = evaluation.evaluate(assembly, 1)
     with patch.object(Renderer, "write", note_picture):
@@ -179,8 +218,11 @@ def everything(process: Process) -> dict[str, Any]:
     return result
 
 
-def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRunner, EvaluationLoss]:
-    plan, config = filler.plan, filler.plan.config
+def build(
+    process: Process, filler: CacheFiller
+) -> tuple[Assembly, ValidationRunner, EvaluationLoss]:
+    plan = filler.plan
+    config = filler.plan.config
     settings = assembly_settings(config, training_spec(plan))
     assembly = assemble(settings, filler.encoding.adapter, [], make_accelerator(), process.world)
     assembly.trained.ema = Ema(assembly.parameters, config.ema, CPU)
@@ -199,7 +241,9 @@ def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRu
         process.events,
     )
     samples = {each.id: each.samples for each in evaluated(plan)}
-    evaluation = EvaluationLoss(config.evaluation, samples, reader.read_sample, 4.0, "comparison", process.events)
+    evaluation = EvaluationLoss(
+        config.evaluation, samples, reader.read_sample, 4.0, "comparison", process.events
+    )
     return assembly, validation, evaluation
 
 
@@ -226,13 +270,22 @@ def run(*ranks: tuple[Workspace, int, int]) -> list[dict[str, Any]]:
     for process in started:
         process.join(PATIENCE)
     assert [process.exitcode for process in started] == [0] * len(ranks)
-    return [json.loads(workspace.path(f"rank-{rank}.json").read_text()) for workspace, rank, _ in ranks]
+    return [
+        json.loads(workspace.path(f"rank-{rank}.json").read_text()) for workspace, rank, _ in ranks
+    ]
 
 
 def content(workspace: Workspace, *folders: str) -> dict[str, str]:
     paths = [path for folder in folders for path in workspace.path(folder).rglob("*.*")]
-    files = [path for path in paths if path.suffix in (".zst", ".png") and path.parent.name != "in_progress"]
-    return {str(path.relative_to(workspace.folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = [
+        path
+        for path in paths
+        if path.suffix in (".zst", ".png") and path.parent.name != "in_progress"
+    ]
+    return {
+        str(path.relative_to(workspace.folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def test_what_the_watch_has_heard_stops_no_process_alone() -> None:
@@ -249,7 +302,9 @@ def test_what_the_watch_has_heard_stops_no_process_alone() -> None:
         phase.advance()
         yield from shots
 
-    results = share_items(Hearing(0, 2), events, PhaseStarted("Rendering", 1), ["a preview"], render, in_lockstep=True)
+    results = share_items(
+        Hearing(0, 2), events, PhaseStarted("Rendering", 1), ["a preview"], render, in_lockstep=True
+    )
     assert [*results] == ["a preview"], "all of them go on"
     assert events.stop.requested
 
@@ -261,19 +316,24 @@ class Machines(World):
         return [rank % self.local_size == 0 for rank in range(self.size)]
 
 
-def test_text_encoders_that_stream_are_on_a_machine_once(filled: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_encoders_that_stream_are_on_a_machine_once(
+    filled: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(filled.folder)
     shutil.rmtree("cache")
     budget = plan_that_fits(parse_arguments(["group_offload_text_encoder=true"]))
     plan = budget.plan
     assert budget.listing is not None
-    adapter, events = build_adapter(plan), EventStream()
+    adapter = build_adapter(plan)
+    events = EventStream()
     worlds = [Machines(rank, 4, rank % 2, 2) for rank in range(4)]
     encoding = Encoding(plan, adapter, CPU, events)
     fillers = [CacheFiller(encoding, budget.listing, each, Share(each.rank, 4)) for each in worlds]
     found = [each._texts_here() for each in fillers]
     assert found[1] == found[3] == []
-    assert sorted(each.source for each in found[0] + found[2]) == sorted(each.source for each in budget.listing.texts)
+    assert sorted(each.source for each in found[0] + found[2]) == sorted(
+        each.source for each in budget.listing.texts
+    )
 
 
 @pytest.mark.slow(5)
@@ -284,9 +344,13 @@ def test_two_processes_share_the_work_of_one(tmp_path: Path, t2i_checkpoint: Pat
     assert (alone["downloads"], first["downloads"], second["downloads"]) == (True, True, False)
     assert first["written"]
     assert second["written"]
-    assert sorted(first["written"] + second["written"]) == sorted(alone["written"]), "nothing is encoded twice"
+    assert sorted(first["written"] + second["written"]) == sorted(alone["written"]), (
+        "nothing is encoded twice"
+    )
     assert len(set(alone["written"])) == len(alone["written"])
-    assert first["loading"][1] <= second["loading"][0], "one text encoder at a time passes through host memory"
+    assert first["loading"][1] <= second["loading"][0], (
+        "one text encoder at a time passes through host memory"
+    )
     assert content(two, "cache", "output/cache") == content(one, "cache", "output/cache")
     assert first["samples"] == second["samples"] == alone["samples"]
     assert "p3.png" not in alone["samples"]
@@ -306,4 +370,6 @@ def test_two_processes_share_the_work_of_one(tmp_path: Path, t2i_checkpoint: Pat
     found = content(two, "output/validation_images")
     assert expected.items() <= found.items()
     for path, digest in expected.items():
-        assert found[path.replace("step_1_", "step_2_")] == digest, "rendered by both, written by one"
+        assert found[path.replace("step_1_", "step_2_")] == digest, (
+            "rendered by both, written by one"
+        )

@@ -51,12 +51,17 @@ def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Non
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape
-        bits = found[name].reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
+        bits = (
+            found[name].reshape(-1).view(torch.uint8),
+            tensor.contiguous().reshape(-1).view(torch.uint8),
+        )
         assert torch.equal(*bits), name
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_every_dtype_round_trips_bit_for_bit_under_either_setting(tmp_path: Path, compress: bool) -> None:
+def test_every_dtype_round_trips_bit_for_bit_under_either_setting(
+    tmp_path: Path, compress: bool
+) -> None:
     CacheStore(tmp_path, compress).write(key(1), tensors(), {"source": "रंग/a.png"})
     for reader in (CacheStore(tmp_path, True), CacheStore(tmp_path, False)):
         assert_same_bits(reader.read(key(1)), tensors())
@@ -84,7 +89,9 @@ def test_an_entry_is_a_safetensors_file_in_a_zstd_frame(tmp_path: Path, compress
 def test_compressing_saves_space(tmp_path: Path) -> None:
     sizes = []
     for compress in (True, False):
-        CacheStore(tmp_path, compress).write(key(1), {"x": torch.randn(4096).bfloat16().float()}, {})
+        CacheStore(tmp_path, compress).write(
+            key(1), {"x": torch.randn(4096).bfloat16().float()}, {}
+        )
         (path,) = (tmp_path / key(1)[:2]).iterdir()
         sizes.append(path.stat().st_size)
     assert sizes[0] < 0.7 * sizes[1]
@@ -162,7 +169,9 @@ def test_rubbish_has_no_provenance(tmp_path: Path, content: bytes, compress: boo
         store.read(key(1))
 
 
-def test_a_full_disk_leaves_the_old_entry_and_nothing_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_entry_and_nothing_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = CacheStore(tmp_path)
     store.write(key(1), {"x": torch.zeros(2)}, {})
 
@@ -201,7 +210,9 @@ def test_threads_read_and_write_at_once(tmp_path: Path, compress: bool) -> None:
 
 @pytest.mark.parametrize("claimed", [4 * 10, 1 << 40])
 def test_an_entry_unpacks_at_most_to_what_its_header_needs(tmp_path: Path, claimed: int) -> None:
-    """A megabyte of zeros takes a few bytes; a header that asks for less or for a terabyte gets neither."""
+    """A megabyte of zeros takes a few bytes; a header that asks for less or for a terabyte gets
+    neither.
+    """
     name = key("bomb")
     header = {"x": {"dtype": "F32", "shape": [claimed // 4], "data_offsets": [0, claimed]}}
     entry = tmp_path / name[:2] / f"{name}.safetensors.zst"

@@ -1,4 +1,6 @@
-"""The packaged configurations: each loads as it is, and with files in its folders the plan has nothing to say."""
+"""The packaged configurations: each loads as it is, and with files in its folders the plan has
+nothing to say.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ MISSING = "error: instance_data_dir: these folders do not exist"
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clip that is long and large enough for every example."""
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
-    write_clip(path, seconds=6.0, size=(768, 512), codec_options={"preset": "ultrafast", "crf": "30"})
+    write_clip(
+        path, seconds=6.0, size=(768, 512), codec_options={"preset": "ultrafast", "crf": "30"}
+    )
     return path
 
 
@@ -75,18 +79,29 @@ def test_files_are_in_the_order_of_the_schema_and_named_after_the_example(name: 
 
 
 def test_every_kind_of_flavour_has_an_example() -> None:
-    """A family, what it does, the size of the model, and for Lite the length of its clips (another attention)."""
+    """A family, what it does, the size of the model, and for Lite the length of its clips (another
+    attention).
+    """
 
     def kind(family: str, flavour: str) -> tuple[str, str, bool, bool]:
         is_pro = "-pro-" in flavour
-        return family, FAMILIES[family].flavour(flavour).task, is_pro, "-10s" in flavour and not is_pro
+        return (
+            family,
+            FAMILIES[family].flavour(flavour).task,
+            is_pro,
+            "-10s" in flavour and not is_pro,
+        )
 
     shown = {kind(config["model_family"], config["model_flavour"]) for config in map(read, NAMES)}
-    wanted = {kind(family, name) for family, spec in FAMILIES.items() for name in spec.flavour_names}
+    wanted = {
+        kind(family, name) for family, spec in FAMILIES.items() for name in spec.flavour_names
+    }
     assert wanted == shown
 
 
-def test_a_copy_is_ready_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_copy_is_ready_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["examples", "list"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}

@@ -1,4 +1,6 @@
-"""The checkpoint that ships with the demo: small, whole, and ignorant of the one thing the demo teaches."""
+"""The checkpoint that ships with the demo: small, whole, and ignorant of the one thing the demo
+teaches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ CHECKPOINT = DEMO / "checkpoint"
 
 @pytest.fixture(scope="module")
 def pipe() -> Kandinsky5T2IPipeline:
-    pipe = Kandinsky5T2IPipeline.from_pretrained(CHECKPOINT, tokenizer=load_processor(CHECKPOINT), dtype=torch.float32)
+    pipe = Kandinsky5T2IPipeline.from_pretrained(
+        CHECKPOINT, tokenizer=load_processor(CHECKPOINT), dtype=torch.float32
+    )
     pipe.set_progress_bar_config(disable=True)
     pipe.resolutions = [(96, 96)]
     pipe.prompt_template = OFFICIAL["image"].text
@@ -45,7 +49,10 @@ def test_all_files_together_take_at_most_eight_megabytes() -> None:
 
 
 def test_every_picture_has_a_caption(glimmers: list[Image.Image]) -> None:
-    captions = [path.read_text(encoding="utf-8").strip() for path in sorted((DEMO / "pictures").glob("*.txt"))]
+    captions = [
+        path.read_text(encoding="utf-8").strip()
+        for path in sorted((DEMO / "pictures").glob("*.txt"))
+    ]
 
     assert len(captions) == len(glimmers) >= 10
     assert all("glimmer" in caption for caption in captions)

@@ -1,4 +1,6 @@
-"""The checkpoint that ships with the video demo: small, whole, and ignorant of the one motion the demo teaches."""
+"""The checkpoint that ships with the video demo: small, whole, and ignorant of the one motion the
+demo teaches.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CHECKPOINT = DEMO / "checkpoint"
 
 @pytest.fixture(scope="module")
 def pipe() -> Kandinsky5T2VPipeline:
-    pipe = Kandinsky5T2VPipeline.from_pretrained(CHECKPOINT, tokenizer=load_processor(CHECKPOINT), dtype=torch.float32)
+    pipe = Kandinsky5T2VPipeline.from_pretrained(
+        CHECKPOINT, tokenizer=load_processor(CHECKPOINT), dtype=torch.float32
+    )
     pipe.set_progress_bar_config(disable=True)
     pipe.prompt_template = OFFICIAL["video"].text
     pipe.prompt_template_encode_start_idx = OFFICIAL["video"].crop
@@ -35,9 +39,17 @@ def hops() -> np.ndarray:
 
 def render_path(pipe: Kandinsky5T2VPipeline, prompt: str) -> np.ndarray:
     """Where the shape goes: 17 2."""
-    settings = {"height": 64, "width": 64, "num_frames": 17, "num_inference_steps": 25, "guidance_scale": 4.0}
+    settings = {
+        "height": 64,
+        "width": 64,
+        "num_frames": 17,
+        "num_inference_steps": 25,
+        "guidance_scale": 4.0,
+    }
     generator = torch.Generator().manual_seed(0)
-    clip = pipe(prompt, negative_prompt="", generator=generator, output_type="np", **settings).frames[0]
+    clip = pipe(
+        prompt, negative_prompt="", generator=generator, output_type="np", **settings
+    ).frames[0]
     return path_of(np.asarray(clip) * 255)
 
 
@@ -46,7 +58,9 @@ def test_all_files_together_take_at_most_twelve_megabytes() -> None:
 
 
 def test_every_clip_has_a_caption_and_a_hop(hops: np.ndarray) -> None:
-    captions = [path.read_text(encoding="utf-8").strip() for path in sorted((DEMO / "clips").glob("*.txt"))]
+    captions = [
+        path.read_text(encoding="utf-8").strip() for path in sorted((DEMO / "clips").glob("*.txt"))
+    ]
 
     assert len(captions) == len(hops) >= 8
     assert all("hops" in caption for caption in captions)
@@ -55,7 +69,9 @@ def test_every_clip_has_a_caption_and_a_hop(hops: np.ndarray) -> None:
 
 
 @pytest.mark.slow
-def test_latents_have_unit_variance_and_clips_come_back(pipe: Kandinsky5T2VPipeline, hops: np.ndarray) -> None:
+def test_latents_have_unit_variance_and_clips_come_back(
+    pipe: Kandinsky5T2VPipeline, hops: np.ndarray
+) -> None:
     pixels = torch.from_numpy(hops[:4]).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
     with torch.no_grad():
@@ -73,8 +89,16 @@ def test_latents_have_unit_variance_and_clips_come_back(pipe: Kandinsky5T2VPipel
 @pytest.mark.parametrize(
     ("prompt", "start", "end"),
     [
-        ("a big red circle moves from the left to the right on a white background", (18, 32), (46, 32)),
-        ("a small white star moves from the bottom to the middle on a navy background", (32, 46), (32, 32)),
+        (
+            "a big red circle moves from the left to the right on a white background",
+            (18, 32),
+            (46, 32),
+        ),
+        (
+            "a small white star moves from the bottom to the middle on a navy background",
+            (32, 46),
+            (32, 32),
+        ),
     ],
 )
 def test_the_base_moves_as_the_caption_says(

@@ -1,4 +1,6 @@
-"""What training hands to the transformer equals what the stock pipelines hand to it at inference."""
+"""What training hands to the transformer equals what the stock pipelines hand to it at
+inference.
+"""
 
 from __future__ import annotations
 
@@ -61,22 +63,34 @@ def pipeline_inputs(
     return recorder.calls
 
 
-def trainer_inputs(checkpoint: Path, task: str, theirs: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """What the adapter passes to the transformer for the same caption, noise, noise level and source picture."""
+def trainer_inputs(
+    checkpoint: Path, task: str, theirs: dict[str, Any], **settings: Any
+) -> dict[str, Any]:
+    """What the adapter passes to the transformer for the same caption, noise, noise level and
+    source picture.
+    """
     adapter = make_adapter(checkpoint, task, **settings)
     encoder = adapter.load_text_encoder(CPU, torch.float32)
     embeds = encoder.encode([TextRequest(PROMPT, source_for(task))])
     transformer = adapter.load_transformer(torch.float32)
     recorder = Recorder(transformer, zeros)
     noise = theirs["hidden_states"][..., :16].permute(0, 4, 1, 2, 3)
-    condition = theirs["hidden_states"][..., 16:32].permute(0, 4, 1, 2, 3) if task == "i2i" else None
+    condition = (
+        theirs["hidden_states"][..., 16:32].permute(0, 4, 1, 2, 3) if task == "i2i" else None
+    )
     batch = Batch(latents=torch.zeros_like(noise), embeds=embeds, names=["x"], condition=condition)
     adapter.predict(transformer, make_noisy(batch, theirs["timestep"] / 1000, noise))
     return recorder.calls[0]
 
 
 def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    for name in ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "text_rope_pos"):
+    for name in (
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "text_rope_pos",
+    ):
         assert ours[name].shape == theirs[name].shape, name
         assert_close(ours[name], theirs[name], terms=MODEL)
     for mine, other in zip(ours["visual_rope_pos"], theirs["visual_rope_pos"], strict=True):
@@ -121,22 +135,29 @@ def test_diffusers_template_is_the_pipelines_own(checkpoint: Path, task: str) ->
 
 def test_source_latents_of_i2i_are_scaled_and_not_shifted(i2i_checkpoint: Path) -> None:
     channels = pipeline_inputs(i2i_checkpoint, "i2i")[0]["hidden_states"]
-    source, mask = channels[..., 16:32], channels[..., 32:]
+    source = channels[..., 16:32]
+    mask = channels[..., 32:]
     assert torch.equal(mask, torch.ones_like(mask))
     adapter = make_adapter(i2i_checkpoint, "i2i")
     encoder = adapter.load_latent_encoder(CPU, torch.float32)
     pixels = to_pixels(np.array(picture(*SIZE)))[None]
-    # The pipeline draws the starting noise first and the posterior sample from the same generator after it.
+    # The pipeline draws the starting noise first and the posterior sample from the same generator
+    # after it.
     generator = torch.Generator().manual_seed(SEED)
     torch.randn((1, 1, SIZE[1] // 8, SIZE[0] // 8, 16), generator=generator)
     with torch.no_grad():
         posterior = encoder.vae.encode(pixels[:, :, 0]).latent_dist
-    expected = (posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)) * 0.3611
-    # Two loads of one VAE may differ in the last bit of a convolution, by the alignment of their weights.
+    expected = (
+        posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)
+    ) * 0.3611
+    # Two loads of one VAE may differ in the last bit of a convolution, by the alignment of their
+    # weights.
     assert_close(source[:, 0].permute(0, 3, 1, 2), expected, terms=VAE)
     ours = encoder.encode(pixels, [11])
     noise = torch.randn(posterior.mean.shape[1:], generator=torch.Generator().manual_seed(11))
-    assert_close(ours[0, :, 0], (posterior.mean[0] + posterior.std[0] * noise) * 0.3611, terms=ELEMENTWISE)
+    assert_close(
+        ours[0, :, 0], (posterior.mean[0] + posterior.std[0] * noise) * 0.3611, terms=ELEMENTWISE
+    )
 
 
 def test_latents_decode_as_in_the_pipeline(t2i_checkpoint: Path) -> None:
@@ -144,7 +165,11 @@ def test_latents_decode_as_in_the_pipeline(t2i_checkpoint: Path) -> None:
     latents = encoder.encode(to_pixels(np.array(picture(*SIZE)))[None], [1])
     with torch.no_grad():
         decoded = encoder.decode(latents)
-        stock = AutoencoderKL.from_pretrained(t2i_checkpoint / "vae").decode(latents[:, :, 0] / 0.3611).sample
+        stock = (
+            AutoencoderKL.from_pretrained(t2i_checkpoint / "vae")
+            .decode(latents[:, :, 0] / 0.3611)
+            .sample
+        )
     assert decoded.shape == (1, 3, 1, SIZE[1], SIZE[0])
     assert_close(decoded[:, :, 0], stock.clamp(-1, 1), terms=VAE)
 
@@ -153,7 +178,9 @@ def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:
     encoder = make_adapter(t2i_checkpoint).load_latent_encoder(CPU, torch.float32)
     pixels = torch.stack([to_pixels(np.array(picture(64, 64, seed))) for seed in range(3)])
     together = encoder.encode(pixels, [1, 2, 3])
-    alone = torch.cat([encoder.encode(pixels[index : index + 1], [index + 1]) for index in range(3)])
+    alone = torch.cat(
+        [encoder.encode(pixels[index : index + 1], [index + 1]) for index in range(3)]
+    )
     assert_close(together, alone, terms=VAE)
 
 
@@ -161,5 +188,9 @@ def test_a_caption_is_cut_where_the_plan_says(t2i_checkpoint: Path) -> None:
     """The plan tells that no more than the family's cap is used, and keys the cache with it."""
     cap = KANDINSKY5_IMAGE.words.longest
     for asked, length in ((None, cap), (77, 77), (cap + 100, cap)):
-        encoder = make_adapter(t2i_checkpoint, tokenizer_max_length=asked).load_text_encoder(CPU, torch.float32)
-        assert len(encoder.encode([TextRequest("word " * 2 * cap)])[0]["prompt_embeds"]) == length, asked
+        encoder = make_adapter(t2i_checkpoint, tokenizer_max_length=asked).load_text_encoder(
+            CPU, torch.float32
+        )
+        assert (
+            len(encoder.encode([TextRequest("word " * 2 * cap)])[0]["prompt_embeds"]) == length
+        ), asked

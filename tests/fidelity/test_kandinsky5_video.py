@@ -1,4 +1,6 @@
-"""Kandinsky 5 Video: what training hands to the transformer equals what the stock pipelines hand to it."""
+"""Kandinsky 5 Video: what training hands to the transformer equals what the stock pipelines hand to
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from tests.tools.families import CPU, Recorder, adapter_settings, picture, zeros
 from tests.tools.tiny import PIPELINES, make_checkpoint
 from tests.tools.tolerances import MODEL, SAMPLING, VAE, assert_close, limit
 
-SIZE, FRAMES = (96, 64), 17
+SIZE = (96, 64)
+FRAMES = 17
 FLAVOURS = {"t2v": "t2v-lite-sft-5s", "i2v": "i2v-lite-5s"}
 PROMPT = "a red ball  rolls"
 SEED = 5
@@ -45,7 +48,11 @@ def make_video_adapter(
     checkpoint: Path, task: str, size: tuple[int, int] | None = SIZE, **settings: Any
 ) -> Kandinsky5VideoAdapter:
     flavour = KANDINSKY5_VIDEO.flavour(FLAVOURS[task])
-    values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour.name}
+    values = {
+        "model_type": "lora",
+        "model_family": "kandinsky5-video",
+        "model_flavour": flavour.name,
+    }
     values |= {"pretrained_model_name_or_path": str(checkpoint), **settings}
     problems = Problems()
     config = resolve([Layer("test", list(values.items()))], problems)
@@ -61,13 +68,22 @@ def source_for(task: str) -> Image | None:
 def pipeline_calls(checkpoint: Path, task: str, guidance: float = 1.0) -> list[dict[str, Any]]:
     pipeline = PIPELINES[task].from_pretrained(checkpoint, tokenizer=load_processor(checkpoint))
     pipeline.set_progress_bar_config(disable=True)
-    pipeline.prompt_template, pipeline.prompt_template_encode_start_idx = OFFICIAL["video"].text, OFFICIAL["video"].crop
+    pipeline.prompt_template = OFFICIAL["video"].text
+    pipeline.prompt_template_encode_start_idx = OFFICIAL["video"].crop
     recorder = Recorder(pipeline.transformer, zeros)
     extra = {"image": source_for(task)} if task == "i2v" else {}
     pipeline(
-        prompt=PROMPT, negative_prompt="", width=SIZE[0], height=SIZE[1], num_frames=FRAMES, num_inference_steps=2,
-        guidance_scale=guidance, generator=torch.Generator().manual_seed(SEED), output_type="latent", **extra,
-    )  # fmt: skip
+        prompt=PROMPT,
+        negative_prompt="",
+        width=SIZE[0],
+        height=SIZE[1],
+        num_frames=FRAMES,
+        num_inference_steps=2,
+        guidance_scale=guidance,
+        generator=torch.Generator().manual_seed(SEED),
+        output_type="latent",
+        **extra,
+    )
     return recorder.calls
 
 
@@ -83,12 +99,19 @@ def test_inputs_are_the_pipelines(checkpoints: dict[str, Path], task: str, step:
     condition = noise[:, :, :1].clone() if task == "i2v" else None
     batch = Batch(torch.zeros_like(noise), embeds, ["x"], condition=condition)
     sigmas = theirs["timestep"] / 1000
-    # Latents of zero: x_t is sigma times the noise, so that this noise gives the pipeline's own x_t.
+    # Latents of zero: x_t is sigma times the noise, so that this noise gives the pipeline's own
+    # x_t.
     noisy = adapter.prepare(make_noisy(batch, sigmas, noise / sigmas.view(-1, 1, 1, 1, 1)))
     adapter.predict(transformer, noisy)
     ours = recorder.calls[0]
     assert ours["hidden_states"].shape[-1] == 33
-    for name in ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "text_rope_pos"):
+    for name in (
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "text_rope_pos",
+    ):
         assert ours[name].shape == theirs[name].shape, name
         assert_close(ours[name], theirs[name], terms=MODEL)
     for mine, other in zip(ours["visual_rope_pos"], theirs["visual_rope_pos"], strict=True):
@@ -111,7 +134,9 @@ def test_unconditional_input_is_the_empty_caption(checkpoints: dict[str, Path], 
 def test_latents_decode_as_in_the_pipeline(checkpoints: dict[str, Path]) -> None:
     encoder = make_video_adapter(checkpoints["t2v"], "t2v").load_latent_encoder(CPU, torch.float32)
     clip = np.stack([np.array(picture(*SIZE, seed)) for seed in range(5)])
-    latents = encoder.encode(2 * (torch.from_numpy(clip).float() / 255).permute(3, 0, 1, 2)[None] - 1, [4])
+    latents = encoder.encode(
+        2 * (torch.from_numpy(clip).float() / 255).permute(3, 0, 1, 2)[None] - 1, [4]
+    )
     with torch.no_grad():
         decoded = encoder.decode(latents)
         vae = AutoencoderKLHunyuanVideo.from_pretrained(checkpoints["t2v"] / "vae")
@@ -126,13 +151,18 @@ def test_oracle(checkpoints: dict[str, Path], task: str) -> None:
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
     encoder = adapter.load_latent_encoder(CPU, torch.float32)
     source = picture(*SIZE)
-    clip = np.stack([np.array(source)] + [np.array(picture(*SIZE, seed)) for seed in range(1, FRAMES)])
+    clip = np.stack(
+        [np.array(source)] + [np.array(picture(*SIZE, seed)) for seed in range(1, FRAMES)]
+    )
     pixels = 2 * (torch.from_numpy(clip).float() / 255).permute(3, 0, 1, 2)[None] - 1
-    latents, first = encoder.encode(pixels, [4]), encoder.encode(pixels[:, :, :1], [9])
+    latents = encoder.encode(pixels, [4])
+    first = encoder.encode(pixels[:, :, :1], [9])
     assert latents.shape == (1, 16, 5, SIZE[1] // 8, SIZE[0] // 8)
     batch = Batch(latents, embeds, ["x"], condition=first if task == "i2v" else None)
     noise = sample_noise(latents, [torch.Generator().manual_seed(1)])
-    noisy = adapter.prepare(make_noisy(batch, sample_sigmas(Place(2, 0, 0, range(1), 1), FlowConfig(), 5.0), noise))
+    noisy = adapter.prepare(
+        make_noisy(batch, sample_sigmas(Place(2, 0, 0, range(1), 1), FlowConfig(), 5.0), noise)
+    )
     transformer = adapter.load_transformer(torch.float32)
     target = (noise - latents).permute(0, 2, 3, 4, 1)
     if task == "i2v":
@@ -144,7 +174,9 @@ def test_oracle(checkpoints: dict[str, Path], task: str) -> None:
     clean = latents.permute(0, 2, 3, 4, 1)
 
     def velocity(inputs: dict[str, Any]) -> torch.Tensor:
-        return (inputs["hidden_states"][..., :16] - clean) / (inputs["timestep"].view(-1, 1, 1, 1, 1) / 1000)
+        return (inputs["hidden_states"][..., :16] - clean) / (
+            inputs["timestep"].view(-1, 1, 1, 1, 1) / 1000
+        )
 
     Recorder(transformer, velocity)
     pipeline: Any = adapter.load_preview_pipeline(transformer, CPU, None)
@@ -155,7 +187,9 @@ def test_oracle(checkpoints: dict[str, Path], task: str) -> None:
         pipeline.pipeline.normalize_first_frame = lambda latents: (
             latents
         )  # what follows the last step is not its concern
-    request = PreviewRequest(embeds[0], embeds[0], *SIZE, 5, 3.0, seed=9, source=source, num_frames=FRAMES)
+    request = PreviewRequest(
+        embeds[0], embeds[0], *SIZE, 5, 3.0, seed=9, source=source, num_frames=FRAMES
+    )
     frames = pipeline.render(request)
     assert len(frames) == FRAMES
     assert frames[0].size == SIZE
@@ -180,7 +214,11 @@ def test_rope_scale_follows_the_size_of_use(checkpoints: dict[str, Path]) -> Non
     assert rope_scale_of_size(None, "t2v-pro-sft-5s-hd") == (1.0, 3.16, 3.16)
     assert rope_scale_of_size(None, "i2v-lite-5s") == (1.0, 2.0, 2.0)
     assert parse_rope_scale("1, 2.5,2.5") == (1.0, 2.5, 2.5)
-    assert make_video_adapter(checkpoints["t2v"], "t2v", rope_scale="1,2,2").rope_scale == (1.0, 2.0, 2.0)
+    assert make_video_adapter(checkpoints["t2v"], "t2v", rope_scale="1,2,2").rope_scale == (
+        1.0,
+        2.0,
+        2.0,
+    )
     assert parse_rope_scale([1, 2, "2"]) == (1.0, 2.0, 2.0)
     for wrong in ("2,2", "1,2,x", "0,1,1", True):
         with pytest.raises(ValueError, match="three numbers"):
@@ -195,9 +233,12 @@ class TestNabla:
     def test_window_is_the_stock_one(self, tmp_path: Path) -> None:
         adapter = make_video_adapter(make_checkpoint(tmp_path, "t2v", nabla=True), "t2v")
         transformer: Any = adapter.load_transformer(torch.float32)
-        pipeline = PIPELINES["t2v"](transformer=transformer, **dict.fromkeys(
-            ("vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-        ))  # fmt: skip
+        pipeline = PIPELINES["t2v"](
+            transformer=transformer,
+            **dict.fromkeys(
+                ("vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+            ),
+        )
         theirs = pipeline.get_sparse_params(torch.zeros(self.shape), CPU)
         ours = nabla.sparse_params(self.shape, dict(transformer.config), CPU)
         assert torch.equal(ours.pop("sta_mask"), theirs.pop("sta_mask").bool())
@@ -227,14 +268,18 @@ class TestNabla:
         )
         sparse_out = adapter.predict(transformer, noisy)
         sparse_out.square().mean().backward()
-        attention: Any = transformer.get_submodule("visual_transformer_blocks.0.self_attention.to_query")
+        attention: Any = transformer.get_submodule(
+            "visual_transformer_blocks.0.self_attention.to_query"
+        )
         assert attention.weight.grad.abs().max() > 0
-        tiles, adapter._tiles = adapter._tiles, None
+        tiles = adapter._tiles
+        adapter._tiles = None
         dense_out = adapter.predict(transformer, noisy)
         sparsity = (dense_out - sparse_out).norm()
         assert sparsity > 1e-3 * dense_out.norm()
         adapter._tiles = tiles
         adapter._settings["attention_P"] = 1.0 + 1e-6  # every tile is kept: sparse is dense
         everything = adapter.predict(transformer, noisy)
-        # Not bit for bit: rotation rounds to bfloat16, which lifts a last bit of the other kernel to 1e-4 now and then.
+        # Not bit for bit: rotation rounds to bfloat16, which lifts a last bit of the other kernel
+        # to 1e-4 now and then.
         assert (everything - dense_out).norm() < 0.02 * sparsity

@@ -1,5 +1,5 @@
-"""With a model that answers `noise - z` the training loss is 0 and the stock pipeline lands on z: signs, scales,
-time direction and layout of both sides agree."""
+"""With a model that answers `noise - z` the training loss is 0 and the stock pipeline lands on z:
+signs, scales, time direction and layout of both sides agree."""
 
 from __future__ import annotations
 
@@ -55,7 +55,13 @@ def test_oracle(task: str, t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
     decode = pipeline.vae.decode
     pipeline.vae.decode = lambda z, **kwargs: (landed.append(z), decode(z, **kwargs))[1]
     request = PreviewRequest(
-        embeds[0], embeds[0], *SIZE, num_inference_steps=7, guidance_scale=3.0, seed=9, source=source
+        embeds[0],
+        embeds[0],
+        *SIZE,
+        num_inference_steps=7,
+        guidance_scale=3.0,
+        seed=9,
+        source=source,
     )
     assert pipeline.render(request)[0].size == SIZE
     ours = latents[:, :, 0] / adapter_scaling(pipeline)
@@ -65,5 +71,7 @@ def test_oracle(task: str, t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
 
 def adapter_scaling(pipeline: Any) -> float:
     scaling: float = pipeline.vae.config.scaling_factor
-    assert pipeline.vae.config.shift_factor != 0, "a shift that is not 0 shows that it is not applied"
+    assert pipeline.vae.config.shift_factor != 0, (
+        "a shift that is not 0 shows that it is not applied"
+    )
     return scaling

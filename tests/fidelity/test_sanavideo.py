@@ -1,4 +1,6 @@
-"""Sana Video: what training hands to the transformer equals what the stock pipelines hand to it at inference."""
+"""Sana Video: what training hands to the transformer equals what the stock pipelines hand to it at
+inference.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,35 @@ from tests.tools.sana_family import (
     stock_pipeline,
 )
 from tests.tools.tiny_sana import make_sana_checkpoint
-from tests.tools.tolerances import ELEMENTWISE, MODEL, SAMPLING, VAE, assert_all_close, assert_close, limit
+from tests.tools.tolerances import (
+    ELEMENTWISE,
+    MODEL,
+    SAMPLING,
+    VAE,
+    assert_all_close,
+    assert_close,
+    limit,
+)
 
 
 def latent_shape(checkpoint: Path) -> tuple[int, int, int, int]:
     """Channels, frames, height and width of the latents of `clip()`."""
     stride, patch = (8, 32) if flavour_of(checkpoint) == "2b-720p" else (4, 8)
-    return 128 if stride == 8 else 16, (FRAMES - 1) // stride + 1, SIZE[1] // patch, SIZE[0] // patch
+    return (
+        128 if stride == 8 else 16,
+        (FRAMES - 1) // stride + 1,
+        SIZE[1] // patch,
+        SIZE[0] // patch,
+    )
 
 
 @pytest.fixture(params=["2b-480p", "2b-720p"], scope="module")
-def sana_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_sana_checkpoint(tmp_path_factory.mktemp("sana") / request.param, flavour=request.param)
+def sana_checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return make_sana_checkpoint(
+        tmp_path_factory.mktemp("sana") / request.param, flavour=request.param
+    )
 
 
 @pytest.fixture(params=["t2v", "i2v"])
@@ -49,11 +68,14 @@ def task(request: pytest.FixtureRequest) -> str:
 
 
 def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Equal but for rounding; of the text only what the mask shows, since what lies behind it has no weight."""
+    """Equal but for rounding; of the text only what the mask shows, since what lies behind it has
+    no weight.
+    """
     mask = theirs["encoder_attention_mask"].bool()
     assert torch.equal(ours["encoder_attention_mask"], theirs["encoder_attention_mask"])
     assert ours["encoder_hidden_states"].shape == theirs["encoder_hidden_states"].shape
-    text, other = ours["encoder_hidden_states"][mask], theirs["encoder_hidden_states"][mask]
+    text = ours["encoder_hidden_states"][mask]
+    other = theirs["encoder_hidden_states"][mask]
     assert_close(text, other, terms=MODEL)
     assert_close(ours["hidden_states"], theirs["hidden_states"], terms=VAE)
     assert ours["timestep"].shape == theirs["timestep"].shape
@@ -74,22 +96,35 @@ def test_inputs_are_the_pipelines(sana_checkpoint: Path, task: str, step: int) -
     latents = theirs["hidden_states"]
     sigmas = pipeline.scheduler.sigmas[step : step + 1]
     batch = Batch(torch.zeros_like(latents), embeds, ["x"], condition=condition)
-    # Latents of zero: x_t is sigma times the noise, so that this noise gives the pipeline's own x_t.
+    # Latents of zero: x_t is sigma times the noise, so that this noise gives the pipeline's own
+    # x_t.
     noisy = adapter.prepare(make_noisy(batch, sigmas, latents / sigmas.view(-1, 1, 1, 1, 1)))
     adapter.predict(transformer, noisy)
     assert_same_inputs(recorder.calls[0], theirs)
     if task == "i2v":
         frames, height, width = latent_shape(sana_checkpoint)[1:]
         patch = adapter.spec.patch_size
-        assert recorder.calls[0]["timestep"].shape == (1, 1, frames, height // patch, width // patch)
+        assert recorder.calls[0]["timestep"].shape == (
+            1,
+            1,
+            frames,
+            height // patch,
+            width // patch,
+        )
         assert not recorder.calls[0]["timestep"][:, :, 0].any()
 
 
 def test_pure_noise_is_where_sampling_starts(sana_checkpoint: Path) -> None:
-    """The solver starts at a sigma just below 1 with noise alone: training there differs by no more than that."""
+    """The solver starts at a sigma just below 1 with noise alone: training there differs by no more
+    than that.
+    """
     pipeline = stock_pipeline(sana_checkpoint, "t2v")
     noise = record_pipeline(pipeline)[0]["hidden_states"]
-    latents = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32).encode(clip(), [0])
+    latents = (
+        make_sana_adapter(sana_checkpoint)
+        .load_latent_encoder(CPU, torch.float32)
+        .encode(clip(), [0])
+    )
     noisy = make_noisy(Batch(latents, [], ["x"]), pipeline.scheduler.sigmas[:1], noise)
     assert (noisy.noisy_latents - noise).norm() / noise.norm() < 2e-4
 
@@ -99,7 +134,8 @@ def test_oracle(sana_checkpoint: Path, task: str) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
     encoder: Any = adapter.load_latent_encoder(CPU, torch.float32)
-    latents, first = encoder.encode(clip(), [0]), encoder.encode(clip()[:, :, :1], [0])
+    latents = encoder.encode(clip(), [0])
+    first = encoder.encode(clip()[:, :, :1], [0])
     noise = sample_noise(latents, [torch.Generator().manual_seed(1)])
     batch = Batch(latents, embeds, ["x"], condition=first if task == "i2v" else None)
     noisy = adapter.prepare(make_noisy(batch, torch.tensor([0.7]), noise))
@@ -113,10 +149,12 @@ def test_oracle(sana_checkpoint: Path, task: str) -> None:
 
     pipeline = adapter.load_preview_pipeline(transformer, CPU, 3.0)
     stock = pipeline.from_picture if task == "i2v" else pipeline.from_text
-    solver, landed = stock.scheduler, []
+    solver = stock.scheduler
+    landed = []
 
     def velocity(inputs: dict[str, Any]) -> torch.Tensor:
-        # The timestep is a whole number here and there, so the noise level is asked of the solver itself.
+        # The timestep is a whole number here and there, so the noise level is asked of the solver
+        # itself.
         index = 0 if solver.step_index is None else solver.step_index
         return (inputs["hidden_states"] - latents) / solver.sigmas[index]
 
@@ -124,7 +162,9 @@ def test_oracle(sana_checkpoint: Path, task: str) -> None:
     decode = pipeline.vae.decode
     pipeline.vae.decode = lambda z, **kwargs: (landed.append(z), decode(z, **kwargs))[1]
     source = first_frame() if task == "i2v" else None
-    request = PreviewRequest(embeds[0], embeds[0], *SIZE, 6, 3.0, seed=SEED, source=source, num_frames=FRAMES)
+    request = PreviewRequest(
+        embeds[0], embeds[0], *SIZE, 6, 3.0, seed=SEED, source=source, num_frames=FRAMES
+    )
     frames = pipeline.render(request)
     assert len(frames) == FRAMES
     assert {frame.size for frame in frames} == {SIZE}
@@ -138,9 +178,15 @@ class TestTimesteps:
     def noisy(self, checkpoint: Path, timestep: float = 640.0) -> NoisyBatch:
         encoder = make_sana_adapter(checkpoint).load_text_encoder(CPU, torch.float32)
         embeds = encoder.encode([TextRequest("a ball"), TextRequest("")])
-        latents = torch.randn(2, *latent_shape(checkpoint), generator=torch.Generator().manual_seed(0))
+        latents = torch.randn(
+            2, *latent_shape(checkpoint), generator=torch.Generator().manual_seed(0)
+        )
         sigmas = torch.tensor([timestep, 250.0]) / 1000
-        return make_noisy(Batch(latents, embeds, ["x", "y"]), sigmas, sample_noise(latents, [torch.Generator()] * 2))
+        return make_noisy(
+            Batch(latents, embeds, ["x", "y"]),
+            sigmas,
+            sample_noise(latents, [torch.Generator()] * 2),
+        )
 
     @pytest.mark.parametrize("training", [True, False])
     def test_equal_ones_equal_a_scalar(self, sana_checkpoint: Path, training: bool) -> None:
@@ -169,7 +215,9 @@ class TestTimesteps:
         assert_all_close(gradients[0], gradients[1], terms=MODEL)
 
     def test_frame_zero_is_at_zero(self, sana_checkpoint: Path) -> None:
-        """Its timestep matters: another one would give another prediction for the frames behind it."""
+        """Its timestep matters: another one would give another prediction for the frames behind
+        it.
+        """
         adapter = make_sana_adapter(sana_checkpoint)
         transformer = adapter.load_transformer(torch.float32)
         noisy = adapter.prepare(conditioned(self.noisy(sana_checkpoint)))
@@ -218,7 +266,8 @@ class TestLatents:
         vae: Any = type(encoder.vae).from_pretrained(sana_checkpoint / "vae")
         mean, std = (values.view(-1, 1, 1, 1) for values in statistics(vae))
         with torch.no_grad():
-            decoded, stock = encoder.decode(latents), vae.decode(latents * std + mean).sample.clamp(-1, 1)
+            decoded = encoder.decode(latents)
+            stock = vae.decode(latents * std + mean).sample.clamp(-1, 1)
         assert decoded.shape == clip().shape
         assert_close(decoded, stock, terms=VAE)
 
@@ -232,7 +281,11 @@ def test_one_frame_has_nothing_to_continue_with(sana_checkpoint: Path) -> None:
     """Pictures mixed into an i2v run are trained from noise, with the loss on their one frame."""
     adapter = make_sana_adapter(sana_checkpoint)
     latents = torch.randn(1, 16, 1, 4, 4)
-    noisy = make_noisy(Batch(latents, [], ["x"], condition=latents), torch.tensor([0.4567]), torch.randn_like(latents))
+    noisy = make_noisy(
+        Batch(latents, [], ["x"], condition=latents),
+        torch.tensor([0.4567]),
+        torch.randn_like(latents),
+    )
     assert adapter.prepare(noisy) is noisy
     assert adapter._timesteps(noisy).tolist() == [456.0]
 

@@ -11,7 +11,15 @@ import torch
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from tests.tools.families import CPU, picture
-from tests.tools.sana_family import FRAMES, PROMPT, SEED, SIZE, first_frame, make_sana_adapter, stock_pipeline
+from tests.tools.sana_family import (
+    FRAMES,
+    PROMPT,
+    SEED,
+    SIZE,
+    first_frame,
+    make_sana_adapter,
+    stock_pipeline,
+)
 
 NEGATIVE_PROMPT = SANA_VIDEO.defaults["validation_negative_prompt"]
 
@@ -22,16 +30,28 @@ def test_preview_is_the_stock_clip(sana_checkpoint: Path, task: str) -> None:
     width, height = SIZE
     source = {"image": first_frame()} if task == "i2v" else {}
     theirs = pipeline(
-        prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, width=width, height=height, frames=FRAMES,
-        num_inference_steps=4, guidance_scale=6.0, generator=torch.Generator().manual_seed(SEED),
-        use_resolution_binning=False, output_type="pil", **source,
-    ).frames[0]  # fmt: skip
+        prompt=PROMPT,
+        negative_prompt=NEGATIVE_PROMPT,
+        width=width,
+        height=height,
+        frames=FRAMES,
+        num_inference_steps=4,
+        guidance_scale=6.0,
+        generator=torch.Generator().manual_seed(SEED),
+        use_resolution_binning=False,
+        output_type="pil",
+        **source,
+    ).frames[0]
 
     adapter = make_sana_adapter(sana_checkpoint)
     encoder = adapter.load_text_encoder(CPU, torch.float32)
-    embeds, negative = encoder.encode([TextRequest(PROMPT), TextRequest(NEGATIVE_PROMPT, bare=True)])
+    embeds, negative = encoder.encode(
+        [TextRequest(PROMPT), TextRequest(NEGATIVE_PROMPT, bare=True)]
+    )
     stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, 1.0)
-    request = PreviewRequest(embeds, negative, *SIZE, 4, 6.0, SEED, source=source.get("image"), num_frames=FRAMES)
+    request = PreviewRequest(
+        embeds, negative, *SIZE, 4, 6.0, SEED, source=source.get("image"), num_frames=FRAMES
+    )
     ours = stock.render(request)
     assert len(ours) == len(theirs) == FRAMES
     for mine, other in zip(ours, theirs, strict=True):
@@ -50,6 +70,8 @@ def test_a_source_of_another_ratio_is_cropped(sana_checkpoint: Path) -> None:
         seen.append(image),
         preprocess(image, **size),
     )[1]
-    request = PreviewRequest(embeds, embeds, *SIZE, 1, 1.0, SEED, source=picture(64, 192), num_frames=5)
+    request = PreviewRequest(
+        embeds, embeds, *SIZE, 1, 1.0, SEED, source=picture(64, 192), num_frames=5
+    )
     assert [frame.size for frame in stock.render(request)] == [SIZE] * 5
     assert [image.size for image in seen] == [SIZE]

@@ -20,7 +20,12 @@ from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, text_fingerprint, with_motion_score
 from simpletuner.models.sanavideo.video import pipeline_instruction
 from tests.tools.families import CPU
-from tests.tools.sana_family import make_sana_adapter, make_sana_config, record_pipeline, stock_pipeline
+from tests.tools.sana_family import (
+    make_sana_adapter,
+    make_sana_config,
+    record_pipeline,
+    stock_pipeline,
+)
 from tests.tools.tolerances import MODEL, assert_close
 
 CAPTIONS = (
@@ -31,7 +36,9 @@ CAPTIONS = (
 )
 
 
-def pipeline_text(checkpoint: Path, prompt: str, instruction: Any, *, negative: bool = False) -> torch.Tensor:
+def pipeline_text(
+    checkpoint: Path, prompt: str, instruction: Any, *, negative: bool = False
+) -> torch.Tensor:
     """What a stock pipeline's transformer would attend to."""
     encoded = stock_pipeline(checkpoint, "t2v").encode_prompt(
         "" if negative else prompt, negative_prompt=prompt, complex_human_instruction=instruction
@@ -47,7 +54,11 @@ def ours(checkpoint: Path, *requests: TextRequest, **settings: Any) -> list[torc
 
 
 def test_both_pipelines_have_one_instruction() -> None:
-    other = inspect.signature(SanaImageToVideoPipeline.__call__).parameters["complex_human_instruction"].default
+    other = (
+        inspect.signature(SanaImageToVideoPipeline.__call__)
+        .parameters["complex_human_instruction"]
+        .default
+    )
     assert pipeline_instruction() == other
 
 
@@ -67,14 +78,20 @@ def test_negative_prompts_have_no_instruction(sana_checkpoint: Path, caption: st
 
 def test_the_empty_caption_is_the_negative_one(sana_checkpoint: Path) -> None:
     dropped, negative, other = ours(
-        sana_checkpoint, TextRequest(" ", bare=True), TextRequest("", bare=True), TextRequest("x"), sana_motion_score=30
+        sana_checkpoint,
+        TextRequest(" ", bare=True),
+        TextRequest("", bare=True),
+        TextRequest("x"),
+        sana_motion_score=30,
     )
     assert torch.equal(dropped, negative)
     assert len(other) > len(dropped)
 
 
 def test_an_empty_prompt_is_the_pipelines(sana_checkpoint: Path) -> None:
-    """The "unconditional" preview: `prompt=""` of the stock pipeline, which puts the instruction before it."""
+    """The "unconditional" preview: `prompt=""` of the stock pipeline, which puts the instruction
+    before it.
+    """
     (mine,) = ours(sana_checkpoint, TextRequest(""), sana_motion_score=30)
     theirs = pipeline_text(sana_checkpoint, "", pipeline_instruction())
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
@@ -82,7 +99,9 @@ def test_an_empty_prompt_is_the_pipelines(sana_checkpoint: Path) -> None:
 
 
 def test_a_batch_equals_single_captions(sana_checkpoint: Path) -> None:
-    requests = [TextRequest(caption, bare=index % 2 == 1) for index, caption in enumerate((*CAPTIONS, ""))]
+    requests = [
+        TextRequest(caption, bare=index % 2 == 1) for index, caption in enumerate((*CAPTIONS, ""))
+    ]
     for together, request in zip(ours(sana_checkpoint, *requests), requests, strict=True):
         assert_close(together, ours(sana_checkpoint, request)[0], terms=MODEL)
 
@@ -90,10 +109,15 @@ def test_a_batch_equals_single_captions(sana_checkpoint: Path) -> None:
 def test_motion_score(sana_checkpoint: Path) -> None:
     """As the pipeline's users write it; a caption that ends with one keeps its own."""
     scored, own = ours(
-        sana_checkpoint, TextRequest("A ball"), TextRequest("A ball motion score: 7."), sana_motion_score=30.0
+        sana_checkpoint,
+        TextRequest("A ball"),
+        TextRequest("A ball motion score: 7."),
+        sana_motion_score=30.0,
     )
     for mine, score in ((scored, 30), (own, 7)):
-        theirs = pipeline_text(sana_checkpoint, f"A ball motion score: {score}.", pipeline_instruction())
+        theirs = pipeline_text(
+            sana_checkpoint, f"A ball motion score: {score}.", pipeline_instruction()
+        )
         assert_close(mine, theirs, terms=MODEL)
     assert with_motion_score("", 30) == ""
     assert with_motion_score("a ball", 2.5) == "a ball motion score: 2.5."
@@ -122,7 +146,9 @@ def test_values_of_the_instruction_key(tmp_path: Path) -> None:
     for wrong in ("nowhere.txt", 7, [1], {"a": "b"}):
         problems = Problems()
         layer = Layer("f", [("model_type", "lora"), ("model_family", "sanavideo"), (key, wrong)])
-        assert resolve([layer], problems).family.of(SanaOptions).sana_complex_human_instruction is True
+        assert (
+            resolve([layer], problems).family.of(SanaOptions).sana_complex_human_instruction is True
+        )
         assert [problem.where for problem in problems] == [key], wrong
 
 
@@ -139,14 +165,22 @@ def test_what_is_cut_is_told(sana_checkpoint: Path) -> None:
 
 def test_the_words_are_part_of_the_identity(sana_checkpoint: Path) -> None:
     flavour = SANA_VIDEO.flavour(None)
-    variants: tuple[dict[str, Any], ...] = ({}, {"sana_motion_score": 3}, {"sana_complex_human_instruction": False})
+    variants: tuple[dict[str, Any], ...] = (
+        {},
+        {"sana_motion_score": 3},
+        {"sana_complex_human_instruction": False},
+    )
     configs = [make_sana_config(sana_checkpoint, **settings).family for settings in variants]
-    prints = [text_fingerprint(text, flavour) for text in configs] + [SANA_VIDEO.words.bare_fingerprint]
+    prints = [text_fingerprint(text, flavour) for text in configs] + [
+        SANA_VIDEO.words.bare_fingerprint
+    ]
     assert len(set(prints)) == 4
 
 
 def test_padding_behind_the_mask_has_no_weight(sana_checkpoint: Path) -> None:
-    """Zeros in place of what Gemma says about padding: the prediction is the same to the last bit."""
+    """Zeros in place of what Gemma says about padding: the prediction is the same to the last
+    bit.
+    """
     theirs = record_pipeline(stock_pipeline(sana_checkpoint, "t2v"))[0]
     adapter = make_sana_adapter(sana_checkpoint)
     transformer = adapter.load_transformer(torch.float32).eval()
@@ -165,14 +199,20 @@ def test_padding_behind_the_mask_has_no_weight(sana_checkpoint: Path) -> None:
 def test_batch_of_unequal_captions_equals_single_runs(sana_checkpoint: Path) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
     encoder = adapter.load_text_encoder(CPU, torch.float32)
-    embeds = encoder.encode([TextRequest(caption, bare=not caption) for caption in ("a ball", CAPTIONS[1], "")])
+    embeds = encoder.encode(
+        [TextRequest(caption, bare=not caption) for caption in ("a ball", CAPTIONS[1], "")]
+    )
     transformer = adapter.load_transformer(torch.float32)
     latents = torch.randn(3, 16, 3, 4, 6, generator=torch.Generator().manual_seed(0))
-    noise, sigmas = torch.randn_like(latents), torch.tensor([0.3, 0.6, 0.9])
-    together = adapter.predict(transformer, make_noisy(Batch(latents, embeds, list("abc")), sigmas, noise))
+    noise = torch.randn_like(latents)
+    sigmas = torch.tensor([0.3, 0.6, 0.9])
+    together = adapter.predict(
+        transformer, make_noisy(Batch(latents, embeds, list("abc")), sigmas, noise)
+    )
     for index in range(3):
         one = slice(index, index + 1)
         alone = adapter.predict(
-            transformer, make_noisy(Batch(latents[one], embeds[one], ["x"]), sigmas[one], noise[one])
+            transformer,
+            make_noisy(Batch(latents[one], embeds[one], ["x"]), sigmas[one], noise[one]),
         )
         assert_close(together[one], alone, terms=MODEL)

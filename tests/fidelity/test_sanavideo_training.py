@@ -1,4 +1,6 @@
-"""Sana Video in training: gradients, LoRA files that the stock pipeline loads, and its own sigmas."""
+"""Sana Video in training: gradients, LoRA files that the stock pipeline loads, and its own
+sigmas.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def encoded(checkpoint: Path, dtype: torch.dtype) -> list[TextEmbeds]:
 def make_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32) -> Batch:
     embeds = deepcopy(encoded(checkpoint, dtype))
     latents = torch.randn(2, 16, 3, 4, 6, generator=torch.Generator().manual_seed(0))
-    return Batch(latents, embeds, ["d/0", "d/1"], condition=latents[:, :, :1] if mode == "i2v" else None)
+    return Batch(
+        latents, embeds, ["d/0", "d/1"], condition=latents[:, :, :1] if mode == "i2v" else None
+    )
 
 
 def noisy_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32) -> NoisyBatch:
@@ -54,10 +58,17 @@ def noisy_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32)
 
 
 def make_assembly(checkpoint: Path, targets: Any = None, **settings: Any) -> Assembly:
-    config = make_sana_config(checkpoint, **{"mixed_precision": "no", "learning_rate": 1e-2, **settings})
-    intent = TrainingSpec(lora_targets=targets or DEFAULT, seed=3, total_steps=10, learning_rate=1e-2)
+    config = make_sana_config(
+        checkpoint, **{"mixed_precision": "no", "learning_rate": 1e-2, **settings}
+    )
+    intent = TrainingSpec(
+        lora_targets=targets or DEFAULT, seed=3, total_steps=10, learning_rate=1e-2
+    )
     assembly = assemble(
-        assembly_settings(config, intent), make_sana_adapter(checkpoint, **settings), [], make_accelerator()
+        assembly_settings(config, intent),
+        make_sana_adapter(checkpoint, **settings),
+        [],
+        make_accelerator(),
     )
     assembly.transformer.train()
     return assembly
@@ -70,7 +81,9 @@ def test_checkpointed_gradients_are_the_plain_ones(sana_checkpoint: Path, mode: 
         adapter = make_sana_adapter(sana_checkpoint)
         transformer = adapter.load_transformer(torch.float32)
         config = make_sana_config(sana_checkpoint, gradient_checkpointing=checkpointing)
-        enable_checkpointing(transformer, adapter.block_layout(transformer), config.precision, dropout=False)
+        enable_checkpointing(
+            transformer, adapter.block_layout(transformer), config.precision, dropout=False
+        )
         transformer.train()
         adapter.predict(transformer, noisy_batch(sana_checkpoint, mode)).square().mean().backward()
         gradients.append({name: each.grad for name, each in transformer.named_parameters()})
@@ -82,7 +95,8 @@ def test_checkpointed_gradients_are_the_plain_ones(sana_checkpoint: Path, mode: 
 def test_blocks_are_entered_in_the_order_of_the_layout(sana_checkpoint: Path) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
     transformer = adapter.load_transformer(torch.float32)
-    blocks, entered = adapter.block_layout(transformer).blocks, []
+    blocks = adapter.block_layout(transformer).blocks
+    entered = []
     for block in blocks:
         block.register_forward_pre_hook(lambda module, _: entered.append(module))
     adapter.predict(transformer, noisy_batch(sana_checkpoint, "t2v"))
@@ -92,18 +106,24 @@ def test_blocks_are_entered_in_the_order_of_the_layout(sana_checkpoint: Path) ->
 
 @pytest.mark.parametrize("targets", [DEFAULT, ALL_LINEAR], ids=["default", "all-linear"])
 @pytest.mark.parametrize("task", MODES)
-def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, targets: Any, task: str) -> None:
+def test_lora_file_in_the_stock_pipeline(
+    sana_checkpoint: Path, tmp_path: Path, targets: Any, task: str
+) -> None:
     assembly = make_assembly(sana_checkpoint, targets, lora_rank=4, lora_alpha=6)
     lora = lora_of(assembly)
     assert lora is not None
     for index, parameter in enumerate(assembly.parameters.values()):
-        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 4
+        parameter.data = (
+            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 4
+        )
     path = write_lora(lora, tmp_path)
     adapter = make_sana_adapter(sana_checkpoint)
     verify_file(path, lora.file_weights(), lora.form, adapter.load_bare_pipeline())
     assert 0 < rounding_error(lora, torch.bfloat16) < 0.01
     pipeline = stock_pipeline(sana_checkpoint, task)
-    modules = linear_modules({name: tuple(each.shape) for name, each in pipeline.transformer.named_parameters()})
+    modules = linear_modules(
+        {name: tuple(each.shape) for name, each in pipeline.transformer.named_parameters()}
+    )
     assert found_by(check_lora_file, "LoRA", path, modules, SANA_VIDEO.name) == []
     noisy = noisy_batch(sana_checkpoint, task)
     with torch.no_grad():
@@ -114,18 +134,26 @@ def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, 
         loaded = adapter.predict(pipeline.transformer, noisy)
         trained = adapter.predict(assembly.transformer.eval(), noisy)
     assert (trained - base).abs().max() > 1e-2, "the LoRA changes something"
-    # Two loads of one file may differ in the last bits, by the alignment of their weights; the LoRA's are equal.
+    # Two loads of one file may differ in the last bits, by the alignment of their weights; the
+    # LoRA's are equal.
     assert_close(loaded, trained, terms=MODEL)
     assert_close(applied, trained, terms=MODEL)
 
 
 def test_all_linear_is_attention_and_pointwise_convolutions(sana_checkpoint: Path) -> None:
-    names = [name for name, _ in make_sana_adapter(sana_checkpoint).load_transformer(torch.float32).named_modules()]
+    names = [
+        name
+        for name, _ in make_sana_adapter(sana_checkpoint)
+        .load_transformer(torch.float32)
+        .named_modules()
+    ]
     assert len(matching_modules(names, DEFAULT)) == 2 * 8
     assert len(matching_modules(names, ALL_LINEAR)) == 2 * 10
 
 
-@pytest.mark.parametrize("settings", [{}, {"flow_schedule_shift": 9.0, "flow_use_uniform_schedule": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"flow_schedule_shift": 9.0, "flow_use_uniform_schedule": True}]
+)
 def test_sigmas_are_the_models_own(sana_checkpoint: Path, settings: dict[str, Any]) -> None:
     """Logit-normal with a shift of 3, whatever the user set and however large the clip is."""
     assembly = make_assembly(sana_checkpoint, disable_segmented_timestep_sampling=True, **settings)
@@ -151,4 +179,7 @@ def test_bf16_training_is_finite(sana_checkpoint: Path, mode: str, model_type: s
         loss = (prediction - noisy.target).square().mean()
         loss.backward()
         assert loss.isfinite()
-    assert all(each.grad is not None and each.grad.isfinite().all() for each in assembly.parameters.values())
+    assert all(
+        each.grad is not None and each.grad.isfinite().all()
+        for each in assembly.parameters.values()
+    )

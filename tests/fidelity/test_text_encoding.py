@@ -1,4 +1,6 @@
-"""Embeddings equal those of the stock pipelines, though the template is read once and captions share batches."""
+"""Embeddings equal those of the stock pipelines, though the template is read once and captions
+share batches.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,12 @@ def checkpoints(
     return {"t2i": t2i_checkpoint, "i2i": i2i_checkpoint, "t2v": video}
 
 
-def encoder_of(checkpoint: Path, task: str, dtype: torch.dtype = torch.float32) -> Kandinsky5TextEncoder:
-    adapter = make_video_adapter(checkpoint, task) if task == "t2v" else make_adapter(checkpoint, task)
+def encoder_of(
+    checkpoint: Path, task: str, dtype: torch.dtype = torch.float32
+) -> Kandinsky5TextEncoder:
+    adapter = (
+        make_video_adapter(checkpoint, task) if task == "t2v" else make_adapter(checkpoint, task)
+    )
     encoder = adapter.load_text_encoder(CPU, dtype)
     assert isinstance(encoder, Kandinsky5TextEncoder)
     return encoder
@@ -65,7 +71,9 @@ def stock_pipeline(checkpoint: Path, task: str, encoder: Kandinsky5TextEncoder) 
 
 
 @torch.no_grad()
-def stock_embeds(pipeline: Any, task: str, caption: str, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stock_embeds(
+    pipeline: Any, task: str, caption: str, index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a pipeline makes of one prompt, (L, D) and (D2)."""
     extra = {"image": [source_for(task, index)]} if task == "i2i" else {}
     hidden, pooled, _ = pipeline.encode_prompt(caption, **extra)
@@ -89,7 +97,9 @@ def tokens_read(module: torch.nn.Module) -> Iterator[list[int]]:
 def test_one_by_one_and_in_batches(checkpoints: dict[str, Path], task: str) -> None:
     encoder = encoder_of(checkpoints[task], task)
     pipeline = stock_pipeline(checkpoints[task], task, encoder)
-    requests = [TextRequest(caption, source_for(task, index)) for index, caption in enumerate(CAPTIONS)]
+    requests = [
+        TextRequest(caption, source_for(task, index)) for index, caption in enumerate(CAPTIONS)
+    ]
     together = encoder.encode(requests)
     for index, (request, mine) in enumerate(zip(requests, together, strict=True)):
         hidden, pooled = stock_embeds(pipeline, task, request.caption, index)
@@ -103,19 +113,27 @@ def test_one_by_one_and_in_batches(checkpoints: dict[str, Path], task: str) -> N
 def test_an_edit_loses_the_first_tokens_of_its_caption_as_the_pipeline_does(
     i2i_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """With a tokenizer that splits the template as Qwen's does: 52 tokens before the caption, 55 cut off."""
+    """With a tokenizer that splits the template as Qwen's does: 52 tokens before the caption, 55
+    cut off.
+    """
     folder = shutil.copytree(i2i_checkpoint, tmp_path / "i2i")
     split_as_qwen(folder)
     encoder = encoder_of(folder, "i2i")
-    hidden, _ = stock_embeds(stock_pipeline(folder, "i2i", encoder), "i2i", "a red star on a cat", 0)
+    hidden, _ = stock_embeds(
+        stock_pipeline(folder, "i2i", encoder), "i2i", "a red star on a cat", 0
+    )
     (ours,) = encoder.encode([TextRequest("a red star on a cat", source_for("i2i", 0))])
     assert_close(ours["prompt_embeds"], hidden, terms=MODEL)
-    words, picture_tokens, around_it_and_end = 3, 4, 3
+    words = 3
+    picture_tokens = 4
+    around_it_and_end = 3
     assert ours["prompt_embeds"].shape == (words + picture_tokens + around_it_and_end, WIDTH)
 
 
 @pytest.mark.parametrize("task", ["t2i", "i2i"])
-def test_prompts_of_one_padded_length_share_a_batch(checkpoints: dict[str, Path], task: str) -> None:
+def test_prompts_of_one_padded_length_share_a_batch(
+    checkpoints: dict[str, Path], task: str
+) -> None:
     """Whatever the pictures in them take, if these are of one size."""
     encoder = encoder_of(checkpoints[task], task)
     captions = ["a star" + " a star" * count for count in range(6)]
@@ -130,10 +148,13 @@ def test_prompts_of_one_padded_length_share_a_batch(checkpoints: dict[str, Path]
 
 @pytest.mark.parametrize("task", ["t2i", "t2v"])
 def test_in_bf16_no_error_is_added(checkpoints: dict[str, Path], task: str) -> None:
-    """Against float32 weights of the same values: ours, alone and in a batch, is as near as the pipeline's."""
+    """Against float32 weights of the same values: ours, alone and in a batch, is as near as the
+    pipeline's.
+    """
     encoder = encoder_of(checkpoints[task], task, torch.bfloat16)
     pipeline = stock_pipeline(checkpoints[task], task, encoder)
-    pipeline.text_encoder, pipeline.text_encoder_2 = encoder.qwen, encoder.clip
+    pipeline.text_encoder = encoder.qwen
+    pipeline.text_encoder_2 = encoder.clip
     requests = [TextRequest(caption) for caption in CAPTIONS]
     found = {
         "pipeline": [stock_embeds(pipeline, task, caption, 0)[0] for caption in CAPTIONS],
@@ -142,7 +163,10 @@ def test_in_bf16_no_error_is_added(checkpoints: dict[str, Path], task: str) -> N
     }
     encoder.qwen.float()
     exact = torch.cat([stock_embeds(pipeline, task, caption, 0)[0] for caption in CAPTIONS])
-    errors = {name: float((torch.cat(rows).float() - exact).norm() / exact.norm()) for name, rows in found.items()}
+    errors = {
+        name: float((torch.cat(rows).float() - exact).norm() / exact.norm())
+        for name, rows in found.items()
+    }
     assert 1e-3 < errors["pipeline"] < 0.1
     assert errors["alone"] < 1.1 * errors["pipeline"]
     assert errors["together"] < 1.1 * errors["pipeline"]
@@ -162,11 +186,16 @@ def test_quantised_too(t2i_checkpoint: Path) -> None:
     assert (full - hidden).abs().max() > 1e-3
 
 
-def test_the_template_is_read_once_and_captions_of_one_padded_length_together(t2i_checkpoint: Path) -> None:
+def test_the_template_is_read_once_and_captions_of_one_padded_length_together(
+    t2i_checkpoint: Path,
+) -> None:
     encoder = encoder_of(t2i_checkpoint, "t2i")
-    requests = [TextRequest(caption) for caption in ("a star", "one star", CAPTIONS[4], "a far star")]
+    requests = [
+        TextRequest(caption) for caption in ("a star", "one star", CAPTIONS[4], "a far star")
+    ]
     short, long = (encoder.padded_length(requests[index]) for index in (0, 2))
-    kept, start = len(encoder.start.tokens), encoder.template.crop + encoder.max_length
+    kept = len(encoder.start.tokens)
+    start = encoder.template.crop + encoder.max_length
     assert short < long
     with tokens_read(encoder.qwen.model.language_model) as seen:
         encoder.encode(requests)
@@ -191,23 +220,33 @@ def test_what_is_kept_of_the_template_never_changes(t2i_checkpoint: Path) -> Non
 
 
 def test_a_caption_that_melts_with_the_template(t2i_checkpoint: Path) -> None:
-    """Where the words before the caption end in the middle of a token, the rest is read with the caption."""
+    """Where the words before the caption end in the middle of a token, the rest is read with the
+    caption.
+    """
     encoder = encoder_of(t2i_checkpoint, "t2i")
-    encoder.template = TextTemplate("<|im_start|>system\nBe brief.<|im_end|>\nDescribe the col{}<|im_end|>", crop=4)
+    encoder.template = TextTemplate(
+        "<|im_start|>system\nBe brief.<|im_end|>\nDescribe the col{}<|im_end|>", crop=4
+    )
     words = encoder.template.text.partition("{}")[0]
     encoder.start = PromptStart(encoder.processor.tokenizer(words)["input_ids"], 40)
     pipeline = stock_pipeline(t2i_checkpoint, "t2i", encoder)
     captions = ["or of it, all of it, from left to right", "a star that falls and falls"]
     whole = len(encoder.start.tokens)
     inputs = [encoder._tokenize(caption, None)["input_ids"][0] for caption in captions]
-    assert [torch.equal(ids[:whole], encoder.start.tokens) for ids in inputs] == [False, True], "none melts"
-    for caption, mine in zip(captions, encoder.encode([TextRequest(one) for one in captions]), strict=True):
+    assert [torch.equal(ids[:whole], encoder.start.tokens) for ids in inputs] == [False, True], (
+        "none melts"
+    )
+    for caption, mine in zip(
+        captions, encoder.encode([TextRequest(one) for one in captions]), strict=True
+    ):
         hidden, _ = stock_embeds(pipeline, "t2i", caption, 0)
         assert_close(mine["prompt_embeds"], hidden, terms=MODEL)
 
 
 def test_an_instruction_longer_than_the_window_of_attention() -> None:
-    """Gemma's every other layer sees so many tokens back and no further; mask and kept keys must agree on that."""
+    """Gemma's every other layer sees so many tokens back and no further; mask and kept keys must
+    agree on that.
+    """
     torch.manual_seed(0)
     config = build_gemma(64).config
     config.sliding_window = 8
@@ -239,6 +278,9 @@ def test_sana_reads_its_instruction_once(sana_checkpoint: Path) -> None:
 
 def _tokens(encoder: Any, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = encoder.tokenizer(
-        [encoder.instruction + caption], padding="max_length", max_length=encoder._length(False), return_tensors="pt"
+        [encoder.instruction + caption],
+        padding="max_length",
+        max_length=encoder._length(False),
+        return_tensors="pt",
     )
     return inputs.input_ids, inputs.attention_mask

@@ -41,7 +41,8 @@ def test_masked_batch_equals_single_runs(t2i_checkpoint: Path, embeds: list[Text
     adapter = make_adapter(t2i_checkpoint)
     transformer = adapter.load_transformer(torch.float32)
     batch = make_batch(embeds)
-    noise, sigmas = noise_like(batch.latents), torch.tensor([0.3, 0.6, 0.9])
+    noise = noise_like(batch.latents)
+    sigmas = torch.tensor([0.3, 0.6, 0.9])
     together = adapter.predict(transformer, make_noisy(batch, sigmas, noise))
     for index, one in enumerate(embeds):
         single = Batch(batch.latents[index : index + 1], [one], ["x"])
@@ -51,22 +52,34 @@ def test_masked_batch_equals_single_runs(t2i_checkpoint: Path, embeds: list[Text
 
 
 def test_stock_attention_would_be_off(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
-    """The measure of what the mask is for: without it the same batch differs by far more than rounding."""
+    """The measure of what the mask is for: without it the same batch differs by far more than
+    rounding.
+    """
     adapter = make_adapter(t2i_checkpoint)
     transformer = adapter.load_transformer(torch.float32)
-    noisy = make_noisy(make_batch(embeds), torch.tensor([0.3, 0.6, 0.9]), noise_like(make_batch(embeds).latents))
+    noisy = make_noisy(
+        make_batch(embeds), torch.tensor([0.3, 0.6, 0.9]), noise_like(make_batch(embeds).latents)
+    )
     masked = adapter.predict(transformer, noisy)
     stock = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint / "transformer")
     text, pooled, _ = collate_text(embeds, torch.float32)
     inputs = channels_last(noisy.noisy_latents)
     positions = [torch.arange(1), torch.arange(2), torch.arange(3)]
     unmasked = stock(
-        inputs, text, noisy.timesteps, pooled, positions, torch.arange(text.shape[1]), return_dict=False
-    )  # fmt: skip
+        inputs,
+        text,
+        noisy.timesteps,
+        pooled,
+        positions,
+        torch.arange(text.shape[1]),
+        return_dict=False,
+    )
     assert (unmasked.permute(0, 4, 1, 2, 3) - masked).abs().max() > 1e-3
 
 
-def test_checkpointed_backward_sees_the_same_mask(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
+def test_checkpointed_backward_sees_the_same_mask(
+    t2i_checkpoint: Path, embeds: list[TextEmbeds]
+) -> None:
     gradients = []
     for checkpointing in (False, True):
         adapter = make_adapter(t2i_checkpoint)
@@ -78,16 +91,22 @@ def test_checkpointed_backward_sees_the_same_mask(t2i_checkpoint: Path, embeds: 
         batch = make_batch(embeds)
         noisy = make_noisy(batch, torch.tensor([0.3, 0.6, 0.9]), noise_like(batch.latents))
         adapter.predict(transformer, noisy).square().mean().backward()
-        gradients.append({name: p.grad for name, p in transformer.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
+        )
     assert distance(gradients[1], gradients[0]) < ROTATION
 
 
-def test_sampling_is_left_alone_after_training(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
+def test_sampling_is_left_alone_after_training(
+    t2i_checkpoint: Path, embeds: list[TextEmbeds]
+) -> None:
     """A mask that training left behind must not reach a pipeline, which runs without gradients."""
     adapter = make_adapter(t2i_checkpoint)
     transformer = adapter.load_transformer(torch.float32)
     batch = make_batch(embeds)
-    adapter.predict(transformer, make_noisy(batch, torch.tensor([0.3, 0.6, 0.9]), noise_like(batch.latents)))
+    adapter.predict(
+        transformer, make_noisy(batch, torch.tensor([0.3, 0.6, 0.9]), noise_like(batch.latents))
+    )
     padding = blocks.TextPadding()
     with padding.hidden(torch.ones(1, 2, dtype=torch.bool)):
         assert padding.mask is not None

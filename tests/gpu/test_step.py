@@ -1,4 +1,6 @@
-"""What only a GPU can show of a step: no waiting for the device, float16, streamed weights, the numbers of a CPU."""
+"""What only a GPU can show of a step: no waiting for the device, float16, streamed weights, the
+numbers of a CPU.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ PLAIN = {"speed": "reference", "disable_tf32": True}
 class Again:
     """The same batch without end, from page-locked memory."""
 
-    epoch, epochs_done = 1, 0
+    epoch = 1
+    epochs_done = 0
 
     def __init__(self, batch: Batch, device: str) -> None:
         self.batch = batch.pin_memory() if device == "cuda" else batch
@@ -57,10 +60,15 @@ def assembled(checkpoint: Path, device: str = "cuda", **settings: Any) -> Assemb
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
-    intent = TrainingSpec(lora_targets=["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
+    intent = TrainingSpec(
+        lora_targets=["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2
+    )
     accelerator = Accelerator(mixed_precision="no", cpu=device == "cpu")
     assembly = assemble(
-        assembly_settings(make_config(checkpoint, **settings), intent), make_adapter(checkpoint), [], accelerator
+        assembly_settings(make_config(checkpoint, **settings), intent),
+        make_adapter(checkpoint),
+        [],
+        accelerator,
     )
     assembly.transformer.train()
     return assembly
@@ -69,8 +77,13 @@ def assembled(checkpoint: Path, device: str = "cuda", **settings: Any) -> Assemb
 def run(assembly: Assembly, batch: Batch, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of some steps, and the trained weights after them."""
     loader: Any = Again(batch, assembly.accelerator.device.type)
-    losses = [step.optimizer_step(assembly, loader, number).metrics["train_loss"] for number in range(steps)]
-    return losses, {name: weight.detach().float().cpu() for name, weight in assembly.parameters.items()}
+    losses = [
+        step.optimizer_step(assembly, loader, number).metrics["train_loss"]
+        for number in range(steps)
+    ]
+    return losses, {
+        name: weight.detach().float().cpu() for name, weight in assembly.parameters.items()
+    }
 
 
 def test_a_gpu_computes_what_a_cpu_computes(t2i_checkpoint: Path) -> None:
@@ -119,7 +132,9 @@ def test_float16_trains_and_skips_a_step_that_overflows(t2i_checkpoint: Path) ->
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     assembly = assembled(t2i_checkpoint, mixed_precision="fp16", **PLAIN)
     assert assembly.scaler.is_enabled()
-    before = {name: weight.detach().float().cpu().clone() for name, weight in assembly.parameters.items()}
+    before = {
+        name: weight.detach().float().cpu().clone() for name, weight in assembly.parameters.items()
+    }
     losses, after = run(assembly, batch)
     assert all(0 < loss < 100 for loss in losses)
     assert any(not torch.equal(before[name], after[name]) for name in after)
@@ -137,7 +152,11 @@ def test_streamed_weights_train_bit_for_bit_like_resident_ones(
     # Which kernel is faster may come out otherwise the second time, and they round differently.
     monkeypatch.setattr(attention, "measure", lambda *call: 1.0)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    settings = {"mixed_precision": "bf16", "gradient_checkpointing": checkpointing, "dynamo_backend": "no"}
+    settings = {
+        "mixed_precision": "bf16",
+        "gradient_checkpointing": checkpointing,
+        "dynamo_backend": "no",
+    }
     offload = {"enable_group_offload": True, "group_offload_use_stream": use_stream}
     resident = run(assembled(t2i_checkpoint, **settings), batch)
     streamed = assembled(t2i_checkpoint, **settings, **offload)
@@ -160,7 +179,12 @@ def test_quantised_products_are_those_of_a_cpu(name: str, least: tuple[int, int]
         inputs = draw(4, 9, 64, dtype=torch.bfloat16).detach().to(device).requires_grad_()
         outputs = found(inputs)
         gradient = draw(4, 9, 48, dtype=torch.bfloat16).detach().to(device)
-        results.append([each.float().cpu() for each in (outputs, *torch.autograd.grad(outputs, inputs, gradient))])
+        results.append(
+            [
+                each.float().cpu()
+                for each in (outputs, *torch.autograd.grad(outputs, inputs, gradient))
+            ]
+        )
     for one, other in zip(*results, strict=True):
         assert (one - other).norm() < 2**-8 * one.norm()
 
@@ -169,10 +193,16 @@ def test_what_is_float32_on_purpose_uses_no_tf32() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("has no TF32")
     x, weight = (torch.randn(rows, 512, device=GPU) for rows in (64, 256))
-    exact, products = (x.double() @ weight.double().t()).float(), torch.backends.cuda.matmul
-    allowed, products.allow_tf32 = products.allow_tf32, True  # pytest's monkeypatch cannot undo it
+    exact = (x.double() @ weight.double().t()).float()
+    products = torch.backends.cuda.matmul
+    # pytest's monkeypatch cannot undo it
+    allowed = products.allow_tf32
+    products.allow_tf32 = True
     try:
-        rounded, full = ((product(x, weight, None) - exact).norm() / exact.norm() for product in (linear, full_linear))
+        rounded, full = (
+            (product(x, weight, None) - exact).norm() / exact.norm()
+            for product in (linear, full_linear)
+        )
     finally:
         products.allow_tf32 = allowed
     assert full < 1e-6 < 1e-4 < rounded
@@ -205,7 +235,8 @@ def test_the_loader_hands_out_locked_pages() -> None:
 
 
 def test_the_measurement_leaves_no_trace(tmp_path: Path) -> None:
-    before, allocated = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    before = torch.cuda.get_rng_state()
+    allocated = torch.cuda.memory_allocated()
     rates = device_rates(tmp_path, GPU, torch.bfloat16)
     assert rates is not None
     assert rates == read_rates(tmp_path)
@@ -213,5 +244,7 @@ def test_the_measurement_leaves_no_trace(tmp_path: Path) -> None:
     assert rates.host_to_device_bytes is not None
     assert rates.host_to_device_bytes > 1e9
     assert torch.equal(torch.cuda.get_rng_state(), before)
-    assert torch.cuda.memory_allocated() - allocated < 64 << 20  # the workspace of the matrix library stays
+    assert (
+        torch.cuda.memory_allocated() - allocated < 64 << 20
+    )  # the workspace of the matrix library stays
     assert torch.cuda.max_memory_allocated() < 1 << 30

@@ -20,7 +20,8 @@ class Counting(BlockInputs):
 
     def __init__(self) -> None:
         super().__init__(CPU)
-        self.left, self.fetched = 0, 0
+        self.left = 0
+        self.fetched = 0
 
     def _leave(self, tensor: Tensor) -> Any:
         self.left += 1
@@ -36,16 +37,21 @@ class Counting(BlockInputs):
 
 @pytest.mark.parametrize("interval", [None, 2])
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, interval: int | None, streams: bool) -> None:
+def test_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, interval: int | None, streams: bool
+) -> None:
     monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
     inputs = Counting()
-    plain, ours = Trained(interval=interval), Trained(interval=interval, block_inputs=inputs)
+    plain = Trained(interval=interval)
+    ours = Trained(interval=interval, block_inputs=inputs)
     if streams:
         ours.offloaded()
     checkpointed = BLOCKS // (interval or 1)
     for step in range(1, 4):
         assert_equal(ours.step(), plain.step())
-        assert (inputs.left, inputs.fetched) == (step * checkpointed, step * checkpointed), "each goes and comes once"
+        assert (inputs.left, inputs.fetched) == (step * checkpointed, step * checkpointed), (
+            "each goes and comes once"
+        )
         assert inputs.buffers() == checkpointed, "the buffers of the last step are used again"
     ours.sample()
     assert inputs.left == 3 * checkpointed, "sampling keeps nothing"
@@ -53,8 +59,12 @@ def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, interval: int | None, st
 
 def test_two_graphs_at_a_time() -> None:
     """The buffers of a graph that still lives are not given to another one."""
-    plain, ours = Trained(), Trained(block_inputs=BlockInputs(CPU))
-    losses = [[model.predict(timestep).square().mean() for timestep in (100.0, 800.0)] for model in (plain, ours)]
+    plain = Trained()
+    ours = Trained(block_inputs=BlockInputs(CPU))
+    losses = [
+        [model.predict(timestep).square().mean() for timestep in (100.0, 800.0)]
+        for model in (plain, ours)
+    ]
     for model, (first, second) in zip((plain, ours), losses, strict=True):
         first.backward()
         second.backward()
@@ -112,13 +122,17 @@ class FakeStream:
 
 def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computes on only after their copies; their memory is locked in place, at its own size."""
-    inputs, compute, locked = BlockInputs(CPU), FakeStream(), list[int]()
+    inputs = BlockInputs(CPU)
+    compute = FakeStream()
+    locked: list[int] = []
     inputs.side.stream = FakeStream()  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(side_stream, "page_lock", lambda flat, owner: locked.append(flat.nbytes))
     weight = torch.ones(5, requires_grad=True)
-    storages, copies, products = [], [], []
+    storages = []
+    copies = []
+    products = []
     for _ in range(6):
         hidden = torch.rand(5)
         storages.append(weakref.ref(hidden.untyped_storage()))
@@ -126,7 +140,9 @@ def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch)
             products.append(weight * hidden)
         copies.append(inputs.side._kept[-1][1])
         del hidden
-        assert [each() is not None for each in storages[-3:]] == [False, True, True][-len(storages[-3:]) :]
+        assert [each() is not None for each in storages[-3:]] == [False, True, True][
+            -len(storages[-3:]) :
+        ]
     assert compute.waited == copies[:4]
     assert locked == [20] * 6
     sum(each.sum() for each in products).backward()
@@ -138,7 +154,8 @@ def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("streams", [False, True])
 def test_on_a_gpu(streams: bool) -> None:
     device = torch.device("cuda")
-    plain, ours = Trained(), Trained(block_inputs=BlockInputs(device))
+    plain = Trained()
+    ours = Trained(block_inputs=BlockInputs(device))
     for model in (plain, ours):
         model.to(device)
     if streams:

@@ -30,7 +30,8 @@ GPU = torch.device("cuda")
 
 
 def test_copies_in_line_are_the_waiting() -> None:
-    plain, streamed = Trained(), Trained()
+    plain = Trained()
+    streamed = Trained()
     streamer = streamed.offloaded()
     assert type(streamer.copier) is Copier
     for _ in range(2):
@@ -41,7 +42,9 @@ def test_copies_in_line_are_the_waiting() -> None:
 
 def test_waiting_on_a_stream_is_counted_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     over: list[bool] = []
-    event = SimpleNamespace(record=lambda: None, query=lambda: bool(over), elapsed_time=lambda later: 250.0)
+    event = SimpleNamespace(
+        record=lambda: None, query=lambda: bool(over), elapsed_time=lambda later: 250.0
+    )
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     clock = StreamClock()
     for _ in range(2):
@@ -62,14 +65,17 @@ def test_a_stream_without_cuda_is_told_once(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_more_than_there_are(caplog: pytest.LogCaptureFixture) -> None:
-    plain, streamed = Trained(), Trained()
+    plain = Trained()
+    streamed = Trained()
     streamer = streamed.offloaded(group_offload_blocks_per_group=99)
     assert "group_offload_blocks_per_group: 99 is more than the 6 blocks that stream" in caplog.text
     assert len(streamer.images) == 1
     assert_equal(streamed.step(), plain.step())
 
 
-@pytest.mark.parametrize(("residents", "staying"), [(0, []), (1, [3]), (2, [1, 4]), (3, [1, 3, 5]), (6, [*range(6)])])
+@pytest.mark.parametrize(
+    ("residents", "staying"), [(0, []), (1, [3]), (2, [1, 4]), (3, [1, 3, 5]), (6, [*range(6)])]
+)
 def test_residents_are_evenly_spaced(residents: int, staying: list[int]) -> None:
     blocks = [nn.Identity() for _ in range(6)]
     streamed = attach.streamed_blocks(blocks, residents)
@@ -78,7 +84,8 @@ def test_residents_are_evenly_spaced(residents: int, staying: list[int]) -> None
 
 def test_an_image_is_aligned_and_keeps_layouts() -> None:
     conv = nn.Conv2d(4, 8, 3).requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    before, stride = conv.weight.clone(), conv.weight.stride()
+    before = conv.weight.clone()
+    stride = conv.weight.stride()
     image = WeightImage([conv])
     assert image.nbytes % ALIGNMENT == 0
     assert (conv.weight.data_ptr() - image.flat.data_ptr()) % ALIGNMENT == 0
@@ -101,7 +108,8 @@ def test_an_image_on_disk_is_no_memory_and_no_file(tmp_path: Path) -> None:
 
 def test_an_image_is_mapped_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS has none."""
-    paths, from_file = [], torch.from_file
+    paths = []
+    from_file = torch.from_file
 
     def record(path: str, **settings: Any) -> torch.Tensor:
         paths.append(path)
@@ -118,7 +126,9 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(16, 16)
-        self.long = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(5)])
+        self.long = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(5)]
+        )
         self.short = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +141,8 @@ class Stack(nn.Module):
 def test_stacks_of_layers(name: str, tmp_path: Path) -> None:
     """Those that are quantised while they are packed, too."""
     model = Stack().requires_grad_(False)
-    whole, x = copy.deepcopy(model), torch.randn(3, 16)
+    whole = copy.deepcopy(model)
+    x = torch.randn(3, 16)
     later = None
     if name:
         quantise(whole, r".*", QUANTISATIONS[name], accelerator=CPU)
@@ -151,10 +162,13 @@ def test_stacks_of_layers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("use_stream", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_on_a_gpu(tmp_path: Path, to_disk: bool, use_stream: bool, checkpointing: bool) -> None:
-    plain, streamed = Trained(checkpointing=checkpointing), Trained(checkpointing=checkpointing)
+    plain = Trained(checkpointing=checkpointing)
+    streamed = Trained(checkpointing=checkpointing)
     plain.to(GPU)
     folder = str(tmp_path) if to_disk else None
-    streamer = streamed.offloaded(device=GPU, group_offload_use_stream=use_stream, group_offload_to_disk_path=folder)
+    streamer = streamed.offloaded(
+        device=GPU, group_offload_use_stream=use_stream, group_offload_to_disk_path=folder
+    )
     assert type(streamer.copier) is (DiskCopier if to_disk and use_stream else Copier)
     assert (streamer.copier.side.stream is not None) == use_stream
     for _ in range(3):
@@ -168,11 +182,13 @@ def test_on_a_gpu(tmp_path: Path, to_disk: bool, use_stream: bool, checkpointing
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_quantised_weights_on_a_gpu() -> None:
     """A wrapper tells the device of what it wraps, wherever that is."""
-    plain, streamed = Trained(prepare=to_int8), Trained(prepare=to_int8)
+    plain = Trained(prepare=to_int8)
+    streamed = Trained(prepare=to_int8)
     plain.to(GPU)
     streamer = streamed.offloaded(device=GPU, group_offload_use_stream=True)
     for _ in range(2):
-        ours, theirs = streamed.step(), plain.step()
+        ours = streamed.step()
+        theirs = plain.step()
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value)
     there = {tensor.device.type for image in streamer.images for tensor in image.tensors}
@@ -193,7 +209,8 @@ class Runtime:
     """CUDA's runtime as it is where pages cannot be locked, or can."""
 
     def __init__(self, error: int) -> None:
-        self.error, self.locked = error, dict[int, int]()
+        self.error = error
+        self.locked = dict[int, int]()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.locked |= {} if self.error else {address: nbytes}
@@ -224,14 +241,20 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_locking_leaves_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
 ) -> None:
-    """An error that is not asked for would be raised by the next kernel; memory is given back after the last copy."""
-    runtime, calls = Runtime(error), list[str]()
+    """An error that is not asked for would be raised by the next kernel; memory is given back after
+    the last copy.
+    """
+    runtime = Runtime(error)
+    calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
     monkeypatch.setattr(image, "_forget_error", lambda: calls.append("forgot"))
-    flat, owner = image.whole_pages(5000), nn.Identity()
+    flat = image.whole_pages(5000)
+    owner = nn.Identity()
     image.page_lock(flat, owner)
-    assert runtime.locked == ({} if error else {flat.data_ptr(): -(-5000 // image.PAGE) * image.PAGE})
+    assert runtime.locked == (
+        {} if error else {flat.data_ptr(): -(-5000 // image.PAGE) * image.PAGE}
+    )
     assert ("could not be pinned" in caplog.text) is bool(error)
     assert "ulimit" not in caplog.text, "the driver does not count pinned pages against it"
     del owner
@@ -240,12 +263,18 @@ def test_what_locking_leaves_behind(
     assert calls == (["forgot"] if error else ["waited"])
 
 
-def test_the_gpu_that_locked_pages_unlocks_them(monkeypatch: pytest.MonkeyPatch, gpus: list[int]) -> None:
-    """Whichever thread collects garbage: it may use the first GPU, where nothing copies, and a context takes memory."""
-    runtime, waited = Runtime(0), list[int]()
+def test_the_gpu_that_locked_pages_unlocks_them(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[int]
+) -> None:
+    """Whichever thread collects garbage: it may use the first GPU, where nothing copies, and a
+    context takes memory.
+    """
+    runtime = Runtime(0)
+    waited: list[int] = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(gpus[-1]))
-    flat, owner = image.whole_pages(5000), nn.Identity()
+    flat = image.whole_pages(5000)
+    owner = nn.Identity()
     image.page_lock(flat, owner)
     gpus.append(0)
     del owner
@@ -254,14 +283,17 @@ def test_the_gpu_that_locked_pages_unlocks_them(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("gpus")
-def test_memory_is_given_back_quietly_after_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_quietly_after_the_device_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse() -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     runtime = Runtime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    flat, owner = image.whole_pages(5000), nn.Identity()
+    flat = image.whole_pages(5000)
+    owner = nn.Identity()
     image.page_lock(flat, owner)
     del owner
     gc.collect()

@@ -1,7 +1,8 @@
-"""Streams in the worst order: nothing is read before it is there, overwritten or freed while somebody reads it.
+"""Streams in the worst order: nothing is read before it is there, overwritten or freed while
+somebody reads it.
 
-Programs run once on a GPU that lies, and are repeated in many orders. Without any one of the waits and events in the
-code, at least one of these orders must show it.
+Programs run once on a GPU that lies, and are repeated in many orders. Without any one of the waits
+and events in the code, at least one of these orders must show it.
 """
 
 from __future__ import annotations
@@ -67,12 +68,18 @@ class Stack(nn.Module):
 
 
 def streamed(gpu: LyingGpu, *, blocks: int = 5, keeps: bool = False, **settings: Any) -> None:
-    """Weights stream and inputs of blocks leave, in steps of growing batches; sampling prefetches in vain."""
+    """Weights stream and inputs of blocks leave, in steps of growing batches; sampling prefetches
+    in vain.
+    """
     model = Stack(blocks)
     if not keeps:
         layout: Any = SimpleNamespace(blocks=[*model.blocks])
         enable_checkpointing(
-            model, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False, block_inputs=BlockInputs(GPU)
+            model,
+            layout,
+            PrecisionConfig(gradient_checkpointing=True),
+            dropout=False,
+            block_inputs=BlockInputs(GPU),
         )
     attach.place_model(model, [*model.blocks], GPU)
     attach.Offload(OffloadConfig(**settings), GPU).attach(model, [*model.blocks], keeps_saved=keeps)
@@ -91,7 +98,8 @@ class Reader:
     """The thread that reads the disk."""
 
     def __init__(self, gpu: LyingGpu) -> None:
-        self.gpu, self.thread = gpu, Actor(gpu)
+        self.gpu = gpu
+        self.thread = Actor(gpu)
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Any:
         with self.gpu.in_thread(self.thread):
@@ -109,20 +117,32 @@ def from_disk(gpu: LyingGpu) -> None:
     """Weights come through a page-locked buffer, which a thread fills."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(copiers, "ThreadPoolExecutor", lambda workers, name: Reader(gpu))
-        streamed(gpu, blocks=4, keeps=True, group_offload_use_stream=True, group_offload_to_disk_path=folder)
+        streamed(
+            gpu,
+            blocks=4,
+            keeps=True,
+            group_offload_use_stream=True,
+            group_offload_to_disk_path=folder,
+        )
 
 
 def hosted(gpu: LyingGpu) -> None:
-    """State of the optimizer comes and leaves during the backward pass, once in another order; then it is saved."""
+    """State of the optimizer comes and leaves during the backward pass, once in another order; then
+    it is saved.
+    """
     trained = weights()
     for each in trained:
         each.data = each.data.to(GPU)
     optimizer = build("torch-adam", trained)
     host = HostState(optimizer, GPU)
-    release = GradientRelease({str(n): each for n, each in enumerate(trained)}, optimizer, OptimizerConfig(), host)
+    release = GradientRelease(
+        {str(n): each for n, each in enumerate(trained)}, optimizer, OptimizerConfig(), host
+    )
     for number in range(4):
         with release.updating():
-            torch.stack([(each * each).sum() for each in trained[:: 1 - 2 * (number == 2)]]).sum().backward()
+            torch.stack(
+                [(each * each).sum() for each in trained[:: 1 - 2 * (number == 2)]]
+            ).sum().backward()
         release.finish()
     for state in optimizer.state.values():
         assert state["exp_avg"].clone().isfinite().all()
@@ -135,7 +155,9 @@ def loaded(gpu: LyingGpu) -> None:
     total = torch.zeros(()).to(GPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        loader = BatchLoader(planned, made.__getitem__, CachingConfig(), lambda epoch: None, pin=True)
+        loader = BatchLoader(
+            planned, made.__getitem__, CachingConfig(), lambda epoch: None, pin=True
+        )
         for number in range(6):
             batch = next(loader).to(GPU, non_blocking=True)
             total += batch.latents.sum() * batch.embeds[0]["prompt_embeds"].sum()
@@ -144,13 +166,19 @@ def loaded(gpu: LyingGpu) -> None:
 
 
 def saved(gpu: LyingGpu) -> None:
-    """A checkpoint is copied to page-locked memory, which a thread reads while the next step changes the weights."""
+    """A checkpoint is copied to page-locked memory, which a thread reads while the next step
+    changes the weights.
+    """
     weights = {str(number): torch.randn(4).to(GPU) for number in range(3)}
     written: list[Tensor] = []
-    draft = Draft("", lambda path, content: written.extend(each.clone() for each in content.values()), weights)
+    draft = Draft(
+        "", lambda path, content: written.extend(each.clone() for each in content.values()), weights
+    )
     with pytest.MonkeyPatch.context() as patch:
         # Here a GPU's tensors say that they are on the CPU.
-        patch.setattr("simpletuner.training.drafts._to_host", lambda path, tensor: page_locked_copy(tensor))
+        patch.setattr(
+            "simpletuner.training.drafts._to_host", lambda path, tensor: page_locked_copy(tensor)
+        )
         copies = CopiedDrafts([draft], GPU)
     for each in weights.values():
         each.mul_(2)
@@ -171,7 +199,9 @@ def decoded(gpu: LyingGpu) -> None:
 
 PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "beside": partial(streamed, group_offload_use_stream=True),
-    "pairs": partial(streamed, keeps=True, group_offload_use_stream=True, group_offload_blocks_per_group=2),
+    "pairs": partial(
+        streamed, keeps=True, group_offload_use_stream=True, group_offload_blocks_per_group=2
+    ),
     "inline": partial(streamed, keeps=True),
     "disk": from_disk,
     "hosted": hosted,
@@ -206,7 +236,9 @@ def goes_wrong(gpu: LyingGpu, seed: int, without: str) -> bool:
 
 
 def is_needed(site: str, gpus: Sequence[LyingGpu]) -> bool:
-    """Whether some program goes wrong in some order without a call; most do so in the first orders, or never."""
+    """Whether some program goes wrong in some order without a call; most do so in the first orders,
+    or never.
+    """
     users = [gpu for gpu in gpus if site in gpu.sites]
     return any(goes_wrong(gpu, seed, site) for seed in range(ORDERS) for gpu in users)
 
@@ -218,12 +250,20 @@ def calls() -> Iterator[tuple[str, str, str]]:
             for function in ast.walk(ast.parse(file.read_text())):
                 if isinstance(function, ast.FunctionDef):
                     inner = (
-                        each for each in ast.walk(function) if isinstance(each, ast.FunctionDef) and each != function
+                        each
+                        for each in ast.walk(function)
+                        if isinstance(each, ast.FunctionDef) and each != function
                     )
                     theirs = {each for one in inner for each in ast.walk(one)}
-                    made = (each.func for each in {*ast.walk(function)} - theirs if isinstance(each, ast.Call))
+                    made = (
+                        each.func
+                        for each in {*ast.walk(function)} - theirs
+                        if isinstance(each, ast.Call)
+                    )
                     names = {each.attr for each in made if isinstance(each, ast.Attribute)}
-                    yield from ((file.name, function.name, name) for name in names.intersection(CALLS))
+                    yield from (
+                        (file.name, function.name, name) for name in names.intersection(CALLS)
+                    )
 
 
 @pytest.mark.slow
@@ -231,6 +271,9 @@ def test_every_wait_is_needed() -> None:
     """Wherever it is called from; and no wait in the package is left out here."""
     gpus = [recorded(name) for name in PROGRAMS]
     sites = set[str]().union(*(gpu.sites for gpu in gpus))
-    reached = {(file, chain.split(" < ")[0], call) for file, chain, call in (site.split(": ") for site in sites)}
+    reached = {
+        (file, chain.split(" < ")[0], call)
+        for file, chain, call in (site.split(": ") for site in sites)
+    }
     assert reached == set(calls())
     assert [site for site in sorted(sites) if not is_needed(site, gpus)] == []

@@ -1,4 +1,5 @@
-"""The planned peak of a whole step against the metered one, at the widths and sizes of the published models.
+"""The planned peak of a whole step against the metered one, at the widths and sizes of the
+published models.
 
 Only the number of blocks is smaller: every block more is one input more, or all that it keeps.
 """
@@ -35,16 +36,23 @@ from tests.tools.peak_memory import fake_step, hollow, peak_of_step
 from tests.tools.tiny import NABLA
 
 BF16 = torch.bfloat16
-KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
+KANDINSKY = ["to_query", "to_key", "to_value"]
+SANA = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
 def kandinsky_inputs(load: BatchShape, channels: int) -> dict[str, Any]:
     return {
-        "hidden_states": torch.empty(load.samples, load.frames, 2 * load.height, 2 * load.width, channels, dtype=BF16),
+        "hidden_states": torch.empty(
+            load.samples, load.frames, 2 * load.height, 2 * load.width, channels, dtype=BF16
+        ),
         "encoder_hidden_states": torch.empty(load.samples, load.text, 3584, dtype=BF16),
         "pooled_projections": torch.empty(load.samples, 768, dtype=BF16),
         "timestep": torch.zeros(load.samples),
-        "visual_rope_pos": [torch.arange(load.frames), torch.arange(load.height), torch.arange(load.width)],
+        "visual_rope_pos": [
+            torch.arange(load.frames),
+            torch.arange(load.height),
+            torch.arange(load.width),
+        ],
         "text_rope_pos": torch.arange(load.text),
         "return_dict": False,
     }
@@ -53,7 +61,9 @@ def kandinsky_inputs(load: BatchShape, channels: int) -> dict[str, Any]:
 def sana_inputs(load: BatchShape) -> dict[str, Any]:
     shape = (load.samples, 1, load.frames, load.height, load.width)
     return {
-        "hidden_states": torch.empty(load.samples, 16, load.frames, 2 * load.height, 2 * load.width, dtype=BF16),
+        "hidden_states": torch.empty(
+            load.samples, 16, load.frames, 2 * load.height, 2 * load.width, dtype=BF16
+        ),
         "encoder_hidden_states": torch.empty(load.samples, load.text, 2304, dtype=BF16),
         "encoder_attention_mask": torch.ones(load.samples, load.text, dtype=torch.long),
         "timestep": torch.zeros(shape) if load.timed_tokens else torch.zeros(load.samples),
@@ -66,7 +76,9 @@ def train(model: Any, cost: TransformerCost, adapters: Adapters, checkpointed: b
     model.requires_grad_(False)
     model.add_adapter(LoraConfig(r=adapters.rank, target_modules=sorted(adapters.modules)))
     if checkpointed:
-        model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
+        model.enable_gradient_checkpointing(
+            lambda block, *rest: checkpoint(block, *rest, use_reentrant=False)
+        )
     return model.train()
 
 
@@ -96,12 +108,17 @@ def test_the_planned_peak_is_the_metered_one(
     ids=["lite-int8", "image-fp8"],
 )
 def test_with_products_in_few_bits(
-    name: str, load: BatchShape, checkpointed: bool, levels: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    load: BatchShape,
+    checkpointed: bool,
+    levels: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert 0.95 <= planned_by_metered(name, load, checkpointed, levels, monkeypatch) <= 1.1
 
 
-# From 7 processes on, the output layer, which all of them compute, takes more memory than a share of a block.
+# From 7 processes on, the output layer, which all of them compute, takes more memory than a share
+# of a block.
 @pytest.mark.parametrize("size", [2, 7])
 def test_with_tokens_that_processes_share(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "all_to_all_single", lambda *arguments, **settings: None)
@@ -127,11 +144,15 @@ def planned_by_metered(
     family = SANA_COST if is_sana else VIDEO_COST if name.startswith("t2v") else IMAGE_COST
     settings = {**family.published(name), "num_layers" if is_sana else "num_visual_blocks": 3}
     with torch.device("meta"):
-        model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(**settings)
+        model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(
+            **settings
+        )
     cost = cost_of(family, model)
     if levels is not None:
         use_levels(model, levels)
-    adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), SANA if is_sana else KANDINSKY)))
+    adapters = Adapters(
+        16, frozenset(matching_modules(linear_modules(cost.shapes), SANA if is_sana else KANDINSKY))
+    )
     model = train(model, cost, adapters, checkpointed)
     if sequence > 1:
         group = SequenceGroup(0, sequence, None)
@@ -139,7 +160,9 @@ def planned_by_metered(
         TokenSplit(group, ROPE).attach(list(model.visual_transformer_blocks))
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
-        metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))
+        metered = peak_of_step(
+            model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings))
+        )
     config = make_config(
         gradient_checkpointing=checkpointed,
         quantized_matmul=levels is not None,
@@ -178,7 +201,9 @@ def test_the_planned_peak_of_sparse_attention_is_the_metered_one(
         enable_checkpointing(model, layout, config.precision, dropout=False, keep=keep)
         inputs = kandinsky_inputs(load, _channels(settings))
         shape = tuple(inputs["hidden_states"].shape)
-        inputs["sparse_params"] = nabla.sparse_params(shape, dict(model.config), torch.device("cpu"))
+        inputs["sparse_params"] = nabla.sparse_params(
+            shape, dict(model.config), torch.device("cpu")
+        )
         metered = peak_of_step(model, inputs)
     planned = StepModel(cost, config, adapters).memory(load)
     assert 0.95 <= (planned.inputs + planned.block + planned.outside) / metered <= 1.1
@@ -191,35 +216,49 @@ def use_levels(model: nn.Module, levels: torch.dtype) -> None:
         scale = torch.empty((rows, 1), dtype=BF16, device="meta")
         packed = {"data": torch.empty((rows, columns), dtype=levels, device="meta"), "scale": scale}
         model.set_submodule(
-            path, QuantisedLinear(layer, (ScaledRows(rounds_inputs=True, rounds_gradients=True), packed))
+            path,
+            QuantisedLinear(layer, (ScaledRows(rounds_inputs=True, rounds_gradients=True), packed)),
         )
 
 
 @pytest.mark.parametrize(
     ("flavour", "load"),
-    [("t2v-lite-sft-5s", BatchShape(1, 16, 32, 48, 256)), ("2b-480p", BatchShape(1, 21, 30, 52, 300))],
+    [
+        ("t2v-lite-sft-5s", BatchShape(1, 16, 32, 48, 256)),
+        ("2b-480p", BatchShape(1, 21, 30, 52, 300)),
+    ],
     ids=["lite", "sana"],
 )
 def test_the_planned_peak_of_released_gradients_is_the_metered_one(
     flavour: str, load: BatchShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Activations, and the gradients of a block instead of all. Blocks are taken to need as much more memory in their
-    backward pass as beside a LoRA, which is a little too much."""
+    """Activations, and the gradients of a block instead of all. Blocks are taken to need as much
+    more memory in their backward pass as beside a LoRA, which is a little too much."""
     is_sana = flavour == "2b-480p"
     family = SANA_COST if is_sana else VIDEO_COST
     settings = {**family.published(flavour), "num_layers" if is_sana else "num_visual_blocks": 4}
     with torch.device("meta"):
-        model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(**settings)
+        model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(
+            **settings
+        )
     cost = cost_of(family, model)
-    model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
-    config = make_config(model_type="full", optimizer="optimi-sgd", max_grad_norm=1.0, optimizer_release_gradients=True)
+    model.enable_gradient_checkpointing(
+        lambda block, *rest: checkpoint(block, *rest, use_reentrant=False)
+    )
+    config = make_config(
+        model_type="full",
+        optimizer="optimi-sgd",
+        max_grad_norm=1.0,
+        optimizer_release_gradients=True,
+    )
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         optimizer = build_optimizer(model.parameters(), config.optimizer, "bf16", 1e-3)
         release = GradientRelease(dict(model.named_parameters()), optimizer, config.optimizer)
         with release.updating():
             metered = peak_of_step(
-                model.train(), sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings))
+                model.train(),
+                sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)),
             )
     setup = StepModel(cost, config)
     planned = setup.memory(load)

@@ -1,4 +1,6 @@
-"""Weights in few bits: what is packed and what is not, how exact it is, and that adapters train beside it."""
+"""Weights in few bits: what is packed and what is not, how exact it is, and that adapters train
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def unpacked(packed: Any) -> Tensor:
     return form.unpack(*tensors.values())
 
 
-def quantised(model: nn.Module, name: str = "int8", layers: str = r".*", via: Any = "cpu") -> nn.Module:
+def quantised(
+    model: nn.Module, name: str = "int8", layers: str = r".*", via: Any = "cpu"
+) -> nn.Module:
     found = quantisation(name)
     assert found is not None
     quantise(model, layers, found, via=via, accelerator=CPU)
@@ -74,7 +78,9 @@ def test_error_and_size(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "columns"), [*product(QUANTO, (256, 160, 40))])
-def test_unpacked_weights_are_the_librarys_own(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_weights_are_the_librarys_own(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32; 40 columns have no even groups below 8 bits."""
     from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qtypes, quantize_weight
     from optimum.quanto.tensor.packed import PackedTensor
@@ -86,7 +92,8 @@ def test_unpacked_weights_are_the_librarys_own(name: str, columns: int, monkeypa
         return values[: packed.shape[0]]
 
     monkeypatch.setattr(PackedTensor, "unpack", unpack)
-    original, qtype = weight(48, columns, torch.float32), qtypes[QUANTISATIONS[name].kind]
+    original = weight(48, columns, torch.float32)
+    qtype = qtypes[QUANTISATIONS[name].kind]
     if qtype.bits == 8:
         scale = AbsmaxOptimizer()(original, qtype=qtype, axis=0)
         expected = quantize_weight(original, qtype=qtype, axis=0, scale=scale)
@@ -108,9 +115,13 @@ def test_rows_of_zeros_stay_zeros(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "bias"), [*product(LIMITS, (True, False))])
-def test_the_product_and_its_gradient_are_those_of_the_unpacked_weight(name: str, bias: bool) -> None:
+def test_the_product_and_its_gradient_are_those_of_the_unpacked_weight(
+    name: str, bias: bool
+) -> None:
     need(name)
-    layer = QuantisedLinear(nn.Linear(64, 32, bias=bias), pack(weight(32, 64, torch.float32), QUANTISATIONS[name]))
+    layer = QuantisedLinear(
+        nn.Linear(64, 32, bias=bias), pack(weight(32, 64, torch.float32), QUANTISATIONS[name])
+    )
     inputs = torch.randn(3, 5, 64).transpose(0, 1).requires_grad_()
     outputs = layer(inputs)
     expected = functional.linear(inputs, layer.weight, layer.bias)
@@ -122,10 +133,16 @@ def test_the_product_and_its_gradient_are_those_of_the_unpacked_weight(name: str
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
 @pytest.mark.parametrize("name", [name for name in LIMITS if name != "nf4-bnb"])
-def test_a_product_does_not_wait_for_the_device(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`meta` refuses to tell a number or to be copied from; torchao's int8dq formatted its inputs in every call."""
+def test_a_product_does_not_wait_for_the_device(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`meta` refuses to tell a number or to be copied from; torchao's int8dq formatted its inputs
+    in every call.
+    """
     need(name)
-    layer = QuantisedLinear(nn.Linear(64, 32), pack(weight(32, 64, torch.float32), QUANTISATIONS[name])).to("meta")
+    layer = QuantisedLinear(
+        nn.Linear(64, 32), pack(weight(32, 64, torch.float32), QUANTISATIONS[name])
+    ).to("meta")
 
     def refuse(tensor: Tensor, **settings: Any) -> str:
         raise AssertionError("formatting a tensor copies its numbers from the device")
@@ -138,7 +155,9 @@ def test_a_product_does_not_wait_for_the_device(name: str, rows: int, monkeypatc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8dq_is_torchaos_quantisation(dtype: torch.dtype) -> None:
-    """The weight bit for bit, the product up to the rounding of the inputs; 16 rows, too few for a GPU, keep theirs."""
+    """The weight bit for bit, the product up to the rounding of the inputs; 16 rows, too few for a
+    GPU, keep theirs.
+    """
     quantization = pytest.importorskip("torchao.quantization")
     theirs = nn.Linear(64, 32, bias=False, dtype=dtype)
     theirs.weight = nn.Parameter(weight(32, 64, dtype), requires_grad=False)
@@ -146,8 +165,13 @@ def test_int8dq_is_torchaos_quantisation(dtype: torch.dtype) -> None:
     quantization.quantize_(theirs, quantization.Int8DynamicActivationInt8WeightConfig())
     assert torch.equal(ours.weight, theirs.weight.dequantize())
     for rows in (16, 17):
-        inputs = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).to(dtype).requires_grad_()
-        outputs, exact = ours(inputs), functional.linear(inputs, ours.weight)
+        inputs = (
+            torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+            .to(dtype)
+            .requires_grad_()
+        )
+        outputs = ours(inputs)
+        exact = functional.linear(inputs, ours.weight)
         assert torch.equal(outputs, exact) is (rows == 16)
         assert (outputs - exact).norm() <= 1.1 * (theirs(inputs) - exact).norm()
         gradients = [torch.autograd.grad(each.sum(), inputs)[0] for each in (outputs, exact)]
@@ -157,7 +181,9 @@ def test_int8dq_is_torchaos_quantisation(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "columns"), [*product(QUANTO, (132, 24))])
 def test_widths_and_strides_that_the_librarys_kernels_do_not_take(name: str, columns: int) -> None:
     """bfloat16 on a CPU, widths that are no multiple of 16, inputs that are not contiguous."""
-    layer = QuantisedLinear(nn.Linear(columns, 16), pack(weight(16, columns), QUANTISATIONS[name])).bfloat16()
+    layer = QuantisedLinear(
+        nn.Linear(columns, 16), pack(weight(16, columns), QUANTISATIONS[name])
+    ).bfloat16()
     outputs = layer(torch.randn(columns, 7, dtype=torch.bfloat16).t())
     assert outputs.isfinite().all()
 
@@ -165,15 +191,21 @@ def test_widths_and_strides_that_the_librarys_kernels_do_not_take(name: str, col
 def test_an_unpacked_weight_is_never_kept_for_the_backward_pass() -> None:
     model = quantised(nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64)))
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda saved: saved):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda saved: saved
+    ):
         model(torch.randn(2, 64, requires_grad=True))
     assert torch.int8 in {tensor.dtype for tensor in kept}, "the packed weights are"
-    assert not [tensor.shape for tensor in kept if tensor.is_floating_point() and tensor.numel() >= 64 * 48]
+    assert not [
+        tensor.shape for tensor in kept if tensor.is_floating_point() and tensor.numel() >= 64 * 48
+    ]
 
 
 @pytest.mark.parametrize("build", [build_kandinsky, build_sana])
 def test_only_the_layers_of_the_family_are_packed(build: Any) -> None:
-    """Modulation, time, embeddings, norms, convolutions and the output keep every bit and their dtype."""
+    """Modulation, time, embeddings, norms, convolutions and the output keep every bit and their
+    dtype.
+    """
     spec = KANDINSKY5_IMAGE if build is build_kandinsky else SANA_VIDEO
     model = build().bfloat16()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -182,10 +214,15 @@ def test_only_the_layers_of_the_family_are_packed(build: Any) -> None:
     assert layers
     left = {name: tensor for name, tensor in model.state_dict().items() if ".packed_" not in name}
     assert before.keys() - left.keys() == {f"{name}.weight" for name in layers}
-    assert all(torch.equal(left[name], before[name]) and left[name].dtype == before[name].dtype for name in left)
+    assert all(
+        torch.equal(left[name], before[name]) and left[name].dtype == before[name].dtype
+        for name in left
+    )
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     blocks = [name for name in others if "transformer_blocks" in name]
-    assert all("modulation" in name for name in blocks), "what is linear in a block and kept is modulation"
+    assert all("modulation" in name for name in blocks), (
+        "what is linear in a block and kept is modulation"
+    )
 
 
 def test_where_weights_are_packed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +234,24 @@ def test_where_weights_are_packed_changes_nothing(monkeypatch: pytest.MonkeyPatc
     for via in ("cpu", "accelerator", "pipeline"):
         groups = together.setdefault(via, [])
 
-        def record(model: nn.Module, names: list[str], *rest: Any, groups: list[list[str]] = groups) -> None:
+        def record(
+            model: nn.Module, names: list[str], *rest: Any, groups: list[list[str]] = groups
+        ) -> None:
             groups.append(names)
             pack_together(model, names, *rest)
 
         monkeypatch.setattr(room, "_quantise_together", record)
-        states.append(quantised(copy.deepcopy(model), "int4", KANDINSKY5_IMAGE.quantised_layers, via).state_dict())
-    assert all(torch.equal(states[0][name], other[name]) for other in states[1:] for name in states[0])
-    assert {len(group) for group in together["cpu"] + together["pipeline"]} == {1}, "one layer at a time"
+        states.append(
+            quantised(
+                copy.deepcopy(model), "int4", KANDINSKY5_IMAGE.quantised_layers, via
+            ).state_dict()
+        )
+    assert all(
+        torch.equal(states[0][name], other[name]) for other in states[1:] for name in states[0]
+    )
+    assert {len(group) for group in together["cpu"] + together["pipeline"]} == {1}, (
+        "one layer at a time"
+    )
     assert [{room.block_of(name) for name in group} for group in together["accelerator"]] == [
         {"text_transformer_blocks.0"},
         {"visual_transformer_blocks.0"},
@@ -238,7 +285,13 @@ def gradients(assembly: Assembly, batch: Any) -> dict[str, Tensor]:
         parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05
     noisy = fixed_noise(batch)
     loss = (assembly.adapter.predict(assembly.transformer, noisy) - noisy.target).square().mean()
-    return dict(zip(assembly.parameters, torch.autograd.grad(loss, [*assembly.parameters.values()]), strict=True))
+    return dict(
+        zip(
+            assembly.parameters,
+            torch.autograd.grad(loss, [*assembly.parameters.values()]),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "no"])
@@ -249,11 +302,16 @@ def test_gradients_of_a_lora_on_int8(t2i_checkpoint: Path, precision: str) -> No
     full = gradients(make_assembly(t2i_checkpoint, **settings), batch)
     int8 = make_assembly(t2i_checkpoint, base_model_precision="int8-quanto", **settings)
     assert any(isinstance(module, QuantisedLinear) for module in int8.transformer.modules())
-    assert all(parameter.requires_grad == (".lora_" in name) for name, parameter in int8.transformer.named_parameters())
+    assert all(
+        parameter.requires_grad == (".lora_" in name)
+        for name, parameter in int8.transformer.named_parameters()
+    )
     found = gradients(int8, batch)
     assert 1e-4 < distance(found, full) < 0.05
     settings["gradient_checkpointing"] = False
-    plain = gradients(make_assembly(t2i_checkpoint, base_model_precision="int8-quanto", **settings), batch)
+    plain = gradients(
+        make_assembly(t2i_checkpoint, base_model_precision="int8-quanto", **settings), batch
+    )
     assert distance(found, plain) < ROTATION
 
 
@@ -266,13 +324,19 @@ def test_gradients_of_a_lora_on_int8(t2i_checkpoint: Path, precision: str) -> No
         ({"mixed_precision": "no", "base_model_default_dtype": "bf16"}, torch.bfloat16),
     ],
 )
-def test_dtype_of_what_is_not_quantised(t2i_checkpoint: Path, settings: dict[str, str], dtype: torch.dtype) -> None:
+def test_dtype_of_what_is_not_quantised(
+    t2i_checkpoint: Path, settings: dict[str, str], dtype: torch.dtype
+) -> None:
     assembly = make_assembly(t2i_checkpoint, base_model_precision="int8", **settings)
     transformer = assembly.transformer
     assert transformer.get_parameter("visual_embeddings.in_layer.weight").dtype == dtype
     assert (
-        transformer.get_submodule("visual_transformer_blocks.0.self_attention.to_query.base_layer").weight.dtype
+        transformer.get_submodule(
+            "visual_transformer_blocks.0.self_attention.to_query.base_layer"
+        ).weight.dtype
         == dtype
     )
     modulation = "visual_transformer_blocks.0.visual_modulation.out_layer.weight"
-    assert transformer.get_parameter(modulation).dtype == torch.float32, "an island, whatever the dtype around it"
+    assert transformer.get_parameter(modulation).dtype == torch.float32, (
+        "an island, whatever the dtype around it"
+    )

@@ -1,4 +1,6 @@
-"""Products in the bits of the weights: exact but for the rounding of what they multiply, everywhere a base is used."""
+"""Products in the bits of the weights: exact but for the rounding of what they multiply, everywhere
+a base is used.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +33,33 @@ from tests.tools.tolerances import distance
 NAMES = ("int8-quanto", "fp8-quanto")
 
 
-def layer(name: str, rows: int = 48, columns: int = 64, dtype: torch.dtype = torch.float32) -> QuantisedLinear:
+def layer(
+    name: str, rows: int = 48, columns: int = 64, dtype: torch.dtype = torch.float32
+) -> QuantisedLinear:
     """A layer `rows columns` that multiplies in its own bits."""
-    found = QuantisedLinear(nn.Linear(columns, rows).to(dtype), pack(weight(rows, columns, dtype), QUANTISATIONS[name]))
+    found = QuantisedLinear(
+        nn.Linear(columns, rows).to(dtype), pack(weight(rows, columns, dtype), QUANTISATIONS[name])
+    )
     use_quantised_products(nn.Sequential(found))
     return found
 
 
 def divided(rows: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """Rows with ± `largest` as their largest number, and what they were divided by."""
-    scale = (rows.float().abs().amax(-1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    scale = (rows.float().abs().amax(-1, keepdim=True) / largest).clamp_min(
+        torch.finfo(torch.float32).tiny
+    )
     return rows / scale, scale
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers with outliers, rows of unequal size and one of zeros."""
     torch.manual_seed(7)
-    values = torch.randn(shape) * torch.randn(shape).mul(2).exp() * torch.logspace(-8, 2, shape[0]).view(-1, 1, 1)
+    values = (
+        torch.randn(shape)
+        * torch.randn(shape).mul(2).exp()
+        * torch.logspace(-8, 2, shape[0]).view(-1, 1, 1)
+    )
     values[0, 0] = 0
     return values.to(dtype).requires_grad_()
 
@@ -55,11 +67,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_products_are_those_of_integers_bit_for_bit(dtype: torch.dtype) -> None:
     """Outputs and input gradients, against sums of levels in int64."""
-    found, inputs, gradient = (
-        layer("int8-quanto", dtype=dtype),
-        draw(4, 9, 64, dtype=dtype),
-        draw(4, 9, 48, dtype=dtype),
-    )
+    found = layer("int8-quanto", dtype=dtype)
+    inputs = draw(4, 9, 64, dtype=dtype)
+    gradient = draw(4, 9, 48, dtype=dtype)
     levels, scale = found.packed
     exact, rows = divided(inputs.detach(), 127.0)
     outputs = found(inputs)
@@ -68,14 +78,19 @@ def test_int8_products_are_those_of_integers_bit_for_bit(dtype: torch.dtype) -> 
     exact, rows = divided(gradient.detach() * scale.float().t(), 127.0)
     (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
     assert torch.equal(ours, ((exact.round().long() @ levels.long()).float() * rows).to(dtype))
-    assert exact.round().abs().amax(-1).unique().tolist() == [0.0, 127.0], "each row uses all levels"
+    assert exact.round().abs().amax(-1).unique().tolist() == [0.0, 127.0], (
+        "each row uses all levels"
+    )
 
 
 def test_fp8_products_are_off_by_the_rounding_of_their_factors() -> None:
-    """e4m3 rounds a number by up to 2^-4 of itself, near zero 2^-10 of the unit in which 448 is the largest; a GPU's
-    kernels write bf16, which rounds by 2^-9."""
-    found, inputs, gradient = layer("fp8-quanto"), draw(4, 9, 64), draw(4, 9, 48)
-    levels, scale = found.packed[0].float(), found.packed[1].t()
+    """e4m3 rounds a number by up to 2^-4 of itself, near zero 2^-10 of the unit in which 448 is the
+    largest; a GPU's kernels write bf16, which rounds by 2^-9."""
+    found = layer("fp8-quanto")
+    inputs = draw(4, 9, 64)
+    gradient = draw(4, 9, 48)
+    levels = found.packed[0].float()
+    scale = found.packed[1].t()
     outputs = found(inputs)
     (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
     for got, factor, matrix in (
@@ -85,30 +100,45 @@ def test_fp8_products_are_off_by_the_rounding_of_their_factors() -> None:
         rounding = factor.abs() * 2**-4 + divided(factor, 448.0)[1] * 2**-10
         expected = factor @ matrix
         limit = rounding @ matrix.abs() + expected.abs() * 2**-8
-        assert ((got - expected).abs() <= limit + 1e-6 * (limit.amax(-1, keepdim=True) + found.bias.abs().max())).all()
+        assert (
+            (got - expected).abs()
+            <= limit + 1e-6 * (limit.amax(-1, keepdim=True) + found.bias.abs().max())
+        ).all()
         assert (got - expected).norm() > 1e-3 * expected.norm(), "they are rounded indeed"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_that_is_not_for_the_kernels_multiplies_unpacked(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Widths that are no multiple of 16, and too few rows; inputs that are not contiguous are no hindrance."""
+def test_a_layer_that_is_not_for_the_kernels_multiplies_unpacked(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Widths that are no multiple of 16, and too few rows; inputs that are not contiguous are no
+    hindrance.
+    """
     with caplog.at_level(logging.INFO):
         odd = [layer(name, columns=72), layer(name, rows=40)]
     assert caplog.text.count("0 are multiplied unpacked") == 2
     found = layer(name)
-    cases = [*((each, torch.randn(FEW + 1, each.in_features)) for each in odd), (found, torch.randn(FEW, 64))]
+    cases = [
+        *((each, torch.randn(FEW + 1, each.in_features)) for each in odd),
+        (found, torch.randn(FEW, 64)),
+    ]
     for module, inputs in cases:
         assert torch.equal(module(inputs), nn.functional.linear(inputs, module.weight, module.bias))
     inputs = torch.randn(64, FEW + 1)
     assert torch.equal(found(inputs.t()), found(inputs.t().contiguous()))
-    assert not torch.equal(found(inputs.t()), nn.functional.linear(inputs.t(), found.weight, found.bias))
+    assert not torch.equal(
+        found(inputs.t()), nn.functional.linear(inputs.t(), found.weight, found.bias)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_products_are_equal(name: str) -> None:
-    found, inputs = layer(name), draw(4, 9, 64)
+    found = layer(name)
+    inputs = draw(4, 9, 64)
     compiled: Any = torch.compile(found, backend="aot_eager", fullgraph=True, dynamic=True)
-    gradients = [torch.autograd.grad(each(inputs).sin().sum(), inputs)[0] for each in (found, compiled)]
+    gradients = [
+        torch.autograd.grad(each(inputs).sin().sum(), inputs)[0] for each in (found, compiled)
+    ]
     assert torch.equal(*gradients)
 
 
@@ -119,7 +149,9 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.found: list[tuple[str, Any]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         self.found.append((function.overloadpacket.__name__, result))
         return result
@@ -127,9 +159,13 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_int8_products_write_no_needless_float32_numbers(training: bool) -> None:
-    """Forward the scaled rows, these rounded, and the sums once; backward the folded gradient instead of the sums."""
-    found, inputs = layer("int8-quanto", dtype=torch.bfloat16), draw(4, 9, 64, dtype=torch.bfloat16)
-    gradient, outputs = torch.ones(4, 9, 48, dtype=torch.bfloat16), found(inputs)
+    """Forward the scaled rows, these rounded, and the sums once; backward the folded gradient
+    instead of the sums.
+    """
+    found = layer("int8-quanto", dtype=torch.bfloat16)
+    inputs = draw(4, 9, 64, dtype=torch.bfloat16)
+    gradient = torch.ones(4, 9, 48, dtype=torch.bfloat16)
+    outputs = found(inputs)
     with Calls() as calls:
         outputs.backward(gradient) if training else found(inputs)
     large = [
@@ -144,12 +180,15 @@ def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) 
     """On `meta`, where as on a GPU no product runs in float32."""
     asked: list[bool] = []
 
-    def scaled(rows: Tensor, levels: Tensor, *scales: Tensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    def scaled(
+        rows: Tensor, levels: Tensor, *scales: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
+    ) -> Tensor:
         asked.append(use_fast_accum)
         return rows.new_empty((len(rows), levels.shape[1]), dtype=out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
-    found, inputs = layer("fp8-quanto").to("meta"), torch.empty(40, 64, device="meta", requires_grad=True)
+    found = layer("fp8-quanto").to("meta")
+    inputs = torch.empty(40, 64, device="meta", requires_grad=True)
     found(inputs).sum().backward()
     assert asked == [True, False]
 
@@ -160,9 +199,14 @@ def told(records: list[logging.LogRecord]) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_a_lora(
-    t2i_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    t2i_checkpoint: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Near those of unpacked products, the same with and without checkpointing, and the error is told once."""
+    """Near those of unpacked products, the same with and without checkpointing, and the error is
+    told once.
+    """
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     settings: dict[str, Any] = {"mixed_precision": "bf16", "base_model_precision": name}
     unpacked = gradients(make_assembly(t2i_checkpoint, **settings), batch)
@@ -174,27 +218,42 @@ def test_gradients_of_a_lora(
         again = gradients(assembly, batch)
         assert told(caplog.records) == [line]
     error = float(
-        line.removeprefix(f"{name[:-7]} products: on the first batch, gradients of block 0 differ by up to ")[:7]
+        line.removeprefix(
+            f"{name[:-7]} products: on the first batch, gradients of block 0 differ by up to "
+        )[:7]
     )
     assert 1e-4 < error < 0.2
     assert 1e-4 < distance(found, unpacked) < 0.1
-    for other in (again, gradients(make_assembly(t2i_checkpoint, gradient_checkpointing=False, **settings), batch)):
+    for other in (
+        again,
+        gradients(make_assembly(t2i_checkpoint, gradient_checkpointing=False, **settings), batch),
+    ):
         assert all(torch.equal(found[each], other[each]) for each in found)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"dynamo_backend": "aot_eager"}, {"enable_group_offload": True}, {"use_dora": True}], ids=str
+    "settings",
+    [{"dynamo_backend": "aot_eager"}, {"enable_group_offload": True}, {"use_dora": True}],
+    ids=str,
 )
 def test_the_comparison_leaves_no_trace(
-    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+    t2i_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
 ) -> None:
-    """Equal gradients and as many calls of compiled code without it; streamed, with kept attention and with dropout."""
+    """Equal gradients and as many calls of compiled code without it; streamed, with kept attention
+    and with dropout.
+    """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     settings |= {"base_model_precision": "int8", "quantized_matmul": True, "lora_dropout": 0.3}
-    found, called = [], []
-    monkeypatch.setattr(torch, "compile", lambda piece, **how: lambda *call: (called.append(piece), piece(*call))[1])
+    found = []
+    called = []
+    monkeypatch.setattr(
+        torch, "compile", lambda piece, **how: lambda *call: (called.append(piece), piece(*call))[1]
+    )
     for logs in (FirstGradients._log, lambda *block, **inputs: None):
         monkeypatch.setattr(FirstGradients, "_log", logs)
         assembly = make_assembly(t2i_checkpoint, **settings)
@@ -212,7 +271,9 @@ def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
     model = load_for_sampling(transformer_settings(config), make_adapter(t2i_checkpoint), CPU)
     layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
     assert layers
-    assert all(each.form == ScaledRows(rounds_inputs=True, rounds_gradients=True) for each in layers)
+    assert all(
+        each.form == ScaledRows(rounds_inputs=True, rounds_gradients=True) for each in layers
+    )
 
 
 FP8 = {"base_model_precision": "fp8-quanto", "quantized_matmul": True}
@@ -222,21 +283,45 @@ DYNAMIC = {"text_encoder_1_precision": "int8dq-torchao"}
 @pytest.mark.parametrize(
     ("settings", "device", "hip", "capability", "problem"),
     [
-        (FP8, "mps", None, None, "quantized_matmul: needs an NVIDIA GPU, not mps; set it to false."),
-        (FP8, "cuda", "6.4", None, "quantized_matmul: needs an NVIDIA GPU, not ROCm; set it to false."),
         (
-            FP8, "cuda", None, (8, 6),
-            "quantized_matmul: fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6. Set "
-            "base_model_precision int8-quanto, or quantized_matmul false.",
+            FP8,
+            "mps",
+            None,
+            None,
+            "quantized_matmul: needs an NVIDIA GPU, not mps; set it to false.",
         ),
-        (DYNAMIC, "mps", None, None, "text_encoder_1_precision: needs an NVIDIA GPU, not mps; set it to int8-torchao."),
         (
-            DYNAMIC, "cuda", None, (7, 0),
-            "text_encoder_1_precision: int8dq-torchao needs a GPU of compute capability 7.5; this one has 7.0. Use "
-            "int8-torchao.",
+            FP8,
+            "cuda",
+            "6.4",
+            None,
+            "quantized_matmul: needs an NVIDIA GPU, not ROCm; set it to false.",
+        ),
+        (
+            FP8,
+            "cuda",
+            None,
+            (8, 6),
+            "quantized_matmul: fp8-quanto needs a GPU of compute capability 8.9; this one has "
+            "8.6. Set base_model_precision int8-quanto, or quantized_matmul false.",
+        ),
+        (
+            DYNAMIC,
+            "mps",
+            None,
+            None,
+            "text_encoder_1_precision: needs an NVIDIA GPU, not mps; set it to int8-torchao.",
+        ),
+        (
+            DYNAMIC,
+            "cuda",
+            None,
+            (7, 0),
+            "text_encoder_1_precision: int8dq-torchao needs a GPU of compute capability 7.5; this "
+            "one has 7.0. Use int8-torchao.",
         ),
     ],
-)  # fmt: skip
+)
 def test_devices_without_the_products(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -277,6 +362,9 @@ def test_a_gpu_that_refuses_the_first_product_is_told_at_once(
     monkeypatch.setattr(precision, "multiply", refuse)
     stored = multiplied(PrecisionConfig(**settings))[key]
     why = precision.refusal(stored, CPU)
-    assert why == f"cannot be multiplied by this torch on this GPU (CUBLAS_STATUS_NOT_SUPPORTED). {remedy}"
+    assert (
+        why
+        == f"cannot be multiplied by this torch on this GPU (CUBLAS_STATUS_NOT_SUPPORTED). {remedy}"
+    )
     monkeypatch.undo()
     assert precision.refusal(stored, CPU) == ""

@@ -52,10 +52,18 @@ def setup(lite: TransformerCost) -> StepModel:
 def test_tokens_of_each_block() -> None:
     assert tokens_by_block([], 4, 100, 1) == ()
     assert tokens_by_block([Route(0.0, 0, -1)], 4, 100, 1) == ()
-    assert tokens_by_block([Route(0.5, 1, -2), Route(0.25, 3, 3)], 5, 101, 1) == (101, 50, 50, 76, 101)
+    assert tokens_by_block([Route(0.5, 1, -2), Route(0.25, 3, 3)], 5, 101, 1) == (
+        101,
+        50,
+        50,
+        76,
+        101,
+    )
     assert tokens_by_block([Route(0.7, 0, 0)], 2, 4 * 64, 64) == (64, 256), "whole tiles"
     assert tokens_by_block([Route(0.99, 0, 0)], 2, 128, 64) == (64, 128), "at least one"
-    assert tokens_by_block([Route(0.5, 1, 9)], 2, 10, 1) == (10, 5), "of a checkpoint that is not here yet"
+    assert tokens_by_block([Route(0.5, 1, 9)], 2, 10, 1) == (10, 5), (
+        "of a checkpoint that is not here yet"
+    )
 
 
 @pytest.mark.parametrize(("size", "limit"), [("image", 2.12), ("lite", 2.64), ("pro", 2.81)])
@@ -74,24 +82,32 @@ def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
 
 
 def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: StepModel) -> None:
-    neutral, load = replace(setup, techniques=(TreadSpec([Route(0.0, 2, -2)]),)), load_of("lite")
+    neutral = replace(setup, techniques=(TreadSpec([Route(0.0, 2, -2)]),))
+    load = load_of("lite")
     assert Step(neutral, load, H100).cost == Step(setup, load, H100).cost
     assert neutral.memory(load) == setup.memory(load)
 
 
 def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: StepModel) -> None:
     routed = replace(setup, techniques=(GUIDES,))
-    assert Step(routed, load_of("lite"), H100).forward_seconds == Step(setup, load_of("lite"), H100).forward_seconds
+    assert (
+        Step(routed, load_of("lite"), H100).forward_seconds
+        == Step(setup, load_of("lite"), H100).forward_seconds
+    )
 
 
 @pytest.mark.parametrize(
-    "device", [H100, replace(H100, rates=replace(H100.rates, transfer=1.0))], ids=["compute", "copy"]
+    "device",
+    [H100, replace(H100, rates=replace(H100.rates, transfer=1.0))],
+    ids=["compute", "copy"],
 )
 def test_extra_passes(lite: TransformerCost, setup: StepModel, device: Device) -> None:
     """They go through all tokens, with and without gradients."""
 
     def seconds(**extra: float) -> float:
-        routed = replace(under(setup, enable_group_offload=True), techniques=(GUIDES, Costly(**extra)))
+        routed = replace(
+            under(setup, enable_group_offload=True), techniques=(GUIDES, Costly(**extra))
+        )
         return Step(routed, load_of("lite"), device).cost.seconds
 
     routed = replace(setup, techniques=(GUIDES, Costly(passes=0.25)))
@@ -105,17 +121,23 @@ def test_extra_passes(lite: TransformerCost, setup: StepModel, device: Device) -
 
 
 def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: StepModel) -> None:
-    """Of 32 blocks 29 lie in the route; its first one keeps all tokens, to pick from. The last block is whole."""
-    load, routed = load_of("lite"), replace(setup, techniques=(GUIDES,))
+    """Of 32 blocks 29 lie in the route; its first one keeps all tokens, to pick from. The last
+    block is whole.
+    """
+    load = load_of("lite")
+    routed = replace(setup, techniques=(GUIDES,))
     one = lite.activations(load, 2, setup.adapters)
-    plain, fewer = setup.memory(load), routed.memory(load)
+    plain = setup.memory(load)
+    fewer = routed.memory(load)
     assert plain.inputs == 32 * one.held
     assert fewer.inputs == pytest.approx((32 - 28 / 2) * one.held)
     assert fewer.block == plain.block
     everywhere = replace(setup, techniques=(TreadSpec([Route(0.5, 0, -1)]),)).memory(load)
     assert everywhere.block < 0.6 * plain.block, "no block has all tokens"
 
-    plain, fewer = (under(each, gradient_checkpointing=False).memory(load) for each in (setup, routed))
+    plain, fewer = (
+        under(each, gradient_checkpointing=False).memory(load) for each in (setup, routed)
+    )
     assert plain.inputs == 32 * (one.held + one.saved)
     half = lite.activations(replace(load, frames=load.frames // 2), 2, setup.adapters)
     inputs = 3 * (one.held + one.saved) + one.held + 28 * half.held + 29 * half.saved

@@ -22,30 +22,44 @@ def share(place: World, folder: Path) -> None:
         mine = torch.full((3 * image.PAGE,), 1 + place.rank, dtype=torch.uint8)
         assert mapped(mine, world, None).startswith("/memfd:simpletuner-offload")
         assert mapped(mine, world, folder / "disk").startswith(f"{folder}/disk/")
-        # As in containers of their own: the first process is not where the others look, or another one is there.
-        image.PROCESSES, image.SHARED_MEMORY = folder / f"proc{place.rank}", folder / "shm"
+        # As in containers of their own: the first process is not where the others look, or another
+        # one is there.
+        image.PROCESSES = folder / f"proc{place.rank}"
+        image.SHARED_MEMORY = folder / "shm"
         wrong = folder / "proc0" / str(os.getpid()) / "fd"
         if world.is_leader:
             wrong.mkdir(parents=True)
             for number in range(64):
                 (wrong / str(number)).write_bytes(b"what another program has open")
         for where in ("shm", "disk"):
-            assert mapped(mine, world, None if where == "shm" else folder / where).startswith(f"{folder}/{where}/")
-            assert sorted(each.name for each in (folder / where).iterdir()) == ["mine", "simpletuner-offload-young"]
+            assert mapped(mine, world, None if where == "shm" else folder / where).startswith(
+                f"{folder}/{where}/"
+            )
+            assert sorted(each.name for each in (folder / where).iterdir()) == [
+                "mine",
+                "simpletuner-offload-young",
+            ]
         assert all(each.read_bytes().startswith(b"what") for each in wrong.glob("*"))
         # Nor do they have a folder in common: all learn it.
         if not world.is_leader:
             image._opened = lambda path, mark: None
-        with pytest.raises(UserError, match=r"The 2 processes .* \(docker run --pid=host\), or /.*--ipc=host"):
+        with pytest.raises(
+            UserError, match=r"The 2 processes .* \(docker run --pid=host\), or /.*--ipc=host"
+        ):
             image.shared_by_machine(mine, world, None)
         with pytest.raises(UserError, match=r"--pid=host\), or group_offload_to_disk_path '/"):
             image.shared_by_machine(mine, world, folder / "disk")
         world.barrier()
-        assert sorted(each.name for each in (folder / "disk").iterdir()) == ["mine", "simpletuner-offload-young"]
+        assert sorted(each.name for each in (folder / "disk").iterdir()) == [
+            "mine",
+            "simpletuner-offload-young",
+        ]
 
 
 def mapped(mine: torch.Tensor, world: World, folder: Path | None) -> str:
-    """The file behind a shared buffer, which is the first process's, and in which all see what one writes."""
+    """The file behind a shared buffer, which is the first process's, and in which all see what one
+    writes.
+    """
     flat = image.shared_by_machine(mine, world, folder)
     assert set(flat.tolist()) == {1}
     world.barrier()
@@ -54,7 +68,11 @@ def mapped(mine: torch.Tensor, world: World, folder: Path | None) -> str:
     world.barrier()
     assert flat[7] == 9
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return next(line.split(maxsplit=5)[5] for line in lines if line.startswith(f"{flat.data_ptr():x}-".zfill(13)))
+    return next(
+        line.split(maxsplit=5)[5]
+        for line in lines
+        if line.startswith(f"{flat.data_ptr():x}-".zfill(13))
+    )
 
 
 @pytest.mark.slow

@@ -64,8 +64,14 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"group_offload_blocks_per_group": 2},
     ),
     "packed int8, no checkpointing": ({**KEPT, "prepare": to_packed("int8-quanto")}, {}),
-    "packed fp8, every second checkpointed": ({"interval": 2, "prepare": to_packed("fp8-quanto")}, {}),
-    "packed int8, compiled": ({**COMPILED, "compiled": "eager", "prepare": to_packed("int8-quanto")}, {}),
+    "packed fp8, every second checkpointed": (
+        {"interval": 2, "prepare": to_packed("fp8-quanto")},
+        {},
+    ),
+    "packed int8, compiled": (
+        {**COMPILED, "compiled": "eager", "prepare": to_packed("int8-quanto")},
+        {},
+    ),
     "products in int8": ({"prepare": to_products("int8-quanto")}, {}),
     "products in fp8, no checkpointing": ({**KEPT, "prepare": to_products("fp8-quanto")}, {}),
     "compiled": (COMPILED, {}),
@@ -99,15 +105,20 @@ def test_every_mode_gives_the_same_bits(mode: str) -> None:
     for number in range(3):
         # Other memory behind a weight is no reason to compile a block anew.
         with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
-            assert_equal(streamed.step(Tensor.backward if number == 1 else backward_in_a_thread), expected)
-            if number == 0 and model.get("compiled") != "aot_eager":  # with "eager" it costs half as much
+            assert_equal(
+                streamed.step(Tensor.backward if number == 1 else backward_in_a_thread), expected
+            )
+            if (
+                number == 0 and model.get("compiled") != "aot_eager"
+            ):  # with "eager" it costs half as much
                 assert torch.equal(streamed.sample(), plain.sample()), "sampling between steps"
     assert order(streamer), "a test that copies nothing shows nothing"
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_on_disk(tmp_path: Path, checkpointing: bool) -> None:
-    plain, streamed = Trained(checkpointing=checkpointing), Trained(checkpointing=checkpointing)
+    plain = Trained(checkpointing=checkpointing)
+    streamed = Trained(checkpointing=checkpointing)
     folder = tmp_path / "new" / "folder"
     streamed.offloaded(group_offload_to_disk_path=str(folder))
     assert_equal(streamed.step(), plain.step())
@@ -155,25 +166,37 @@ def test_the_adversary_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_adversary_notices_weights_saved_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "RememberedPlaces", lambda streamer: nullcontext())
-    plain, streamed = Trained(**KEPT), Trained(**KEPT)
+    plain = Trained(**KEPT)
+    streamed = Trained(**KEPT)
     streamed.offloaded()
-    ours, theirs = streamed.step(), plain.step()
+    ours = streamed.step()
+    theirs = plain.step()
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("checkpointing", "prepare"), [(True, None), (False, None), (True, to_int8)])
+@pytest.mark.parametrize(
+    ("checkpointing", "prepare"), [(True, None), (False, None), (True, to_int8)]
+)
 def test_a_block_computes_in_its_slot(
-    monkeypatch: pytest.MonkeyPatch, checkpointing: bool, prepare: Callable[[nn.Module], None] | None
+    monkeypatch: pytest.MonkeyPatch,
+    checkpointing: bool,
+    prepare: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Every weight of the block at work lies in a slot, and of the others only what has not been replaced yet."""
+    """Every weight of the block at work lies in a slot, and of the others only what has not been
+    replaced yet.
+    """
     trained = Trained(prepare=prepare, checkpointing=checkpointing)
     streamer = trained.offloaded()
-    weights = [[leaf for tensor in image.tensors for leaf in leaves(tensor)] for image in streamer.images]
+    weights = [
+        [leaf for tensor in image.tensors for leaf in leaves(tensor)] for image in streamer.images
+    ]
     slots = {slot.untyped_storage().data_ptr() for slot in streamer.slots}
     seen: list[set[int]] = []
 
     def look(module: nn.Module, inputs: Any) -> None:
-        places = [{leaf.untyped_storage().data_ptr() in slots for leaf in group} for group in weights]
+        places = [
+            {leaf.untyped_storage().data_ptr() in slots for leaf in group} for group in weights
+        ]
         assert all(len(place) == 1 for place in places), "a group is there, or it is not"
         seen.append({index for index, place in enumerate(places) if True in place})
 
@@ -186,16 +209,21 @@ def test_a_block_computes_in_its_slot(
 
 @pytest.mark.parametrize("prepare", [None, to_int8])
 def test_nothing_is_seen_from_outside(prepare: Callable[[nn.Module], None] | None) -> None:
-    plain, streamed = Trained(prepare=prepare), Trained(prepare=prepare)
+    plain = Trained(prepare=prepare)
+    streamed = Trained(prepare=prepare)
     before = {name: id(each) for name, each in streamed.model.named_parameters()}
     streamed.offloaded()
     for moment in (lambda: None, streamed.step, streamed.sample):
         moment()
         assert {name: id(each) for name, each in streamed.model.named_parameters()} == before
-        ours, theirs = streamed.model.state_dict(), plain.model.state_dict()
+        ours = streamed.model.state_dict()
+        theirs = plain.model.state_dict()
         assert list(ours) == list(theirs), "names and their order"
         for name, value in theirs.items():
-            values = [getattr(each, "dequantize", lambda each=each: each)() for each in (ours[name], value)]
+            values = [
+                getattr(each, "dequantize", lambda each=each: each)()
+                for each in (ours[name], value)
+            ]
             assert torch.equal(*values), name
 
 
@@ -210,8 +238,11 @@ def test_trained_weights_are_never_touched() -> None:
 
 
 def test_moving_the_model_leaves_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`to` passes streamed weights by: also when a pipeline calls it, and whatever else it does to the others."""
-    plain, trained = Trained(), Trained()
+    """`to` passes streamed weights by: also when a pipeline calls it, and whatever else it does to
+    the others.
+    """
+    plain = Trained()
+    trained = Trained()
     streamer = trained.offloaded()
     trained.step()
     moved: list[int] = []
@@ -236,7 +267,9 @@ def test_waiting_is_told_once() -> None:
 
 
 def test_the_private_function_that_tells_the_direction() -> None:
-    """`torch._C._current_graph_task_id` is -1 outside the autograd engine, and the engine's number inside."""
+    """`torch._C._current_graph_task_id` is -1 outside the autograd engine, and the engine's number
+    inside.
+    """
     seen: list[bool] = []
     value = torch.ones(2, requires_grad=True)
     product = value * 2

@@ -27,14 +27,21 @@ def trial_of(spec: FamilySpec, samples: int = 1) -> Trial:
 
 def load_of(trial: Trial) -> BatchShape:
     frames, height, width = trial.noisy.noisy_latents.shape[-3:]
-    patch, text = trial.spec.patch_size, trial.numbers["text"] // trial.numbers["sample"]
+    patch = trial.spec.patch_size
+    text = trial.numbers["text"] // trial.numbers["sample"]
     return BatchShape(trial.numbers["sample"], frames, height // patch, width // patch, text)
 
 
 def options(spec: FamilySpec) -> None:
-    """Defaults are keys of the schema, flavours have names and repositories of their own, sizes fit the grid."""
+    """Defaults are keys of the schema, flavours have names and repositories of their own, sizes fit
+    the grid.
+    """
     assert not {*spec.defaults, *spec.fixed} - {*all_options()}
-    assert len({*spec.flavour_names}) == len(spec.flavours) == len({flavour.base_model for flavour in spec.flavours})
+    assert (
+        len({*spec.flavour_names})
+        == len(spec.flavours)
+        == len({flavour.base_model for flavour in spec.flavours})
+    )
     assert all(spec.cost.published(name) for name in spec.flavour_names)
     sides = [side for sizes in spec.native_sizes.values() for size in sizes for side in size]
     assert sides
@@ -49,7 +56,9 @@ def adapter(spec: FamilySpec) -> None:
 
 
 def layout(spec: FamilySpec) -> None:
-    """The repeated blocks are found; the last group holds the tokens; LoRA targets and presets match layers in it."""
+    """The repeated blocks are found; the last group holds the tokens; LoRA targets and presets
+    match layers in it.
+    """
     trial = trial_of(spec)
     names = [name for name, _ in trial.model.named_modules()]
     for group, blocks in trial.groups.items():
@@ -65,8 +74,12 @@ def layout(spec: FamilySpec) -> None:
         meant = {name for name in names if re.fullmatch(pattern, name)}
         classes = {type(trial.model.get_submodule(name)).__name__ for name in meant}
         assert len(classes) == 1, word
-        assert word in classes or word not in real, "a generic word never stands for another class of that name"
-        assert meant == {name for name, each in trial.model.named_modules() if type(each).__name__ in classes}
+        assert word in classes or word not in real, (
+            "a generic word never stands for another class of that name"
+        )
+        assert meant == {
+            name for name, each in trial.model.named_modules() if type(each).__name__ in classes
+        }
 
 
 def _weighted(trial: Trial) -> list[tuple[str, object]]:
@@ -74,7 +87,9 @@ def _weighted(trial: Trial) -> list[tuple[str, object]]:
 
 
 def inputs(spec: FamilySpec) -> None:
-    """The velocity has the shape of the latents, in float32, whatever the transformer computes in."""
+    """The velocity has the shape of the latents, in float32, whatever the transformer computes
+    in.
+    """
     trial = trial_of(spec, samples=2)
     prediction = trial.forward()
     assert prediction.shape == trial.noisy.target.shape
@@ -83,7 +98,9 @@ def inputs(spec: FamilySpec) -> None:
 
 
 def batches(spec: FamilySpec) -> None:
-    """A sample does not depend on the others of its batch, though their captions are of other lengths."""
+    """A sample does not depend on the others of its batch, though their captions are of other
+    lengths.
+    """
     trial = trial_of(spec, samples=2)
     embeds = trial.noisy.batch.embeds
     if not spec.cost.padded_text:
@@ -96,7 +113,9 @@ def batches(spec: FamilySpec) -> None:
 
 
 def cost(spec: FamilySpec) -> None:
-    """FLOPs of a forward pass to the last one, bytes that a block keeps to 2 %, by the measured table."""
+    """FLOPs of a forward pass to the last one, bytes that a block keeps to 2 %, by the measured
+    table.
+    """
     trial = trial_of(spec)
     planned = cost_of(spec.cost, trial.model)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -1,4 +1,6 @@
-"""A fourth family around a class of diffusers, Sana for pictures: what an afternoon's work begins with."""
+"""A fourth family around a class of diffusers, Sana for pictures: what an afternoon's work begins
+with.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.cost_table import CostTable
-from simpletuner.models.spec import AutoShift, Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
+from simpletuner.models.spec import (
+    AutoShift,
+    Component,
+    FamilyChecks,
+    FamilySpec,
+    FamilyWords,
+    Flavour,
+)
 from simpletuner.models.vae_cost import VaeCost
 from simpletuner.weights.files import Shape
 from tests.tools.tiny import WIDTH
@@ -28,7 +37,11 @@ LINEAR = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
 def small(heads: int, head: int, ratio: int) -> dict[str, Any]:
     """Settings of a small transformer, as `benchmarks/models.py` has them for the others."""
-    widths = {"attention_head_dim": head, "cross_attention_head_dim": head, "cross_attention_dim": heads * head}
+    widths = {
+        "attention_head_dim": head,
+        "cross_attention_head_dim": head,
+        "cross_attention_dim": heads * head,
+    }
     counts = {"num_attention_heads": heads, "num_cross_attention_heads": heads, "num_layers": 2}
     channels = {"in_channels": 16, "out_channels": 16, "caption_channels": WIDTH, "patch_size": 2}
     return {**widths, **counts, **channels, "mlp_ratio": float(ratio)}
@@ -40,7 +53,9 @@ def table() -> CostTable:
     return CostTable(**table_of([FOURTH], compiled=False))
 
 
-def cost(settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK) -> TransformerCost:
+def cost(
+    settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
+) -> TransformerCost:
     head: Any = settings["attention_head_dim"]
     return TransformerCost(table(), shapes, head)
 
@@ -53,7 +68,9 @@ class FourthAdapter(FamilyAdapter):
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         prompts = [one["prompt_embeds"] for one in noisy.batch.embeds]
         text = pad_sequence(prompts, batch_first=True).to(self.dtype)
-        mask = torch.arange(text.shape[1]) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
+        mask = (
+            torch.arange(text.shape[1]) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
+        )
         velocity: Tensor = transformer(
             hidden_states=noisy.noisy_latents[:, :, 0].to(self.dtype),
             encoder_hidden_states=text,
@@ -65,7 +82,8 @@ class FourthAdapter(FamilyAdapter):
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         model: Any = transformer
-        name, settings = "transformer_blocks", model.config
+        name = "transformer_blocks"
+        settings = model.config
         width = settings["num_attention_heads"] * settings["attention_head_dim"]
         return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width)
 
@@ -87,7 +105,10 @@ FOURTH = FourthAdapter.spec = FamilySpec(
     options=FourthOptions,
     defaults={"flow_schedule_shift": 3.0, "resolution": 512},
     block_counts={"transformer_blocks": "num_layers"},
-    components={each: Component(each) for each in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")},
+    components={
+        each: Component(each)
+        for each in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+    },
     size_multiple=16,
     vae_stride=8,
     patch_size=2,
@@ -99,7 +120,9 @@ FOURTH = FourthAdapter.spec = FamilySpec(
     quantised_layers=LINEAR,
     license="other",
     checks=FamilyChecks(lambda config, flavour: (), lambda flavour, source: ()),
-    words=FamilyWords(300, clean=str.strip, fingerprint=lambda options, flavour: "no words around captions"),
+    words=FamilyWords(
+        300, clean=str.strip, fingerprint=lambda options, flavour: "no words around captions"
+    ),
     auto_shift=AutoShift(most_tokens=8192, highest_mu=0.9),
     cost=FamilyCost(
         package="tests.models",

@@ -26,9 +26,14 @@ def nabla_adapter(checkpoint: Path) -> Any:
 
 
 def aligned() -> Crepa:
-    """A block aligned with a later one, whose hidden states are gathered from all processes of a sample."""
+    """A block aligned with a later one, whose hidden states are gathered from all processes of a
+    sample.
+    """
     config = CrepaConfig(
-        crepa_enabled=True, crepa_feature_source="backbone", crepa_block_index=0, crepa_teacher_block_index=1
+        crepa_enabled=True,
+        crepa_feature_source="backbone",
+        crepa_block_index=0,
+        crepa_teacher_block_index=1,
     )
     return Crepa(CrepaSpec(config, total_steps=10))
 
@@ -39,13 +44,19 @@ CASES = {
     # Nine tokens, which neither two nor four processes divide.
     "uneven": Case(CHECKPOINTED | CLIPPED, lambda: [aligned()]),
     "stored": Case(DDP | {"speed_keep_attention": False}),
-    "sharded": Case(DDP | {"fsdp_enable": True, "model_type": "full", "gradient_checkpointing": True}),
+    "sharded": Case(
+        DDP | {"fsdp_enable": True, "model_type": "full", "gradient_checkpointing": True}
+    ),
     "nabla": Case(CHECKPOINTED, adapter=nabla_adapter, batch="clips.pt"),
 }
 
 
-def run_case(name: str, checkpoints: Mapping[str, Path], world: World, folder: Path, sequence: int) -> dict[str, Any]:
-    """Train a case; returns its losses, the sizes of its gradients, and what became of the weights."""
+def run_case(
+    name: str, checkpoints: Mapping[str, Path], world: World, folder: Path, sequence: int
+) -> dict[str, Any]:
+    """Train a case; returns its losses, the sizes of its gradients, and what became of the
+    weights.
+    """
     case = CASES[name]
     settings = {**case.settings, "sequence_parallel_size": sequence}
     case = Case(settings, case.techniques, adapter=case.adapter, batch=case.batch)
@@ -70,14 +81,20 @@ def watch(run: Run) -> set[int]:
         if torch.is_grad_enabled():
             seen.add(inputs[0].shape[1])
 
-    run.assembly.trained.transformer.visual_transformer_blocks[-1].feed_forward.register_forward_pre_hook(note)
+    run.assembly.trained.transformer.visual_transformer_blocks[
+        -1
+    ].feed_forward.register_forward_pre_hook(note)
     return seen
 
 
-def main(place: World, checkpoints: Mapping[str, Path], folder: Path, cases: Mapping[str, int]) -> None:
+def main(
+    place: World, checkpoints: Mapping[str, Path], folder: Path, cases: Mapping[str, int]
+) -> None:
     """One of several processes: train cases with their numbers of processes to a sample."""
     set_rendezvous(place, os.environ, Problems())  # for accelerate
     with connect(place, f"file://{folder}/meeting-{place.size}-{len(cases)}") as world:
-        results = {name: run_case(name.partition(" ")[0], checkpoints, world, folder, sequence)
-                   for name, sequence in cases.items()}  # fmt: skip
+        results = {
+            name: run_case(name.partition(" ")[0], checkpoints, world, folder, sequence)
+            for name, sequence in cases.items()
+        }
     torch.save(results, folder / f"results-{place.size}-{place.rank}.pt")

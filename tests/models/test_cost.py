@@ -1,4 +1,6 @@
-"""The cost model against the models themselves: shapes on the meta device, FLOPs and kept bytes on real tensors."""
+"""The cost model against the models themselves: shapes on the meta device, FLOPs and kept bytes on
+real tensors.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from benchmarks.cost_table import (
     structure_of,
 )
 from benchmarks.models import cost_of
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, TransformerCost, Work
+from simpletuner.models.cost import (
+    NO_ADAPTERS,
+    Adapters,
+    BatchShape,
+    FamilyCost,
+    TransformerCost,
+    Work,
+)
 from simpletuner.models.cost_table import peak_of, read_cost_table, sum_of
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
@@ -61,7 +70,9 @@ PACKAGES = packages()
 @pytest.mark.slow(15)
 @pytest.mark.parametrize("specs", PACKAGES.values(), ids=PACKAGES)
 def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
-    """On a small model that no factor was fitted to; `python -m benchmarks.cost_table` writes a new table."""
+    """On a small model that no factor was fitted to; `python -m benchmarks.cost_table` writes a new
+    table.
+    """
     table = read_cost_table(specs[0].cost.package)
     structure = structure_of(specs[0].name)
     assert structure == {key: getattr(table, key) for key in structure}
@@ -70,7 +81,8 @@ def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
         dtype = torch.bfloat16 if kind.startswith("bf16") else torch.float32
         # Kernels are counted with many tokens, as in a run. Compiling takes most of the time.
         case = Case(5, 64, 4, 4, 32, 32, 8) if kind == "bf16" else Case(4, 64, 4, 3, 8, 16, 20)
-        trial, moved = Trial(specs[0].name, case, dtype, given=kind.endswith("given"), rows=table.rows), Counter[str]()
+        trial = Trial(specs[0].name, case, dtype, given=kind.endswith("given"), rows=table.rows)
+        moved = Counter[str]()
         # That of a block with a given first frame is held to the table in test_sana_block.
         metered = metered_block(trial, backend=counting(moved) if kind == "bf16" else None)
         assert metered.reads == factors["reads"]
@@ -83,13 +95,44 @@ def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
         assert len(moved) == (2 if kind == "bf16" else 0), "forward and backward"
 
 
-# What performance counters say of the published models: gigabytes in bf16, tokens, forward TFLOP, attention's share,
-# and TFLOP of a LoRA step of rank 16, as the mathematics needs it and as it is executed with checkpointing.
+# What performance counters say of the published models: gigabytes in bf16, tokens, forward TFLOP,
+# attention's share, and TFLOP of a LoRA step of rank 16, as the mathematics needs it and as it is
+# executed with checkpointing.
 PUBLISHED: list[tuple[str, FamilyCost, str, float, BatchShape, float, float, float, float]] = [
-    ("lite", VIDEO_COST, "t2v-lite-sft-5s", 4.6, BatchShape(1, 16, 32, 48, 256), 211, 0.66, 563, 844),
+    (
+        "lite",
+        VIDEO_COST,
+        "t2v-lite-sft-5s",
+        4.6,
+        BatchShape(1, 16, 32, 48, 256),
+        211,
+        0.66,
+        563,
+        844,
+    ),
     ("image", IMAGE_COST, "t2i-lite-sft", 13.3, BatchShape(1, 1, 64, 64, 512), 48, 0.20, 106, 159),
-    ("pro", VIDEO_COST, "t2v-pro-sft-5s-hd", 43, BatchShape(1, 31, 32, 48, 256), 3586, 0.63, 9417, 14125),
-    ("pro-hd", VIDEO_COST, "t2v-pro-sft-5s-hd", 43, BatchShape(1, 31, 48, 80, 256), 17323, 0.81, 48615, 72919),
+    (
+        "pro",
+        VIDEO_COST,
+        "t2v-pro-sft-5s-hd",
+        43,
+        BatchShape(1, 31, 32, 48, 256),
+        3586,
+        0.63,
+        9417,
+        14125,
+    ),
+    (
+        "pro-hd",
+        VIDEO_COST,
+        "t2v-pro-sft-5s-hd",
+        43,
+        BatchShape(1, 31, 48, 80, 256),
+        17323,
+        0.81,
+        48615,
+        72919,
+    ),
     ("sana", SANA_COST, "2b-480p", 4.1, BatchShape(1, 21, 30, 52, 300), 122, 0.015, 246, 369),
 ]
 
@@ -100,11 +143,19 @@ PUBLISHED: list[tuple[str, FamilyCost, str, float, BatchShape, float, float, flo
     ids=[row[0] for row in PUBLISHED],
 )
 def test_the_published_models(
-    cost: FamilyCost, flavour: str, weights: float, load: BatchShape, forward: float, share: float, model: float,
+    cost: FamilyCost,
+    flavour: str,
+    weights: float,
+    load: BatchShape,
+    forward: float,
+    share: float,
+    model: float,
     executed: float,
-) -> None:  # fmt: skip
+) -> None:
     transformer = cost.of_flavour(flavour, attention_type="regular")
-    adapters = adapters_of(transformer, SANA_TARGETS if cost is SANA_COST else KANDINSKY_TARGETS, 16)
+    adapters = adapters_of(
+        transformer, SANA_TARGETS if cost is SANA_COST else KANDINSKY_TARGETS, 16
+    )
     in_bf16 = sum(transformer.block_bytes("bf16", quantised=0.0)) + transformer.rest_bytes("bf16")
     assert in_bf16 / 1e9 == pytest.approx(weights, rel=0.02)
     work = transformer.forward(load)
@@ -114,14 +165,18 @@ def test_the_published_models(
     step = once + transformer.backward(load, adapters, full=False)
     assert step.total / 1e12 == pytest.approx(model, rel=0.02)
     again = transformer.forward(load, adapters, blocks_only=True)
-    assert (step + again + Work(0.0, once.attention / 2)).total / 1e12 == pytest.approx(executed, rel=0.02)
+    assert (step + again + Work(0.0, once.attention / 2)).total / 1e12 == pytest.approx(
+        executed, rel=0.02
+    )
 
 
 def adapters_of(cost: TransformerCost, targets: list[str], rank: int) -> Adapters:
     return Adapters(rank, frozenset(matching_modules(linear_modules(cost.shapes), targets)))
 
 
-def kandinsky_inputs(frames: int, side: int, text: int, dtype: torch.dtype, channels: int = 16) -> dict[str, Any]:
+def kandinsky_inputs(
+    frames: int, side: int, text: int, dtype: torch.dtype, channels: int = 16
+) -> dict[str, Any]:
     return {
         "hidden_states": torch.randn(2, frames, side, side, channels).to(dtype),
         "encoder_hidden_states": torch.randn(2, text, WIDTH).to(dtype),
@@ -172,12 +227,18 @@ def sana_case(rank: int = 4) -> Step:
 
 def with_lora(model: Any, adapters: Adapters) -> Any:
     model.requires_grad_(False)
-    model.add_adapter(LoraConfig(r=adapters.rank, target_modules=sorted(adapters.modules), init_lora_weights=False))
+    model.add_adapter(
+        LoraConfig(
+            r=adapters.rank, target_modules=sorted(adapters.modules), init_lora_weights=False
+        )
+    )
     return model.train()
 
 
 def counted(act: Callable[[], object]) -> int:
-    """FLOPs of everything that runs, attention by its plain products, so that no kernel hides any."""
+    """FLOPs of everything that runs, attention by its plain products, so that no kernel hides
+    any.
+    """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         act()
     return counter.get_total_flops()
@@ -196,17 +257,22 @@ def test_flops_of_a_lora_step_are_exact(case: Callable[[], Step], checkpointed: 
     cost, model, inputs, load, adapters = case()
     model = with_lora(model, adapters)
     if checkpointed:
-        model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
+        model.enable_gradient_checkpointing(
+            lambda block, *rest: checkpoint(block, *rest, use_reentrant=False)
+        )
     expected = cost.forward(load, adapters) + cost.backward(load, adapters, full=False)
     if checkpointed:
         expected = expected + cost.forward(load, adapters, blocks_only=True)
     found = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
-    # The recomputation stops at the last tensor that the backward pass asks for, and the first block's text needs less.
+    # The recomputation stops at the last tensor that the backward pass asks for, and the first
+    # block's text needs less.
     assert found == pytest.approx(expected.total, rel=0.01)
 
 
 def test_flops_of_a_full_step() -> None:
-    """Sana is left out: the counter takes the weight gradient of a depthwise convolution for that of a dense one."""
+    """Sana is left out: the counter takes the weight gradient of a depthwise convolution for that
+    of a dense one.
+    """
     cost, model, inputs, load, _ = kandinsky_case()
     expected = cost.forward(load) + cost.backward(load, NO_ADAPTERS, full=True)
     found = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
@@ -223,10 +289,13 @@ def block_inputs(model: Any, inputs: dict[str, Any], block: nn.Module) -> tuple[
     return seen[0]
 
 
-def metered(model: Any, block: nn.Module, arguments: tuple[Any, ...], streams: tuple[int, ...]) -> int:
+def metered(
+    model: Any, block: nn.Module, arguments: tuple[Any, ...], streams: tuple[int, ...]
+) -> int:
     """Bytes that autograd keeps of one block when gradients flow into some of its arguments."""
     arguments = tuple(
-        each.detach().requires_grad_() if index in streams else each for index, each in enumerate(arguments)
+        each.detach().requires_grad_() if index in streams else each
+        for index, each in enumerate(arguments)
     )
     there = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
     with saved_bytes([*model.parameters(), *model.buffers(), *there]) as meter:
@@ -247,17 +316,26 @@ def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[st
         parameter.data = parameter.data.to(torch.float32 if cost.stays_float32(name) else dtype)
     inputs = kandinsky_inputs(3, 16, 6, dtype)
     block = model.visual_transformer_blocks[1]
-    found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))  # pixels and text
+    found = metered(
+        model, block, block_inputs(model, inputs, block), streams=(0, 1)
+    )  # pixels and text
     planned = cost.activations(BatchShape(2, 3, 8, 8, 6), dtype.itemsize, adapters)
     assert found == pytest.approx(planned.saved, rel=0.05)
 
 
 def test_a_given_first_frame_costs_only_where_tokens_have_times_of_their_own() -> None:
-    kandinsky, sana = VIDEO_COST.of_flavour("i2v-lite-5s"), SANA_COST.of_flavour("2b-480p")
-    plain, given = BatchShape(1, 4, 8, 8, 300), BatchShape(1, 4, 8, 8, 300, timed_tokens=True)
+    kandinsky = VIDEO_COST.of_flavour("i2v-lite-5s")
+    sana = SANA_COST.of_flavour("2b-480p")
+    plain = BatchShape(1, 4, 8, 8, 300)
+    given = BatchShape(1, 4, 8, 8, 300, timed_tokens=True)
     for size in (2, 4):
-        assert kandinsky.activations(plain, size, NO_ADAPTERS) == kandinsky.activations(given, size, NO_ADAPTERS)
-        assert sana.activations(plain, size, NO_ADAPTERS).saved < sana.activations(given, size, NO_ADAPTERS).saved
+        assert kandinsky.activations(plain, size, NO_ADAPTERS) == kandinsky.activations(
+            given, size, NO_ADAPTERS
+        )
+        assert (
+            sana.activations(plain, size, NO_ADAPTERS).saved
+            < sana.activations(given, size, NO_ADAPTERS).saved
+        )
 
 
 def test_bytes_that_a_sparse_block_keeps() -> None:
@@ -268,7 +346,9 @@ def test_bytes_that_a_sparse_block_keeps() -> None:
     cost = cost_of(VIDEO_COST, model)
     adapters = adapters_of(cost, KANDINSKY_TARGETS, 2)
     inputs = kandinsky_inputs(1, 32, 6, torch.float32, channels=33)
-    inputs["sparse_params"] = nabla.sparse_params(tuple(inputs["hidden_states"].shape), settings, torch.device("cpu"))
+    inputs["sparse_params"] = nabla.sparse_params(
+        tuple(inputs["hidden_states"].shape), settings, torch.device("cpu")
+    )
     plain = build_kandinsky(visual_cond=True)
     model = with_lora(model, adapters)
     block = model.visual_transformer_blocks[1]
@@ -287,6 +367,8 @@ def test_bytes_that_a_sana_block_keeps(dtype: torch.dtype) -> None:
     adapters = adapters_of(cost, SANA_TARGETS, 2)
     model = with_lora(model, adapters).to(dtype)
     block = model.transformer_blocks[1]
-    found = metered(model, block, block_inputs(model, sana_inputs(5, 32, dtype), block), streams=(0,))
+    found = metered(
+        model, block, block_inputs(model, sana_inputs(5, 32, dtype), block), streams=(0,)
+    )
     planned = cost.activations(BatchShape(2, 5, 16, 16, 300), dtype.itemsize, adapters)
     assert found == pytest.approx(planned.saved, rel=0.05)

@@ -1,4 +1,6 @@
-"""A family without a table of measured costs: a guess from the shapes of its weights, which every plan states."""
+"""A family without a table of measured costs: a guess from the shapes of its weights, which every
+plan states.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,17 @@ from tests.models.test_families import fourth  # noqa: F401 - a fixture
 from tests.tools.reports import found_by
 from tests.tools.workspace import Workspace
 
-FLAVOURS = [("kandinsky5-image", "t2i-lite-sft"), ("kandinsky5-video", "t2v-lite-sft-5s"), ("sanavideo", "2b-480p")]
+FLAVOURS = [
+    ("kandinsky5-image", "t2i-lite-sft"),
+    ("kandinsky5-video", "t2v-lite-sft-5s"),
+    ("sanavideo", "2b-480p"),
+]
 
 
 def guessed(measured: TransformerCost) -> TransformerCost:
-    return replace(measured, table=guess_cost_table(measured.shapes), density=None, compiled_reads={})
+    return replace(
+        measured, table=guess_cost_table(measured.shapes), density=None, compiled_reads={}
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4], ids=["bf16", "fp32"])
@@ -38,13 +46,18 @@ def guessed(measured: TransformerCost) -> TransformerCost:
 def test_a_guess_is_rather_too_high_and_not_by_much(family: str, flavour: str, size: int) -> None:
     measured = FAMILIES[family].cost.of_flavour(flavour)
     layers = matching_modules(linear_modules(measured.shapes), FAMILIES[family].lora_targets)
-    batch, adapters = BatchShape(1, 8, 32, 48, 300), Adapters(16, frozenset(layers))
+    batch = BatchShape(1, 8, 32, 48, 300)
+    adapters = Adapters(16, frozenset(layers))
 
     guess = guessed(measured).activations(batch, size, adapters)
 
     exact = measured.activations(batch, size, adapters)
     for quantity in ("saved", "sampling"):
-        assert 0.95 * getattr(exact, quantity) <= getattr(guess, quantity) <= 4 * getattr(exact, quantity), quantity
+        assert (
+            0.95 * getattr(exact, quantity)
+            <= getattr(guess, quantity)
+            <= 4 * getattr(exact, quantity)
+        ), quantity
     assert guess.held == exact.held
     assert guessed(measured).parameters == measured.parameters
     assert guessed(measured).blocks[-measured.large :] == measured.blocks[-measured.large :]
@@ -76,7 +89,9 @@ def test_the_fourth_family_has_a_guess_without_its_table(fourth: Any) -> None:  
 def unmeasured() -> Callable[[float], Budget]:
     def on(gigabytes: float) -> Budget:
         before = budget(gpu(gigabytes, 64e9))
-        return replace(before, parts=replace(before.parts, transformer=guessed(before.parts.transformer)))
+        return replace(
+            before, parts=replace(before.parts, transformer=guessed(before.parts.transformer))
+        )
 
     return on
 
@@ -84,7 +99,9 @@ def unmeasured() -> Callable[[float], Budget]:
 def test_a_plan_states_the_guess(unmeasured: Callable[[float], Budget]) -> None:
     (line,) = [line for line in budget_lines(unmeasured(80)) if "not measured yet" in line]
 
-    assert line.startswith("  Kandinsky 5 Video is not measured yet: FLOPs and activations are assumed from")
+    assert line.startswith(
+        "  Kandinsky 5 Video is not measured yet: FLOPs and activations are assumed from"
+    )
     assert "`python -m benchmarks.cost_table --only kandinsky5-video` measures them" in line
 
 
@@ -119,7 +136,9 @@ def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_family_without_a_table_is_planned_and_trained(
     t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, offload="auto", max_train_steps=2)
+    workspace = Workspace.create(
+        tmp_path / "run", t2i_checkpoint, offload="auto", max_train_steps=2
+    )
 
     planned = workspace.run("plan", "--json")
     told = capsys.readouterr()
@@ -141,6 +160,8 @@ def test_a_checkpoint_that_is_not_here_has_no_size_without_a_table(
     assert workspace.run("plan") == 2
 
     told = capsys.readouterr().err
-    assert "'example/absent' is not on this machine, and Kandinsky 5 Image is not measured yet" in told
+    assert (
+        "'example/absent' is not on this machine, and Kandinsky 5 Image is not measured yet" in told
+    )
     assert "--only kandinsky5-image" in told
     assert "Traceback" not in told

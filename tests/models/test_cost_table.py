@@ -1,4 +1,6 @@
-"""How the table of a family is measured: sums, phases of a peak, and what is said when a sum does not fit."""
+"""How the table of a family is measured: sums, phases of a peak, and what is said when a sum does
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ def numbers_of(case: Case) -> dict[str, float]:
     width = case.heads * case.head
     token = case.samples * case.frames * case.height * case.width
     positions = {"token": token, "text": case.samples * case.text, "sample": case.samples}
-    return {**positions, "head": case.head, "heads": case.heads, "width": width, "inner": case.ratio * width}
+    return {
+        **positions,
+        "head": case.head,
+        "heads": case.heads,
+        "width": width,
+        "inner": case.ratio * width,
+    }
 
 
 NUMBERS = [numbers_of(case) for case in CASES]
@@ -39,7 +47,9 @@ def test_a_peak_at_the_same_moment_in_every_case_is_one_phase() -> None:
 
 
 def test_a_peak_at_one_of_two_moments_has_a_phase_for_each() -> None:
-    moments = [[int(sum_of(ATTENTION, numbers)), int(sum_of(FEED_FORWARD, numbers))] for numbers in NUMBERS]
+    moments = [
+        [int(sum_of(ATTENTION, numbers)), int(sum_of(FEED_FORWARD, numbers))] for numbers in NUMBERS
+    ]
 
     phases = fit_peak(SAMPLING, PRODUCTS, moments)
 
@@ -62,9 +72,11 @@ def test_a_quantity_that_is_no_sum_is_named_with_its_worst_case_and_the_remedy()
 
 def test_only_the_table_of_the_named_family_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(cost_table, "files", lambda package: tmp_path / package.rpartition(".")[2])
-    monkeypatch.setattr(cost_table, "table_of", lambda specs: {"groups": [spec.name for spec in specs]})
+    monkeypatch.setattr(
+        cost_table, "table_of", lambda specs: {"groups": [spec.name for spec in specs]}
+    )
     monkeypatch.setattr("sys.argv", ["cost_table", "--only", "sanavideo"])
     for folder in ("kandinsky5", "sanavideo"):
         (tmp_path / folder).mkdir()
@@ -72,17 +84,23 @@ def test_only_the_table_of_the_named_family_is_written(
     cost_table.main()
 
     assert [path.parent.name for path in tmp_path.rglob("cost.json")] == ["sanavideo"]
-    assert json.loads((tmp_path / "sanavideo" / "cost.json").read_text()) == {"groups": ["sanavideo"]}
+    assert json.loads((tmp_path / "sanavideo" / "cost.json").read_text()) == {
+        "groups": ["sanavideo"]
+    }
 
 
 def test_the_peak_of_a_forward_pass_is_its_largest_phase() -> None:
     cost = IMAGE_COST.of_flavour("t2i-lite-sft")
     bytes_in_bf16 = {**cost.table.bytes["bf16"], "sampling": [ATTENTION, FEED_FORWARD]}
-    phased = replace(cost, table=replace(cost.table, bytes={**cost.table.bytes, "bf16": bytes_in_bf16}))
+    phased = replace(
+        cost, table=replace(cost.table, bytes={**cost.table.bytes, "bf16": bytes_in_bf16})
+    )
     long_text = BatchShape(1, 1, 8, 8, text=10_000)
     short_text = replace(long_text, text=0)
 
-    peaks = [phased.activations(batch, 2, NO_ADAPTERS).sampling for batch in (long_text, short_text)]
+    peaks = [
+        phased.activations(batch, 2, NO_ADAPTERS).sampling for batch in (long_text, short_text)
+    ]
 
     width = cost.hidden
     assert peaks == [64 * width * 20 + 10_000 * width * 40, 64 * width * (6 + 4 * 4)]

@@ -1,4 +1,6 @@
-"""Previews decoded in strips equal whole ones up to rounding; in tiles they have the right shape and a small error."""
+"""Previews decoded in strips equal whole ones up to rounding; in tiles they have the right shape
+and a small error.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from tests.tools.tolerances import VAE, assert_close
 # What builds a tiny VAE, a latent shape of several strips and tiles, the stride, and its pixels.
 TINY = [
     pytest.param(build_image_vae, (2, 16, 3, 21), 8, (2, 3, 24, 168), id="Flux"),
-    pytest.param(partial(build_video_vae, 16), (1, 16, 3, 3, 21), 8, (1, 3, 9, 24, 168), id="HunyuanVideo"),
+    pytest.param(
+        partial(build_video_vae, 16), (1, 16, 3, 3, 21), 8, (1, 3, 9, 24, 168), id="HunyuanVideo"
+    ),
     pytest.param(build_wan_vae, (1, 16, 2, 3, 21), 8, (1, 3, 5, 24, 168), id="Wan"),
     pytest.param(build_ltx2_vae, (1, 128, 2, 3, 5), 32, (1, 3, 9, 96, 160), id="LTX-2"),
 ]
@@ -85,13 +89,23 @@ def test_where_tiles_agree_nothing_changes() -> None:
 
 
 FLUX: dict[str, Any] = {
-    "block_out_channels": (128, 256, 512, 512), "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4, "latent_channels": 16, "layers_per_block": 2,
-}  # fmt: skip
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "latent_channels": 16,
+    "layers_per_block": 2,
+}
 # Family and flavour, the class of its VAE, and the preview: width, height, frames.
 REAL = [
     ("kandinsky5-image", "t2i-lite-sft", "AutoencoderKL", FLUX, (512, 512, 1), ("strips",)),
-    ("kandinsky5-video", "t2v-lite-sft-5s", "AutoencoderKLHunyuanVideo", {}, (768, 512, 17), ("strips", "tiles")),
+    (
+        "kandinsky5-video",
+        "t2v-lite-sft-5s",
+        "AutoencoderKLHunyuanVideo",
+        {},
+        (768, 512, 17),
+        ("strips", "tiles"),
+    ),
     ("sanavideo", "2b-480p", "AutoencoderKLWan", {}, (832, 480, 33), ("tiles",)),
     ("sanavideo", "2b-720p", "AutoencoderKLLTX2Video", {}, (1280, 704, 81), ("strips", "tiles")),
 ]
@@ -99,24 +113,36 @@ REAL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "flavour", "name", "settings", "size", "how"), [(*each[:5], how) for each in REAL for how in each[5]]
+    ("family", "flavour", "name", "settings", "size", "how"),
+    [(*each[:5], how) for each in REAL for how in each[5]],
 )
 def test_the_plan_knows_the_peak_at_full_size(
     monkeypatch: pytest.MonkeyPatch,
-    family: str, flavour: str, name: str, settings: dict[str, Any], size: tuple[int, int, int], how: Decoding,
-) -> None:  # fmt: skip
-    """Tensors without numbers go through the published architecture; a low tile and one of the equal ones."""
+    family: str,
+    flavour: str,
+    name: str,
+    settings: dict[str, Any],
+    size: tuple[int, int, int],
+    how: Decoding,
+) -> None:
+    """Tensors without numbers go through the published architecture; a low tile and one of the
+    equal ones.
+    """
     spec = FAMILIES[family].for_flavour(flavour)
     width, height, frames = size
     dtype = torch.float32 if family == "sanavideo" else torch.bfloat16
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
     tiles = [slice(0, 2), slice(0, TILE // spec.vae_stride)]
-    monkeypatch.setattr(decoding, "spans", lambda length, stride: tiles[length == width // stride :])
+    monkeypatch.setattr(
+        decoding, "spans", lambda length, stride: tiles[length == width // stride :]
+    )
     with torch.device("meta"), torch.no_grad():
         vae = getattr(diffusers, name)(**settings).to(dtype)
         latent = spec.latent_size(width, height, frames)
         channels = vae.config.z_dim if name == "AutoencoderKLWan" else vae.config.latent_channels
-        z = torch.empty(1, channels, *(latent if spec.media == "video" else latent[1:]), dtype=dtype)
+        z = torch.empty(
+            1, channels, *(latent if spec.media == "video" else latent[1:]), dtype=dtype
+        )
         decode_in(how, vae, spec.vae_stride)
         with Peak([*vae.parameters(), *vae.buffers(), z]) as peak:
             pixels = vae.decode(z).sample
@@ -127,11 +153,17 @@ def test_the_plan_knows_the_peak_at_full_size(
     assert 0.8 * planned < peak.most < 1.1 * planned
 
 
-SHALLOW = [(*each[:3], each[3] | {"layers_per_block": 1}) for each in REAL[:2]]  # as those of the demos
+SHALLOW = [
+    (*each[:3], each[3] | {"layers_per_block": 1}) for each in REAL[:2]
+]  # as those of the demos
 
 
-@pytest.mark.parametrize(("family", "flavour", "name", "settings"), [*(each[:4] for each in REAL), *SHALLOW])
-def test_the_plan_knows_the_work_of_decoding(family: str, flavour: str, name: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "flavour", "name", "settings"), [*(each[:4] for each in REAL), *SHALLOW]
+)
+def test_the_plan_knows_the_work_of_decoding(
+    family: str, flavour: str, name: str, settings: dict[str, Any]
+) -> None:
     spec = FAMILIES[family].for_flavour(flavour)
     size = (256, 256, 17 if spec.media == "video" else 1)
     with torch.device("meta"), torch.no_grad():
@@ -144,7 +176,9 @@ def test_the_plan_knows_the_work_of_decoding(family: str, flavour: str, name: st
     assert counter.get_total_flops() == pytest.approx(planned, rel=0.15)
 
 
-@pytest.mark.parametrize(("size", "numbers"), [((768, 512, 17), 2**30 * 1.5), ((1024, 512, 61), 2**31)])
+@pytest.mark.parametrize(
+    ("size", "numbers"), [((768, 512, 17), 2**30 * 1.5), ((1024, 512, 61), 2**31)]
+)
 def test_the_plan_knows_how_much_is_upsampled_at_once(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], numbers: float
 ) -> None:
@@ -158,7 +192,8 @@ def test_the_plan_knows_how_much_is_upsampled_at_once(
 
     monkeypatch.setattr(nn.functional, "interpolate", interpolate)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
-    spec, (width, height, frames) = FAMILIES["kandinsky5-video"], size
+    spec = FAMILIES["kandinsky5-video"]
+    width, height, frames = size
     with torch.device("meta"), torch.no_grad():
         vae = diffusers.AutoencoderKLHunyuanVideo()
         loading.attend_by_frame(vae)

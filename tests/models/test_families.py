@@ -1,4 +1,6 @@
-"""The contract of a family, for all in the registry, and for a fourth one that only the tests have."""
+"""The contract of a family, for all in the registry, and for a fourth one that only the tests
+have.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kandinsky's fast blocks compute what the diffusers blocks compute, bit for bit, forward and backward."""
+"""Kandinsky's fast blocks compute what the diffusers blocks compute, bit for bit, forward and
+backward.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.tools.tiny import WIDTH, build_kandinsky
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Positions of a text and of a grid of frames, rows and columns.
-TEXT, GRID = 7, (3, 8, 8)
+TEXT = 7
+GRID = (3, 8, 8)
 
 
 def build(dtype: torch.dtype, *, nabla: bool = False, visual_cond: bool = False) -> Any:
@@ -45,7 +48,9 @@ def inputs(dtype: torch.dtype, samples: int, channels: int = 16) -> dict[str, An
     }
 
 
-def output_and_gradients(model: Any, padding: blocks.TextPadding, mask: Tensor | None, named: Any) -> list[Tensor]:
+def output_and_gradients(
+    model: Any, padding: blocks.TextPadding, mask: Tensor | None, named: Any
+) -> list[Tensor]:
     with padding.hidden(mask):
         out = model(**named)
     out.float().square().mean().backward()
@@ -64,7 +69,9 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("visual_cond", [False, True])
-def test_outputs_and_all_gradients_are_equal(dtype: torch.dtype, padded: bool, visual_cond: bool) -> None:
+def test_outputs_and_all_gradients_are_equal(
+    dtype: torch.dtype, padded: bool, visual_cond: bool
+) -> None:
     """Every weight is trained here, so that gradients of modulation and norms are compared, too."""
     mask = torch.arange(TEXT) < torch.tensor([[TEXT], [3]]) if padded else None
     found = []
@@ -73,7 +80,9 @@ def test_outputs_and_all_gradients_are_equal(dtype: torch.dtype, padded: bool, v
         padding = blocks.mask_padding(model)
         if is_fast:
             blocks.use_fast_blocks(model, padding)
-        found.append(output_and_gradients(model, padding, mask, inputs(dtype, 2, 33 if visual_cond else 16)))
+        found.append(
+            output_and_gradients(model, padding, mask, inputs(dtype, 2, 33 if visual_cond else 16))
+        )
     assert_same(*found)
 
 
@@ -97,9 +106,13 @@ def test_block_sparse_attention_is_equal(dtype: torch.dtype) -> None:
 def test_positions_of_each_sample_may_differ() -> None:
     """Hooks may keep other tokens of every sample, and cut the positions accordingly."""
     generator = torch.Generator().manual_seed(2)
-    hidden, text, time = (torch.randn(2, count, WIDTH, generator=generator) for count in (9, TEXT, 1))
+    hidden, text, time = (
+        torch.randn(2, count, WIDTH, generator=generator) for count in (9, TEXT, 1)
+    )
     angles = torch.rand(2, 9, 8, generator=generator) * 9
-    rope = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).view(2, 9, 1, 8, 2, 2)
+    rope = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).view(
+        2, 9, 1, 8, 2, 2
+    )
     found = []
     for is_fast in (False, True):
         model = build(torch.float32)
@@ -138,7 +151,9 @@ def test_modulation_in_bf16_is_equal_where_it_is_exact(kept: bool) -> None:
             store_in_bf16(model)
         found.append(output_and_gradients(model, padding, None, inputs(torch.float32, 1)))
     assert_same(*found)
-    weights = [each for name, each in model.named_parameters() if "modulation.out_layer.weight" in name]
+    weights = [
+        each for name, each in model.named_parameters() if "modulation.out_layer.weight" in name
+    ]
     assert len(weights) == 4
     assert {each.dtype for each in weights} == {torch.bfloat16 if kept else torch.float32}
 
@@ -161,6 +176,10 @@ def test_hooks_on_blocks_are_called() -> None:
     with padding.hidden(None):
         model(**inputs(torch.float32, 1))
     assert [id(each) for each in seen] == [id(each) for each in model.visual_transformer_blocks]
-    model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
+    model.enable_gradient_checkpointing(
+        lambda block, *rest: checkpoint(block, *rest, use_reentrant=False)
+    )
     model(**inputs(torch.float32, 1)).sum().backward()
-    assert len(seen) == 3 * len(model.visual_transformer_blocks), "once more forward, once to compute again"
+    assert len(seen) == 3 * len(model.visual_transformer_blocks), (
+        "once more forward, once to compute again"
+    )

@@ -1,4 +1,6 @@
-"""Full float32 where it was chosen on purpose, whatever the process allows. The settings exist on a CPU, too."""
+"""Full float32 where it was chosen on purpose, whatever the process allows. The settings exist on a
+CPU, too.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.tools.sana_family import make_sana_adapter
 from tests.tools.tiny import WIDTH, build_kandinsky
 
 SETTINGS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-ALLOWED, FULL = [True, True], [False, False]
+ALLOWED = [True, True]
+FULL = [False, False]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +41,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
     found: list[list[bool]] = []
 
     def noted(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *inputs, **settings: (found.append(allowed()), compute(*inputs, **settings))[1]
+        return lambda *inputs, **settings: (found.append(allowed()), compute(*inputs, **settings))[
+            1
+        ]
 
     for name in ("linear", "conv2d", "conv3d"):
         monkeypatch.setattr(functional, name, noted(getattr(functional, name)))
@@ -71,7 +76,9 @@ def test_a_full_product_and_its_gradients_are_those_of_linear(
     """The gradients of its inputs are full, too."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, 3, 8), torch.randn(5, 8), *([torch.randn(5)] if bias else [])]
-    full: Any = torch.compile(full_linear, backend="aot_eager", fullgraph=True) if compiled else full_linear
+    full: Any = (
+        torch.compile(full_linear, backend="aot_eager", fullgraph=True) if compiled else full_linear
+    )
     found = []
     for product in (functional.linear, full):
         given = [each.clone().requires_grad_() for each in inputs]
@@ -82,10 +89,13 @@ def test_a_full_product_and_its_gradients_are_those_of_linear(
 
 
 def test_layers_that_stay_float32_compute_in_it(products: list[list[bool]]) -> None:
-    """Time and modulation of Kandinsky, stored in bf16 or not; the blocks' other layers keep the user's choice."""
+    """Time and modulation of Kandinsky, stored in bf16 or not; the blocks' other layers keep the
+    user's choice.
+    """
     torch.manual_seed(0)
     model: Any = build_kandinsky().requires_grad_(False)
-    modulation, times = model.visual_transformer_blocks[0].visual_modulation, torch.tensor([500.0])
+    modulation = model.visual_transformer_blocks[0].visual_modulation
+    times = torch.tensor([500.0])
     stored = modulation.out_layer.weight
     stored.data = torch.randn_like(stored).bfloat16().float()
     inputs = torch.randn(1, modulation.out_layer.in_features)
@@ -100,15 +110,26 @@ def test_layers_that_stay_float32_compute_in_it(products: list[list[bool]]) -> N
     assert products[3:] == [ALLOWED] * 2
     layers = {name for name, each in model.named_modules() if "forward" in vars(each)}
     assert {name.split(".")[-2] for name in layers} == {
-        "time_embeddings", "text_modulation", "visual_modulation", "modulation",
-    }  # fmt: skip
+        "time_embeddings",
+        "text_modulation",
+        "visual_modulation",
+        "modulation",
+    }
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cuda", "float32"), ("cuda", "bfloat16"), ("cpu", "float32")])
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cuda", "float32"), ("cuda", "bfloat16"), ("cpu", "float32")]
+)
 def test_a_float32_vae_computes_in_it(
-    sana_checkpoint: Path, device: str, dtype: str, products: list[list[bool]], monkeypatch: pytest.MonkeyPatch
+    sana_checkpoint: Path,
+    device: str,
+    dtype: str,
+    products: list[list[bool]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU; on a CPU the settings mean nothing, and changing them would have blocks compiled again."""
+    """On a GPU; on a CPU the settings mean nothing, and changing them would have blocks compiled
+    again.
+    """
     monkeypatch.setattr(nn.Module, "to", lambda module, *place: module)  # there is no GPU
     numbers = getattr(torch, dtype)
     vae = make_sana_adapter(sana_checkpoint).load_latent_encoder(torch.device(device), numbers).vae

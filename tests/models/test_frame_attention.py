@@ -1,4 +1,6 @@
-"""Attention frame by frame gives the latents of the stock VAE, without a mask of tokens by tokens."""
+"""Attention frame by frame gives the latents of the stock VAE, without a mask of tokens by
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            self.numbers = max(self.numbers, result.untyped_storage().nbytes() // result.element_size())
+            self.numbers = max(
+                self.numbers, result.untyped_storage().nbytes() // result.element_size()
+            )
         return result
 
 
@@ -57,7 +61,9 @@ def test_a_frame_does_not_see_later_ones_but_sees_all_earlier_ones() -> None:
     attn: Any = build_video_vae(16).eval().encoder.mid_block.attentions[0]
     hidden_states = torch.randn(1, 16, 3, 2, 2)
     whole = frame_causal_attention(attn, hidden_states)
-    unordered = frame_causal_attention(attn, hidden_states.reshape(1, 16, 1, 6, 2)).reshape(whole.shape)
+    unordered = frame_causal_attention(attn, hidden_states.reshape(1, 16, 1, 6, 2)).reshape(
+        whole.shape
+    )
     assert_close(whole[:, :, 2:], unordered[:, :, 2:], terms=MODEL)
     assert not torch.allclose(whole[:, :, :2], unordered[:, :, :2], atol=1e-4)
 
@@ -81,5 +87,7 @@ def test_the_encoder_of_a_run_does_it_and_previews_stay_stock(tmp_path: Path) ->
     adapter: Any = make_video_adapter(make_checkpoint(tmp_path, "t2v"), "t2v")
     encoder = adapter.load_latent_encoder(CPU, torch.float32)
     assert by_frame(encoder.vae.encoder)
-    pipeline = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32), CPU, None).pipeline
+    pipeline = adapter.load_preview_pipeline(
+        adapter.load_transformer(torch.float32), CPU, None
+    ).pipeline
     assert not by_frame(pipeline.vae.decoder)

@@ -10,7 +10,12 @@ import pytest
 
 from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR, KANDINSKY5_IMAGE
-from simpletuner.models.lora_layers import check_targets, linear_modules, matching_modules, resolve_targets
+from simpletuner.models.lora_layers import (
+    check_targets,
+    linear_modules,
+    matching_modules,
+    resolve_targets,
+)
 from simpletuner.weights.files import tensor_shapes
 from tests.tools.reports import found_by
 
@@ -19,7 +24,9 @@ DEFAULT = ["to_query", "to_key", "to_value"]
 
 @pytest.fixture
 def modules(t2i_checkpoint: Path) -> dict[str, tuple[int, int]]:
-    return linear_modules(tensor_shapes(next((t2i_checkpoint / "transformer").glob("*.safetensors"))))
+    return linear_modules(
+        tensor_shapes(next((t2i_checkpoint / "transformer").glob("*.safetensors")))
+    )
 
 
 def resolve(value: Any) -> tuple[Any, list[str]]:
@@ -66,9 +73,13 @@ def test_all_linear_stays_inside_the_blocks(modules: dict[str, tuple[int, int]])
     assert all("_transformer_blocks." in name for name in chosen)
 
 
-def test_a_name_that_matches_nothing_is_told_with_the_nearest(modules: dict[str, tuple[int, int]]) -> None:
+def test_a_name_that_matches_nothing_is_told_with_the_nearest(
+    modules: dict[str, tuple[int, int]],
+) -> None:
     assert found_by(check_targets, modules, DEFAULT) == []
     assert found_by(check_targets, modules, ALL_LINEAR) == []
     (problem,) = found_by(check_targets, modules, ["to_query", "to_keys"])
-    assert problem.message == "'to_keys' matches no module of the transformer. Did you mean 'to_key'?"
+    assert (
+        problem.message == "'to_keys' matches no module of the transformer. Did you mean 'to_key'?"
+    )
     assert len(found_by(check_targets, modules, "nothing")) == 1

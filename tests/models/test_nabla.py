@@ -25,7 +25,9 @@ from tests.tools.tolerances import MODEL, assert_close
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler"
+)
 
 
 def draw(tiles: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
@@ -75,7 +77,9 @@ def test_a_block_mask_lists_the_visible_tiles() -> None:
     mask = flex.tile_blocks(tiles)
     assert mask.shape == (2, 2, 5 * 64, 5 * 64)
     assert torch.equal(mask.to_dense().bool(), tiles)
-    assert max(each.numel() for each in flex.lists_of(mask)) <= tiles.numel(), "nothing has the size of a mask"
+    assert max(each.numel() for each in flex.lists_of(mask)) <= tiles.numel(), (
+        "nothing has the size of a mask"
+    )
 
 
 class Sorts(TorchDispatchMode):
@@ -96,16 +100,19 @@ def test_only_the_coarse_map_is_sorted() -> None:
         mask = flex.tile_blocks(tiles)
     assert sorts.count == 1
     rows: Any = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
-    expected: Any = BlockMask.from_kv_blocks(*rows, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths)
+    expected: Any = BlockMask.from_kv_blocks(
+        *rows, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths
+    )
     for name in ("full_q_num_blocks", "full_q_indices", "q_num_blocks", "q_indices"):
-        one, other = getattr(mask, name), getattr(expected, name)
+        one = getattr(mask, name)
+        other = getattr(expected, name)
         assert torch.equal(one, other), name
         assert (one.dtype, one.stride()) == (other.dtype, other.stride())
 
 
 def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> flex.Attend:
-    """Flex attention by its definition: torch only refuses its gradients on a CPU. Without a compiler it ignores the
-    lists, and is dense."""
+    """Flex attention by its definition: torch only refuses its gradients on a CPU. Without a
+    compiler it ignores the lists, and is dense."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *inputs: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -114,11 +121,15 @@ def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> flex.Attend:
 
 
 def test_the_backward_pass_makes_the_lists_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit-equal gradients, and one byte is saved for each pair of tiles, through the surrounding hooks."""
+    """Bit-equal gradients, and one byte is saved for each pair of tiles, through the surrounding
+    hooks.
+    """
     check_saved(differentiable_flex(monkeypatch), *draw(6), monkeypatch)
 
 
-def check_saved(attend: flex.Attend, inputs: list[Tensor], tiles: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_saved(
+    attend: flex.Attend, inputs: list[Tensor], tiles: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = [each.requires_grad_() for each in inputs]
     with saved_bytes(inputs) as meter:
         out = attend(*inputs, tiles)
@@ -143,7 +154,8 @@ def test_tiles_are_those_of_their_ranks() -> None:
 
 def test_tiles_are_found_in_the_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would refuse sums along rows on a GPU, which are in a fixed order there as well."""
-    modes, cumsum = list[bool](), Tensor.cumsum
+    modes: list[bool] = []
+    cumsum = Tensor.cumsum
 
     def watched(self: Tensor, *given: Any, **named: Any) -> Tensor:
         modes.append(torch.are_deterministic_algorithms_enabled())
@@ -168,7 +180,9 @@ def test_every_gpu_has_one_configuration_of_the_backward_pass_and_it_divides_a_t
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], head_dim: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    (blocks,) = flex.block_choices().get_flex_attention_bwd_configs(head_dim, torch.bfloat16, "cuda")
+    (blocks,) = flex.block_choices().get_flex_attention_bwd_configs(
+        head_dim, torch.bfloat16, "cuda"
+    )
     assert {64 % getattr(blocks, side) for side in flex.SIDES} == {0}
 
 
@@ -177,7 +191,10 @@ def test_an_autotuning_compiler_times_no_blocks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     expected = flex.block_choices().get_flex_attention_bwd_configs(128, torch.bfloat16, "cuda")
     with torch._inductor.config.patch(max_autotune=True):
-        assert flex.block_choices().get_flex_attention_bwd_configs(128, torch.bfloat16, "cuda") == expected
+        assert (
+            flex.block_choices().get_flex_attention_bwd_configs(128, torch.bfloat16, "cuda")
+            == expected
+        )
 
 
 @pytest.mark.slow
@@ -187,7 +204,9 @@ def test_compiled_flex_obeys() -> None:
     settle_compiler(ones_are_sizes=True)  # as the compiled parts of a block leave it
     attend = flex.compiled_flex(torch.float32)
     assert tile_attention.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
-    fault = tile_attention.find_fault(tile_attention.attend_dense, CPU, torch.float32, HEAD_DIM, backward=False)
+    fault = tile_attention.find_fault(
+        tile_attention.attend_dense, CPU, torch.float32, HEAD_DIM, backward=False
+    )
     assert "more than 3.8e-06" in str(fault)
     with torch.no_grad():
         for count in (4, 5, 6, 7):  # several shapes, none of which may fall back
@@ -202,7 +221,9 @@ def test_flex_that_is_not_compiled_is_found_out() -> None:
         out: Any = flex_attention(query, key, value, block_mask=flex.tile_blocks(tiles))
         return out.transpose(1, 2)
 
-    assert "off by" in str(tile_attention.find_fault(eager, CPU, torch.float32, HEAD_DIM, backward=False))
+    assert "off by" in str(
+        tile_attention.find_fault(eager, CPU, torch.float32, HEAD_DIM, backward=False)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -210,7 +231,9 @@ def test_flex_that_is_not_compiled_is_found_out() -> None:
 def test_the_test_lets_rounding_pass(dtype: torch.dtype, head_dim: int) -> None:
     assert tile_attention.find_fault(tile_attention.attend_masked, CPU, dtype, head_dim) is None
     assert tile_attention.find_fault(with_a_large_mask, CPU, dtype, head_dim) is None
-    assert "off by" in str(tile_attention.find_fault(tile_attention.attend_dense, CPU, dtype, head_dim))
+    assert "off by" in str(
+        tile_attention.find_fault(tile_attention.attend_dense, CPU, dtype, head_dim)
+    )
 
 
 def test_the_example_has_the_heads_of_the_model() -> None:
@@ -235,7 +258,9 @@ def test_wrong_gradients_are_found_out() -> None:
             return None, upstream
 
     def attend(*inputs: Tensor) -> Tensor:
-        result: Tensor = Wrong.apply(tile_attention.attend_masked(*inputs), tile_attention.attend_dense(*inputs))
+        result: Tensor = Wrong.apply(
+            tile_attention.attend_masked(*inputs), tile_attention.attend_dense(*inputs)
+        )
         return result
 
     assert tile_attention.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
@@ -247,13 +272,17 @@ META = torch.device("meta")  # stands for a GPU
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., flex.Attend]:
-    """The choice of an implementation, without its cache; compiled flex attention is one that works everywhere."""
+    """The choice of an implementation, without its cache; compiled flex attention is one that works
+    everywhere.
+    """
     monkeypatch.setattr(tile_attention, "compiled_flex", lambda dtype: tile_attention.attend_masked)
     choose: Callable[..., flex.Attend] = tile_attention.choose_attend.__wrapped__
     return choose
 
 
-def test_a_cpu_gets_masks(choose: Callable[..., flex.Attend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_gets_masks(
+    choose: Callable[..., flex.Attend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tile_attention, "compiled_flex", lambda dtype: 1 / 0)
     assert choose(CPU, torch.float32, 64) is tile_attention.attend_masked
 
@@ -266,7 +295,9 @@ def test_a_gpu_gets_flex_attention_if_it_passes_the_test(
 
 
 def test_a_gpu_on_which_flex_attention_fails_its_test_gets_dense_attention(
-    choose: Callable[..., flex.Attend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    choose: Callable[..., flex.Attend],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(tile_attention, "find_fault", lambda *given: "no kernel")
     assert choose(META, torch.bfloat16, 64) is tile_attention.attend_dense
@@ -316,7 +347,9 @@ def test_a_gpu_has_a_way(dtype: torch.dtype, head_dim: int) -> None:
         limit = tile_attention.tolerance(device, dtype)
         torch.testing.assert_close(out.double(), wanted, rtol=0, atol=limit)
         for one, other in zip(
-            torch.autograd.grad(out.sum(), moved), torch.autograd.grad(wanted.sum(), moved), strict=True
+            torch.autograd.grad(out.sum(), moved),
+            torch.autograd.grad(wanted.sum(), moved),
+            strict=True,
         ):
             torch.testing.assert_close(one, other, rtol=0, atol=4 * limit)
 
@@ -324,9 +357,12 @@ def test_a_gpu_has_a_way(dtype: torch.dtype, head_dim: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_makes_the_lists_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, (inputs, tiles) = torch.device("cuda"), draw(6)
+    device = torch.device("cuda")
+    inputs, tiles = draw(6)
     attend = tile_attention.choose_attend(device, torch.bfloat16, HEAD_DIM)
-    check_saved(attend, [each.to(device, torch.bfloat16) for each in inputs], tiles.to(device), monkeypatch)
+    check_saved(
+        attend, [each.to(device, torch.bfloat16) for each in inputs], tiles.to(device), monkeypatch
+    )
 
 
 @pytest.mark.gpu
@@ -339,7 +375,9 @@ def test_a_gpu_sums_in_a_fixed_order() -> None:
     try:
         attend = tile_attention.choose_attend.__wrapped__(device, torch.bfloat16, HEAD_DIM)
         tiles = tile_mask(inputs[0], inputs[1], torch.eye(21, dtype=torch.bool, device=device), 0.5)
-        first, *others = (torch.autograd.grad(attend(*inputs, tiles).sum(), inputs) for _ in range(3))
+        first, *others = (
+            torch.autograd.grad(attend(*inputs, tiles).sum(), inputs) for _ in range(3)
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     for other in others:

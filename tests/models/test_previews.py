@@ -1,4 +1,6 @@
-"""Sizes and source pictures of previews: fitted as training fits them, and a hint where the stock pipeline differs."""
+"""Sizes and source pictures of previews: fitted as training fits them, and a hint where the stock
+pipeline differs.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +36,35 @@ def test_a_sample_is_fitted_to_another_size_in_the_middle() -> None:
     trained = Geometry("1.0", Size(64, 64), Size(192, 64), (7, 0))
     sample = Sample("photos", "a.png", Path(), "", (300, 100), trained)
     assert sample.fitted(Size(64, 64)) is sample, "a crop of its own stays"
-    assert sample.fitted(Size(128, 64)).geometry == Geometry("1.0", Size(128, 64), Size(192, 64), (32, 0))
-    assert sample.fitted(Size(128, 128)).geometry == Geometry("1.0", Size(128, 128), Size(384, 128), (128, 0))
+    assert sample.fitted(Size(128, 64)).geometry == Geometry(
+        "1.0", Size(128, 64), Size(192, 64), (32, 0)
+    )
+    assert sample.fitted(Size(128, 128)).geometry == Geometry(
+        "1.0", Size(128, 128), Size(384, 128), (128, 0)
+    )
 
 
 @pytest.mark.parametrize("task", ["i2i", "i2v"])
-def test_a_source_of_another_ratio_is_cropped(tmp_path: Path, i2i_checkpoint: Path, task: str) -> None:
+def test_a_source_of_another_ratio_is_cropped(
+    tmp_path: Path, i2i_checkpoint: Path, task: str
+) -> None:
     """The stock pipelines would stretch it."""
     if task == "i2i":
         adapter: Any = make_adapter(i2i_checkpoint, task)
     else:
         adapter = make_video_adapter(make_checkpoint(tmp_path / "i2v", "i2v"), task)
     source = picture(64, 192)
-    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("", source if task == "i2i" else None)])[
-        0
-    ]
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode(
+        [TextRequest("", source if task == "i2i" else None)]
+    )[0]
     stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
     processor = getattr(stock.pipeline, "image_processor" if task == "i2i" else "video_processor")
-    seen, preprocess = [], processor.preprocess
-    processor.preprocess = lambda image, **size: (seen.append(image.size), preprocess(image, **size))[1]
+    seen = []
+    preprocess = processor.preprocess
+    processor.preprocess = lambda image, **size: (
+        seen.append(image.size),
+        preprocess(image, **size),
+    )[1]
     preview = PreviewRequest(embeds, embeds, 96, 64, 1, 1.0, 5, source=source, num_frames=17)
     with torch.no_grad():
         assert {frame.size for frame in stock.render(preview)} == {(96, 64)}
@@ -60,12 +72,16 @@ def test_a_source_of_another_ratio_is_cropped(tmp_path: Path, i2i_checkpoint: Pa
 
 
 def family(kind: str, folder: Path) -> tuple[RunConfig, FamilyAdapter]:
-    """The config and the adapter of a tiny checkpoint of Flux's, HunyuanVideo's, Wan's or LTX-2's VAE."""
+    """The config and the adapter of a tiny checkpoint of Flux's, HunyuanVideo's, Wan's or LTX-2's
+    VAE.
+    """
     if kind in ("2b-480p", "2b-720p"):
         checkpoint = make_sana_checkpoint(folder, flavour=kind)
         return make_sana_config(checkpoint), make_sana_adapter(checkpoint)
     checkpoint = make_checkpoint(folder, kind)
-    adapter: Any = make_adapter(checkpoint) if kind == "t2i" else make_video_adapter(checkpoint, kind)
+    adapter: Any = (
+        make_adapter(checkpoint) if kind == "t2i" else make_video_adapter(checkpoint, kind)
+    )
     return make_config(checkpoint), adapter
 
 
@@ -97,20 +113,37 @@ def test_previews_keep_size_and_length_however_they_are_decoded(
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("task", ["t2i", "i2i", "i2v", "nabla"])
 @torch.no_grad()
-def test_both_branches_of_guidance_in_one_batch(tmp_path: Path, i2i_checkpoint: Path, task: str) -> None:
-    """Half the calls, and the same picture but for rounding; prompts of unequal lengths are padded and masked."""
-    kind, source = ("t2v" if task == "nabla" else task), picture(96, 64) if task in ("i2i", "i2v") else None
-    checkpoint = i2i_checkpoint if task == "i2i" else make_checkpoint(tmp_path, kind, nabla=task == "nabla")
-    adapter: Any = (make_adapter if kind in ("t2i", "i2i") else make_video_adapter)(checkpoint, kind)
+def test_both_branches_of_guidance_in_one_batch(
+    tmp_path: Path, i2i_checkpoint: Path, task: str
+) -> None:
+    """Half the calls, and the same picture but for rounding; prompts of unequal lengths are padded
+    and masked.
+    """
+    kind = "t2v" if task == "nabla" else task
+    source = picture(96, 64) if task in ("i2i", "i2v") else None
+    checkpoint = (
+        i2i_checkpoint if task == "i2i" else make_checkpoint(tmp_path, kind, nabla=task == "nabla")
+    )
+    adapter: Any = (make_adapter if kind in ("t2i", "i2i") else make_video_adapter)(
+        checkpoint, kind
+    )
     seen = source if task == "i2i" else None
-    texts = [TextRequest("a red ball", seen), TextRequest("blurry, cropped, ugly: all that is not wanted", seen)]
+    texts = [
+        TextRequest("a red ball", seen),
+        TextRequest("blurry, cropped, ugly: all that is not wanted", seen),
+    ]
     embeds, negative = adapter.load_text_encoder(CPU, torch.float32).encode(texts)
     transformer = adapter.load_transformer(torch.float32).eval()
     stock = adapter.load_preview_pipeline(transformer, CPU, None)
     sizes: list[int] = []
-    transformer.visual_transformer_blocks[0].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    (width, height), frames = ((128, 128) if task == "nabla" else (96, 64)), 1 if kind[-1] == "i" else 5
-    preview = PreviewRequest(embeds, negative, width, height, 3, 4.0, 5, source=source, num_frames=frames)
+    transformer.visual_transformer_blocks[0].register_forward_pre_hook(
+        lambda _, inputs: sizes.append(len(inputs[0]))
+    )
+    width, height = (128, 128) if task == "nabla" else (96, 64)
+    frames = 1 if kind[-1] == "i" else 5
+    preview = PreviewRequest(
+        embeds, negative, width, height, 3, 4.0, 5, source=source, num_frames=frames
+    )
     alone = stock.render(preview)
     together = stock.render(replace(preview, batched=True))
     assert sizes == [1] * 6 + [2] * 3
@@ -124,7 +157,11 @@ def test_both_branches_of_guidance_in_one_batch(tmp_path: Path, i2i_checkpoint: 
 def test_caches_do_not_depend_on_how_previews_are_decoded(workspace: Workspace) -> None:
     def entries() -> dict[Path, int]:
         folder = workspace.path("cache")
-        return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if ".safetensors" in path.name}
+        return {
+            path: path.stat().st_mtime_ns
+            for path in folder.rglob("*")
+            if ".safetensors" in path.name
+        }
 
     seen = []
     for how in ("whole", "tiles"):
@@ -140,34 +177,53 @@ def test_a_size_that_the_stock_pipeline_does_not_render_is_told() -> None:
     def told(*sizes: tuple[int, int], checkpoint: str = published, **settings: Any) -> list[str]:
         config = make_config(Path(checkpoint), **settings)
         found = found_by(
-            KANDINSKY5_IMAGE.checks.sizes, config, KANDINSKY5_IMAGE.flavours[0], [Size(*size) for size in sizes], {}
+            KANDINSKY5_IMAGE.checks.sizes,
+            config,
+            KANDINSKY5_IMAGE.flavours[0],
+            [Size(*size) for size in sizes],
+            {},
         )
         assert not any(each.fatal for each in found)
         return [str(each) for each in found]
 
     assert told((1024, 1024), (896, 1152)) == []
     (message,) = told((1024, 1024), (768, 768))
-    assert message.startswith("validation_resolution: the stock pipeline cannot repeat previews of 768x768: ")
+    assert message.startswith(
+        "validation_resolution: the stock pipeline cannot repeat previews of 768x768: "
+    )
     assert "resolutions" in message
-    assert told((768, 768), checkpoint="models/tiny") == [], "of another name, it may have sizes of its own"
+    assert told((768, 768), checkpoint="models/tiny") == [], (
+        "of another name, it may have sizes of its own"
+    )
     assert told((768, 768), validation_disable=True) == []
 
 
 @pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize("own", [FlowMatchEulerDiscreteScheduler(shift=5.0), DPMSolverMultistepScheduler(
-    use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0
-)])  # fmt: skip
+@pytest.mark.parametrize(
+    "own",
+    [
+        FlowMatchEulerDiscreteScheduler(shift=5.0),
+        DPMSolverMultistepScheduler(
+            use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0
+        ),
+    ],
+)
 def test_every_sampler_follows_the_straight_path_from_noise(name: str, own: Any) -> None:
-    """For a model that predicts noise - z, all of them end at z, by the same shifted sigmas as Euler."""
+    """For a model that predicts noise - z, all of them end at z, by the same shifted sigmas as
+    Euler.
+    """
     noise, z = torch.randn(2, 1, 4, 2, 8, 8, generator=torch.Generator().manual_seed(0))
-    euler, scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0), with_solver(own, name)
+    euler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    scheduler = with_solver(own, name)
     latents = noise
     for each in (euler, scheduler):
         each.set_timesteps(8)
     for timestep in scheduler.timesteps:
         latents = scheduler.step(noise - z, timestep, latents, return_dict=False)[0]
     assert (latents - z).abs().max() < 0.005, "multi-step solvers start just below sigma 1"
-    begin = slice(0, 4)  # diffusers' classes end their grids differently; without a shift the fourth is 0.625
+    begin = slice(
+        0, 4
+    )  # diffusers' classes end their grids differently; without a shift the fourth is 0.625
     assert (scheduler.sigmas[begin] - euler.sigmas[begin]).abs().max() < 0.03
 
 

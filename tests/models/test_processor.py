@@ -1,4 +1,6 @@
-"""The processor without torchvision, and the tokenizers whose templates must have their true lengths."""
+"""The processor without torchvision, and the tokenizers whose templates must have their true
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,23 @@ def i2i_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "before"), [("image", 41), ("image_edit", 52), ("video", 129)])
-def test_qwen_splits_the_templates_into_so_many_tokens(name: TemplateName, before: int, tmp_path: Path) -> None:
-    """Fewer than are cut off for edits: the first three tokens of a caption are lost, as in the official code."""
+def test_qwen_splits_the_templates_into_so_many_tokens(
+    name: TemplateName, before: int, tmp_path: Path
+) -> None:
+    """Fewer than are cut off for edits: the first three tokens of a caption are lost, as in the
+    official code.
+    """
     shutil.copytree(TOKENIZERS / "tokenizer", tmp_path / "tokenizer")
     split_as_qwen(tmp_path)
-    tokenizer, template = load_processor(tmp_path).tokenizer, OFFICIAL[name]
+    tokenizer = load_processor(tmp_path).tokenizer
+    template = OFFICIAL[name]
 
     ids = tokenizer(template.format("a red star on a hill")).input_ids
 
     assert len(tokenizer(template.text.partition("{}")[0]).input_ids) == before
-    left = " on a hill<|vision_start|>" if name == "image_edit" else "a red star on a hill<|im_end|>"
+    left = (
+        " on a hill<|vision_start|>" if name == "image_edit" else "a red star on a hill<|im_end|>"
+    )
     assert tokenizer.decode(ids[template.crop :]).startswith(left)
 
 
@@ -51,7 +60,9 @@ def test_crop_is_the_number_of_tokens_before_the_caption(name: TemplateName) -> 
     assert len(tokenizer(before.replace("promt", "prompt")).input_ids) == OFFICIAL[name].crop - 1
 
 
-@pytest.mark.parametrize("caption", ["a red star", "एक लाल तारा", "一颗红色的星星", "zigzag\u200d🎈", "100 %"])
+@pytest.mark.parametrize(
+    "caption", ["a red star", "एक लाल तारा", "一颗红色的星星", "zigzag\u200d🎈", "100 %"]
+)
 def test_every_caption_survives_the_tokenizer(caption: str) -> None:
     tokenizer = load_processor(TOKENIZERS).tokenizer
     template = OFFICIAL["image"]
@@ -99,8 +110,11 @@ def test_text_and_picture_through_the_stock_pipeline(i2i_folder: Path) -> None:
     of_blue, _, _ = pipe.encode_prompt("a round cat", image=blue)
     result = pipe(red, "a round cat", height=64, width=64, num_inference_steps=2, output_type="pt")
 
-    # 64 px are halved, then enlarged to the least size of 56 px: 4 x 4 patches of 14 px, merged two by two.
-    words, picture, around_it_and_end = 3, 4, 3
+    # 64 px are halved, then enlarged to the least size of 56 px: 4 x 4 patches of 14 px, merged two
+    # by two.
+    words = 3
+    picture = 4
+    around_it_and_end = 3
     assert of_red.shape == (1, words + picture + around_it_and_end, 32)
     assert lengths.tolist() == [0, of_red.shape[1]]
     assert not torch.allclose(of_red, of_blue)

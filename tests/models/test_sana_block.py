@@ -1,4 +1,6 @@
-"""The block of Sana Video that training compiles: diffusers' block up to rounding, with half as much kept."""
+"""The block of Sana Video that training compiles: diffusers' block up to rounding, with half as
+much kept.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,24 @@ from tests.tools.saved_tensors import saved_bytes
 
 DEFAULT = list(SANA_VIDEO.lora_targets)
 RANK = 4
-TINY, SMALL = Case(2, 24, 3, 3, 4, 6, 300, samples=2), Case(4, 64, 3, 4, 12, 20, 300)
+TINY = Case(2, 24, 3, 3, 4, 6, 300, samples=2)
+SMALL = Case(4, 64, 3, 4, 12, 20, 300)
 
 TOKENS = TINY.frames * TINY.height * TINY.width
 
 
 class Block:
-    """The last block of a small model, with a LoRA or trained as a whole, and what the model hands to it."""
+    """The last block of a small model, with a LoRA or trained as a whole, and what the model hands
+    to it.
+    """
 
-    def __init__(self, case: Case, targets: Any, *, given: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, case: Case, targets: Any, *, given: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
         torch.manual_seed(0)
         self.trial = Trial("sanavideo", case, dtype, given=given)
-        model, seen = self.trial.model, []
+        model = self.trial.model
+        seen = []
         self.shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         if targets is None:
             model.requires_grad_(True)
@@ -57,7 +65,9 @@ class Block:
         self.inputs[0].grad = None
         out = forward(*self.inputs)
         (out.float() * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
-        trained = {name: each.grad for name, each in self.block.named_parameters() if each.requires_grad}
+        trained = {
+            name: each.grad for name, each in self.block.named_parameters() if each.requires_grad
+        }
         return {"out": out.detach(), "hidden": self.inputs[0].grad, **trained}
 
     def plain(self, compiler: Any = lambda function: function) -> CompiledOnGrid:
@@ -69,7 +79,9 @@ def _detached(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["t2v", "i2v"])
-@pytest.mark.parametrize("targets", [DEFAULT, ALL_LINEAR, None], ids=["default", "all-linear", "full"])
+@pytest.mark.parametrize(
+    "targets", [DEFAULT, ALL_LINEAR, None], ids=["default", "all-linear", "full"]
+)
 def test_outputs_and_all_gradients_are_equal_up_to_rounding(targets: Any, given: bool) -> None:
     block = Block(TINY, targets, given=given)
     stock, plain = (block.gradients(forward) for forward in (block.block.forward, block.plain()))
@@ -80,16 +92,26 @@ def test_outputs_and_all_gradients_are_equal_up_to_rounding(targets: Any, given:
 
 
 def test_in_bf16_it_is_as_near_to_float32_as_diffusers() -> None:
-    exact, rounded = (Block(TINY, DEFAULT, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        Block(TINY, DEFAULT, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     rounded.block.load_state_dict(exact.block.state_dict())
     exact.block.load_state_dict(rounded.block.state_dict())  # the weights of bf16
-    rounded.inputs = [exact.inputs[0].detach().bfloat16().requires_grad_(), *map(_in_bf16, exact.inputs[1:])]
+    rounded.inputs = [
+        exact.inputs[0].detach().bfloat16().requires_grad_(),
+        *map(_in_bf16, exact.inputs[1:]),
+    ]
     exact.inputs[0].data = rounded.inputs[0].detach().float()
     right = exact.gradients(exact.block.forward)
     errors = []
     for forward in (rounded.block.forward, rounded.plain()):
         found = rounded.gradients(forward)
-        errors.append({name: float((found[name].float() - each).norm() / each.norm()) for name, each in right.items()})
+        errors.append(
+            {
+                name: float((found[name].float() - each).norm() / each.norm())
+                for name, each in right.items()
+            }
+        )
     assert all(0 < errors[1][name] < 1.2 * error for name, error in errors[0].items())
 
 
@@ -101,7 +123,8 @@ def test_an_adapter_around_a_layer_is_not_passed_by() -> None:
     """As LyCORIS replaces `forward`."""
     block = Block(TINY, DEFAULT)
     for name in ("conv_inverted", "conv_depth", "conv_point", "conv_temp"):
-        before, layer = block.plain()(*block.inputs), block.block.ff.get_submodule(name)
+        before = block.plain()(*block.inputs)
+        layer = block.block.ff.get_submodule(name)
         layer.forward = lambda x, own=layer.forward: 2 * own(x)
         after = block.plain()(*block.inputs)
         assert torch.allclose(after, block.block(*block.inputs), rtol=1e-4, atol=1e-5)
@@ -117,21 +140,27 @@ def fresh_compiler() -> None:
 @pytest.mark.slow(8)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    ("targets", "given", "most"), [(DEFAULT, False, 23), (ALL_LINEAR, True, 27)], ids=["default-t2v", "all-linear-i2v"]
+    ("targets", "given", "most"),
+    [(DEFAULT, False, 23), (ALL_LINEAR, True, 27)],
+    ids=["default-t2v", "all-linear-i2v"],
 )
 def test_what_a_compiled_block_keeps_is_planned(
     request: pytest.FixtureRequest, targets: Any, given: bool, most: float
 ) -> None:
-    """In hidden states; of diffusers' code it was 42, with a given first frame 50. `all-linear` needs the input of both
-    products in the feed-forward, four."""
+    """In hidden states; of diffusers' code it was 42, with a given first frame 50. `all-linear`
+    needs the input of both products in the feed-forward, four."""
     if not given:
         request.getfixturevalue("one_size")  # test_cost compiles it for all sizes
     block = Block(SMALL, targets, given=given, dtype=torch.bfloat16)
-    compiler = partial(torch.compile, backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True)
+    compiler = partial(
+        torch.compile, backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True
+    )
     there = [each for each in tree_leaves(block.inputs) if isinstance(each, Tensor)]
     with saved_bytes([*block.block.parameters(), *there]) as meter:
         block.plain(compiler)(*block.inputs)
-    cost = COST.transformer({"attention_head_dim": SMALL.head}, block.shapes, Kernels(compiled=True))
+    cost = COST.transformer(
+        {"attention_head_dim": SMALL.head}, block.shapes, Kernels(compiled=True)
+    )
     load = BatchShape(1, SMALL.frames, SMALL.height, SMALL.width, 300, timed_tokens=given)
     planned = cost.activations(load, 2, adapters_of(cost, targets, RANK))
     assert meter.bytes == pytest.approx(planned.saved, rel=0.05)
@@ -142,16 +171,31 @@ def test_what_a_compiled_block_keeps_is_planned(
 @pytest.mark.usefixtures("fresh_compiler")
 def test_only_what_is_cheap_is_computed_again() -> None:
     """Of all products, those of linear attention, which are as wide as a head."""
-    kernels = ("mm", "addmm", "bmm", "convolution", "convolution_backward", "attention", "attention_backward")
+    kernels = (
+        "mm",
+        "addmm",
+        "bmm",
+        "convolution",
+        "convolution_backward",
+        "attention",
+        "attention_backward",
+    )
     found: list[list[int]] = []
     results: list[str] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
         calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         names = [call.removeprefix("aten.").partition(".")[0] for call in calls]
-        names = [name.replace("_scaled_dot_product_flash_attention_for_cpu", "attention") for name in names]
+        names = [
+            name.replace("_scaled_dot_product_flash_attention_for_cpu", "attention")
+            for name in names
+        ]
         found.append([names.count(kernel) for kernel in kernels])
-        kept = [each for each in graph.graph.output_node().all_input_nodes if isinstance(each.meta["val"], Tensor)]
+        kept = [
+            each
+            for each in graph.graph.output_node().all_input_nodes
+            if isinstance(each.meta["val"], Tensor)
+        ]
         results.extend(f"{each.target}" for each in kept if TOKENS in each.meta["val"].shape)
         return make_boxed_func(graph.forward)
 
@@ -160,8 +204,10 @@ def test_only_what_is_cheap_is_computed_again() -> None:
     )
     block = Block(TINY, [])
     block.gradients(block.plain(partial(torch.compile, backend=backend, dynamic=False)))
-    # Ten layers, two of them of the text, which needs no gradient, and the three products of linear attention.
+    # Ten layers, two of them of the text, which needs no gradient, and the three products of linear
+    # attention.
     assert found == [[4, 6, 3, 2, 0, 1, 0], [8, 0, 2 * 3 + 3, 0, 2, 0, 1]]
-    # Of symbolic strides inductor cannot tell the order: "cannot determine truth value of Relational".
+    # Of symbolic strides inductor cannot tell the order: "cannot determine truth value of
+    # Relational".
     assert results
     assert not [each for each in results if "permute" in each or "transpose" in each]

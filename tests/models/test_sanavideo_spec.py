@@ -37,14 +37,20 @@ def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
 def test_family_is_registered() -> None:
     assert FAMILIES["sanavideo"] is SANA_VIDEO
     assert SANA_VIDEO.flavour(None).name == "2b-480p"
-    assert SANA_VIDEO.flavour("2b-480p").repository == "Efficient-Large-Model/SANA-Video_2B_480p_diffusers"
+    assert (
+        SANA_VIDEO.flavour("2b-480p").repository
+        == "Efficient-Large-Model/SANA-Video_2B_480p_diffusers"
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"model_flavour": "2b-480p-longlive"}, "block by block"),
-        ({"pretrained_model_name_or_path": "Efficient-Large-Model/SANA-Video_2.0_5B_720p"}, "another architecture"),
+        (
+            {"pretrained_model_name_or_path": "Efficient-Large-Model/SANA-Video_2.0_5B_720p"},
+            "another architecture",
+        ),
     ],
 )
 def test_what_diffusers_lacks_is_refused_by_name(settings: dict[str, str], reason: str) -> None:
@@ -67,7 +73,10 @@ def test_720p_has_its_own_grid() -> None:
 def test_defaults() -> None:
     config, told = settle()
     assert not told
-    assert (config.validation.validation_resolution, config.validation.validation_num_video_frames) == (
+    assert (
+        config.validation.validation_resolution,
+        config.validation.validation_num_video_frames,
+    ) == (
         ((832, 480),),
         81,
     )
@@ -92,7 +101,9 @@ def test_shift_options_are_ignored_with_a_warning() -> None:
 
 
 def test_the_same_value_is_no_news() -> None:
-    assert not settle(flow_schedule_shift="3", flow_schedule_auto_shift="false", flow_sigmoid_scale=None)[1]
+    assert not settle(
+        flow_schedule_shift="3", flow_schedule_auto_shift="false", flow_sigmoid_scale=None
+    )[1]
 
 
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 1}
@@ -104,8 +115,18 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 1}
         ({"tread_config": {"routes": [ROUTE]}}, "tread_config", "convolution", True),
         ({"validation_num_video_frames": 85}, "validation_num_video_frames", "81", False),
         ({"vae_dtype": "bf16"}, "vae_dtype", "fp32", False),
-        ({"sana_complex_human_instruction": 7}, "sana_complex_human_instruction", "list of lines", True),
-        ({"sana_complex_human_instruction": "gone.txt"}, "sana_complex_human_instruction", "file", True),
+        (
+            {"sana_complex_human_instruction": 7},
+            "sana_complex_human_instruction",
+            "list of lines",
+            True,
+        ),
+        (
+            {"sana_complex_human_instruction": "gone.txt"},
+            "sana_complex_human_instruction",
+            "file",
+            True,
+        ),
     ],
 )
 def test_what_is_told(settings: dict[str, Any], key: str, words: str, fatal: bool) -> None:
@@ -124,7 +145,9 @@ class TestTask:
     """The same checkpoint serves two tasks; the datasets say which."""
 
     def entry(self, is_i2v: bool | None, kind: Any = "video") -> DatasetConfig:
-        return DatasetConfig(id=f"{kind}-{is_i2v}", dataset_type=kind, video=VideoConfig(is_i2v=is_i2v))
+        return DatasetConfig(
+            id=f"{kind}-{is_i2v}", dataset_type=kind, video=VideoConfig(is_i2v=is_i2v)
+        )
 
     def test_text_to_clip_unless_a_dataset_asks(self) -> None:
         flavour, entries = settle_task(FLAVOUR, [self.entry(None), self.entry(None, "image")])
@@ -132,12 +155,16 @@ class TestTask:
         assert [entry.video.is_i2v for entry in entries] == [False, None]
 
     def test_one_dataset_is_enough_and_the_others_stay(self) -> None:
-        flavour, entries = settle_task(FLAVOUR, [self.entry(None), self.entry(True), self.entry(False)])
+        flavour, entries = settle_task(
+            FLAVOUR, [self.entry(None), self.entry(True), self.entry(False)]
+        )
         assert (flavour.task, flavour.name) == ("i2v", FLAVOUR.name)
         assert [entry.video.is_i2v for entry in entries] == [False, True, False]
 
     def test_a_flavour_without_a_choice_is_left_alone(self) -> None:
-        flavour, entries = settle_task(KANDINSKY5_VIDEO.flavours[0], [self.entry(True), self.entry(None)])
+        flavour, entries = settle_task(
+            KANDINSKY5_VIDEO.flavours[0], [self.entry(True), self.entry(None)]
+        )
         assert flavour == KANDINSKY5_VIDEO.flavours[0]
         assert [entry.video.is_i2v for entry in entries] == [True, None]
 
@@ -169,7 +196,11 @@ class TestCheckpoint:
     @pytest.mark.parametrize(
         ("part", "changes", "words"),
         [
-            ("transformer", {"_class_name": "SanaTransformer2DModel"}, "has a 'SanaVideoTransformer3DModel'"),
+            (
+                "transformer",
+                {"_class_name": "SanaTransformer2DModel"},
+                "has a 'SanaVideoTransformer3DModel'",
+            ),
             ("transformer", {"in_channels": 32}, "16 channels, the transformer 32"),
             ("transformer", {"out_channels": 32}, "returns 32"),
             ("transformer", {"caption_channels": 2304}, "reads 2304"),

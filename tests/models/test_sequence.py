@@ -26,7 +26,9 @@ SAME = 1e-6  # relative, of losses
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> dict[int, dict[str, Any]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path
+) -> dict[int, dict[str, Any]]:
     """What a case did, by number of processes."""
     folder = tmp_path_factory.mktemp("sequence")
     clips = make_checkpoint(tmp_path_factory.mktemp("nabla"), "t2v", nabla=True, axes=(4, 2, 2))
@@ -42,9 +44,12 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> d
     return found
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases])
+@pytest.mark.parametrize(
+    ("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases]
+)
 def test_one_curve(results: dict[int, dict[str, Any]], size: int, name: str) -> None:
-    one, several = results[1][name], results[size][name]
+    one = results[1][name]
+    several = results[size][name]
     assert several["losses"] == pytest.approx(one["losses"], rel=SAME)
     assert several["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert distance(several["moved"], one["moved"]) < ROTATION
@@ -52,8 +57,14 @@ def test_one_curve(results: dict[int, dict[str, Any]], size: int, name: str) -> 
     assert distance(*predictions) < SAME * 10, "without gradients every process has all tokens"
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases])
-def test_a_process_has_a_share_of_the_tokens(results: dict[int, dict[str, Any]], size: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases]
+)
+def test_a_process_has_a_share_of_the_tokens(
+    results: dict[int, dict[str, Any]], size: int, name: str
+) -> None:
     tokens = 3 * 8 * 16 if name == "nabla" else 9
     assert results[1][name]["seen"] == [tokens]
-    assert results[size][name]["seen"] == [tokens // SHARED[size][name]], "the last process has the smallest share"
+    assert results[size][name]["seen"] == [tokens // SHARED[size][name]], (
+        "the last process has the smallest share"
+    )

@@ -1,4 +1,6 @@
-"""Where the parts of a checkpoint are, and what is wrong with a folder before anything is loaded."""
+"""Where the parts of a checkpoint are, and what is wrong with a folder before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def problems(**keys: str) -> list[str]:
 
 def safetensors(path: Path, tensors: dict[str, tuple[int, ...]], *, missing: int = 0) -> Path:
     """A file of zeros in float32, with some bytes missing at its end."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, shape in tensors.items():
         size = 4
         for length in shape:
@@ -64,7 +67,10 @@ def test_a_whole_folder_has_no_problem(t2i_checkpoint: Path) -> None:
 
 def test_the_flavour_names_the_repository() -> None:
     part = source()["transformer"]
-    assert (part.location, part.is_local) == ("kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers", False)
+    assert (part.location, part.is_local) == (
+        "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
+        False,
+    )
     assert problems() == [], "what the hub has is seen when it is fetched"
 
 
@@ -99,26 +105,38 @@ def test_a_part_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("location", "is_path"),
     [
-        ("org/name", False), ("./name", True), ("/a/b", True), ("~/model", True), ("name", True), ("a/b/c", True),
+        ("org/name", False),
+        ("./name", True),
+        ("/a/b", True),
+        ("~/model", True),
+        ("name", True),
+        ("a/b/c", True),
         ("../model", True),
     ],
-)  # fmt: skip
+)
 def test_what_is_meant_as_a_path(location: str, is_path: bool) -> None:
     assert looks_like_path(location) is is_path
 
 
-def test_a_folder_that_looks_like_a_hub_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_looks_like_a_hub_name_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert not looks_like_path("models/tiny")
     named = source(pretrained_model_name_or_path="models/tinny")
     assert [*found_by(named.check_names)] == []
     Path("models/tiny").mkdir(parents=True)
     assert looks_like_path("models/tiny")
-    told = "there is no folder 'models/tinny', so it is taken for a model of the hub. Did you mean 'models/tiny'?"
+    told = (
+        "there is no folder 'models/tinny', so it is taken for a model of the hub. Did you mean "
+        "'models/tiny'?"
+    )
     assert [str(doubt) for doubt in found_by(named.check_names)] == [f"{BASE}: {told}"]
 
 
-@pytest.mark.parametrize("location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"])
+@pytest.mark.parametrize(
+    "location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"]
+)
 def test_a_name_that_the_hub_could_not_have(location: str) -> None:
     (problem,) = problems(pretrained_model_name_or_path=location)
     assert "is neither an existing folder nor a valid hub id" in problem
@@ -129,7 +147,9 @@ def test_weights_are_looked_at(copy: Path) -> None:
     next((copy / "vae").glob("*.safetensors")).unlink()
     transformer = next((copy / "transformer").glob("*.safetensors"))
     os.truncate(transformer, transformer.stat().st_size - 1)
-    next((copy / "text_encoder").glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\n")
+    next((copy / "text_encoder").glob("*.safetensors")).write_text(
+        "version https://git-lfs.github.com/spec/v1\n"
+    )
     (copy / "text_encoder_2" / "config.json").write_text("{")
     (problem,) = problems(pretrained_model_name_or_path=str(copy))
     assert f"transformer ({transformer.name} is not a complete safetensors file" in problem
@@ -147,10 +167,17 @@ def test_shapes_come_from_the_header(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 10) + b'{"a": {}} ',
-     struct.pack("<Q", 14) + b'{"a": [1, 2]} ', struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
-     struct.pack("<Q", 50_000) + b"[" * 50_000],
-)  # fmt: skip
+    [
+        b"",
+        b"\xff" * 8,
+        b"\xff" * 100,
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 10) + b'{"a": {}} ',
+        struct.pack("<Q", 14) + b'{"a": [1, 2]} ',
+        struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
+        struct.pack("<Q", 50_000) + b"[" * 50_000,
+    ],
+)
 def test_what_is_no_weight_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
     with pytest.raises(WeightsError, match="is not a complete safetensors file"):
@@ -161,7 +188,9 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     safetensors(tmp_path / "m-1-of-2.safetensors", {"a": (1,)})
     index = tmp_path / "m.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}})
+    )
     assert weights_fault(tmp_path) == "it lacks m-2-of-2.safetensors"
     index.write_text("[]")
     assert weights_fault(tmp_path) == "m.safetensors.index.json cannot be read"
@@ -171,10 +200,17 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 def test_pickled_weights_have_the_shapes_that_safetensors_have(copy: Path) -> None:
     model = source(pretrained_model_name_or_path=str(copy))
-    for role, name in {"transformer": "diffusion_pytorch_model", "text_encoder": "pytorch_model"}.items():
-        expected, (file,) = model[role].weight_shapes(), (copy / role).glob("*.safetensors")
+    for role, name in {
+        "transformer": "diffusion_pytorch_model",
+        "text_encoder": "pytorch_model",
+    }.items():
+        expected = model[role].weight_shapes()
+        (file,) = (copy / role).glob("*.safetensors")
         weights = {key: torch.nn.Parameter(each) for key, each in load_file(file).items()}
-        torch.save(weights if role == "transformer" else OrderedDict(load_file(file)), copy / role / f"{name}.bin")
+        torch.save(
+            weights if role == "transformer" else OrderedDict(load_file(file)),
+            copy / role / f"{name}.bin",
+        )
         torch.save({"lr": 0.1}, copy / role / "training_args.bin")
         file.unlink()
         assert model[role].weight_shapes() == expected != {}
@@ -184,7 +220,9 @@ def test_what_a_module_saves_is_read_and_damage_is_not(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "pytorch_model.bin")
     assert pickled_shapes(tmp_path / "pytorch_model.bin") == {"weight": (3, 2), "bias": (3,)}
     content = (tmp_path / "pytorch_model.bin").read_bytes()
-    for number, mark in enumerate((b"PK\x01\x02", b"PK\x03\x04")):  # of its list of files, and of a file
+    for number, mark in enumerate(
+        (b"PK\x01\x02", b"PK\x03\x04")
+    ):  # of its list of files, and of a file
         (tmp_path / f"{number}.bin").write_bytes(content.replace(mark, b"XXXX", 1))
         assert pickled_shapes(tmp_path / f"{number}.bin") == {}
 
@@ -197,7 +235,9 @@ class Evil:
 
 
 @pytest.mark.parametrize("content", [Evil(), {"a": Evil()}, {"a": 1}, [torch.zeros(2)]])
-def test_pickled_code_is_not_run(content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_code_is_not_run(
+    content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(content, "pytorch_model.bin")
     assert pickled_shapes(Path("pytorch_model.bin")) == {}
@@ -212,12 +252,17 @@ def test_offline_says_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     part = source()["vae"]
     command = f"`hf download {part.location} --local-dir FOLDER`"
     advice = f"Download it on another one with {command}, and set {BASE} to that folder."
-    told = f"is not on this machine, and the hub is offline (HF_HUB_OFFLINE). {advice} Or unset HF_HUB_OFFLINE."
+    told = (
+        f"is not on this machine, and the hub is offline (HF_HUB_OFFLINE). {advice} Or unset "
+        "HF_HUB_OFFLINE."
+    )
     assert part.absence() == told
     with pytest.raises(UserError) as refused:
         part.fetch()
     assert str(refused.value) == f"{part.location!r} {told}"
-    with pytest.raises(UserError, match=rf"^model_index.json of '{part.location}' is not on this machine"):
+    with pytest.raises(
+        UserError, match=rf"^model_index.json of '{part.location}' is not on this machine"
+    ):
         part.fetch_index()
 
 
@@ -225,12 +270,16 @@ def test_without_a_network_the_error_of_the_hub_becomes_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port
+    monkeypatch.setattr(
+        "huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"
+    )  # the discard port
     part = replace(source()["vae"], revision="abc")
     assert part.absence() is None
     with pytest.raises(UserError) as refused:
         part.fetch()
     told = str(refused.value)
-    assert told.startswith(f"{part.location!r} is not on this machine, and the hub cannot be reached (")
+    assert told.startswith(
+        f"{part.location!r} is not on this machine, and the hub cannot be reached ("
+    )
     assert f"`hf download {part.location} --revision abc --local-dir FOLDER`" in told
     assert "\n" not in told

@@ -1,4 +1,6 @@
-"""The program that the report shows for a result: it runs as it stands, for every family and task."""
+"""The program that the report shows for a result: it runs as it stands, for every family and
+task.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def usage_of(checkpoint: Path, task: Task, **changes: Any) -> Usage:
     options = FamilyOptions({group: group() for group in family_groups()})
     size = (64, 64)
     return replace(
-        Usage(str(checkpoint), None, task, "float32", 'a "star"', "", size, 5, 8.0, 2, 2.0, 7, options), **changes
+        Usage(
+            str(checkpoint), None, task, "float32", 'a "star"', "", size, 5, 8.0, 2, 2.0, 7, options
+        ),
+        **changes,
     )
 
 
@@ -46,10 +51,16 @@ def checkpoint_of(family: str, task: Task, folder: Path, sana_checkpoint: Path) 
 
 
 @pytest.mark.parametrize(
-    ("family", "task", "solver"), [*((*case, None) for case in CASES), (*CASES[2], "unipc"), (*CASES[4], "dpm++")]
+    ("family", "task", "solver"),
+    [*((*case, None) for case in CASES), (*CASES[2], "unipc"), (*CASES[4], "dpm++")],
 )
 def test_the_snippet_runs(
-    family: str, task: Task, solver: str | None, tmp_path: Path, sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    task: Task,
+    solver: str | None,
+    tmp_path: Path,
+    sana_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     usage = usage_of(checkpoint_of(family, task, tmp_path, sana_checkpoint), task, solver=solver)
     Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
@@ -59,14 +70,20 @@ def test_the_snippet_runs(
     assert (tmp_path / ("picture.png" if task in ("t2i", "i2i") else "clip.mp4")).stat().st_size > 0
 
 
-def test_a_program_loads_a_transformer_from_its_original_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_loads_a_transformer_from_its_original_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "t2v")
     (weights,) = (checkpoint / "transformer").glob("*.safetensors")
     file = weights.rename(tmp_path / "original.safetensors")
-    original = OriginalWeights("someone/original", "model/original.safetensors", "", {"attention_P": 0.7})
+    original = OriginalWeights(
+        "someone/original", "model/original.safetensors", "", {"attention_P": 0.7}
+    )
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repository, path: str(file))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    written = load_adapter(FAMILIES["kandinsky5-video"]).usage_snippet(usage_of(checkpoint, "t2v", original=original))
+    written = load_adapter(FAMILIES["kandinsky5-video"]).usage_snippet(
+        usage_of(checkpoint, "t2v", original=original)
+    )
     assert 'hf_hub_download("someone/original", "model/original.safetensors")' in written
 
     values: dict[str, Any] = {}
@@ -86,7 +103,8 @@ def test_the_program_of_a_model_card_needs_no_simpletuner_and_draws_the_same(
     programs = {alone: write(replace(usage, alone=alone)) for alone in (False, True)}
     Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # Packages that this environment does not have: torchvision's processor, and the encoder of clips.
+    # Packages that this environment does not have: torchvision's processor, and the encoder of
+    # clips.
     load = diffusers.DiffusionPipeline.from_pretrained.__func__
 
     def from_pretrained(pipeline: Any, model: str, **settings: Any) -> Any:
@@ -94,7 +112,9 @@ def test_the_program_of_a_model_card_needs_no_simpletuner_and_draws_the_same(
             settings.setdefault("tokenizer", load_processor(model))
         return load(pipeline, model, **settings)
 
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))
+    monkeypatch.setattr(
+        diffusers.DiffusionPipeline, "from_pretrained", classmethod(from_pretrained)
+    )
     monkeypatch.setattr(diffusers.utils, "export_to_video", lambda frames, path, fps, quality: None)
 
     drawn = {}
@@ -109,12 +129,20 @@ def test_the_program_of_a_model_card_needs_no_simpletuner_and_draws_the_same(
     assert np.array_equal(drawn[False], drawn[True])
 
 
-def test_the_snippet_of_a_run_draws_its_last_preview(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippet_of_a_run_draws_its_last_preview(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To one of 255 levels, with a shift that is not the checkpoint's own.
 
-    The run encodes the template once for all captions (`prompt_start`), the pipeline with each: rounding differs.
+    The run encodes the template once for all captions (`prompt_start`), the pipeline with each:
+    rounding differs.
     """
-    settings = ["validation_disable=false", "flow_schedule_shift=2", "max_train_steps=1", "validation_seed=3"]
+    settings = [
+        "validation_disable=false",
+        "flow_schedule_shift=2",
+        "max_train_steps=1",
+        "validation_seed=3",
+    ]
     settings.append("validation_noise_scheduler=unipc")
     assert workspace.train(*settings) == 0
     report = workspace.path("output/training_report.html").read_text()
@@ -124,5 +152,7 @@ def test_the_snippet_of_a_run_draws_its_last_preview(workspace: Workspace, monke
     with workspace.inside():
         exec(snippet, {})
     preview = workspace.path("output/validation_images/step_1_validation_0_128x128.png")
-    drawn, seen = (np.asarray(Image.open(path)) for path in (workspace.path("picture.png"), preview))
+    drawn, seen = (
+        np.asarray(Image.open(path)) for path in (workspace.path("picture.png"), preview)
+    )
     assert np.abs(drawn.astype(int) - seen.astype(int)).max() <= 1

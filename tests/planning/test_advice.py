@@ -81,16 +81,23 @@ def broken_settings() -> Iterator[dict[str, Any]]:
 def judge(tmp_path: Path) -> Judge:
     """The errors of settings, as the page and the wizard see them."""
     file = tmp_path / "config.json"
-    return lambda settings: [each for each in Draft(file, settings).judgement.problems if each.fatal]
+    return lambda settings: [
+        each for each in Draft(file, settings).judgement.problems if each.fatal
+    ]
 
 
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("model_type", ["lora", "full"])
 @pytest.mark.parametrize(
     "family",
-    [FAMILIES["kandinsky5-image"].name, *(pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES)],
+    [
+        FAMILIES["kandinsky5-image"].name,
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES),
+    ],
 )
-def test_what_a_message_proposes_is_not_refused_next(judge: Judge, family: str, model_type: str) -> None:
+def test_what_a_message_proposes_is_not_refused_next(
+    judge: Judge, family: str, model_type: str
+) -> None:
     followed = 0
     refused: list[str] = []
     for settings in broken_settings():
@@ -104,12 +111,17 @@ def test_what_a_message_proposes_is_not_refused_next(judge: Judge, family: str, 
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))]
+)
 def test_advice_for_entangled_settings_comes_to_an_end(judge: Judge, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(60):
         drawn = {key: chance.choice(values) for key, values in ENTANGLED.items()}
-        settings = {"model_family": "kandinsky5-image", **{k: v for k, v in drawn.items() if v is not None}}
+        settings = {
+            "model_family": "kandinsky5-image",
+            **{k: v for k, v in drawn.items() if v is not None},
+        }
 
         assert comes_to_an_end(settings, judge, OPTIONS, MOST_ROUNDS), settings
 
@@ -121,7 +133,9 @@ def broken_entries() -> Iterator[dict[str, Any]]:
         values = unusual(option) if option.choices or is_remote else []
         if key not in ("id", "type", "dataset_type"):
             # A table is a file, which no words of a message can make.
-            yield from ({key: value} for value in values or ["words"] * is_remote if value != "parquet")
+            yield from (
+                {key: value} for value in values or ["words"] * is_remote if value != "parquet"
+            )
     for value in (1, 40):
         yield {"resolution": value, "resolution_type": "pixel"}
 
@@ -156,12 +170,18 @@ def test_what_a_message_about_a_dataset_proposes_is_not_refused_next(workspace: 
     [
         ("'fp8' is not available yet; use bf16.", [{"mixed_precision": "bf16"}]),
         ("needs model_type full: the gradients of a LoRA are small.", [{"model_type": "full"}]),
-        ("fits no x; leave it out and set offload auto.", [{"mixed_precision": None, "offload": "auto"}]),
-        ("is x. Use bf16, or num_processes 1.", [{"mixed_precision": "bf16"}, {"num_processes": "1"}]),
+        (
+            "fits no x; leave it out and set offload auto.",
+            [{"mixed_precision": None, "offload": "auto"}],
+        ),
+        (
+            "is x. Use bf16, or num_processes 1.",
+            [{"mixed_precision": "bf16"}, {"num_processes": "1"}],
+        ),
         ("cannot be combined with lr_scale.", [{"mixed_precision": None}]),
         ("needs crepa_enabled.", [{"crepa_enabled": True}]),
         ("is not one of: a, b.", []),
     ],
-)  # fmt: skip
+)
 def test_the_words_of_a_proposal(message: str, expected: list[dict[str, Any]]) -> None:
     assert proposals(Problem("mixed_precision", message), OPTIONS) == expected

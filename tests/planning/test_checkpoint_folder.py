@@ -31,7 +31,9 @@ def make(output: Path, name: str, content: bytes = b"weights") -> Path:
     (folder / "weights.bin").write_bytes(content)
     (folder / "state" / "optimizer.bin").write_bytes(b"state")
     step = int(name.split("-")[1])
-    identity = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, seed=1, datasets="", versions={"torch": "2"})
+    identity = Identity(
+        "kandinsky5-image", "t2i-lite-sft", "lora", 1, seed=1, datasets="", versions={"torch": "2"}
+    )
     write_manifest(folder, Manifest(step, epoch=1, identity=identity, files=describe_files(folder)))
     return folder
 
@@ -65,8 +67,11 @@ def test_the_folders_are_sorted_by_their_number(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     whole, broken = find_checkpoints(tmp_path)
     assert [each.path.name for each in whole] == [
-        "checkpoint-9", "checkpoint-10", "checkpoint-100-rolling", "checkpoint-100",
-    ]  # fmt: skip
+        "checkpoint-9",
+        "checkpoint-10",
+        "checkpoint-100-rolling",
+        "checkpoint-100",
+    ]
     assert [path.name for path in broken] == ["checkpoint-8"]
     assert find_checkpoints(tmp_path / "nothing") == ([], [])
 
@@ -74,10 +79,16 @@ def test_the_folders_are_sorted_by_their_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"files": []}', b"[" * 100_000,
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"files": []}',
+        b"[" * 100_000,
         json.dumps({"step": "x", "files": {}}).encode(),
     ],
-)  # fmt: skip
+)
 def test_a_manifest_that_cannot_be_read_makes_no_checkpoint(tmp_path: Path, content: bytes) -> None:
     folder = make(tmp_path, "checkpoint-5")
     (folder / FILE_NAME).write_bytes(content)
@@ -85,9 +96,18 @@ def test_a_manifest_that_cannot_be_read_makes_no_checkpoint(tmp_path: Path, cont
 
 
 @pytest.mark.parametrize(
-    "change", [{"epoch": "soon"}, {"files": {"weights.bin": 7}}, {"files": None}, {"identity": []}, {"step": None}]
+    "change",
+    [
+        {"epoch": "soon"},
+        {"files": {"weights.bin": 7}},
+        {"files": None},
+        {"identity": []},
+        {"step": None},
+    ],
 )
-def test_a_manifest_of_wrong_types_makes_no_checkpoint(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_manifest_of_wrong_types_makes_no_checkpoint(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     folder = make(tmp_path, "checkpoint-5")
     content = json.loads((folder / FILE_NAME).read_text())
     (folder / FILE_NAME).write_text(json.dumps(content | change))
@@ -95,7 +115,8 @@ def test_a_manifest_of_wrong_types_makes_no_checkpoint(tmp_path: Path, change: d
 
 
 def test_a_missing_or_shortened_file_makes_no_checkpoint(tmp_path: Path) -> None:
-    short, lacking = make(tmp_path, "checkpoint-5"), make(tmp_path, "checkpoint-6")
+    short = make(tmp_path, "checkpoint-5")
+    lacking = make(tmp_path, "checkpoint-6")
     (short / "weights.bin").write_bytes(b"wei")
     (lacking / "state" / "optimizer.bin").unlink()
     assert find_checkpoints(tmp_path) == ([], [short, lacking])
@@ -149,10 +170,17 @@ def test_pruning_takes_the_oldest_of_its_kind(tmp_path: Path) -> None:
         make(tmp_path, f"checkpoint-{step}-rolling")
     (tmp_path / "checkpoint-3").mkdir()
     assert prune(tmp_path, 0, rolling=False) == []
-    assert [path.name for path in prune(tmp_path, 2, rolling=False)] == ["checkpoint-5", "checkpoint-10"]
+    assert [path.name for path in prune(tmp_path, 2, rolling=False)] == [
+        "checkpoint-5",
+        "checkpoint-10",
+    ]
     assert [path.name for path in prune(tmp_path, 3, rolling=True)] == ["checkpoint-5-rolling"]
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [
-        "checkpoint-10-rolling", "checkpoint-15", "checkpoint-15-rolling", "checkpoint-20", "checkpoint-20-rolling",
+        "checkpoint-10-rolling",
+        "checkpoint-15",
+        "checkpoint-15-rolling",
+        "checkpoint-20",
+        "checkpoint-20-rolling",
         "checkpoint-3",
-    ]  # fmt: skip
+    ]

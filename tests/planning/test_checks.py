@@ -25,7 +25,9 @@ def problems(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings of a config with these settings."""
     config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
     found = check_config(config)
-    return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
+    return [str(each) for each in found if each.fatal], [
+        str(each) for each in found if not each.fatal
+    ]
 
 
 def test_a_plain_config_has_no_problem() -> None:
@@ -108,8 +110,10 @@ def test_schedulers_that_do_not_decay_do_not_mind_the_end() -> None:
 )
 def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> None:
     for settings, total, expected in (
-        ({**switch, key: 10}, 10, [key]), ({**switch, key: 9}, 10, []), ({key: 10, "validation_disable": True}, 10, [])
-    ):  # fmt: skip
+        ({**switch, key: 10}, 10, [key]),
+        ({**switch, key: 9}, 10, []),
+        ({key: 10, "validation_disable": True}, 10, []),
+    ):
         config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
         found = found_by(check_total, config, total)
         assert [each.where for each in found if not each.fatal] == expected
@@ -123,8 +127,16 @@ def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> Non
             "true {global_steps}",
             "{global_steps} is not a placeholder here and stays as it is. Did",
         ),
-        ("post_checkpoint_script", "true {remote_checkpoint_path}", "{remote_checkpoint_path} is not a placeholder"),
-        ("post_checkpoint_script", "true {local_checkpoint_path} {global_step} {tracker_run_name} {}", ""),
+        (
+            "post_checkpoint_script",
+            "true {remote_checkpoint_path}",
+            "{remote_checkpoint_path} is not a placeholder",
+        ),
+        (
+            "post_checkpoint_script",
+            "true {local_checkpoint_path} {global_step} {tracker_run_name} {}",
+            "",
+        ),
     ],
 )
 def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
@@ -133,21 +145,32 @@ def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
     assert [told in each for each in warnings] == ([True] if told else [])
 
 
-@pytest.mark.parametrize(("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)])
+@pytest.mark.parametrize(
+    ("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)]
+)
 def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> None:
-    config = resolve([Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))], Problems())
+    config = resolve(
+        [Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))], Problems()
+    )
     found = found_by(check_total, config, total)
     assert bool(found) == warned
     assert not any(each.fatal for each in found)
 
 
 @pytest.mark.parametrize(
-    ("family", "fatal"), [("kandinsky5-image", [False]), ("kandinsky5-video", [True]), ("sanavideo", [])]
+    ("family", "fatal"),
+    [("kandinsky5-image", [False]), ("kandinsky5-video", [True]), ("sanavideo", [])],
 )
-def test_convolutions_that_no_vae_can_carry_over_time_are_refused(family: str, fatal: list[bool]) -> None:
+def test_convolutions_that_no_vae_can_carry_over_time_are_refused(
+    family: str, fatal: list[bool]
+) -> None:
     settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
     config = resolve([Layer("config.json", list(settings.items()))], Problems())
-    found = [each for each in family_complaints(config, FAMILIES[family]) if each.where == "vae_enable_temporal_roll"]
+    found = [
+        each
+        for each in family_complaints(config, FAMILIES[family])
+        if each.where == "vae_enable_temporal_roll"
+    ]
     assert [each.fatal for each in found] == fatal
 
 
@@ -157,7 +180,9 @@ def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr("simpletuner.planning.resume.time.time", lambda: 1234.5)
     monkeypatch.setattr("simpletuner.planning.resume.secrets.randbelow", lambda bound: 1234)
-    identity = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, seed=77, datasets="", versions={})
+    identity = Identity(
+        "kandinsky5-image", "t2i-lite-sft", "lora", 1, seed=77, datasets="", versions={}
+    )
     manifest = Manifest(5, epoch=1, identity=identity, files={})
     earlier = Checkpoint(Path("checkpoint-5"), 5, rolling=False, manifest=manifest)
     assert decide_seed(configured, None) == 1234
@@ -173,9 +198,12 @@ def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
         ("i2v-pro-distilled-5s", "I2V-Pro-distilled-5s", 16),
     ],
 )
-def test_distilled_flavours_are_previewed_as_they_sample(flavour: str, repository: str, steps: int) -> None:
+def test_distilled_flavours_are_previewed_as_they_sample(
+    flavour: str, repository: str, steps: int
+) -> None:
     values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour}
-    layer, problems = Layer("test", list(values.items())), Problems()
+    layer = Layer("test", list(values.items()))
+    problems = Problems()
     spec = find_family([layer], problems)
     assert spec is not None
     chosen = spec.flavour(flavour)

@@ -35,7 +35,9 @@ def test_a_resumed_run_warns_of_files_that_look_different(
     sample: Sample, settings: dict[str, str], said: str | None
 ) -> None:
     identity = SimpleNamespace(settings=settings)
-    checkpoint: Any = SimpleNamespace(path=Path("checkpoint-8"), manifest=SimpleNamespace(identity=identity))
+    checkpoint: Any = SimpleNamespace(
+        path=Path("checkpoint-8"), manifest=SimpleNamespace(identity=identity)
+    )
     dataset: Any = SimpleNamespace(id="a", samples=(sample,))
     messages = [problem.message for problem in found_by(_check_conversions, [dataset], checkpoint)]
     assert len(messages) == (said is not None)
@@ -44,17 +46,26 @@ def test_a_resumed_run_warns_of_files_that_look_different(
 
 @pytest.mark.parametrize(
     ("version", "file", "is_warned"),
-    [("0.1.0", "kernel_choices.json", True), ("0.2.0", "kernel_choices.json", False), ("0.1.0", "config.json", False)],
+    [
+        ("0.1.0", "kernel_choices.json", True),
+        ("0.2.0", "kernel_choices.json", False),
+        ("0.1.0", "config.json", False),
+    ],
 )
 def test_a_resumed_run_warns_of_kernels_that_were_chosen_by_timing(
     tmp_path: Path, version: str, file: str, is_warned: bool
 ) -> None:
     (tmp_path / file).touch()
     identity = SimpleNamespace(versions={"simpletuner": version})
-    checkpoint: Any = SimpleNamespace(path=tmp_path / "checkpoint-8", manifest=SimpleNamespace(identity=identity))
-    messages = [problem.message for problem in found_by(_check_kernels, tmp_path / "other", checkpoint)]
+    checkpoint: Any = SimpleNamespace(
+        path=tmp_path / "checkpoint-8", manifest=SimpleNamespace(identity=identity)
+    )
+    messages = [
+        problem.message for problem in found_by(_check_kernels, tmp_path / "other", checkpoint)
+    ]
     message = (
-        "checkpoint-8 was written by version 0.1.0, which chose attention kernels by timing. kernel_choices.json is no "
-        "longer read, so the kernels may differ, and with them the rounding."
+        "checkpoint-8 was written by version 0.1.0, which chose attention kernels by timing. "
+        "kernel_choices.json is no longer read, so the kernels may differ, and with them the "
+        "rounding."
     )
     assert messages == ([message] if is_warned else [])

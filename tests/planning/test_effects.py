@@ -80,10 +80,17 @@ ENTRIES: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("video", {"num_frames": 5}, {}),
 )
 EVALUATION = (
-    ("repeats", 2), ("probability", 0.5), ("train_batch_size", 2), ("start_epoch", 2), ("start_step", 3),
-    ("end_epoch", 3), ("end_step", 4), ("timestep_sampling_offset", 0.5), ("is_regularisation_data", True),
+    ("repeats", 2),
+    ("probability", 0.5),
+    ("train_batch_size", 2),
+    ("start_epoch", 2),
+    ("start_step", 3),
+    ("end_epoch", 3),
+    ("end_step", 4),
+    ("timestep_sampling_offset", 0.5),
+    ("is_regularisation_data", True),
     ("slider_strength", 1),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("key", "value", "beside"), ENTRIES, ids=[key for key, _, _ in ENTRIES])
@@ -102,7 +109,13 @@ def test_a_key_of_training_on_evaluation_data_is_a_warning(
     workspace: Workspace, capsys: Capture, key: str, value: Any
 ) -> None:
     workspace.add_pictures("datasets/held", 2, seed=3)
-    held = {**DATASETS[0], "id": "held", "dataset_type": "eval", "instance_data_dir": "datasets/held", "repeats": 0}
+    held = {
+        **DATASETS[0],
+        "id": "held",
+        "dataset_type": "eval",
+        "instance_data_dir": "datasets/held",
+        "repeats": 0,
+    }
     workspace.write_datasets([DATASETS[0], {**held, key: value}, DATASETS[1]])
 
     told = plan_warnings(workspace, capsys, EVALUATED)
@@ -110,22 +123,39 @@ def test_a_key_of_training_on_evaluation_data_is_a_warning(
     assert f"held.{key}: has no effect: the dataset is not trained." in told
 
 
-def test_a_key_of_pictures_on_a_text_cache_is_a_warning(workspace: Workspace, capsys: Capture) -> None:
+def test_a_key_of_pictures_on_a_text_cache_is_a_warning(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.write_datasets([DATASETS[0], {**DATASETS[1], "resolution": 512}])
 
     told = plan_warnings(workspace, capsys, {})
 
-    assert told == ["", "text.resolution: has no effect: an entry of text_embeds only names a cache."]
+    assert told == [
+        "",
+        "text.resolution: has no effect: an entry of text_embeds only names a cache.",
+    ]
 
 
 def test_keys_of_datasets_that_act_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
     acting = {
-        "crop": True, "crop_aspect": "random", "crop_aspect_buckets": [1.0], "crop_style": "center", "repeats": 2,
-        "max_upscale_threshold": 0.2, "vae_cache_clear_each_epoch": True, "disable_multiline_split": True,
-        "instance_prompt": "zkt", "prepend_instance_prompt": True, "maximum_image_size": 512, "start_epoch": 1,
-        "target_downsample_size": 256, "caption_shuffle": {"enable": True, "count": 2}, "probability": 0.5,
-        "timestep_sampling_offset": 0.5, "train_batch_size": 1,
-    }  # fmt: skip
+        "crop": True,
+        "crop_aspect": "random",
+        "crop_aspect_buckets": [1.0],
+        "crop_style": "center",
+        "repeats": 2,
+        "max_upscale_threshold": 0.2,
+        "vae_cache_clear_each_epoch": True,
+        "disable_multiline_split": True,
+        "instance_prompt": "zkt",
+        "prepend_instance_prompt": True,
+        "maximum_image_size": 512,
+        "start_epoch": 1,
+        "target_downsample_size": 256,
+        "caption_shuffle": {"enable": True, "count": 2},
+        "probability": 0.5,
+        "timestep_sampling_offset": 0.5,
+        "train_batch_size": 1,
+    }
     workspace.write_datasets([{**DATASETS[0], **acting}, DATASETS[1]])
 
     told = plan_warnings(workspace, capsys, {})
@@ -142,36 +172,56 @@ def test_keys_that_act_are_not_reported(workspace: Workspace, capsys: Capture) -
         "hold_out": 2,
     }
     workspace.add_pictures("datasets/more", 6, seed=1)
-    workspace.write_datasets([{**DATASETS[0], "hold_out": 2}, {k: v for k, v in second.items() if v}, DATASETS[1]])
+    workspace.write_datasets(
+        [{**DATASETS[0], "hold_out": 2}, {k: v for k, v in second.items() if v}, DATASETS[1]]
+    )
     acting = {
-        "base_model_precision": "int8-quanto", "quantize_via": "accelerator", "lr_scale": True, "vae_batch_size": 2,
-        "vae_enable_slicing": True, "num_eval_images": 2, "validation_negative_prompt": "blurry",
-        "data_backend_sampling": "uniform", "disable_segmented_timestep_sampling": True, "caption_strategy": "textfile",
-        "eval_steps_interval": 2, "eval_timesteps": 5, "eval_dataset_pooling": True, "webhook_images": "base64",
+        "base_model_precision": "int8-quanto",
+        "quantize_via": "accelerator",
+        "lr_scale": True,
+        "vae_batch_size": 2,
+        "vae_enable_slicing": True,
+        "num_eval_images": 2,
+        "validation_negative_prompt": "blurry",
+        "data_backend_sampling": "uniform",
+        "disable_segmented_timestep_sampling": True,
+        "caption_strategy": "textfile",
+        "eval_steps_interval": 2,
+        "eval_timesteps": 5,
+        "eval_dataset_pooling": True,
+        "webhook_images": "base64",
         "webhook_config": {"webhook_type": "raw", "callback_url": "https://example.org/x"},
         "tracker_project_name": "cats",
-    }  # fmt: skip
+    }
 
     told = plan_warnings(workspace, capsys, {**acting, **PREVIEWS})
 
     assert [line for line in told if "has no effect" in line] == []
 
 
-def test_a_run_on_regularisation_data_alone_is_refused(workspace: Workspace, capsys: Capture) -> None:
+def test_a_run_on_regularisation_data_alone_is_refused(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.write_datasets([{**DATASETS[0], "is_regularisation_data": True}, DATASETS[1]])
 
-    assert complaint(workspace, capsys).startswith("pictures.is_regularisation_data: is set on every dataset")
+    assert complaint(workspace, capsys).startswith(
+        "pictures.is_regularisation_data: is set on every dataset"
+    )
 
 
 @pytest.mark.parametrize("folder", ["/", "~", "//", "/."])
-def test_results_go_to_a_folder_of_their_own(workspace: Workspace, capsys: Capture, folder: str) -> None:
+def test_results_go_to_a_folder_of_their_own(
+    workspace: Workspace, capsys: Capture, folder: str
+) -> None:
     workspace.write_config(output_dir=folder)
 
     assert complaint(workspace, capsys).startswith(f"output_dir: {folder!r} is the ")
 
 
 def test_every_number_has_limits() -> None:
-    """Above a default limit of a billion, which is for steps, every number that is no count says what is plausible."""
+    """Above a default limit of a billion, which is for steps, every number that is no count says
+    what is plausible.
+    """
     free = {"seed", "validation_seed", "caption_shuffle.seed"}
     for name, option in {**all_options(), **dataset_options()}.items():
         if option.type_name == "number" and name not in free:
@@ -179,12 +229,16 @@ def test_every_number_has_limits() -> None:
             assert option.limits.keys() & {"ge", "gt"}, name
 
 
-@pytest.mark.parametrize("setting", ["noise_offset=1e9", "tokenizer_max_length=3", "learning_rate=1e9"])
+@pytest.mark.parametrize(
+    "setting", ["noise_offset=1e9", "tokenizer_max_length=3", "learning_rate=1e9"]
+)
 def test_numbers_that_no_run_can_mean(workspace: Workspace, capsys: Capture, setting: str) -> None:
     assert "is out of range" in complaint(workspace, capsys, "plan", setting)
 
 
-def test_unknown_keys_in_a_prompt_library_are_errors(workspace: Workspace, capsys: Capture, tmp_path: Path) -> None:
+def test_unknown_keys_in_a_prompt_library_are_errors(
+    workspace: Workspace, capsys: Capture, tmp_path: Path
+) -> None:
     library = {"a": {"prompt": "a cat", "promt": 2}, "b": {"prompt": "a dog", "_note": "mine"}}
     workspace.path("library.json").write_text(json.dumps(library))
     workspace.write_config(user_prompt_library="library.json", **PREVIEWS)
@@ -192,11 +246,14 @@ def test_unknown_keys_in_a_prompt_library_are_errors(workspace: Workspace, capsy
     (problem,) = complaints(workspace, capsys)
 
     assert problem == (
-        "user_prompt_library: library.json: 'promt' of 'a' is not a known key (prompt). Did you mean 'prompt'?"
+        "user_prompt_library: library.json: 'promt' of 'a' is not a known key (prompt). Did "
+        "you mean 'prompt'?"
     )
 
 
-def test_a_user_without_a_home_folder_can_plan(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_folder_can_plan(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a container that runs under an arbitrary user id."""
 
     def no_such_user(_: int) -> None:

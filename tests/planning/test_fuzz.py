@@ -1,4 +1,6 @@
-"""Whatever a file holds, a plan answers with 0 or 2 and never with a traceback. Seeded, so that a failure repeats."""
+"""Whatever a file holds, a plan answers with 0 or 2 and never with a traceback. Seeded, so that a
+failure repeats.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,78 @@ from tests.tools.workspace import DATASETS, Workspace
 
 KEYS = sorted(all_options())
 DATASET_KEYS = sorted(DatasetConfig.model_fields)
-INNER_KEYS = {"video": sorted(VideoConfig.model_fields), "parquet": sorted(ParquetConfig.model_fields)}
+INNER_KEYS = {
+    "video": sorted(VideoConfig.model_fields),
+    "parquet": sorted(ParquetConfig.model_fields),
+}
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2.5, 1e308, -1e308, 10**30, 10**400, "", " ", "none", "auto", "~nobody/y", "~", ".",
-    "..", "/", "\0", "\ud800", "é" * 300, "a" * 5000, "नमस्ते", "{env:NOT_SET}", "{env:HOME}", "{id}", "[1", "[]", "{}",
-    "[[[[]]]]", [], {}, [None], [[]], {"a": 1}, [1, "a", {}], float("nan"), float("inf"), "nan", "1e5", "1e400", "0x10",
-    "1_000", "१२", "true", "TRUE", "\n", "a,b", "1x1", "x", "128x", "0x0", "-1x5", "\x1b[31m", ["a"], "id", "pictures",
-    "text", "local", "image", "conditioning", "closest", "random", "parquet",
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2.5,
+    1e308,
+    -1e308,
+    10**30,
+    10**400,
+    "",
+    " ",
+    "none",
+    "auto",
+    "~nobody/y",
+    "~",
+    ".",
+    "..",
+    "/",
+    "\0",
+    "\ud800",
+    "é" * 300,
+    "a" * 5000,
+    "नमस्ते",
+    "{env:NOT_SET}",
+    "{env:HOME}",
+    "{id}",
+    "[1",
+    "[]",
+    "{}",
+    "[[[[]]]]",
+    [],
+    {},
+    [None],
+    [[]],
+    {"a": 1},
+    [1, "a", {}],
+    float("nan"),
+    float("inf"),
+    "nan",
+    "1e5",
+    "1e400",
+    "0x10",
+    "1_000",
+    "१२",
+    "true",
+    "TRUE",
+    "\n",
+    "a,b",
+    "1x1",
+    "x",
+    "128x",
+    "0x0",
+    "-1x5",
+    "\x1b[31m",
+    ["a"],
+    "id",
+    "pictures",
+    "text",
+    "local",
+    "image",
+    "conditioning",
+    "closest",
+    "random",
+    "parquet",
+)
 SPLINTERS = ('"', "{", "}", ",", "\\", "\0", "9" * 5000, "[" * 5000, "\ufeff", "// x\n", "'")
 
 
@@ -34,7 +100,8 @@ def shaken(chance: random.Random, workspace: Workspace) -> tuple[str, str]:
     for _ in range(chance.choice((0, 1, 1, 3))):
         config[chance.choice(KEYS)] = chance.choice(VALUES)
     for _ in range(chance.choice((0, 1, 1, 3))):
-        key, value = chance.choice(DATASET_KEYS), chance.choice(VALUES)
+        key = chance.choice(DATASET_KEYS)
+        value = chance.choice(VALUES)
         if key in INNER_KEYS:
             value = {chance.choice(INNER_KEYS[key]): value}
         chance.choice(datasets)[key] = value
@@ -49,7 +116,8 @@ def splintered(chance: random.Random, text: str) -> str:
 
 
 def answer(workspace: Workspace, *arguments: str) -> tuple[int, str]:
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         return workspace.run("plan", *arguments), err.getvalue()
 
@@ -63,7 +131,9 @@ def test_shaken_files(workspace: Workspace, seed: int) -> None:
         config, datasets = shaken(chance, workspace)
         workspace.path("config/shaken.json").write_text(config, encoding="utf-8")
         workspace.path("config/datasets.json").write_text(datasets, encoding="utf-8")
-        code, told = answer(workspace, "config_path=config/shaken.json", "data_backend_config=config/datasets.json")
+        code, told = answer(
+            workspace, "config_path=config/shaken.json", "data_backend_config=config/datasets.json"
+        )
         assert code in (0, 2), f"{told}\n{config}\n{datasets}"
         outcomes.add(code)
     assert outcomes == {0, 2}, "some go well, or nothing behind the loader was tried"
@@ -71,7 +141,19 @@ def test_shaken_files(workspace: Workspace, seed: int) -> None:
 
 def test_shaken_command_lines(workspace: Workspace) -> None:
     chance = random.Random(0)
-    words = [*map(str, VALUES), "--", "=", "--=", "-", "--env", "--example", "--seed", "env=", "--use_ema", "seed=1"]
+    words = [
+        *map(str, VALUES),
+        "--",
+        "=",
+        "--=",
+        "-",
+        "--env",
+        "--example",
+        "--seed",
+        "env=",
+        "--use_ema",
+        "seed=1",
+    ]
     for _ in range(60):
         typed = [chance.choice(words) for _ in range(chance.randint(1, 4))]
         typed.append(f"{chance.choice(KEYS)}={chance.choice(words)}")
@@ -83,7 +165,12 @@ def test_shaken_command_lines(workspace: Workspace) -> None:
 def test_noise_in_place_of_every_file(workspace: Workspace, seed: int) -> None:
     chance = random.Random(seed)
     workspace.write_config(user_prompt_library="config/library.json", validation_disable=False)
-    for name in ("config/library.json", "config/multidatabackend.json", "config/config.env", "config/config.json"):
+    for name in (
+        "config/library.json",
+        "config/multidatabackend.json",
+        "config/config.env",
+        "config/config.json",
+    ):
         for size in (0, 1, 3, 200):
             path = workspace.path(name)
             before = path.read_bytes() if path.exists() else None

@@ -24,9 +24,19 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
     ({"lora_type": "lokr"}, "lora_type lokr"),
     *(
         ({"optimizer": name, "model_type": "full"}, f"optimizer '{name}'")
-        for name in ("prodigy", "muon", "optimi-stableadamw", "ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw")
+        for name in (
+            "prodigy",
+            "muon",
+            "optimi-stableadamw",
+            "ao-adamw8bit",
+            "bnb-adamw8bit",
+            "bnb-adamw",
+        )
     ),
-    ({"model_type": "full", "mixed_precision": "fp16", "optimizer": "adamw"}, "mixed_precision fp16"),
+    (
+        {"model_type": "full", "mixed_precision": "fp16", "optimizer": "adamw"},
+        "mixed_precision fp16",
+    ),
     ({"use_dora": True, "lora_format": "comfyui"}, "lora_format comfyui"),
 ]
 
@@ -38,8 +48,12 @@ def config(**settings: Any) -> Any:
 
 def told(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings; packages that are not installed do not count."""
-    found = [each for each in check_config(config(**settings)) if "not installed" not in each.message]
-    return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
+    found = [
+        each for each in check_config(config(**settings)) if "not installed" not in each.message
+    ]
+    return [str(each) for each in found if each.fatal], [
+        str(each) for each in found if not each.fatal
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +63,12 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
         {"num_processes": 4, "num_machines": 2},
         SHARDED,
         {**SHARDED, "model_type": "full", "optimizer": "adamw"},
-        {**SHARDED, "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_cpu_ram_efficient_loading": True},
+        {
+            **SHARDED,
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": False,
+            "fsdp_cpu_ram_efficient_loading": True,
+        },
         {**SHARDED, "lora_init_type": "pissa", "mixed_precision": "no"},
         {**SHARDED, "optimizer": "muon"},  # every process has the whole LoRA
         {"num_processes": 4, "enable_group_offload": True, "base_model_precision": "int8-quanto"},
@@ -73,11 +92,15 @@ def test_processes_that_torchrun_restarts_go_on_instead_of_starting_their_branch
 @pytest.mark.parametrize(("processes", "allowed"), [(1, "2"), (5, "4 or 6")])
 def test_machines_have_equally_many_processes(processes: int, allowed: str) -> None:
     (error,), _ = told(num_processes=processes, num_machines=2)
-    assert error.startswith(f"num_processes: {processes} processes cannot be shared equally by num_machines 2; ")
+    assert error.startswith(
+        f"num_processes: {processes} processes cannot be shared equally by num_machines 2; "
+    )
     assert error.endswith(f"all machines: {allowed}.")
 
 
-@pytest.mark.parametrize(("settings", "other"), EXCLUDED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("settings", "other"), EXCLUDED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_what_fsdp_excludes(settings: dict[str, Any], other: str) -> None:
     (error,), _ = told(**SHARDED, **settings)
     assert error.startswith(f"fsdp_enable: cannot be combined with {other}: ")
@@ -107,15 +130,38 @@ def test_what_sharing_tokens_excludes(settings: dict[str, Any], error: str) -> N
     [
         ("t2v-lite-sft-5s", 8, 1, 4, None),
         ("t2v-pro-sft-10s-hd", 8, 1, 8, None),
-        ("t2v-lite-sft-5s", 8, 1, 8, "8 must divide the 28 heads of the model and the 8 processes of each machine: "
-         "use 1, 2, 4."),
-        ("t2v-pro-sft-10s-hd", 8, 2, 8, "8 must divide the 32 heads of the model and the 4 processes of each machine: "
-         "use 1, 2, 4."),
-        ("t2v-pro-sft-10s-hd", 1, 1, 2, "2 must divide the 32 heads of the model and the 1 process of each machine: "
-         "use 1."),
-        ("2b-480p", 2, 1, 2, "2: a block of Sana Video needs all tokens of a sample together; use 1."),
+        (
+            "t2v-lite-sft-5s",
+            8,
+            1,
+            8,
+            "8 must divide the 28 heads of the model and the 8 processes of each machine: "
+            "use 1, 2, 4.",
+        ),
+        (
+            "t2v-pro-sft-10s-hd",
+            8,
+            2,
+            8,
+            "8 must divide the 32 heads of the model and the 4 processes of each machine: "
+            "use 1, 2, 4.",
+        ),
+        (
+            "t2v-pro-sft-10s-hd",
+            1,
+            1,
+            2,
+            "2 must divide the 32 heads of the model and the 1 process of each machine: use 1.",
+        ),
+        (
+            "2b-480p",
+            2,
+            1,
+            2,
+            "2: a block of Sana Video needs all tokens of a sample together; use 1.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_processes_divide_heads_and_machines(
     flavour: str, processes: int, machines: int, size: int, error: str | None
 ) -> None:
@@ -125,7 +171,9 @@ def test_processes_divide_heads_and_machines(
     chosen = family.flavour(flavour)
     source = ModelSource.from_settings(family, chosen, settled.flat)
     model = Model(config=settled, spec=family, flavour=chosen, source=source)
-    assert list(map(str, found_by(check_sequence, model))) == ([f"sequence_parallel_size: {error}"] if error else [])
+    assert list(map(str, found_by(check_sequence, model))) == (
+        [f"sequence_parallel_size: {error}"] if error else []
+    )
 
 
 def test_processes_that_share_tokens_get_the_same_samples() -> None:
@@ -146,7 +194,10 @@ def test_where_fsdp_may_be_used() -> None:
     [
         ({"fsdp_enable": True}, "fsdp_enable: has no effect: one process has nothing to shard."),
         ({**SHARDED, "fsdp_version": 1}, "fsdp_version: '1' is deprecated"),
-        ({**SHARDED, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy: 'NO_WRAP' is treated as"),
+        (
+            {**SHARDED, "fsdp_auto_wrap_policy": "NO_WRAP"},
+            "fsdp_auto_wrap_policy: 'NO_WRAP' is treated as",
+        ),
     ],
 )
 def test_what_is_only_noted(settings: dict[str, Any], key: str) -> None:

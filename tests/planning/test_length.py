@@ -52,11 +52,19 @@ def save_checkpoint(workspace: Workspace, step: int, epoch: int, progress: Progr
         (({"end_epoch": 1}, {"start_epoch": 3}), (), "from step 5 on (epoch 2)"),
         (({"end_step": 3}, {"end_epoch": 2}), (), "from step 10 on (epoch 3)"),
         (({"end_step": 15}, {"end_step": 19}), (), "from step 20 on (epoch 4)"),
-        (({"end_epoch": 2}, {"end_epoch": 2}), ("max_train_steps=", "num_train_epochs=3"), "num_train_epochs 2"),
+        (
+            ({"end_epoch": 2}, {"end_epoch": 2}),
+            ("max_train_steps=", "num_train_epochs=3"),
+            "num_train_epochs 2",
+        ),
     ],
 )
 def test_a_schedule_with_a_gap_is_refused_with_the_length_that_avoids_it(
-    workspace: Workspace, capsys: Capture, windows: tuple[dict[str, int], ...], settings: tuple[str, ...], words: str
+    workspace: Workspace,
+    capsys: Capture,
+    windows: tuple[dict[str, int], ...],
+    settings: tuple[str, ...],
+    words: str,
 ) -> None:
     first, later = windows
     workspace.write_datasets([pictures(**first), second(**later), TEXTS])
@@ -71,7 +79,9 @@ def test_a_schedule_with_a_gap_is_refused_with_the_length_that_avoids_it(
 
 
 @pytest.mark.parametrize("epochs", [False, True])
-@pytest.mark.parametrize("window", [{"start_step": 21}, {"start_epoch": 6}, {"start_epoch": 4, "end_step": 8}])
+@pytest.mark.parametrize(
+    "window", [{"start_step": 21}, {"start_epoch": 6}, {"start_epoch": 4, "end_step": 8}]
+)
 def test_a_dataset_that_never_takes_part_is_mentioned(
     workspace: Workspace, capsys: Capture, window: dict[str, int], epochs: bool
 ) -> None:
@@ -93,18 +103,25 @@ CHANGES: dict[str, tuple[dict[str, Any], int]] = {  # and the batches of an epoc
 PLACES = {"in an epoch": (6, 2, 2), "at its end": (8, 2, 4), "at its beginning": (5, 2, 1)}
 
 
-CONTINUED = [*product(CHANGES, PLACES, (1,)), *product(CHANGES, ("in an epoch", "at its end"), (2,))]
+CONTINUED = [
+    *product(CHANGES, PLACES, (1,)),
+    *product(CHANGES, ("in an epoch", "at its end"), (2,)),
+]
 
 
 @pytest.mark.parametrize(("change", "place", "accumulation"), CONTINUED)
 def test_what_is_left_is_counted_in_epochs_of_the_data_of_today(
     workspace: Workspace, change: str, place: str, accumulation: int
 ) -> None:
-    workspace.write_config(max_train_steps=None, num_train_epochs=4, gradient_accumulation_steps=accumulation)
+    workspace.write_config(
+        max_train_steps=None, num_train_epochs=4, gradient_accumulation_steps=accumulation
+    )
     workspace.write_datasets([pictures(), TEXTS])
     micro_batches, epoch, position = PLACES[place]
     step = micro_batches // accumulation
-    save_checkpoint(workspace, step, epoch, Progress(position, epoch - (position < 4), 16 // accumulation))
+    save_checkpoint(
+        workspace, step, epoch, Progress(position, epoch - (position < 4), 16 // accumulation)
+    )
     keys, per_epoch = CHANGES[change]
     workspace.write_datasets([pictures(**keys), TEXTS])
     left = 4 - epoch if place == "at its end" else 4 - epoch + 1
@@ -130,7 +147,10 @@ def test_the_plan_says_what_is_left(workspace: Workspace, capsys: Capture) -> No
     workspace.write_datasets([pictures(repeats=1), TEXTS])
     assert workspace.run("plan") == 0
     shown = capsys.readouterr().out
-    assert "continues from step 6 (checkpoint-6); 16 steps are left: epochs 2 to 3 of today's data" in shown
+    assert (
+        "continues from step 6 (checkpoint-6); 16 steps are left: epochs 2 to 3 of today's data"
+        in shown
+    )
     assert "the datasets are not those of checkpoint-6; epoch 2 starts over." in shown
 
 
@@ -158,7 +178,10 @@ def test_files_that_came_and_went_since_the_checkpoint_are_counted(
     (line,) = [line for line in shown.splitlines() if "pictures.resolution: " in line]
     assert "checkpoint-6 was trained with 4 of 64x64, 4 of 80x48, and now there are " in line
     assert line.endswith(f"; epoch 2 starts over. {words}")
-    assert "with other captions, or with captions of other files; the new value applies from here on" in shown
+    assert (
+        "with other captions, or with captions of other files; the new value applies from here on"
+        in shown
+    )
     assert "digest" not in shown
 
 
@@ -176,8 +199,16 @@ def test_a_checkpoint_of_an_earlier_version_continues_its_epoch(workspace: Works
 @pytest.mark.parametrize(
     ("settings", "progress", "words"),
     [
-        (("max_train_steps=5",), Progress(2, 1, 12), "max_train_steps: 5 is below step 6 of checkpoint-6"),
-        (("max_train_steps=", "num_train_epochs=1"), Progress(2, 1, 12), "1 is below epoch 2 of checkpoint-6"),
+        (
+            ("max_train_steps=5",),
+            Progress(2, 1, 12),
+            "max_train_steps: 5 is below step 6 of checkpoint-6",
+        ),
+        (
+            ("max_train_steps=", "num_train_epochs=1"),
+            Progress(2, 1, 12),
+            "1 is below epoch 2 of checkpoint-6",
+        ),
     ],
 )
 def test_a_session_without_a_step_is_refused(
@@ -188,8 +219,12 @@ def test_a_session_without_a_step_is_refused(
     assert words in complaint(workspace, capsys, "plan", *settings)
 
 
-@pytest.mark.parametrize("command", [("verify",), ("gc",), ("explain", "pictures/p0.png"), ("fill",)])
-def test_caches_are_served_whatever_number_of_steps_is_done(workspace: Workspace, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "command", [("verify",), ("gc",), ("explain", "pictures/p0.png"), ("fill",)]
+)
+def test_caches_are_served_whatever_number_of_steps_is_done(
+    workspace: Workspace, command: tuple[str, ...]
+) -> None:
     workspace.write_datasets([pictures(), TEXTS])
     save_checkpoint(workspace, 6, 2, Progress(2, 1, 12))
 
@@ -199,11 +234,17 @@ def test_caches_are_served_whatever_number_of_steps_is_done(workspace: Workspace
 def test_a_finished_run_on_other_data_is_refused(trained: Workspace, capsys: Capture) -> None:
     trained.write_datasets([pictures(), TEXTS])
     told = complaint(trained, capsys, "train")
-    assert told == "max_train_steps: 4 steps are done, and the datasets have changed since: raise it to train on them."
+    assert (
+        told
+        == "max_train_steps: 4 steps are done, and the datasets have changed since: raise it to "
+        "train on them."
+    )
     assert trained.run("plan", "max_train_steps=8") == 0, "the advice works"
 
 
-@pytest.mark.parametrize(("lora_step", "steps", "left"), [(100, 8, None), (8, 8, None), (4, 8, 4), (0, 8, 8)])
+@pytest.mark.parametrize(
+    ("lora_step", "steps", "left"), [(100, 8, None), (8, 8, None), (4, 8, 4), (0, 8, 8)]
+)
 def test_steps_of_the_lora_to_start_from_count(
     trained: Workspace, capsys: Capture, lora_step: int, steps: int, left: int | None
 ) -> None:
@@ -221,27 +262,39 @@ def test_steps_of_the_lora_to_start_from_count(
     assert plan.length.total_steps == lora_step + 16
 
 
-def test_a_longer_run_says_how_its_learning_rate_jumps(workspace: Workspace, capsys: Capture) -> None:
+def test_a_longer_run_says_how_its_learning_rate_jumps(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.write_config(lr_scheduler="cosine")
     workspace.write_datasets([pictures(), TEXTS])
     save_checkpoint(workspace, 6, 2, Progress(2, 1, 6))
     told = warnings(workspace, capsys, "max_train_steps=12")
     assert "lr_scheduler: cosine was computed for 6 steps and now is for 12" in told
     assert "from 4e-07 in step 6 to 0.000429 in step 7" in told
-    assert "lr_scheduler" not in warnings(workspace, capsys, "max_train_steps=12", "lr_scheduler=constant")
+    assert "lr_scheduler" not in warnings(
+        workspace, capsys, "max_train_steps=12", "lr_scheduler=constant"
+    )
 
 
-def test_a_dataset_of_earlier_sessions_has_taken_part(workspace: Workspace, capsys: Capture) -> None:
+def test_a_dataset_of_earlier_sessions_has_taken_part(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.write_config(max_train_steps=None, num_train_epochs=2)
-    workspace.write_datasets([pictures(), second(end_epoch=1), second(id="late", start_epoch=3), TEXTS])
+    workspace.write_datasets(
+        [pictures(), second(end_epoch=1), second(id="late", start_epoch=3), TEXTS]
+    )
     save_checkpoint(workspace, 12, 2, Progress(4, 2, 12))
     told = warnings(workspace, capsys)
     assert "late: never takes part" in told
     assert told.count("never takes part") == 1
 
 
-@pytest.mark.parametrize("change", [{"probability": 2.0}, {"end_step": 300}, {"start_epoch": 1, "end_epoch": 90}])
-def test_an_order_that_changes_is_said(workspace: Workspace, capsys: Capture, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"probability": 2.0}, {"end_step": 300}, {"start_epoch": 1, "end_epoch": 90}]
+)
+def test_an_order_that_changes_is_said(
+    workspace: Workspace, capsys: Capture, change: dict[str, Any]
+) -> None:
     """Otherwise a run would continue in the middle of an epoch of another order."""
     workspace.write_datasets([pictures(), second(), TEXTS])
     save_checkpoint(workspace, 6, 1, Progress(6, 0, 20))
@@ -253,7 +306,9 @@ def test_an_order_that_changes_is_said(workspace: Workspace, capsys: Capture, ch
     assert not planned(workspace, "max_train_steps=20").same_data
 
 
-def test_a_window_of_steps_moves_with_the_accumulation(workspace: Workspace, capsys: Capture) -> None:
+def test_a_window_of_steps_moves_with_the_accumulation(
+    workspace: Workspace, capsys: Capture
+) -> None:
     for window, moves in (({}, False), ({"end_step": 300}, True)):
         workspace.write_datasets([pictures(), second(**window), TEXTS])
         save_checkpoint(workspace, 4 + moves, 1, Progress(4 + moves, 0, 20))

@@ -43,12 +43,18 @@ Holder = subprocess.Popen[str]
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Callable[[Path], Holder]]:
-    """Starts a process that takes a folder's lock at the first line it reads and releases it at the second."""
+    """Starts a process that takes a folder's lock at the first line it reads and releases it at the
+    second.
+    """
     started: list[Holder] = []
 
     def start(folder: Path) -> Holder:
         command = [sys.executable, "-c", HOLD, str(folder), "--auth_token=open-sesame"]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1))
+        started.append(
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            )
+        )
         assert hear(started[-1]) == "ready\n"
         return started[-1]
 
@@ -73,7 +79,10 @@ def write_lock(folder: Path, owner: Owner) -> None:
 
 
 def test_a_second_run_is_refused_before_it_writes(
-    tmp_path: Path, t2i_checkpoint: Path, holder: Callable[[Path], Holder], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    t2i_checkpoint: Path,
+    holder: Callable[[Path], Holder],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     workspace = Workspace.create(tmp_path, t2i_checkpoint)
     output = workspace.path("output")
@@ -84,7 +93,10 @@ def test_a_second_run_is_refused_before_it_writes(
     assert "open-sesame" not in (output / LOCK_FILE).read_text(), "everybody may read it"
     assert workspace.train() == 2
     message = capsys.readouterr().err
-    assert f"output is in use by process {first.pid} on {this_process().host} (`-c {output}`" in message
+    assert (
+        f"output is in use by process {first.pid} on {this_process().host} (`-c {output}`"
+        in message
+    )
     assert re.search(r"`, started [\d.:]+( s)? ago\)", message)
     assert [path.name for path in output.iterdir()] == [LOCK_FILE]
     assert workspace.train("--dry-run") == 0, "who only reads takes no lock"
@@ -93,19 +105,25 @@ def test_a_second_run_is_refused_before_it_writes(
     assert list(output.iterdir()) == []
 
 
-def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, holder: Callable[[Path], Holder]) -> None:
+def test_the_lock_of_a_killed_run_is_taken_over(
+    tmp_path: Path, holder: Callable[[Path], Holder]
+) -> None:
     first = holder(tmp_path)
     tell(first)
     assert hear(first) == "held\n"
     first.kill()
-    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+    os.waitid(
+        os.P_PID, first.pid, os.WEXITED | os.WNOWAIT
+    )  # it has ended, and nobody has collected it
     assert (tmp_path / LOCK_FILE).exists()
     with lock_output(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == this_process().pid
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_of_several_that_find_a_dead_owner_one_gets_the_lock(tmp_path: Path, holder: Callable[[Path], Holder]) -> None:
+def test_of_several_that_find_a_dead_owner_one_gets_the_lock(
+    tmp_path: Path, holder: Callable[[Path], Holder]
+) -> None:
     write_lock(tmp_path, replace(this_process(), started="0"))
     several = [holder(tmp_path) for _ in range(4)]
     for each in several:
@@ -122,7 +140,13 @@ def test_a_lock_goes_with_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"boot": "an earlier one"}, {"started": "1"}, {"pid": 2**30, "started": ""}, {"host": "elsewhere"}]
+    "change",
+    [
+        {"boot": "an earlier one"},
+        {"started": "1"},
+        {"pid": 2**30, "started": ""},
+        {"host": "elsewhere"},
+    ],
 )
 def test_an_owner_of_another_time_or_place_does_not_live_here(change: dict[str, Any]) -> None:
     assert this_process().lives_here
@@ -137,7 +161,8 @@ def test_a_lock_that_nobody_holds_may_say_anything(tmp_path: Path, content: byte
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"", "in use by a process that has just"), (b"[1]", "does not say which")]
+    ("content", "words"),
+    [(b"", "in use by a process that has just"), (b"[1]", "does not say which")],
 )
 def test_a_lock_that_is_held_and_names_nobody(tmp_path: Path, content: bytes, words: str) -> None:
     with (tmp_path / LOCK_FILE).open("wb") as file:
@@ -163,10 +188,14 @@ def test_a_lock_that_its_owner_on_another_host_refreshes_is_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a disk that keeps the locks of machines apart."""
-    owner, path = replace(this_process(), host="elsewhere"), tmp_path / LOCK_FILE
+    owner = replace(this_process(), host="elsewhere")
+    path = tmp_path / LOCK_FILE
     write_lock(tmp_path, owner)
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: os.utime(path, (1, 1)))
-    with pytest.raises(UserError, match=r"is in use by process .* on elsewhere"), lock_output(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"is in use by process .* on elsewhere"),
+        lock_output(tmp_path),
+    ):
         pass
     assert json.loads(path.read_text()) == asdict(owner)
 
@@ -192,12 +221,17 @@ def test_whoever_has_lost_its_lock_ends(tmp_path: Path, monkeypatch: pytest.Monk
     with lock_output(tmp_path):
         write_lock(tmp_path, replace(this_process(), host="elsewhere"))
         assert ended.wait(60)
-    assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "elsewhere", "it is not removed either"
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "elsewhere", (
+        "it is not removed either"
+    )
 
 
-def test_a_lock_that_was_removed_meanwhile_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_was_removed_meanwhile_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its owner ended between the opening of the file and its locking."""
-    path, held = tmp_path / LOCK_FILE, list[BinaryIO]()
+    path = tmp_path / LOCK_FILE
+    held: list[BinaryIO] = []
 
     def hold_too_late(file: BinaryIO, *, wait: bool) -> bool:
         if not held:
@@ -224,7 +258,9 @@ def test_a_run_that_ends_leaves_the_lock_of_another(tmp_path: Path) -> None:
 def test_a_disk_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    """The name of a living process, or of another machine that refreshes it, still refuses a second run."""
+    """The name of a living process, or of another machine that refreshes it, still refuses a second
+    run.
+    """
 
     def refuse(file: BinaryIO, how: int) -> None:
         raise OSError(code, os.strerror(code))
@@ -233,7 +269,10 @@ def test_a_disk_without_locks(
     monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.2)
     with lock_output(tmp_path):
         assert "is on a disk without locks. Start one run at a time" in caplog.text
-        with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on"), lock_output(tmp_path):
+        with (
+            pytest.raises(UserError, match=rf"in use by process {os.getpid()} on"),
+            lock_output(tmp_path),
+        ):
             pass
     assert list(tmp_path.iterdir()) == []
     write_lock(tmp_path, replace(this_process(), host="elsewhere"))

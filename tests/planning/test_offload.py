@@ -1,4 +1,6 @@
-"""What offloading excludes and needs is told before anything is loaded, with both keys and the reason."""
+"""What offloading excludes and needs is told before anything is loaded, with both keys and the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,35 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings."""
     config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
     found = check_config(config)
-    return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
+    return [str(each) for each in found if each.fatal], [
+        str(each) for each in found if not each.fatal
+    ]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        {"enable_group_offload": True, "group_offload_use_stream": True, "group_offload_blocks_per_group": 2},
+        {
+            "enable_group_offload": True,
+            "group_offload_use_stream": True,
+            "group_offload_blocks_per_group": 2,
+        },
         {"enable_group_offload": True, "gradient_checkpointing": False},
         {"enable_group_offload": True, "base_model_precision": "int8-quanto"},
-        {"enable_group_offload": True, "group_offload_resident_blocks": 5, "offload_block_inputs": True},
+        {
+            "enable_group_offload": True,
+            "group_offload_resident_blocks": 5,
+            "offload_block_inputs": True,
+        },
         {"group_offload_text_encoder": True, "group_offload_use_stream": True},
         {"group_offload_text_encoder": True, "group_offload_vae": True, "model_type": "full"},
         {"enable_model_cpu_offload": True},
-        {"enable_group_offload": True, "base_model_precision": "int8-quanto", "gradient_checkpointing": False},
+        {
+            "enable_group_offload": True,
+            "base_model_precision": "int8-quanto",
+            "gradient_checkpointing": False,
+        },
     ],
 )
 def test_what_is_fine(settings: dict[str, Any]) -> None:
@@ -41,7 +57,12 @@ def test_what_is_fine(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("moving", ["enable_group_offload", "offload_block_inputs"])
 @pytest.mark.parametrize(
-    "graphs", [{"dynamo_mode": "reduce-overhead"}, {"dynamo_mode": "max-autotune"}, {"dynamo_backend": "cudagraphs"}]
+    "graphs",
+    [
+        {"dynamo_mode": "reduce-overhead"},
+        {"dynamo_mode": "max-autotune"},
+        {"dynamo_backend": "cudagraphs"},
+    ],
 )
 def test_cuda_graphs_need_tensors_that_stay(moving: str, graphs: dict[str, str]) -> None:
     settings = {moving: True, "gradient_checkpointing": True}
@@ -59,13 +80,18 @@ def test_layers_are_streamed_in_blocks() -> None:
 
 
 def test_what_a_disk_costs_and_whether_it_can_be_written(tmp_path: Path) -> None:
-    settings = {"enable_group_offload": True, "group_offload_to_disk_path": str(tmp_path / "new" / "folder")}
+    settings = {
+        "enable_group_offload": True,
+        "group_offload_to_disk_path": str(tmp_path / "new" / "folder"),
+    }
     errors, (warning,) = told(**settings)
     assert errors == []
     assert "reads the offloaded weights twice from this disk" in warning
     assert not (tmp_path / "new").exists(), "a plan writes nothing"
     (tmp_path / "file").write_text("")
-    (error,), _ = told(**{**settings, "group_offload_to_disk_path": str(tmp_path / "file" / "folder")})
+    (error,), _ = told(
+        **{**settings, "group_offload_to_disk_path": str(tmp_path / "file" / "folder")}
+    )
     assert error.startswith("group_offload_to_disk_path: ")
     assert "is a file" in error
 
@@ -73,4 +99,7 @@ def test_what_a_disk_costs_and_whether_it_can_be_written(tmp_path: Path) -> None
 def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     errors, _ = told(enable_group_offload=True, group_offload_to_disk_path=str(tmp_path / "new"))
-    assert any(error.startswith("group_offload_to_disk_path") and "cannot be written to" in error for error in errors)
+    assert any(
+        error.startswith("group_offload_to_disk_path") and "cannot be written to" in error
+        for error in errors
+    )

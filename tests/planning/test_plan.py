@@ -26,8 +26,12 @@ def plan(workspace: Workspace, capsys: Capture, *settings: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("settings", "title"), [([], "output"), (["tracker_run_name=a star"], "a star")])
-def test_a_run_without_a_name_is_called_as_its_folder(workspace: Workspace, settings: list[str], title: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "title"), [([], "output"), (["tracker_run_name=a star"], "a star")]
+)
+def test_a_run_without_a_name_is_called_as_its_folder(
+    workspace: Workspace, settings: list[str], title: str
+) -> None:
     with workspace.inside():
         assert plan_training(parse_arguments(settings)).title == title
 
@@ -53,15 +57,27 @@ def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
         (["max_train_steps=1000"], "every 120 steps", "10 rounds of previews"),
         (["max_train_steps=1000"], "every 120 steps", "validation_step_interval 240 halves it"),
         (["max_train_steps=300"], "every 100 steps", "4 rounds"),
-        (["max_train_steps=1000", "validation_num_inference_steps=50"], "every 340 steps", "4 rounds"),
+        (
+            ["max_train_steps=1000", "validation_num_inference_steps=50"],
+            "every 340 steps",
+            "4 rounds",
+        ),
         (
             ["max_train_steps=1000", "validation_num_inference_steps=50"],
             "every 340 steps",
             "validation_num_inference_steps 25 halves it",
         ),
         (["max_train_steps=1000", "num_validation_images=99"], "every 1000 steps", "2 rounds"),
-        (["max_train_steps=1000", "validation_steps=25"], "every 25 steps", "validation_step_interval 50 halves it"),
-        (["max_train_steps=96", "validation_epoch_interval=2"], "every 2 epochs", "validation_epoch_interval 4 halves"),
+        (
+            ["max_train_steps=1000", "validation_steps=25"],
+            "every 25 steps",
+            "validation_step_interval 50 halves it",
+        ),
+        (
+            ["max_train_steps=96", "validation_epoch_interval=2"],
+            "every 2 epochs",
+            "validation_epoch_interval 4 halves",
+        ),
         (["max_train_steps=50"], "every 100 steps", "validation_num_inference_steps 1 halves it"),
         (["max_train_steps=1", "validation_steps=1"], "every step", "for 1 step,"),
         (["max_train_steps=4", "validation_epoch_interval=1"], "every epoch", "8 of 8 files used"),
@@ -82,12 +98,18 @@ def test_programs_read_it_as_json(workspace: Workspace, capsys: Capture) -> None
     assert told["model"]["family"] == "kandinsky5-image"
     assert told["settings"]["lora_rank"] == {"value": 8, "origin": "command line"}
     assert told["length"] == {
-        "steps": 4, "steps_done": 0, "epochs": 1, "batches_per_epoch": 8, "finished": False,
-    }  # fmt: skip
+        "steps": 4,
+        "steps_done": 0,
+        "epochs": 1,
+        "batches_per_epoch": 8,
+        "finished": False,
+    }
     (dataset,) = told["datasets"]
     assert (dataset["id"], dataset["files"], dataset["used"]) == ("pictures", 8, 8)
     assert sum(dataset["buckets"].values()) == 8
-    assert {"encoding captions", "rendering previews", "saving"} <= {each["phase"] for each in told["memory"]}
+    assert {"encoding captions", "rendering previews", "saving"} <= {
+        each["phase"] for each in told["memory"]
+    }
     assert sum(each["share"] for each in told["buckets"]) == pytest.approx(1.0)
     seconds = told["seconds"]
     assert seconds["total"] == pytest.approx(4 * seconds["step"] + seconds["previews"])
@@ -95,8 +117,13 @@ def test_programs_read_it_as_json(workspace: Workspace, capsys: Capture) -> None
     assert {each["what"] for each in told["disk"]} == {"checkpoints", "latents", "text embeddings"}
 
 
-def test_json_holds_every_problem_and_ends_with_the_same_code(workspace: Workspace, capsys: Capture) -> None:
-    for settings, reached in ((("learning_rte=1", "lora_rank=x"), False), (("--device-memory=0.001",), True)):
+def test_json_holds_every_problem_and_ends_with_the_same_code(
+    workspace: Workspace, capsys: Capture
+) -> None:
+    for settings, reached in (
+        (("learning_rte=1", "lora_rank=x"), False),
+        (("--device-memory=0.001",), True),
+    ):
         capsys.readouterr()
         assert workspace.run("plan", *settings) == 2
         usual = capsys.readouterr()
@@ -105,7 +132,11 @@ def test_json_holds_every_problem_and_ends_with_the_same_code(workspace: Workspa
         document = json.loads(told)
         assert errors == usual.err
         assert not document["ok"]
-        fatal = [f"error: {each['key']}: {each['message']}" for each in document["problems"] if each["fatal"]]
+        fatal = [
+            f"error: {each['key']}: {each['message']}"
+            for each in document["problems"]
+            if each["fatal"]
+        ]
         assert fatal == [line for line in errors.splitlines() if line.startswith("error: ")]
         assert ("memory" in document) == reached
 
@@ -116,7 +147,9 @@ def test_a_finished_run_has_nothing_left_to_do(trained: Workspace, capsys: Captu
     assert "has not finished" not in shown
     Ledger(4, 1, ("uploads", "end")).write(trained.path("output"))
     assert "has not finished: the uploads, the end of the records." in plan(trained, capsys)
-    assert "-" not in shown.partition("micro-step")[2].partition("disk:")[0].replace("micro-step", "")
+    assert "-" not in shown.partition("micro-step")[2].partition("disk:")[0].replace(
+        "micro-step", ""
+    )
     told = json.loads(plan(trained, capsys, "--json"))
     assert told["length"]["finished"]
     assert (told["seconds"]["training"], told["seconds"]["previews"]) == (0, 0)
@@ -150,7 +183,11 @@ def test_it_says_where_each_setting_comes_from(workspace: Workspace, capsys: Cap
 
 
 def test_secrets_are_not_shown(workspace: Workspace, capsys: Capture) -> None:
-    hook = {"webhook_type": "raw", "callback_url": "https://hooks.example/SECRET123", "auth_token": "SECRET123"}
+    hook = {
+        "webhook_type": "raw",
+        "callback_url": "https://hooks.example/SECRET123",
+        "auth_token": "SECRET123",
+    }
     shown = plan(workspace, capsys, f"webhook_config={json.dumps(hook)}")
     assert "hooks.example" in shown
     assert "SECRET123" not in shown
@@ -212,26 +249,34 @@ def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Cap
     warnings(workspace, capsys, "max_train_steps=16")
     problem = complaint(workspace, capsys, "plan", "max_train_steps=17")
     assert problem == (
-        "data_backend_config: no dataset takes part from step 17 on (epoch 3): pictures (end_epoch 2). Change a window "
-        "to include it, or end the run before it with max_train_steps 16."
+        "data_backend_config: no dataset takes part from step 17 on (epoch 3): pictures "
+        "(end_epoch 2). Change a window to include it, or end the run before it with "
+        "max_train_steps 16."
     )
 
 
-def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(workspace: Workspace, capsys: Capture) -> None:
+def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
     plan(workspace, capsys)
     for law in ("flow_use_uniform_schedule", "flow_use_beta_schedule"):
         problem = complaint(workspace, capsys, "plan", f"{law}=true")
-        assert problem.startswith("pictures.timestep_sampling_offset: is added before the sigmoid"), law
+        assert problem.startswith(
+            "pictures.timestep_sampling_offset: is added before the sigmoid"
+        ), law
         assert f"{law} has none" in problem
 
 
 def test_a_grid_that_crops_much_is_mentioned(workspace: Workspace, capsys: Capture) -> None:
-    """Such as the 128 pixels of block-sparse attention; a crop that was asked for is none of its business."""
+    """Such as the 128 pixels of block-sparse attention; a crop that was asked for is none of its
+    business.
+    """
     assert "is cropped" not in warnings(workspace, capsys)
     settings = ("aspect_bucket_alignment=64", "i_know_what_i_am_doing=true")
     message = (
-        "pictures.resolution: 33% of the width of p0.png is cropped: 64x64 is the nearest size on the model's grid"
+        "pictures.resolution: 33% of the width of p0.png is cropped: 64x64 is the nearest size on "
+        "the model's grid"
     )
     assert message in warnings(workspace, capsys, *settings)
     workspace.write_datasets([{**DATASETS[0], "crop": True}, DATASETS[1]])
@@ -248,11 +293,16 @@ def test_dry_run_is_the_same_as_plan(workspace: Workspace, capsys: Capture) -> N
 def test_it_writes_nothing_and_never_meets_torch(workspace: Workspace) -> None:
     before = sorted(workspace.folder.rglob("*"))
     script = (
-        "import sys; from simpletuner.cli.app import main; code = main(['train', '--dry-run']);"
-        "print(code, sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))"
+        "import sys; from simpletuner.cli.app import main; code = main(['train', "
+        "'--dry-run']);print(code, sorted({'torch', 'diffusers', 'transformers', 'accelerate', "
+        "'peft'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=workspace.folder, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        cwd=workspace.folder,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == "0 []"
     assert done.stderr == ""
@@ -261,14 +311,28 @@ def test_it_writes_nothing_and_never_meets_torch(workspace: Workspace) -> None:
 
 def test_warnings_of_the_family(workspace: Workspace, capsys: Capture) -> None:
     told = warnings(
-        workspace, capsys, "validation_guidance=8", "flow_schedule_shift=9", "tokenizer_max_length=9999",
-        "vae_enable_patch_conv=true", "pretrained_gemma_model_name_or_path=a/b", "lora_rank=64",
-        "vae_enable_temporal_roll=true", "validation_resolution=130x128", "validation_disable=false",
-    )  # fmt: skip
+        workspace,
+        capsys,
+        "validation_guidance=8",
+        "flow_schedule_shift=9",
+        "tokenizer_max_length=9999",
+        "vae_enable_patch_conv=true",
+        "pretrained_gemma_model_name_or_path=a/b",
+        "lora_rank=64",
+        "vae_enable_temporal_roll=true",
+        "validation_resolution=130x128",
+        "validation_disable=false",
+    )
     for key in (
-        "validation_guidance", "flow_schedule_shift", "tokenizer_max_length", "vae_enable_patch_conv",
-        "vae_enable_temporal_roll", "pretrained_gemma_model_name_or_path", "lora_rank", "validation_resolution",
-    ):  # fmt: skip
+        "validation_guidance",
+        "flow_schedule_shift",
+        "tokenizer_max_length",
+        "vae_enable_patch_conv",
+        "vae_enable_temporal_roll",
+        "pretrained_gemma_model_name_or_path",
+        "lora_rank",
+        "validation_resolution",
+    ):
         assert f"  {key}: " in told, key
 
 
@@ -281,7 +345,9 @@ def test_the_family_in_other_spellings(
     assert plan(workspace, capsys).startswith("Kandinsky 5 Image")
 
 
-def test_a_dataset_file_beside_the_config_is_found_with_a_warning(workspace: Workspace, capsys: Capture) -> None:
+def test_a_dataset_file_beside_the_config_is_found_with_a_warning(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.write_config(data_backend_config=None)
     told = warnings(workspace, capsys)
     assert told.strip() == "data_backend_config: is not set; config/multidatabackend.json is used."
@@ -292,7 +358,9 @@ def test_names_of_all_scripts_and_with_spaces(workspace: Workspace, capsys: Capt
     workspace.path("datasets/pictures").rename(folder)
     (folder / "p0.png").rename(folder / "बिल्ली 猫.png")
     (folder / "p0.txt").rename(folder / "बिल्ली 猫.txt")
-    workspace.write_datasets([{**DATASETS[0], "instance_data_dir": "datasets/मेरी तस्वीरें 图片"}, DATASETS[1]])
+    workspace.write_datasets(
+        [{**DATASETS[0], "instance_data_dir": "datasets/मेरी तस्वीरें 图片"}, DATASETS[1]]
+    )
     assert "  बिल्ली 猫.png: 96x64" in plan(workspace, capsys, "output_dir=मेरा output")
 
 
@@ -300,18 +368,28 @@ def test_an_unusual_terminal_does_not_end_a_plan(workspace: Workspace) -> None:
     folder = workspace.path("datasets/pictures")
     (folder / "p0.png").rename(folder / "猫.png")
     (folder / "p0.txt").rename(folder / "猫.txt")
-    environment = {"PYTHONIOENCODING": "ascii", "PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        "PYTHONIOENCODING": "ascii",
+        "PATH": "",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "simpletuner", "plan"], cwd=workspace.folder, env=environment, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "simpletuner", "plan"],
+        cwd=workspace.folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "\\u732b.png: 96x64" in done.stdout
 
 
 def test_whoever_reads_along_may_stop(workspace: Workspace) -> None:
     command = f"{json.dumps(sys.executable)} -m simpletuner plan | true"
-    done = subprocess.run(command, shell=True, cwd=workspace.folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, shell=True, cwd=workspace.folder, capture_output=True, text=True, check=False
+    )
     assert done.stderr == ""
 
 
@@ -337,10 +415,15 @@ def test_a_run_that_continues_keeps_the_seed_that_was_drawn(configured: int | No
 
 
 def test_control_tokens_in_prompts_are_refused(workspace: Workspace, capsys: Capture) -> None:
-    assert workspace.run("plan", "validation_prompt=a cat <|image_pad|>", "validation_disable=false") == 2
+    assert (
+        workspace.run("plan", "validation_prompt=a cat <|image_pad|>", "validation_disable=false")
+        == 2
+    )
     assert "prompt 'validation': holds <|image_pad|>" in capsys.readouterr().err
 
 
-def test_pictures_of_previews_are_not_trained_without_a_word(workspace: Workspace, capsys: Capture) -> None:
+def test_pictures_of_previews_are_not_trained_without_a_word(
+    workspace: Workspace, capsys: Capture
+) -> None:
     told = warnings(workspace, capsys, "eval_dataset_id=pictures")
     assert "pictures is also trained; give it dataset_type eval" in told

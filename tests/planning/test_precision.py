@@ -33,7 +33,11 @@ PACKAGES = [("int8-torchao", "torchao>=0.18,<0.19"), ("nf4-bnb", "bitsandbytes>=
 def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """As if a package were not installed."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == module else find(name, *rest),
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -53,7 +57,9 @@ def test_a_bare_name_means_quanto() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize(("name", "instead"), [("int4-torchao", "int4-quanto"), ("uint8-sdnq", "int8-quanto")])
+@pytest.mark.parametrize(
+    ("name", "instead"), [("int4-torchao", "int4-quanto"), ("uint8-sdnq", "int8-quanto")]
+)
 def test_what_cannot_be_had(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], key: str, name: str, instead: str
 ) -> None:
@@ -76,7 +82,11 @@ def test_an_absent_package_is_told_last(
     workspace.write_config(base_model_precision=name, model_flavour="t2i-light", lora_rank=0)
     *others, last = complaints(workspace, capsys)
     install = f"pip install '{requirement}'"
-    assert last == f"base_model_precision: '{name}' needs the package {module}, which is not installed: {install}"
+    assert (
+        last
+        == f"base_model_precision: '{name}' needs the package {module}, which is not installed: "
+        f"{install}"
+    )
     assert len(others) == 2
 
 
@@ -85,29 +95,34 @@ def test_an_absent_package_is_told_last(
     [
         (
             {"model_type": "full"},
-            "base_model_precision: 'int8' cannot be combined with model_type full: a quantised model cannot be trained "
-            "in full; use model_type lora, or bf16 and offload auto.",
+            "base_model_precision: 'int8' cannot be combined with model_type full: a quantised "
+            "model cannot be trained in full; use model_type lora, or bf16 and offload auto.",
         ),
         *(
             (
                 {"lora_init_type": init},
-                f"lora_init_type: '{init}' changes the base, which base_model_precision 'int8' does not allow. "
-                "Use default or gaussian.",
+                f"lora_init_type: '{init}' changes the base, which base_model_precision 'int8' "
+                "does not allow. Use default or gaussian.",
             )
             for init in ("pissa", "olora")
         ),
         (
             {"lora_init_type": "loftq"},
-            "lora_init_type: 'loftq' is not supported: it replaces the base with a quantised one; use default.",
+            "lora_init_type: 'loftq' is not supported: it replaces the base with a quantised "
+            "one; use default.",
         ),
         (
             {"fsdp_enable": True},
-            "fsdp_enable: cannot be combined with base_model_precision int8: quantised weights cannot be sharded.",
+            "fsdp_enable: cannot be combined with base_model_precision int8: quantised "
+            "weights cannot be sharded.",
         ),
     ],
 )
 def test_what_a_quantised_base_excludes(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], expected: str
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, Any],
+    expected: str,
 ) -> None:
     workspace.write_config(base_model_precision="int8", **settings)
     assert expected in complaints(workspace, capsys)
@@ -132,7 +147,8 @@ def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
     config = PrecisionConfig(base_model_precision=base, quantized_matmul=True)
     (problem,) = found_by(check_products, config)
     assert str(problem).startswith(
-        f"quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not '{base}': {reason}. Leave it out"
+        "quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not "
+        f"'{base}': {reason}. Leave it out"
     )
 
 
@@ -140,7 +156,9 @@ def test_products_at_plan_time(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace.write_config(quantized_matmul=True, model_type="full")
-    assert complaint(workspace, capsys).startswith("quantized_matmul: cannot be combined with model_type full: ")
+    assert complaint(workspace, capsys).startswith(
+        "quantized_matmul: cannot be combined with model_type full: "
+    )
     monkeypatch.setattr("simpletuner.budget.drivers.compute_capability", lambda: (8, 6))
     workspace.write_config(quantized_matmul=True, base_model_precision="fp8", model_type="lora")
     assert complaint(workspace, capsys) == (
@@ -162,9 +180,13 @@ def test_a_second_encoder_that_is_not_there(
     assert "text_encoder_2_precision: has no effect: Sana Video has one text encoder." in told
 
 
-def test_both_encoders_compute_in_one_dtype(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_encoders_compute_in_one_dtype(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     workspace.write_config(text_encoder_2_precision="bf16")  # in a float32 run
-    assert complaint(workspace, capsys).startswith("text_encoder_2_precision: 'bf16': the text encoders compute in one")
+    assert complaint(workspace, capsys).startswith(
+        "text_encoder_2_precision: 'bf16': the text encoders compute in one"
+    )
     workspace.write_config(text_encoder_2_precision="fp32", text_encoder_1_precision="int8")
     assert warnings(workspace, capsys) == ""
 
@@ -174,9 +196,15 @@ def test_both_encoders_compute_in_one_dtype(workspace: Workspace, capsys: pytest
     [("fp32", "0", False), ("bf16", "0", None), ("fp32", "", None), ("fp32", "-1", None)],
 )
 def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, dtype: str, visible: str, expected: bool | None
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    visible: str,
+    expected: bool | None,
 ) -> None:
-    """Older entries of a GPU were computed in TF32; those of a CPU, and keys of captions, are what they were."""
+    """Older entries of a GPU were computed in TF32; those of a CPU, and keys of captions, are what
+    they were.
+    """
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with workspace.inside():
@@ -200,11 +228,15 @@ def test_cudnn_computes_no_attention(workspace: Workspace) -> None:
 def test_nothing_changes_torchs_settings_beside_training(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, ahead: bool, expected: bool, trains: bool
 ) -> None:
-    """A float32 VAE that encodes meanwhile would, so TF32 stays off; and when samples are compared with previews."""
+    """A float32 VAE that encodes meanwhile would, so TF32 stays off; and when samples are compared
+    with previews.
+    """
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [each.allow_tf32 for each in places]
     with workspace.inside():
-        plan = plan_training(parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
+        plan = plan_training(
+            parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()])
+        )
     prepare_machine(plan if trains else replace(plan, datasets=[]))
     found = [each.allow_tf32 for each in places]
     for each, was in zip(places, before, strict=True):

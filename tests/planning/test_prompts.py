@@ -39,7 +39,9 @@ def sizes(value: str, *, lenient: bool = False) -> tuple[list[Size], list[Proble
 def test_without_prompts_only_the_unconditional_sample() -> None:
     assert collect() == ([("unconditional", "")], [])
     assert collect(validation_disable_unconditional=True) == ([], [])
-    assert collect(validation_disable=True, validation_prompt="x", user_prompt_library="none.json") == ([], [])
+    assert collect(
+        validation_disable=True, validation_prompt="x", user_prompt_library="none.json"
+    ) == ([], [])
 
 
 def test_beside_a_prompt_the_empty_one_is_rendered_only_if_asked_for() -> None:
@@ -52,15 +54,19 @@ def test_libraries_and_the_primary_prompt(tmp_path: Path) -> None:
     path = library(tmp_path, {"a cat": "one", "dog": {"prompt": "two"}})
     prompts, problems = collect(
         validation_prompt="three", user_prompt_library=path, validation_prompt_library=True
-    )  # fmt: skip
+    )
     assert problems == []
     assert [name for name, _ in prompts] == [*BUILT_IN, "a_cat", "dog", "validation"]
     assert prompts[-3:] == [("a_cat", "one"), ("dog", "two"), ("validation", "three")]
 
 
 def test_names_that_become_equal_get_a_number(tmp_path: Path) -> None:
-    path = library(tmp_path, {"a<b>": "1", "a(b)": "2", "A b": "3", "validation": "4", "unconditional": "5"})
-    prompts, _ = collect(validation_prompt="mine", user_prompt_library=path, validation_disable_unconditional=False)
+    path = library(
+        tmp_path, {"a<b>": "1", "a(b)": "2", "A b": "3", "validation": "4", "unconditional": "5"}
+    )
+    prompts, _ = collect(
+        validation_prompt="mine", user_prompt_library=path, validation_disable_unconditional=False
+    )
     names = [name for name, _ in prompts]
     assert len({name.lower() for name in names}) == len(names) == 7
     assert ("validation", "mine") in prompts, "a library cannot take our own names away"
@@ -112,17 +118,24 @@ def test_a_library_that_cannot_be_used(tmp_path: Path, content: Any, complaint: 
     assert "library.json" in problem
 
 
-def test_the_strength_of_a_lora_that_previews_cannot_add_is_ignored_with_a_line(tmp_path: Path) -> None:
+def test_the_strength_of_a_lora_that_previews_cannot_add_is_ignored_with_a_line(
+    tmp_path: Path,
+) -> None:
     content = {"a": {"prompt": "x", "adapter_strength": 2}}
 
     prompts, (problem,) = collect(user_prompt_library=library(tmp_path, content))
 
     assert prompts == [("a", "x")]
-    assert "'adapter_strength' of 'a' was removed in 0.2.0 with validation_adapter_path. It is ignored." in problem
+    assert (
+        "'adapter_strength' of 'a' was removed in 0.2.0 with validation_adapter_path. It is "
+        "ignored." in problem
+    )
 
 
 def test_a_library_that_is_missing() -> None:
-    assert collect(user_prompt_library="none.json")[1] == ["user_prompt_library: 'none.json' does not exist."]
+    assert collect(user_prompt_library="none.json")[1] == [
+        "user_prompt_library: 'none.json' does not exist."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +167,9 @@ def test_a_size_that_looks_like_megapixels() -> None:
     assert sizes("96x96", lenient=True) == ([(96, 96)], [])
 
 
-@pytest.mark.parametrize("value", ["x", "1024x", "1x2x3", "abc", "-512", "0.5", ",", "1e3", "9" * 400, "१०२४", "nan"])
+@pytest.mark.parametrize(
+    "value", ["x", "1024x", "1x2x3", "abc", "-512", "0.5", ",", "1e3", "9" * 400, "१०२४", "nan"]
+)
 def test_what_is_no_size(value: str) -> None:
     found, (problem,) = sizes(value)
     assert found == []

@@ -1,4 +1,6 @@
-"""What options declare about each other: one declaration gives warning, greyed field, error and help."""
+"""What options declare about each other: one declaration gives warning, greyed field, error and
+help.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ ON = {
     "webhook_config": {"webhook_type": "raw", "callback_url": "https://example.org/x"},
     "peft_lora_target_modules": "all-linear",
     "post_upload_script": "true",
-    "tread_config": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]},
+    "tread_config": {
+        "routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]
+    },
 }
 ERROR_SAYS_MORE = "quantized_matmul"  # where the key is on without effect
 
@@ -45,21 +49,38 @@ def on(option: Option) -> Any:
     if option.name in ON or option.type_name not in ("number", "integer"):
         return ON.get(option.name, "words")
     limits = option.limits
-    low, below, most = max(limits.get("ge", 0), limits.get("gt", 0)), limits.get("lt", 1e9), limits.get("le", 1e9)
-    return next(each for each in (low + 1, low + 2, 0.5) if each != option.default and each <= most and each < below)
+    low = max(limits.get("ge", 0), limits.get("gt", 0))
+    below = limits.get("lt", 1e9)
+    most = limits.get("le", 1e9)
+    return next(
+        each
+        for each in (low + 1, low + 2, 0.5)
+        if each != option.default and each <= most and each < below
+    )
 
 
 def off(option: Option, values: tuple[object, ...]) -> Any:
     """A value that is none of these; without any, one that is off."""
     if option.choices:
         return next(each for each in option.choices if each not in values)
-    return None if not values and option.default is None else False if option.is_flag else 2 if values else 0
+    return (
+        None
+        if not values and option.default is None
+        else False
+        if option.is_flag
+        else 2
+        if values
+        else 0
+    )
 
 
 def state(condition: When, *, holds: bool) -> dict[str, Any]:
     """Settings with which a condition holds or not."""
     if condition.also is not None:
-        return {**state(replace(condition, also=None), holds=holds), **state(condition.also, holds=True)}
+        return {
+            **state(replace(condition, also=None), holds=holds),
+            **state(condition.also, holds=True),
+        }
     if holds != condition.negated:
         key, values = next(iter(condition.keys.items()))
         return {key: values[0] if values else OPTIONS[key].is_flag or on(OPTIONS[key])}
@@ -75,7 +96,9 @@ REQUIREMENTS = [
 
 
 def reports(settings: dict[str, Any], key: str) -> list[tuple[str, bool]]:
-    return [(each.message, each.fatal) for each in check_config(config(settings)) if each.where == key]
+    return [
+        (each.message, each.fatal) for each in check_config(config(settings)) if each.where == key
+    ]
 
 
 @pytest.mark.parametrize(("key", "lacking"), REQUIREMENTS)
@@ -86,18 +109,24 @@ def test_what_an_option_requires(key: str, lacking: When) -> None:
         met |= state(condition, holds=True)
     unmet_settings = {**met, **state(lacking, holds=False)}
     told = (lacking.lacking, lacking.fatal)
-    assert (key, *told) in [(each.where, each.message, each.fatal) for each in found_by(unmet, config(unmet_settings))]
+    assert (key, *told) in [
+        (each.where, each.message, each.fatal) for each in found_by(unmet, config(unmet_settings))
+    ]
     way_out = " Otherwise leave it out." if lacking.fatal else ""
     reported = (lacking.lacking + way_out, lacking.fatal)
     assert reports({**unmet_settings, key: on(option)}, key) == [reported] or key == ERROR_SAYS_MORE
     assert key not in [each.where for each in found_by(unmet, config(met))]
     assert reports(unmet_settings, key) == []
-    assert reports({**unmet_settings, key: option.default}, key) == [], "the default asks for nothing else"
+    assert reports({**unmet_settings, key: option.default}, key) == [], (
+        "the default asks for nothing else"
+    )
     assert str(lacking) in " ".join(" ".join(explain_key(option)).split())
 
 
 def test_what_never_has_an_effect_says_why() -> None:
-    keys = [key for key, option in OPTIONS.items() if any(not each.keys for each in option.requires)]
+    keys = [
+        key for key, option in OPTIONS.items() if any(not each.keys for each in option.requires)
+    ]
     assert {"snr_gamma", "read_batch_size", "trust_remote_code"} <= set(keys)
     for key in keys:
         reason = OPTIONS[key].requires[-1].because
@@ -105,7 +134,9 @@ def test_what_never_has_an_effect_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "other"), [(key, other) for key, option in OPTIONS.items() for other in option.excludes], ids=str
+    ("key", "other"),
+    [(key, other) for key, option in OPTIONS.items() for other in option.excludes],
+    ids=str,
 )
 def test_what_an_option_excludes(key: str, other: When) -> None:
     option = OPTIONS[key]
@@ -144,9 +175,20 @@ def test_words_of_conditions() -> None:
 
 
 def test_of_several_reasons_the_first_is_enough(tmp_path: Path) -> None:
-    values = {**REQUIRED, "model_type": "full", "lora_type": "lokr", "lora_dropout": 0.5, "crepa_lambda": 0.5}
+    values = {
+        **REQUIRED,
+        "model_type": "full",
+        "lora_type": "lokr",
+        "lora_dropout": 0.5,
+        "crepa_lambda": 0.5,
+    }
     judged = Draft(tmp_path / "config.json", values).judgement
     lora = "has no effect: model_type full trains every weight and no LoRA."
-    assert [str(each) for each in judged.problems if each.where == "lora_dropout"] == [f"lora_dropout: {lora}"]
-    assert (judged.without_effect["lora_dropout"], judged.without_effect["lora_alpha"]) == (lora, lora)
+    assert [str(each) for each in judged.problems if each.where == "lora_dropout"] == [
+        f"lora_dropout: {lora}"
+    ]
+    assert (judged.without_effect["lora_dropout"], judged.without_effect["lora_alpha"]) == (
+        lora,
+        lora,
+    )
     assert "crepa_lambda" not in [each.where for each in judged.problems], "it is the default"

@@ -1,4 +1,6 @@
-"""Token routes in a config: what is refused before a weight is loaded, with every problem at once."""
+"""Token routes in a config: what is refused before a weight is loaded, with every problem at
+once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def test_the_guides_route() -> None:
     assert routes[0].among(32) == Route(0.5, 2, 30), "both ends included, negatives from the end"
     assert found_by(check_routes, routes, 32) == []
     assert told({"routes": [route(0, 3), route(4, 4, 0), route(-2, -1, 0.99)]}) == []
-    assert told({"routes": [{"selection_ratio": "0.5", "start_layer_idx": "2", "end_layer_idx": -2.0}]}) == []
+    assert (
+        told(
+            {"routes": [{"selection_ratio": "0.5", "start_layer_idx": "2", "end_layer_idx": -2.0}]}
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,18 +57,45 @@ def test_the_guides_route() -> None:
         ({"routes": [7]}, "routes[0]: 7 is not an object"),
         ({"routes": [{**GOOD, "ratio": 1}]}, "routes[0].ratio: is not a known key."),
         ({"routes": [GOOD], "rotes": []}, "rotes: is not a known key. Did you mean 'routes'?"),
-        ({"routes": [{"selection_ratio": 0.5, "end_layer_idx": 1}]}, "routes[0].start_layer_idx: is required."),
-        ({"routes": [route(0, 1, 1)]}, "routes[0].selection_ratio: 1 is out of range; it must be < 1."),
+        (
+            {"routes": [{"selection_ratio": 0.5, "end_layer_idx": 1}]},
+            "routes[0].start_layer_idx: is required.",
+        ),
+        (
+            {"routes": [route(0, 1, 1)]},
+            "routes[0].selection_ratio: 1 is out of range; it must be < 1.",
+        ),
         ({"routes": [route(0, 1, -0.1)]}, "it must be ≥ 0"),
-        ({"routes": [{**GOOD, "selection_ratio": None}]}, "routes[0].selection_ratio: None is not a number"),
-        ({"routes": [{**GOOD, "end_layer_idx": 1.5}]}, "routes[0].end_layer_idx: 1.5 is not a whole number"),
+        (
+            {"routes": [{**GOOD, "selection_ratio": None}]},
+            "routes[0].selection_ratio: None is not a number",
+        ),
+        (
+            {"routes": [{**GOOD, "end_layer_idx": 1.5}]},
+            "routes[0].end_layer_idx: 1.5 is not a whole number",
+        ),
         ({"routes": [{**GOOD, "end_layer_idx": 10**30}]}, "routes[0].end_layer_idx"),
-        ({"routes": [route(0, 32)]}, "the model has 32 blocks, so an index is between -32 and 31, not 32."),
+        (
+            {"routes": [route(0, 32)]},
+            "the model has 32 blocks, so an index is between -32 and 31, not 32.",
+        ),
         ({"routes": [route(-33, 1)]}, "not -33"),
-        ({"routes": [route(5, 4)]}, "the route from 5 to 4 (block 5 of 32 to block 4) starts after its end"),
-        ({"routes": [route(31, -2)]}, "the route from 31 to -2 (block 31 of 32 to block 30) starts after its end"),
-        ({"routes": [route(20, -1), route(0, -12)]}, "the routes from 0 to -12 and 20 to -1 overlap (block 20)"),
-        ({"routes": [route(2, 9), route(4, 5)]}, "the routes from 2 to 9 and 4 to 5 overlap (blocks 4 and on)"),
+        (
+            {"routes": [route(5, 4)]},
+            "the route from 5 to 4 (block 5 of 32 to block 4) starts after its end",
+        ),
+        (
+            {"routes": [route(31, -2)]},
+            "the route from 31 to -2 (block 31 of 32 to block 30) starts after its end",
+        ),
+        (
+            {"routes": [route(20, -1), route(0, -12)]},
+            "the routes from 0 to -12 and 20 to -1 overlap (block 20)",
+        ),
+        (
+            {"routes": [route(2, 9), route(4, 5)]},
+            "the routes from 2 to 9 and 4 to 5 overlap (blocks 4 and on)",
+        ),
     ],
 )
 def test_what_is_refused(value: Any, words: str) -> None:
@@ -75,8 +109,13 @@ def test_without_the_checkpoint_only_what_can_be_known() -> None:
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_plan_tells_all_of_it(workspace: Workspace, capsys: pytest.CaptureFixture[str], as_text: bool) -> None:
-    for routes in ([route(0, 0, 7), {"selection_ratio": 0, "end_layer_idx": 1}], [route(0, 2), route(1, 0)]):
+def test_a_plan_tells_all_of_it(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], as_text: bool
+) -> None:
+    for routes in (
+        [route(0, 0, 7), {"selection_ratio": 0, "end_layer_idx": 1}],
+        [route(0, 2), route(1, 0)],
+    ):
         value = {"routes": routes}
         workspace.write_config(tread_config=json.dumps(value) if as_text else value)
         found = complaints(workspace, capsys)
@@ -86,16 +125,22 @@ def test_a_plan_tells_all_of_it(workspace: Workspace, capsys: pytest.CaptureFixt
 
 
 def test_a_model_that_is_fetched_later_is_checked_then(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t2i_checkpoint: Path
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    t2i_checkpoint: Path,
 ) -> None:
     from simpletuner.weights.part import Part
 
     there: list[str] = []
-    local, fetch = Part.local_folder, Part.fetch
+    local = Part.local_folder
+    fetch = Part.fetch
     monkeypatch.setattr(Part, "local_folder", lambda self: local(self) if there else None)
     monkeypatch.setattr(Part, "fetch", lambda self: (there.append(self.role), fetch(self))[1])
     workspace.write_config(tread_config={"routes": [route(0, 2)]}, i_know_what_i_am_doing=True)
     found = complaints(workspace, capsys, "train")
     assert there, "the plan had no objection"
-    assert found == ["tread_config: the model has 2 blocks, so an index is between -2 and 1, not 2."]
+    assert found == [
+        "tread_config: the model has 2 blocks, so an index is between -2 and 1, not 2."
+    ]
     assert not workspace.path("output/cache").exists()

@@ -37,7 +37,9 @@ def model(workspace: Workspace, t2i_checkpoint: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def edit_weights(
+    folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     (file,) = folder.glob("*.safetensors")
     save_file(edit(load_file(file)), file, metadata={"format": "pt"})
 
@@ -51,7 +53,11 @@ def plan_of(folder: Path, family: str) -> str:
     """The problems of a checkpoint, as the plan finds them."""
     spec = FAMILIES[family]
     flavour = spec.flavours[0]
-    values = {"model_type": "lora", "model_family": family, "pretrained_model_name_or_path": str(folder)}
+    values = {
+        "model_type": "lora",
+        "model_family": family,
+        "pretrained_model_name_or_path": str(folder),
+    }
     config = resolve([Layer("test", list(values.items()))], Problems())
     source = ModelSource.from_settings(spec, flavour, config.flat)
     report = Problems()
@@ -65,48 +71,73 @@ def without(words: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.T
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
-def test_a_text_encoder_without_its_last_layers(workspace: Workspace, model: Path, part: str, capsys: Capture) -> None:
+def test_a_text_encoder_without_its_last_layers(
+    workspace: Workspace, model: Path, part: str, capsys: Capture
+) -> None:
     edit_weights(model / part, without(".layers.1."))
     told = complaint(workspace, capsys)
     assert told.startswith(f"{MODEL}: the {part} in ")
     assert "its files lack layers 1 of 2" in told
 
 
-def test_a_transformer_of_fewer_blocks_than_its_config_says(workspace: Workspace, model: Path, capsys: Capture) -> None:
+def test_a_transformer_of_fewer_blocks_than_its_config_says(
+    workspace: Workspace, model: Path, capsys: Capture
+) -> None:
     edit_weights(model / "transformer", without("visual_transformer_blocks.1."))
-    assert "is incomplete: its files lack visual_transformer_blocks.1." in complaint(workspace, capsys)
+    assert "is incomplete: its files lack visual_transformer_blocks.1." in complaint(
+        workspace, capsys
+    )
 
 
-def test_a_transformer_of_more_blocks_than_its_config_says(workspace: Workspace, model: Path, capsys: Capture) -> None:
+def test_a_transformer_of_more_blocks_than_its_config_says(
+    workspace: Workspace, model: Path, capsys: Capture
+) -> None:
     edit_config(model / "transformer", num_visual_blocks=1)
     told = complaint(workspace, capsys)
     assert "has 2 visual_transformer_blocks, its config.json has num_visual_blocks 1." in told
 
 
-def test_weights_beside_the_blocks_and_within_one(workspace: Workspace, model: Path, capsys: Capture) -> None:
+def test_weights_beside_the_blocks_and_within_one(
+    workspace: Workspace, model: Path, capsys: Capture
+) -> None:
     edit_weights(model / "transformer", without("out_layer.out_layer"))
-    assert "lack out_layer.out_layer.bias, out_layer.out_layer.weight." in complaint(workspace, capsys)
-    edit_weights(model / "transformer", without("visual_transformer_blocks.1.feed_forward.in_layer"))
-    assert "visual_transformer_blocks.1.feed_forward.in_layer.weight" in complaint(workspace, capsys)
+    assert "lack out_layer.out_layer.bias, out_layer.out_layer.weight." in complaint(
+        workspace, capsys
+    )
+    edit_weights(
+        model / "transformer", without("visual_transformer_blocks.1.feed_forward.in_layer")
+    )
+    assert "visual_transformer_blocks.1.feed_forward.in_layer.weight" in complaint(
+        workspace, capsys
+    )
 
 
 def test_a_misshapen_weight_is_told_when_it_is_loaded(model: Path) -> None:
-    edit_weights(model / "transformer", lambda weights: {**weights, "out_layer.out_layer.bias": torch.zeros(3)})
+    edit_weights(
+        model / "transformer",
+        lambda weights: {**weights, "out_layer.out_layer.bias": torch.zeros(3)},
+    )
     with pytest.raises(UserError, match=r"the transformer in .* cannot be loaded: .*"):
         make_adapter(model).load_transformer(torch.float32)
 
 
-def test_a_text_encoder_of_another_family(workspace: Workspace, model: Path, capsys: Capture) -> None:
+def test_a_text_encoder_of_another_family(
+    workspace: Workspace, model: Path, capsys: Capture
+) -> None:
     edit_config(model / "text_encoder", model_type="gemma2")
     assert "is a 'gemma2'; Kandinsky 5 Image has a 'qwen2_5_vl'" in complaint(workspace, capsys)
 
 
 def test_a_variant_that_is_not_there(workspace: Workspace, model: Path, capsys: Capture) -> None:
-    assert "its weights have no variant 'fp16'" in complaint(workspace, capsys, "plan", "variant=fp16")
+    assert "its weights have no variant 'fp16'" in complaint(
+        workspace, capsys, "plan", "variant=fp16"
+    )
 
 
 def test_a_file_that_is_cut_off_after_the_check_is_named(model: Path) -> None:
-    """safetensors' own error is no OSError and no ValueError; it comes if a file changes between check and loading."""
+    """safetensors' own error is no OSError and no ValueError; it comes if a file changes between
+    check and loading.
+    """
     part = Part("vae", "pretrained_vae_model_name_or_path", str(model), "vae", None, None)
     (file,) = (model / "vae").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
@@ -115,9 +146,16 @@ def test_a_file_that_is_cut_off_after_the_check_is_named(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["tokenizer/tokenizer.json", "tokenizer_2/tokenizer_config.json", "scheduler/scheduler_config.json"]
+    "file",
+    [
+        "tokenizer/tokenizer.json",
+        "tokenizer_2/tokenizer_config.json",
+        "scheduler/scheduler_config.json",
+    ],
 )
-def test_junk_in_place_of_a_settings_file(workspace: Workspace, model: Path, file: str, capsys: Capture) -> None:
+def test_junk_in_place_of_a_settings_file(
+    workspace: Workspace, model: Path, file: str, capsys: Capture
+) -> None:
     (model / file).write_text("<html>log in</html>")
     assert f"{Path(file).name} cannot be read" in complaint(workspace, capsys)
 
@@ -130,9 +168,21 @@ SMALL = {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("tokenizer/tokenizer.json", {}, "lacks a usable tokenizer (tokenizer.json holds no vocabulary)"),
-        ("tokenizer/tokenizer.json", [], "lacks a usable tokenizer (tokenizer.json cannot be read)"),
-        ("tokenizer/tokenizer.json", {"model": {"vocab": 7}}, "(tokenizer.json holds no vocabulary)"),
+        (
+            "tokenizer/tokenizer.json",
+            {},
+            "lacks a usable tokenizer (tokenizer.json holds no vocabulary)",
+        ),
+        (
+            "tokenizer/tokenizer.json",
+            [],
+            "lacks a usable tokenizer (tokenizer.json cannot be read)",
+        ),
+        (
+            "tokenizer/tokenizer.json",
+            {"model": {"vocab": 7}},
+            "(tokenizer.json holds no vocabulary)",
+        ),
         ("tokenizer/tokenizer.json", SMALL, "tokens, its tokenizer has 1."),
         ("tokenizer/tokenizer_config.json", None, "(tokenizer_config.json cannot be read)"),
         (SCHEDULER, {}, "the scheduler in "),
@@ -145,26 +195,46 @@ SMALL = {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges
 def test_json_that_is_something_else(
     family: str, file: str, content: Any, words: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    checkpoint = request.getfixturevalue("t2i_checkpoint" if family == "kandinsky5-image" else "sana_checkpoint")
+    checkpoint = request.getfixturevalue(
+        "t2i_checkpoint" if family == "kandinsky5-image" else "sana_checkpoint"
+    )
     folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (folder / file).write_text(json.dumps(content))
     assert words in plan_of(folder, family)
 
 
+BAD_FACTORS: list[Any] = [
+    0,
+    1e-30,
+    -1,
+    None,
+    "0.36",
+    [0.36],
+    True,
+    math.nan,
+    math.inf,
+    1e30,
+]
+BAD_DEVIATIONS: list[Any] = [0, [0.0] * 16, [-1] * 16, ["1"] * 16, {}, "1" * 16]
+BAD_MEANS: list[Any] = [5, [None] * 16, [math.nan] * 16, [1e30] * 16]
+
+
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
-        *(("kandinsky5-image", "scaling_factor", each)
-          for each in (0, 1e-30, -1, None, "0.36", [0.36], True, math.nan, math.inf, 1e30)),
-        ("kandinsky5-image", "shift_factor", "a"), ("kandinsky5-image", "shift_factor", math.nan),
-        *(("sanavideo", "latents_std", each) for each in (0, [0.0] * 16, [-1] * 16, ["1"] * 16, {}, "1" * 16)),  # type: ignore[var-annotated]
-        *(("sanavideo", "latents_mean", each) for each in (5, [None] * 16, [math.nan] * 16, [1e30] * 16)),
+        *(("kandinsky5-image", "scaling_factor", value) for value in BAD_FACTORS),
+        ("kandinsky5-image", "shift_factor", "a"),
+        ("kandinsky5-image", "shift_factor", math.nan),
+        *(("sanavideo", "latents_std", value) for value in BAD_DEVIATIONS),
+        *(("sanavideo", "latents_mean", value) for value in BAD_MEANS),
     ],
-)  # fmt: skip
+)
 def test_values_that_would_spoil_all_latents(
     family: str, key: str, value: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    checkpoint = request.getfixturevalue("t2i_checkpoint" if family == "kandinsky5-image" else "sana_checkpoint")
+    checkpoint = request.getfixturevalue(
+        "t2i_checkpoint" if family == "kandinsky5-image" else "sana_checkpoint"
+    )
     folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     assert plan_of(folder, family) == ""
     edit_config(folder / "vae", **{key: value})
@@ -172,8 +242,13 @@ def test_values_that_would_spoil_all_latents(
 
 
 def test_a_vae_with_weights_that_are_not_finite(model: Path) -> None:
-    edit_weights(model / "vae", lambda weights: {**weights, "decoder.conv_out.bias": torch.full((3,), torch.nan)})
-    with pytest.raises(UserError, match=r"the vae in .* NaN or infinite values in decoder.conv_out.bias"):
+    edit_weights(
+        model / "vae",
+        lambda weights: {**weights, "decoder.conv_out.bias": torch.full((3,), torch.nan)},
+    )
+    with pytest.raises(
+        UserError, match=r"the vae in .* NaN or infinite values in decoder.conv_out.bias"
+    ):
         make_adapter(model).load_latent_encoder(CPU, torch.float32)
 
 
@@ -184,8 +259,12 @@ def test_a_scheduler_whose_values_have_wrong_types(model: Path) -> None:
         adapter.load_preview_pipeline(adapter.load_transformer(torch.float32), CPU, None)
 
 
-def test_shapes_are_compared_before_anything_is_encoded(workspace: Workspace, model: Path, capsys: Capture) -> None:
-    edit_weights(model / "vae", lambda weights: {**weights, "decoder.conv_out.bias": torch.zeros(7)})
+def test_shapes_are_compared_before_anything_is_encoded(
+    workspace: Workspace, model: Path, capsys: Capture
+) -> None:
+    edit_weights(
+        model / "vae", lambda weights: {**weights, "decoder.conv_out.bias": torch.zeros(7)}
+    )
     told = complaint(workspace, capsys, "train")
     assert told.startswith(f"{MODEL}: the vae in ")
     assert told.endswith("does not fit its config.json: its files lack decoder.conv_out.bias [3].")
@@ -196,9 +275,13 @@ def test_loading_initialises_nothing_at_random(model: Path) -> None:
     edit_weights(model / "text_encoder", without("embed_tokens"))
     edit_weights(model / "vae", without("encoder.conv_in.bias"))
     adapter = make_adapter(model)
-    with pytest.raises(UserError, match=r"the text_encoder in .* is incomplete: .*embed_tokens.weight"):
+    with pytest.raises(
+        UserError, match=r"the text_encoder in .* is incomplete: .*embed_tokens.weight"
+    ):
         adapter.load_text_encoder(CPU, torch.float32)
-    with pytest.raises(UserError, match=r"the vae in .* (is incomplete|cannot be loaded): .*encoder.conv_in.bias"):
+    with pytest.raises(
+        UserError, match=r"the vae in .* (is incomplete|cannot be loaded): .*encoder.conv_in.bias"
+    ):
         adapter.load_latent_encoder(CPU, torch.float32)
 
 
@@ -210,10 +293,17 @@ class TestInitLora:
         names = [f"text_transformer_blocks.0.self_attention.{target}" for target in targets]
         for block in range(blocks):
             for kind in ("self", "cross"):
-                names += [f"visual_transformer_blocks.{block}.{kind}_attention.{target}" for target in targets]
+                names += [
+                    f"visual_transformer_blocks.{block}.{kind}_attention.{target}"
+                    for target in targets
+                ]
         path = workspace.path(LORA_FILE)
         tensors = {f"transformer.{name}.lora_A.weight": torch.zeros(rank, 32) for name in names}
-        save_file(tensors | {f"transformer.{name}.lora_B.weight": torch.zeros(32, rank) for name in names}, path)
+        save_file(
+            tensors
+            | {f"transformer.{name}.lora_B.weight": torch.zeros(32, rank) for name in names},
+            path,
+        )
         return path
 
     def test_one_for_every_layer(self, workspace: Workspace, capsys: Capture) -> None:
@@ -223,18 +313,27 @@ class TestInitLora:
     def test_an_official_one_tells_its_trigger(self, workspace: Workspace, capsys: Capture) -> None:
         folder = workspace.path("official")
         folder.mkdir()
-        weights = {f"base_model.model.{name.removeprefix('transformer.')}": tensor
-                   for name, tensor in load_file(self.write(workspace)).items()}  # fmt: skip
+        weights = {
+            f"base_model.model.{name.removeprefix('transformer.')}": tensor
+            for name, tensor in load_file(self.write(workspace)).items()
+        }
         save_file(weights, folder / "lora.safetensors", metadata={"trigger": "microwave,"})
         told = warnings(workspace, capsys, f"init_lora={folder}", "lora_rank=4")
         assert "captions that begin with 'microwave,'" in told
 
     def test_one_for_some_layers(self, workspace: Workspace, capsys: Capture) -> None:
-        told = warnings(workspace, capsys, f"init_lora={self.write(workspace, blocks=1)}", "lora_rank=4")
-        assert "trained layers; the others start untrained (visual_transformer_blocks.1." in " ".join(told.split())
+        told = warnings(
+            workspace, capsys, f"init_lora={self.write(workspace, blocks=1)}", "lora_rank=4"
+        )
+        assert (
+            "trained layers; the others start untrained (visual_transformer_blocks.1."
+            in " ".join(told.split())
+        )
 
     def test_another_rank(self, workspace: Workspace, capsys: Capture) -> None:
-        told = complaint(workspace, capsys, "plan", f"init_lora={self.write(workspace, rank=8)}", "lora_rank=4")
+        told = complaint(
+            workspace, capsys, "plan", f"init_lora={self.write(workspace, rank=8)}", "lora_rank=4"
+        )
         assert told.endswith("has rank 8, lora_rank is 4.")
 
     @pytest.mark.parametrize(
@@ -255,11 +354,15 @@ class TestInitLora:
     def test_none_in_a_full_fine_tune(self, workspace: Workspace, capsys: Capture) -> None:
         settings = ("model_type=full", "use_dora=true", f"init_lora={self.write(workspace)}")
         (told,) = complaints(workspace, capsys, "plan", *settings)
-        assert told.startswith("init_lora: needs model_type lora: model_type full trains every weight and no LoRA.")
+        assert told.startswith(
+            "init_lora: needs model_type lora: model_type full trains every weight and no LoRA."
+        )
 
 
 def test_a_resolution_that_is_meant_in_megapixels(workspace: Workspace, capsys: Capture) -> None:
-    workspace.write_datasets([{**DATASETS[0], "resolution": 1, "resolution_type": "pixel"}, DATASETS[1]])
+    workspace.write_datasets(
+        [{**DATASETS[0], "resolution": 1, "resolution_type": "pixel"}, DATASETS[1]]
+    )
     told = complaints(workspace, capsys)
     assert any("for megapixels set resolution_type area" in each for each in told)
 

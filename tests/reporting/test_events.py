@@ -16,7 +16,9 @@ def text_of(event: Event) -> str:
     return event.text
 
 
-def test_a_subscriber_that_raises_is_named_once_and_removed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_subscriber_that_raises_is_named_once_and_removed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     calls: list[Event] = []
     received: list[Event] = []
 
@@ -34,7 +36,9 @@ def test_a_subscriber_that_raises_is_named_once_and_removed(caplog: pytest.LogCa
     assert [text_of(event) for event in calls] == ["one"]
     assert [text_of(event) for event in received] == ["one", "two"]
     (record,) = caplog.records
-    assert record.message.startswith("My exporter stopped working; training continues without it. (RuntimeError: a bug")
+    assert record.message.startswith(
+        "My exporter stopped working; training continues without it. (RuntimeError: a bug"
+    )
     assert "abcdef" not in record.message
     assert "second line" not in record.message
 
@@ -50,7 +54,9 @@ def test_an_error_that_ends_the_run_reaches_the_publisher() -> None:
         events.say("one")
 
 
-def test_an_error_that_does_not_end_the_run_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_does_not_end_the_run_is_only_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def misread(event: Event) -> None:
         raise KeyError("a field")
 
@@ -73,7 +79,9 @@ def test_ctrl_c_inside_a_subscriber_is_not_swallowed() -> None:
         events.say("one")
 
 
-def test_a_subscriber_that_fails_at_its_own_event_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_subscriber_that_fails_at_its_own_event_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     events = EventStream()
 
     def answer(event: Event) -> None:

@@ -104,7 +104,9 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     assert next(read_rows(path))["grad_absmax"] is None
 
 
-def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_replacement_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "m.jsonl"
     record(path, range(1, 6))
     before = path.read_bytes()
@@ -131,8 +133,12 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
 
 def test_media_keep_their_fields_and_the_last_of_a_path_wins(tmp_path: Path) -> None:
     path = tmp_path / "validation_media.jsonl"
-    first = MediaRecord(0, "glimmer", "ein Schimmer <b>", "validation_images/step_0_glimmer_0_96x96.png", 96, 96, 7)
-    later = MediaRecord(50, "glimmer", "ein Schimmer <b>", "validation_images/step_50.png", 96, 64, 7, ema=True)
+    first = MediaRecord(
+        0, "glimmer", "ein Schimmer <b>", "validation_images/step_0_glimmer_0_96x96.png", 96, 96, 7
+    )
+    later = MediaRecord(
+        50, "glimmer", "ein Schimmer <b>", "validation_images/step_50.png", 96, 64, 7, ema=True
+    )
     media = MediaFile(path)
     for item in (first, first, later):
         media.append(item)
@@ -160,7 +166,14 @@ def test_a_folder_that_is_deleted_ends_the_record(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_lines_are_named(tmp_path: Path, name: str, lines: list[str], damage: str) -> None:
-    preview = {"step": 1, "short_name": "a", "prompt": "a", "path": "a.png", "width": 8, "height": 8}
+    preview = {
+        "step": 1,
+        "short_name": "a",
+        "prompt": "a",
+        "path": "a.png",
+        "width": 8,
+        "height": 8,
+    }
     path = tmp_path / name
     path.write_text("".join(f"{line}\n" for line in [json.dumps(preview), *lines]) + '{"step": 2')
 

@@ -7,7 +7,8 @@ import pytest
 from simpletuner.reporting.events import StepReport
 from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
 
-SMALL, LARGE = ((1, 16, 1, 8, 8),), ((1, 16, 1, 16, 16),)
+SMALL = ((1, 16, 1, 8, 8),)
+LARGE = ((1, 16, 1, 16, 16),)
 
 
 class Run:
@@ -71,7 +72,9 @@ def test_the_reason_is_the_part_that_grew(slow: dict[str, float], reason: str) -
     run.steps(RECENT, 2.0, **slow)
     [notice] = run.notices
     assert reason in notice
-    assert "2.00 s/step, 2.0 times the usual 1.00 s/step, over the last 5 steps of this size" in notice
+    assert (
+        "2.00 s/step, 2.0 times the usual 1.00 s/step, over the last 5 steps of this size" in notice
+    )
 
 
 def test_a_larger_bucket_is_slower_by_right() -> None:
@@ -95,9 +98,13 @@ def test_the_first_steps_tell_nothing() -> None:
 def test_steps_after_previews_and_checkpoints_do_not_count() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
-    for _ in range(20):  # a checkpoint every second step, and what it leaves behind makes the steps after it slow
+    for _ in range(
+        20
+    ):  # a checkpoint every second step, and what it leaves behind makes the steps after it slow
         run.steps(1, 2.0, pause=5.0)
         run.steps(1, 2.0)
     assert run.notices == []
     run.steps(RECENT, 2.0, pause=0.2)
-    assert len(run.notices) == 1, "short pauses, for the record and the trackers, are part of every step"
+    assert len(run.notices) == 1, (
+        "short pauses, for the record and the trackers, are part of every step"
+    )

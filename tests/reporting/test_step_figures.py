@@ -1,4 +1,6 @@
-"""A figure of a step is one entry of a table, and shows wherever steps are recorded and displayed."""
+"""A figure of a step is one entry of a table, and shows wherever steps are recorded and
+displayed.
+"""
 
 from __future__ import annotations
 

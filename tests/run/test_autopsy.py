@@ -38,7 +38,9 @@ Loss = Callable[[torch.Tensor, Any, Any], torch.Tensor]
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any, torch.Tensor], None]], None]:
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[Any, torch.Tensor], None]], None]:
     """Lets a function see each noisy batch and its loss, to fail as it likes."""
     original: Loss = step.elementwise_loss
 
@@ -60,11 +62,17 @@ def only_failure(workspace: Workspace) -> tuple[Path, dict[str, Any]]:
 
 def files_of(workspace: Workspace) -> dict[str, bytes]:
     output = workspace.path("output")
-    return {str(path.relative_to(output)): path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(output)): path.read_bytes()
+        for path in output.rglob("*")
+        if path.is_file()
+    }
 
 
 def poison(workspace: Workspace, name: str) -> Path:
-    """Write numbers that overflow into the cached latents of a picture; returns the folder of the cache."""
+    """Write numbers that overflow into the cached latents of a picture; returns the folder of the
+    cache.
+    """
     assert workspace.run("cache", "fill") == 0
     with workspace.inside():
         listing = weigh_plan(parse_arguments([])).listing
@@ -104,18 +112,24 @@ def test_a_poisoned_sample_is_named_and_the_step_fails_until_it_is_mended(
         path.unlink()
     assert workspace.train("--replay", str(folder), "lora_dropout=0.2") == 0
     shown = "".join(capsys.readouterr())
-    assert shown.index(f"Repeating step {failure['step']} from") < shown.index("does not fail this time.")
+    assert shown.index(f"Repeating step {failure['step']} from") < shown.index(
+        "does not fail this time."
+    )
     assert "lora_dropout was 0.0 and is 0.2 now." in shown
 
 
-def test_the_same_step_bit_for_bit(workspace: Workspace, failing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_step_bit_for_bit(
+    workspace: Workspace, failing: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     def crash(noisy: Any, loss: torch.Tensor) -> None:
         if (noisy.place.global_step, noisy.place.micro_step) == (3, 1):
             raise RuntimeError(f"The loss of {noisy.batch.names} is {loss.tolist()!r} with {TOKEN}")
 
     failing(crash)
     workspace.write_config(**SETTINGS)
-    workspace.write_datasets([DATASETS[0], {key: value for key, value in DATASETS[1].items() if key != "cache_dir"}])
+    workspace.write_datasets(
+        [DATASETS[0], {key: value for key, value in DATASETS[1].items() if key != "cache_dir"}]
+    )
     assert workspace.train() == 1
     folder, failure = only_failure(workspace)
     before = files_of(workspace)
@@ -136,10 +150,15 @@ def test_the_same_step_bit_for_bit(workspace: Workspace, failing: Any, capsys: p
 
 
 def test_the_folder_is_written_when_every_call_to_the_gpu_fails(
-    workspace: Workspace, failing: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace,
+    failing: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(*given: Any, **named: Any) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it")
+        raise torch.AcceleratorError(
+            "CUDA error: an illegal memory access was encountered\nSearch for it"
+        )
 
     def break_the_device(noisy: Any, loss: torch.Tensor) -> None:
         if noisy.place.global_step < 2:
@@ -155,7 +174,9 @@ def test_the_folder_is_written_when_every_call_to_the_gpu_fails(
     failing(break_the_device)
     assert workspace.train("hub_model_id=someone/else", "max_train_steps=8") == 1
     folder, failure = only_failure(workspace)
-    assert failure["cause"] == "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    assert (
+        failure["cause"] == "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    )
     (batch,) = failure["batches"]
     assert all(sample["name"].startswith("pictures/") for sample in batch["samples"])
     assert [row["step"] for row in failure["metrics"]] == [1, 2]
@@ -212,7 +233,10 @@ def test_a_file_damaged_after_the_plan_and_then_a_module(
     monkeypatch.setattr(Session, "open", break_a_module)
     assert workspace.train() == 1
     assert workspace.path("output/failures/step-1-2").is_dir(), "beside the other"
-    assert "whose output is not finite is visual_transformer_blocks.1.feed_forward." in capsys.readouterr().err
+    assert (
+        "whose output is not finite is visual_transformer_blocks.1.feed_forward."
+        in capsys.readouterr().err
+    )
 
 
 def test_two_processes_leave_one_folder_and_one_process_repeats_their_step(
@@ -259,7 +283,10 @@ def test_a_process_that_fails_alone_leaves_the_folder(workspace: Workspace) -> N
 
 
 def test_no_folder_without_a_failure_and_its_own_failure_hides_nothing(
-    workspace: Workspace, failing: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace,
+    failing: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def act(noisy: Any, loss: torch.Tensor) -> None:
         raise errors.pop()
@@ -299,5 +326,7 @@ def test_a_folder_that_cannot_be_replayed(
 
 def test_a_wrong_folder_is_reported_before_torch_is_loaded() -> None:
     code = "import sys; from simpletuner.cli.app import main; print(main(), 'torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code, "train", "--replay", "no"], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "train", "--replay", "no"], capture_output=True, text=True
+    )
     assert (ran.stdout, ran.stderr.count("no/failure.json")) == ("2 False\n", 1)

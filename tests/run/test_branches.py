@@ -1,4 +1,6 @@
-"""A run that continues from an earlier checkpoint is one line from then on; what it leaves is set aside, not lost."""
+"""A run that continues from an earlier checkpoint is one line from then on; what it leaves is set
+aside, not lost.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ pytestmark = pytest.mark.slow(3)
 
 THOROUGH = pytest.mark.thorough
 LORA = "output/pytorch_lora_weights.safetensors"
-OLD: dict[str, Any] = {"max_train_steps": 6, "checkpoint_step_interval": 1, "checkpoints_total_limit": 0}
+OLD: dict[str, Any] = {
+    "max_train_steps": 6,
+    "checkpoint_step_interval": 1,
+    "checkpoints_total_limit": 0,
+}
 # What makes a branch another line than the one that it leaves.
 OTHER = "learning_rate=5e-3"
 
@@ -76,7 +82,9 @@ def run(tmp_path: Path, old: Workspace) -> Workspace:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, old: Workspace) -> Workspace:
-    """What a branch at step 3 must equal: the same history, by a run that had never gone further than step 3."""
+    """What a branch at step 3 must equal: the same history, by a run that had never gone further
+    than step 3.
+    """
     run = old.stopped(tmp_path_factory.mktemp("straight") / "run", 3)
     with pytest.MonkeyPatch.context() as patch:
         make_room(patch)
@@ -85,7 +93,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory, old: Workspace) -> Worksp
     return run
 
 
-def test_a_branch_goes_on_as_if_the_old_line_had_never_been(run: Workspace, straight: Workspace) -> None:
+def test_a_branch_goes_on_as_if_the_old_line_had_never_been(
+    run: Workspace, straight: Workspace
+) -> None:
     assert run.train(OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3") == 0
     assert run.train(OTHER, "max_train_steps=7") == 0
     assert_same(run, straight, 7)
@@ -98,12 +108,17 @@ def test_an_interrupted_run_says_from_which_step_it_continues(
     interrupted = run.stopped(run.folder.parent / "interrupted", 4)
     capsys.readouterr()
     assert interrupted.run("plan", "max_train_steps=8") == 0
-    assert "continues from step 4; 2 steps are trained again (checkpoint-4)" in capsys.readouterr().out
+    assert (
+        "continues from step 4; 2 steps are trained again (checkpoint-4)" in capsys.readouterr().out
+    )
     interrupted.path("output/events.jsonl").unlink()
     owner = replace(this_process(), pid=2**22 + 1)
     interrupted.path("output/run.lock").write_text(json.dumps(asdict(owner)))
     status = Run("run", interrupted.path("output"), written_by="config").status()
-    assert status["message"] == "Ended unexpectedly at step 6. It continues from step 4; 2 steps are trained again."
+    assert (
+        status["message"]
+        == "Ended unexpectedly at step 6. It continues from step 4; 2 steps are trained again."
+    )
 
 
 def test_what_a_branch_leaves_is_set_aside_and_named(
@@ -111,7 +126,10 @@ def test_what_a_branch_leaves_is_set_aside_and_named(
 ) -> None:
     assert run.train("max_train_steps=4", "resume_from_checkpoint=checkpoint-3") == 0
     said = capsys.readouterr().out
-    assert "moves to branches/1: checkpoint-4, checkpoint-5, checkpoint-6, the result of step 6" in said
+    assert (
+        "moves to branches/1: checkpoint-4, checkpoint-5, checkpoint-6, the result of step 6"
+        in said
+    )
     assert "Without resume_from_checkpoint, it continues from checkpoint-6 instead." in said
     assert "set resume_from_checkpoint=branches/1/checkpoint-6" in said
     aside = run.path("output/branches/1")
@@ -121,7 +139,9 @@ def test_what_a_branch_leaves_is_set_aside_and_named(
     assert run.metrics("output/branches/1") == old.metrics()
 
 
-def test_a_finished_branch_is_the_result(run: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_branch_is_the_result(
+    run: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run.train("max_train_steps=4", "resume_from_checkpoint=checkpoint-3") == 0
     before = run.path(LORA).read_bytes()
     capsys.readouterr()
@@ -147,7 +167,9 @@ def test_a_branch_of_a_branch(run: Workspace) -> None:
     assert checkpoints(run.path("output/branches/2")) == ["checkpoint-5", "checkpoint-6"]
 
 
-def test_a_run_returns_to_what_was_set_aside(run: Workspace, old: Workspace, tmp_path: Path) -> None:
+def test_a_run_returns_to_what_was_set_aside(
+    run: Workspace, old: Workspace, tmp_path: Path
+) -> None:
     assert run.train(OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3") == 0
     assert run.train("max_train_steps=7", "resume_from_checkpoint=branches/1/checkpoint-6") == 0
     longer = old.copy(tmp_path / "longer")
@@ -158,10 +180,18 @@ def test_a_run_returns_to_what_was_set_aside(run: Workspace, old: Workspace, tmp
 
 
 def test_pruning_counts_the_checkpoints_of_the_line(run: Workspace) -> None:
-    branch = ("max_train_steps=5", "checkpoints_total_limit=2", "resume_from_checkpoint=checkpoint-3")
+    branch = (
+        "max_train_steps=5",
+        "checkpoints_total_limit=2",
+        "resume_from_checkpoint=checkpoint-3",
+    )
     assert run.train(*branch) == 0
     assert checkpoints(run.path("output")) == ["checkpoint-4", "checkpoint-5"]
-    assert checkpoints(run.path("output/branches/1")) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
+    assert checkpoints(run.path("output/branches/1")) == [
+        "checkpoint-4",
+        "checkpoint-5",
+        "checkpoint-6",
+    ]
 
 
 @THOROUGH
@@ -181,7 +211,9 @@ def test_a_sweep_renders_the_checkpoints_of_the_branch(run: Workspace) -> None:
     with run.inside():
         request = SampleRequest("output", "sweep", parse_arguments([]), ["a star"], sweeps=True)
         _, weights = plan_samples(request)
-        latest = SampleRequest("output", "samples", parse_arguments([]), ["a star"], checkpoints=["latest"])
+        latest = SampleRequest(
+            "output", "samples", parse_arguments([]), ["a star"], checkpoints=["latest"]
+        )
         _, sampled = plan_samples(latest)
     assert [each.step for each in weights] == [1, 2, 3, 4]
     assert [each.step for each in sampled] == [4]
@@ -189,16 +221,20 @@ def test_a_sweep_renders_the_checkpoints_of_the_branch(run: Workspace) -> None:
 
 def test_previews_and_the_wandb_run_follow_their_line(run: Workspace) -> None:
     previews = {
-        "validation_disable": "false", "validation_step_interval": "2", "disable_benchmark": "true",
+        "validation_disable": "false",
+        "validation_step_interval": "2",
+        "disable_benchmark": "true",
         "validation_disable_unconditional": "true",
-    }  # fmt: skip
+    }
     settings = [f"{key}={value}" for key, value in previews.items()]
     shutil.rmtree(run.path("output"))
     assert run.train("max_train_steps=4", *settings) == 0
     run.path("output/wandb_run.json").write_text('{"id": "old"}')
     picture = "validation_images/step_4_validation_0_128x128.png"
     before = run.path(f"output/{picture}").read_bytes()
-    assert run.train("max_train_steps=4", OTHER, "resume_from_checkpoint=checkpoint-2", *settings) == 0
+    assert (
+        run.train("max_train_steps=4", OTHER, "resume_from_checkpoint=checkpoint-2", *settings) == 0
+    )
     assert run.path(f"output/branches/1/{picture}").read_bytes() == before
     assert run.path(f"output/{picture}").read_bytes() != before
     assert json.loads(run.path("output/branches/1/wandb_run.json").read_text()) == {"id": "old"}
@@ -223,15 +259,25 @@ def train_and_die(moves: int, *settings: str) -> None:
     main(["train", *settings])
 
 
-@pytest.mark.parametrize("moves", [pytest.param(0, marks=THOROUGH), 1, pytest.param(3, marks=THOROUGH)])
-def test_a_branch_killed_while_files_move_is_still_the_branch(run: Workspace, straight: Workspace, moves: int) -> None:
-    process = run.fork(train_and_die, moves, OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3")
+@pytest.mark.parametrize(
+    "moves", [pytest.param(0, marks=THOROUGH), 1, pytest.param(3, marks=THOROUGH)]
+)
+def test_a_branch_killed_while_files_move_is_still_the_branch(
+    run: Workspace, straight: Workspace, moves: int
+) -> None:
+    process = run.fork(
+        train_and_die, moves, OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3"
+    )
     process.join()
     assert process.exitcode == 9
     assert run.train(OTHER, "max_train_steps=5") == 0
     assert run.train(OTHER, "max_train_steps=7") == 0
     assert_same(run, straight, 7)
-    assert checkpoints(run.path("output/branches/1")) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
+    assert checkpoints(run.path("output/branches/1")) == [
+        "checkpoint-4",
+        "checkpoint-5",
+        "checkpoint-6",
+    ]
 
 
 @THOROUGH
@@ -248,13 +294,17 @@ def test_a_return_killed_while_files_move_is_completed(
     longer = old.copy(tmp_path / "longer")
     assert longer.train("max_train_steps=7") == 0
     assert_same(run, longer, 7)
-    assert {path.name for path in run.path("output/branches").iterdir()} == {"1", "2"}, "no further branch"
+    assert {path.name for path in run.path("output/branches").iterdir()} == {"1", "2"}, (
+        "no further branch"
+    )
 
 
 def test_the_plan_of_a_branch_whose_start_was_killed_announces_no_further_branch(
     run: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = run.fork(train_and_die, 1, OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3")
+    process = run.fork(
+        train_and_die, 1, OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3"
+    )
     process.join()
     capsys.readouterr()
 
@@ -276,7 +326,9 @@ def train_and_die_before_pruning(*settings: str) -> None:
 
 def test_a_branch_killed_between_saving_and_pruning_goes_on(run: Workspace) -> None:
     limited = ("max_train_steps=5", "checkpoints_total_limit=2")
-    process = run.fork(train_and_die_before_pruning, OTHER, *limited, "resume_from_checkpoint=checkpoint-3")
+    process = run.fork(
+        train_and_die_before_pruning, OTHER, *limited, "resume_from_checkpoint=checkpoint-3"
+    )
     process.join()
     assert process.exitcode == 9
     assert run.train(OTHER, *limited) == 0
@@ -298,7 +350,9 @@ def test_a_damaged_newest_checkpoint_is_set_aside_by_the_advice_of_its_message(
     assert checkpoints(run.path("output/branches/1")) == ["checkpoint-6"]
 
 
-def test_another_run_continued_here_leaves_nothing_of_this_one(run: Workspace, old: Workspace, tmp_path: Path) -> None:
+def test_another_run_continued_here_leaves_nothing_of_this_one(
+    run: Workspace, old: Workspace, tmp_path: Path
+) -> None:
     elsewhere = old.copy(tmp_path / "elsewhere").path("output/checkpoint-4")
     assert run.train("max_train_steps=5", f"resume_from_checkpoint={elsewhere}") == 0
     assert checkpoints(run.path("output")) == ["checkpoint-5"]

@@ -35,7 +35,11 @@ PICTURES = "datasets/pictures"
 def bare(workspace: Workspace) -> Workspace:
     """Four photographs of different sizes without captions, and four pictures with one."""
     for index in range(4):
-        photograph(workspace.path(f"{PICTURES}/p{index}.png"), (64 + 16 * index, 96 - 8 * index), seed=index)
+        photograph(
+            workspace.path(f"{PICTURES}/p{index}.png"),
+            (64 + 16 * index, 96 - 8 * index),
+            seed=index,
+        )
     forget(workspace)
     return workspace
 
@@ -53,7 +57,10 @@ def deepen(checkpoint: Path, layers: int = 4) -> Path:
     """More layers than stay on the device while they stream."""
     folder = checkpoint / "text_encoder"
     settings = json.loads((folder / "config.json").read_text())
-    settings["text_config"] |= {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    settings["text_config"] |= {
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**settings)).save_pretrained(folder)
@@ -61,11 +68,16 @@ def deepen(checkpoint: Path, layers: int = 4) -> Path:
 
 
 def load_captioner(checkpoint: Path) -> QwenCaptioner:
-    parts = {role: Part(role, "model", str(checkpoint), role, None, None) for role in ("text_encoder", "tokenizer")}
+    parts = {
+        role: Part(role, "model", str(checkpoint), role, None, None)
+        for role in ("text_encoder", "tokenizer")
+    }
     return QwenCaptioner(ModelSource(parts), torch.device("cpu"), torch.float32)
 
 
-def test_captions_are_written_where_there_are_none_and_nothing_else_changes(bare: Workspace, capsys: Capture) -> None:
+def test_captions_are_written_where_there_are_none_and_nothing_else_changes(
+    bare: Workspace, capsys: Capture
+) -> None:
     before = captions(bare)
     files = {path: path.stat().st_mtime_ns for path in bare.folder.rglob("*") if path.is_file()}
     assert bare.run("caption", "--preview", "--trigger", "zkt") == 0
@@ -102,9 +114,12 @@ def test_batches_and_streaming_do_not_change_a_caption(
     assert written[0] == written[1] == written[2]
 
 
-def test_padding_adds_no_token_that_could_be_repeated(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_adds_no_token_that_could_be_repeated(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers 5.17 lowers the score of a token that stands in the padding alone."""
-    captioner, seen = load_captioner(t2i_checkpoint), []
+    captioner = load_captioner(t2i_checkpoint)
+    seen = []
 
     def watched(**inputs: torch.Tensor) -> torch.Tensor:
         seen.append(inputs)
@@ -121,9 +136,12 @@ def test_padding_adds_no_token_that_could_be_repeated(t2i_checkpoint: Path, monk
 def test_a_stop_leaves_whole_captions_and_the_next_call_continues(
     bare: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    describe, calls = QwenCaptioner.describe, []
+    describe = QwenCaptioner.describe
+    calls = []
 
-    def stopped(self: QwenCaptioner, requests: list[DescriptionRequest], most: int) -> list[tuple[str, bool]]:
+    def stopped(
+        self: QwenCaptioner, requests: list[DescriptionRequest], most: int
+    ) -> list[tuple[str, bool]]:
         calls.append(len(requests))
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -158,7 +176,11 @@ def test_frames_of_clips_are_taken_by_time_from_what_is_trained(
 ) -> None:
     """Frame rates differ, the moments do not; two seconds are there, one is trained."""
     checkpoint = make_checkpoint(tmp_path / "t2v", "t2v")
-    settings = {"model_family": "kandinsky5-video", "model_flavour": "t2v-lite-sft-5s", "train_batch_size": 1}
+    settings = {
+        "model_family": "kandinsky5-video",
+        "model_flavour": "t2v-lite-sft-5s",
+        "train_batch_size": 1,
+    }
     bare = Workspace.create(tmp_path / "run", checkpoint, pictures=0, **settings)
     video = {"num_frames": 25, "min_frames": 25, "frame_rate": 25}
     bare.write_datasets([{**DATASETS[0], "dataset_type": "video", "video": video}, DATASETS[1]])
@@ -167,7 +189,9 @@ def test_frames_of_clips_are_taken_by_time_from_what_is_trained(
     seen: list[DescriptionRequest] = []
     describe = QwenCaptioner.describe
 
-    def watched(self: QwenCaptioner, requests: list[DescriptionRequest], most: int) -> list[tuple[str, bool]]:
+    def watched(
+        self: QwenCaptioner, requests: list[DescriptionRequest], most: int
+    ) -> list[tuple[str, bool]]:
         seen.extend(requests)
         return describe(self, requests, most)
 
@@ -184,16 +208,27 @@ def test_a_clip_is_read_as_frames_in_time(t2i_checkpoint: Path) -> None:
     """Order and speed matter, and two equal frames are what Qwen makes of a picture."""
     captioner = load_captioner(t2i_checkpoint)
     random = np.random.default_rng(0)
-    frames = [Image.fromarray(random.integers(0, 255, (56, 84, 3), dtype=np.uint8)) for _ in range(4)]
-    clips = [DescriptionRequest(each, "say", seconds) for each, seconds in ((frames, 2.0), (frames[::-1], 2.0))]
+    frames = [
+        Image.fromarray(random.integers(0, 255, (56, 84, 3), dtype=np.uint8)) for _ in range(4)
+    ]
+    clips = [
+        DescriptionRequest(each, "say", seconds)
+        for each, seconds in ((frames, 2.0), (frames[::-1], 2.0))
+    ]
     clips.append(DescriptionRequest(frames, "say", 20.0))
     told = captioner.describe([*clips, DescriptionRequest(frames[:1], "say")], 8)
     assert len({text for text, _ in told}) == 4
-    still, picture = (captioner._prepare(DescriptionRequest(frames[:1] * count, "say", 1.0 if count > 1 else None))
-                      for count in (2, 1))  # fmt: skip
+    still, picture = (
+        captioner._prepare(
+            DescriptionRequest(frames[:1] * count, "say", 1.0 if count > 1 else None)
+        )
+        for count in (2, 1)
+    )
     assert torch.equal(still["pixel_values_videos"], picture["pixel_values"])
     both = captioner._prepare(clips[0])["pixel_values_videos"].unflatten(1, (3, 2, 14, 14))
-    last = captioner._prepare(DescriptionRequest(frames[3:], "say"))["pixel_values"].unflatten(1, (3, 2, 14, 14))
+    last = captioner._prepare(DescriptionRequest(frames[3:], "say"))["pixel_values"].unflatten(
+        1, (3, 2, 14, 14)
+    )
     assert torch.equal(both[-len(last) :, :, 1], last[:, :, 0])
 
 
@@ -218,11 +253,20 @@ def test_without_a_language_head_there_is_no_captioner(
 ) -> None:
     shutil.copytree(t2i_checkpoint, bare.path("headless"))
     weights = bare.path("headless/text_encoder/model.safetensors")
-    save_file({name: each for name, each in load_file(weights).items() if name != "lm_head.weight"}, weights)
-    headless = complaint(bare, capsys, "caption", f"pretrained_model_name_or_path={bare.path('headless')}")
+    save_file(
+        {name: each for name, each in load_file(weights).items() if name != "lm_head.weight"},
+        weights,
+    )
+    headless = complaint(
+        bare, capsys, "caption", f"pretrained_model_name_or_path={bare.path('headless')}"
+    )
     assert headless.startswith("pretrained_model_name_or_path: ")
     assert "has no language head (lm_head.weight)" in headless
-    sana = ("model_family=sanavideo", "model_flavour=null", f"pretrained_model_name_or_path={sana_checkpoint}")
+    sana = (
+        "model_family=sanavideo",
+        "model_flavour=null",
+        f"pretrained_model_name_or_path={sana_checkpoint}",
+    )
     assert "cannot caption pictures" in complaint(bare, capsys, "caption", *sana)
     unknown = complaint(bare, capsys, "caption", "--dataset", "picture")
     assert unknown.startswith("--dataset: 'picture'")

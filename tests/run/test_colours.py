@@ -40,7 +40,9 @@ def test_only_pictures_whose_pixels_change_are_encoded_again(
     others = entries(workspace)
     give_profile(workspace)
     with monkeypatch.context() as patch:
-        patch.setattr("simpletuner.data.pictures._conversion", lambda *arguments: None)  # as earlier versions did
+        patch.setattr(
+            "simpletuner.data.pictures._conversion", lambda *arguments: None
+        )  # as earlier versions did
         assert workspace.run("cache", "fill") == 0
     before = entries(workspace)
     make_older(workspace)
@@ -60,7 +62,9 @@ def test_only_pictures_whose_pixels_change_are_encoded_again(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_over_other_colours_warns(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on_over_other_colours_warns(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     give_profile(workspace)
     assert workspace.train("max_train_steps=1") == 0
     capsys.readouterr()

@@ -51,16 +51,30 @@ def test_a_stale_result_is_published_anew(tmp_path: Path, t2i_checkpoint: Path, 
 
 
 def step_of(result: Path) -> str:
-    notes = json.loads((result / NOTE_FILE).read_text()) if result.is_dir() else read_header(result)[METADATA]
+    notes = (
+        json.loads((result / NOTE_FILE).read_text())
+        if result.is_dir()
+        else read_header(result)[METADATA]
+    )
     return str(notes["simpletuner.step"])
 
 
-def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_a_published_model_samples_with_the_shift_of_its_previews(
+    tmp_path: Path, t2i_checkpoint: Path
+) -> None:
     run = Workspace.create(
-        tmp_path, t2i_checkpoint, model_type="full", learning_rate=1e-4, flow_schedule_shift=4.0,
-        validation_disable=False, disable_benchmark=True, validation_guidance=1.0, validation_resolution="128x128",
-        validation_disable_unconditional=True, **SHORT,
-    )  # fmt: skip
+        tmp_path,
+        t2i_checkpoint,
+        model_type="full",
+        learning_rate=1e-4,
+        flow_schedule_shift=4.0,
+        validation_disable=False,
+        disable_benchmark=True,
+        validation_guidance=1.0,
+        validation_resolution="128x128",
+        validation_disable_unconditional=True,
+        **SHORT,
+    )
     assert run.train() == 0
     preview = next(run.path("output/validation_images").glob("step_2_*.png"))
     folder = run.path("output/pipeline")
@@ -71,10 +85,14 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
     adapter = make_adapter(t2i_checkpoint)
     embeds, negative = adapter.load_text_encoder(cpu, torch.float32).encode(prompts)
     encoder = adapter.load_latent_encoder(cpu, torch.float32)
-    request = PreviewRequest(embeds, negative, 128, 128, num_inference_steps=2, guidance_scale=1.0, seed=7)
+    request = PreviewRequest(
+        embeds, negative, 128, 128, num_inference_steps=2, guidance_scale=1.0, seed=7
+    )
 
     def draw() -> np.ndarray:
-        return np.asarray(StockPipeline(pipeline, encoder, cpu, "t2i", TextPadding()).render(request)[0])
+        return np.asarray(
+            StockPipeline(pipeline, encoder, cpu, "t2i", TextPadding()).render(request)[0]
+        )
 
     assert np.array_equal(draw(), np.asarray(Image.open(preview)))
     pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=1.0)
@@ -88,9 +106,18 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
         ({"lora_init_type": "gaussian"}, ["lora_init_type", "default", "gaussian"]),
         ({"optimizer": "torch-sgd"}, ["optimizer", "not torch-sgd"]),
         ({"peft_lora_target_modules": ["to_key"]}, ["peft_lora_target_modules", "to_query"]),
-        ({"optimizer": "optimi-adamw", "mixed_precision": "bf16"}, ["mixed_precision", "with fp32, not bf16"]),
-        ({"optimizer_config": "amsgrad=true"}, ["optimizer_config.amsgrad", "with false, not true; set it back"]),
-        ({"init_lora": "output/checkpoint-2"}, ["init_lora", "did not start from 'output/checkpoint-2'"]),
+        (
+            {"optimizer": "optimi-adamw", "mixed_precision": "bf16"},
+            ["mixed_precision", "with fp32, not bf16"],
+        ),
+        (
+            {"optimizer_config": "amsgrad=true"},
+            ["optimizer_config.amsgrad", "with false, not true; set it back"],
+        ),
+        (
+            {"init_lora": "output/checkpoint-2"},
+            ["init_lora", "did not start from 'output/checkpoint-2'"],
+        ),
     ],
 )
 def test_what_the_weights_cannot_do_without_is_refused(
@@ -102,7 +129,9 @@ def test_what_the_weights_cannot_do_without_is_refused(
     assert all(word in message for word in words), message
 
 
-def test_another_base_is_refused(trained: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_base_is_refused(
+    trained: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = make_checkpoint(tmp_path / "other", seed=1)
     trained.write_config(pretrained_model_name_or_path=str(other), max_train_steps=6)
     assert trained.train() == 2
@@ -117,7 +146,9 @@ def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFix
     trained.path("datasets/pictures/p0.txt").write_text("another text")
     sampled = {"scheduled_sampling_max_step_offset": 1, "scheduled_sampling_probability": 0.5}
     techniques = {**sampled, "crepa_lambda": 0.1, "mixed_precision": "bf16", "optimizer": "adamw"}
-    trained.write_config(seed=8, loss_type="huber", text_template="diffusers", max_train_steps=6, **techniques)
+    trained.write_config(
+        seed=8, loss_type="huber", text_template="diffusers", max_train_steps=6, **techniques
+    )
     capsys.readouterr()
     assert trained.train() == 0
     said = capsys.readouterr().out
@@ -129,25 +160,37 @@ def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFix
     assert "with 0.0, not 0.5" in said
     assert "with 0.5, not 0.1" in said
     for key in ("mixed_precision.compute", "text_encoder_1_precision", "vae_dtype"):
-        assert f"{key}: output/checkpoint-4 was trained with fp32, not bf16; the new value applies from here on" in said
+        assert (
+            f"{key}: output/checkpoint-4 was trained with fp32, not bf16; the new value "
+            "applies from here on" in said
+        )
     assert "with 0.0, not 0.25" in said
     assert "pictures.captions" in said
     assert "pictures.resolution" in said
     assert "80" in said
 
 
-def test_rates_steps_and_intervals_go_on_silently(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_steps_and_intervals_go_on_silently(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
-    assert trained.train("max_train_steps=6", "learning_rate=5e-4", "checkpoint_step_interval=3") == 0
+    assert (
+        trained.train("max_train_steps=6", "learning_rate=5e-4", "checkpoint_step_interval=3") == 0
+    )
     assert "was trained with" not in capsys.readouterr().out
 
 
 THOROUGH = pytest.mark.thorough
 OPTIMIZER_KEYS = [
-    ({"adam_weight_decay": 0.5}, "weight_decay: output/checkpoint-4 was trained with 0.01, not 0.5"),
+    (
+        {"adam_weight_decay": 0.5},
+        "weight_decay: output/checkpoint-4 was trained with 0.01, not 0.5",
+    ),
     ({"optimizer_config": "eps=0.1"}, "eps: output/checkpoint-4 was trained with 1e-08, not 0.1"),
     *(
-        pytest.param(change, f"{name}: output/checkpoint-4 was trained with {words}", marks=THOROUGH)
+        pytest.param(
+            change, f"{name}: output/checkpoint-4 was trained with {words}", marks=THOROUGH
+        )
         for change, name, words in (
             ({"adam_beta1": 0.5}, "beta1", "0.9, not 0.5"),
             ({"optimizer_beta1": 0.9, "optimizer_beta2": 0.5}, "beta2", "0.999, not 0.5"),
@@ -159,7 +202,11 @@ OPTIMIZER_KEYS = [
 
 @pytest.mark.parametrize(("change", "words"), OPTIMIZER_KEYS)
 def test_optimizer_settings_changed_between_two_sessions_act_and_are_named(
-    trained: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+    trained: Workspace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any],
+    words: str,
 ) -> None:
     plain = trained.copy(tmp_path / "plain", max_train_steps=5)
     assert plain.train() == 0
@@ -177,7 +224,9 @@ def test_a_run_goes_on_in_half_precision(trained: Workspace) -> None:
     assert [row["step"] for row in trained.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_average_that_is_turned_on_later_starts_from_the_trained_weights(trained: Workspace) -> None:
+def test_an_average_that_is_turned_on_later_starts_from_the_trained_weights(
+    trained: Workspace,
+) -> None:
     """Its first update would be in step 100, and the run ends before."""
     assert trained.train("max_train_steps=5", "use_ema=true", "ema_update_interval=100") == 0
     before = load_file(trained.path("output/checkpoint-4/pytorch_lora_weights.safetensors"))
@@ -195,7 +244,11 @@ def add_other_pictures(run: Workspace, folder: str = "other") -> None:
 def test_other_data_are_refused_in_the_folder_of_a_run(
     tmp_path: Path, filled: Workspace, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    kinds = {"lora": {}, "lokr": {"lora_type": "lokr"}, "full": {"model_type": "full", "learning_rate": 1e-4}}
+    kinds = {
+        "lora": {},
+        "lokr": {"lora_type": "lokr"},
+        "full": {"model_type": "full", "learning_rate": 1e-4},
+    }
     run = filled.copy(tmp_path / kind, **kinds[kind], **SHORT)
     assert run.train() == 0
     add_other_pictures(run)
@@ -210,7 +263,11 @@ def test_other_data_are_refused_in_the_folder_of_a_run(
 
 @pytest.mark.parametrize(
     "remedy",
-    [["override_dataset_config=true"], ["output_dir=second"], ["output_dir=second", "init_lora=output/checkpoint-4"]],
+    [
+        ["override_dataset_config=true"],
+        ["output_dir=second"],
+        ["output_dir=second", "init_lora=output/checkpoint-4"],
+    ],
 )
 def test_each_remedy_for_other_data_trains(trained: Workspace, remedy: list[str]) -> None:
     add_other_pictures(trained)
@@ -219,7 +276,8 @@ def test_each_remedy_for_other_data_trains(trained: Workspace, remedy: list[str]
 
 def test_data_that_keep_a_file_of_the_run_go_on(trained: Workspace) -> None:
     add_other_pictures(trained)
-    kept, renamed = trained.path("datasets/pictures/p0.png"), trained.path("datasets/other/elsewhere.png")
+    kept = trained.path("datasets/pictures/p0.png")
+    renamed = trained.path("datasets/other/elsewhere.png")
     renamed.write_bytes(kept.read_bytes())
     renamed.with_suffix(".txt").write_text("a picture")
     assert trained.train("max_train_steps=5") == 0
@@ -237,16 +295,22 @@ def test_checkpoints_of_earlier_versions_are_continued_with_other_data(
     assert "the datasets are not those of checkpoint-4" in capsys.readouterr().out
 
 
-def test_a_sample_of_many_files_is_part_of_any_list_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_many_files_is_part_of_any_list_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(resume, "FILES_RECORDED", 20)
     contents = [sha256(bytes([number])).hexdigest() for number in range(200)]
 
     def digests(contents: list[str]) -> set[str]:
-        dataset: Any = SimpleNamespace(samples=[SimpleNamespace(content=content) for content in contents])
+        dataset: Any = SimpleNamespace(
+            samples=[SimpleNamespace(content=content) for content in contents]
+        )
         return set(resume.file_digests([dataset]).split())
 
     recorded = digests(contents)
     rest = {content[: resume.DIGITS] for content in contents} - recorded
     assert len(recorded) == 20
-    assert max(recorded) < min(rest), "the same files whatever their order and whatever else is there"
+    assert max(recorded) < min(rest), (
+        "the same files whatever their order and whatever else is there"
+    )
     assert digests(contents[::-1]) == recorded

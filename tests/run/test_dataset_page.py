@@ -12,7 +12,12 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-from simpletuner.annexes.captions.dataset_page import caption_reader, colour_grid, motion, near_duplicates
+from simpletuner.annexes.captions.dataset_page import (
+    caption_reader,
+    colour_grid,
+    motion,
+    near_duplicates,
+)
 from simpletuner.config.sources import parse_arguments
 from simpletuner.models.adapter import load_adapter
 from simpletuner.planning.build import survey_datasets
@@ -22,8 +27,17 @@ from tests.tools.pictures import photograph
 from tests.tools.workspace import DATASETS, Workspace
 
 PICTURES = "datasets/pictures"
-ENTRY = {**DATASETS[0], "crop": True, "crop_style": "center", "crop_aspect": "square", "minimum_image_size": 40}
-LONG = "a rocket on its pad before the start, seen from far away on a hazy morning, with smoke beside the tower"
+ENTRY = {
+    **DATASETS[0],
+    "crop": True,
+    "crop_style": "center",
+    "crop_aspect": "square",
+    "minimum_image_size": 40,
+}
+LONG = (
+    "a rocket on its pad before the start, seen from far away on a hazy morning, with smoke "
+    "beside the tower"
+)
 
 
 def cards_of(page: str) -> dict[str, str]:
@@ -35,12 +49,16 @@ def cards_of(page: str) -> dict[str, str]:
 @pytest.fixture
 def awkward(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
     """Photographs, and files of every kind that is not one."""
-    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, pictures=0, tokenizer_max_length=40)
+    workspace = Workspace.create(
+        tmp_path / "run", t2i_checkpoint, pictures=0, tokenizer_max_length=40
+    )
     workspace.write_datasets([ENTRY, DATASETS[1]])
     folder = workspace.path(PICTURES)
     for index in range(6):
         photograph(folder / f"p{index}.png", (96, 64) if index else (64, 128), seed=index)
-        (folder / f"p{index}.txt").write_text(f"{LONG}, {LONG}" if index == 5 else f'picture <b>{index}</b> & "more"')
+        (folder / f"p{index}.txt").write_text(
+            f"{LONG}, {LONG}" if index == 5 else f'picture <b>{index}</b> & "more"'
+        )
     whole = Image.open(folder / "p1.png")
     whole.resize((150, 100)).save(folder / "copy.jpg", quality=80)
     whole.filter(ImageFilter.GaussianBlur(6)).save(folder / "soft.png")
@@ -67,10 +85,18 @@ def test_every_file_is_there_once_as_it_will_be_trained(awkward: Workspace) -> N
     assert "<b>1</b>" not in page
     assert "enlarged 1.4" not in cards["small.png"]
     assert 'class="box"' in cards["small.png"]
-    for name, reason in (("tiny.png", "smaller than minimum_image_size"), ("silent.png", "has no caption file")):
+    for name, reason in (
+        ("tiny.png", "smaller than minimum_image_size"),
+        ("silent.png", "has no caption file"),
+    ):
         assert reason in cards[name]
-        assert ('class="box"' in cards[name]) == (name == "silent.png"), "as it will be trained once it has a caption"
-    for name, reason in (("broken.png", "is truncated"), ("notes.md", "does not have the extension")):
+        assert ('class="box"' in cards[name]) == (name == "silent.png"), (
+            "as it will be trained once it has a caption"
+        )
+    for name, reason in (
+        ("broken.png", "is truncated"),
+        ("notes.md", "does not have the extension"),
+    ):
         assert name not in cards
         assert re.search(rf"{name.partition('.')[0]}.*{reason}", page)
     assert "blurred" in cards["soft.png"]
@@ -87,7 +113,10 @@ def test_every_file_is_there_once_as_it_will_be_trained(awkward: Workspace) -> N
 def test_the_page_is_made_without_torch_and_without_captions(awkward: Workspace) -> None:
     for path in awkward.path(PICTURES).glob("*.txt"):
         path.unlink()
-    code = "import sys; from simpletuner.cli.app import main; sys.exit(main(['dataset']) or 'torch' in sys.modules)"
+    code = (
+        "import sys; from simpletuner.cli.app import main; sys.exit(main(['dataset']) or 'torch' "
+        "in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=awkward.folder, check=True)
     page = awkward.path("dataset.html").read_text()
     assert "0 of" in page
@@ -109,33 +138,50 @@ def test_captions_are_cut_where_the_encoder_cuts_them(
     workspace.write_datasets([{**DATASETS[0], "dataset_type": kind}, DATASETS[1]])
     with workspace.inside():
         found = survey_datasets(parse_arguments([]))
-        adapter = load_adapter(found.spec)(adapter_settings(found.config), found.flavour, found.source)
+        adapter = load_adapter(found.spec)(
+            adapter_settings(found.config), found.flavour, found.source
+        )
         encoder = adapter.load_text_encoder(torch.device("cpu"), torch.float32)
         read = caption_reader(found)
         for count in range(1, len(LONG.split()) + 1):
             caption = " ".join(LONG.split()[:count])
             words = read(found.datasets[0], caption)
             lost = (encoder.truncated(caption) or "").strip()
-            # Gemma may merge the end of the instruction with the beginning of a caption into one token.
-            assert lost == words.cut.strip() or (family == "sanavideo" and words.cut.strip()[1:].endswith(lost))
+            # Gemma may merge the end of the instruction with the beginning of a caption into one
+            # token.
+            assert lost == words.cut.strip() or (
+                family == "sanavideo" and words.cut.strip()[1:].endswith(lost)
+            )
             assert words.kept + words.cut == caption
         assert words.cut
 
 
-def test_versions_of_a_picture_are_near_duplicates_and_other_pictures_are_not(tmp_path: Path) -> None:
+def test_versions_of_a_picture_are_near_duplicates_and_other_pictures_are_not(
+    tmp_path: Path,
+) -> None:
     photograph(tmp_path / "one.png", (320, 240), seed=0)
     photograph(tmp_path / "two.png", (320, 240), seed=1)
-    one, two = Image.open(tmp_path / "one.png"), Image.open(tmp_path / "two.png")
+    one = Image.open(tmp_path / "one.png")
+    two = Image.open(tmp_path / "two.png")
     brighter = one.point(lambda value: min(255, value + 12))
     disc, square = (Image.new("RGB", (96, 96), "white") for _ in range(2))
     disc.paste((200, 30, 30), (30, 30, 60, 60))
     square.paste((20, 20, 20), (30, 30, 60, 60))
-    pictures = [one, two, one.resize((100, 75)), brighter, disc, square, one.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+    pictures = [
+        one,
+        two,
+        one.resize((100, 75)),
+        brighter,
+        disc,
+        square,
+        one.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+    ]
     assert near_duplicates([colour_grid(each) for each in pictures]) == [[0, 2, 3]]
     assert near_duplicates([]) == []
 
 
 def test_motion_is_a_share_of_the_range() -> None:
-    black, white = Image.new("RGB", (64, 64)), Image.new("RGB", (64, 64), "white")
+    black = Image.new("RGB", (64, 64))
+    white = Image.new("RGB", (64, 64), "white")
     assert motion([black, black]) == 0
     assert motion([black, white, white]) == 0.5

@@ -25,7 +25,8 @@ def cache_files(workspace: Workspace) -> dict[str, bytes]:
 
 
 def test_two_cold_runs_agree(tmp_path: Path, t2i_checkpoint: Path, finished: Workspace) -> None:
-    one, two = finished, Workspace.create(tmp_path / "run", t2i_checkpoint)
+    one = finished
+    two = Workspace.create(tmp_path / "run", t2i_checkpoint)
     assert two.train() == 0
     assert cache_files(one) == cache_files(two)
     assert len(cache_files(one)) > 8
@@ -48,7 +49,10 @@ def test_another_seed_is_another_run(workspace: Workspace, finished: Workspace) 
     ],
 )
 def test_watching_changes_nothing(
-    workspace: Workspace, finished: Workspace, watching: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace,
+    finished: Workspace,
+    watching: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(CUBLAS_KEY, "")
     workspace.write_config(**watching)
@@ -62,9 +66,14 @@ def test_watching_changes_nothing(
     assert finished.path(LORA).read_bytes() == workspace.path(LORA).read_bytes()
 
 
-def test_random_crops_differ_by_epoch_and_repeat_by_seed(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_random_crops_differ_by_epoch_and_repeat_by_seed(
+    tmp_path: Path, t2i_checkpoint: Path
+) -> None:
     entry = {**DATASETS[0], "crop": True, "crop_style": "random", "resolution": 64, "repeats": 0}
-    runs = [Workspace.create(tmp_path / name, t2i_checkpoint, max_train_steps=5) for name in ("one", "two")]
+    runs = [
+        Workspace.create(tmp_path / name, t2i_checkpoint, max_train_steps=5)
+        for name in ("one", "two")
+    ]
     for run in runs:
         run.write_datasets([entry, DATASETS[1]])
         assert run.train() == 0

@@ -1,7 +1,9 @@
-"""Runs of version 0.1.0 in this version: they are continued, sampled, compared, replayed and listed.
+"""Runs of version 0.1.0 in this version: they are continued, sampled, compared, replayed and
+listed.
 
-`runs-0.1.0.zip` holds two short runs of the demo, written by the last commit of 0.1.0, each with a step that failed.
-`plain` set removed keys to their defaults; `layersync` was trained with two removed mechanisms.
+`runs-0.1.0.zip` holds two short runs of the demo, written by the last commit of 0.1.0, each with a
+step that failed. `plain` set removed keys to their defaults; `layersync` was trained with two
+removed mechanisms.
 """
 
 from __future__ import annotations
@@ -28,14 +30,19 @@ from tests.tools.workspace import Workspace
 RUNS = Path(__file__).parents[1] / "data" / "runs-0.1.0.zip"
 CONFIG = "runs/plain/failures/step-5/config.json"
 FAILURE = "runs/{}/failures/step-5"
-GONE = "speed_fused_lora, layersync_enabled, layersync_student_block, layersync_teacher_block were removed in 0.2.0"
+GONE = (
+    "speed_fused_lora, layersync_enabled, layersync_student_block, layersync_teacher_block were "
+    "removed in 0.2.0"
+)
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Workspace:
-    """A folder with both runs, and the demo's model and pictures where their configs look for them."""
+    """A folder with both runs, and the demo's model and pictures where their configs look for
+    them.
+    """
     with zipfile.ZipFile(RUNS) as archive:
         archive.extractall(tmp_path / "runs")
     (tmp_path / "config").mkdir()
@@ -52,15 +59,23 @@ def test_a_run_that_used_nothing_that_is_gone_continues(old: Workspace, capsys: 
     assert [row["step"] for row in old.metrics("runs/plain")] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_that_was_trained_with_what_is_gone_is_not_continued(old: Workspace, capsys: Capture) -> None:
+def test_a_run_that_was_trained_with_what_is_gone_is_not_continued(
+    old: Workspace, capsys: Capture
+) -> None:
     before = sorted(old.path("runs/layersync").rglob("*"))
 
     assert old.train("--config", CONFIG, "output_dir=runs/layersync") == 2
 
     error = capsys.readouterr().err
-    assert "checkpoint-4 was trained with speed_fused_lora true, layersync_enabled true, removed in 0.2.0." in error
+    assert (
+        "checkpoint-4 was trained with speed_fused_lora true, layersync_enabled true, removed "
+        "in 0.2.0." in error
+    )
     assert f"Finish that run with simpletuner {LAST_WITH}" in error
-    assert "another output_dir, and init_lora=runs/layersync/checkpoint-4/pytorch_lora_weights.safetensors" in error
+    assert (
+        "another output_dir, and "
+        "init_lora=runs/layersync/checkpoint-4/pytorch_lora_weights.safetensors" in error
+    )
     assert sorted(old.path("runs/layersync").rglob("*")) == before
 
 
@@ -69,14 +84,18 @@ def test_a_new_run_starts_from_the_weights_of_one_that_cannot_continue(old: Work
     assert old.run("plan", "--config", CONFIG, "output_dir=runs/new", f"init_lora={weights}") == 0
 
 
-def test_a_result_is_sampled_and_what_is_gone_is_named_once(old: Workspace, capsys: Capture) -> None:
+def test_a_result_is_sampled_and_what_is_gone_is_named_once(
+    old: Workspace, capsys: Capture
+) -> None:
     assert old.run("sample", "runs/layersync", "--prompt", "a big glimmer") == 0
 
     assert capsys.readouterr().out.count(GONE) == 1
     assert len([*old.path("samples").glob("*.png")]) == 1
 
 
-def test_checkpoints_are_compared_and_what_is_gone_is_named_once(old: Workspace, capsys: Capture) -> None:
+def test_checkpoints_are_compared_and_what_is_gone_is_named_once(
+    old: Workspace, capsys: Capture
+) -> None:
     assert old.run("sweep", "runs/layersync") == 0
 
     assert capsys.readouterr().out.count(GONE) == 1
@@ -89,7 +108,9 @@ def test_a_failed_step_is_repeated(old: Workspace, capsys: Capture) -> None:
     assert "Step 5 does not fail this time." in capsys.readouterr().out
 
 
-def test_a_failed_step_is_not_repeated_without_what_it_was_trained_with(old: Workspace, capsys: Capture) -> None:
+def test_a_failed_step_is_not_repeated_without_what_it_was_trained_with(
+    old: Workspace, capsys: Capture
+) -> None:
     assert old.train("--replay", FAILURE.format("layersync")) == 2
 
     error = capsys.readouterr().err
@@ -101,18 +122,29 @@ def page(old: Workspace) -> TestClient:
     """The page of a folder that has the configs of both runs, too."""
     for name in ("plain", "layersync"):
         old.path(f"config/{name}").mkdir()
-        shutil.copy(old.path(f"{FAILURE.format(name)}/config.json"), old.path(f"config/{name}/config.json"))
+        shutil.copy(
+            old.path(f"{FAILURE.format(name)}/config.json"), old.path(f"config/{name}/config.json")
+        )
     return TestClient(create_app(Project(old.folder)))
 
 
 def test_the_page_lists_the_runs_with_their_steps(page: TestClient) -> None:
     runs = page.get("/api/metrics/training/runs").json()
 
-    assert {run["config"]["name"]: run["progress"]["current"] for run in runs} == {"plain": 4, "layersync": 4}
+    assert {run["config"]["name"]: run["progress"]["current"] for run in runs} == {
+        "plain": 4,
+        "layersync": 4,
+    }
 
 
-def test_the_page_makes_a_new_run_from_the_weights_without_what_is_gone(page: TestClient, old: Workspace) -> None:
-    (run,) = (run for run in page.get("/api/metrics/training/runs").json() if run["config"]["name"] == "layersync")
+def test_the_page_makes_a_new_run_from_the_weights_without_what_is_gone(
+    page: TestClient, old: Workspace
+) -> None:
+    (run,) = (
+        run
+        for run in page.get("/api/metrics/training/runs").json()
+        if run["config"]["name"] == "layersync"
+    )
 
     answer = page.post("/api/training/new", json={"run": run["run"], "name": "again"})
 
@@ -129,7 +161,9 @@ def test_a_config_is_edited_without_what_is_gone(old: Workspace) -> None:
     assert values["lora_rank"] == 1
 
 
-def test_a_full_fine_tune_is_started_anew_from_its_transformer(old: Workspace, capsys: Capture) -> None:
+def test_a_full_fine_tune_is_started_anew_from_its_transformer(
+    old: Workspace, capsys: Capture
+) -> None:
     checkpoint = old.path("runs/layersync/checkpoint-4")
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["identity"]["model_type"] = "full"
@@ -137,7 +171,10 @@ def test_a_full_fine_tune_is_started_anew_from_its_transformer(old: Workspace, c
 
     assert old.train("--config", CONFIG, "output_dir=runs/layersync", "model_type=full") == 2
 
-    assert "pretrained_transformer_model_name_or_path=runs/layersync/checkpoint-4." in capsys.readouterr().err
+    assert (
+        "pretrained_transformer_model_name_or_path=runs/layersync/checkpoint-4."
+        in capsys.readouterr().err
+    )
 
 
 def test_every_key_of_the_earlier_version_is_known_or_answered(old: Workspace) -> None:
@@ -146,7 +183,11 @@ def test_every_key_of_the_earlier_version_is_known_or_answered(old: Workspace) -
     gone = {key: value for key, value in recorded.items() if key not in option_names()}
 
     assert gone.keys() <= removed_keys("config").keys()
-    assert [key for key, value in gone.items() if not removed_keys("config")[key].asks_for_nothing(value)] == []
+    assert [
+        key
+        for key, value in gone.items()
+        if not removed_keys("config")[key].asks_for_nothing(value)
+    ] == []
 
 
 def test_a_record_loses_keys_and_values_that_are_gone() -> None:
@@ -155,7 +196,10 @@ def test_a_record_loses_keys_and_values_that_are_gone() -> None:
     report = Problems()
     assert without_removed(recorded, "config.json", report) == {"lora_rank": 4}
     (problem,) = report
-    assert str(problem) == "config.json: optimizer soap, layersync_enabled were removed in 0.2.0 and left out."
+    assert (
+        str(problem)
+        == "config.json: optimizer soap, layersync_enabled were removed in 0.2.0 and left out."
+    )
 
 
 def test_what_a_record_had_off_is_left_out_without_a_word(old: Workspace) -> None:
@@ -178,5 +222,7 @@ def test_what_a_record_had_off_is_left_out_without_a_word(old: Workspace) -> Non
         ({"optimizer": "adamw", "seed": 1}, []),
     ],
 )
-def test_a_run_needs_only_what_its_steps_depended_on(recorded: dict[str, Any], needed: list[str]) -> None:
+def test_a_run_needs_only_what_its_steps_depended_on(
+    recorded: dict[str, Any], needed: list[str]
+) -> None:
     assert trained_with_removed(recorded) == needed

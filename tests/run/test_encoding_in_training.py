@@ -1,4 +1,6 @@
-"""Latents that training encodes, when it first uses them or every time: the same run, and the plan counts the VAE."""
+"""Latents that training encodes, when it first uses them or every time: the same run, and the plan
+counts the VAE.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,14 @@ from tests.validation.test_eval_loss import EVAL
 
 pytestmark = pytest.mark.slow(4)
 
-# Both epochs have crops of their own, and evaluation reads latents in another thread than training does.
+# Both epochs have crops of their own, and evaluation reads latents in another thread than training
+# does.
 ENTRIES = [{**DATASETS[0], "crop": True, "crop_style": "random"}, EVAL, DATASETS[1]]
-SETTINGS: dict[str, Any] = {"max_train_steps": STEPS, "checkpoint_step_interval": 3, "eval_steps_interval": 2}
+SETTINGS: dict[str, Any] = {
+    "max_train_steps": STEPS,
+    "checkpoint_step_interval": 3,
+    "eval_steps_interval": 2,
+}
 KEYS = ("vae_cache_ondemand", "vae_cache_disable")
 
 
@@ -60,7 +67,9 @@ def budget_of(workspace: Workspace, *settings: str) -> Budget:
 
 
 @pytest.mark.parametrize("key", first_of(KEYS))
-def test_the_run_is_the_same_and_continues_exactly(ahead: Workspace, key: str, tmp_path: Path) -> None:
+def test_the_run_is_the_same_and_continues_exactly(
+    ahead: Workspace, key: str, tmp_path: Path
+) -> None:
     checkpoint = ahead.path("config/config.json").read_text().split('path": "')[1].split('"')[0]
     workspace = make(tmp_path / "run", Path(checkpoint), **{key: True})
     assert workspace.run("cache", "fill") == 0

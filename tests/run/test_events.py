@@ -45,7 +45,9 @@ class Status:
     def __call__(self, event: Event) -> None:
         match event:
             case StateChanged():
-                self.status, self.current, self.total = event.state, event.step, event.total_steps
+                self.status = event.state
+                self.current = event.step
+                self.total = event.total_steps
                 self.lines += event.message.splitlines()
             case PhaseStarted():
                 self.stages[event.title] = ("running", 0, event.total)
@@ -55,7 +57,8 @@ class Status:
                 how = "completed" if event.complete else "failed"
                 self.stages[event.phase.title] = (how, event.done, event.phase.total)
             case StepReport():
-                self.current, self.metrics = event.step, dict(event.metrics)
+                self.current = event.step
+                self.metrics = dict(event.metrics)
             case Evaluated():
                 self.losses[event.step] = dict(event.losses)
             case MediaRendered():
@@ -81,15 +84,23 @@ def test_a_subscriber_knows_the_whole_run(workspace: Workspace) -> None:
         if row["step"] % 2 == 0
     }
     assert status.checkpoints == ["checkpoint-2", "checkpoint-4"]
-    rows = [json.loads(line) for line in workspace.path("output/validation_media.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in workspace.path("output/validation_media.jsonl").read_text().splitlines()
+    ]
     assert status.media == [row["path"] for row in rows]
     assert all(workspace.path("output").joinpath(path).is_file() for path in status.media)
-    assert {"Encoding pictures", "Loading the transformer", "Evaluating at step 2", "Rendering previews at step 4"} <= {
-        *status.stages
-    }
+    assert {
+        "Encoding pictures",
+        "Loading the transformer",
+        "Evaluating at step 2",
+        "Rendering previews at step 4",
+    } <= {*status.stages}
     assert {how for how, _, _ in status.stages.values()} == {"completed"}
     assert all(done == total for _, done, total in status.stages.values() if total is not None)
-    assert any(line.startswith("Saved output/pytorch_lora_weights.safetensors") for line in status.lines)
+    assert any(
+        line.startswith("Saved output/pytorch_lora_weights.safetensors") for line in status.lines
+    )
 
 
 # Every subscriber of a run with all that can subscribe, and whether the run goes on without it.
@@ -106,7 +117,10 @@ SUBSCRIBERS = {
     "The upload of checkpoints": True,
 }
 GUARDED = [name for name, is_guarded in SUBSCRIBERS.items() if is_guarded]
-WITH_ALL = ("report_to=tensorboard", 'webhook_config={"webhook_type": "raw", "webhook_url": "http://127.0.0.1:9"}')
+WITH_ALL = (
+    "report_to=tensorboard",
+    'webhook_config={"webhook_type": "raw", "webhook_url": "http://127.0.0.1:9"}',
+)
 
 
 class Watched:
@@ -116,7 +130,9 @@ class Watched:
         self.counts: Counter[str] = Counter()
         subscribe = EventStream.subscribe
 
-        def wrapped(stream: EventStream, name: str, subscriber: Callable[[Event], None], **errors: Any) -> None:
+        def wrapped(
+            stream: EventStream, name: str, subscriber: Callable[[Event], None], **errors: Any
+        ) -> None:
             self.counts[name] = 0
 
             def counted(event: Event) -> None:
@@ -144,7 +160,12 @@ def test_a_run_ends_well_when_every_subscriber_that_may_fail_fails(
     assert len(workspace.metrics()) == 4, "the record has every step"
     logged = capsys.readouterr().err
     for name in GUARDED:
-        assert logged.count(f"{name} stopped working; training continues without it. (RuntimeError: a bug)") == 1
+        assert (
+            logged.count(
+                f"{name} stopped working; training continues without it. (RuntimeError: a bug)"
+            )
+            == 1
+        )
 
 
 @pytest.mark.thorough
@@ -164,7 +185,9 @@ def test_the_other_subscribers_get_every_event(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, is_guarded in SUBSCRIBERS.items() if not is_guarded])
+@pytest.mark.parametrize(
+    "name", [name for name, is_guarded in SUBSCRIBERS.items() if not is_guarded]
+)
 def test_a_subscriber_that_must_end_the_run_does(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -1,4 +1,6 @@
-"""An error inside training loses no complete step: a checkpoint is saved before the error ends the run."""
+"""An error inside training loses no complete step: a checkpoint is saved before the error ends the
+run.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,11 @@ def checkpoints(run: Workspace) -> list[int]:
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("place", first_of(PLACES, 2))
 def test_an_error_saves_the_last_complete_step(
-    tmp_path: Path, filled: Workspace, straight: Workspace, capsys: pytest.CaptureFixture[str], place: str
+    tmp_path: Path,
+    filled: Workspace,
+    straight: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
 ) -> None:
     run = filled.copy(tmp_path / "failing", **SETTINGS)
     where, saved = PLACES[place]

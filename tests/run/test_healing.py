@@ -1,4 +1,6 @@
-"""Cache entries that are damaged while a run goes on are encoded again, in the thread that loads all other models."""
+"""Cache entries that are damaged while a run goes on are encoded again, in the thread that loads
+all other models.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 import torch
 from transformers import Dinov2Config, Dinov2Model
 
-from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStream, PhaseStarted, StepReport
+from simpletuner.reporting.events import (
+    CACHING,
+    EVALUATION,
+    PREVIEWS,
+    EventStream,
+    PhaseStarted,
+    StepReport,
+)
 from simpletuner.training.loader import in_loop, read_ahead
 from tests.run.test_kandinsky5_video import CLIPS, make_workspace
 from tests.run.test_resume import RESULT
@@ -22,20 +31,38 @@ from tests.validation.test_eval_loss import EVAL
 pytestmark = pytest.mark.slow(6)
 
 SETTINGS: dict[str, Any] = {
-    "max_train_steps": 2, "checkpoint_step_interval": 1, "eval_steps_interval": 1, "validation_disable": False,
-    "validation_step_interval": 2, "disable_benchmark": True, "eval_timesteps": 2, "lora_type": "lokr",
+    "max_train_steps": 2,
+    "checkpoint_step_interval": 1,
+    "eval_steps_interval": 1,
+    "validation_disable": False,
+    "validation_step_interval": 2,
+    "disable_benchmark": True,
+    "eval_timesteps": 2,
+    "lora_type": "lokr",
     "validation_num_video_frames": 5,
-    "crepa_enabled": True, "crepa_block_index": 0, "crepa_encoder_image_size": 70,
-}  # fmt: skip
-DINO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2, "image_size": 70}
+    "crepa_enabled": True,
+    "crepa_block_index": 0,
+    "crepa_encoder_image_size": 70,
+}
+DINO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "mlp_ratio": 2,
+    "image_size": 70,
+}
 
 
 @pytest.fixture
 def healthy(tmp_path: Path) -> Workspace:
-    """A run that reads captions, latents and features, in training, evaluation, previews and verification."""
+    """A run that reads captions, latents and features, in training, evaluation, previews and
+    verification.
+    """
     torch.manual_seed(0)
     Dinov2Model(Dinov2Config(**DINO, patch_size=14)).save_pretrained(tmp_path / "dino")
-    run = make_workspace(tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s")
+    run = make_workspace(
+        tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s"
+    )
     run.write_config(crepa_encoder=str(tmp_path / "dino"), **SETTINGS)
     run.add_pictures(EVAL["instance_data_dir"], 2, seed=9)
     run.write_datasets([CLIPS, EVAL, DATASETS[1]])
@@ -52,7 +79,8 @@ def test_every_entry_is_damaged_at_every_phase(
 ) -> None:
     broken = healthy.copy(tmp_path / "broken")
     assert healthy.train() == 0
-    publish, moments = EventStream.publish, set[str]()
+    publish = EventStream.publish
+    moments: set[str] = set()
 
     def damaging(self: EventStream, event: Any) -> None:
         publish(self, event)
@@ -68,8 +96,11 @@ def test_every_entry_is_damaged_at_every_phase(
 
 
 def test_models_are_loaded_in_the_loops_thread_while_no_other_reads() -> None:
-    """An item that needs one is made by the loop. What else was to be read is read first, and errors come out of it."""
-    loading, reading = list[int](), threading.Lock()
+    """An item that needs one is made by the loop. What else was to be read is read first, and
+    errors come out of it.
+    """
+    loading: list[int] = []
+    reading = threading.Lock()
 
     def make(number: int) -> int:
         if number == 0:

@@ -1,4 +1,5 @@
-"""A run that is stopped, killed or left alone: what is answered, what is kept, and what the record says.
+"""A run that is stopped, killed or left alone: what is answered, what is kept, and what the record
+says.
 
 Signals come at exact moments: whoever subscribes to the events of a run can send one.
 """
@@ -65,7 +66,8 @@ class Trigger:
     """Acts at the first event that is waited for, and keeps the states and the events."""
 
     def __init__(self, wanted: Callable[[Event], bool], act: Callable[[], object]) -> None:
-        self._wanted, self._act = wanted, act
+        self._wanted = wanted
+        self._act = act
         self._acted = False
         self.states: list[str] = []
         self.events: list[Event] = []
@@ -84,7 +86,9 @@ def interrupt() -> None:
 
 
 def in_phase(kind: str, done: int = 0) -> Callable[[Event], bool]:
-    return lambda event: isinstance(event, PhaseAdvanced) and event.phase.kind == kind and event.done >= done
+    return lambda event: (
+        isinstance(event, PhaseAdvanced) and event.phase.kind == kind and event.done >= done
+    )
 
 
 def train(workspace: Workspace, *subscribers: Callable[[Event], None]) -> None:
@@ -105,7 +109,8 @@ def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
     stopped = filled.copy(tmp_path / "stopped", **SETTINGS)
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     trigger = Trigger(
-        lambda event: isinstance(event, StepReport) and event.step == 4, lambda: signal.raise_signal(number)
+        lambda event: isinstance(event, StepReport) and event.step == 4,
+        lambda: signal.raise_signal(number),
     )
     with pytest.raises(Interrupted, match="Stopped at step 4; start again to continue from there"):
         train(stopped, trigger)
@@ -118,7 +123,10 @@ def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
 def test_the_checkpoint_of_an_interruption_displaces_no_regular_one(workspace: Workspace) -> None:
     workspace.write_config(max_train_steps=5, checkpoint_step_interval=2, checkpoints_total_limit=1)
     with pytest.raises(Interrupted):
-        train(workspace, Trigger(lambda event: isinstance(event, StepReport) and event.step == 3, interrupt))
+        train(
+            workspace,
+            Trigger(lambda event: isinstance(event, StepReport) and event.step == 3, interrupt),
+        )
     names = {path.name for path in workspace.path("output").glob("checkpoint-*")}
     assert names == {"checkpoint-2", "checkpoint-3-rolling"}
     assert workspace.train() == 0
@@ -130,7 +138,9 @@ def test_previews_stop_between_two_sampling_steps_and_are_made_up_for(workspace:
     trigger = Trigger(in_phase(PREVIEWS), interrupt)
     with pytest.raises(Interrupted, match="Stopped at step 2"):
         train(workspace, trigger)
-    sampled = sum(isinstance(event, PhaseAdvanced) for event in trigger.events if in_phase(PREVIEWS)(event))
+    sampled = sum(
+        isinstance(event, PhaseAdvanced) for event in trigger.events if in_phase(PREVIEWS)(event)
+    )
     assert sampled == 1, "of 500 sampling steps"
     assert not workspace.path(MEDIA).read_text()
     workspace.write_config(validation_num_inference_steps=2)
@@ -150,7 +160,9 @@ def test_a_file_stops_previews_between_two_sampling_steps(workspace: Workspace) 
 
 
 @pytest.mark.parametrize("ends_early", [False, True], ids=["finished", "stopped"])
-def test_requests_after_the_last_step_are_removed_and_named(workspace: Workspace, ends_early: bool) -> None:
+def test_requests_after_the_last_step_are_removed_and_named(
+    workspace: Workspace, ends_early: bool
+) -> None:
     workspace.write_config(max_train_steps=2)
     output = workspace.path("output")
 
@@ -160,7 +172,9 @@ def test_requests_after_the_last_step_are_removed_and_named(workspace: Workspace
         if ends_early:
             interrupt()
 
-    def is_last_checkpoint(event: Event) -> bool:  # it is saved after the step's requests are handled
+    def is_last_checkpoint(
+        event: Event,
+    ) -> bool:  # it is saved after the step's requests are handled
         return isinstance(event, CheckpointSaved) and event.step == 2
 
     trigger = Trigger(is_last_checkpoint, ask)
@@ -182,18 +196,31 @@ def test_damaged_lines_of_a_record_are_named_when_the_run_continues(workspace: W
 
     train(workspace, listener)
 
-    warnings = [event.text for event in listener.events if isinstance(event, Notice) and event.warning]
-    assert "training_metrics.jsonl: line 1 is damaged and skipped; the other lines are used." in warnings
+    warnings = [
+        event.text for event in listener.events if isinstance(event, Notice) and event.warning
+    ]
+    assert (
+        "training_metrics.jsonl: line 1 is damaged and skipped; the other lines are used."
+        in warnings
+    )
 
 
 @pytest.mark.parametrize("family", ["kandinsky5-video", "sanavideo"])
-def test_previews_of_clips_stop_between_two_sampling_steps(tmp_path: Path, sana_checkpoint: Path, family: str) -> None:
+def test_previews_of_clips_stop_between_two_sampling_steps(
+    tmp_path: Path, sana_checkpoint: Path, family: str
+) -> None:
     settings = {**PREVIEWED, "validation_num_inference_steps": 60, "disable_benchmark": False}
     if family == "sanavideo":
-        sana = {"model_family": family, "model_flavour": "2b-480p", "validation_num_video_frames": 5}
+        sana = {
+            "model_family": family,
+            "model_flavour": "2b-480p",
+            "validation_num_video_frames": 5,
+        }
         workspace = Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **sana)
     else:
-        workspace = make_workspace(tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s")
+        workspace = make_workspace(
+            tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s"
+        )
     workspace.write_config(**settings)
     trigger = Trigger(in_phase(PREVIEWS), interrupt)
     with pytest.raises(Interrupted, match="Stopped at step 0"):
@@ -211,16 +238,21 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for(tmp_path: Path, filled:
     with pytest.raises(Interrupted, match="Stopped at step 2"):
         train(runs[1], Trigger(in_phase(EVALUATION), interrupt))
     train(runs[1])
-    straight, broken = runs[0].metrics(), runs[1].metrics()
+    straight = runs[0].metrics()
+    broken = runs[1].metrics()
     made_up = broken.pop(2)
     assert made_up.keys() == {"step", "loss/val/held-out"}
     assert {**broken[1], **made_up} == straight[1]
     assert [row["step"] for row in broken] == [1, 2, 3, 4]
 
 
-def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(workspace: Workspace) -> None:
+def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(
+    workspace: Workspace,
+) -> None:
     def third_picture(event: Event) -> bool:
-        return isinstance(event, PhaseAdvanced) and event.phase.unit == "pictures" and event.done == 3
+        return (
+            isinstance(event, PhaseAdvanced) and event.phase.unit == "pictures" and event.done == 3
+        )
 
     shutil.rmtree(workspace.path("output/cache"))
     workspace.write_config(vae_batch_size=1)
@@ -228,7 +260,9 @@ def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(work
     with pytest.raises(KeyboardInterrupt):
         train(workspace, trigger)
     assert third_picture(trigger.events[-3]), "the ends of the phase and of the run follow"
-    kept = {path: path.stat().st_mtime_ns for path in workspace.path("output/cache/vae").rglob("*.zst")}
+    kept = {
+        path: path.stat().st_mtime_ns for path in workspace.path("output/cache/vae").rglob("*.zst")
+    }
     assert 3 <= len(kept) < 8
     assert workspace.train() == 0
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
@@ -236,12 +270,19 @@ def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(work
 
 def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: Workspace) -> None:
     """The stop comes inside a step, which has then not happened."""
-    random_crops = {**DATASETS[0], "crop": True, "crop_style": "random", "vae_cache_clear_each_epoch": True}
+    random_crops = {
+        **DATASETS[0],
+        "crop": True,
+        "crop_style": "random",
+        "vae_cache_clear_each_epoch": True,
+    }
     workspace.write_datasets([random_crops, DATASETS[1]])
     workspace.write_config(max_train_steps=5, gradient_accumulation_steps=3)
 
     def second_epoch(event: Event) -> bool:
-        return in_phase(CACHING)(event) and any(isinstance(each, StepReport) for each in trigger.events)
+        return in_phase(CACHING)(event) and any(
+            isinstance(each, StepReport) for each in trigger.events
+        )
 
     trigger = Trigger(second_epoch, interrupt)
     with pytest.raises(Interrupted, match="Stopped at step 2"):
@@ -249,9 +290,16 @@ def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: 
     assert workspace.train() == 0
     rows = workspace.metrics()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    straight = Workspace.create(workspace.folder.parent / "straight", Path(json.loads(
-        workspace.path("config/config.json").read_text())["pretrained_model_name_or_path"]
-    ), max_train_steps=5, gradient_accumulation_steps=3)  # fmt: skip
+    straight = Workspace.create(
+        workspace.folder.parent / "straight",
+        Path(
+            json.loads(workspace.path("config/config.json").read_text())[
+                "pretrained_model_name_or_path"
+            ]
+        ),
+        max_train_steps=5,
+        gradient_accumulation_steps=3,
+    )
     straight.write_datasets([random_crops, DATASETS[1]])
     train(straight)
     assert straight.metrics() == rows
@@ -274,7 +322,13 @@ def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Wo
     with pytest.raises(Interrupted, match="Stopped at step 5"):
         train(workspace, trigger, ask)
     saved = [event.path.name for event in trigger.events if isinstance(event, CheckpointSaved)]
-    assert saved == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4", "checkpoint-5-rolling"]
+    assert saved == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-4",
+        "checkpoint-5-rolling",
+    ]
     assert [row["step"] for row in media(workspace)] == [3, 3, 4, 4]
     assert not list(requests.iterdir())
 
@@ -284,7 +338,11 @@ def test_a_disk_that_is_nearly_full_stops_the_run_at_a_checkpoint(workspace: Wor
     trigger = Trigger(lambda event: False, interrupt)
     with pytest.raises(Interrupted, match="Stopped at step 1"):
         train(workspace, trigger)
-    (stopping,) = (event for event in trigger.events if isinstance(event, StateChanged) and event.state == "stopping")
+    (stopping,) = (
+        event
+        for event in trigger.events
+        if isinstance(event, StateChanged) and event.state == "stopping"
+    )
     assert "disk_low_threshold is 1e+06 GB" in stopping.message
     assert workspace.path("output/checkpoint-1-rolling").is_dir()
 
@@ -296,8 +354,15 @@ MOMENTS: dict[str, Callable[[Event], bool]] = {
 }
 
 
-def test_killed_runs_lack_no_line_no_preview_and_repeat_none(tmp_path: Path, filled: Workspace) -> None:
-    settings = {**PREVIEWED, "disable_benchmark": False, "eval_steps_interval": 2, "eval_timesteps": 1}
+def test_killed_runs_lack_no_line_no_preview_and_repeat_none(
+    tmp_path: Path, filled: Workspace
+) -> None:
+    settings = {
+        **PREVIEWED,
+        "disable_benchmark": False,
+        "eval_steps_interval": 2,
+        "eval_timesteps": 1,
+    }
     straight, killed = (filled.copy(tmp_path / name, **settings) for name in ("one", "two"))
     for run in (straight, killed):
         run.add_pictures("datasets/held out", 1, seed=9)
@@ -338,18 +403,26 @@ def die_at(moment: str) -> None:
 
 
 def train_into(pipe: str, log: str) -> None:
-    """`simpletuner train` as it is started from a shell, with its output in a pipe and its errors in a file."""
+    """`simpletuner train` as it is started from a shell, with its output in a pipe and its errors
+    in a file.
+    """
     for number, path in enumerate((pipe, log), start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", buffering=1)
     sys.argv[1:] = ["train"]
     run_command()
 
 
-def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(workspace: Workspace) -> None:
-    """The reader of the pipe goes, the terminal hangs up, and the run still ends as it is asked to."""
+def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(
+    workspace: Workspace,
+) -> None:
+    """The reader of the pipe goes, the terminal hangs up, and the run still ends as it is asked
+    to.
+    """
     workspace.write_config(max_train_steps=100_000)
-    pipe, log = workspace.path("pipe"), workspace.path("log.txt")
+    pipe = workspace.path("pipe")
+    log = workspace.path("log.txt")
     os.mkfifo(pipe)
     process = workspace.fork(train_into, pipe.name, log.name)
     with pipe.open() as reader:
@@ -369,7 +442,10 @@ def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(work
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_what_could_not_be_written_is_named_and_not_the_report(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
 ) -> None:
     replace = Path.replace
 
@@ -383,8 +459,12 @@ def test_what_could_not_be_written_is_named_and_not_the_report(
     told = capsys.readouterr().err
     assert "Traceback" not in told
     assert told.count("The report cannot be written; the run continues without it.") == 1
-    assert told.splitlines()[-1].startswith("error: output/checkpoint-2-tmp/training_state/state.pt: ")
-    assert [row["step"] for row in workspace.metrics()][:2] == [1, 2], "training goes on while a checkpoint is written"
+    assert told.splitlines()[-1].startswith(
+        "error: output/checkpoint-2-tmp/training_state/state.pt: "
+    )
+    assert [row["step"] for row in workspace.metrics()][:2] == [1, 2], (
+        "training goes on while a checkpoint is written"
+    )
 
 
 def test_a_log_on_a_full_disk_ends_without_a_traceback(

@@ -1,4 +1,6 @@
-"""Whole runs of Kandinsky 5 Video on tiny checkpoints: clips in, a verified LoRA and playing previews out."""
+"""Whole runs of Kandinsky 5 Video on tiny checkpoints: clips in, a verified LoRA and playing
+previews out.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("i2v"), "i2v")
 
 
-def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clips_become_a_lora_and_previews(
+    tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.write_config(validation_disable=False, validation_num_video_frames=5)
     assert workspace.run("plan") == 0
@@ -92,7 +96,8 @@ def test_full_fine_tune(tmp_path: Path, t2v: Path) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-pretrain-5s")
     assert workspace.train("model_type=full", "--use_ema", "learning_rate=1e-4") == 0
     Kandinsky5T2VPipeline.from_pretrained(
-        workspace.path("output/pipeline"), tokenizer=load_processor(workspace.path("output/pipeline"))
+        workspace.path("output/pipeline"),
+        tokenizer=load_processor(workspace.path("output/pipeline")),
     )
 
 
@@ -126,7 +131,11 @@ def test_pictures_may_be_mixed_in(tmp_path: Path, t2v: Path) -> None:
     ],
 )
 def test_bad_input(
-    tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+    tmp_path: Path,
+    t2v: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any],
+    words: str,
 ) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     config = t2v / "transformer" / "config.json"
@@ -147,13 +156,19 @@ def test_bad_input(
         ({}, ""),  # 80x48 and 128x128 have one scale, the one outside 480..854
         (
             {"validation_resolution": "768x512"},
-            "rope_scale: clips of pictures are trained at 80x48. If you will sample at 768x512, as previews are, "
-            "ignore this; else set crop_aspect closest: 80x48 is sampled with RoPE scale 1,3.16,3.16, and trained "
-            "with 1,2,2.",
+            "rope_scale: clips of pictures are trained at 80x48. If you will sample at 768x512, "
+            "as previews are, ignore this; else set crop_aspect closest: 80x48 is sampled with "
+            "RoPE scale 1,3.16,3.16, and trained with 1,2,2.",
         ),
         ({"validation_resolution": "768x512", "rope_scale": "1,2,2"}, ""),
-        ({"rope_scale": "1,2,2"}, "1,2,2 is trained; the pipeline samples 128x128 with another scale."),
-        ({"validation_resolution": "768x512,1280x768"}, "the pipeline samples 1280x768 with another scale."),
+        (
+            {"rope_scale": "1,2,2"},
+            "1,2,2 is trained; the pipeline samples 128x128 with another scale.",
+        ),
+        (
+            {"validation_resolution": "768x512,1280x768"},
+            "the pipeline samples 1280x768 with another scale.",
+        ),
     ],
 )
 def test_sizes_that_disagree_about_the_scale_of_positions_are_warned_of(
@@ -166,24 +181,38 @@ def test_sizes_that_disagree_about_the_scale_of_positions_are_warned_of(
     assert bool(told) == ("scale" in told_of)
 
 
-def test_a_motion_score_means_nothing_here(tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_motion_score_means_nothing_here(
+    tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.write_datasets([{**CLIPS, "sana_motion_score": 30}, DATASETS[1]])
-    assert "pictures.sana_motion_score: has no effect: Kandinsky 5 Video does not use it" in warnings(workspace, capsys)
+    assert (
+        "pictures.sana_motion_score: has no effect: Kandinsky 5 Video does not use it"
+        in warnings(workspace, capsys)
+    )
 
 
-def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_block_sparse_checkpoints_ask_for_tiles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = make_checkpoint(tmp_path / "nabla", "t2v", nabla=True)
     workspace = make_workspace(tmp_path / "run", checkpoint, "t2v-lite-sft-10s")
-    workspace.write_datasets([{**CLIPS, "resolution": 128, "crop": True, "crop_style": "center"}, DATASETS[1]])
+    workspace.write_datasets(
+        [{**CLIPS, "resolution": 128, "crop": True, "crop_style": "center"}, DATASETS[1]]
+    )
     on_a_gpu = ("--dry-run", "--device-memory=80")
     assert workspace.train(*on_a_gpu) == 0
-    assert "attention density (share of the tiles visited): 25 % at 128x128@5 (assumed)" in capsys.readouterr().out
+    assert (
+        "attention density (share of the tiles visited): 25 % at 128x128@5 (assumed)"
+        in capsys.readouterr().out
+    )
     assert workspace.train("max_train_steps=1") == 0
     density = workspace.metrics()[0]["attention_density"]
     assert f", attention density {density * 100:.0f} %" in capsys.readouterr().out
     measured = {"densities": {2 * 8 * 8: density}}
-    outcomes = {"a GPU with 80 GiB": {"kandinsky5-video t2v-lite-sft-10s, lora, 128x128@5": measured}}
+    outcomes = {
+        "a GPU with 80 GiB": {"kandinsky5-video t2v-lite-sft-10s, lora, 128x128@5": measured}
+    }
     workspace.path("cache").mkdir(exist_ok=True)
     workspace.path("cache/outcomes.json").write_text(json.dumps(outcomes))
     assert workspace.train(*on_a_gpu) == 0

@@ -18,7 +18,12 @@ from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = {"max_train_steps": 6, "checkpoint_step_interval": 3, "use_ema": True, "caption_dropout_probability": 0.3}
+SETTINGS = {
+    "max_train_steps": 6,
+    "checkpoint_step_interval": 3,
+    "use_ema": True,
+    "caption_dropout_probability": 0.3,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"lora_type": "lokr", "lora_rank": 2, "optimizer": "optimi-adamw"},
     "lycoris": {"lora_type": "lycoris", "lycoris_config": "../lycoris.json"},
@@ -35,7 +40,11 @@ FILE = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop_and_go_equals_going_on(
-    tmp_path: Path, filled: Workspace, t2i_checkpoint: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    filled: Workspace,
+    t2i_checkpoint: Path,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "lycoris.json").write_text(json.dumps(FILE))
     straight = filled.copy(tmp_path / "straight", **SETTINGS, **KINDS[kind])
@@ -44,23 +53,40 @@ def test_stop_and_go_equals_going_on(
     broken = straight.stopped(tmp_path / "broken", 3)
     assert broken.train("resume_from_checkpoint=latest") == 0
     assert_same_run(straight, broken)
-    pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))
+    pipeline = Kandinsky5T2IPipeline.from_pretrained(
+        t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint)
+    )
     pipeline.load_lora_weights(straight.path("output"))
     pipeline.load_lora_weights(straight.path("output/ema"), adapter_name="average")
     for path in straight.path("output/ema").glob("*.safetensors"):
-        average, trained = load_file(path), load_file(straight.path("output") / path.name)
-        assert any(not torch.equal(average[name], each) for name, each in trained.items()), path.name
+        average = load_file(path)
+        trained = load_file(straight.path("output") / path.name)
+        assert any(not torch.equal(average[name], each) for name, each in trained.items()), (
+            path.name
+        )
     if kind != "lora+":
         assert "of a prediction" in told
         assert f"{kind}_weights.safetensors" in told
         assert straight.path(f"output/checkpoint-3/ema/{kind}_weights.safetensors").is_file()
-        assert "Converted from another kind" in straight.path("output/training_report.html").read_text(encoding="utf-8")
-        assert broken.train("max_train_steps=9", "lora_type=standard", "lora_rank=4") == 2, "another kind"
+        assert "Converted from another kind" in straight.path(
+            "output/training_report.html"
+        ).read_text(encoding="utf-8")
+        assert broken.train("max_train_steps=9", "lora_type=standard", "lora_rank=4") == 2, (
+            "another kind"
+        )
 
 
-def test_a_lokr_is_no_lora_to_start_from(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lokr_is_no_lora_to_start_from(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert workspace.train("--lora_type=lokr", "--lora_rank=2", "--max_train_steps=1") == 0
-    told = complaint(workspace, capsys, "plan", "--init_lora=output/lokr_weights.safetensors", "--output_dir=other")
+    told = complaint(
+        workspace,
+        capsys,
+        "plan",
+        "--init_lora=output/lokr_weights.safetensors",
+        "--output_dir=other",
+    )
     assert "take the LoRA beside it" in told
 
 

@@ -1,4 +1,6 @@
-"""Whole runs with masks in all three families: what is white is learned, stop and go, the messages."""
+"""Whole runs with masks in all three families: what is white is learned, stop and go, the
+messages.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from tests.tools.workspace import DATASETS, Workspace
 pytestmark = pytest.mark.slow
 
 RESULT = "output/pytorch_lora_weights.safetensors"
-MASKS = {"id": "masks", "dataset_type": "conditioning", "conditioning_type": "mask", "instance_data_dir": "left"}
+MASKS = {
+    "id": "masks",
+    "dataset_type": "conditioning",
+    "conditioning_type": "mask",
+    "instance_data_dir": "left",
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "image": {},
     "i2v": {"model_family": "kandinsky5-video", "model_flavour": "i2v-lite-5s", "framerate": 12},
@@ -29,7 +36,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_workspace(folder: Path, checkpoint: Path, name: str, **settings: Any) -> Workspace:
     """Two files with a folder of masks each for the left and the right half."""
     is_video = name != "image"
-    workspace = Workspace.create(folder, checkpoint, pictures=0 if is_video else 2, **FAMILIES[name], **settings)
+    workspace = Workspace.create(
+        folder, checkpoint, pictures=0 if is_video else 2, **FAMILIES[name], **settings
+    )
     own = {**DATASETS[0], "conditioning_data": "masks", "repeats": 3}
     if is_video:
         own |= {"dataset_type": "video", "video": {"num_frames": 5, "min_frames": 5}}
@@ -55,9 +64,13 @@ def i2v_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_halves_make_the_whole_loss(tmp_path: Path, name: str, request: pytest.FixtureRequest) -> None:
+def test_two_halves_make_the_whole_loss(
+    tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
     fixture = {"image": "t2i_checkpoint", "i2v": "i2v_checkpoint", "sana": "sana_checkpoint"}[name]
-    run = make_workspace(tmp_path, request.getfixturevalue(fixture), name, cache_dir="cache", max_train_steps=1)
+    run = make_workspace(
+        tmp_path, request.getfixturevalue(fixture), name, cache_dir="cache", max_train_steps=1
+    )
     losses = {}
     for side, share in (("left", 1), ("right", 1), ("whole", 0)):
         folder = "left" if side == "whole" else side
@@ -72,7 +85,11 @@ def test_two_halves_make_the_whole_loss(tmp_path: Path, name: str, request: pyte
 
 def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
     """With masks in some of the batches, the prior, and other crops in each epoch."""
-    settings = {"masked_loss_probability": 0.3, "masked_loss_prior": 0.5, "masked_loss_normalise": True}
+    settings = {
+        "masked_loss_probability": 0.3,
+        "masked_loss_prior": 0.5,
+        "masked_loss_normalise": True,
+    }
     straight = make_workspace(tmp_path / "straight", t2i_checkpoint, "image", **settings)
     entries = json.loads(straight.path("config/multidatabackend.json").read_text())
     entries[0] |= {"crop": True, "repeats": 0}
@@ -93,9 +110,14 @@ def test_the_plan_shows_masks_and_judges_their_keys(
     run = make_workspace(tmp_path, t2i_checkpoint, "image")
     assert run.run("plan") == 0
     assert "masks: 50.0% is learned on average" in capsys.readouterr().out
-    seconds = [json.loads(plan_of(run, capsys, f"masked_loss_prior={weight}"))["seconds"]["step"] for weight in (0, 1)]
+    seconds = [
+        json.loads(plan_of(run, capsys, f"masked_loss_prior={weight}"))["seconds"]["step"]
+        for weight in (0, 1)
+    ]
     assert seconds[1] > seconds[0], "the base model's forward pass takes time"
-    assert "needs model_type lora" in complaint(run, capsys, "plan", "model_type=full", "masked_loss_prior=1")
+    assert "needs model_type lora" in complaint(
+        run, capsys, "plan", "model_type=full", "masked_loss_prior=1"
+    )
     run.write_datasets([{**DATASETS[0], "repeats": 3}, MASKS, DATASETS[1]])
     warned = warnings(run, capsys, "masked_loss_normalise=true")
     assert "masked_loss_normalise: has no effect: no dataset that is trained has masks" in warned

@@ -41,7 +41,8 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Pa
     folder = tmp_path_factory.mktemp("deep") / "checkpoint"
     shutil.copytree(t2i_checkpoint, folder)
     config = build_qwen(AutoTokenizer.from_pretrained(TOKENIZERS / "tokenizer")).config
-    config.text_config.num_hidden_layers, config.text_config.layer_types = 4, ["full_attention"] * 4
+    config.text_config.num_hidden_layers = 4
+    config.text_config.layer_types = ["full_attention"] * 4
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         build_kandinsky(visual_blocks=4).save_pretrained(folder / "transformer")
@@ -71,7 +72,10 @@ def copiers(monkeypatch: pytest.MonkeyPatch) -> list[AdversarialCopier]:
 
 
 def previews(workspace: Workspace) -> dict[str, bytes]:
-    files = [*workspace.path("output/validation_images").iterdir(), *workspace.path("output/benchmarks").rglob("*.png")]
+    files = [
+        *workspace.path("output/validation_images").iterdir(),
+        *workspace.path("output/benchmarks").rglob("*.png"),
+    ]
     assert len(files) >= 4
     return {path.name: path.read_bytes() for path in files}
 
@@ -89,13 +93,19 @@ EVERYTHING: dict[str, Any] = {
     [(EVERYTHING, 4), ({"enable_group_offload": True, "gradient_checkpointing": False}, 1)],
 )
 def test_a_run_equals_plain_training(
-    tmp_path: Path, plain: Workspace, deep_checkpoint: Path, copiers: list[AdversarialCopier],
-    settings: dict[str, Any], streaming: int,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    plain: Workspace,
+    deep_checkpoint: Path,
+    copiers: list[AdversarialCopier],
+    settings: dict[str, Any],
+    streaming: int,
+) -> None:
     offloaded = Workspace.create(tmp_path / "run", deep_checkpoint, **RUN, **settings)
     assert offloaded.train() == 0
     used = [copier for copier in copiers if copier.submitted]
-    assert len(used) == streaming, "text encoder; encoder of the VAE; transformer; decoder of the VAE"
+    assert len(used) == streaming, (
+        "text encoder; encoder of the VAE; transformer; decoder of the VAE"
+    )
     assert_same_run(plain, offloaded)
     assert previews(plain) == previews(offloaded)
 
@@ -137,29 +147,48 @@ def test_model_offload_takes_turns(
         return to(model, *where, **settings)
 
     monkeypatch.setattr(Kandinsky5Transformer3DModel, "to", noted)
-    offloaded = Workspace.create(tmp_path / "run", deep_checkpoint, **RUN, enable_model_cpu_offload=True)
+    offloaded = Workspace.create(
+        tmp_path / "run", deep_checkpoint, **RUN, enable_model_cpu_offload=True
+    )
     assert offloaded.train() == 0
     assert moves == ["cpu"] * len(moves)
-    assert len(moves) == 1 + 2 * len(previews(offloaded)), "to the device at first, then away and back for each decode"
+    assert len(moves) == 1 + 2 * len(previews(offloaded)), (
+        "to the device at first, then away and back for each decode"
+    )
     assert_same_run(plain, offloaded)
     assert previews(plain) == previews(offloaded)
 
 
-def test_sana_video(tmp_path: Path, sana_checkpoint: Path, copiers: list[AdversarialCopier]) -> None:
+def test_sana_video(
+    tmp_path: Path, sana_checkpoint: Path, copiers: list[AdversarialCopier]
+) -> None:
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(sana_checkpoint, checkpoint)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        transformer = SanaVideoTransformer3DModel.from_config({**build_sana().config, "num_layers": 4})
+        transformer = SanaVideoTransformer3DModel.from_config(
+            {**build_sana().config, "num_layers": 4}
+        )
         fill_zeros(transformer)
     transformer.save_pretrained(checkpoint / "transformer")
-    settings = {"model_family": "sanavideo", "model_flavour": "2b-480p", "max_train_steps": 2, "pictures": 2}
+    settings = {
+        "model_family": "sanavideo",
+        "model_flavour": "2b-480p",
+        "max_train_steps": 2,
+        "pictures": 2,
+    }
     found: list[dict[str, Tensor]] = []
     for name, offload in (("plain", {}), ("offloaded", EVERYTHING)):
         workspace = Workspace.create(tmp_path / name, checkpoint, **settings, **offload)
-        settings_of_previews = ("--validation_disable=false", "--validation_num_video_frames=5", "--num_eval_images=1")
+        settings_of_previews = (
+            "--validation_disable=false",
+            "--validation_num_video_frames=5",
+            "--num_eval_images=1",
+        )
         assert workspace.train(*settings_of_previews, "--disable_benchmark") == 0
         found.append(load_file(workspace.path(RESULT)))
-    assert len([copier for copier in copiers if copier.submitted]) == 3, "encoder, transformer and decoder"
+    assert len([copier for copier in copiers if copier.submitted]) == 3, (
+        "encoder, transformer and decoder"
+    )
     for key, weight in found[0].items():
         assert torch.equal(found[1][key], weight), key

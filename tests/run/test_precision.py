@@ -24,19 +24,25 @@ from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(4)
 
-INT8 = {"base_model_precision": "int8-quanto", "mixed_precision": "bf16", "validation_disable": False}
+INT8 = {
+    "base_model_precision": "int8-quanto",
+    "mixed_precision": "bf16",
+    "validation_disable": False,
+}
 
 
 def lora_of(workspace: Workspace) -> dict[str, torch.Tensor]:
     return load_file(workspace.path("output/pytorch_lora_weights.safetensors"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_dora": True, "quantize_via": "accelerator", "lora_alpha": 4}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True, "quantize_via": "accelerator", "lora_alpha": 4}]
+)
 def test_pictures(
     tmp_path: Path, t2i_checkpoint: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trains, previews with the stock pipeline, and writes a file that the stock pipeline loads. Each weight is packed
-    once, not again for previews, for the moving average or for the file."""
+    """Trains, previews with the stock pipeline, and writes a file that the stock pipeline loads.
+    Each weight is packed once, not again for previews, for the moving average or for the file."""
     shapes: list[torch.Size] = []
 
     def count(weight: torch.Tensor, quantisation: Quantisation) -> Packed:
@@ -44,19 +50,34 @@ def test_pictures(
         return pack(weight, quantisation)
 
     monkeypatch.setattr("simpletuner.memory.quantisation.layers.pack", count)
-    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, pictures=4, use_ema=True, **INT8, **settings)
+    workspace = Workspace.create(
+        tmp_path / "run", t2i_checkpoint, pictures=4, use_ema=True, **INT8, **settings
+    )
     assert workspace.train() == 0
     assert "nan" not in str(workspace.metrics()).lower()
-    assert any(name.endswith("lora_B.weight") and tensor.any() for name, tensor in lora_of(workspace).items())
+    assert any(
+        name.endswith("lora_B.weight") and tensor.any()
+        for name, tensor in lora_of(workspace).items()
+    )
     for name in ("step_4_validation_0_128x128.png", "step_4_validation_0_128x128_ema.png"):
-        assert len(Image.open(workspace.path(f"output/validation_images/{name}")).getcolors(2**14) or "many") > 1
-    pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))
+        assert (
+            len(
+                Image.open(workspace.path(f"output/validation_images/{name}")).getcolors(2**14)
+                or "many"
+            )
+            > 1
+        )
+    pipeline = Kandinsky5T2IPipeline.from_pretrained(
+        t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint)
+    )
     pipeline.load_lora_weights(workspace.path("output"))
     assert pipeline.get_active_adapters()
     assert len(shapes) == 1 * 6 + 2 * 10, "a text block has 6 layers, a visual one 10"
 
 
-def test_continuing_on_another_base_is_said(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_continuing_on_another_base_is_said(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     workspace.write_config(**INT8 | {"validation_disable": True})
     assert workspace.train() == 0
     capsys.readouterr()
@@ -65,11 +86,16 @@ def test_continuing_on_another_base_is_said(workspace: Workspace, capsys: pytest
     assert workspace.run("plan", "base_model_precision=no_change") == 0
     assert "'no_change': checkpoint-4 was trained with 'int8-quanto'" in capsys.readouterr().out
     assert workspace.run("plan", "quantized_matmul=true") == 0
-    assert "was trained with false, not true; the new value applies from here on" in capsys.readouterr().out
+    assert (
+        "was trained with false, not true; the new value applies from here on"
+        in capsys.readouterr().out
+    )
 
 
 def test_clips(tmp_path: Path) -> None:
-    workspace = make_workspace(tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s")
+    workspace = make_workspace(
+        tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s"
+    )
     workspace.write_config(**INT8 | {"validation_disable": True})
     assert workspace.train() == 0
     assert "nan" not in str(workspace.metrics()).lower()
@@ -77,8 +103,16 @@ def test_clips(tmp_path: Path) -> None:
 
 
 def test_sana(tmp_path: Path, sana_checkpoint: Path) -> None:
-    settings = {"model_family": "sanavideo", "model_flavour": "2b-480p", "validation_num_video_frames": 5}
-    settings |= {"base_model_precision": "fp8", "quantized_matmul": True, "text_encoder_1_precision": "int8"}
+    settings = {
+        "model_family": "sanavideo",
+        "model_flavour": "2b-480p",
+        "validation_num_video_frames": 5,
+    }
+    settings |= {
+        "base_model_precision": "fp8",
+        "quantized_matmul": True,
+        "text_encoder_1_precision": "int8",
+    }
     workspace = Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **INT8 | settings)
     assert workspace.train() == 0
     assert "nan" not in str(workspace.metrics()).lower()
@@ -88,7 +122,12 @@ def test_sana(tmp_path: Path, sana_checkpoint: Path) -> None:
 
 
 def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    base = {"base_model_precision": "int8", "quantized_matmul": True, "use_dora": True, "lora_dropout": 0.1}
+    base = {
+        "base_model_precision": "int8",
+        "quantized_matmul": True,
+        "use_dora": True,
+        "lora_dropout": 0.1,
+    }
     settings = {**SETTINGS, "mixed_precision": "bf16", **base}
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
     assert straight.train() == 0
@@ -119,7 +158,10 @@ def test_a_quantised_encoder_makes_other_entries(workspace: Workspace) -> None:
     quantised = [both[name] for name in both.keys() - plain.keys()]
     for one in quantised:
         distances = [
-            ((one["prompt_embeds"] - other["prompt_embeds"]).norm() / other["prompt_embeds"].norm()).item()
+            (
+                (one["prompt_embeds"] - other["prompt_embeds"]).norm()
+                / other["prompt_embeds"].norm()
+            ).item()
             for other in plain.values()
             if other["prompt_embeds"].shape == one["prompt_embeds"].shape
         ]

@@ -31,7 +31,17 @@ from simpletuner.planning.build import plan_training
 from tests.run.test_resume import assert_equal, training_state
 from tests.tools.cases import first_of
 from tests.tools.commands import forked_commands
-from tests.tools.processes import PATIENCE, finish, free_port, printed, run_as, run_into, run_together, start, train
+from tests.tools.processes import (
+    PATIENCE,
+    finish,
+    free_port,
+    printed,
+    run_as,
+    run_into,
+    run_together,
+    start,
+    train,
+)
 from tests.tools.tolerances import ROTATION, distance
 from tests.tools.workspace import DATASETS, Workspace
 
@@ -39,7 +49,8 @@ pytestmark = pytest.mark.slow(3)
 
 LOSS = 1e-6  # relative; what sums in another order may change
 RESULT = "output/pytorch_lora_weights.safetensors"
-# Steps that are proportional to the gradient: Adam would divide rounding by rounding where a gradient is nearly 0.
+# Steps that are proportional to the gradient: Adam would divide rounding by rounding where a
+# gradient is nearly 0.
 PLAIN: dict[str, Any] = {
     "max_train_steps": 3,
     "optimizer": "torch-sgd",
@@ -47,16 +58,23 @@ PLAIN: dict[str, Any] = {
     "lr_scheduler": "constant",
 }
 SANA: dict[str, Any] = {
-    "model_family": "sanavideo", "model_flavour": "2b-480p", "flow_schedule_shift": None, "train_batch_size": None,
-}  # fmt: skip
+    "model_family": "sanavideo",
+    "model_flavour": "2b-480p",
+    "flow_schedule_shift": None,
+    "train_batch_size": None,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "norm, accumulation, average": {
-        "grad_clip_method": "norm", "max_grad_norm": 1e-3, "gradient_accumulation_steps": 2, "use_ema": True,
+        "grad_clip_method": "norm",
+        "max_grad_norm": 1e-3,
+        "gradient_accumulation_steps": 2,
+        "use_ema": True,
     },
     "value, caption dropout": {"max_grad_norm": 1e-4, "caption_dropout_probability": 0.3},
     "full": {"model_type": "full", "learning_rate": 1e-3},
-}  # fmt: skip
-# Kandinsky rounds rotated queries to bf16, so a last bit in a batch of another size may become a larger difference.
+}
+# Kandinsky rounds rotated queries to bf16, so a last bit in a batch of another size may become a
+# larger difference.
 KANDINSKY = ROTATION / 16
 PRESERVATION: dict[str, Any] = {
     "preservation_weight": 1.0,
@@ -71,10 +89,15 @@ Filled = dict[int, Workspace]  # by the number of processes that have filled its
 @pytest.fixture(scope="module")
 def sana(tmp_path_factory: pytest.TempPathFactory, sana_checkpoint: Path) -> Filled:
     """Folders with the caches of a run of Sana Video. Encoding takes a third of a tiny run."""
-    folder, settings = tmp_path_factory.mktemp("sana-runs"), {**PLAIN, **SANA, "max_train_steps": 1}
-    filled = {size: Workspace.create(folder / str(size), sana_checkpoint, **settings) for size in (1, 2)}
+    folder = tmp_path_factory.mktemp("sana-runs")
+    settings = {**PLAIN, **SANA, "max_train_steps": 1}
+    filled = {
+        size: Workspace.create(folder / str(size), sana_checkpoint, **settings) for size in (1, 2)
+    }
     for size, workspace in filled.items():
-        assert train(workspace, size, "output_dir=first", "cache_dir=output/cache") == [0] * size, printed(workspace)
+        assert train(workspace, size, "output_dir=first", "cache_dir=output/cache") == [0] * size, (
+            printed(workspace)
+        )
     return filled
 
 
@@ -89,7 +112,9 @@ def runs(folder: Path, filled: Filled, sizes: tuple[int, ...], **settings: Any) 
     for size in sizes:
         settings = {**PLAIN, **settings, "train_batch_size": 4 // size}
         workspace = filled[min(size, 2)].copy(folder / str(size), **settings)
-        assert (train(workspace, size) if size > 1 else [workspace.train()]) == [0] * size, printed(workspace)
+        assert (train(workspace, size) if size > 1 else [workspace.train()]) == [0] * size, printed(
+            workspace
+        )
         found.append(workspace)
     return found
 
@@ -108,11 +133,16 @@ def assert_same_losses(one: Workspace, other: Workspace, tolerance: float) -> No
 def test_equal_global_batches_train_the_same(tmp_path: Path, sana: Filled, kind: str) -> None:
     one, two = runs(tmp_path, sana, (1, 2), **KINDS[kind])
     assert_same_losses(one, two, LOSS)
-    for path in (each.relative_to(one.folder) for each in one.folder.glob("output/checkpoint-3/**/*.safetensors")):
+    for path in (
+        each.relative_to(one.folder)
+        for each in one.folder.glob("output/checkpoint-3/**/*.safetensors")
+    ):
         assert distance(load_file(two.path(str(path))), load_file(one.path(str(path)))) < LOSS, path
 
 
-def test_preservation_does_in_two_processes_what_it_does_in_one(tmp_path: Path, t2i: Filled) -> None:
+def test_preservation_does_in_two_processes_what_it_does_in_one(
+    tmp_path: Path, t2i: Filled
+) -> None:
     one, two = runs(tmp_path, t2i, (1, 2), **PRESERVATION)
     assert_same_losses(one, two, KANDINSKY)
     assert distance(load_file(two.path(RESULT)), load_file(one.path(RESULT))) < ROTATION
@@ -148,11 +178,15 @@ def test_a_run_continues_on_another_number_of_processes(
     assert distance(load_file(moved.path(RESULT)), load_file(straight.path(RESULT))) < LOSS
 
 
-@pytest.mark.parametrize(("size", "technique"), [(3, {}), pytest.param(4, PRESERVATION, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("size", "technique"), [(3, {}), pytest.param(4, PRESERVATION, marks=pytest.mark.thorough)]
+)
 def test_more_than_two_processes_continue_bit_for_bit(
     tmp_path: Path, t2i: Filled, size: int, technique: dict[str, Any]
 ) -> None:
-    """Sums of more than two numbers round by their order, and that follows the places in the buckets of DDP."""
+    """Sums of more than two numbers round by their order, and that follows the places in the
+    buckets of DDP.
+    """
     settings = {"max_train_steps": 4, "checkpoint_step_interval": 2, "train_batch_size": 1}
     straight = t2i[2].copy(tmp_path / "straight", **settings, **technique)
     assert train(straight, size) == [0] * size, printed(straight)
@@ -169,19 +203,28 @@ def workspace(filled: Workspace) -> Workspace:
     return filled
 
 
-def test_streamed_weights_are_one_copy_for_all_processes(tmp_path: Path, workspace: Workspace) -> None:
+def test_streamed_weights_are_one_copy_for_all_processes(
+    tmp_path: Path, workspace: Workspace
+) -> None:
     settings = ("gradient_checkpointing=true", "seed=3")
     assert train(workspace, 2, *settings) == [0, 0], printed(workspace)
     resident = load_file(workspace.path(RESULT))
-    for name, where in {"memory": (), "disk": (f"group_offload_to_disk_path={tmp_path}/disk",)}.items():
+    for name, where in {
+        "memory": (),
+        "disk": (f"group_offload_to_disk_path={tmp_path}/disk",),
+    }.items():
         streamed = (*settings, "enable_group_offload=true", f"output_dir={name}", *where)
         assert train(workspace, 2, *streamed) == [0, 0], printed(workspace)
         assert_equal(load_file(workspace.path(RESULT.replace("output", name))), resident)
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_processes_that_disagree(tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace) -> None:
-    other = Workspace.create(tmp_path / "other", t2i_checkpoint, pictures=7, **{**PLAIN, "train_batch_size": 1})
+def test_processes_that_disagree(
+    tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace
+) -> None:
+    other = Workspace.create(
+        tmp_path / "other", t2i_checkpoint, pictures=7, **{**PLAIN, "train_batch_size": 1}
+    )
     codes = finish(start([workspace, other], "train", each=[[], ["learning_rate=0.2"]]))
     assert codes == [2, 2]
     told = printed(workspace)
@@ -200,7 +243,10 @@ def test_other_captions_and_settings_of_datasets_are_other_data(
     workspace.path("datasets/pictures/p0.txt").write_text("another text")
     workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
     told = differences([("one", first), ("two", agreed_values(plan_training(parse_arguments([]))))])
-    assert [each.where for each in told] == ["pictures.captions", "pictures.timestep_sampling_offset"]
+    assert [each.where for each in told] == [
+        "pictures.captions",
+        "pictures.timestep_sampling_offset",
+    ]
     assert "is 0.0 in the first process, but 0.5 in process 1 on two." in told[1].message
 
 
@@ -212,15 +258,21 @@ def test_a_mistake_is_told_once(workspace: Workspace) -> None:
     assert printed(workspace, 1) == ""
 
 
-def test_a_process_that_cannot_join_says_so_though_it_is_not_the_first_of_its_machine(workspace: Workspace) -> None:
+def test_a_process_that_cannot_join_says_so_though_it_is_not_the_first_of_its_machine(
+    workspace: Workspace,
+) -> None:
     process = workspace.fork(run_as, 1, 2, free_port(), ["train", "start_timeout=1"])
     assert finish([process]) == [2]
     (told,) = [line for line in printed(workspace, 1).splitlines() if line.startswith("error: ")]
-    assert told.startswith(f"error: MASTER_ADDR: process 1 on {socket.gethostname()} cannot reach process 0")
+    assert told.startswith(
+        f"error: MASTER_ADDR: process 1 on {socket.gethostname()} cannot reach process 0"
+    )
     assert "start_timeout allows more time" in told
 
 
-def test_a_process_of_which_only_one_cannot_train(tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace) -> None:
+def test_a_process_of_which_only_one_cannot_train(
+    tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace
+) -> None:
     other = Workspace.create(tmp_path / "other", t2i_checkpoint, **PLAIN)
     other.path("config/multidatabackend.json").unlink()
     assert finish(start([workspace, other], "train")) == [2, 2]
@@ -236,9 +288,13 @@ def wait_for(condition: Callable[[], bool], output: Path, processes: Sequence[Ba
         time.sleep(0.02)
 
 
-def wait_for_step(workspace: Workspace, count: int, output: Path, processes: Sequence[BaseProcess]) -> None:
+def wait_for_step(
+    workspace: Workspace, count: int, output: Path, processes: Sequence[BaseProcess]
+) -> None:
     record = workspace.path("output/training_metrics.jsonl")
-    wait_for(lambda: record.exists() and len(record.read_text().splitlines()) >= count, output, processes)
+    wait_for(
+        lambda: record.exists() and len(record.read_text().splitlines()) >= count, output, processes
+    )
 
 
 def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
@@ -261,16 +317,25 @@ def test_without_the_first_process_another_one_speaks(workspace: Workspace) -> N
     wait_for(lock.exists, workspace.path("rank0.txt"), processes)
     processes[0].kill()
     assert finish(processes) == [-signal.SIGKILL, 1]
-    assert f"Process 0 on {socket.gethostname()} exited without reporting an error" in printed(workspace, 1)
+    assert f"Process 0 on {socket.gethostname()} exited without reporting an error" in printed(
+        workspace, 1
+    )
     assert train(workspace, 2) == [0, 0], "and the run starts again"
 
 
 def restart(port: int, arguments: list[str]) -> None:
     """What torchrun does with --max-restarts 1, on processes that are forked instead of started."""
     launch = LaunchConfig(
-        1, 1, 2, rdzv_endpoint=f"127.0.0.1:{port}", rdzv_backend="static", rdzv_configs={"rank": 0, "timeout": 60},
-        max_restarts=1, monitor_interval=0.1, start_method="fork",
-    )  # fmt: skip
+        1,
+        1,
+        2,
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_backend="static",
+        rdzv_configs={"rank": 0, "timeout": 60},
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
     elastic_launch(launch, restarted)(arguments)
 
 
@@ -278,7 +343,11 @@ def restarted(arguments: list[str]) -> None:
     """One of the processes; the second one dies after a checkpoint of the first attempt."""
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
         threading.Thread(target=die_after, args=(Path("output/checkpoint-2"),), daemon=True).start()
-    run_into(f"rank{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}.txt", arguments, leave=False)
+    run_into(
+        f"rank{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}.txt",
+        arguments,
+        leave=False,
+    )
 
 
 def die_after(path: Path) -> None:
@@ -288,7 +357,12 @@ def die_after(path: Path) -> None:
 
 
 def test_processes_that_torchrun_restarts_continue(workspace: Workspace) -> None:
-    settings = ["train", "max_train_steps=6", "checkpoint_step_interval=1", "checkpoints_total_limit=9"]
+    settings = [
+        "train",
+        "max_train_steps=6",
+        "checkpoint_step_interval=1",
+        "checkpoints_total_limit=9",
+    ]
     assert finish([workspace.fork(restart, free_port(), settings)]) == [0]
     first, second = (workspace.path(f"rank0-{attempt}.txt").read_text() for attempt in range(2))
     assert f"Process 1 on {socket.gethostname()} exited without reporting an error" in first
@@ -325,7 +399,9 @@ def stop_together(place: World, port: int) -> None:
                 Path("finished").touch()
 
 
-def test_the_first_process_has_time_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_process_has_time_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run_together(2, stop_together, free_port())
     assert Path("finished").exists()
@@ -336,10 +412,17 @@ def launch_with(python: str, file: str, arguments: list[str]) -> None:
     run_into(file, arguments)
 
 
-def test_one_command_starts_all_processes(tmp_path_factory: pytest.TempPathFactory, workspace: Workspace) -> None:
-    """`simpletuner train` with num_processes: one terminal, one record, one exit code, one Ctrl-C."""
-    log, folder = workspace.path("log.txt"), tmp_path_factory.mktemp("commands")
-    python = folder / "python"  # torchrun's, of which it asks this one thing; importing takes longer than training
+def test_one_command_starts_all_processes(
+    tmp_path_factory: pytest.TempPathFactory, workspace: Workspace
+) -> None:
+    """`simpletuner train` with num_processes: one terminal, one record, one exit code, one
+    Ctrl-C.
+    """
+    log = workspace.path("log.txt")
+    folder = tmp_path_factory.mktemp("commands")
+    python = (
+        folder / "python"
+    )  # torchrun's, of which it asks this one thing; importing takes longer than training
     with forked_commands(folder) as program:
         skip = '[ "$1 $2 $3" = "-u -m simpletuner" ] && shift 3'
         python.write_text(f'#!/bin/sh\n{skip}\nexec {shlex.join(program)} "$@"\n')

@@ -38,7 +38,9 @@ def no_prediction() -> Tensor:
     raise AssertionError("only converted adapters are compared by a prediction")
 
 
-def make_publication(checkpoint: Path, adapter: Any, predict: Callable[[], Tensor] = no_prediction) -> Publication:
+def make_publication(
+    checkpoint: Path, adapter: Any, predict: Callable[[], Tensor] = no_prediction
+) -> Publication:
     spec = FAMILIES["kandinsky5-image"]
     source = ModelSource.from_settings(spec, spec.flavours[0], make_config(checkpoint).flat)
     return Publication(adapter, source, torch.float32, None, {"simpletuner.step": "1"}, predict)
@@ -55,10 +57,12 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint)
-    lora, publication = lora_of(assembly), make_publication(t2i_checkpoint, assembly.adapter)
+    lora = lora_of(assembly)
+    publication = make_publication(t2i_checkpoint, assembly.adapter)
     good = tmp_path / LORA_FILE
     assert f"all {len(lora.state_dict())} tensors load" in lora.publish(tmp_path, publication)
-    before, write = good.read_bytes(), lora_files.write_weights
+    before = good.read_bytes()
+    write = lora_files.write_weights
 
     def flawed(path: Path, *given: Any) -> None:
         write(path, *given)
@@ -108,7 +112,8 @@ def test_a_pipeline_that_was_not_written_as_trained_is_not_published(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, model_type="full")
-    full, publication = assembly.trained, make_publication(t2i_checkpoint, assembly.adapter)
+    full = assembly.trained
+    publication = make_publication(t2i_checkpoint, assembly.adapter)
     assert isinstance(full, FullModel)
     verify = full.verify
 

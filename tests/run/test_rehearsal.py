@@ -38,20 +38,29 @@ LORA = "output/pytorch_lora_weights.safetensors"
 def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
     """Train; returns what is said."""
     lines: list[str] = []
-    events = EventStream(lambda event: lines.append(event.text) if isinstance(event, Notice) else None)
+    events = EventStream(
+        lambda event: lines.append(event.text) if isinstance(event, Notice) else None
+    )
     with workspace.inside():
         budget = plan_that_fits(parse_arguments([]))
-        run_plan(budget, events, open_companions(budget.plan, None, events, World()), rehearsed=rehearsed)
+        run_plan(
+            budget, events, open_companions(budget.plan, None, events, World()), rehearsed=rehearsed
+        )
     return lines
 
 
 @pytest.fixture
 def pair(tmp_path: Path, filled: Workspace) -> list[Workspace]:
-    """Two equal workspaces; regularisation brings in a technique, dropout random numbers, validation a pipeline."""
+    """Two equal workspaces; regularisation brings in a technique, dropout random numbers,
+    validation a pipeline.
+    """
     settings: dict[str, Any] = {
-        "lora_dropout": 0.2, "validation_disable": False, "use_ema": True, "input_perturbation": 0.1,
+        "lora_dropout": 0.2,
+        "validation_disable": False,
+        "use_ema": True,
+        "input_perturbation": 0.1,
         "max_train_steps": 3,
-    }  # fmt: skip
+    }
     pair = [filled.copy(tmp_path / name, **settings) for name in ("with", "without")]
     for workspace in pair:
         regular = {**DATASETS[0], "id": "regular", "is_regularisation_data": True}
@@ -67,15 +76,21 @@ def test_it_changes_no_result(pair: list[Workspace], monkeypatch: pytest.MonkeyP
         assert all(parameter.grad is None for parameter in session.assembly.parameters.values())
 
     monkeypatch.setattr("simpletuner.run.train.rehearse", watched)
-    told, untold = run(pair[0], rehearsed=True), run(pair[1], rehearsed=None)
+    told = run(pair[0], rehearsed=True)
+    untold = run(pair[1], rehearsed=None)
     assert [line.partition(":")[0] for line in told if line.startswith("Rehearsed")] == [
-        "Rehearsed the largest micro-step (2 x 64x64)", "Rehearsed a preview",
-    ]  # fmt: skip
-    assert not any(line.startswith("Rehearsed") for line in untold), "on a CPU there is nothing to try"
+        "Rehearsed the largest micro-step (2 x 64x64)",
+        "Rehearsed a preview",
+    ]
+    assert not any(line.startswith("Rehearsed") for line in untold), (
+        "on a CPU there is nothing to try"
+    )
     assert pair[0].metrics() == pair[1].metrics()
     assert pair[0].path(LORA).read_bytes() == pair[1].path(LORA).read_bytes()
     previews = [sorted(each.path("output").rglob("*.png")) for each in pair]
-    assert [path.read_bytes() for path in previews[0]] == [path.read_bytes() for path in previews[1]]
+    assert [path.read_bytes() for path in previews[0]] == [
+        path.read_bytes() for path in previews[1]
+    ]
 
 
 class Counting(Technique):
@@ -100,7 +115,10 @@ def test_techniques_forget_it(t2i_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+    ],
 )
 def test_too_small_a_device_is_told_before_step_1(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
@@ -109,7 +127,9 @@ def test_too_small_a_device_is_told_before_step_1(
         raise error
 
     monkeypatch.setattr(steps, "micro_loss", full)
-    with pytest.raises(UserError, match=r"the largest micro-step .* does not fit CPU; the plan expected .* of"):
+    with pytest.raises(
+        UserError, match=r"the largest micro-step .* does not fit CPU; the plan expected .* of"
+    ):
         run(workspace, rehearsed=True)
     assert not workspace.path(LORA).exists()
 
@@ -117,7 +137,9 @@ def test_too_small_a_device_is_told_before_step_1(
 def test_a_process_allocates_the_state_of_its_part() -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        part = distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        part = distribute_tensor(
+            torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
         assembly: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.nn.Parameter(part)]))
         config = SimpleNamespace(offload=OffloadConfig())
         budget: Any = SimpleNamespace(model=SimpleNamespace(state_bytes=8.0), config=config)
@@ -126,7 +148,9 @@ def test_a_process_allocates_the_state_of_its_part() -> None:
         distributed.destroy_process_group()
 
 
-def test_the_optimizer_state_that_is_still_to_come(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_state_that_is_still_to_come(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[float, float]] = []
 
     def look(session: Session, validation: Any, budget: Any) -> Any:
@@ -135,7 +159,12 @@ def test_the_optimizer_state_that_is_still_to_come(workspace: Workspace, monkeyp
         for parameter in assembly.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         assembly.optimizer.step()
-        state = [each for one in assembly.optimizer.state.values() for each in one.values() if each.ndim > 0]
+        state = [
+            each
+            for one in assembly.optimizer.state.values()
+            for each in one.values()
+            if each.ndim > 0
+        ]
         seen.append((before, float(sum(each.nbytes for each in state))))
         assert rehearsal.coming_state(assembly.optimizer, budget) == 0
         return iter(())

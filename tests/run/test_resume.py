@@ -35,7 +35,9 @@ SETTINGS: dict[str, Any] = {
 def training_state(folder: Path, step: int) -> dict[str, Any]:
     """Everything a checkpoint holds that training depends on."""
     checkpoint = folder / "output" / f"checkpoint-{step}"
-    state: dict[str, Any] = torch.load(checkpoint / "training_state" / "state.pt", weights_only=True)
+    state: dict[str, Any] = torch.load(
+        checkpoint / "training_state" / "state.pt", weights_only=True
+    )
     weights = sorted(checkpoint.rglob("*.safetensors"))
     state["files"] = {str(path.relative_to(checkpoint)): load_file(path) for path in weights}
     return state
@@ -60,7 +62,9 @@ def assert_same_run(one: Workspace, other: Workspace) -> None:
     assert one.metrics() == other.metrics()
     left, right = (training_state(each.folder, STEPS) for each in (one, other))
     for state in (left, right):
-        state.pop("random")  # Python's own generator may be drawn from by libraries; training does not use it
+        state.pop(
+            "random"
+        )  # Python's own generator may be drawn from by libraries; training does not use it
     assert_equal(left, right)
     if one.path(RESULT).exists():
         assert one.path(RESULT).read_bytes() == other.path(RESULT).read_bytes()
@@ -68,7 +72,9 @@ def assert_same_run(one: Workspace, other: Workspace) -> None:
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize(("kind", "optimizer"), [("lora", "optimi-adamw"), ("full", "adamw")])
-def test_stop_and_go_equals_going_on(tmp_path: Path, filled: Workspace, kind: str, optimizer: str) -> None:
+def test_stop_and_go_equals_going_on(
+    tmp_path: Path, filled: Workspace, kind: str, optimizer: str
+) -> None:
     settings = {**SETTINGS, "model_type": kind, "optimizer": optimizer, "learning_rate": 1e-4}
     straight = filled.copy(tmp_path / "straight", **settings)
     assert straight.train() == 0
@@ -98,7 +104,9 @@ def test_resume_from_the_middle(tmp_path: Path, straight: Workspace) -> None:
 
 @pytest.mark.slow(5)
 def test_kill_at_any_moment(tmp_path: Path, t2i_checkpoint: Path, straight: Workspace) -> None:
-    killed = Workspace.create(tmp_path / "killed", t2i_checkpoint, **SETTINGS, checkpoints_total_limit=0)
+    killed = Workspace.create(
+        tmp_path / "killed", t2i_checkpoint, **SETTINGS, checkpoints_total_limit=0
+    )
     killed.write_config(checkpoint_step_interval=1)
     straight_again = random.Random(0)
     for _ in range(3):
@@ -114,7 +122,9 @@ def test_kill_at_any_moment(tmp_path: Path, t2i_checkpoint: Path, straight: Work
     assert_same_run(straight, killed)
 
 
-def test_a_finished_run_trains_nothing(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_trains_nothing(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = trained.path("output/pytorch_lora_weights.safetensors").read_bytes()
     record = trained.metrics()
     assert trained.train() == 0
@@ -129,13 +139,19 @@ def test_a_longer_run_continues(trained: Workspace) -> None:
 
 
 def test_rolling_checkpoints_have_a_limit_of_their_own(workspace: Workspace) -> None:
-    limits = ("checkpoints_total_limit=1", "checkpointing_rolling_steps=1", "checkpoints_rolling_total_limit=2")
+    limits = (
+        "checkpoints_total_limit=1",
+        "checkpointing_rolling_steps=1",
+        "checkpoints_rolling_total_limit=2",
+    )
     assert workspace.train("max_train_steps=5", "checkpoint_step_interval=2", *limits) == 0
     names = {path.name for path in workspace.path("output").glob("checkpoint-*")}
     assert names == {"checkpoint-3-rolling", "checkpoint-4", "checkpoint-5-rolling"}
 
 
-def test_incomplete_and_damaged_checkpoints(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_and_damaged_checkpoints(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained.path("output/checkpoint-4/manifest.json").unlink()
     trained.path("output/pytorch_lora_weights.safetensors").unlink()
     assert trained.train() == 0, "the incomplete one is skipped"
@@ -147,9 +163,12 @@ def test_incomplete_and_damaged_checkpoints(trained: Workspace, capsys: pytest.C
     assert "damaged" in capsys.readouterr().err
 
 
-def test_a_state_that_was_changed_with_its_hash(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_that_was_changed_with_its_hash(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = trained.path("output/checkpoint-4")
-    state, manifest = folder / "training_state/state.pt", json.loads((folder / "manifest.json").read_text())
+    state = folder / "training_state/state.pt"
+    manifest = json.loads((folder / "manifest.json").read_text())
     torch.save({**torch.load(state, weights_only=True), "random": "x"}, state)
     files = {name: list(each) for name, each in describe_files(folder).items()}
     (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))

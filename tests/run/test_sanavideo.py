@@ -1,4 +1,6 @@
-"""Whole runs of Sana Video on a tiny checkpoint, from settings to files that the stock pipeline loads."""
+"""Whole runs of Sana Video on a tiny checkpoint, from settings to files that the stock pipeline
+loads.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,17 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def sana_workspace(tmp_path: Path, sana_checkpoint: Path) -> Workspace:
     """Pictures as clips of one frame, and a family that renders five frames."""
-    settings = {"model_family": "sanavideo", "model_flavour": "2b-480p", "validation_num_video_frames": 5}
+    settings = {
+        "model_family": "sanavideo",
+        "model_flavour": "2b-480p",
+        "validation_num_video_frames": 5,
+    }
     return Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **settings)
 
 
-def test_lora(sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lora(
+    sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = ("--flow_schedule_shift=1.0", "--sana_motion_score=30", "--validation_disable=false")
     assert sana_workspace.train(*settings, "--disable_benchmark") == 0
     assert "flow_schedule_shift: '1.0' is ignored" in "".join(capsys.readouterr())
@@ -43,8 +51,15 @@ def test_lora(sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("is_i2v", first_of([True, False]))
 def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
-    """`video.is_i2v` of a dataset decides what the run is; pictures beside its clips are trained from noise."""
-    clips = {**DATASETS[0], "id": "clips", "dataset_type": "video", "instance_data_dir": "datasets/clips"}
+    """`video.is_i2v` of a dataset decides what the run is; pictures beside its clips are trained
+    from noise.
+    """
+    clips = {
+        **DATASETS[0],
+        "id": "clips",
+        "dataset_type": "video",
+        "instance_data_dir": "datasets/clips",
+    }
     clips["video"] = {"num_frames": 5, "min_frames": 5, "is_i2v": is_i2v}
     for index in range(3):
         path = sana_workspace.path(f"datasets/clips/clip {index}.mp4")
@@ -61,7 +76,9 @@ def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
     )
     assert sana_workspace.train(*settings, "--disable_benchmark") == 0
     assert "nan" not in str(sana_workspace.metrics())
-    previews = [path.name for path in sana_workspace.path("output/validation_images").glob("*@5.mp4")]
+    previews = [
+        path.name for path in sana_workspace.path("output/validation_images").glob("*@5.mp4")
+    ]
     assert len(previews) == 2, previews
     encoded = list(sana_workspace.path("output/cache/vae").rglob("*.safetensors*"))
     assert len(encoded) == 4 + (6 if is_i2v else 3), (
@@ -69,8 +86,12 @@ def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
     )
 
 
-def test_comfyui_files_are_refused(sana_workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "ComfyUI cannot run Sana Video" in complaint(sana_workspace, capsys, "plan", "lora_format=comfyui")
+def test_comfyui_files_are_refused(
+    sana_workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "ComfyUI cannot run Sana Video" in complaint(
+        sana_workspace, capsys, "plan", "lora_format=comfyui"
+    )
 
 
 def test_full(sana_workspace: Workspace) -> None:
@@ -97,10 +118,16 @@ def test_a_dataset_may_have_a_motion_score_of_its_own(
     capsys.readouterr()
     assert sana_workspace.run("cache", "explain", "fast/p1.png", "--sana_motion_score=10") == 0
     assert "caption of 'picture 1 motion score: 80.'" in capsys.readouterr().out
-    encoder = make_sana_adapter(sana_checkpoint, sana_motion_score=10).load_text_encoder(CPU, torch.float32)
+    encoder = make_sana_adapter(sana_checkpoint, sana_motion_score=10).load_text_encoder(
+        CPU, torch.float32
+    )
     plain = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
-    given, meant = (each.encode([TextRequest("picture 1 motion score: 80.")])[0] for each in (encoder, plain))
-    assert torch.equal(given["prompt_embeds"], meant["prompt_embeds"]), "the run's score is not added to it"
+    given, meant = (
+        each.encode([TextRequest("picture 1 motion score: 80.")])[0] for each in (encoder, plain)
+    )
+    assert torch.equal(given["prompt_embeds"], meant["prompt_embeds"]), (
+        "the run's score is not added to it"
+    )
 
 
 def test_motion_score_makes_other_embeddings(sana_workspace: Workspace) -> None:

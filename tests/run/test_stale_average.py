@@ -1,4 +1,6 @@
-"""A run that was continued without `use_ema` leaves the moving average of an earlier result beside the new one."""
+"""A run that was continued without `use_ema` leaves the moving average of an earlier result beside
+the new one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def put_average(run: Workspace, step: int) -> None:
 
 
 @pytest.mark.parametrize(("step", "is_stale"), [(2, True), (4, False)])
-def test_only_an_average_of_the_result_is_uploaded(trained: Workspace, step: int, is_stale: bool) -> None:
+def test_only_an_average_of_the_result_is_uploaded(
+    trained: Workspace, step: int, is_stale: bool
+) -> None:
     assert not average_is_stale(trained.path("output"))
     put_average(trained, step)
     assert average_is_stale(trained.path("output")) == is_stale
@@ -30,7 +34,9 @@ def test_only_an_average_of_the_result_is_uploaded(trained: Workspace, step: int
     assert trained.path(f"output/ema/{LORA}").exists(), "files are never deleted"
 
 
-def test_a_stale_average_is_not_rendered(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_average_is_not_rendered(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     put_average(trained, 2)
     told = complaint(trained, capsys, "sample", "output", "--prompt", "a red square", "--ema")
     assert "ema/pytorch_lora_weights.safetensors' is not of the result beside it" in told

@@ -1,4 +1,6 @@
-"""A whole run with scheduled sampling and dealt noise: it continues bit for bit, and the plan counts passes."""
+"""A whole run with scheduled sampling and dealt noise: it continues bit for bit, and the plan
+counts passes.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,24 @@ from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(4)
 
-STEADY: dict[str, Any] = {"max_train_steps": 6, "checkpoint_step_interval": 3, "lr_scheduler": "constant"}
+STEADY: dict[str, Any] = {
+    "max_train_steps": 6,
+    "checkpoint_step_interval": 3,
+    "lr_scheduler": "constant",
+}
 SAMPLED = {"scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 0.5}
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one(
-    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    t2i_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(table, "SPECS", (*table.SPECS, FacingSpec))
-    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, pictures=4, use_ema=True, **STEADY, **SAMPLED)
+    straight = Workspace.create(
+        tmp_path / "straight", t2i_checkpoint, pictures=4, use_ema=True, **STEADY, **SAMPLED
+    )
     assert straight.train() == 0
     broken = straight.stopped(tmp_path / "broken", 3)
 

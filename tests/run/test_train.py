@@ -60,7 +60,9 @@ def test_previews_have_true_sizes_and_names(workspace: Workspace) -> None:
     assert "<script" in workspace.path("output/training_report.html").read_text()
 
 
-def test_lora_of_any_strength_draws_the_same_in_the_stock_pipeline(workspace: Workspace, t2i_checkpoint: Path) -> None:
+def test_lora_of_any_strength_draws_the_same_in_the_stock_pipeline(
+    workspace: Workspace, t2i_checkpoint: Path
+) -> None:
     workspace.write_config(lora_rank=4, lora_alpha=7, learning_rate=0.05, use_ema=True)
     assert workspace.train() == 0
     final = load_file(workspace.path(LORA))
@@ -69,16 +71,24 @@ def test_lora_of_any_strength_draws_the_same_in_the_stock_pipeline(workspace: Wo
     up = trained[name.format("B.default.weight")]
     assert torch.equal(final[f"transformer.{name.format('B.weight')}"], up * (7 / 4))
     assert up.abs().max() > 1e-3, "something was learned"
-    pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))
+    pipeline = Kandinsky5T2IPipeline.from_pretrained(
+        t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint)
+    )
     pipeline.load_lora_weights(workspace.path("output"))
-    module = pipeline.transformer.get_submodule("visual_transformer_blocks.0.self_attention.to_query")
+    module = pipeline.transformer.get_submodule(
+        "visual_transformer_blocks.0.self_attention.to_query"
+    )
     assert list(module.scaling.values()) == [1.0]
     assert workspace.path("output/ema/pytorch_lora_weights.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(workspace: Workspace) -> None:
-    workspace.write_config(lora_format="comfyui", lora_rank=4, lora_alpha=7, use_ema=True, learning_rate=0.05)
+def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(
+    workspace: Workspace,
+) -> None:
+    workspace.write_config(
+        lora_format="comfyui", lora_rank=4, lora_alpha=7, use_ema=True, learning_rate=0.05
+    )
     assert workspace.train() == 0
     step4 = workspace.path("output/checkpoint-4")
     trained = load_file(step4 / "training_state/trainable.safetensors")
@@ -89,24 +99,41 @@ def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(workspa
         if folder.name != "ema":
             for name, tensor in trained.items():
                 expected = tensor * (7 / 4) if ".lora_B." in name else tensor
-                assert torch.equal(weights[f"diffusion_model.{name.replace('.default.', '.')}"], expected)
-    assert workspace.train("max_train_steps=5") == 0, "a checkpoint is taken up whatever its files are called"
+                assert torch.equal(
+                    weights[f"diffusion_model.{name.replace('.default.', '.')}"], expected
+                )
+    assert workspace.train("max_train_steps=5") == 0, (
+        "a checkpoint is taken up whatever its files are called"
+    )
     assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5]
-    start = ("init_lora=output", "output_dir=second", "lora_format=diffusers", "learning_rate=1e-12", "lr_end=0")
+    start = (
+        "init_lora=output",
+        "output_dir=second",
+        "lora_format=diffusers",
+        "learning_rate=1e-12",
+        "lr_end=0",
+    )
     first = load_file(workspace.path(LORA))
     assert workspace.train(*start) == 0
-    for name, tensor in load_file(workspace.path("second/pytorch_lora_weights.safetensors")).items():
+    for name, tensor in load_file(
+        workspace.path("second/pytorch_lora_weights.safetensors")
+    ).items():
         expected = first[name.replace("transformer.", "diffusion_model.")]
         assert_close(tensor, expected, terms=ELEMENTWISE)
 
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui"])
 def test_the_average_of_a_dora_has_the_names_of_the_dora(workspace: Workspace, form: str) -> None:
-    workspace.write_config(use_dora=True, use_ema=True, lora_format=form, lora_rank=4, max_train_steps=1)
+    workspace.write_config(
+        use_dora=True, use_ema=True, lora_format=form, lora_rank=4, max_train_steps=1
+    )
     assert workspace.train() == 0
     average = load_file(workspace.path("output/ema/pytorch_lora_weights.safetensors"))
     assert average.keys() == load_file(workspace.path(LORA)).keys()
-    assert len([name for name in average if name.endswith(("dora_scale", "lora_magnitude_vector"))]) == len(average) / 3
+    assert (
+        len([name for name in average if name.endswith(("dora_scale", "lora_magnitude_vector"))])
+        == len(average) / 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +144,9 @@ def test_the_average_of_a_dora_has_the_names_of_the_dora(workspace: Workspace, f
     ],
 )
 def test_lora_targets_and_inits(workspace: Workspace, targets: str, init: str) -> None:
-    workspace.write_config(peft_lora_target_modules=targets, lora_init_type=init, lora_rank=4, max_train_steps=2)
+    workspace.write_config(
+        peft_lora_target_modules=targets, lora_init_type=init, lora_rank=4, max_train_steps=2
+    )
     assert workspace.train() == 0, "publishing verifies every tensor through the stock loader"
     modules = {name.rpartition(".lora_")[0] for name in load_file(workspace.path(LORA))}
     assert not any("modulation" in name or "time_embeddings" in name for name in modules)
@@ -126,9 +155,15 @@ def test_lora_targets_and_inits(workspace: Workspace, targets: str, init: str) -
     assert "transformer.out_layer.out_layer" not in modules
 
 
-def test_init_that_changes_the_base_is_saved_as_a_difference(workspace: Workspace, t2i_checkpoint: Path) -> None:
-    """With a learning rate of almost 0 the trained pissa model is the base model, and so must its file be."""
-    workspace.write_config(lora_init_type="pissa", lora_rank=4, learning_rate=1e-12, lr_end=0, max_train_steps=1)
+def test_init_that_changes_the_base_is_saved_as_a_difference(
+    workspace: Workspace, t2i_checkpoint: Path
+) -> None:
+    """With a learning rate of almost 0 the trained pissa model is the base model, and so must its
+    file be.
+    """
+    workspace.write_config(
+        lora_init_type="pissa", lora_rank=4, learning_rate=1e-12, lr_end=0, max_train_steps=1
+    )
     assert workspace.train() == 0
     weights = load_file(workspace.path(LORA))
     for name in [name for name in weights if ".lora_A." in name]:
@@ -137,14 +172,22 @@ def test_init_that_changes_the_base_is_saved_as_a_difference(workspace: Workspac
 
 
 def test_a_lora_of_the_hub_is_checked_before_anything_is_encoded(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     remote = repository_of_loras(tmp_path, monkeypatch)
     layer = "transformer.visual_transformer_blocks.0.self_attention.to_query"
-    weights = {f"{layer}.lora_A.weight": torch.zeros(8, 32), f"{layer}.lora_B.weight": torch.zeros(32, 8)}
+    weights = {
+        f"{layer}.lora_A.weight": torch.zeros(8, 32),
+        f"{layer}.lora_B.weight": torch.zeros(32, 8),
+    }
     save_file(weights, remote / LORA_FILE)
 
-    code = workspace.train("init_lora=someone/lora", "lora_rank=4", "cache_dir=empty", "cache_dir_text=empty")
+    code = workspace.train(
+        "init_lora=someone/lora", "lora_rank=4", "cache_dir=empty", "cache_dir_text=empty"
+    )
 
     assert code == 2
     assert "has rank 8, lora_rank is 4." in capsys.readouterr().err
@@ -158,13 +201,20 @@ def test_init_lora_starts_from_a_file(workspace: Workspace) -> None:
     first = workspace.path(LORA)
     trained = load_file(first)
     for form in ("transformer.", "base_model.model.", "diffusion_model."):
-        renamed = {form + name.removeprefix("transformer."): tensor for name, tensor in trained.items()}
+        renamed = {
+            form + name.removeprefix("transformer."): tensor for name, tensor in trained.items()
+        }
         torch_file = workspace.path(f"{form}safetensors")
         from safetensors.torch import save_file
 
         save_file(renamed, torch_file)
         output = f"out-{form.strip('.')}"
-        settings = (f"output_dir={output}", f"init_lora={torch_file}", "learning_rate=1e-12", "lr_end=0")
+        settings = (
+            f"output_dir={output}",
+            f"init_lora={torch_file}",
+            "learning_rate=1e-12",
+            "lr_end=0",
+        )
         assert workspace.train(*settings) == 0
         again = load_file(workspace.path(f"{output}/pytorch_lora_weights.safetensors"))
         for name, tensor in trained.items():
@@ -176,10 +226,14 @@ def test_full_fine_tune_gives_a_pipeline(workspace: Workspace) -> None:
     assert workspace.train() == 0
     folder = workspace.path("output/pipeline")
     pipeline = Kandinsky5T2IPipeline.from_pretrained(folder, tokenizer=load_processor(folder))
-    averaged = load_file(workspace.path("output/checkpoint-4/transformer_ema/diffusion_pytorch_model.safetensors"))
+    averaged = load_file(
+        workspace.path("output/checkpoint-4/transformer_ema/diffusion_pytorch_model.safetensors")
+    )
     name = "visual_transformer_blocks.0.feed_forward.in_layer.weight"
     assert torch.equal(pipeline.transformer.get_parameter(name), averaged[name])
-    trained = load_file(workspace.path("output/checkpoint-4/transformer/diffusion_pytorch_model.safetensors"))
+    trained = load_file(
+        workspace.path("output/checkpoint-4/transformer/diffusion_pytorch_model.safetensors")
+    )
     assert not torch.equal(trained[name], averaged[name])
 
 
@@ -213,7 +267,9 @@ def test_kandinskys_program_can_load_the_result(trained: Workspace, t2i_checkpoi
     """It makes peft's adapter from config_lora.json, and reads the weights without their prefix."""
     settings = json.loads(trained.path("output/config_lora.json").read_text())
     weights = load_file(trained.path(LORA))
-    transformer = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint, subfolder="transformer")
+    transformer = Kandinsky5Transformer3DModel.from_pretrained(
+        t2i_checkpoint, subfolder="transformer"
+    )
 
     inject_adapter_in_model(PeftConfig(**settings), transformer)
     plain = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
@@ -236,8 +292,12 @@ def test_second_run_loads_no_encoder(trained: Workspace, monkeypatch: pytest.Mon
     assert trained.train("--output_dir=other", "cache_dir_vae=output/cache/vae") == 0
 
 
-def test_only_what_is_new_is_encoded(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copy(trained.path("datasets/pictures/p0.png"), trained.path("datasets/pictures/copy.png"))
+def test_only_what_is_new_is_encoded(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(
+        trained.path("datasets/pictures/p0.png"), trained.path("datasets/pictures/copy.png")
+    )
     trained.path("datasets/pictures/copy.txt").write_text("a new caption")
     Image.new("RGB", (64, 64), "red").save(trained.path("datasets/pictures/red.png"))
     trained.path("datasets/pictures/red.txt").write_text("red")
@@ -264,7 +324,9 @@ def test_a_damaged_entry_is_encoded_again(trained: Workspace) -> None:
 
 
 def test_regularisation_holds_the_base_model(workspace: Workspace) -> None:
-    """On regularisation data the untrained LoRA is already right: the loss is 0 until other data are trained."""
+    """On regularisation data the untrained LoRA is already right: the loss is 0 until other data
+    are trained.
+    """
     held = {**DATASETS[0], "id": "held", "is_regularisation_data": True}
     workspace.write_datasets([held, {**DATASETS[0], "start_step": 4}, DATASETS[1]])
 
@@ -291,7 +353,9 @@ def test_loss_that_is_not_finite_stops_before_the_update(
 
     opened: list[MetricsFile] = []
     monkeypatch.setattr(step, "elementwise_loss", broken)
-    monkeypatch.setattr(metrics, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
+    monkeypatch.setattr(
+        metrics, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0]
+    )
     workspace.write_config(checkpoint_step_interval=1)
     assert workspace.train() == 1
     monkeypatch.chdir(workspace.folder)
@@ -312,27 +376,38 @@ def test_i2i_trains_and_previews_from_its_sources(tmp_path: Path, i2i_checkpoint
     workspace.add_pictures("datasets/sources", 8, seed=5)
     source = {**DATASETS[0], "id": "sources", "instance_data_dir": "datasets/sources"}
     source.update(dataset_type="conditioning", conditioning_type="reference_strict")
-    workspace.write_datasets([{**DATASETS[0], "conditioning_data": ["sources"]}, source, DATASETS[1]])
-    workspace.write_config(validation_disable=False, num_eval_images=2, caption_dropout_probability=0.5)
+    workspace.write_datasets(
+        [{**DATASETS[0], "conditioning_data": ["sources"]}, source, DATASETS[1]]
+    )
+    workspace.write_config(
+        validation_disable=False, num_eval_images=2, caption_dropout_probability=0.5
+    )
     assert workspace.train() == 0
     names = [path.name for path in workspace.path("output/validation_images").iterdir()]
     assert any("validation-1_0_128x128" in name for name in names)
     texts = list(workspace.path("cache/text").rglob("*.safetensors*"))
-    # Every caption and the empty one with each of eight sources, and three prompts with two of them.
+    # Every caption and the empty one with each of eight sources, and three prompts with two of
+    # them.
     assert len(texts) >= 8 * 3
 
 
 @pytest.mark.slow
 def test_photographs_as_people_have_them(tmp_path: Path) -> None:
-    """Real pictures, mixed ratios and names, another checkpoint, all the way to previews and report."""
+    """Real pictures, mixed ratios and names, another checkpoint, all the way to previews and
+    report.
+    """
     skimage_data = pytest.importorskip("skimage.data")
     checkpoint = make_checkpoint(tmp_path / "model with spaces")
-    workspace = Workspace.create(tmp_path / "मेरा काम 我的", checkpoint, pictures=0, max_train_steps=3)
+    workspace = Workspace.create(
+        tmp_path / "मेरा काम 我的", checkpoint, pictures=0, max_train_steps=3
+    )
     folder = workspace.path("datasets/pictures/sub folder")
     folder.mkdir(parents=True)
     for name in ("astronaut", "coffee", "cat", "rocket", "camera", "page"):
         Image.fromarray(getattr(skimage_data, name)()).save(folder / f"{name} तस्वीर.jpg")
-        (folder / f"{name} तस्वीर.txt").write_text(f"a photograph: {name}\n照片 {name}\n", encoding="utf-8")
+        (folder / f"{name} तस्वीर.txt").write_text(
+            f"a photograph: {name}\n照片 {name}\n", encoding="utf-8"
+        )
     workspace.write_config(validation_disable=False, train_batch_size=1)
     assert workspace.train() == 0
     assert workspace.path(LORA).exists()
@@ -349,7 +424,11 @@ def test_photographs_as_people_have_them(tmp_path: Path) -> None:
     ],
 )
 def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_otherwise(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, expected: str | None
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str | None,
+    expected: str | None,
 ) -> None:
     for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(each, "to be restored")

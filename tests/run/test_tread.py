@@ -1,4 +1,6 @@
-"""Whole runs with token routes: pictures and clips, stop and go, and previews that know nothing of it."""
+"""Whole runs with token routes: pictures and clips, stop and go, and previews that know nothing of
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow(4)
 
-ROUTES: dict[str, Any] = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}]}
+ROUTES: dict[str, Any] = {
+    "routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}]
+}
 RESULT = "output/pytorch_lora_weights.safetensors"
 
 
@@ -49,9 +53,14 @@ def test_previews_are_those_of_the_whole_model(tmp_path: Path, t2i_checkpoint: P
     pictures = []
     for name, routes in (("with", ROUTES), ("without", None)):
         run = Workspace.create(
-            tmp_path / name, t2i_checkpoint, tread_config=routes, max_train_steps=1, learning_rate=1e-30,
-            validation_disable=False, num_eval_images=1,
-        )  # fmt: skip
+            tmp_path / name,
+            t2i_checkpoint,
+            tread_config=routes,
+            max_train_steps=1,
+            learning_rate=1e-30,
+            validation_disable=False,
+            num_eval_images=1,
+        )
         assert run.train() == 0
         files = sorted(run.path("output/validation_images").glob("step_1_*"))
         assert files
@@ -61,11 +70,21 @@ def test_previews_are_those_of_the_whole_model(tmp_path: Path, t2i_checkpoint: P
 
 def test_clips_with_block_sparse_attention(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "nabla", "i2v", nabla=True)
-    runs = [make_workspace(tmp_path / name, checkpoint, "i2v-pro-sft-5s") for name in ("with", "without")]
+    runs = [
+        make_workspace(tmp_path / name, checkpoint, "i2v-pro-sft-5s")
+        for name in ("with", "without")
+    ]
     runs[0].write_config(tread_config=ROUTES)
     for run in runs:
-        crops = {"resolution": 256, "crop": True, "crop_style": "center", "cache_dir_vae": str(tmp_path / "vae")}
-        run.write_datasets([{**CLIPS, **crops}, {**DATASETS[1], "cache_dir": str(tmp_path / "text")}])
+        crops = {
+            "resolution": 256,
+            "crop": True,
+            "crop_style": "center",
+            "cache_dir_vae": str(tmp_path / "vae"),
+        }
+        run.write_datasets(
+            [{**CLIPS, **crops}, {**DATASETS[1], "cache_dir": str(tmp_path / "text")}]
+        )
         assert run.train("max_train_steps=1") == 0
     assert runs[0].metrics()[0]["train_loss"] > 0
     assert not equal(*(weights(run) for run in runs))

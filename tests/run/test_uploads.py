@@ -22,7 +22,13 @@ from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.sources import Arguments
 from simpletuner.errors import ConfigError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.planning.checkpoint_folder import Identity, Manifest, describe_files, prune, write_manifest
+from simpletuner.planning.checkpoint_folder import (
+    Identity,
+    Manifest,
+    describe_files,
+    prune,
+    write_manifest,
+)
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
 from simpletuner.run.companions import Ledger
 from simpletuner.training.state import TrainState
@@ -45,10 +51,22 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
 
 
-def test_a_lora_with_its_checkpoints_is_uploaded(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
-    keys: dict[str, Any] = {"hub_model_id": "https://huggingface.co/me/my-star?x=1", "validation_disable": False}
-    keys |= {"push_to_hub": True, "push_checkpoints_to_hub": True, "use_ema": True, "ema_validation": "ema_only"}
-    workspace.write_config(**keys, model_card_trigger=["a sks star"], model_card_note="Mind the *gap*.")
+def test_a_lora_with_its_checkpoints_is_uploaded(
+    hub: FakeHub, workspace: Workspace, capsys: Capture
+) -> None:
+    keys: dict[str, Any] = {
+        "hub_model_id": "https://huggingface.co/me/my-star?x=1",
+        "validation_disable": False,
+    }
+    keys |= {
+        "push_to_hub": True,
+        "push_checkpoints_to_hub": True,
+        "use_ema": True,
+        "ema_validation": "ema_only",
+    }
+    workspace.write_config(
+        **keys, model_card_trigger=["a sks star"], model_card_note="Mind the *gap*."
+    )
     assert workspace.train("validation_step_interval=2", "checkpoint_step_interval=2") == 0
     repository = hub.repositories["me/my-star"]
     assert repository.private
@@ -57,11 +75,16 @@ def test_a_lora_with_its_checkpoints_is_uploaded(hub: FakeHub, workspace: Worksp
     assert read_header(workspace.path(f"output/{LORA_FILE}"))[METADATA]["trigger"] == "a sks star, "
     first = workspace.path(f"output/checkpoint-2/{LORA_FILE}").read_bytes()
     assert repository.files[f"checkpoint-2/{LORA_FILE}"] == first != result
-    assert {f"ema/{LORA_FILE}", "README.md", "simpletuner_config.json", "assets/image_0_0.png"} <= {*repository.files}
-    assert not any("training_state" in path or path.endswith("manifest.json") for path in repository.files)
+    assert {f"ema/{LORA_FILE}", "README.md", "simpletuner_config.json", "assets/image_0_0.png"} <= {
+        *repository.files
+    }
+    assert not any(
+        "training_state" in path or path.endswith("manifest.json") for path in repository.files
+    )
     assert [each["summary"] for each in repository.commits] == [
-        "Trained for 1 epoch and 2 steps.", "Trained for 1 epoch and 4 steps.",
-    ]  # fmt: skip
+        "Trained for 1 epoch and 2 steps.",
+        "Trained for 1 epoch and 4 steps.",
+    ]
     assert "Training objective: flow matching." in repository.commits[-1]["description"]
     card: Any = ModelCard(repository.text("README.md"))
     assert (card.data.base_model_relation, card.data.pipeline_tag) == ("adapter", "text-to-image")
@@ -71,26 +94,40 @@ def test_a_lora_with_its_checkpoints_is_uploaded(hub: FakeHub, workspace: Worksp
     assert "Uploaded step 4 to the hub as me/my-star" in capsys.readouterr().out
 
 
-def test_a_full_fine_tune_is_uploaded_as_a_pipeline(hub: FakeHub, tmp_path: Path, t2i_checkpoint: Path) -> None:
-    workspace = Workspace.create(tmp_path, t2i_checkpoint, model_type="full", max_train_steps=1, push_to_hub=True)
+def test_a_full_fine_tune_is_uploaded_as_a_pipeline(
+    hub: FakeHub, tmp_path: Path, t2i_checkpoint: Path
+) -> None:
+    workspace = Workspace.create(
+        tmp_path, t2i_checkpoint, model_type="full", max_train_steps=1, push_to_hub=True
+    )
     workspace.write_config(tracker_project_name="stars", push_to_hub_background=True)
     assert workspace.train() == 0
     files = hub.repositories[f"{OWNER}/stars"].files
     pipeline = workspace.path("output/pipeline")
-    expected = {each.relative_to(pipeline).as_posix(): each for each in pipeline.rglob("*") if each.is_file()}
+    expected = {
+        each.relative_to(pipeline).as_posix(): each
+        for each in pipeline.rglob("*")
+        if each.is_file()
+    }
     assert "model_index.json" in expected
     assert all(files[path] == local.read_bytes() for path, local in expected.items())
-    assert ModelCard(files["README.md"].decode()).data.to_dict()["base_model_relation"] == "finetune"
+    assert (
+        ModelCard(files["README.md"].decode()).data.to_dict()["base_model_relation"] == "finetune"
+    )
 
 
-def test_a_server_that_recovers_is_asked_again(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+def test_a_server_that_recovers_is_asked_again(
+    hub: FakeHub, workspace: Workspace, capsys: Capture
+) -> None:
     hub.broken_commits = 2
     assert workspace.train("push_to_hub=true", "hub_model_id=star", "max_train_steps=1") == 0
     assert len(hub.repositories["me/star"].commits) == 1
     assert "simpletuner publish" not in capsys.readouterr().out
 
 
-def test_what_failed_is_uploaded_later_without_training(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+def test_what_failed_is_uploaded_later_without_training(
+    hub: FakeHub, workspace: Workspace, capsys: Capture
+) -> None:
     hub.broken_commits = 3
     assert workspace.train("push_to_hub=true", "hub_model_id=star", "max_train_steps=1") == 0
     shown = capsys.readouterr()
@@ -110,7 +147,9 @@ def test_what_failed_is_uploaded_later_without_training(hub: FakeHub, workspace:
     assert "me/star" not in text
 
 
-def test_publish_reports_what_it_cannot_do(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+def test_publish_reports_what_it_cannot_do(
+    hub: FakeHub, workspace: Workspace, capsys: Capture
+) -> None:
     assert workspace.run("publish", "datasets") == 2
     assert "'datasets' is not the output folder of a run" in capsys.readouterr().err
     assert workspace.train("max_train_steps=1") == 0, "a run that was not to be uploaded"
@@ -119,7 +158,10 @@ def test_publish_reports_what_it_cannot_do(hub: FakeHub, workspace: Workspace, c
     assert "lora_rank: has no effect" in capsys.readouterr().err
     hub.broken_commits = 3
     assert workspace.run("publish", "output", "--hub_model_id=star") == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "Not everything was uploaded; the same command tries again."
+    assert (
+        capsys.readouterr().err.splitlines()[-1]
+        == "Not everything was uploaded; the same command tries again."
+    )
     assert workspace.run("publish", "output", "--hub_model_id=star") == 0
     assert 'pipe.load_lora_weights("me/star")' in hub.repositories["me/star"].text("README.md")
 
@@ -162,7 +204,11 @@ def test_publish_names_recorded_settings_that_are_gone(hub: FakeHub, tmp_path: P
     ],
 )
 def test_who_may_not_write_learns_it_before_training(
-    token: str | None, complaint: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    token: str | None,
+    complaint: str,
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
 ) -> None:
     with used_hub(monkeypatch, token) as hub:
         assert workspace.train("push_to_hub=true", "hub_model_id=star") == 2
@@ -186,17 +232,27 @@ def test_a_hub_that_cannot_be_reached_is_an_error_at_the_start(
     assert hub.requests == []
 
 
-def test_an_existing_public_repository_is_mentioned(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+def test_an_existing_public_repository_is_mentioned(
+    hub: FakeHub, workspace: Workspace, capsys: Capture
+) -> None:
     hub.repositories["me/star"] = Repository(private=False)
     assert workspace.train("push_to_hub=true", "hub_model_id=me/star", "max_train_steps=1") == 0
     assert "me/star exists on the hub and is public" in capsys.readouterr().out
 
 
-def test_nothing_private_is_published(hub: FakeHub, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_private_is_published(
+    hub: FakeHub, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", "sesame-sesame")
-    workspace.write_config(push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False)
-    workspace.write_config(model_card_note="{env:MY_API_KEY}", output_dir=str(workspace.path("output")))
-    workspace.write_config(modelspec_comment=f"see {Path.home()}/notes/star.txt", tracker_run_name="and/or")
+    workspace.write_config(
+        push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False
+    )
+    workspace.write_config(
+        model_card_note="{env:MY_API_KEY}", output_dir=str(workspace.path("output"))
+    )
+    workspace.write_config(
+        modelspec_comment=f"see {Path.home()}/notes/star.txt", tracker_run_name="and/or"
+    )
     assert workspace.train() == 0
     files = hub.repositories["me/star"].files
     for secret in (b"sesame-sesame", str(workspace.folder).encode(), b"multidatabackend"):
@@ -207,13 +263,21 @@ def test_nothing_private_is_published(hub: FakeHub, workspace: Workspace, monkey
     assert "modelspec_comment" not in settings
 
 
-def test_scripts_run_after_checkpoints_and_uploads(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+def test_scripts_run_after_checkpoints_and_uploads(
+    hub: FakeHub, workspace: Workspace, capsys: Capture
+) -> None:
     script = workspace.path("note it.py")
-    script.write_text("import json, sys\nopen('notes', 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n")
+    script.write_text(
+        "import json, sys\nopen('notes', 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+    )
     note = f"{sys.executable} '{script}'"
-    workspace.write_config(push_to_hub=True, hub_model_id="star", max_train_steps=2, tracker_run_name="a; rm -rf b")
     workspace.write_config(
-        post_checkpoint_script=f"{note} {{global_step}} {{local_checkpoint_path}} {{tracker_run_name}}"
+        push_to_hub=True, hub_model_id="star", max_train_steps=2, tracker_run_name="a; rm -rf b"
+    )
+    workspace.write_config(
+        post_checkpoint_script=(
+            f"{note} {{global_step}} {{local_checkpoint_path}} {{tracker_run_name}}"
+        )
     )
     workspace.write_config(post_upload_script=f"{note} {{remote_checkpoint_path}}")
     assert workspace.train() == 0
@@ -228,8 +292,13 @@ def test_scripts_run_after_checkpoints_and_uploads(hub: FakeHub, workspace: Work
 
 
 def test_the_yaml_of_a_card_cannot_be_broken_by_prompts(hub: FakeHub, workspace: Workspace) -> None:
-    prompt = "a \"star\": [x]\n---\nlicense: stolen\n# 'quoted' | {{ 7 * 7 }} ``` </Gallery> \u2028 \t end"
-    workspace.write_config(push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False)
+    prompt = (
+        "a \"star\": [x]\n---\nlicense: stolen\n# 'quoted' | {{ 7 * 7 }} ``` </Gallery> "
+        "\u2028 \t end"
+    )
+    workspace.write_config(
+        push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False
+    )
     workspace.write_config(validation_prompt=prompt, validation_disable_unconditional=False)
     workspace.write_config(disable_benchmark=True, tracker_run_name="# a | b\n---")
     assert workspace.train() == 0
@@ -264,9 +333,13 @@ class Slow:
 
 
 def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Path) -> None:
-    place, said, described = Slow(), list[object](), list[int]()
+    place = Slow()
+    said: list[object] = []
+    described: list[int] = []
     events = EventStream(said.append)
-    publish = PublishConfig(push_to_hub=True, push_checkpoints_to_hub=True, push_to_hub_background=True)
+    publish = PublishConfig(
+        push_to_hub=True, push_checkpoints_to_hub=True, push_to_hub_background=True
+    )
     uploads = Uploads(
         publish,
         tmp_path,
@@ -286,7 +359,9 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
         write_manifest(folder, Manifest(step, 1, IDENTITY, describe_files(folder)))
         events.publish(CheckpointSaved(folder, step, 0.0))
         uploads.on_step_end(assembly, TrainState(step + 1, 1), NO_REPORT)  # completed a step later
-        assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [], "none that waits is deleted"
+        assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [], (
+            "none that waits is deleted"
+        )
     assert place.seen == []
     place.gate.set()
     uploads.finish(Ledger(9, 1, ("card", "uploads", "end")))
@@ -301,14 +376,23 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
 
 
 def test_the_next_start_finishes_what_a_kill_has_cut_short(
-    hub: FakeHub, workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    hub: FakeHub,
+    workspace: Workspace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
 ) -> None:
-    """What a kill leaves is what is on the disk at that moment, without the lock, whose owner has ended."""
-    moments, publish = list[Workspace](), EventStream.publish
+    """What a kill leaves is what is on the disk at that moment, without the lock, whose owner has
+    ended.
+    """
+    moments: list[Workspace] = []
+    publish = EventStream.publish
 
     def copying(self: EventStream, event: Any) -> None:
         result = workspace.path(f"output/{LORA_FILE}").exists()
-        if result and (isinstance(event, PhaseStarted | Uploaded) or getattr(event, "state", "") == "finished"):
+        if result and (
+            isinstance(event, PhaseStarted | Uploaded) or getattr(event, "state", "") == "finished"
+        ):
             copy = workspace.copy(tmp_path / f"killed-{len(moments)}")
             copy.path("output/run.lock").unlink()
             copy.path("output/model_card-tmp").mkdir()
@@ -331,7 +415,9 @@ def test_the_next_start_finishes_what_a_kill_has_cut_short(
         assert {path.name for path in killed.path("output").iterdir()} == {
             path.name for path in workspace.path("output").iterdir()
         }
-        assert "training_complete" in json.dumps(read_events(killed.path("output") / EVENTS_FILE)[-1])
+        assert "training_complete" in json.dumps(
+            read_events(killed.path("output") / EVENTS_FILE)[-1]
+        )
         assert "finished" in killed.path("output/training_report.html").read_text()
         assert killed.train("max_train_steps=2") == 0
         assert (

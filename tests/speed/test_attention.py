@@ -1,4 +1,6 @@
-"""`attention_mechanism`: which kernel computes dense self-attention, and what is refused before weights are loaded."""
+"""`attention_mechanism`: which kernel computes dense self-attention, and what is refused before
+weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from simpletuner.speed.attention import activate_attention, attention_kernel
 from tests.speed.test_speed import loss_and_gradients, make_assembly, make_batch
 from tests.tools.tolerances import ROTATION, distance
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 TORCHS_OWN = PrecisionConfig()
 PACKAGES = PrecisionConfig(attention_mechanism="flash-attn-4")
 
@@ -48,17 +51,25 @@ def test_torch_computes_attention_unless_a_package_is_asked_for() -> None:
 
 @pytest.mark.parametrize("mechanism", sorted(ATTENTION_PACKAGES))
 def test_kernels_of_packages_need_a_gpu_and_16_bits(mechanism: str) -> None:
-    message = f"attention_mechanism: {mechanism!r} needs a CUDA GPU and mixed_precision bf16. Use diffusers."
+    message = (
+        f"attention_mechanism: {mechanism!r} needs a CUDA GPU and mixed_precision bf16. Use "
+        "diffusers."
+    )
     assert refusal(PrecisionConfig(attention_mechanism=mechanism), CPU) == message
     assert refusal(PrecisionConfig(attention_mechanism=mechanism, mixed_precision="no")) == message
 
 
-@pytest.mark.parametrize(("mechanism", "needed"), [("flash-attn-3", "9.x"), ("flash-attn-4", "9.x or 10.x")])
+@pytest.mark.parametrize(
+    ("mechanism", "needed"), [("flash-attn-3", "9.x"), ("flash-attn-4", "9.x or 10.x")]
+)
 def test_a_gpu_on_which_torch_refuses_the_package_is_named(
     monkeypatch: pytest.MonkeyPatch, mechanism: str, needed: str
 ) -> None:
     config = PrecisionConfig(attention_mechanism=mechanism)
-    start = f"attention_mechanism: {mechanism!r} needs an NVIDIA GPU of compute capability {needed}, not"
+    start = (
+        f"attention_mechanism: {mechanism!r} needs an NVIDIA GPU of compute capability "
+        f"{needed}, not"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert refusal(config) == f"{start} 8.9. Use diffusers."
     monkeypatch.setattr(torch.version, "hip", "6.4")
@@ -66,12 +77,16 @@ def test_a_gpu_on_which_torch_refuses_the_package_is_named(
 
 
 @pytest.mark.parametrize("mechanism", ["flash-attn-2", "flash-attn-3", "flash-attn-4"])
-def test_a_package_that_cannot_be_imported_is_refused(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_be_imported_is_refused(
+    mechanism: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Since it was built for another torch, for example."""
     module = ATTENTION_PACKAGES[mechanism].package.module
     monkeypatch.setitem(sys.modules, module, None)
     message = refusal(PrecisionConfig(attention_mechanism=mechanism))
-    assert message.startswith(f"attention_mechanism: {mechanism!r} is installed, but cannot be used (")
+    assert message.startswith(
+        f"attention_mechanism: {mechanism!r} is installed, but cannot be used ("
+    )
     assert message.endswith("). Use diffusers.")
 
 
@@ -85,18 +100,29 @@ def test_a_kernel_is_deterministic_where_that_is_asked_for(monkeypatch: pytest.M
 
 
 class StandIn:
-    """A flash attention that torch runs on CPUs in place of its own, as it runs packages on GPUs."""
+    """A flash attention that torch runs on CPUs in place of its own, as it runs packages on
+    GPUs.
+    """
 
     calls = 0
 
     def __init__(self) -> None:
         self.library = torch.library.Library("aten", "IMPL")
-        self.library.impl("_scaled_dot_product_flash_attention_for_cpu", self.forward, "CPU", allow_override=True)
+        self.library.impl(
+            "_scaled_dot_product_flash_attention_for_cpu", self.forward, "CPU", allow_override=True
+        )
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-        attn_mask: Tensor | None = None, scale: float | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Plain products, and the logarithms that torch's backward pass reads."""
         type(self).calls += 1
         scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)

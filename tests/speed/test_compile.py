@@ -39,7 +39,13 @@ from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch
 from simpletuner.validation.quiet import quiet
 from tests.fidelity import test_sanavideo_training as sana
-from tests.models.test_cost import KANDINSKY_TARGETS, adapters_of, block_inputs, kandinsky_inputs, with_lora
+from tests.models.test_cost import (
+    KANDINSKY_TARGETS,
+    adapters_of,
+    block_inputs,
+    kandinsky_inputs,
+    with_lora,
+)
 from tests.speed import test_speed as speed
 from tests.speed.test_speed import loss_and_gradients
 from tests.tools.assembly import CPU, make_assembly, make_batch
@@ -55,7 +61,8 @@ BUCKETS = [(4, 4, 4), (4, 8, 6), (8, 4, 4), (8, 8, 9), (6, 10, 16), (12, 4, 5), 
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    # What an operation makes of its shapes is looked up for each symbol and hardly ever met again in one trace.
+    # What an operation makes of its shapes is looked up for each symbol and hardly ever met again
+    # in one trace.
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         yield
     torch._dynamo.reset()
@@ -69,10 +76,12 @@ def bucket(height: int, width: int, *captions: int) -> Batch:
     """Samples of one shape with captions of so many tokens."""
     generator = torch.Generator().manual_seed(height * width + captions[0])
     embeds = [
-        {"prompt_embeds": torch.randn(tokens, WIDTH, generator=generator),
-         "pooled_prompt_embeds": torch.randn(WIDTH, generator=generator)}
+        {
+            "prompt_embeds": torch.randn(tokens, WIDTH, generator=generator),
+            "pooled_prompt_embeds": torch.randn(WIDTH, generator=generator),
+        }
         for tokens in captions
-    ]  # fmt: skip
+    ]
     latents = torch.randn(len(captions), 16, 1, height, width, generator=generator)
     return Batch(latents, embeds, [str(number) for number in range(len(captions))])
 
@@ -80,7 +89,9 @@ def bucket(height: int, width: int, *captions: int) -> Batch:
 def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count graphs without tracing the backward pass, which takes most of the time."""
     traced = partial(torch.compile, backend="eager")
-    monkeypatch.setattr(torch, "compile", lambda function, backend, **settings: traced(function, **settings))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, backend, **settings: traced(function, **settings)
+    )
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -93,14 +104,20 @@ def clear(assembly: Assembly) -> None:
         parameter.grad = None
 
 
-# Latent frames, height and width of clips for Sana Video; the last ones are those of a batch of two.
+# Latent frames, height and width of clips for Sana Video; the last ones are those of a batch of
+# two.
 GRIDS = [(3, 4, 4), (3, 4, 6), (3, 6, 4), (2, 8, 4), (5, 4, 8), (3, 8, 8), (2, 6, 10), (3, 4, 6)]
-# Samples and tokens of their captions: last batches of a bucket, with and without padding, and empty captions.
+# Samples and tokens of their captions: last batches of a bucket, with and without padding, and
+# empty captions.
 LAST_BATCHES = [(8, 8, [6, 6]), (4, 8, [4, 9, 5]), (8, 4, [1]), (10, 10, [1, 1]), (4, 4, [1, 7])]
 
 
-def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven buckets take three; masks and empty captions three more, previews another three; TREAD none."""
+def test_few_graphs_serve_a_whole_run(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven buckets take three; masks and empty captions three more, previews another three; TREAD
+    none.
+    """
     trace_only(monkeypatch)
     compiled, eager = (
         make_assembly(t2i_checkpoint, Tread(TreadSpec([Route(0.5, 1, -1)])), **settings)
@@ -108,7 +125,8 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
     )
 
     def compare(batch: Batch, captions: list[int]) -> None:
-        found, expected = loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch)
+        found = loss_and_gradients(compiled, batch)
+        expected = loss_and_gradients(eager, batch)
         # The softmax over a caption of one token has a gradient of zero, or of rounding.
         names = ["loss"] if max(captions) == 1 else list(expected)
         assert_close(found, {name: expected[name] for name in names}, 1e-3)
@@ -126,7 +144,9 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("one_size")
-def test_blocks_with_sparse_attention_are_compiled_but_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_with_sparse_attention_are_compiled_but_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As dense ones: the text block, and what stands before and after the self-attention."""
     trace_only(monkeypatch)
     checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
@@ -140,15 +160,23 @@ def test_blocks_with_sparse_attention_are_compiled_but_for_it(tmp_path: Path, mo
 
 
 # A call of a generated kernel, or of one of torch's, in the code that inductor writes.
-LAUNCH = re.compile(r"^    .*\b(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
+LAUNCH = re.compile(
+    r"^    .*\b(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE
+)
 
 
 @pytest.mark.usefixtures("one_size", "usual_vectors")
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
-def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kernels and products of a block with a LoRA, forward and backward, apart from the self-attention."""
+def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All kernels and products of a block with a LoRA, forward and backward, apart from the
+    self-attention.
+    """
     # Kernels are called, but not compiled, which takes most of the time.
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *given, **named: lambda *arguments: None)
+    monkeypatch.setattr(
+        AsyncCompile, "cpp_pybinding", lambda *given, **named: lambda *arguments: None
+    )
     counts = []
     for sparse in (False, True):
         model: Any = build_kandinsky(nabla=sparse)
@@ -156,7 +184,9 @@ def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(monkeypatc
         if sparse:
             nabla.install(model)
             latents = tuple(inputs["hidden_states"].shape)
-            inputs["sparse_params"] = nabla.sparse_params(latents, dict(model.config), torch.device("cpu"))
+            inputs["sparse_params"] = nabla.sparse_params(
+                latents, dict(model.config), torch.device("cpu")
+            )
         model = with_lora(model, adapters_of(cost_of(VIDEO_COST, model), KANDINSKY_TARGETS, 2))
         pieces = blocks.use_fast_blocks(model, blocks.mask_padding(model)).pieces
         for name in ("before_attention", "after_attention"):
@@ -170,7 +200,9 @@ def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(monkeypatc
 
 
 def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass with symbols is traced where the table of costs is measured, in tests/models."""
+    """The backward pass with symbols is traced where the table of costs is measured, in
+    tests/models.
+    """
     trace_only(monkeypatch)
     settings = {"dynamo_backend": "aot_eager", "dynamo_dynamic": True, "dynamo_fullgraph": True}
     compiled, eager = (make_assembly(t2i_checkpoint, **each) for each in (settings, {}))
@@ -185,21 +217,27 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     found: list[Tensor] = []
     mark = torch._dynamo.maybe_mark_dynamic
     monkeypatch.setattr(
-        torch._dynamo, "maybe_mark_dynamic", lambda each, sizes: (found.append(each), mark(each, sizes))
+        torch._dynamo,
+        "maybe_mark_dynamic",
+        lambda each, sizes: (found.append(each), mark(each, sizes)),
     )
     return found
 
 
 def test_sizes_are_marked_until_nothing_is_compiled_any_more(marks: list[Tensor]) -> None:
-    """Each shape once more after anything was compiled; what the marks do not foresee takes no graph for each size."""
+    """Each shape once more after anything was compiled; what the marks do not foresee takes no
+    graph for each size.
+    """
 
     def scale(block: nn.Module, hidden: Tensor) -> Tensor:
         return hidden * (2 if block.training else 3)
 
-    piece, block = CompiledPiece(scale, torch.compile(scale, backend="eager")), nn.Identity()
+    piece = CompiledPiece(scale, torch.compile(scale, backend="eager"))
+    block = nn.Identity()
 
     def marked(tokens: int) -> int:
-        before, hidden = len(marks), torch.ones(2, tokens, 4)
+        before = len(marks)
+        hidden = torch.ones(2, tokens, 4)
         assert torch.equal(piece(block, hidden), scale(block, hidden))
         return len(marks) - before
 
@@ -236,7 +274,8 @@ def test_other_threads_may_compile_as_often() -> None:
         return 2 * hidden
 
     piece = CompiledPiece(double, torch.compile(double, backend="eager", dynamic=False))
-    block, shapes = nn.Identity(), [torch.ones(1, 2, count) for count in range(2, 14)]
+    block = nn.Identity()
+    shapes = [torch.ones(1, 2, count) for count in range(2, 14)]
     piece(block, shapes[0])
     assert graphs() == 1
     in_a_thread(lambda: piece(block, shapes[0]))
@@ -254,8 +293,12 @@ def test_a_compiler_that_fails_on_gradients(caplog: pytest.LogCaptureFixture) ->
     def square(block: nn.Module, hidden: Tensor) -> Tensor:
         return hidden.sin() ** 2
 
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=fails)
-    piece = CompiledPiece(square, torch.compile(square, backend=lambda graph, inputs: backend(graph, inputs)))
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=fails
+    )
+    piece = CompiledPiece(
+        square, torch.compile(square, backend=lambda graph, inputs: backend(graph, inputs))
+    )
     hidden = torch.rand(2, 3, 4, requires_grad=True)
     piece(nn.Identity(), hidden).sum().backward()
     assert "square is not compiled" in caplog.text
@@ -287,12 +330,16 @@ def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
 
 def test_functions_that_recompute_themselves_share_no_sizes() -> None:
     """torch remembers by code object which sizes have differed, and compiles these as symbols."""
-    codes = {checkpointed(function).__code__ for function in (blocks.after_attention, blocks.text_block)}
+    codes = {
+        checkpointed(function).__code__ for function in (blocks.after_attention, blocks.text_block)
+    }
     assert len(codes) == 2
 
 
 @pytest.mark.usefixtures("one_size")
-def test_previews_are_compiled_unless_switched_off(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_previews_are_compiled_unless_switched_off(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace_only(monkeypatch)
     batch = bucket(4, 4, 4)
     for switch, expected in (({"validation_torch_compile": False}, 0), ({}, 3)):
@@ -306,23 +353,35 @@ def test_previews_are_compiled_unless_switched_off(t2i_checkpoint: Path, monkeyp
 def test_previews_share_graphs_and_training_keeps_its_own(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Previews of all sizes and prompts take one graph for each function, and one of text if prompts are padded; those
-    whose guidance is one batch have theirs."""
+    """Previews of all sizes and prompts take one graph for each function, and one of text if
+    prompts are padded; those whose guidance is one batch have theirs."""
     trace_only(monkeypatch)
-    eager, compiled = (make_assembly(t2i_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager"))
+    eager, compiled = (
+        make_assembly(t2i_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager")
+    )
 
     def pictures(assembly: Assembly, batched: bool, *sizes: int) -> list[Tensor]:
         pipeline = assembly.adapter.load_preview_pipeline(assembly.transformer, CPU, None)
-        one, other = (make_batch(t2i_checkpoint, [caption]).embeds[0] for caption in ("a red square", "blurry"))
-        requests = [PreviewRequest(one, other, side, side, 2, 5.0, 7, batched=batched) for side in sizes]
+        one, other = (
+            make_batch(t2i_checkpoint, [caption]).embeds[0]
+            for caption in ("a red square", "blurry")
+        )
+        requests = [
+            PreviewRequest(one, other, side, side, 2, 5.0, 7, batched=batched) for side in sizes
+        ]
         with quiet(assembly):
-            return [torch.tensor(np.array(pipeline.render(request)[0]), dtype=torch.float) for request in requests]
+            return [
+                torch.tensor(np.array(pipeline.render(request)[0]), dtype=torch.float)
+                for request in requests
+            ]
 
     micro_loss(compiled, noisy_batch(compiled, bucket(4, 4, 4), 0, 0), Losses()).backward()
     micro_loss(compiled, noisy_batch(compiled, bucket(4, 8, 6), 0, 0), Losses()).backward()
     for batched in (False, True):
         before = graphs()
-        pairs = zip(pictures(compiled, batched, 64, 96), pictures(eager, batched, 64, 96), strict=True)
+        pairs = zip(
+            pictures(compiled, batched, 64, 96), pictures(eager, batched, 64, 96), strict=True
+        )
         assert all((found - expected).abs().max() <= 1 for found, expected in pairs)
         assert before < graphs() <= before + 3
         sampled = graphs()
@@ -331,7 +390,9 @@ def test_previews_share_graphs_and_training_keeps_its_own(
         assert graphs() == sampled
 
 
-def test_the_mode_of_inductor_is_passed_to_torch(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_of_inductor_is_passed_to_torch(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     modes: list[str] = []
 
     def compile_nothing(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -339,7 +400,9 @@ def test_the_mode_of_inductor_is_passed_to_torch(t2i_checkpoint: Path, monkeypat
         return function
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    make_assembly(t2i_checkpoint, dynamo_backend="inductor", dynamo_mode="max-autotune-no-cudagraphs")
+    make_assembly(
+        t2i_checkpoint, dynamo_backend="inductor", dynamo_mode="max-autotune-no-cudagraphs"
+    )
     assert set(modes) == {"max-autotune-no-cudagraphs"}
 
 
@@ -356,13 +419,25 @@ def test_inductor_on_one_block() -> None:
     store_in_bf16(model)
     assert modulation.weight.dtype == torch.bfloat16
     mask = torch.arange(6) < torch.tensor([[6], [4]])
-    inputs = torch.randn(2, 6, WIDTH), torch.randn(2, WIDTH), torch.randn(2, 6, 1, 8), torch.randn(2, 6, 1, 8), mask
+    inputs = (
+        torch.randn(2, 6, WIDTH),
+        torch.randn(2, WIDTH),
+        torch.randn(2, 6, 1, 8),
+        torch.randn(2, 6, 1, 8),
+        mask,
+    )
     found = []
     for compiler in (None, torch.compile):
         pieces = blocks.use_fast_blocks(model, blocks.mask_padding(model)).pieces
-        piece = pieces["text"] if compiler is None else CompiledPiece(pieces["text"], compiler(pieces["text"]))
+        piece = (
+            pieces["text"]
+            if compiler is None
+            else CompiledPiece(pieces["text"], compiler(pieces["text"]))
+        )
         piece(block, *inputs).square().sum().backward()
-        found.append({name: each.grad.clone() for name, each in block.feed_forward.named_parameters()})
+        found.append(
+            {name: each.grad.clone() for name, each in block.feed_forward.named_parameters()}
+        )
         block.zero_grad()
     assert_close(found[1], found[0], 0.02)
     assert graphs() == 1
@@ -384,8 +459,12 @@ def test_a_compiler_that_fails(strict: bool, caplog: pytest.LogCaptureFixture) -
         return
     for _ in range(2):
         assert torch.equal(piece(nn.Identity(), x), 2 * x)
-    (warning,) = [each.message for each in caplog.records if each.name == "simpletuner.speed.compile"]
-    assert warning == "double is not compiled: backend='backend' raised: ValueError: no such machine"
+    (warning,) = [
+        each.message for each in caplog.records if each.name == "simpletuner.speed.compile"
+    ]
+    assert (
+        warning == "double is not compiled: backend='backend' raised: ValueError: no such machine"
+    )
 
 
 class Doubling(torch.autograd.Function):
@@ -412,7 +491,9 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(("spoil", "is_right"), [(lambda x: x, True), (Doubling.apply, False)])
-def test_wrong_gradients_keep_a_block_eager(spoil: Callable[[Tensor], Tensor], is_right: bool) -> None:
+def test_wrong_gradients_keep_a_block_eager(
+    spoil: Callable[[Tensor], Tensor], is_right: bool
+) -> None:
     torch.manual_seed(0)
     calls = []
 
@@ -423,7 +504,8 @@ def test_wrong_gradients_keep_a_block_eager(spoil: Callable[[Tensor], Tensor], i
 
         return compiled
 
-    block, twin = Block(), Block()
+    block = Block()
+    twin = Block()
     verdicts: dict[Case, bool] = {}
     for each in (block, twin):
         each.forward = CheckedForward(each, compiler, verdicts, sampling=False)  # type: ignore[assignment]
@@ -431,7 +513,9 @@ def test_wrong_gradients_keep_a_block_eager(spoil: Callable[[Tensor], Tensor], i
     checkpointed = torch.utils.checkpoint.checkpoint(block, x, 3, use_reentrant=False)
     twin(checkpointed, 3).sum().backward()
     assert list(verdicts.values()) == [is_right], "one kind, one shape"
-    assert len(calls) == (1 + 3 if is_right else 1), "one to check; two blocks, of which one is computed again"
+    assert len(calls) == (1 + 3 if is_right else 1), (
+        "one to check; two blocks, of which one is computed again"
+    )
     assert block.layer.weight.grad is not None
 
 
@@ -443,23 +527,39 @@ def test_blocks_of_sana_are_checked(sana_checkpoint: Path, speed: str) -> None:
     assembly = sana.make_assembly(sana_checkpoint, dynamo_backend="aot_eager", speed=speed)
     assert_close(loss_and_gradients(assembly, batch), eager, 1e-3)
     forward: Any = assembly.adapter.block_layout(assembly.transformer).blocks[0].forward
-    assert isinstance(forward.compiled, CompiledOnGrid) == (speed == "auto"), "reference compiles diffusers' own block"
+    assert isinstance(forward.compiled, CompiledOnGrid) == (speed == "auto"), (
+        "reference compiles diffusers' own block"
+    )
     assert list(forward.verdicts.values()) == [True]
-    assert graphs() == 1, "the first block's hidden states have other strides; they share the graph of the others"
+    assert graphs() == 1, (
+        "the first block's hidden states have other strides; they share the graph of the others"
+    )
 
 
-def test_few_graphs_serve_all_sizes_of_sana(sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_graphs_serve_all_sizes_of_sana(
+    sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One for clips of all sizes, one more for batches; given frames would double them."""
     trace_only(monkeypatch)
-    eager, compiled = (sana.make_assembly(sana_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager"))
+    eager, compiled = (
+        sana.make_assembly(sana_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager")
+    )
     pair = sana.make_batch(sana_checkpoint, "t2v")
 
     for number, (frames, height, width) in enumerate(GRIDS):
-        batch = pair if number == len(GRIDS) - 1 else replace(pair, embeds=pair.embeds[:1], names=pair.names[:1])
+        batch = (
+            pair
+            if number == len(GRIDS) - 1
+            else replace(pair, embeds=pair.embeds[:1], names=pair.names[:1])
+        )
         size = (len(batch.names), 16, frames, height, width)
         latents = torch.randn(size, generator=torch.Generator().manual_seed(number))
         with_latents = replace(batch, latents=latents)
-        assert_close(loss_and_gradients(compiled, with_latents), loss_and_gradients(eager, with_latents), 1e-3)
+        assert_close(
+            loss_and_gradients(compiled, with_latents),
+            loss_and_gradients(eager, with_latents),
+            1e-3,
+        )
         clear(compiled)
         clear(eager)
     assert 0 < graphs() <= 2
@@ -477,7 +577,8 @@ def test_each_layout_of_memory_has_its_own_verdict() -> None:
 
     torch.manual_seed(0)
     block = Adding()
-    eager, verdicts = block.forward, dict[Case, bool]()
+    eager = block.forward
+    verdicts: dict[Case, bool] = {}
     block.forward = CheckedForward(block, compiler, verdicts, sampling=False)  # type: ignore[assignment]
     for y in (torch.randn(4, 4).t(), torch.randn(4, 4)):
         found = []

@@ -24,7 +24,9 @@ def test_a_cpu_is_measured_plausibly(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RATES_FILE).read_text())["matmul_flops"] == rates.matmul_flops
 
 
-@pytest.mark.parametrize(("rate", "sides"), [(1e9, [256] * measure.SMALL_TRIES), (1e11, [256, 512])])
+@pytest.mark.parametrize(
+    ("rate", "sides"), [(1e9, [256] * measure.SMALL_TRIES), (1e11, [256, 512])]
+)
 def test_a_processor_that_emulates_a_precision_is_not_kept_busy(
     monkeypatch: pytest.MonkeyPatch, rate: float, sides: list[int]
 ) -> None:

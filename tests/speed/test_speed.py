@@ -54,15 +54,22 @@ def make_assembly(checkpoint: Path, case: str, targets: Any = None, **settings: 
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
     config = families.make_config(checkpoint, **settings)
     intent = TrainingSpec(
-        lora_targets=targets or ["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2
+        lora_targets=targets or ["to_query", "to_key", "to_value"],
+        seed=3,
+        total_steps=10,
+        learning_rate=1e-2,
     )
-    assembly = assemble(assembly_settings(config, intent), make_adapter(checkpoint, case), [], make_accelerator())
+    assembly = assemble(
+        assembly_settings(config, intent), make_adapter(checkpoint, case), [], make_accelerator()
+    )
     assembly.transformer.train()
     return assembly
 
 
 def make_batch(checkpoint: Path, case: str) -> Batch:
-    """One clip for block-sparse attention, else two samples of unequal captions, so that one is padded."""
+    """One clip for block-sparse attention, else two samples of unequal captions, so that one is
+    padded.
+    """
     return deepcopy(_batch(checkpoint, case))
 
 
@@ -81,7 +88,9 @@ def _batch(checkpoint: Path, case: str) -> Batch:
 def loss_and_gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     losses = Losses()
     run_micro_step(assembly, batch, 0, 0, losses)
-    gradients = {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
+    gradients = {
+        name: each.grad for name, each in assembly.parameters.items() if each.grad is not None
+    }
     assert len(gradients) == len(assembly.parameters)
     return {"loss": losses[0].total, **gradients}
 
@@ -98,19 +107,30 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def test_auto_equals_reference(checkpoints: dict[str, Path], case: str, precision: str) -> None:
     batch = make_batch(checkpoints[case], case)
     settings = {"mixed_precision": precision, "targets": ALL_LINEAR}
-    stock = loss_and_gradients(make_assembly(checkpoints[case], case, speed="reference", **settings), batch)
+    stock = loss_and_gradients(
+        make_assembly(checkpoints[case], case, speed="reference", **settings), batch
+    )
     auto = make_assembly(checkpoints[case], case, **settings)
     assert_equal(stock, loss_and_gradients(auto, batch))
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"model_type": "full"}, {"lora_dropout": 0.2}, {"gradient_checkpointing_interval": 2}, {"use_dora": True}],
+    [
+        {"model_type": "full"},
+        {"lora_dropout": 0.2},
+        {"gradient_checkpointing_interval": 2},
+        {"use_dora": True},
+    ],
     ids=["full", "dropout", "interval", "dora"],
 )
-def test_other_ways_to_train_are_equal(checkpoints: dict[str, Path], settings: dict[str, Any]) -> None:
+def test_other_ways_to_train_are_equal(
+    checkpoints: dict[str, Path], settings: dict[str, Any]
+) -> None:
     batch = make_batch(checkpoints["t2i"], "t2i")
-    stock = loss_and_gradients(make_assembly(checkpoints["t2i"], "t2i", speed="reference", **settings), batch)
+    stock = loss_and_gradients(
+        make_assembly(checkpoints["t2i"], "t2i", speed="reference", **settings), batch
+    )
     auto = make_assembly(checkpoints["t2i"], "t2i", **settings)
     assert_equal(stock, loss_and_gradients(auto, batch))
 
@@ -130,8 +150,8 @@ class CountedAttention(TorchDispatchMode):
 def test_kept_attention_is_not_computed_again(
     checkpoints: dict[str, Path], case: str, calls: int, keep: bool, again: int
 ) -> None:
-    """One text attention, two visual blocks with a cross-attention each, forward and again backward; and their
-    self-attentions: one call, or one for the queries of each of eight tiles."""
+    """One text attention, two visual blocks with a cross-attention each, forward and again
+    backward; and their self-attentions: one call, or one for the queries of each of eight tiles."""
     assembly = make_assembly(checkpoints[case], case, speed_keep_attention=keep)
     batch = make_batch(checkpoints[case], case)
     with CountedAttention() as counted:
@@ -142,7 +162,8 @@ def test_kept_attention_is_not_computed_again(
 @pytest.fixture
 def flex(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Block-sparse attention as on a GPU; the queries of each call."""
-    attend, queries = differentiable_flex(monkeypatch), list[int]()
+    attend = differentiable_flex(monkeypatch)
+    queries: list[int] = []
 
     def counted(query: Tensor, *others: Tensor) -> Tensor:
         queries.append(query.shape[1])
@@ -153,16 +174,27 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_flex_attention_is_kept_as_any_other(checkpoints: dict[str, Path], flex: list[int], keep: bool) -> None:
-    """A call for each of two blocks, again in the backward pass where nothing is kept, with gradients of equal bits."""
-    batch, found = make_batch(checkpoints["nabla"], "nabla"), []
+def test_flex_attention_is_kept_as_any_other(
+    checkpoints: dict[str, Path], flex: list[int], keep: bool
+) -> None:
+    """A call for each of two blocks, again in the backward pass where nothing is kept, with
+    gradients of equal bits.
+    """
+    batch = make_batch(checkpoints["nabla"], "nabla")
+    found = []
     for settings in ({"speed_keep_attention": keep}, {"gradient_checkpointing": False}):
-        found.append(loss_and_gradients(make_assembly(checkpoints["nabla"], "nabla", **settings), batch))
+        found.append(
+            loss_and_gradients(make_assembly(checkpoints["nabla"], "nabla", **settings), batch)
+        )
     assert flex == [512] * ((2 if keep else 4) + 2)
     assert_equal(*found)
 
 
-BLOCKS, WIDTH, HEADS, TILES = 2, 32, 2, 8  # of the tiny models, and of a clip
+# of the tiny models, and of a clip
+BLOCKS = 2
+WIDTH = 32
+HEADS = 2
+TILES = 8
 
 
 def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> None:
@@ -170,7 +202,9 @@ def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> Non
     assert bytes_of_keeping(checkpoints["t2i"], "t2i") == BLOCKS * 2 * 16 * (WIDTH + HEADS) * 4
 
 
-def test_keeping_sparse_attention_costs_no_lists(checkpoints: dict[str, Path], flex: list[int]) -> None:
+def test_keeping_sparse_attention_costs_no_lists(
+    checkpoints: dict[str, Path], flex: list[int]
+) -> None:
     """As dense attention, and a byte for each pair of tiles and head."""
     dense = BLOCKS * 64 * TILES * (WIDTH + HEADS) * 4
     assert bytes_of_keeping(checkpoints["nabla"], "nabla") == dense + BLOCKS * HEADS * TILES**2
@@ -184,7 +218,8 @@ def test_keeping_sparse_attention_costs_masks_on_a_cpu(checkpoints: dict[str, Pa
 
 def bytes_of_keeping(checkpoint: Path, case: str) -> int:
     """What a forward pass keeps more if it keeps the result of attention."""
-    batch, kept = make_batch(checkpoint, case), []
+    batch = make_batch(checkpoint, case)
+    kept = []
     gc.collect()
     gc.freeze()  # what earlier tests have left need not be looked through each time
     for keep in (False, True):
@@ -200,7 +235,11 @@ def live_bytes() -> int:
     """Bytes of all tensors that Python can see, each storage counted once."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) is Tensor]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum(
+        {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors
+        }.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,6 +271,7 @@ def test_saved_views_are_recomputed_where_they_lie() -> None:
     with LeftToRecomputation([passed]):
         product = passed[:, 4:] * passed[:, :4]
     product.square().sum().backward()
-    found, inputs.grad = inputs.grad, None
+    found = inputs.grad
+    inputs.grad = None
     (inputs[:, 4:] * inputs[:, :4]).square().sum().backward()
     assert torch.equal(found, inputs.grad)

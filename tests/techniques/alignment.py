@@ -1,4 +1,6 @@
-"""A small real technique for tests: hidden states are pulled towards cached features through a trained projector."""
+"""A small real technique for tests: hidden states are pulled towards cached features through a
+trained projector.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec
 from simpletuner.techniques.base import Site, Technique
 
-CHANNELS, PATCH = 16, 2
+CHANNELS = 16
+PATCH = 2
 
 
 class PatchTeacher:
@@ -26,7 +29,9 @@ class PatchTeacher:
     def encode(self, latents: Tensor) -> Tensor:
         """`C F H W` -> one row of features for each token, in raster order: `S C`."""
         PatchTeacher.encoded += 1
-        tokens = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH)).mean((-1, -3))  # C F h w
+        tokens = (
+            latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH)).mean((-1, -3))
+        )  # C F h w
         return tokens.flatten(1).T.contiguous()
 
 
@@ -44,7 +49,9 @@ TEACHER = PatchFeatures()
 class Alignment(Technique):
     """1 - cos(projector(hidden states of a block), teacher), over the tokens that are there."""
 
-    def __init__(self, spec: TechniqueSpec | None = None, block: int = 1, weight: float = 0.5) -> None:
+    def __init__(
+        self, spec: TechniqueSpec | None = None, block: int = 1, weight: float = 0.5
+    ) -> None:
         self.block = block
         self.weight = weight
         self.shapes: list[torch.Size] = []
@@ -55,7 +62,9 @@ class Alignment(Technique):
         return PatchTeacher()
 
     def attach(self, site: Site) -> None:
-        self.site, self.project = site, nn.Linear(site.layout.width, CHANNELS)  # float32, whatever the model is
+        # float32, whatever the model is
+        self.site = site
+        self.project = nn.Linear(site.layout.width, CHANNELS)
         site.hidden.watch(self.block)
 
     def module(self) -> nn.Module:
@@ -93,7 +102,9 @@ class AlignmentSpec(TechniqueSpec):
         """The projector, its input in float32, and three products with it."""
         tokens = batch.samples * batch.tokens
         numbers = transformer.hidden * CHANNELS
-        return TechniqueCost(numbers + CHANNELS, 4.0 * tokens * transformer.hidden, 6.0 * tokens * numbers)
+        return TechniqueCost(
+            numbers + CHANNELS, 4.0 * tokens * transformer.hidden, 6.0 * tokens * numbers
+        )
 
 
 SPEC = AlignmentSpec()

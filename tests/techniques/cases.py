@@ -1,4 +1,6 @@
-"""How the tests try every technique: its neutral settings, and a run of one process that two must repeat."""
+"""How the tests try every technique: its neutral settings, and a run of one process that two must
+repeat.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class TechniqueCase:
     """
     Attributes:
         neutral: with these specs, it must be plain training (`test_neutral.py`).
-        runs: the runs of `tests/training/lockstep.py` that have it, lora or full: two processes must do what one does.
+        runs: the runs of `tests/training/lockstep.py` that have it, lora or full: two processes
+            must do what one does.
         settings: the keys that switch it on there, if its datasets do not.
         apart: why two processes train otherwise than one, for a technique without runs.
     """
@@ -51,7 +54,11 @@ ALIGNED = {"crepa_enabled": True, "crepa_feature_source": "backbone"}
 CASES: dict[str, TechniqueCase] = {
     "crepa": TechniqueCase(
         neutral=[
-            CrepaSpec(CrepaConfig(**ALIGNED, crepa_block_index=1, crepa_teacher_block_index=3, crepa_lambda=0)),
+            CrepaSpec(
+                CrepaConfig(
+                    **ALIGNED, crepa_block_index=1, crepa_teacher_block_index=3, crepa_lambda=0
+                )
+            ),
         ],
         runs=("full",),
         settings={
@@ -67,7 +74,10 @@ CASES: dict[str, TechniqueCase] = {
         settings={"masked_loss_prior": 0.5, "masked_loss_probability": 0.7},
     ),
     "preservation": TechniqueCase(
-        neutral=[PreservationSpec(weight=0.0, probability=1.0), PreservationSpec(weight=1.0, probability=0.0)],
+        neutral=[
+            PreservationSpec(weight=0.0, probability=1.0),
+            PreservationSpec(weight=1.0, probability=0.0),
+        ],
         runs=("lora",),
         settings={
             "preservation_weight": 1.0,

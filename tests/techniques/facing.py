@@ -1,4 +1,6 @@
-"""A small technique for tests that deals the noise: of a noise and its opposite, the one nearer to the sample."""
+"""A small technique for tests that deals the noise: of a noise and its opposite, the one nearer to
+the sample.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""CREPA: the loss by hand, positions in every order of tokens, schedules, and that nothing else changes."""
+"""CREPA: the loss by hand, positions in every order of tokens, schedules, and that nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ from simpletuner.planning.techniques.crepa import CrepaSpec
 from simpletuner.planning.techniques.table import chosen_techniques
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.rehearsal import rehearse_micro_step
-from simpletuner.techniques.crepa import FEATURES, Alignment, Crepa, Grid, align, neighbours_of, scheduled_weight
+from simpletuner.techniques.crepa import (
+    FEATURES,
+    Alignment,
+    Crepa,
+    Grid,
+    align,
+    neighbours_of,
+    scheduled_weight,
+)
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.state import Assembly
@@ -35,13 +45,17 @@ from tests.tools.tiny import WIDTH, make_checkpoint
 from tests.tools.tolerances import ROTATION, assert_close, distance
 from tests.training.test_step import Batches
 
-BLOCK, SIDE, TOKENS = 1, 16, 64
+BLOCK = 1
+SIDE = 16
+TOKENS = 64
 PLACE = Place(seed=3, global_step=0, micro_step=0, slots=range(1), group=1)
 BACKBONE = {"crepa_feature_source": "backbone", "crepa_teacher_block_index": 3}
 
 
 def crepa_of(regularised: frozenset[str] = frozenset(), **settings: Any) -> Crepa:
-    config = CrepaConfig.model_validate({"crepa_enabled": True, "crepa_block_index": BLOCK, **settings})
+    config = CrepaConfig.model_validate(
+        {"crepa_enabled": True, "crepa_block_index": BLOCK, **settings}
+    )
     crepa = Crepa(CrepaSpec(config, regularised, total_steps=10))
     crepa.width = WIDTH
     return crepa
@@ -55,7 +69,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[False, True], ids=["dense", "nabla"])
 def clips(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A video checkpoint, dense or with block-sparse attention."""
-    return make_checkpoint(tmp_path_factory.mktemp("clips"), "t2v", nabla=request.param, visual_blocks=4)
+    return make_checkpoint(
+        tmp_path_factory.mktemp("clips"), "t2v", nabla=request.param, visual_blocks=4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,22 +86,32 @@ def unit(*shape: int) -> Grid:
     return Grid(values, torch.ones(shape[:-1]))
 
 
-@pytest.mark.parametrize(("distance", "cumulative"), [(0, False), (1, False), (2, False), (2, True), (9, False)])
+@pytest.mark.parametrize(
+    ("distance", "cumulative"), [(0, False), (1, False), (2, False), (2, True), (9, False)]
+)
 def test_the_sum_over_frames_and_neighbours(distance: int, cumulative: bool) -> None:
     torch.manual_seed(0)
-    student, teacher, frames, tau = unit(2, 4, 3, 5, 7), unit(2, 4, 3, 5, 7), 4, 0.7
+    student = unit(2, 4, 3, 5, 7)
+    teacher = unit(2, 4, 3, 5, 7)
+    frames = 4
+    tau = 0.7
     config = CrepaConfig(
-        crepa_adjacent_distance=distance, crepa_adjacent_tau=tau, crepa_cumulative_neighbors=cumulative
+        crepa_adjacent_distance=distance,
+        crepa_adjacent_tau=tau,
+        crepa_cumulative_neighbors=cumulative,
     )
     found = align(student, teacher, neighbours_of(config, frames))
     furthest = min(distance, frames - 1)
     for sample in range(2):
         for frame in range(frames):
-            total, weights = 0.0, 0.0
+            total = 0.0
+            weights = 0.0
             for other in range(frames):
                 apart = abs(other - frame)
                 if apart == 0 or apart == furthest or (cumulative and apart <= furthest):
-                    cosines = (student.values[sample, frame] * teacher.values[sample, other]).sum(-1)
+                    cosines = (student.values[sample, frame] * teacher.values[sample, other]).sum(
+                        -1
+                    )
                     total += math.exp(-apart / tau) * cosines.mean().item()
                     weights += math.exp(-apart / tau)
             assert found.total[sample, frame].item() == pytest.approx(total, abs=1e-6)
@@ -94,31 +120,50 @@ def test_the_sum_over_frames_and_neighbours(distance: int, cumulative: bool) -> 
 
 def test_tokens_that_are_not_there_count_in_no_mean() -> None:
     torch.manual_seed(0)
-    student, teacher = unit(1, 3, 2, 2, 5), unit(1, 3, 2, 2, 5)
-    student.present[0, 0, 0], student.present[0, 1], teacher.present[0, 2, 1, 1] = 0, 0, 0
+    student = unit(1, 3, 2, 2, 5)
+    teacher = unit(1, 3, 2, 2, 5)
+    student.present[0, 0, 0] = 0
+    student.present[0, 1] = 0
+    teacher.present[0, 2, 1, 1] = 0
     found = align(student, teacher, {1: 0.5})
     cosines = (student.values * teacher.values).sum(-1)[0]
     assert found.own[0].tolist() == pytest.approx(
         [cosines[0, 1].mean().item(), 0, cosines[2].flatten()[:3].mean().item()]
     )
     after = (student.values[:, :2] * teacher.values[:, 1:]).sum(-1)[0]
-    assert found.total[0, 0].item() == pytest.approx((cosines[0, 1] + 0.5 * after[0, 1]).mean().item())
+    assert found.total[0, 0].item() == pytest.approx(
+        (cosines[0, 1] + 0.5 * after[0, 1]).mean().item()
+    )
     assert found.weights[0].tolist() == [1.5, 0, 1]
-    assert found.mean(found.score).item() == pytest.approx(((found.score[0, 0] + found.score[0, 2]) / 2).item())
+    assert found.mean(found.score).item() == pytest.approx(
+        ((found.score[0, 0] + found.score[0, 2]) / 2).item()
+    )
 
 
 def positions(rope: Tensor, scale: tuple[float, float, float]) -> list[Tensor]:
-    """Frame, row and column of every token, read from the rotary table that the block gets: `B S`."""
-    angles = torch.atan2(rope[..., 1, 0], rope[..., 0, 0]).flatten(2)  # B S pairs: 2 of time, 3 of rows, 3 of columns
-    slowest = ((1, 1 / 2), (4, 2 / 3), (7, 2 / 3))  # the pair of each axis that turns the least, and its exponent
+    """Frame, row and column of every token, read from the rotary table that the block gets:
+    `B S`.
+    """
+    angles = torch.atan2(rope[..., 1, 0], rope[..., 0, 0]).flatten(
+        2
+    )  # B S pairs: 2 of time, 3 of rows, 3 of columns
+    slowest = (
+        (1, 1 / 2),
+        (4, 2 / 3),
+        (7, 2 / 3),
+    )  # the pair of each axis that turns the least, and its exponent
     turned = zip(slowest, scale, strict=True)
     return [(angles[..., pair] * 10000**power * by).round().long() for (pair, power), by in turned]
 
 
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("size", [(24, 16), (8, 16), (16, 24)])
-def test_coordinates_are_aligned_perfectly(clips: Path, size: tuple[int, int], routed: bool) -> None:
-    """The block's output is replaced by a code of each token's true position, the teacher's features are that code."""
+def test_coordinates_are_aligned_perfectly(
+    clips: Path, size: tuple[int, int], routed: bool
+) -> None:
+    """The block's output is replaced by a code of each token's true position, the teacher's
+    features are that code.
+    """
     rows, columns, frames = *size, 3
     codes = torch.randn(frames, rows, columns, WIDTH, generator=torch.Generator().manual_seed(0))
     codes -= codes.mean(
@@ -126,7 +171,8 @@ def test_coordinates_are_aligned_perfectly(clips: Path, size: tuple[int, int], r
     )  # which the projector's normalisation leaves as they are, but for their length
     adapter: Any = make_video_adapter(clips, "t2v")
     transformer: Any = adapter.load_transformer(torch.float32)
-    tread, crepa = Tread(TreadSpec([Route(0.5, 0, 2)])), crepa_of(crepa_adjacent_distance=0)
+    tread = Tread(TreadSpec([Route(0.5, 0, 2)]))
+    crepa = crepa_of(crepa_adjacent_distance=0)
     techniques = (crepa, tread) if routed else (crepa,)
     site = make_site(adapter, transformer, *techniques)
     for technique in techniques:
@@ -159,11 +205,17 @@ SCHEDULES: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({}, {0: 0.5, 99: 0.5}),
     ({"crepa_warmup_steps": 10}, {0: 0.0, 5: 0.25, 10: 0.5, 50: 0.5}),
     ({"crepa_cutoff_step": 30}, {29: 0.5, 30: 0.0, 99: 0.0}),
-    ({"crepa_scheduler": "linear", "crepa_warmup_steps": 20}, {10: 0.25, 20: 0.5, 60: 0.25, 100: 0.0}),
+    (
+        {"crepa_scheduler": "linear", "crepa_warmup_steps": 20},
+        {10: 0.25, 20: 0.5, 60: 0.25, 100: 0.0},
+    ),
     ({"crepa_scheduler": "linear", "crepa_decay_steps": 40}, {20: 0.25, 40: 0.0, 90: 0.0}),
-    ({"crepa_scheduler": "cosine", "crepa_lambda_end": 0.1}, {25: 0.1 + 0.2 * (1 + 0.5**0.5), 50: 0.3, 100: 0.1}),
+    (
+        {"crepa_scheduler": "cosine", "crepa_lambda_end": 0.1},
+        {25: 0.1 + 0.2 * (1 + 0.5**0.5), 50: 0.3, 100: 0.1},
+    ),
     ({"crepa_scheduler": "polynomial", "crepa_power": 2}, {50: 0.125, 100: 0.0}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("settings", "expected"), SCHEDULES)
@@ -182,13 +234,17 @@ def test_without_weight_nothing_is_measured(deep: Path, batch: Batch) -> None:
     (metrics,) = train(assembly, batch, 1)
 
     assert "crepa_alignment_score" not in metrics
-    assert all(each.grad is None for each in assembly.modules["Crepa"].parameters()), "taken part, then cleared"
+    assert all(each.grad is None for each in assembly.modules["Crepa"].parameters()), (
+        "taken part, then cleared"
+    )
 
 
 def test_the_loss_is_added_with_its_weight(deep: Path, batch: Batch) -> None:
     (first,) = train(make_assembly(deep, crepa_of()), batch, 1)
 
-    assert first["optimization_loss"] == pytest.approx(first["diffusion_loss"] + first["crepa_loss"])
+    assert first["optimization_loss"] == pytest.approx(
+        first["diffusion_loss"] + first["crepa_loss"]
+    )
     assert first["crepa_loss"] == pytest.approx(-0.5 * first["crepa_alignment_sum"])
 
 
@@ -200,7 +256,9 @@ def test_regularisation_data_is_not_aligned(deep: Path, batch: Batch) -> None:
     assert kept.keys() == assembly.module_parameters.keys()
 
 
-def gradients_of(checkpoint: Path, batch: Batch, crepa: Crepa, **settings: Any) -> dict[str, Tensor]:
+def gradients_of(
+    checkpoint: Path, batch: Batch, crepa: Crepa, **settings: Any
+) -> dict[str, Tensor]:
     assembly = make_assembly(checkpoint, crepa, **{"gradient_checkpointing": False, **settings})
     rehearse_micro_step(assembly, batch)
     every = assembly.parameters | assembly.module_parameters
@@ -223,11 +281,16 @@ def test_memory_and_speed_settings_change_no_gradient(
     expected = gradients_of(deep, batch, crepa_of(**source))
     found = gradients_of(deep, batch, crepa_of(**source), **settings)
     assert distance(found, expected) < ROTATION
-    assert max(float(each.abs().max()) for name, each in found.items() if name.startswith("Crepa")) > 1e-3
+    assert (
+        max(float(each.abs().max()) for name, each in found.items() if name.startswith("Crepa"))
+        > 1e-3
+    )
 
 
 def test_the_backbones_features_get_no_gradient(deep: Path, batch: Batch) -> None:
-    """The alignment trains what comes before the student's block only: the LoRA behind it sees the flow loss alone."""
+    """The alignment trains what comes before the student's block only: the LoRA behind it sees the
+    flow loss alone.
+    """
     plain, aligned = (make_assembly(deep, *given) for given in ((), (crepa_of(**BACKBONE),)))
     for assembly in (plain, aligned):
         rehearse_micro_step(assembly, batch)
@@ -254,13 +317,19 @@ def test_the_average_of_the_score(deep: Path, batch: Batch) -> None:
     second = 0.75 * scores[0] + 0.25 * scores[1]
     third = 0.75 * second + 0.25 * scores[2]
     assert len(set(scores)) == 3
-    assert [step["crepa_alignment_score_ema"] for step in steps] == pytest.approx([scores[0], second, third])
+    assert [step["crepa_alignment_score_ema"] for step in steps] == pytest.approx(
+        [scores[0], second, third]
+    )
 
 
 def test_the_score_of_a_frame_is_per_weight() -> None:
-    """Of a frame that is compared with a neighbour alone, at weight 0.5, and of one without tokens."""
+    """Of a frame that is compared with a neighbour alone, at weight 0.5, and of one without
+    tokens.
+    """
     alignment = Alignment(
-        total=torch.tensor([[0.2, 0.0]]), weights=torch.tensor([[0.5, 0.0]]), own=torch.tensor([[0.0, 0.0]])
+        total=torch.tensor([[0.2, 0.0]]),
+        weights=torch.tensor([[0.5, 0.0]]),
+        own=torch.tensor([[0.0, 0.0]]),
     )
 
     assert alignment.score.tolist() == [[pytest.approx(0.4), 0.0]]
@@ -269,21 +338,29 @@ def test_the_score_of_a_frame_is_per_weight() -> None:
 
 @pytest.mark.parametrize("mode", ["permanent", "recoverable"])
 def test_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
-    crepa = crepa_of(crepa_similarity_threshold=0.2, crepa_similarity_ema_decay=0.5, crepa_threshold_mode=mode)
+    crepa = crepa_of(
+        crepa_similarity_threshold=0.2, crepa_similarity_ema_decay=0.5, crepa_threshold_mode=mode
+    )
     assembly = make_assembly(deep, crepa)
     crepa.load_state_dict({"average": 0.9, "off": False})
     steps = train(assembly, batch, 8)
     found = [each["crepa_cutoff"] for each in steps]
     assert found[0] == 1
-    assert [each["crepa_weight"] == 0 for each in steps] == [each == 1 for each in found], "logged in its step"
-    assert (0 in found) == (mode == "recoverable"), "the average of a random projector's score falls to 0"
+    assert [each["crepa_weight"] == 0 for each in steps] == [each == 1 for each in found], (
+        "logged in its step"
+    )
+    assert (0 in found) == (mode == "recoverable"), (
+        "the average of a random projector's score falls to 0"
+    )
     saved = crepa.state_dict()
     crepa.load_state_dict({"average": None, "off": False})
     crepa.load_state_dict(saved)
     assert crepa.state_dict() == saved
     crepa.load_state_dict({"average": 0.1, "off": True})
     (step,) = train(assembly, batch, 1)
-    assert step["crepa_cutoff"] == (mode == "permanent"), "off for good, whatever the average of another setting was"
+    assert step["crepa_cutoff"] == (mode == "permanent"), (
+        "off for good, whatever the average of another setting was"
+    )
 
 
 @pytest.mark.parametrize(("threshold", "is_off"), [(0.2, True), (0.5, False), (None, False)])
@@ -304,16 +381,23 @@ def test_a_permanent_cutoff_lasts_as_long_as_its_threshold(
 
 def test_a_cut_off_is_logged_in_its_step(deep: Path, batch: Batch) -> None:
     steps = train(make_assembly(deep, crepa_of(crepa_cutoff_step=2)), batch, 3)
-    assert [(each["crepa_cutoff"], each["crepa_weight"]) for each in steps] == [(0, 0.5), (0, 0.5), (1, 0)]
+    assert [(each["crepa_cutoff"], each["crepa_weight"]) for each in steps] == [
+        (0, 0.5),
+        (0, 0.5),
+        (1, 0),
+    ]
 
 
 def test_the_plan_counts_the_projector(deep: Path) -> None:
     given = {"crepa_enabled": True, "crepa_block_index": BLOCK, **BACKBONE}
     (spec,) = chosen_techniques(make_config(deep, **given))
     shapes = {
-        name: tuple(each.shape) for name, each in make_adapter(deep).load_transformer(torch.float32).named_parameters()
+        name: tuple(each.shape)
+        for name, each in make_adapter(deep).load_transformer(torch.float32).named_parameters()
     }
-    cost = KANDINSKY5_IMAGE.cost.transformer({"axes_dims": [4, 6, 6], "model_dim": WIDTH}, shapes, STOCK)
+    cost = KANDINSKY5_IMAGE.cost.transformer(
+        {"axes_dims": [4, 6, 6], "model_dim": WIDTH}, shapes, STOCK
+    )
     assembly = make_assembly(deep, crepa_of(**BACKBONE))
     found = spec.cost(cost, BatchShape(1, 1, 8, 8, 10))
     assert found.parameters == sum(each.numel() for each in assembly.module_parameters.values())

@@ -1,4 +1,6 @@
-"""The noise that a technique deals: when it is dealt, and that it is the same ahead of a step and in it."""
+"""The noise that a technique deals: when it is dealt, and that it is the same ahead of a step and
+in it.
+"""
 
 from __future__ import annotations
 

@@ -38,13 +38,17 @@ def half(width: int = 6) -> Tensor:
 def noisy_batch(mask: Tensor | None, *, i2v: bool = False) -> NoisyBatch:
     """A constant error of 1 if nothing is predicted."""
     latents = torch.full(SHAPE, -1.0)
-    batch = Batch(latents, [{}] * 2, ["a", "b"], condition=latents[:, :, :1] if i2v else None, loss_mask=mask)
+    batch = Batch(
+        latents, [{}] * 2, ["a", "b"], condition=latents[:, :, :1] if i2v else None, loss_mask=mask
+    )
     noisy = make_noisy(batch, torch.tensor([0.5, 0.5]), torch.zeros(SHAPE), place=PLACE)
     return hold_first_frame(noisy) if i2v else noisy
 
 
 def loss_of(noisy: NoisyBatch, **settings: float) -> list[float]:
-    changed = MaskedLoss(MaskedLossSpec(MaskedLossConfig(**settings))).before_forward(noisy, no_forward)
+    changed = MaskedLoss(MaskedLossSpec(MaskedLossConfig(**settings))).before_forward(
+        noisy, no_forward
+    )
     losses: list[float] = diffusion_loss(torch.zeros(SHAPE), changed, LossConfig()).tolist()
     return losses
 
@@ -56,18 +60,29 @@ def test_half_a_mask_gives_half_the_loss_or_the_same(i2v: bool) -> None:
     assert loss_of(noisy) == pytest.approx([0.5, 0.5])
     assert loss_of(noisy, masked_loss_normalise=True) == pytest.approx([1, 1])
     assert loss_of(noisy, masked_loss_floor=0.2) == pytest.approx([0.6, 0.6])
-    assert loss_of(noisy, masked_loss_floor=0.2, masked_loss_normalise=True) == pytest.approx([1, 1])
+    assert loss_of(noisy, masked_loss_floor=0.2, masked_loss_normalise=True) == pytest.approx(
+        [1, 1]
+    )
     assert loss_of(noisy, masked_loss_probability=0) == pytest.approx([1, 1])
 
 
-@pytest.mark.parametrize("settings", [{}, {"masked_loss_normalise": True}, {"masked_loss_prior": 0.5}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"masked_loss_normalise": True}, {"masked_loss_prior": 0.5}]
+)
 def test_unequal_batches_in_one_window_are_one_batch(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
 ) -> None:
     """Every sample has the same weight, however its mask and its neighbours are."""
-    monkeypatch.setattr(NoiseSource, "add", lambda source, batch, *place: replace(fixed_noise(batch), place=PLACE))
+    monkeypatch.setattr(
+        NoiseSource, "add", lambda source, batch, *place: replace(fixed_noise(batch), place=PLACE)
+    )
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles", "a hill", "x"], 8)
-    mask = (torch.arange(8) < torch.tensor([2, 8, 5, 1])[:, None]).float().view(4, 1, 1, 1, 8).expand(-1, -1, -1, 8, -1)
+    mask = (
+        (torch.arange(8) < torch.tensor([2, 8, 5, 1])[:, None])
+        .float()
+        .view(4, 1, 1, 1, 8)
+        .expand(-1, -1, -1, 8, -1)
+    )
     whole = replace(batch, loss_mask=mask)
     parts = [
         Batch(whole.latents[each], whole.embeds[each], whole.names[each], loss_mask=mask[each])
@@ -76,8 +91,14 @@ def test_unequal_batches_in_one_window_are_one_batch(
     found: list[dict[str, Tensor]] = []
     for window in ([whole], parts):
         technique = MaskedLoss(MaskedLossSpec(MaskedLossConfig(**settings)))
-        assembly = moved(t2i_checkpoint, technique, gradient_accumulation_steps=len(window), max_grad_norm=0)
-        look = assembly.optimizer.register_step_pre_hook(lambda *given: found.append(gradients_of(assembly)))  # noqa: B023
+        assembly = moved(
+            t2i_checkpoint, technique, gradient_accumulation_steps=len(window), max_grad_norm=0
+        )
+
+        def note(*given: object, assembly: Assembly = assembly) -> None:
+            found.append(gradients_of(assembly))
+
+        look = assembly.optimizer.register_step_pre_hook(note)
         step.optimizer_step(assembly, Batches(*window), 0)
         look.remove()
     assert max(each.abs().max() for each in found[0].values()) > 1e-3
@@ -85,25 +106,37 @@ def test_unequal_batches_in_one_window_are_one_batch(
 
 
 def gradients_of(assembly: Assembly) -> dict[str, Tensor]:
-    return {name: each.grad.clone() for name, each in assembly.parameters.items() if each.grad is not None}
+    return {
+        name: each.grad.clone()
+        for name, each in assembly.parameters.items()
+        if each.grad is not None
+    }
 
 
 def test_a_tiny_mask_is_not_enlarged_without_limit() -> None:
     mask = torch.zeros(2, 1, 5, 4, 6)
     mask[0, 0, 0, 0, 0] = 1
-    assert loss_of(noisy_batch(mask), masked_loss_normalise=True) == pytest.approx([1 / 120 / 0.05, 0])
+    assert loss_of(noisy_batch(mask), masked_loss_normalise=True) == pytest.approx(
+        [1 / 120 / 0.05, 0]
+    )
 
 
 def test_masks_count_in_a_share_of_the_batches() -> None:
     noisy = noisy_batch(half().expand(2, 1, 5, 4, 6))
     places = [replace(PLACE, global_step=number) for number in range(200)]
     losses = [loss_of(replace(noisy, place=place), masked_loss_probability=0.3) for place in places]
-    assert {tuple(loss) for loss in losses} == {(0.5, 0.5), (1.0, 1.0)}, "all samples of a batch or none"
+    assert {tuple(loss) for loss in losses} == {(0.5, 0.5), (1.0, 1.0)}, (
+        "all samples of a batch or none"
+    )
     assert 0.2 < sum(loss[0] == 0.5 for loss in losses) / 200 < 0.4
-    assert losses == [loss_of(replace(noisy, place=place), masked_loss_probability=0.3) for place in places]
+    assert losses == [
+        loss_of(replace(noisy, place=place), masked_loss_probability=0.3) for place in places
+    ]
 
 
-def gradients(checkpoint: Path, batch: Batch, *techniques: MaskedLoss | Tread) -> tuple[float, dict[str, Tensor]]:
+def gradients(
+    checkpoint: Path, batch: Batch, *techniques: MaskedLoss | Tread
+) -> tuple[float, dict[str, Tensor]]:
     """The total loss of one micro-step and the gradients of a LoRA that is not 0."""
     assembly = make_assembly(checkpoint, *techniques)
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +146,9 @@ def gradients(checkpoint: Path, batch: Batch, *techniques: MaskedLoss | Tread) -
     losses = Losses()
     total = step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses)
     total.backward()
-    return total.item(), {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
+    return total.item(), {
+        name: each.grad for name, each in assembly.parameters.items() if each.grad is not None
+    }
 
 
 def test_neutral_masks_equal_plain_training(t2i_checkpoint: Path) -> None:

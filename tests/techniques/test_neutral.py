@@ -21,7 +21,10 @@ from tests.training.test_step import Batches
 
 SPECS = []
 for name, case in CASES.items():
-    SPECS += [pytest.param(spec, id=f"{name} {number}") for number, spec in enumerate(case.neutral, start=1)]
+    SPECS += [
+        pytest.param(spec, id=f"{name} {number}")
+        for number, spec in enumerate(case.neutral, start=1)
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""A technique that owns a module and cached features: it trains, resumes, and leaves nothing in the result."""
+"""A technique that owns a module and cached features: it trains, resumes, and leaves nothing in the
+result.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,14 @@ from tests.tools.tiny import WIDTH, make_checkpoint
 from tests.tools.workspace import Workspace
 from tests.training.test_step import Batches
 
-SIDE, TOKENS = 16, 64
+SIDE = 16
+TOKENS = 64
 # A rate that does not depend on the length of the run, so that one can be made longer.
-STEADY: dict[str, Any] = {"max_train_steps": 6, "checkpoint_step_interval": 3, "lr_scheduler": "constant"}
+STEADY: dict[str, Any] = {
+    "max_train_steps": 6,
+    "checkpoint_step_interval": 3,
+    "lr_scheduler": "constant",
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +56,23 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def batch(deep: Path) -> Batch:
     batch = make_batch(deep, ["a star", "two blue circles"], SIDE)
-    return replace(batch, features={TEACHER.name: [PatchTeacher().encode(each) for each in batch.latents]})
+    return replace(
+        batch, features={TEACHER.name: [PatchTeacher().encode(each) for each in batch.latents]}
+    )
 
 
 def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     rehearse_micro_step(assembly, batch)
-    own = {f"own.{name}": each for module in assembly.modules.values() for name, each in module.named_parameters()}
-    found = {name: each.grad.clone() for name, each in (assembly.parameters | own).items() if each.grad is not None}
+    own = {
+        f"own.{name}": each
+        for module in assembly.modules.values()
+        for name, each in module.named_parameters()
+    }
+    found = {
+        name: each.grad.clone()
+        for name, each in (assembly.parameters | own).items()
+        if each.grad is not None
+    }
     assert len(found) == len(assembly.parameters) + len(own)
     return found
 
@@ -66,31 +83,49 @@ def test_it_trains(deep: Path, batch: Batch) -> None:
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     losses = [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(8)]
     assert losses[-1]["alignment_loss"] < losses[0]["alignment_loss"] - 0.05
-    assert losses[0]["optimization_loss"] == pytest.approx(losses[0]["train_loss"] + losses[0]["alignment_loss"])
+    assert losses[0]["optimization_loss"] == pytest.approx(
+        losses[0]["train_loss"] + losses[0]["alignment_loss"]
+    )
     assert all(not torch.equal(before[name], each) for name, each in module.named_parameters())
-    assert not any("project" in name for name in assembly.parameters), "the moving average is of the LoRA alone"
-    assert [len(group["params"]) for group in assembly.optimizer.param_groups] == [len(assembly.parameters), 2]
+    assert not any("project" in name for name in assembly.parameters), (
+        "the moving average is of the LoRA alone"
+    )
+    assert [len(group["params"]) for group in assembly.optimizer.param_groups] == [
+        len(assembly.parameters),
+        2,
+    ]
 
 
 def test_its_start_follows_from_the_seed(deep: Path) -> None:
     torch.rand(5)
-    one, other = (make_assembly(deep, Alignment()).modules["Alignment"].state_dict() for _ in range(2))
+    one, other = (
+        make_assembly(deep, Alignment()).modules["Alignment"].state_dict() for _ in range(2)
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
     plain = make_assembly(deep)
     assert all(
-        torch.equal(each, plain.parameters[name]) for name, each in make_assembly(deep, Alignment()).parameters.items()
+        torch.equal(each, plain.parameters[name])
+        for name, each in make_assembly(deep, Alignment()).parameters.items()
     ), "the LoRA starts as without it"
 
 
 @pytest.mark.parametrize("method", ["norm", "value"])
 def test_its_gradient_is_clipped_apart(deep: Path, batch: Batch, method: str) -> None:
     limit = 1e-3
-    assembly = make_assembly(deep, Alignment(), optimizer="torch-sgd", grad_clip_method=method, max_grad_norm=limit)
+    assembly = make_assembly(
+        deep, Alignment(), optimizer="torch-sgd", grad_clip_method=method, max_grad_norm=limit
+    )
     found: list[dict[str, Tensor]] = []
 
     def look(optimizer: Any, *given: Any) -> None:
         for parameters in (assembly.parameters, assembly.module_parameters):
-            found.append({name: each.grad.clone() for name, each in parameters.items() if each.grad is not None})
+            found.append(
+                {
+                    name: each.grad.clone()
+                    for name, each in parameters.items()
+                    if each.grad is not None
+                }
+            )
 
     assembly.optimizer.register_step_pre_hook(look)
     step.optimizer_step(assembly, Batches(batch), 0)
@@ -121,15 +156,25 @@ def test_optimizers_take_its_group(deep: Path, batch: Batch, optimizer: str) -> 
         {"gradient_checkpointing": True, "offload_block_inputs": True},
     ],
 )
-def test_recomputation_and_offload_change_no_gradient(deep: Path, batch: Batch, settings: dict[str, Any]) -> None:
-    plain, other = Alignment(), Alignment()
+def test_recomputation_and_offload_change_no_gradient(
+    deep: Path, batch: Batch, settings: dict[str, Any]
+) -> None:
+    plain = Alignment()
+    other = Alignment()
     expected = gradients_of(make_assembly(deep, plain, gradient_checkpointing=False), batch)
-    found = gradients_of(make_assembly(deep, other, **{"gradient_checkpointing": False, **settings}), batch)
+    found = gradients_of(
+        make_assembly(deep, other, **{"gradient_checkpointing": False, **settings}), batch
+    )
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
-    assert plain.shapes == other.shapes == [torch.Size([2, TOKENS, WIDTH])], "one look in each micro-step"
-    assert max(gradient.abs().max() for name, gradient in found.items() if name.startswith("own.")) > 1e-3
+    assert plain.shapes == other.shapes == [torch.Size([2, TOKENS, WIDTH])], (
+        "one look in each micro-step"
+    )
+    assert (
+        max(gradient.abs().max() for name, gradient in found.items() if name.startswith("own."))
+        > 1e-3
+    )
 
 
 def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, batch: Batch) -> None:
@@ -141,13 +186,21 @@ def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, bat
 
 @pytest.mark.slow(3)
 @pytest.mark.usefixtures("traced_only", "one_size")
-def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(deep: Path, batch: Batch) -> None:
+def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(
+    deep: Path, batch: Batch
+) -> None:
     """All that techniques do with blocks."""
     torch.compiler.reset()
     batch = replace(batch, other_embeds=batch.embeds[::-1])
     expected, found = (
         gradients_of(
-            moved(deep, Rollout(TechniqueSpec()), Alignment(), Preservation(PreservationSpec(1.0, 1.0)), **settings),
+            moved(
+                deep,
+                Rollout(TechniqueSpec()),
+                Alignment(),
+                Preservation(PreservationSpec(1.0, 1.0)),
+                **settings,
+            ),
             batch,
         )
         for settings in ({}, {"dynamo_backend": "aot_eager"})
@@ -201,7 +254,9 @@ def test_a_given_first_frame_stays_at_every_noise_level() -> None:
 def use_alignment(monkeypatch: pytest.MonkeyPatch, *, on: bool = True) -> None:
     """Switch the technique on for every plan from now on, or off."""
     specs = (SPEC,) if on else ()
-    monkeypatch.setattr(Plan, "techniques", property(lambda plan: chosen_techniques(plan.config) + specs))
+    monkeypatch.setattr(
+        Plan, "techniques", property(lambda plan: chosen_techniques(plan.config) + specs)
+    )
 
 
 def run_of(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
@@ -223,7 +278,9 @@ def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
     assert broken.train() == 0
     assert PatchTeacher.encoded == 0, "cached"
     assert_same_run(straight, broken)
-    files = sorted(path.relative_to(tmp_path) for path in straight.path("output").rglob("*.safetensors"))
+    files = sorted(
+        path.relative_to(tmp_path) for path in straight.path("output").rglob("*.safetensors")
+    )
     owned = [path for path in files if load_file(tmp_path / path).keys() == {"weight", "bias"}]
     assert {path.name for path in owned} == {"Alignment.module.safetensors"}
     names = {name for path in files if path not in owned for name in load_file(tmp_path / path)}
@@ -233,7 +290,10 @@ def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
 
 @pytest.mark.slow
 def test_it_can_be_switched_on_and_off_when_a_run_continues(
-    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    t2i_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = run_of(tmp_path, t2i_checkpoint)
     assert run.train("max_train_steps=2") == 0
@@ -258,7 +318,8 @@ def test_the_plan_counts_its_memory_and_arithmetic() -> None:
     adapters = Adapters(16, frozenset(["visual_transformer_blocks.0.self_attention.to_query"]))
     plain = StepModel(cost, make_config(optimizer="adamw"), adapters)
     load = BatchShape(2, 1, 32, 32, 100)
-    before, after = plain.memory(load), replace(plain, techniques=(SPEC,)).memory(load)
+    before = plain.memory(load)
+    after = replace(plain, techniques=(SPEC,)).memory(load)
     assert after.trained - before.trained == (cost.hidden * CHANNELS + CHANNELS) * 16
     assert after.inputs - before.inputs == 4 * 2 * 1024 * cost.hidden
 
@@ -267,5 +328,8 @@ def test_ema_is_of_the_model_alone(deep: Path) -> None:
     from simpletuner.config.schema import EmaConfig
 
     assembly = make_assembly(deep, Alignment())
-    assert Ema(assembly.parameters, EmaConfig(), torch.device("cpu")).average.keys() == assembly.parameters.keys()
+    assert (
+        Ema(assembly.parameters, EmaConfig(), torch.device("cpu")).average.keys()
+        == assembly.parameters.keys()
+    )
     assert all("lora_" in name for name in assembly.parameters)

@@ -1,4 +1,6 @@
-"""Preservation: what a LoRA does to other captions is part of its loss, and nothing else changes."""
+"""Preservation: what a LoRA does to other captions is part of its loss, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from tests.tools.workspace import DATASETS, Workspace
 from tests.training.test_step import Batches
 
 CAPTIONS = ["a zorp", "two blue zorps", "a zorp on black", "zorp"]
-WEIGHT, SIDE = 3.0, 8
+WEIGHT = 3.0
+SIDE = 8
 
 
 def always() -> Preservation:
@@ -60,7 +63,9 @@ def batch(deep: Path) -> Batch:
 
 def moved(checkpoint: Path, *techniques: Technique, **settings: Any) -> Assembly:
     """An assembly whose LoRA already does something, the same one every time."""
-    assembly = make_assembly(checkpoint, *techniques, **{"gradient_checkpointing": False, **settings})
+    assembly = make_assembly(
+        checkpoint, *techniques, **{"gradient_checkpointing": False, **settings}
+    )
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in sorted(assembly.parameters.items()):
@@ -73,7 +78,11 @@ def gradients(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
     losses = Losses()
     for micro_step, each in enumerate(batches):
         step.run_micro_step(assembly, each, 4, micro_step, losses)
-    return {name: each.grad.clone() for name, each in assembly.parameters.items() if each.grad is not None}
+    return {
+        name: each.grad.clone()
+        for name, each in assembly.parameters.items()
+        if each.grad is not None
+    }
 
 
 def by_hand(checkpoint: Path, batch: Batch, *others: Technique) -> dict[str, Tensor]:
@@ -83,15 +92,21 @@ def by_hand(checkpoint: Path, batch: Batch, *others: Technique) -> dict[str, Ten
     main = step.micro_loss(assembly, noisy, Losses())
     main.backward()
     other = replace(noisy, batch=replace(batch, embeds=batch.other_embeds))
-    base = assembly.adapter.predict(assembly.adapter.load_transformer(torch.float32), other).detach()
+    base = assembly.adapter.predict(
+        assembly.adapter.load_transformer(torch.float32), other
+    ).detach()
     plain = moved(checkpoint)  # without the route
     change = plain.adapter.predict(plain.transformer, other) - base
     assert change.square().mean() > 1e-4, "a LoRA that does nothing shows nothing"
     (WEIGHT * change.square().mean()).backward()
-    return {name: each.grad + plain.parameters[name].grad for name, each in assembly.parameters.items()}
+    return {
+        name: each.grad + plain.parameters[name].grad for name, each in assembly.parameters.items()
+    }
 
 
-@pytest.mark.parametrize("techniques", [(), (partial(Tread, TreadSpec(ROUTES)),)], ids=["alone", "tread"])
+@pytest.mark.parametrize(
+    "techniques", [(), (partial(Tread, TreadSpec(ROUTES)),)], ids=["alone", "tread"]
+)
 def test_the_gradient_is_the_hand_computed_one(
     deep: Path, batch: Batch, techniques: tuple[Callable[[], Technique], ...]
 ) -> None:
@@ -106,16 +121,29 @@ def test_the_gradient_is_the_hand_computed_one(
     [
         {"gradient_checkpointing": True},
         {"gradient_checkpointing_interval": 2, "enable_group_offload": True},
-        {"gradient_checkpointing": True, "enable_group_offload": True, "offload_block_inputs": True},
+        {
+            "gradient_checkpointing": True,
+            "enable_group_offload": True,
+            "offload_block_inputs": True,
+        },
     ],
     ids=["checkpointed", "streamed", "inputs on the host"],
 )
-def test_memory_saving_changes_no_gradient(deep: Path, batch: Batch, settings: dict[str, Any]) -> None:
+def test_memory_saving_changes_no_gradient(
+    deep: Path, batch: Batch, settings: dict[str, Any]
+) -> None:
     expected = gradients(moved(deep, Tread(TreadSpec(ROUTES)), always()), batch)
-    assert distance(gradients(moved(deep, Tread(TreadSpec(ROUTES)), always(), **settings), batch), expected) < ROTATION
+    assert (
+        distance(
+            gradients(moved(deep, Tread(TreadSpec(ROUTES)), always(), **settings), batch), expected
+        )
+        < ROTATION
+    )
 
 
-def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_equals_a_larger_batch(
+    deep: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of unequal micro-batches, whose samples all have the same weight."""
 
     def noise(source: NoiseSource, batch: Batch, step: int, micro_step: int) -> NoisyBatch:
@@ -125,13 +153,19 @@ def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatc
     monkeypatch.setattr(NoiseSource, "add", noise)
     part = partial(replace, batch)
     pieces = [
-        part(latents=batch.latents[cut], embeds=batch.embeds[cut], names=batch.names[cut],
-             other_embeds=(batch.other_embeds or [])[cut])
+        part(
+            latents=batch.latents[cut],
+            embeds=batch.embeds[cut],
+            names=batch.names[cut],
+            other_embeds=(batch.other_embeds or [])[cut],
+        )
         for cut in (slice(0, 3), slice(3, 4))
-    ]  # fmt: skip
+    ]
     runs = []
     for accumulation, given in ((1, [batch]), (2, pieces)):
-        assembly = moved(deep, always(), gradient_accumulation_steps=accumulation, optimizer="torch-sgd")
+        assembly = moved(
+            deep, always(), gradient_accumulation_steps=accumulation, optimizer="torch-sgd"
+        )
         report = step.optimizer_step(assembly, Batches(*given), 0)
         assert report.metrics["preservation_loss"] > 0
         assert report.passes == 3 * accumulation
@@ -140,9 +174,17 @@ def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"base_model_precision": "int8-quanto"}, {"mixed_precision": "bf16"}, {"lora_dropout": 0.5}]
+    "settings",
+    [
+        {},
+        {"base_model_precision": "int8-quanto"},
+        {"mixed_precision": "bf16"},
+        {"lora_dropout": 0.5},
+    ],
 )
-@pytest.mark.parametrize("techniques", [list, lambda: [Tread(TreadSpec(ROUTES))]], ids=["", "tread"])
+@pytest.mark.parametrize(
+    "techniques", [list, lambda: [Tread(TreadSpec(ROUTES))]], ids=["", "tread"]
+)
 def test_a_lora_that_does_nothing_has_nothing_to_preserve(
     deep: Path, batch: Batch, settings: dict[str, Any], techniques: Callable[[], list[Technique]]
 ) -> None:
@@ -151,19 +193,26 @@ def test_a_lora_that_does_nothing_has_nothing_to_preserve(
     assert metrics["preservation_loss"] == 0.0
     later = step.optimizer_step(assembly, Batches(batch), 1).metrics
     assert later["preservation_loss"] > 0
-    assert later["optimization_loss"] == pytest.approx(later["train_loss"] + later["preservation_loss"])
+    assert later["optimization_loss"] == pytest.approx(
+        later["train_loss"] + later["preservation_loss"]
+    )
 
 
 def test_one_graph_at_a_time(deep: Path, batch: Batch) -> None:
-    """Forward and recomputation of the blocks, the base, and forward and recomputation of the second pass."""
+    """Forward and recomputation of the blocks, the base, and forward and recomputation of the
+    second pass.
+    """
     assembly = make_assembly(deep, always(), gradient_checkpointing=True)
     seen: list[tuple[int, bool]] = []
     blocks = assembly.adapter.block_layout(assembly.transformer).visual_blocks
     for number, block in enumerate(blocks):
-        block.register_forward_pre_hook(lambda *_, number=number: seen.append((number, torch.is_grad_enabled())))
+        block.register_forward_pre_hook(
+            lambda *_, number=number: seen.append((number, torch.is_grad_enabled()))
+        )
     gradients(assembly, batch)
     numbers = [number for number, _ in seen]
-    there, back = [0, 1, 2, 3], [3, 2, 1, 0]
+    there = [0, 1, 2, 3]
+    back = [3, 2, 1, 0]
     assert numbers == there + back + there + there + back
     assert [with_gradients for _, with_gradients in seen] == [True] * 8 + [False] * 4 + [True] * 8
 
@@ -184,7 +233,9 @@ def test_batches_are_drawn_from_their_place_in_the_run(batch: Batch) -> None:
     drawn = [losses(place) for place in places]
     assert abs(sum(drawn) / 400 - 0.3) < 0.07
     torch.rand(3)
-    assert drawn == [losses(replace(place, slots=range(2, 4))) for place in places], "every process draws the same"
+    assert drawn == [losses(replace(place, slots=range(2, 4))) for place in places], (
+        "every process draws the same"
+    )
     assert drawn != [losses(replace(place, micro_step=1)) for place in places]
     assert not any(losses(place, replace(batch, other_embeds=None)) for place in places[:20])
     with pytest.raises(ValueError, match="position in the run"):
@@ -194,11 +245,16 @@ def test_batches_are_drawn_from_their_place_in_the_run(batch: Batch) -> None:
 def test_a_given_first_frame_does_not_count() -> None:
     latents = torch.randn(1, 16, 3, 4, 4)
     place = Place(0, 0, 0, range(1), 1)
-    clip = replace(fixed_noise(Batch(latents, [], ["x"], condition=latents[:, :, :1], other_embeds=[])), place=place)
+    clip = replace(
+        fixed_noise(Batch(latents, [], ["x"], condition=latents[:, :, :1], other_embeds=[])),
+        place=place,
+    )
 
     def forward(noisy: NoisyBatch) -> Tensor:
         first = torch.arange(3) == 0
-        return (10.0 * first + 2.0 * ~first).view(1, 1, 3, 1, 1).expand_as(latents) * torch.is_grad_enabled()
+        return (10.0 * first + 2.0 * ~first).view(1, 1, 3, 1, 1).expand_as(
+            latents
+        ) * torch.is_grad_enabled()
 
     assert stub().extra_passes(clip)[0](forward)["preservation_loss"] == 4.0
     picture = replace(clip, batch=replace(clip.batch, condition=None))
@@ -210,7 +266,11 @@ def test_a_given_first_frame_does_not_count() -> None:
     [
         ({}, "a Zorp, red", ""),
         ({"preservation_prompt": "a cat"}, "a Zorp, red", "a cat"),
-        ({"preservation_prompt": "cat", "preservation_trigger": "zorp"}, "a Zorp, red zorp", "a cat, red cat"),
+        (
+            {"preservation_prompt": "cat", "preservation_trigger": "zorp"},
+            "a Zorp, red zorp",
+            "a cat, red cat",
+        ),
         ({"preservation_prompt": r"\1", "preservation_trigger": "a.b"}, "a.b axb", r"\1 axb"),
         ({"preservation_prompt": "cat", "preservation_trigger": "zorp"}, "zorps", "cat"),
     ],
@@ -228,13 +288,23 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     runs = []
     for name in ("straight", "plain"):
         run = Workspace.create(
-            tmp_path / name, t2i_checkpoint, pictures=4, lora_dropout=0.1, gradient_accumulation_steps=2, use_ema=True,
-            max_train_steps=6, checkpoint_step_interval=3, preservation_weight=WEIGHT, **WORDS,
-        )  # fmt: skip
+            tmp_path / name,
+            t2i_checkpoint,
+            pictures=4,
+            lora_dropout=0.1,
+            gradient_accumulation_steps=2,
+            use_ema=True,
+            max_train_steps=6,
+            checkpoint_step_interval=3,
+            preservation_weight=WEIGHT,
+            **WORDS,
+        )
         regular = {**DATASETS[0], "id": "regular", "is_regularisation_data": True}
         run.write_datasets([DATASETS[0], regular, DATASETS[1]])
         runs.append(run)
-    runs[1].write_config(preservation_weight=None, preservation_trigger=None, preservation_prompt=None)
+    runs[1].write_config(
+        preservation_weight=None, preservation_trigger=None, preservation_prompt=None
+    )
     assert runs[0].train() == 0
     broken = runs[0].stopped(tmp_path / "broken", 3)
     assert broken.train() == 0
@@ -244,7 +314,9 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     assert any(preserved), "some steps preserve, some do not"
     assert runs[1].run("cache", "fill") == 0
     captions = len(list(runs[1].path("cache/text").rglob("*.zst")))
-    assert len(list(runs[0].path("cache/text").rglob("*.zst"))) == captions + 4 + 1, "four named, and the prompt alone"
+    assert len(list(runs[0].path("cache/text").rglob("*.zst"))) == captions + 4 + 1, (
+        "four named, and the prompt alone"
+    )
 
 
 @pytest.mark.slow
@@ -253,9 +325,14 @@ def test_blank_preservation_caches_the_empty_caption(
 ) -> None:
     """Also without caption dropout, and once per source picture where the prompt holds it."""
     run = Workspace.create(
-        tmp_path, i2i_checkpoint, pictures=4, model_flavour="i2i-lite-sft", caption_dropout_probability=0,
-        preservation_weight=1, preservation_probability=1,
-    )  # fmt: skip
+        tmp_path,
+        i2i_checkpoint,
+        pictures=4,
+        model_flavour="i2i-lite-sft",
+        caption_dropout_probability=0,
+        preservation_weight=1,
+        preservation_probability=1,
+    )
     run.add_pictures("datasets/sources", 4, seed=5)
     source = {**DATASETS[0], "id": "sources", "instance_data_dir": "datasets/sources"}
     source.update(dataset_type="conditioning", conditioning_type="reference_strict")
@@ -269,16 +346,36 @@ def test_blank_preservation_caches_the_empty_caption(
 @pytest.mark.parametrize(
     ("settings", "code", "expected"),
     [
-        ({"preservation_weight": 1, "model_type": "full"}, 2, "preservation_weight: needs model_type lora"),
-        ({"preservation_weight": 1, "preservation_trigger": "picture"}, 2, "'picture' needs a preservation_prompt"),
-        ({**WORDS, "preservation_weight": 1, "preservation_trigger": "pictur"}, 2, "'pictur' is in 0 of 16 captions."),
-        ({**WORDS, "preservation_weight": 1}, 0, "'picture' is in 8 of 16 captions; for the others"),
+        (
+            {"preservation_weight": 1, "model_type": "full"},
+            2,
+            "preservation_weight: needs model_type lora",
+        ),
+        (
+            {"preservation_weight": 1, "preservation_trigger": "picture"},
+            2,
+            "'picture' needs a preservation_prompt",
+        ),
+        (
+            {**WORDS, "preservation_weight": 1, "preservation_trigger": "pictur"},
+            2,
+            "'pictur' is in 0 of 16 captions.",
+        ),
+        (
+            {**WORDS, "preservation_weight": 1},
+            0,
+            "'picture' is in 8 of 16 captions; for the others",
+        ),
         ({"preservation_weight": 1, "preservation_prompt": "a <|im_end|>"}, 2, "holds <|im_end|>"),
         (WORDS, 0, "preservation_prompt: has no effect"),
     ],
 )
 def test_bad_input(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], code: int, expected: str
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, Any],
+    code: int,
+    expected: str,
 ) -> None:
     workspace.write_config(**settings)
     assert workspace.run("plan") == code

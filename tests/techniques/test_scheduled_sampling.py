@@ -1,4 +1,6 @@
-"""Scheduled sampling: steps of the sampler itself, from the same noise, and ReflexFlow's loss where they lead."""
+"""Scheduled sampling: steps of the sampler itself, from the same noise, and ReflexFlow's loss where
+they lead.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,21 @@ STEPS = 12
 
 def config_of(**settings: Any) -> ScheduledSamplingConfig:
     """Mostly four or five steps for every sample, unless a setting says otherwise."""
-    settings = {"max_step_offset": 5, "probability": 1.0, "strategy": "biased_late", "sampler": "euler", **settings}
-    return ScheduledSamplingConfig.model_validate({f"scheduled_sampling_{key}": each for key, each in settings.items()})
+    settings = {
+        "max_step_offset": 5,
+        "probability": 1.0,
+        "strategy": "biased_late",
+        "sampler": "euler",
+        **settings,
+    }
+    return ScheduledSamplingConfig.model_validate(
+        {f"scheduled_sampling_{key}": each for key, each in settings.items()}
+    )
 
 
-def technique_for(adapter: Any, transformer: nn.Module | None = None, **settings: Any) -> ScheduledSampling:
+def technique_for(
+    adapter: Any, transformer: nn.Module | None = None, **settings: Any
+) -> ScheduledSampling:
     technique = ScheduledSampling(ScheduledSamplingSpec(config_of(**settings), STEPS, None))
     technique.attach(make_site(adapter, transformer or adapter.load_transformer(torch.float32)))
     return technique
@@ -59,7 +71,9 @@ def technique_for(adapter: Any, transformer: nn.Module | None = None, **settings
 
 def noisy_of(batch: Batch, sigmas: list[float], place: Place = PLACE) -> NoisyBatch:
     generators = [torch.Generator().manual_seed(100 + slot) for slot in place.slots]
-    noise = torch.stack([torch.randn(batch.latents.shape[1:], generator=each) for each in generators])
+    noise = torch.stack(
+        [torch.randn(batch.latents.shape[1:], generator=each) for each in generators]
+    )
     noisy = make_noisy(batch, torch.tensor(sigmas), noise, place=place)
     return replace(noisy, host_sigmas=tuple(sigmas))
 
@@ -78,7 +92,9 @@ def batch(t2i_checkpoint: Path) -> Batch:
 def test_a_true_velocity_leads_back_to_the_plain_input(
     t2i_checkpoint: Path, batch: Batch, sampler: str, order: int
 ) -> None:
-    technique = technique_for(make_adapter(t2i_checkpoint), max_step_offset=10, sampler=sampler, order=order)
+    technique = technique_for(
+        make_adapter(t2i_checkpoint), max_step_offset=10, sampler=sampler, order=order
+    )
     noisy = noisy_of(batch, [0.02, 0.4, 0.9, 1.0])
     sizes: list[int] = []
 
@@ -90,7 +106,9 @@ def test_a_true_velocity_leads_back_to_the_plain_input(
     sampled = technique.before_forward(noisy, predict)
     assert not torch.equal(sampled.noisy_latents[:3], noisy.noisy_latents[:3])
     torch.testing.assert_close(sampled.noisy_latents, noisy.noisy_latents, rtol=1e-6, atol=1e-6)
-    assert torch.equal(sampled.noisy_latents[3], noisy.noisy_latents[3]), "nothing is noisier than noise"
+    assert torch.equal(sampled.noisy_latents[3], noisy.noisy_latents[3]), (
+        "nothing is noisier than noise"
+    )
     assert torch.equal(sampled.target, noisy.target)
     assert sizes[0] == 1, "the longest path starts alone, the others join"
     assert sizes[-2:] == [3, 3], "the last step, and the plain inputs"
@@ -110,10 +128,20 @@ def velocities_of(adapter: Any, transformer: nn.Module, part: NoisyBatch) -> Ten
 
 @pytest.mark.parametrize(
     ("family", "task", "sampler"),
-    [("image", "t2i", "euler"), ("video", "i2v", "euler"), ("sana", "t2v", "dpm"), ("sana", "i2v", "euler")],
+    [
+        ("image", "t2i", "euler"),
+        ("video", "i2v", "euler"),
+        ("sana", "t2v", "dpm"),
+        ("sana", "i2v", "euler"),
+    ],
 )
 def test_its_steps_are_those_of_the_preview(
-    tmp_path: Path, t2i_checkpoint: Path, sana_checkpoint: Path, family: str, task: str, sampler: str
+    tmp_path: Path,
+    t2i_checkpoint: Path,
+    sana_checkpoint: Path,
+    family: str,
+    task: str,
+    sampler: str,
 ) -> None:
     """Started from pure noise, it passes the states of the stock pipeline."""
     adapter: Any = {
@@ -123,7 +151,8 @@ def test_its_steps_are_those_of_the_preview(
     }[family]()
     transformer: Any = adapter.load_transformer(torch.float32)
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
-    forward, states = transformer.forward, []
+    forward = transformer.forward
+    states = []
     last = family != "sana"  # the channels are
 
     def record(*inputs: Any, **named: Any) -> Any:
@@ -134,10 +163,13 @@ def test_its_steps_are_those_of_the_preview(
     transformer.forward = record
     source = picture(*SIZE) if task == "i2v" else None
     frames = 1 if task == "t2i" else 17
-    request = PreviewRequest(embeds[0], embeds[0], *SIZE, STEPS, 1.0, seed=3, source=source, num_frames=frames)
+    request = PreviewRequest(
+        embeds[0], embeds[0], *SIZE, STEPS, 1.0, seed=3, source=source, num_frames=frames
+    )
     with torch.no_grad():
         adapter.load_preview_pipeline(transformer, CPU, None).render(request)
-    transformer.forward, stock = forward, states[:]
+    transformer.forward = forward
+    stock = states[:]
     technique = technique_for(adapter, transformer, sampler=sampler)
     grid = technique._grids[task == "i2v"]
     condition = stock[0][:, :, :1] if task == "i2v" else None
@@ -147,7 +179,9 @@ def test_its_steps_are_those_of_the_preview(
         noisy = adapter.prepare(make_noisy(batch, torch.tensor([sigma]), stock[0] / float(grid[0])))
         noisy = replace(noisy, place=replace(PLACE, slots=range(1)), host_sigmas=(sigma,))
         technique._paths = lambda noisy, offsets, sigma=sigma: [path_to(sigma, 4, grid)]
-        found = technique.before_forward(noisy, partial(velocities_of, adapter, transformer)).noisy_latents
+        found = technique.before_forward(
+            noisy, partial(velocities_of, adapter, transformer)
+        ).noisy_latents
         assert distance({"": found}, {"": stock[passed]}) < ROTATION
         assert distance({"": found}, {"": stock[passed - 1]}) > 2 * ROTATION
         if condition is not None:
@@ -157,24 +191,34 @@ def test_its_steps_are_those_of_the_preview(
 def test_paths_follow_the_grid() -> None:
     grid = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.0]).double().numpy()
     assert path_to(0.7, 1, grid) == pytest.approx([0.9, 0.7])
-    assert path_to(0.7, 9, grid) == pytest.approx([1.0, 0.9, 0.7], abs=2e-6), "not beyond pure noise"
-    assert path_to(0.55, 2, grid) == pytest.approx([0.95, 0.8, 0.55]), "halfway between two levels all along"
+    assert path_to(0.7, 9, grid) == pytest.approx([1.0, 0.9, 0.7], abs=2e-6), (
+        "not beyond pure noise"
+    )
+    assert path_to(0.55, 2, grid) == pytest.approx([0.95, 0.8, 0.55]), (
+        "halfway between two levels all along"
+    )
     assert path_to(0.95, 2, grid) == pytest.approx([1.0, 0.95], abs=2e-6)
     assert path_to(1.0, 2, grid) == path_to(LARGEST_SIGMA, 2, grid) == []
 
 
 def test_the_last_step_has_the_order_of_the_others() -> None:
-    technique, path = ScheduledSampling(ScheduledSamplingSpec(config_of(sampler="dpm"), STEPS, None)), [0.9, 0.7, 0.5]
-    solver, state = technique._solver(path), torch.zeros(1)
+    technique = ScheduledSampling(ScheduledSamplingSpec(config_of(sampler="dpm"), STEPS, None))
+    path = [0.9, 0.7, 0.5]
+    solver = technique._solver(path)
+    state = torch.zeros(1)
     for sigma, below in pairwise(path):
         first_order = state + (below - sigma) * sigma**2
-        state = solver.step(torch.tensor([sigma**2]), solver.timesteps[0], state, return_dict=False)[0]
+        state = solver.step(
+            torch.tensor([sigma**2]), solver.timesteps[0], state, return_dict=False
+        )[0]
     assert (state - first_order).abs() > 1e-2
 
 
 def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, Tensor]:
     assembly = make_assembly(
-        checkpoint, ScheduledSampling(ScheduledSamplingSpec(config_of(max_step_offset=2), STEPS, None)), **settings
+        checkpoint,
+        ScheduledSampling(ScheduledSamplingSpec(config_of(max_step_offset=2), STEPS, None)),
+        **settings,
     )
     losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
@@ -186,11 +230,17 @@ def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, T
     "settings",
     [
         {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "enable_group_offload": True, "offload_block_inputs": True},
+        {
+            "gradient_checkpointing": True,
+            "enable_group_offload": True,
+            "offload_block_inputs": True,
+        },
     ],
     ids=["checkpointing", "offload"],
 )
-def test_checkpointing_and_offload_change_nothing(t2i_checkpoint: Path, batch: Batch, settings: dict[str, Any]) -> None:
+def test_checkpointing_and_offload_change_nothing(
+    t2i_checkpoint: Path, batch: Batch, settings: dict[str, Any]
+) -> None:
     expected = gradients_of(t2i_checkpoint, batch, gradient_checkpointing=False)
     assert distance(gradients_of(t2i_checkpoint, batch, **settings), expected) < ROTATION
 
@@ -211,7 +261,9 @@ def test_a_sample_does_not_depend_on_its_batch(t2i_checkpoint: Path, batch: Batc
         assert_close(found, together[row : row + 1], terms=MODEL)
 
 
-def test_forward_passes_of_techniques_drop_nothing_and_draw_nothing(t2i_checkpoint: Path, batch: Batch) -> None:
+def test_forward_passes_of_techniques_drop_nothing_and_draw_nothing(
+    t2i_checkpoint: Path, batch: Batch
+) -> None:
     assembly = make_assembly(t2i_checkpoint, lora_dropout=0.5)
     for parameter in assembly.parameters.values():
         nn.init.normal_(parameter, std=0.1)
@@ -225,7 +277,9 @@ def test_forward_passes_of_techniques_drop_nothing_and_draw_nothing(t2i_checkpoi
 def test_regularisation_data_is_left_alone(t2i_checkpoint: Path, batch: Batch) -> None:
     known = replace(batch, dataset_id="known")
     losses = []
-    skipping = ScheduledSampling(ScheduledSamplingSpec(config_of(), STEPS, None, frozenset(["known"])))
+    skipping = ScheduledSampling(
+        ScheduledSamplingSpec(config_of(), STEPS, None, frozenset(["known"]))
+    )
     regularisation = Regularisation(RegularisationSpec(frozenset(["known"])))
     for techniques in ([], [skipping]):
         assembly = make_assembly(t2i_checkpoint, *techniques, regularisation)
@@ -239,7 +293,9 @@ class TestReflexFlow:
         weights = content_weights(lost, None, 0.7)
         torch.testing.assert_close(weights.mean((1, 2, 3, 4)), torch.full((3,), 1.7))
         assert weights.std() > 0.2, "it does something, whatever the number of values"
-        assert torch.equal(content_weights(torch.zeros_like(lost), None, 0.7), torch.ones_like(lost))
+        assert torch.equal(
+            content_weights(torch.zeros_like(lost), None, 0.7), torch.ones_like(lost)
+        )
 
     @pytest.mark.parametrize("by_frame", [False, True], ids=["a mask", "a given first frame"])
     def test_only_what_the_loss_covers_counts(self, by_frame: bool) -> None:
@@ -249,7 +305,9 @@ class TestReflexFlow:
         mask[:, :, 0] = 0
         lost[:, :, 0] = 1e4
         torch.testing.assert_close(content_weights(lost, mask, 1.0)[:, :, 1:].mean().item(), 2.0)
-        assert content_weights(lost, torch.zeros_like(mask), 1.0).isfinite().all(), "a crop outside of its mask"
+        assert content_weights(lost, torch.zeros_like(mask), 1.0).isfinite().all(), (
+            "a crop outside of its mask"
+        )
         latents = torch.randn(1, 16, 3, 4, 4, generator=generator)
         noisy = noisy_of(Batch(latents, [], ["x"]), [0.5], replace(PLACE, slots=range(1)))
         if by_frame:
@@ -262,25 +320,35 @@ class TestReflexFlow:
         assert misdirections(noisy, -prediction).item() == pytest.approx(4, abs=1e-5)
 
     def test_each_part_of_the_loss(self, t2i_checkpoint: Path, batch: Batch) -> None:
-        """With a prediction from the plain input that is 1 off in one half, which counts there alone."""
+        """With a prediction from the plain input that is 1 off in one half, which counts there
+        alone.
+        """
         noisy = noisy_of(batch, [0.4] * 4)
         technique = technique_for(
-            make_adapter(t2i_checkpoint), reflexflow_alpha=0.5, reflexflow_beta1=3.0, reflexflow_beta2=2.0
+            make_adapter(t2i_checkpoint),
+            reflexflow_alpha=0.5,
+            reflexflow_beta1=3.0,
+            reflexflow_beta2=2.0,
         )
         technique.before_forward(noisy, oracle)
         prediction = oracle(noisy)
         prediction[..., :4] += 1
         weighed = technique.weigh(noisy, prediction, torch.ones_like(prediction))
-        torch.testing.assert_close(weighed[..., :4], torch.full_like(weighed[..., :4], 2 * (1 + 0.5 * 2)))
+        torch.testing.assert_close(
+            weighed[..., :4], torch.full_like(weighed[..., :4], 2 * (1 + 0.5 * 2))
+        )
         torch.testing.assert_close(weighed[..., 4:], torch.full_like(weighed[..., 4:], 2.0))
         (rectification,) = technique.extra_losses(noisy, prediction).values()
         torch.testing.assert_close(rectification, 3 * misdirections(noisy, prediction).mean())
 
     def test_its_share_of_the_loss_is_logged(self, t2i_checkpoint: Path, batch: Batch) -> None:
-        technique = ScheduledSampling(ScheduledSamplingSpec(config_of(probability=0.5), STEPS, None))
+        technique = ScheduledSampling(
+            ScheduledSamplingSpec(config_of(probability=0.5), STEPS, None)
+        )
         assembly = make_assembly(t2i_checkpoint, technique, learning_rate=0.0)
         found = step.optimizer_step(assembly, Batches(batch), 3).metrics
-        adr, loss = found["reflexflow_adr"], found["reflexflow_flow_loss"]
+        adr = found["reflexflow_adr"]
+        loss = found["reflexflow_flow_loss"]
         assert adr > 0
         assert 0 < loss < found["train_loss"], "of the sampled inputs alone"
         assert found["reflexflow_adr_share"] == pytest.approx(adr / (adr + loss))
@@ -292,21 +360,35 @@ class TestReflexFlow:
         assert technique.extra_losses(noisy, noisy.target) == {}
         assert technique.weigh(noisy, noisy.target, loss) is loss
 
-    def test_plain_samples_of_a_batch_keep_their_loss(self, t2i_checkpoint: Path, batch: Batch) -> None:
+    def test_plain_samples_of_a_batch_keep_their_loss(
+        self, t2i_checkpoint: Path, batch: Batch
+    ) -> None:
         technique = technique_for(make_adapter(t2i_checkpoint), probability=0.5)
-        noisy = technique.before_forward(noisy_of(batch, [0.4] * 4), lambda part: oracle(part) * 1.1)
-        changed = (noisy.noisy_latents != noisy_of(batch, [0.4] * 4).noisy_latents).flatten(1).any(1)
+        noisy = technique.before_forward(
+            noisy_of(batch, [0.4] * 4), lambda part: oracle(part) * 1.1
+        )
+        changed = (
+            (noisy.noisy_latents != noisy_of(batch, [0.4] * 4).noisy_latents).flatten(1).any(1)
+        )
         assert 0 < changed.sum() < 4
         weighed = technique.weigh(noisy, -noisy.target, torch.ones_like(noisy.target))
         assert torch.equal((weighed != 1).flatten(1).any(1), changed)
 
 
 class TestWatch:
-    def run_step(self, technique: ScheduledSampling, batch: Batch, number: int, velocity: Callable[..., Tensor]) -> Any:
+    def run_step(
+        self,
+        technique: ScheduledSampling,
+        batch: Batch,
+        number: int,
+        velocity: Callable[..., Tensor],
+    ) -> Any:
         noisy = noisy_of(batch, [0.4] * 4, replace(PLACE, global_step=number))
         noisy = technique.before_forward(noisy, velocity)
         technique.extra_losses(noisy, -noisy.target)
-        technique.weigh(noisy, -noisy.target, torch.full_like(noisy.target, 4 * 10 / DOMINANT * 0.9))
+        technique.weigh(
+            noisy, -noisy.target, torch.full_like(noisy.target, 4 * 10 / DOMINANT * 0.9)
+        )
         return noisy
 
     def test_predictions_that_are_not_finite(
@@ -330,7 +412,10 @@ class TestWatch:
         again.load_state_dict(technique.state_dict())
         self.run_step(again, batch, 1, broken)
         assert again.state_dict() == {"lost": 3, "dominated": 2}
-        assert "Step 2: 1 sampled inputs were not finite and were replaced by plain inputs (3 so far)" in caplog.text
+        assert (
+            "Step 2: 1 sampled inputs were not finite and were replaced by plain inputs (3 so far)"
+            in caplog.text
+        )
 
     def test_a_rectification_that_dominates_is_told_once(
         self, t2i_checkpoint: Path, batch: Batch, caplog: pytest.LogCaptureFixture

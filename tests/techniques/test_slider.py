@@ -35,22 +35,31 @@ def batch(t2i_checkpoint: Path) -> Batch:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "enable_group_offload": True}],
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "enable_group_offload": True},
+    ],
     ids=["plain", "checkpointed", "streamed"],
 )
 def test_the_lora_acts_with_the_strength_of_its_dataset(
     t2i_checkpoint: Path, batch: Batch, settings: dict[str, Any]
 ) -> None:
-    """As one with B times the strength; checkpointing computes blocks again when the forward pass is long over."""
+    """As one with B times the strength; checkpointing computes blocks again when the forward pass
+    is long over.
+    """
     other = moved(t2i_checkpoint, lora_alpha=8)
     with torch.no_grad():
         for name, parameter in other.parameters.items():
             parameter.mul_(STRENGTH if ".lora_B." in name else 1.0)
     expected = gradients(other, batch)
-    slider = moved(t2i_checkpoint, Slider(SliderSpec({"old": STRENGTH, "new": 1.0})), lora_alpha=8, **settings)
+    slider = moved(
+        t2i_checkpoint, Slider(SliderSpec({"old": STRENGTH, "new": 1.0})), lora_alpha=8, **settings
+    )
     found = gradients(slider, batch)
     assert distance(
-        found, {name: each * (STRENGTH if ".lora_B." in name else 1) for name, each in expected.items()}
+        found,
+        {name: each * (STRENGTH if ".lora_B." in name else 1) for name, each in expected.items()},
     ) < (ROTATION)
 
 
@@ -67,19 +76,21 @@ def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch)
                 t2i_checkpoint,
                 Slider(SliderSpec({"old": STRENGTH, "new": 1.0})),
                 Preservation(PreservationSpec(1.0, 1.0)),
-                gradient_accumulation_steps=len(ends), **settings,
+                gradient_accumulation_steps=len(ends),
+                **settings,
             ),
             *ends,
         )
         for settings in ({"dynamo_backend": "aot_eager"}, {})
-    )  # fmt: skip
+    )
     assert distance(found, expected) < ROTATION
 
 
 def test_neutral_datasets_are_plain_training(t2i_checkpoint: Path, batch: Batch) -> None:
     neutral = replace(batch, dataset_id="neutral")
     found, plain = (
-        gradients(moved(t2i_checkpoint, *given), neutral) for given in ([Slider(SliderSpec({"old": -1.0}))], [])
+        gradients(moved(t2i_checkpoint, *given), neutral)
+        for given in ([Slider(SliderSpec({"old": -1.0}))], [])
     )
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
@@ -115,7 +126,10 @@ def slider_run(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
         **settings,
     )
     run.write_datasets(
-        [{**DATASETS[0], "id": name, "slider_strength": strength} for name, strength in (("old", 1), ("new", -1))]
+        [
+            {**DATASETS[0], "id": name, "slider_strength": strength}
+            for name, strength in (("old", 1), ("new", -1))
+        ]
         + [{**DATASETS[0], "id": "neutral"}, DATASETS[1]]
     )
     return run
@@ -125,7 +139,9 @@ def slider_run(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
 def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     straight = slider_run(tmp_path / "straight", t2i_checkpoint)
     assert straight.train() == 0
-    broken = straight.stopped(tmp_path / "broken", 2)  # the next batch would be the first neutral one
+    broken = straight.stopped(
+        tmp_path / "broken", 2
+    )  # the next batch would be the first neutral one
     assert broken.train() == 0
     assert_same_run(straight, broken)
     names = load_file(straight.path("output/pytorch_lora_weights.safetensors"))
@@ -136,10 +152,14 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_targets_leave_text_alone(family: str) -> None:
     spec = FAMILIES[family]
-    modules = [name.removesuffix(".weight") for name in spec.cost.of_flavour(spec.flavours[0].name).shapes]
+    modules = [
+        name.removesuffix(".weight") for name in spec.cost.of_flavour(spec.flavours[0].name).shapes
+    ]
     chosen = matching_modules(modules, spec.lora_presets["slider"])
     assert len({name.rsplit(".", 1)[0] for name in chosen}) >= 20
-    assert not any("text" in name or "cross" in name or "attn2" in name or "ff" in name for name in chosen)
+    assert not any(
+        "text" in name or "cross" in name or "attn2" in name or "ff" in name for name in chosen
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +173,11 @@ def test_default_targets_leave_text_alone(family: str) -> None:
             "cannot be combined with lora_init_type pissa",
         ),
         ({}, {"is_regularisation_data": True}, "cannot be combined with is_regularisation_data"),
-        ({"slider_lora_target": True, "peft_lora_target_modules": "all-linear"}, {}, "both choose layers"),
+        (
+            {"slider_lora_target": True, "peft_lora_target_modules": "all-linear"},
+            {},
+            "both choose layers",
+        ),
     ],
 )
 def test_bad_input(
@@ -170,7 +194,9 @@ def test_bad_input(
     assert expected in " ".join((captured.out + captured.err).split())
 
 
-def test_layers_of_a_slider_without_one(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_of_a_slider_without_one(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = "slider_lora_target: is on, but no trained dataset has a slider_strength"
     assert told in warnings(workspace, capsys, "slider_lora_target=true")
     workspace.write_datasets([{**DATASETS[0], "slider_strength": 1}, DATASETS[1]])

@@ -12,7 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+from transformers import (
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+)
 
 from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
@@ -26,18 +31,28 @@ from tests.tools.refusals import complaint, complaints, warnings
 from tests.tools.tiny import build_video_vae, make_checkpoint
 from tests.tools.workspace import Workspace
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2, "image_size": 56}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "mlp_ratio": 2,
+    "image_size": 56,
+}
 SIDE = 70
 
 
 def settings_of(encoder: Path, **more: Any) -> dict[str, Any]:
-    """A run of CREPA on the tiny model, which is steady in length and has a checkpoint in its middle."""
+    """A run of CREPA on the tiny model, which is steady in length and has a checkpoint in its
+    middle.
+    """
     steady = {"max_train_steps": 6, "checkpoint_step_interval": 3, "lr_scheduler": "constant"}
     own = {"crepa_enabled": True, "crepa_block_index": 0, "crepa_encoder_image_size": SIDE}
     return {**steady, **own, "crepa_encoder": str(encoder), **more}
 
 
-@pytest.fixture(scope="module", params=[Dinov2Model, Dinov2WithRegistersModel], ids=["plain", "registers"])
+@pytest.fixture(
+    scope="module", params=[Dinov2Model, Dinov2WithRegistersModel], ids=["plain", "registers"]
+)
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     return request.param(request.param.config_class(**SMALL, patch_size=14)).eval()
@@ -63,16 +78,24 @@ def make_teacher(model: Any, **settings: Any) -> FrameTeacher:
 
 
 def test_it_sees_the_frames_that_meet_latent_frames(model: Any) -> None:
-    """Its features are those of a model called by hand on frames 0, 4 and 8, each cut to the same patches."""
-    own, z = make_teacher(model, crepa_encoder_frames_batch_size=2), torch.randn(16, 3, 12, 8)
+    """Its features are those of a model called by hand on frames 0, 4 and 8, each cut to the same
+    patches.
+    """
+    own = make_teacher(model, crepa_encoder_frames_batch_size=2)
+    z = torch.randn(16, 3, 12, 8)
     with torch.no_grad():
         pixels = own.decoder.decode(z[None])[0]  # 3 9 96 64
         found = own.encode(z)
         assert (found.shape, found.dtype) == ((3, 6, 4, 32), torch.bfloat16)
         pictures = torch.nn.functional.interpolate(
-            pixels[:, [0, 4, 8]].transpose(0, 1) / 2 + 0.5, (6 * 14, 4 * 14), mode="bilinear", antialias=True
+            pixels[:, [0, 4, 8]].transpose(0, 1) / 2 + 0.5,
+            (6 * 14, 4 * 14),
+            mode="bilinear",
+            antialias=True,
         )
-        mean, deviation = (torch.tensor(each).view(3, 1, 1) for each in (teacher.MEAN, teacher.DEVIATION))
+        mean, deviation = (
+            torch.tensor(each).view(3, 1, 1) for each in (teacher.MEAN, teacher.DEVIATION)
+        )
         tokens = model((pictures - mean) / deviation).last_hidden_state[:, -24:]
     assert torch.allclose(found.float(), tokens.unflatten(1, (6, 4)), atol=0.03)
 
@@ -82,14 +105,18 @@ def test_patches_keep_proportions(height: int, width: int) -> None:
     rows, columns = CrepaConfig().patches(height, width)
     assert rows * columns <= 37 * 37
     assert rows * columns > 0.8 * 37 * 37
-    assert rows / columns == pytest.approx(height / width, rel=0.2 if min(rows, columns) < 10 else 0.03)
+    assert rows / columns == pytest.approx(
+        height / width, rel=0.2 if min(rows, columns) < 10 else 0.03
+    )
 
 
 @pytest.mark.parametrize("size", [(12, 8), (9, 16), (6, 6)])
 def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, int]) -> None:
     """Features that are coordinates end up where they belong, whatever the encoder's grid is."""
     own = make_teacher(model)
-    rows, columns = torch.meshgrid(torch.linspace(0.1, 0.9, 5), torch.linspace(0.1, 0.9, 5), indexing="ij")
+    rows, columns = torch.meshgrid(
+        torch.linspace(0.1, 0.9, 5), torch.linspace(0.1, 0.9, 5), indexing="ij"
+    )
     own._features = lambda frames: torch.stack([rows, columns]).expand(len(frames), -1, -1, -1)
     found = own.encode(torch.randn(16, 1, 2 * size[0], 2 * size[1]))[0].float()
     for axis, count in enumerate(size):
@@ -100,20 +127,29 @@ def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, i
 
 
 def torch_hub_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a transformers DINOv2 under torch hub's names, with query, key and value in one matrix."""
+    """The weights of a transformers DINOv2 under torch hub's names, with query, key and value in
+    one matrix.
+    """
     pairs = (
-        ("embeddings.patch_embeddings.projection", "patch_embed.proj"), ("embeddings.position_embeddings", "pos_embed"),
-        ("embeddings.", ""), ("encoder.layer.", "blocks."), ("attention.o_proj", "attn.proj"),
-        ("layer_scale1.lambda1", "ls1.gamma"), ("layer_scale2.lambda1", "ls2.gamma"), ("layernorm.", "norm."),
+        ("embeddings.patch_embeddings.projection", "patch_embed.proj"),
+        ("embeddings.position_embeddings", "pos_embed"),
+        ("embeddings.", ""),
+        ("encoder.layer.", "blocks."),
+        ("attention.o_proj", "attn.proj"),
+        ("layer_scale1.lambda1", "ls1.gamma"),
+        ("layer_scale2.lambda1", "ls2.gamma"),
+        ("layernorm.", "norm."),
         ("mlp.down_proj", "mlp.w3"),
-    )  # fmt: skip
+    )
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         for ours, theirs in pairs:
             name = name.replace(ours, theirs)
         found[name] = weight
-    for parts, whole in ((("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attn.qkv"),
-                         (("mlp.gate_proj", "mlp.up_proj"), "mlp.w12")):  # fmt: skip
+    for parts, whole in (
+        (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attn.qkv"),
+        (("mlp.gate_proj", "mlp.up_proj"), "mlp.w12"),
+    ):
         for name in [name for name in found if parts[0] in name]:
             found[name.replace(parts[0], whole)] = torch.cat(
                 [found.pop(name.replace(parts[0], part)) for part in parts]
@@ -143,7 +179,11 @@ def test_weights_of_torch_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, g
 
 @pytest.mark.slow(4)
 def test_a_run_computes_each_clip_once_and_resumes_exactly(
-    tmp_path: Path, t2v: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    t2v: Path,
+    encoder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = {"decode": 0, "load": 0}
 
@@ -154,9 +194,13 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
 
         return count
 
-    monkeypatch.setattr(HunyuanLatentEncoder, "decode", counted("decode", HunyuanLatentEncoder.decode))
+    monkeypatch.setattr(
+        HunyuanLatentEncoder, "decode", counted("decode", HunyuanLatentEncoder.decode)
+    )
     monkeypatch.setattr(crepa, "load_teacher", counted("load", crepa.load_teacher))
-    runs = [make_workspace(tmp_path / name, t2v, "t2v-lite-sft-5s") for name in ("straight", "live")]
+    runs = [
+        make_workspace(tmp_path / name, t2v, "t2v-lite-sft-5s") for name in ("straight", "live")
+    ]
     for run in runs:
         run.write_config(**settings_of(encoder, crepa_similarity_threshold=0.9))
     runs[1].write_config(crepa_cache="off", crepa_drop_vae_encoder=True)
@@ -173,7 +217,8 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
     assert_same_run(runs[0], broken)
     assert runs[1].train() == 0
     assert calls == {"decode": 6, "load": 1}, "in every step"
-    mine, live = runs[0].metrics(), runs[1].metrics()
+    mine = runs[0].metrics()
+    live = runs[1].metrics()
     assert [each["crepa_alignment_score"] for each in mine] == pytest.approx(
         [each["crepa_alignment_score"] for each in live], abs=1e-4
     )
@@ -185,12 +230,16 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
 
 
 @pytest.mark.slow(1)
-def test_another_encoder_or_size_has_other_features(tmp_path: Path, t2v: Path, encoder: Path) -> None:
+def test_another_encoder_or_size_has_other_features(
+    tmp_path: Path, t2v: Path, encoder: Path
+) -> None:
     run = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     run.write_config(**settings_of(encoder))
     counts: list[Any] = []
     for more in ((), ("crepa_encoder_image_size=84",), ("crepa_lambda=0.1",)):
-        assert run.run("cache", "fill", f"output_dir=run{len(counts)}", "cache_dir=cache", *more) == 0
+        assert (
+            run.run("cache", "fill", f"output_dir=run{len(counts)}", "cache_dir=cache", *more) == 0
+        )
         counts.append(len(list(run.path("cache").rglob("*.zst"))))
     assert [after - before for before, after in itertools.pairwise(counts)] == [3, 0]
 
@@ -212,8 +261,14 @@ def test_sana_video(tmp_path: Path, sana_checkpoint: Path, encoder: Path) -> Non
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"crepa_block_index": 2}, "crepa_block_index: 2 is out of range: the model has 2 blocks, 0 to 1."),
-    ({"crepa_feature_source": "backbone"}, "crepa_teacher_block_index: is not set: a block cannot be its own teacher"),
+    (
+        {"crepa_block_index": 2},
+        "crepa_block_index: 2 is out of range: the model has 2 blocks, 0 to 1.",
+    ),
+    (
+        {"crepa_feature_source": "backbone"},
+        "crepa_teacher_block_index: is not set: a block cannot be its own teacher",
+    ),
     (
         {"crepa_feature_source": "backbone", "crepa_teacher_block_index": 0},
         "crepa_teacher_block_index: 0 is crepa_block_index, too: a block cannot be its own teacher",
@@ -223,20 +278,36 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "crepa_teacher_block_index: 5 is out of range",
     ),
     (
-        {"crepa_feature_source": "encoder", "crepa_use_backbone_features": True, "crepa_teacher_block_index": 1},
+        {
+            "crepa_feature_source": "encoder",
+            "crepa_use_backbone_features": True,
+            "crepa_teacher_block_index": 1,
+        },
         "crepa_feature_source: 'encoder' contradicts crepa_use_backbone_features true",
     ),
-    ({"crepa_encoder": "dinov2_vitx14"}, "crepa_encoder: 'dinov2_vitx14' is neither one of dinov2_vits14,"),
-    ({"crepa_encoder_image_size": 500}, "crepa_encoder_image_size: 500 is not a multiple of 14; the nearest are 490"),
-    ({"crepa_feature_source": "self_flow"}, "crepa_feature_source: 'self_flow' is not available: it needs a moving"),
+    (
+        {"crepa_encoder": "dinov2_vitx14"},
+        "crepa_encoder: 'dinov2_vitx14' is neither one of dinov2_vits14,",
+    ),
+    (
+        {"crepa_encoder_image_size": 500},
+        "crepa_encoder_image_size: 500 is not a multiple of 14; the nearest are 490",
+    ),
+    (
+        {"crepa_feature_source": "self_flow"},
+        "crepa_feature_source: 'self_flow' is not available: it needs a moving",
+    ),
     ({"crepa_self_flow": True}, "crepa_self_flow: is not a key here: Self-Flow is not supported"),
     ({"crepa_use_tae": True}, "crepa_use_tae: is not a key here: no tiny autoencoder decodes"),
-    ({"vae_cache_ondemand": True}, "crepa_cache: 'auto' needs latents that are cached before training; with vae"),
+    (
+        {"vae_cache_ondemand": True},
+        "crepa_cache: 'auto' needs latents that are cached before training; with vae",
+    ),
     (
         {"vae_cache_ondemand": True, "crepa_cache": "off", "crepa_drop_vae_encoder": True},
         "crepa_drop_vae_encoder: with vae_cache_ondemand pictures is encoded during training",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +317,9 @@ def clips(tmp_path_factory: pytest.TempPathFactory, t2v: Path, encoder: Path) ->
     return run
 
 
-@pytest.mark.parametrize(("settings", "told"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("settings", "told"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_what_is_refused(
     clips: Workspace, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], told: str
 ) -> None:
@@ -260,7 +333,10 @@ def test_what_is_refused(
 
 
 def test_an_encoder_that_cannot_be_had(
-    clips: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    clips: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -273,7 +349,9 @@ def test_an_encoder_that_cannot_be_had(
     assert told.endswith("is a 'clip' with patches of 32 px, not a DINOv2 with 14.")
 
 
-def test_auto_needs_room(clips: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_needs_room(
+    clips: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("simpletuner.annexes.fitting.ready.FEATURE_SHARE", 0.0)
     capsys.readouterr()
     assert clips.run("plan") == 0
@@ -283,7 +361,9 @@ def test_auto_needs_room(clips: Workspace, capsys: pytest.CaptureFixture[str], m
     assert "encoding features" not in told
 
 
-def test_details_without_the_switch_are_told(clips: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_details_without_the_switch_are_told(
+    clips: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = warnings(clips, capsys, "crepa_enabled=false")
     assert "crepa_encoder: has no effect without crepa_enabled." in told
     told = warnings(clips, capsys, "crepa_teacher_block_index=1")
@@ -293,11 +373,17 @@ def test_details_without_the_switch_are_told(clips: Workspace, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("spelling", "name"),
     [
-        ("dinov2_vitb14", "dinov2_vitb14"), ("dinov2_vitl14_reg", "dinov2_vitl14_reg"), ("dino_v2_g", "dinov2_vitg14"),
-        ("dinov2_g", "dinov2_vitg14"), ("dinov2-vitg14", "dinov2_vitg14"), ("dino_v2_s", "dinov2_vits14"),
-        ("dinov2_s", "dinov2_vits14"), ("dinov2-vitb14", "dinov2_vitb14"), ("dinov3_s", None),
+        ("dinov2_vitb14", "dinov2_vitb14"),
+        ("dinov2_vitl14_reg", "dinov2_vitl14_reg"),
+        ("dino_v2_g", "dinov2_vitg14"),
+        ("dinov2_g", "dinov2_vitg14"),
+        ("dinov2-vitg14", "dinov2_vitg14"),
+        ("dino_v2_s", "dinov2_vits14"),
+        ("dinov2_s", "dinov2_vits14"),
+        ("dinov2-vitb14", "dinov2_vitb14"),
+        ("dinov3_s", None),
     ],
-)  # fmt: skip
+)
 def test_spellings_of_encoders(spelling: str, name: str | None) -> None:
     assert VisionEncoder(spelling, "crepa_encoder").known == name
     assert name is None or name in ENCODERS

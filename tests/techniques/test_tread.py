@@ -34,7 +34,9 @@ from tests.tools.families import CPU, make_adapter
 from tests.tools.tiny import make_checkpoint
 from tests.tools.tolerances import ROTATION, distance
 
-BLOCKS, SIDE, TOKENS = 5, 16, 64
+BLOCKS = 5
+SIDE = 16
+TOKENS = 64
 CAPTIONS = ["a star", "two blue circles"]
 ROUTES = [Route(0.5, 1, 2), Route(0.75, 3, -2)]  # the second is one block
 PLACE = Place(seed=3, global_step=4, micro_step=1, slots=range(2), group=2)
@@ -51,7 +53,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def nabla(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A video checkpoint with block-sparse attention."""
-    return make_checkpoint(tmp_path_factory.mktemp("nabla"), "t2v", nabla=True, visual_blocks=BLOCKS)
+    return make_checkpoint(
+        tmp_path_factory.mktemp("nabla"), "t2v", nabla=True, visual_blocks=BLOCKS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,26 +76,44 @@ def load_nabla(checkpoint: Path) -> tuple[Any, Any, NoisyBatch]:
     return adapter, adapter.load_transformer(torch.float32), noisy_of(Batch(latents, embeds, ["x"]))
 
 
-def loss_and_gradients(adapter: Any, transformer: Any, noisy: NoisyBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_gradients(
+    adapter: Any, transformer: Any, noisy: NoisyBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
     transformer.zero_grad()
     prediction = adapter.predict(transformer, noisy)
     (prediction - noisy.target).square().mean().backward()
-    found = {name: each.grad.clone() for name, each in transformer.named_parameters() if each.grad is not None}
-    assert sum(gradient.abs().max() > 1e-6 for gradient in found.values()) > 100, "gradients of zero show nothing"
+    found = {
+        name: each.grad.clone()
+        for name, each in transformer.named_parameters()
+        if each.grad is not None
+    }
+    assert sum(gradient.abs().max() > 1e-6 for gradient in found.values()) > 100, (
+        "gradients of zero show nothing"
+    )
     return prediction.detach(), found
 
 
-def assert_close(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
-    """Not bit for bit: rotation rounds to bfloat16, which lifts a last bit of another matrix product now and then."""
+def assert_close(
+    one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    """Not bit for bit: rotation rounds to bfloat16, which lifts a last bit of another matrix
+    product now and then.
+    """
     assert distance({"": one[0]}, {"": other[0]}) < ROTATION
     assert distance(one[1], other[1]) < ROTATION
 
 
 class Plainly:
-    """The same routes written out: the tokens go through the blocks one sample at a time, nothing is hooked."""
+    """The same routes written out: the tokens go through the blocks one sample at a time, nothing
+    is hooked.
+    """
 
-    def __init__(self, blocks: Blocks, kept: Callable[[int], Tensor | None], edges: list[tuple[int, int]]) -> None:
-        self.forwards, self.kept, self.edges = [block.forward for block in blocks], kept, edges
+    def __init__(
+        self, blocks: Blocks, kept: Callable[[int], Tensor | None], edges: list[tuple[int, int]]
+    ) -> None:
+        self.forwards = [block.forward for block in blocks]
+        self.kept = kept
+        self.edges = edges
         for number, block in enumerate(blocks):
             block.forward = partial(self.run, number)
 
@@ -99,12 +121,16 @@ class Plainly:
         """The first block of a route runs all of them, the others nothing."""
         for first, last in self.edges:
             if number == first:
-                return torch.cat([self.route(one, tokens, rest, first, last) for one in range(len(tokens))])
+                return torch.cat(
+                    [self.route(one, tokens, rest, first, last) for one in range(len(tokens))]
+                )
             if first < number <= last:
                 return tokens
         return self.forwards[number](tokens, *rest)
 
-    def route(self, sample: int, tokens: Tensor, rest: tuple[Any, ...], first: int, last: int) -> Tensor:
+    def route(
+        self, sample: int, tokens: Tensor, rest: tuple[Any, ...], first: int, last: int
+    ) -> Tensor:
         kept = self.kept(first)
         assert kept is not None
         text, time, rope, params = rest
@@ -115,7 +141,11 @@ class Plainly:
         through = tokens[sample : sample + 1, mine]
         for forward in self.forwards[first : last + 1]:
             through = forward(
-                through, text[sample : sample + 1], time[sample : sample + 1], rope[sample : sample + 1, mine], params
+                through,
+                text[sample : sample + 1],
+                time[sample : sample + 1],
+                rope[sample : sample + 1, mine],
+                params,
             )
         after = tokens[sample : sample + 1].clone()
         after[:, mine] = through
@@ -124,20 +154,27 @@ class Plainly:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_routes_are_what_they_say(deep: Path, batch: Batch, checkpointing: bool) -> None:
-    alike = replace(batch, embeds=[batch.embeds[0]] * 2)  # without padding, which single samples would not have
-    adapter, tread = make_adapter(deep), Tread(TreadSpec(ROUTES))
+    alike = replace(
+        batch, embeds=[batch.embeds[0]] * 2
+    )  # without padding, which single samples would not have
+    adapter = make_adapter(deep)
+    tread = Tread(TreadSpec(ROUTES))
     transformer: Any = adapter.load_transformer(torch.float32)
     tread.attach(make_site(adapter, transformer))
     if checkpointing:
         layout = adapter.block_layout(transformer)
-        enable_checkpointing(transformer, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False)
+        enable_checkpointing(
+            transformer, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False
+        )
     noisy = tread.before_forward(noisy_of(alike), no_forward)
     routed = loss_and_gradients(adapter, transformer, noisy)
     other: Any = adapter.load_transformer(torch.float32)
     Plainly(list(other.visual_transformer_blocks), tread.kept_tokens, [(1, 2), (3, 3)])
     assert_close(routed, loss_and_gradients(adapter, other, noisy))
     with torch.no_grad():
-        assert not torch.allclose(routed[0], adapter.predict(transformer, noisy), atol=1e-3), "the routes did nothing"
+        assert not torch.allclose(routed[0], adapter.predict(transformer, noisy), atol=1e-3), (
+            "the routes did nothing"
+        )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -147,7 +184,9 @@ def test_block_sparse_models_lose_whole_tiles(nabla: Path, checkpointing: bool) 
     tread.attach(make_site(adapter, transformer))
     if checkpointing:
         layout = adapter.block_layout(transformer)
-        enable_checkpointing(transformer, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False)
+        enable_checkpointing(
+            transformer, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False
+        )
     tread.before_forward(noisy, no_forward)
     kept = tread.kept_tokens(1)
     assert kept is not None
@@ -188,8 +227,10 @@ def test_blocks_of_a_route_see_fewer_tokens(deep: Path, batch: Batch) -> None:
 
 
 def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
-    adapter, tread = make_adapter(deep), Tread(TreadSpec(ROUTES))
-    transformer, noisy = adapter.load_transformer(torch.float32), noisy_of(batch)
+    adapter = make_adapter(deep)
+    tread = Tread(TreadSpec(ROUTES))
+    transformer = adapter.load_transformer(torch.float32)
+    noisy = noisy_of(batch)
     with torch.no_grad():
         plain = adapter.predict(transformer, noisy)
     tread.attach(make_site(adapter, transformer))
@@ -198,7 +239,9 @@ def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
         assert torch.equal(plain, adapter.predict(transformer, noisy))
     routed, _ = loss_and_gradients(adapter, transformer, noisy)
     assert not torch.equal(plain, routed)
-    assert not any(window._all_tokens.requires_grad for window in tread._windows), "nothing keeps the graph alive"
+    assert not any(window._all_tokens.requires_grad for window in tread._windows), (
+        "nothing keeps the graph alive"
+    )
     with torch.no_grad():
         assert torch.equal(plain, adapter.predict(transformer, noisy))
 
@@ -222,7 +265,9 @@ def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Ba
 @pytest.mark.slow(1)
 def test_compiled_blocks(deep: Path, batch: Batch) -> None:
     torch.compiler.reset()
-    adapter, results, graphs = make_adapter(deep), [], []
+    adapter = make_adapter(deep)
+    results = []
+    graphs = []
 
     def count(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -236,7 +281,9 @@ def test_compiled_blocks(deep: Path, batch: Batch) -> None:
         tread = Tread(TreadSpec(ROUTES))
         tread.attach(make_site(adapter, transformer))
         for global_step in range(3):
-            noisy = tread.before_forward(noisy_of(batch, replace(PLACE, global_step=global_step)), no_forward)
+            noisy = tread.before_forward(
+                noisy_of(batch, replace(PLACE, global_step=global_step)), no_forward
+            )
             found = loss_and_gradients(adapter, transformer, noisy)
         results.append(found)
     assert_close(*results)
@@ -244,7 +291,8 @@ def test_compiled_blocks(deep: Path, batch: Batch) -> None:
 
 
 def test_kept_tokens_follow_from_the_place_in_the_run(deep: Path, batch: Batch) -> None:
-    adapter, tread = make_adapter(deep), Tread(TreadSpec(ROUTES))
+    adapter = make_adapter(deep)
+    tread = Tread(TreadSpec(ROUTES))
     tread.attach(make_site(adapter, adapter.load_transformer(torch.float32)))
 
     def kept(place: Place, block: int = 1) -> Tensor:
@@ -287,14 +335,21 @@ def test_protected_tokens_are_kept() -> None:
     assert kept[1].tolist() == list(range(8))
 
 
-@pytest.mark.parametrize(("share", "ratio", "count"), [(1, 0.75, 16), (1, 0.95, 8), (0, 0.75, 16), (0, 0.95, 3)])
-def test_what_the_loss_mask_shows_is_kept(deep: Path, batch: Batch, share: float, ratio: float, count: int) -> None:
-    """Unless masks do not count in this batch; in place of others, then beyond the share that is kept."""
+@pytest.mark.parametrize(
+    ("share", "ratio", "count"), [(1, 0.75, 16), (1, 0.95, 8), (0, 0.75, 16), (0, 0.95, 3)]
+)
+def test_what_the_loss_mask_shows_is_kept(
+    deep: Path, batch: Batch, share: float, ratio: float, count: int
+) -> None:
+    """Unless masks do not count in this batch; in place of others, then beyond the share that is
+    kept.
+    """
     mask = torch.zeros(2, 1, 1, SIDE, SIDE)
     mask[0, ..., 3, 5] = 1  # in the token of row 1 and column 2
     mask[1, ..., 6:8, :] = 0.7  # the tokens of row 3
     mask[1, ..., 0, 0] = 0.4
-    adapter, tread = make_adapter(deep), Tread(TreadSpec([Route(ratio, 0, 1)]))
+    adapter = make_adapter(deep)
+    tread = Tread(TreadSpec([Route(ratio, 0, 1)]))
     tread.attach(make_site(adapter, adapter.load_transformer(torch.float32)))
     masked = MaskedLoss(MaskedLossSpec(MaskedLossConfig(masked_loss_probability=share)))
     shown = []
@@ -317,7 +372,9 @@ def test_the_given_first_frame_is_kept(nabla: Path, frames: int) -> None:
     clip = Batch(latents, [], ["x"], condition=latents[:, :, :1])
     seen = set()
     for number in range(10):
-        tread.before_forward(hold_first_frame(noisy_of(clip, replace(PLACE, global_step=number))), no_forward)
+        tread.before_forward(
+            hold_first_frame(noisy_of(clip, replace(PLACE, global_step=number))), no_forward
+        )
         kept = tread.kept_tokens(0)
         assert kept is not None
         assert kept.shape == (1, frames * 256 // 2)

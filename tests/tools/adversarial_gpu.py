@@ -1,11 +1,14 @@
-"""A GPU that lies: its streams lag as far behind as waits allow, and memory holds NaN as soon as it is freed.
+"""A GPU that lies: its streams lag as far behind as waits allow, and memory holds NaN as soon as it
+is freed.
 
-A program runs once on the CPU, where everything is on time, and is noted as steps of actors: streams, and threads of
-the host. A step needs other actors to have come so far; the rest is left to chance. `play` repeats the steps on other
-memory, in an order drawn from a seed, and compares what each step leaves with what it left at first. It can ignore a
-call that orders steps, to see whether that call is needed.
+A program runs once on the CPU, where everything is on time, and is noted as steps of actors:
+streams, and threads of the host. A step needs other actors to have come so far; the rest is left to
+chance. `play` repeats the steps on other memory, in an order drawn from a seed, and compares what
+each step leaves with what it left at first. It can ignore a call that orders steps, to see whether
+that call is needed.
 
-Tensors of the device are tensors of the CPU whose memory is known here: without a GPU they cannot say otherwise.
+Tensors of the device are tensors of the CPU whose memory is known here: without a GPU they cannot
+say otherwise.
 """
 
 from __future__ import annotations
@@ -77,7 +80,9 @@ class Actor:
     """A stream, or a thread of the host: it takes its steps in their order."""
 
     gpu: LyingGpu
-    steps: list[tuple[Callable[[], None] | None, tuple[Event, ...]]] = field(default_factory=list, repr=False)
+    steps: list[tuple[Callable[[], None] | None, tuple[Event, ...]]] = field(
+        default_factory=list, repr=False
+    )
 
     def __post_init__(self) -> None:
         self.gpu.actors.append(self)
@@ -113,11 +118,15 @@ class Memory:
         first: its bytes at the beginning; None if they mean nothing.
         last: its bytes at the end; None if it is freed before.
         is_late: until `home` gets to the allocation, it is that of somebody else.
-        users: streams and threads that keep it from somebody else when it is freed, and the calls that say so.
+        users: streams and threads that keep it from somebody else when it is freed, and the calls
+            that say so.
     """
 
     def __init__(self, home: Actor | None, nbytes: int, first: Tensor | None) -> None:
-        self.home, self.first, self.is_freed, self.is_late = home, first, False, False
+        self.home = home
+        self.first = first
+        self.is_freed = False
+        self.is_late = False
         self.bytes = torch.empty(nbytes, dtype=torch.uint8)
         self.last: Tensor | None = None
         self.users: dict[Actor, str] = {}
@@ -133,7 +142,9 @@ class Memory:
     def view(self, tensor: Tensor) -> Tensor:
         """The place of a tensor."""
         place = torch.empty(0, dtype=tensor.dtype)
-        return place.set_(self.bytes.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        return place.set_(
+            self.bytes.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
 
 class LyingGpu(TorchDispatchMode):
@@ -181,7 +192,8 @@ class LyingGpu(TorchDispatchMode):
     @contextmanager
     def in_thread(self, thread: Actor) -> Iterator[None]:
         """A context of what another thread of the host does from now on."""
-        caller, self.host = self.host, thread
+        caller = self.host
+        self.host = thread
         thread.add(None, caller.now())
         yield
         self.host = caller
@@ -196,7 +208,8 @@ class LyingGpu(TorchDispatchMode):
             memory.free() if memory.is_late else memory.begin()
         chance = random.Random(seed)
         restlessness = chance.choice((0.003, 0.03, 0.3))
-        waiting, taken = [*self.actors], dict.fromkeys(self.actors, 0)
+        waiting = [*self.actors]
+        taken = dict.fromkeys(self.actors, 0)
         chance.shuffle(waiting)
 
         def is_ready(actor: Actor) -> bool:
@@ -217,7 +230,9 @@ class LyingGpu(TorchDispatchMode):
                 if memory.last is not None and not torch.equal(memory.bytes, memory.last):
                     raise Violation("memory differs at the end")
         except (Violation, StopIteration, RuntimeError, IndexError) as error:
-            raise Violation(f"seed {seed}{'' if without is None else f' without {without}'}: {error!r}") from error
+            raise Violation(
+                f"seed {seed}{'' if without is None else f' without {without}'}: {error!r}"
+            ) from error
 
     def site(self, call: str) -> str:
         """What calls something, in the file of the package that does."""
@@ -226,7 +241,8 @@ class LyingGpu(TorchDispatchMode):
             frame = frame.f_back
         if frame is None:
             return call  # of a test
-        names, file = list[str](), frame.f_code.co_filename
+        names: list[str] = []
+        file = frame.f_code.co_filename
         while frame.f_code.co_filename == file:
             names.append(frame.f_code.co_name)
             frame = frame.f_back
@@ -236,21 +252,30 @@ class LyingGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        target, is_pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
+        target = kwargs.get("device")
+        is_pinned = kwargs.pop("pin_memory", False)
         if target == GPU:
             kwargs["device"] = "cpu"
-        known = [memory for each in tree_leaves((args, kwargs)) if (memory := _memory(each)) is not None]
+        known = [
+            memory for each in tree_leaves((args, kwargs)) if (memory := _memory(each)) is not None
+        ]
         on_device = target == GPU or any(memory.home for memory in known)
         if not on_device and not known:  # no stream has used it yet
             found = func(*args, **kwargs)
             return _pinned(found) if is_pinned else found
         if "empty" in func.name():
             found = func(*args, **kwargs)
-            return self._allocate(found, self.stream if on_device else None) if target in (None, GPU) else found
+            return (
+                self._allocate(found, self.stream if on_device else None)
+                if target in (None, GPU)
+                else found
+            )
         if func is ATEN._to_copy.default and target == GPU:
             room = torch.empty_like(args[0], dtype=kwargs.get("dtype"))
             self._allocate(room, self.stream)
-            func, args, kwargs = ATEN.copy_.default, (room, args[0], kwargs.get("non_blocking", False)), {}
+            func = ATEN.copy_.default
+            args = (room, args[0], kwargs.get("non_blocking", False))
+            kwargs = {}
         return self._note(func, args, kwargs, on_device=on_device)
 
     def _note(self, func: Any, args: Any, kwargs: Any, *, on_device: bool) -> Any:
@@ -272,10 +297,16 @@ class LyingGpu(TorchDispatchMode):
         places, more = tree_map_only(Tensor, place, (args, kwargs))
         found = func(*args, **kwargs)
         results = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-        if results and not func._schema.is_mutable and all(_memory(each) is not None for each in results):
+        if (
+            results
+            and not func._schema.is_mutable
+            and all(_memory(each) is not None for each in results)
+        ):
             return found  # a view
         touched += (_memory(each) or self._know(each, stream) for each in results)
-        outputs = [(touched[n - len(results)].view(each), each.clone()) for n, each in enumerate(results)]
+        outputs = [
+            (touched[n - len(results)].view(each), each.clone()) for n, each in enumerate(results)
+        ]
         act = partial(_repeat, func, places, more, touched, outputs)
         if self.host is not self.main:  # another thread keeps what it works on
             for memory in touched:
@@ -327,7 +358,9 @@ class LyingGpu(TorchDispatchMode):
         return tensor
 
     def _free(self, memory: Memory) -> None:
-        """The next owner may write to it in the order of its stream, or when those who use it are done."""
+        """The next owner may write to it in the order of its stream, or when those who use it are
+        done.
+        """
         if self._storages.pop(memory, None) is None:  # not in the context of the recording
             return
         owner = memory.home or self.host
@@ -339,7 +372,9 @@ class LyingGpu(TorchDispatchMode):
 
     def _is_locked(self, tensor: Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
-        return "is_pinned" in _notes(tensor) or any(each <= address < each + n for each, n in self._locked.items())
+        return "is_pinned" in _notes(tensor) or any(
+            each <= address < each + n for each, n in self._locked.items()
+        )
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         memory = _memory(tensor)
@@ -351,7 +386,8 @@ class LyingGpu(TorchDispatchMode):
 
     @contextmanager
     def _on(self, stream: Actor) -> Iterator[None]:
-        before, self.stream = self.stream, stream
+        before = self.stream
+        self.stream = stream
         yield
         self.stream = before
 
@@ -373,7 +409,11 @@ class LyingGpu(TorchDispatchMode):
 
 
 def _repeat(
-    func: Any, args: Any, kwargs: Any, touched: Sequence[Memory], outputs: Sequence[tuple[Tensor, Tensor]]
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    touched: Sequence[Memory],
+    outputs: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
     """Do something again; `outputs` are the places of its results, and what they were at first."""
     if any(memory.is_freed for memory in touched):
@@ -404,6 +444,8 @@ def _spoil(tensor: Tensor) -> None:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A tensor of torch's page-locked memory, which is used again only after the copies that use it."""
+    """A tensor of torch's page-locked memory, which is used again only after the copies that use
+    it.
+    """
     _notes(tensor)["is_pinned"] = True
     return tensor

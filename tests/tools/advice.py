@@ -13,8 +13,11 @@ from simpletuner.errors import Problem
 Settings = Mapping[str, Any]
 Options = Mapping[str, Option]
 Judge = Callable[[Settings], list[Problem]]
-# Clauses that propose something: "use bf16", "set offload auto", "needs model_type lora", "leave it out".
-PROPOSAL = re.compile(r"\b(?:use|set it to|set|needs|it must be|the nearest supported value is) ", re.IGNORECASE)
+# Clauses that propose something: "use bf16", "set offload auto", "needs model_type lora", "leave it
+# out".
+PROPOSAL = re.compile(
+    r"\b(?:use|set it to|set|needs|it must be|the nearest supported value is) ", re.IGNORECASE
+)
 SENTENCE = re.compile(r"[.;:] |\.$")
 OMISSION = re.compile(r"\bleave it out\b|\bremove it\b", re.IGNORECASE)
 MOST_CHOICES = 8  # combinations of alternatives that are tried in a round
@@ -22,7 +25,8 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
 
 
 def proposals(problem: Problem, options: Options) -> list[dict[str, Any]]:
-    """The changes that solve a problem according to its remedy and its words, each an alternative to the others.
+    """The changes that solve a problem according to its remedy and its words, each an alternative
+    to the others.
 
     A key with the value None is to be left out.
     """
@@ -45,7 +49,9 @@ def proposals(problem: Problem, options: Options) -> list[dict[str, Any]]:
 
 
 def _setting(words: str, where: str, options: Options) -> dict[str, Any]:
-    """The setting at the start of a clause: `KEY VALUE`, a bare flag, or a value of the key that is wrong."""
+    """The setting at the start of a clause: `KEY VALUE`, a bare flag, or a value of the key that is
+    wrong.
+    """
     first, _, rest = PROPOSAL.sub("", words).strip().partition(" ")
     first = first.strip("'`,.;")
     second = rest.partition(" ")[0].strip("'`,.;")
@@ -66,14 +72,21 @@ def _value(option: Option, written: str) -> Any:
     return written if is_valid else None
 
 
-def refused_next(settings: Settings, problems: Sequence[Problem], judge: Judge, options: Options) -> Iterator[str]:
-    """Every proposal that is refused: it solves nothing, or leads to a problem that was not reported before."""
+def refused_next(
+    settings: Settings, problems: Sequence[Problem], judge: Judge, options: Options
+) -> Iterator[str]:
+    """Every proposal that is refused: it solves nothing, or leads to a problem that was not
+    reported before.
+    """
     known = {in_general(problem) for problem in problems}
     for problem in problems:
         for change in proposals(problem, options):
             for remaining in judge(changed(settings, change)):
                 if remaining == problem or in_general(remaining) not in known:
-                    yield f"{dict(settings)}\n  {problem}\n  followed with {change}, then:\n  {remaining}"
+                    yield (
+                        f"{dict(settings)}\n  {problem}\n  followed with {change}, then:\n  "
+                        f"{remaining}"
+                    )
 
 
 def changed(settings: Settings, change: Settings) -> dict[str, Any]:
@@ -87,11 +100,14 @@ def in_general(problem: Problem) -> str:
 
 
 def comes_to_an_end(settings: Settings, judge: Judge, options: Options, rounds: int) -> bool:
-    """Whether somebody who follows one proposal for every problem, again and again, gets rid of all of them.
+    """Whether somebody who follows one proposal for every problem, again and again, gets rid of all
+    of them.
 
     Of several alternatives, it is enough that one leads there; none may lead in a circle only.
     """
-    alternatives = [changes for problem in judge(settings) if (changes := proposals(problem, options))]
+    alternatives = [
+        changes for problem in judge(settings) if (changes := proposals(problem, options))
+    ]
     if not alternatives:
         return True
     for choice in islice(product(*alternatives), MOST_CHOICES) if rounds else ():

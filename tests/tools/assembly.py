@@ -31,7 +31,9 @@ def make_assembly(checkpoint: Path, *techniques: Technique, **settings: Any) -> 
     config = make_config(checkpoint, **settings)
     targets = ["to_query", "to_key", "to_value"]
     intent = TrainingSpec(lora_targets=targets, seed=3, total_steps=10, learning_rate=1e-2)
-    assembly = assemble(assembly_settings(config, intent), make_adapter(checkpoint), techniques, make_accelerator())
+    assembly = assemble(
+        assembly_settings(config, intent), make_adapter(checkpoint), techniques, make_accelerator()
+    )
     assembly.transformer.train()
     return assembly
 
@@ -53,7 +55,9 @@ def make_site(adapter: FamilyAdapter, transformer: nn.Module, *others: Technique
     layout = adapter.block_layout(transformer)
     hidden = HiddenStates(layout)
     load_vae = partial(adapter.load_latent_encoder, CPU, torch.float32)
-    return Site(adapter, transformer, layout, CPU, torch.float32, others, nullcontext, hidden, load_vae)
+    return Site(
+        adapter, transformer, layout, CPU, torch.float32, others, nullcontext, hidden, load_vae
+    )
 
 
 def no_forward(noisy: NoisyBatch) -> Tensor:
@@ -64,7 +68,9 @@ def no_forward(noisy: NoisyBatch) -> Tensor:
 def make_batch(checkpoint: Path, captions: list[str], side: int = 4) -> Batch:
     """Random latents of a square with the embeddings of some captions."""
     embeds = deepcopy(_encoded(checkpoint, tuple(captions)))
-    latents = torch.randn(len(captions), 16, 1, side, side, generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(
+        len(captions), 16, 1, side, side, generator=torch.Generator().manual_seed(0)
+    )
     return Batch(latents, embeds, [f"d/{index}" for index in range(len(captions))])
 
 
@@ -77,7 +83,9 @@ def _encoded(checkpoint: Path, captions: tuple[str, ...]) -> list[TextEmbeds]:
 
 def fixed_noise(batch: Batch) -> NoisyBatch:
     """The batch at a noise level and with noise that depend on each sample alone."""
-    noise = torch.cat([torch.randn(one[None].shape, generator=_generator(one)) for one in batch.latents])
+    noise = torch.cat(
+        [torch.randn(one[None].shape, generator=_generator(one)) for one in batch.latents]
+    )
     sigmas = torch.cat([torch.rand(1, generator=_generator(one)) for one in batch.latents])
     return make_noisy(batch, sigmas, noise)
 

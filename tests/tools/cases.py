@@ -11,4 +11,7 @@ import pytest
 def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
     """The first cases always; the others, which repeat their promise, only with --all."""
     every = list(cases)
-    return [*every[:count], *(pytest.param(case, marks=pytest.mark.thorough) for case in every[count:])]
+    return [
+        *every[:count],
+        *(pytest.param(case, marks=pytest.mark.thorough) for case in every[count:]),
+    ]

@@ -1,7 +1,8 @@
 """Clips as people have them, whole and broken, made on the fly.
 
-Every whole clip shows the scene of `tests.tools.pictures` for two seconds with a grey block in the middle whose
-brightness tells the time at which the frame was filmed, so that a test sees rotation, colour and the moment at once.
+Every whole clip shows the scene of `tests.tools.pictures` for two seconds with a grey block in the
+middle whose brightness tells the time at which the frame was filmed, so that a test sees rotation,
+colour and the moment at once.
 """
 
 from __future__ import annotations
@@ -24,11 +25,20 @@ from simpletuner.data.clips import frames_of, probe_clip
 from tests.tools import pictures
 from tests.tools.pictures import RED, Writer
 
-WIDTH, HEIGHT = 96, 64
-SECONDS, RATE = 2, 24
+WIDTH = 96
+HEIGHT = 64
+SECONDS = 2
+RATE = 24
 # Brightness at time 0, and how much it grows in a second.
-DARK, GROWTH = 50, 80
-CODECS = {".webm": "libvpx-vp9", ".flv": "flv", ".wmv": "wmv2", ".mpg": "mpeg2video", ".mpeg": "mpeg2video"}
+DARK = 50
+GROWTH = 80
+CODECS = {
+    ".webm": "libvpx-vp9",
+    ".flv": "flv",
+    ".wmv": "wmv2",
+    ".mpg": "mpeg2video",
+    ".mpeg": "mpeg2video",
+}
 CONSTANT_QUALITY = ("libx264", "libx265", "libsvtav1")
 UNEVEN = tuple(sorted({*np.arange(0, 1, 1 / 30).round(3), *np.arange(1, SECONDS, 1 / 10).round(3)}))
 
@@ -37,7 +47,9 @@ def filmed(time: float, size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
     """What is seen at a time in seconds, `H W 3`."""
     pixels = np.array(pictures.scene(*size))
     width, height = size
-    pixels[height * 3 // 8 : height * 5 // 8, width * 3 // 8 : width * 5 // 8] = min(255, DARK + round(time * GROWTH))
+    pixels[height * 3 // 8 : height * 5 // 8, width * 3 // 8 : width * 5 // 8] = min(
+        255, DARK + round(time * GROWTH)
+    )
     return pixels
 
 
@@ -75,17 +87,26 @@ class Clip:
     def write(self, path: Path) -> None:
         """Write it in the format that the path's ending names.
 
-        A thread does, and ends: for root, libsvtav1 gives its caller real-time priority, and everything else on that
-        core would wait for the rest of the tests.
+        A thread does, and ends: for root, libsvtav1 gives its caller real-time priority, and
+        everything else on that core would wait for the rest of the tests.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(1) as encoder, av.open(str(path), "w", options=self.container) as container:
-            encoder.submit(self._fill, container, self.codec or CODECS.get(path.suffix.lower(), "libx264")).result()
+        with (
+            ThreadPoolExecutor(1) as encoder,
+            av.open(str(path), "w", options=self.container) as container,
+        ):
+            encoder.submit(
+                self._fill, container, self.codec or CODECS.get(path.suffix.lower(), "libx264")
+            ).result()
 
     def write_live(self, path: Path) -> None:
-        """Write it as a stream that cannot go back: no length in the header, no index at the end."""
+        """Write it as a stream that cannot go back: no length in the header, no index at the
+        end.
+        """
         memory = _OneWay()
-        with av.open(memory, "w", format="matroska" if path.suffix == ".mkv" else "webm") as container:
+        with av.open(
+            memory, "w", format="matroska" if path.suffix == ".mkv" else "webm"
+        ) as container:
             self._fill(container, self.codec or CODECS.get(path.suffix.lower(), "libx264"))
         path.write_bytes(memory.content)
 
@@ -93,7 +114,9 @@ class Clip:
         options = {"crf": "4", "g": "12", **self.codec_options}
         if codec == "libx265":
             options["x265-params"] = "log-level=none"
-        stream = container.add_stream(codec, rate=Fraction(self.rate).limit_denominator(1001), options=options)
+        stream = container.add_stream(
+            codec, rate=Fraction(self.rate).limit_denominator(1001), options=options
+        )
         turned = self.turned % 180 != 0
         stream.width, stream.height = self.size[::-1] if turned else self.size
         stream.pix_fmt = self.pixel_format
@@ -105,12 +128,15 @@ class Clip:
             stream.set_display_rotation(self.turned)
         unit = Fraction(1, 1000) if self.times else 1 / Fraction(self.rate).limit_denominator(1001)
         stream.codec_context.time_base = unit
-        times = self.times or [index / self.rate for index in range(round(self.seconds * self.rate))]
+        times = self.times or [
+            index / self.rate for index in range(round(self.seconds * self.rate))
+        ]
         origin = times[0] if self.origin is None else self.origin
         for time in times:
             pixels = np.rot90(filmed(time - origin, self.size), -self.turned // 90)
             frame = VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
-            frame.pts, frame.time_base = round(time / unit), unit
+            frame.pts = round(time / unit)
+            frame.time_base = unit
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
 
@@ -135,16 +161,22 @@ def write_clip(path: Path, **changes: object) -> None:
 
 
 def cut_by_edit_list(path: Path) -> None:
-    """What a phone's trimming leaves: frames before the first that is shown, and a note to hide them."""
+    """What a phone's trimming leaves: frames before the first that is shown, and a note to hide
+    them.
+    """
     whole = path.with_name("whole.mp4")
-    replace(Clip(), seconds=SECONDS + 0.25, origin=0.25, codec_options={"g": "12", "bf": "0"}).write(whole)
+    replace(
+        Clip(), seconds=SECONDS + 0.25, origin=0.25, codec_options={"g": "12", "bf": "0"}
+    ).write(whole)
     with av.open(str(whole)) as source, av.open(str(path), "w") as target:
         stream = target.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(video=0):
             if packet.pts is None or packet.dts is None:
                 continue
             shift = round(Fraction(1, 4) / packet.time_base)
-            packet.pts, packet.dts, packet.stream = packet.pts - shift, packet.dts - shift, stream
+            packet.pts = packet.pts - shift
+            packet.dts = packet.dts - shift
+            packet.stream = stream
             target.mux(packet)
     whole.unlink()
 
@@ -155,7 +187,9 @@ def with_sound(path: Path) -> None:
     with av.open(str(path), "w") as container:
         sound = container.add_stream("aac", rate=16000)
         clip._fill(container, "libx264")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000 * 3), dtype=np.float32), format="fltp", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 16000 * 3), dtype=np.float32), format="fltp", layout="mono"
+        )
         frame.sample_rate = 16000
         container.mux(sound.encode(frame))
         container.mux(sound.encode(None))
@@ -165,7 +199,9 @@ def only_sound(path: Path) -> None:
     """A voice memo."""
     with av.open(str(path), "w") as container:
         sound = container.add_stream("aac", rate=16000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), dtype=np.float32), format="fltp", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 16000), dtype=np.float32), format="fltp", layout="mono"
+        )
         frame.sample_rate = 16000
         container.mux(sound.encode(frame))
         container.mux(sound.encode(None))
@@ -193,8 +229,12 @@ def animated(path: Path) -> None:
     first.save(path, save_all=True, append_images=others, duration=50, loop=0)
 
 
-def write_interlaced(path: Path, codec: str, size: tuple[int, int] = (WIDTH, HEIGHT), **options: str) -> None:
-    """A bar that moves by four pixels from field to field; two fields are the even and odd rows of a frame."""
+def write_interlaced(
+    path: Path, codec: str, size: tuple[int, int] = (WIDTH, HEIGHT), **options: str
+) -> None:
+    """A bar that moves by four pixels from field to field; two fields are the even and odd rows of
+    a frame.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25, options={"flags": "+ilme+ildct", **options})
@@ -207,7 +247,8 @@ def write_interlaced(path: Path, codec: str, size: tuple[int, int] = (WIDTH, HEI
                 left = 4 * ((2 * index + field_number) % 20)
                 pixels[field_number::2, left : left + 12] = 255
             frame = VideoFrame.from_ndarray(pixels, format="rgb24")
-            frame.pts, frame.time_base = index, Fraction(1, 25)
+            frame.pts = index
+            frame.time_base = Fraction(1, 25)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
 
@@ -242,7 +283,9 @@ def write_transparent(path: Path) -> None:
         pixels[:, number * WIDTH // 3 : (number + 1) * WIDTH // 3, 3] = opacity
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=24, options={"crf": "4", "auto-alt-ref": "0"})
-        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, pixel_format
+        stream.width = WIDTH
+        stream.height = HEIGHT
+        stream.pix_fmt = pixel_format
         stream.codec_context.bit_rate = 4_000_000
         if path.suffix == ".webm":
             stream.metadata["alpha_mode"] = "1"
@@ -327,7 +370,8 @@ def with_comment(path: Path) -> None:
     """A GIF with a delay and a comment behind its last frame."""
     animated(path)
     content = path.read_bytes()
-    delay, comment = b"\x21\xf9\x04\0\x64\0\0\0", b"\x21\xfe\x05hello\0"
+    delay = b"\x21\xf9\x04\0\x64\0\0\0"
+    comment = b"\x21\xfe\x05hello\0"
     path.write_bytes(content[:-1] + delay + comment + content[-1:])
 
 
@@ -347,7 +391,8 @@ def _clip(**changes: object) -> Writer:
     return lambda path: write_clip(path, **changes)
 
 
-# Each shows the usual scene at WIDTH x HEIGHT for SECONDS seconds; only sizes and rates of storage differ.
+# Each shows the usual scene at WIDTH x HEIGHT for SECONDS seconds; only sizes and rates of storage
+# differ.
 WHOLE: dict[str, Writer] = {
     "h264.mp4": _clip(),
     "H264.MOV": _clip(),
@@ -390,7 +435,8 @@ WHOLE: dict[str, Writer] = {
 }
 
 
-# The nine numbers of a display matrix, in their fixed point, that say more than a quarter turn does.
+# The nine numbers of a display matrix, in their fixed point, that say more than a quarter turn
+# does.
 MIRRORED = (-1 << 16, 0, 0, 0, 1 << 16, 0, WIDTH << 16, 0, 1 << 30)
 UPSIDE_DOWN = (1 << 16, 0, 0, 0, -1 << 16, 0, 0, HEIGHT << 16, 1 << 30)
 DIAGONAL = (46341, 46341, 0, -46341, 46341, 0, 0, 0, 1 << 30)
@@ -414,14 +460,24 @@ def write_with_colours(primaries: int, curve: int) -> Writer:
 
     def write(path: Path) -> None:
         with av.open(str(path), "w") as container:
-            stream = container.add_stream("libx265", rate=RATE, options={"x265-params": "log-level=none"})
-            stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p10le"
+            stream = container.add_stream(
+                "libx265", rate=RATE, options={"x265-params": "log-level=none"}
+            )
+            stream.width = WIDTH
+            stream.height = HEIGHT
+            stream.pix_fmt = "yuv420p10le"
             codec = stream.codec_context
-            codec.color_primaries, codec.color_trc, codec.colorspace = primaries, curve, primaries
+            codec.color_primaries = primaries
+            codec.color_trc = curve
+            codec.colorspace = primaries
             for index in range(5):
-                frame = VideoFrame.from_ndarray(filmed(index / RATE), format="rgb24").reformat(format="yuv420p10le")
+                frame = VideoFrame.from_ndarray(filmed(index / RATE), format="rgb24").reformat(
+                    format="yuv420p10le"
+                )
                 frame.pts = index
-                frame.color_primaries, frame.color_trc, frame.colorspace = primaries, curve, primaries
+                frame.color_primaries = primaries
+                frame.color_trc = curve
+                frame.colorspace = primaries
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
 
@@ -488,7 +544,9 @@ BROKEN: dict[str, Writer] = {
 }
 
 
-def write_plain(path: Path, size: tuple[int, int], colour: tuple[int, int, int], matrix: str, *, tagged: bool) -> None:
+def write_plain(
+    path: Path, size: tuple[int, int], colour: tuple[int, int, int], matrix: str, *, tagged: bool
+) -> None:
     """Five frames of one colour, coded by a matrix that the file names or does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = {"bt709": (1, "ITU709"), "bt601": (6, "ITU601")}[matrix]
@@ -499,7 +557,9 @@ def write_plain(path: Path, size: tuple[int, int], colour: tuple[int, int, int],
         stream.codec_context.colorspace = number if tagged else 2
         pixels = np.full((size[1], size[0], 3), colour, dtype=np.uint8)
         for index in range(5):
-            frame = VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv444p", dst_colorspace=name)
+            frame = VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+                format="yuv444p", dst_colorspace=name
+            )
             frame.colorspace = number if tagged else 2
             frame.pts = index
             container.mux(stream.encode(frame))

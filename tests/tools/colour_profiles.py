@@ -1,4 +1,6 @@
-"""Colour profiles made by hand (ICC.1:2001), and what a picture with such a profile is in sRGB, by plain arithmetic."""
+"""Colour profiles made by hand (ICC.1:2001), and what a picture with such a profile is in sRGB, by
+plain arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ DISPLAY_P3: Chromaticities = ((0.68, 0.32), (0.265, 0.69), (0.15, 0.06))
 ADOBE_RGB: Chromaticities = ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06))
 D65 = np.array([0.95047, 1.0, 1.08883])
 D50 = np.array([0.9642, 1.0, 0.8249])
-BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+BRADFORD = np.array(
+    [[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]]
+)
 # Gammas of profiles are numbers of 256ths.
 ADOBE_GAMMA = 563 / 256
 
@@ -30,7 +34,9 @@ def colorants(primaries: Chromaticities) -> Floats:
     return adapted
 
 
-def rgb_profile(primaries: Chromaticities, gamma: float, name: str = "made by hand", cicp: bytes = b"") -> bytes:
+def rgb_profile(
+    primaries: Chromaticities, gamma: float, name: str = "made by hand", cicp: bytes = b""
+) -> bytes:
     """A profile of three primaries and a gamma, as those of cameras and displays."""
     tags = {b"wtpt": _xyz(D50)}
     for letter, column in zip(b"rgb", colorants(primaries).T, strict=True):
@@ -50,14 +56,16 @@ def cmyk_profile(corners: Sequence[tuple[int, int, int]]) -> bytes:
     """A profile of four inks.
 
     Args:
-        corners: colours (L, a + 128, b + 128, each 0..255) of all 16 combinations of full inks, yellow varying before
-            magenta and cyan, and black first.
+        corners: colours (L, a + 128, b + 128, each 0..255) of all 16 combinations of full inks,
+            yellow varying before magenta and cyan, and black first.
     """
     ramp = bytes(range(256))
     identity = b"".join(_fixed(number) for number in np.eye(3).ravel())
     table = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0]) + identity
     table += ramp * 4 + bytes(np.array(corners, dtype=np.uint8)) + ramp * 3
-    return _profile(b"prtr", b"CMYK", b"Lab ", {b"wtpt": _xyz(D50), b"A2B0": table, b"A2B1": table}, "inks")
+    return _profile(
+        b"prtr", b"CMYK", b"Lab ", {b"wtpt": _xyz(D50), b"A2B0": table, b"A2B1": table}, "inks"
+    )
 
 
 def to_srgb(xyz: Floats) -> NDArray[np.uint8]:
@@ -67,8 +75,12 @@ def to_srgb(xyz: Floats) -> NDArray[np.uint8]:
     return np.rint(encoded * 255).astype(np.uint8)
 
 
-def rgb_in_srgb(pixels: NDArray[np.uint8], primaries: Chromaticities, gamma: float | None) -> NDArray[np.uint8]:
-    """What 8-bit pixels of an `rgb_profile` are in sRGB; without a gamma, their curve is that of sRGB."""
+def rgb_in_srgb(
+    pixels: NDArray[np.uint8], primaries: Chromaticities, gamma: float | None
+) -> NDArray[np.uint8]:
+    """What 8-bit pixels of an `rgb_profile` are in sRGB; without a gamma, their curve is that of
+    sRGB.
+    """
     values = pixels / 255.0
     if gamma is None:
         linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
@@ -102,16 +114,21 @@ def _gamma(gamma: float) -> bytes:
     return b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256)) + b"\0\0"
 
 
-def _profile(kind: bytes, space: bytes, connection: bytes, tags: dict[bytes, bytes], name: str) -> bytes:
+def _profile(
+    kind: bytes, space: bytes, connection: bytes, tags: dict[bytes, bytes], name: str
+) -> bytes:
     text = name.encode() + b"\0"
     described = {b"desc": b"desc\0\0\0\0" + struct.pack(">I", len(text)) + text + bytes(78), **tags}
     position = 128 + 4 + 12 * len(described)
-    table, contents = b"", b""
+    table = b""
+    contents = b""
     for tag, content in described.items():
         padded = content + bytes(-len(content) % 4)
         table += tag + struct.pack(">II", position + len(contents), len(content))
         contents += padded
     body = struct.pack(">I", len(described)) + table + contents
-    header = struct.pack(">I", 128 + len(body)) + bytes(4) + b"\x02\x40\0\0" + kind + space + connection
+    header = (
+        struct.pack(">I", 128 + len(body)) + bytes(4) + b"\x02\x40\0\0" + kind + space + connection
+    )
     header += bytes(12) + b"acsp" + bytes(28) + b"".join(map(_fixed, D50))
     return header + bytes(128 - len(header)) + body

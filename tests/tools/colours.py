@@ -8,11 +8,14 @@ from PIL import Image
 PURPLE = (132, 56, 192)
 YELLOW = (252, 210, 45)
 TOLERANCE = 50.0
-"""Distance in RGB within which a pixel counts; the nearest other colours lie 71 (orange) and 105 (blue) away."""
+"""Distance in RGB within which a pixel counts; the nearest other colours lie 71 (orange) and 105
+(blue) away.
+"""
 
 
 def colour_share(picture: Image.Image, colour: tuple[int, int, int]) -> float:
-    """Share of `colour` in the shape on a picture: of all pixels unlike the background, how many have it.
+    """Share of `colour` in the shape on a picture: of all pixels unlike the background, how many
+    have it.
 
     The background is the median of the border. A picture that shows nothing has a share of 0.
     """

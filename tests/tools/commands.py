@@ -1,8 +1,10 @@
-"""`simpletuner` as processes that start at once: forked with everything imported, which takes longer than most of them.
+"""`simpletuner` as processes that start at once: forked with everything imported, which takes
+longer than most of them.
 
-What starts one (a server, a page) is given `Commands.program` in place of `python -m simpletuner`. That is a small
-program which sends its arguments, folder, environment and streams to a process here, and ends as the fork does. Whoever
-starts it has a process to wait for and to signal, as with the real one.
+What starts one (a server, a page) is given `Commands.program` in place of `python -m simpletuner`.
+That is a small program which sends its arguments, folder, environment and streams to a process
+here, and ends as the fork does. Whoever starts it has a process to wait for and to signal, as with
+the real one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from simpletuner.reporting.metrics import MetricsFile
 from tests.tools.workspace import FORKS
 
 MOST_BYTES = 100_000  # of a command with its environment
-PACE = "SECONDS_A_STEP"  # variable of the environment: a run that others look at leaves them the processor
+# variable of the environment: a run that others look at leaves them the processor
+PACE = "SECONDS_A_STEP"
 CLIENT = """
 import marshal, os, signal, socket, sys
 door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,7 +66,9 @@ def forked_commands(
         process.join()
 
 
-def _fork_for_each(listener: socket.socket, work: Callable[[], object], prepare: Callable[[], object] | None) -> None:
+def _fork_for_each(
+    listener: socket.socket, work: Callable[[], object], prepare: Callable[[], object] | None
+) -> None:
     if prepare is not None:
         prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombie stays
@@ -84,7 +89,9 @@ def _obey(client: socket.socket, work: Callable[[], object]) -> NoReturn:
     sys.argv[1:], folder, environment = marshal.loads(content)
     for number, handle in enumerate(streams):
         os.dup2(handle, number)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.stdin = os.fdopen(0)
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", buffering=1)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -99,7 +106,9 @@ def _obey(client: socket.socket, work: Callable[[], object]) -> NoReturn:
         code = int(stop.code or 0)
     except BaseException:  # noqa: BLE001 - nothing of the process that forked this may run on
         traceback.print_exc()
-    with suppress(OSError):  # whoever asked may be gone, as the page is when a newer plan replaces this one
+    with suppress(
+        OSError
+    ):  # whoever asked may be gone, as the page is when a newer plan replaces this one
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         client.send(str(code).encode())

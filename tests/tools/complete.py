@@ -1,7 +1,8 @@
-"""What a part of the program lacks in other rooms, all of it at once: `python -m tests.tools.complete`.
+"""What a part of the program lacks in other rooms, all of it at once:
+`python -m tests.tools.complete`.
 
-A technique has keys, a page, and entries in lists of tests, and each list is in another room. A check below looks at
-all additions of one kind, and yields a sentence for each missing part.
+A technique has keys, a page, and entries in lists of tests, and each list is in another room. A
+check below looks at all additions of one kind, and yields a sentence for each missing part.
 """
 
 from __future__ import annotations
@@ -49,18 +50,25 @@ def lacking() -> list[str]:
 
 
 def check_techniques() -> Iterator[str]:
-    """Every technique has its class, keys, page and tests, and nothing is left of one that does not exist."""
+    """Every technique has its class, keys, page and tests, and nothing is left of one that does not
+    exist.
+    """
     for technique in SPECS:
         for part in lacking_of_technique(technique):
             yield f"{technique.name!r} has no {part}"
     used = {technique_class(technique) for technique in SPECS}
     for defined in defined_techniques():
         if defined not in used:
-            yield f"{defined.__name__} is trained by no spec in SPECS (simpletuner/planning/techniques/table.py)"
+            yield (
+                f"{defined.__name__} is trained by no spec in SPECS "
+                "(simpletuner/planning/techniques/table.py)"
+            )
     groups = {technique.keys for technique in SPECS}
     for group in technique_groups():
         if group not in groups:
-            yield f"{group.__name__} has no spec in SPECS (simpletuner/planning/techniques/table.py)"
+            yield (
+                f"{group.__name__} has no spec in SPECS (simpletuner/planning/techniques/table.py)"
+            )
     names = {technique.name for technique in SPECS}
     for name in CASES:
         if name not in names:
@@ -74,9 +82,15 @@ def lacking_of_technique(technique: type[TechniqueSpec]) -> Iterator[str]:
         yield "case in CASES (tests/techniques/cases.py)"
     else:
         if not case.neutral:
-            yield "neutral settings in its case (tests/techniques/cases.py), which are trained and compared"
+            yield (
+                "neutral settings in its case (tests/techniques/cases.py), which are trained and "
+                "compared"
+            )
         if not {*case.runs} & {*RUNS} and not case.apart:
-            yield "run in its case (tests/techniques/cases.py), in which two processes are compared with one"
+            yield (
+                "run in its case (tests/techniques/cases.py), in which two processes are compared "
+                "with one"
+            )
     test = f"tests/techniques/test_{technique_class(technique).__module__.rpartition('.')[2]}.py"
     if not (ROOT / test).is_file():
         yield f"test of its own ({test})"
@@ -88,7 +102,9 @@ def lacking_of_technique(technique: type[TechniqueSpec]) -> Iterator[str]:
     else:
         key = next(iter(technique.keys.model_fields))
         if technique.keys not in technique_groups():
-            yield f"file below simpletuner/config/techniques/ that declares {technique.keys.__name__}"
+            yield (
+                f"file below simpletuner/config/techniques/ that declares {technique.keys.__name__}"
+            )
     pages = pages_about(key)
     if not pages:
         yield f"page in docs/ that names {key}"
@@ -101,7 +117,9 @@ def defined_techniques() -> list[type[Technique]]:
     for module in pkgutil.iter_modules(techniques.__path__):
         importlib.import_module(f"{techniques.__name__}.{module.name}")
     room = f"{techniques.__name__}."
-    return [defined for defined in Technique.__subclasses__() if defined.__module__.startswith(room)]
+    return [
+        defined for defined in Technique.__subclasses__() if defined.__module__.startswith(room)
+    ]
 
 
 def check_methods() -> Iterator[str]:
@@ -124,7 +142,9 @@ def check_options() -> Iterator[str]:
 
 
 def check_sources() -> Iterator[str]:
-    """Every type of datasets has a lister, and its keys are those of a dataset and on the page of datasets."""
+    """Every type of datasets has a lister, and its keys are those of a dataset and on the page of
+    datasets.
+    """
     page = read(DOCS / "DATALOADER.md")
     for name in sorted({*SOURCES} ^ {*get_args(SourceName)}):
         yield f"{name!r} is in only one of SourceName and SOURCES (simpletuner/config/remote.py)"
@@ -136,7 +156,10 @@ def check_sources() -> Iterator[str]:
         except (ImportError, AttributeError, ValueError):
             yield f"{name!r} has no lister: {source.lister!r} cannot be imported"
         if not issubclass(RemoteKeys, source.keys):
-            yield f"{name!r} has keys that no dataset has: {source.keys.__name__} is no base of RemoteKeys"
+            yield (
+                f"{name!r} has keys that no dataset has: {source.keys.__name__} is no base of "
+                "RemoteKeys"
+            )
         for key in source.keys.model_fields:
             if f"`{key}`" not in page:
                 yield f"{key} of {name!r} has no row in docs/DATALOADER.md"
@@ -191,7 +214,9 @@ def subscribed(tree: ast.Module) -> Iterator[str]:
     """The names that a module writes in its calls of `subscribe`."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(attr="subscribe"), args=[ast.Constant(value=str(name)), *_]):
+            case ast.Call(
+                func=ast.Attribute(attr="subscribe"), args=[ast.Constant(value=str(name)), *_]
+            ):
                 yield name
 
 
@@ -203,7 +228,9 @@ def check_trackers() -> Iterator[str]:
         if name not in PACKAGES:
             yield f"{name!r} has no package, or None, in PACKAGES (simpletuner/config/trackers.py)"
         if name not in all_options()["report_to"].help:
-            yield f"{name!r} has no mention in the help of report_to (simpletuner/config/trackers.py)"
+            yield (
+                f"{name!r} has no mention in the help of report_to (simpletuner/config/trackers.py)"
+            )
 
 
 def check_commands() -> Iterator[str]:

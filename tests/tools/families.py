@@ -49,7 +49,9 @@ def make_adapter(checkpoint: Path, task: str = "t2i", **settings: Any) -> Kandin
 
 def adapter_settings(config: RunConfig) -> AdapterSettings:
     """The settings of an adapter, as a run selects them."""
-    return AdapterSettings(config.text, config.caching, config.family, config.validation.validation_noise_scheduler)
+    return AdapterSettings(
+        config.text, config.caching, config.family, config.validation.validation_noise_scheduler
+    )
 
 
 def stock_pipeline(checkpoint: Path, task: str, size: tuple[int, int], template: Any) -> Any:
@@ -64,7 +66,9 @@ def stock_pipeline(checkpoint: Path, task: str, size: tuple[int, int], template:
 
 
 class Recorder:
-    """Stands in for a transformer's forward, keeps the inputs of every call and answers what it is told to."""
+    """Stands in for a transformer's forward, keeps the inputs of every call and answers what it is
+    told to.
+    """
 
     def __init__(self, transformer: Any, answer: Callable[[dict[str, Any]], torch.Tensor]) -> None:
         self.calls: list[dict[str, Any]] = []

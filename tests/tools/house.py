@@ -1,12 +1,14 @@
 """Measures of the source: `python -m tests.tools.house [--run] [--against REF]` prints them.
 
-`--against` takes a commit or the folder of another tree, and prints what changed. `--run` trains the packaged demo up
-to its first backward pass, and then to its end, and counts what was executed on the way (executed_lines.py).
+`--against` takes a commit or the folder of another tree, and prints what changed. `--run` trains
+the packaged demo up to its first backward pass, and then to its end, and counts what was executed
+on the way (executed_lines.py).
 
-Code lines are lines with code on them: no blank ones, no comments, no docstrings (of modules, classes, functions and
-attributes, as in PEP 257). The executed lines of a file are those of the functions that were called, and those outside
-of functions. Complexity is radon's: one, and one for every branch, loop, handler, comprehension with its conditions,
-assertion, and further operand of `and` or `or`; functions inside of a function are judged for themselves.
+Code lines are lines with code on them: no blank ones, no comments, no docstrings (of modules,
+classes, functions and attributes, as in PEP 257). The executed lines of a file are those of the
+functions that were called, and those outside of functions. Complexity is radon's: one, and one for
+every branch, loop, handler, comprehension with its conditions, assertion, and further operand of
+`and` or `or`; functions inside of a function are judged for themselves.
 """
 
 from __future__ import annotations
@@ -32,15 +34,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "simpletuner"
-QUIET = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+QUIET = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BRANCH = ast.If | ast.IfExp | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.Assert
-# What the demo imports beside the package. It takes longer than the demo, so four of its runs are forks of one process.
+# What the demo imports beside the package. It takes longer than the demo, so four of its runs are
+# forks of one process.
 LIBRARIES = (
-    "accelerate", "optimi", "peft", "torch.profiler", "diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i",
-    "transformers.models.clip.modeling_clip", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-)  # fmt: skip
-LOG, REPORT = "log", "report.json"
+    "accelerate",
+    "optimi",
+    "peft",
+    "torch.profiler",
+    "diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+)
+LOG = "log"
+REPORT = "report.json"
 SHORT_FILE = 40
 COMPLEX = 12
 
@@ -64,8 +80,10 @@ class File:
         return len(self.lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
 
     def executed(self, called: Collection[int]) -> int:
-        """Code lines outside of functions, and of the functions that were called, whose first lines these are."""
-        idle = set[int]()
+        """Code lines outside of functions, and of the functions that were called, whose first lines
+        these are.
+        """
+        idle: set[int] = set()
         for function in outermost(self.tree):
             first = min([function, *function.decorator_list], key=lambda node: node.lineno).lineno
             lines = range(first, (function.end_lineno or first) + 1)
@@ -74,14 +92,15 @@ class File:
         return len(self.lines - idle)
 
     def definitions(self) -> Iterator[tuple[str, ast.stmt, bool]]:
-        """Functions and classes with their dotted names, and whether every part of the name is public; what stands
-        inside a function is part of it."""
+        """Functions and classes with their dotted names, and whether every part of the name is
+        public; what stands inside a function is part of it."""
         yield from _definitions(self.tree, "", True)
 
 
 def complexity(function: ast.AST) -> int:
     """Cyclomatic complexity of the body of a function."""
-    total, nodes = 1, list(ast.iter_child_nodes(function))
+    total = 1
+    nodes = list(ast.iter_child_nodes(function))
     while nodes:
         node = nodes.pop()
         if isinstance(node, Function):
@@ -102,22 +121,29 @@ def complexity(function: ast.AST) -> int:
 
 
 def outermost(node: ast.AST) -> Iterator[Function]:
-    """The functions and methods in a module; not those inside of functions, which are parts of them."""
+    """The functions and methods in a module; not those inside of functions, which are parts of
+    them.
+    """
     for inner in ast.iter_child_nodes(node):
         yield from [inner] if isinstance(inner, Function) else outermost(inner)
 
 
-def _definitions(node: ast.Module | ast.ClassDef, prefix: str, public: bool) -> Iterator[tuple[str, ast.stmt, bool]]:
+def _definitions(
+    node: ast.Module | ast.ClassDef, prefix: str, public: bool
+) -> Iterator[tuple[str, ast.stmt, bool]]:
     for each in node.body:
         if isinstance(each, Function | ast.ClassDef):
-            name, shown = prefix + each.name, public and not each.name.startswith("_")
+            name = prefix + each.name
+            shown = public and not each.name.startswith("_")
             yield name, each, shown
             if isinstance(each, ast.ClassDef):
                 yield from _definitions(each, f"{name}.", shown)
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
-    """The strings that begin a module, a class or a function, and those below the attributes of classes."""
+    """The strings that begin a module, a class or a function, and those below the attributes of
+    classes.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             for before, statement in zip((None, *node.body), node.body, strict=False):
@@ -178,7 +204,11 @@ class House:
                     lines["commands"] += len(file.lines)
                 case _:
                     lines["core"] += len(file.lines)
-        return {room: count for room, count in sorted(lines.items(), key=lambda item: item[0] != "core") if count}
+        return {
+            room: count
+            for room, count in sorted(lines.items(), key=lambda item: item[0] != "core")
+            if count
+        }
 
     def complexities(self) -> dict[str, int]:
         """Cyclomatic complexity of all functions, those inside of others too."""
@@ -199,9 +229,11 @@ class House:
         return {name: paths for name, paths in sorted(homes.items()) if len(paths) > 1}
 
     def undocumented(self) -> list[str]:
-        """Modules, and public classes and functions of modules, without a docstring; where the body is a line or two,
-        the name says it."""
-        found = [str(file.path) for file in self.files if file.lines and not ast.get_docstring(file.tree)]
+        """Modules, and public classes and functions of modules, without a docstring; where the body
+        is a line or two, the name says it."""
+        found = [
+            str(file.path) for file in self.files if file.lines and not ast.get_docstring(file.tree)
+        ]
         for file in self.files:
             for name, node, public in file.definitions():
                 bare = isinstance(node, Function | ast.ClassDef) and not ast.get_docstring(node)
@@ -213,7 +245,8 @@ class House:
 def table(house: House) -> dict[str, float]:
     """What can be counted in the source, in the order in which it is printed."""
     functions = sorted(house.sizes(ast.FunctionDef, ast.AsyncFunctionDef).values())
-    classes, files = house.sizes(ast.ClassDef), house.file_sizes()
+    classes = house.sizes(ast.ClassDef)
+    files = house.file_sizes()
     lines = sum(files.values())
     return {
         "files with code": len(files),
@@ -226,7 +259,9 @@ def table(house: House) -> dict[str, float]:
         "function: median": statistics.median(functions),
         "function: 90th percentile": functions[len(functions) * 9 // 10],
         "function: longest": functions[-1],
-        f"functions of complexity > {COMPLEX}": sum(value > COMPLEX for value in house.complexities().values()),
+        f"functions of complexity > {COMPLEX}": sum(
+            value > COMPLEX for value in house.complexities().values()
+        ),
         "classes": len(classes),
         "largest class": max(classes.values()),
         "repeated public names": len(house.repeated_names()),
@@ -236,10 +271,14 @@ def table(house: House) -> dict[str, float]:
 
 
 def train_demo(tree: Path, end: str) -> tuple[dict[Path, list[int]], dict[str, float]]:
-    """What the packaged demo executes with the package of a tree: the first lines of functions by file, and counts."""
+    """What the packaged demo executes with the package of a tree: the first lines of functions by
+    file, and counts.
+    """
     with tempfile.TemporaryDirectory(prefix="house-") as name:
         folder = Path(name)
-        process = multiprocessing.get_context("fork").Process(target=_train_inside, args=(folder, tree, end))
+        process = multiprocessing.get_context("fork").Process(
+            target=_train_inside, args=(folder, tree, end)
+        )
         process.start()
         process.join()
         if process.exitcode:
@@ -261,16 +300,22 @@ def _train_inside(folder: Path, tree: Path, end: str) -> None:
 
 def measure_run(tree: Path) -> dict[str, float]:
     """What the packaged demo executes before its first backward pass, and as a whole."""
-    (before, counts), (whole, _) = train_demo(tree, "backward"), train_demo(tree, "end")
+    before, counts = train_demo(tree, "backward")
+    whole, _ = train_demo(tree, "end")
     rooms: dict[str, int] = defaultdict(int)
     for path, called in whole.items():
         room = path.relative_to(tree / "simpletuner").parts[0]
-        rooms[{"annexes": "annexes", "cli": "commands"}.get(room, "core")] += read(path).executed(called)
+        rooms[{"annexes": "annexes", "cli": "commands"}.get(room, "core")] += read(path).executed(
+            called
+        )
     return {
         "files executed": len(before),
         "  their code lines": sum(len(read(path).lines) for path in before),
         **counts,
-        **{f"executed to the end, {room}": lines for room, lines in sorted(rooms.items(), reverse=True)},
+        **{
+            f"executed to the end, {room}": lines
+            for room, lines in sorted(rooms.items(), reverse=True)
+        },
     }
 
 
@@ -285,9 +330,8 @@ def print_figures(now: dict[str, float], before: dict[str, float] | None) -> Non
         value = f"{title:38}{now.get(title, 0):>8}"
         if before is not None:
             difference = round(now.get(title, 0) - before.get(title, 0), 3)
-            value = (
-                f"{title:38}{before.get(title, 0):>8}{now.get(title, 0):>8}{f'{difference:+}' if difference else '':>8}"
-            )
+            change = f"{difference:+}" if difference else ""
+            value = f"{title:38}{before.get(title, 0):>8}{now.get(title, 0):>8}{change:>8}"
         print(value)
 
 
@@ -301,7 +345,8 @@ def main() -> None:
     for name in LIBRARIES if arguments.run else ():
         import_module(name)
     gc.freeze()  # a run collects after each encoder, and need not look through the libraries
-    now, before = measure(ROOT, arguments.run), None
+    now = measure(ROOT, arguments.run)
+    before = None
     if arguments.against and Path(arguments.against, "simpletuner").is_dir():
         before = measure(Path(arguments.against).resolve(), arguments.run)
     elif arguments.against:

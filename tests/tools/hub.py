@@ -1,4 +1,6 @@
-"""A Hugging Face hub on this machine: logins, repositories, commits with regular and large files."""
+"""A Hugging Face hub on this machine: logins, repositories, commits with regular and large
+files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ import pytest
 import yaml
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-WRITE, READ, GUEST = "hf_writewritewritewrite", "hf_readreadreadreadread", "hf_guestguestguestguest"
+WRITE = "hf_writewritewritewrite"
+READ = "hf_readreadreadreadread"
+GUEST = "hf_guestguestguestguest"
 ROLES = {WRITE: "write", READ: "read", GUEST: "write"}
 OWNER = "me"
 
@@ -66,13 +70,21 @@ class FakeHub:
         if token not in ROLES:
             return 401, {"error": "Invalid credentials"}
         if path == "/api/whoami-v2":
-            return 200, {"type": "user", "name": OWNER, "orgs": [], "auth": {"accessToken": {"role": ROLES[token]}}}
+            return 200, {
+                "type": "user",
+                "name": OWNER,
+                "orgs": [],
+                "auth": {"accessToken": {"role": ROLES[token]}},
+            }
         if path == "/api/repos/create":
             return self._create(json.loads(body), token)
         if path == "/api/validate-yaml":
             return self._validate(json.loads(body)["content"])
         for pattern, action in (
-            (r"/api/models/([^/]+/[^/]+)/auth-check/write", lambda repository, _: self._may_write(repository, token)),
+            (
+                r"/api/models/([^/]+/[^/]+)/auth-check/write",
+                lambda repository, _: self._may_write(repository, token),
+            ),
             (r"/api/models/([^/]+/[^/]+)/preupload/main", self._modes),
             (r"/api/models/([^/]+/[^/]+)/commit/main", self._commit),
             (r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self._batch),
@@ -88,7 +100,9 @@ class FakeHub:
     def _create(self, wanted: dict[str, Any], token: str) -> tuple[int, Any]:
         name = f"{wanted['organization'] or OWNER}/{wanted['name']}"
         if token == GUEST:
-            return 403, {"error": "You don't have the rights to create a model under this namespace"}
+            return 403, {
+                "error": "You don't have the rights to create a model under this namespace"
+            }
         known = name in self.repositories
         self.repositories.setdefault(
             name, Repository(wanted.get("visibility") == "private" or bool(wanted.get("private")))
@@ -101,18 +115,29 @@ class FakeHub:
     def _validate(self, content: str) -> tuple[int, Any]:
         block = re.match(r"---\n(.*?)\n---[ \t]*\n", content, re.DOTALL)
         good = block is not None and isinstance(yaml.safe_load(block[1]), dict)
-        return (200, {"warnings": []}) if good else (400, {"errors": [{"message": "bad front matter"}]})
+        return (
+            (200, {"warnings": []})
+            if good
+            else (400, {"errors": [{"message": "bad front matter"}]})
+        )
 
     def _info(self, repository: str, _: bytes) -> tuple[int, Any]:
         found = self.repositories[repository]
         files = [{"rfilename": path, "size": len(content)} for path, content in found.files.items()]
-        return 200, {"id": repository, "private": found.private, "sha": found.commit, "siblings": files}
+        return 200, {
+            "id": repository,
+            "private": found.private,
+            "sha": found.commit,
+            "siblings": files,
+        }
 
     def _tree(self, repository: str, _: bytes) -> tuple[int, Any]:
         files = self.repositories[repository].files
         entries = []
         for path, content in files.items():
-            entries.append({"type": "file", "path": path, "size": len(content), "oid": _etag(content)})
+            entries.append(
+                {"type": "file", "path": path, "size": len(content), "oid": _etag(content)}
+            )
         return 200, entries
 
     def file(self, path: str) -> tuple[bytes, str] | None:
@@ -129,7 +154,11 @@ class FakeHub:
         answers = []
         for each in json.loads(body)["files"]:
             large = each["path"].endswith((".safetensors", ".png", ".mp4"))
-            answer = {"path": each["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            answer = {
+                "path": each["path"],
+                "uploadMode": "lfs" if large else "regular",
+                "shouldIgnore": False,
+            }
             if each["path"] in files:
                 content = files[each["path"]]
                 header = b"" if large else f"blob {len(content)}\0".encode()
@@ -157,7 +186,8 @@ class FakeHub:
         if self.broken_commits:
             self.broken_commits -= 1
             return 500, {"error": "the server has a bad day"}
-        found, lines = self.repositories[repository], [json.loads(line) for line in body.splitlines()]
+        found = self.repositories[repository]
+        lines = [json.loads(line) for line in body.splitlines()]
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
@@ -166,7 +196,10 @@ class FakeHub:
                 found.files[value["path"]] = self.blobs[value["oid"]]
         found.commits.append(lines[0]["value"])
         number = f"{len(found.commits):040x}"
-        return 200, {"commitUrl": f"{self.address}/{repository}/commit/{number}", "commitOid": number}
+        return 200, {
+            "commitUrl": f"{self.address}/{repository}/commit/{number}",
+            "commitOid": number,
+        }
 
 
 def _etag(content: bytes) -> str:
@@ -176,7 +209,8 @@ def _etag(content: bytes) -> str:
 @contextlib.contextmanager
 def running_hub() -> Iterator[FakeHub]:
     """A hub that listens while the block runs."""
-    hub, lock = FakeHub(), threading.Lock()
+    hub = FakeHub()
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -257,7 +291,9 @@ def used_hub(monkeypatch: pytest.MonkeyPatch, token: str | None = WRITE) -> Iter
 
 
 def repository_of_loras(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in for the hub's functions that download; returns the folder with the files of its one repository."""
+    """Stand in for the hub's functions that download; returns the folder with the files of its one
+    repository.
+    """
     remote = folder / "remote"
     cache = folder / "cache"
     remote.mkdir()

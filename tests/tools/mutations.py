@@ -1,6 +1,8 @@
-"""Do the tests notice? Makes one-line changes in a copy of the tree, one at a time, and runs the tests that must fail.
+"""Do the tests notice? Makes one-line changes in a copy of the tree, one at a time, and runs the
+tests that must fail.
 
-`./scripts/mutations [--only NAME]...`; the changes are in mutations.toml. The working tree is not touched.
+`./scripts/mutations [--only NAME]...`; the changes are in mutations.toml. The working tree is not
+touched.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ LIST = Path(__file__).with_name("mutations.toml")
 PARTS = ("simpletuner", "tests", "benchmarks")  # what the tests import
 LIMIT_SECONDS = 900  # for the tests of all mutations, too
 PASSED = int(pytest.ExitCode.OK)
-# What the exit code of the tests says of a mutation; collecting fails where a module cannot be imported.
+# What the exit code of the tests says of a mutation; collecting fails where a module cannot be
+# imported.
 OUTCOMES = {
     int(pytest.ExitCode.TESTS_FAILED): "killed",
     PASSED: "SURVIVED",
@@ -41,9 +44,10 @@ class Mutation:
     """A change that some tests must notice.
 
     Attributes:
-        room: the folder that holds the text; in which file is looked up, so that code may move between them.
-        old, new: the text, which occurs once in the room, and what it is replaced by. The layout of `old` does not
-            count: formatting the source breaks no mutation.
+        room: the folder that holds the text; in which file is looked up, so that code may move
+            between them.
+        old, new: the text, which occurs once in the room, and what it is replaced by. The layout of
+            `old` does not count: formatting the source breaks no mutation.
         tests: as given to pytest, below tests/.
     """
 
@@ -78,8 +82,8 @@ class Mutation:
 def any_layout(text: str) -> re.Pattern[str]:
     """A pattern that finds a piece of source however it is laid out.
 
-    Spaces may be line breaks, and brackets may be followed by a line break, with a comma before the closing one.
-    Indentation at the start of `text` is that of the source.
+    Spaces may be line breaks, and brackets may be followed by a line break, with a comma before the
+    closing one. Indentation at the start of `text` is that of the source.
     """
     body = text.lstrip()
     pattern = [re.escape(text[: len(text) - len(body)])]
@@ -99,11 +103,15 @@ def read_list() -> list[Mutation]:
     """All mutations, in the order of the file."""
     rooms = tomllib.loads(LIST.read_text(encoding="utf-8"))
     lines = [(room, name, line) for room, named in rooms.items() for name, line in named.items()]
-    return [Mutation(name, room, old, new, tuple(tests)) for room, name, (old, new, *tests) in lines]
+    return [
+        Mutation(name, room, old, new, tuple(tests)) for room, name, (old, new, *tests) in lines
+    ]
 
 
 def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int:
-    """Run tests of a tree in a fork of this process, which has imported torch already; returns pytest's exit code."""
+    """Run tests of a tree in a fork of this process, which has imported torch already; returns
+    pytest's exit code.
+    """
     child = os.fork()
     if child == 0:
         with log.open("w") as output:
@@ -125,8 +133,8 @@ def judge(
     """Each mutation with what became of it, and in how many seconds.
 
     Args:
-        sound: all tests pass without a mutation. Else those of each are run without it first: where they fail, a
-            failure with it would prove nothing.
+        sound: all tests pass without a mutation. Else those of each are run without it first: where
+            they fail, a failure with it would prove nothing.
     """
     for number, mutation in enumerate(mutations, 1):
         start = time.monotonic()
@@ -153,14 +161,17 @@ def run_mutated(mutation: Mutation, tree: Path, log: Path, number: int) -> int:
 def main() -> int:
     """Judge the mutations; 1 if one was not killed, or could not be judged."""
     parser = argparse.ArgumentParser(prog="mutations", description=__doc__)
-    parser.add_argument("--only", action="append", metavar="NAME", help="judge this one alone (may be repeated)")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="judge this one alone (may be repeated)"
+    )
     only = parser.parse_args().only
     chosen = [each for each in read_list() if not only or each.name in only]
     import tests.tools.preload  # noqa: F401 - for the forks
 
     alive = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        tree, log = Path(folder, "tree"), Path(folder, "log")
+        tree = Path(folder, "tree")
+        log = Path(folder, "log")
         for part in PARTS:
             shutil.copytree(ROOT / part, tree / part)
         shutil.copy(ROOT / "pyproject.toml", tree)

@@ -1,7 +1,9 @@
-"""The peak of a step of a model at full width, without its memory: tensors that have shapes and no numbers.
+"""The peak of a step of a model at full width, without its memory: tensors that have shapes and no
+numbers.
 
-Fake tensors go through the real forward and backward passes; a dispatch mode adds up the storages that are alive.
-Attention is replaced by what a flash kernel allocates, because fake tensors on a CPU would take the plain products.
+Fake tensors go through the real forward and backward passes; a dispatch mode adds up the storages
+that are alive. Attention is replaced by what a flash kernel allocates, because fake tensors on a
+CPU would take the plain products.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from simpletuner.models.kandinsky5.flex import lists_of
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of storages that came into being inside: now, at most, and after every operation; `there` do not count."""
+    """Bytes of storages that came into being inside: now, at most, and after every operation;
+    `there` do not count.
+    """
 
     def __init__(self, there: Iterable[Tensor]) -> None:
         super().__init__()
@@ -54,7 +58,9 @@ class Peak(TorchDispatchMode):
 
 
 class Flash(torch.autograd.Function):
-    """What flash attention keeps and allocates, `B H S D`; flex attention with the lists of its mask, too."""
+    """What flash attention keeps and allocates, `B H S D`; flex attention with the lists of its
+    mask, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *lists: Tensor) -> Tensor:
@@ -76,7 +82,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Ten
     return Flash.apply(query, key, value)
 
 
-def flex_attention(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **settings: Any) -> Tensor:
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **settings: Any
+) -> Tensor:
     return Flash.apply(query, key, value, *lists_of(block_mask))
 
 
@@ -96,11 +104,15 @@ def hollow(model: nn.Module, dtype_of: Callable[[str, nn.Parameter], torch.dtype
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 empty = torch.empty(parameter.shape, dtype=dtype_of(f"{prefix}.{name}", parameter))
-                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    empty, requires_grad=parameter.requires_grad
+                )
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        if isinstance(getattr(module, "freqs", None), Tensor):  # Kandinsky's sinusoids are no buffer
+        if isinstance(
+            getattr(module, "freqs", None), Tensor
+        ):  # Kandinsky's sinusoids are no buffer
             module.freqs = torch.empty(module.freqs.shape)
 
 

@@ -1,7 +1,7 @@
 """Picture files as people have them, whole and broken, made on the fly.
 
-Every whole file shows `scene()`: four quadrants of different colour, so that a test sees rotation, colour and
-transparency at once. `WHOLE` and `BROKEN` are the two collections, by file name.
+Every whole file shows `scene()`: four quadrants of different colour, so that a test sees rotation,
+colour and transparency at once. `WHOLE` and `BROKEN` are the two collections, by file name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ import numpy as np
 from PIL import Image, PngImagePlugin
 from skimage import data as photographs
 
-WIDTH, HEIGHT = 96, 64
-RED, GREEN, BLUE, WHITE = (200, 30, 30), (30, 180, 40), (40, 50, 200), (255, 255, 255)
+WIDTH = 96
+HEIGHT = 64
+RED = (200, 30, 30)
+GREEN = (30, 180, 40)
+BLUE = (40, 50, 200)
+WHITE = (255, 255, 255)
 ORIENTATION = 0x0112
 # How to turn an upright picture so that the orientation of that number turns it back.
 TURNED = {
@@ -56,7 +60,8 @@ def corners(picture: Image.Image) -> list[tuple[int, ...]]:
 def photograph(path: Path, size: tuple[int, int], seed: int = 0) -> None:
     """A part of a real photograph in any size; the seed chooses which photograph and which part."""
     source = _source(seed % 4)
-    left, top = seed * 37 % (source.width // 4), seed * 53 % (source.height // 4)
+    left = seed * 37 % (source.width // 4)
+    top = seed * 53 % (source.height // 4)
     part = source.crop((left, top, left + source.width * 3 // 4, top + source.height * 3 // 4))
     path.parent.mkdir(parents=True, exist_ok=True)
     part.resize(size, Image.Resampling.BICUBIC).save(path)
@@ -64,7 +69,9 @@ def photograph(path: Path, size: tuple[int, int], seed: int = 0) -> None:
 
 @functools.cache
 def _source(number: int) -> Image.Image:
-    read = (photographs.astronaut, photographs.coffee, photographs.chelsea, photographs.rocket)[number]
+    read = (photographs.astronaut, photographs.coffee, photographs.chelsea, photographs.rocket)[
+        number
+    ]
     return Image.fromarray(read())
 
 
@@ -111,7 +118,9 @@ def _transparent(mode: str) -> Image.Image:
 def transparent_palette(path: Path) -> None:
     picture = scene().quantize(8)
     clear = picture.getpixel((WIDTH - 1, HEIGHT - 1))
-    picture.putpalette([0 if i // 3 == clear else v for i, v in enumerate(picture.getpalette() or [])])
+    picture.putpalette(
+        [0 if i // 3 == clear else v for i, v in enumerate(picture.getpalette() or [])]
+    )
     picture.save(path, transparency=clear)
 
 
@@ -215,7 +224,8 @@ def _garbage_png(path: Path) -> None:
     """Whole by its structure and its checksums, but the compressed data is garbage."""
     _damaged_png(path)
     content = path.read_bytes()
-    position, chunks = 8, [content[:8]]
+    position = 8
+    chunks = [content[:8]]
     while position < len(content):
         length = int.from_bytes(content[position : position + 4], "big")
         body = content[position + 4 : position + 8 + length]

@@ -1,7 +1,9 @@
 # ruff: noqa: F401
-"""What processes of tests are forked with: everything that a run imports, out of the garbage collector's sight.
+"""What processes of tests are forked with: everything that a run imports, out of the garbage
+collector's sight.
 
-A run collects after each encoder that it releases; looking through torch takes longer than the rest of a tiny run.
+A run collects after each encoder that it releases; looking through torch takes longer than the rest
+of a tiny run.
 """
 
 import gc
@@ -9,7 +11,9 @@ import os
 from pathlib import Path
 
 errors = os.dup(2)
-with Path(os.devnull).open("w") as nowhere:  # for what libraries say of their parts that cannot be loaded
+with Path(os.devnull).open(
+    "w"
+) as nowhere:  # for what libraries say of their parts that cannot be loaded
     os.dup2(nowhere.fileno(), 2)
     import diffusers.guiders
     import PIL.ImageDraw

@@ -1,4 +1,6 @@
-"""Several processes of one run, as a launcher starts them, but in no time: they are forked with everything imported."""
+"""Several processes of one run, as a launcher starts them, but in no time: they are forked with
+everything imported.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LOOP_SECONDS = 0.02  # of CPU time for the loop of `slowness` on a machine of 20
 
 
 def slowness() -> float:
-    """How many times longer than usual something takes on this machine now: by a short loop, and by the load."""
+    """How many times longer than usual something takes on this machine now: by a short loop, and by
+    the load.
+    """
     started = time.process_time()
     for _ in range(1_000_000):
         pass
@@ -28,13 +32,16 @@ def slowness() -> float:
     return max(1.0, loop) * max(1.0, load)
 
 
-# Seconds for what takes a few on an idle machine, so that a collective that hangs costs about a minute.
+# Seconds for what takes a few on an idle machine, so that a collective that hangs costs about a
+# minute.
 PATIENCE = 60 * slowness()
 _ports: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port on which only the caller will listen: it stays bound here, so that no other process is given it."""
+    """A port on which only the caller will listen: it stays bound here, so that no other process is
+    given it.
+    """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
@@ -42,7 +49,9 @@ def free_port() -> int:
     return int(holder.getsockname()[1])
 
 
-def start(workspaces: Sequence[Workspace], *arguments: str, each: Sequence[Sequence[str]] = ()) -> list[BaseProcess]:
+def start(
+    workspaces: Sequence[Workspace], *arguments: str, each: Sequence[Sequence[str]] = ()
+) -> list[BaseProcess]:
     """`simpletuner <arguments>` in one process per workspace, all of which may be the same.
 
     What a process prints is in `rank<N>.txt` of its workspace.
@@ -53,7 +62,10 @@ def start(workspaces: Sequence[Workspace], *arguments: str, each: Sequence[Seque
     port = free_port()
     places = range(len(workspaces))
     extras = each or [()] * len(workspaces)
-    return [workspaces[rank].fork(run_as, rank, len(workspaces), port, [*arguments, *extras[rank]]) for rank in places]
+    return [
+        workspaces[rank].fork(run_as, rank, len(workspaces), port, [*arguments, *extras[rank]])
+        for rank in places
+    ]
 
 
 def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
@@ -72,8 +84,13 @@ def train(workspace: Workspace, size: int, *settings: str) -> list[int | None]:
 
 
 def run_together(size: int, work: Callable[..., object], *arguments: object) -> None:
-    """`work(its place, *arguments)` in some processes; if one of them fails, the others do not wait for it."""
-    started = [FORKS.Process(target=work, args=(World(rank, size, rank, size), *arguments)) for rank in range(size)]
+    """`work(its place, *arguments)` in some processes; if one of them fails, the others do not wait
+    for it.
+    """
+    started = [
+        FORKS.Process(target=work, args=(World(rank, size, rank, size), *arguments))
+        for rank in range(size)
+    ]
     for process in started:
         process.start()
     try:
@@ -97,13 +114,16 @@ def run_as(rank: int, size: int, port: int, arguments: list[str]) -> None:
     """`simpletuner <arguments>` as one of `size` processes, which meet at a port."""
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ.update(
-        {name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        {name: str(value) for name, value in place.items()},
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     run_into(f"rank{rank}.txt", arguments)
 
 
 def run_into(file: str, arguments: list[str], *, leave: bool = True) -> None:
-    """`simpletuner <arguments>` as all that this process does; it and its children print into a file.
+    """`simpletuner <arguments>` as all that this process does; it and its children print into a
+    file.
 
     Args:
         leave: end this process with the exit code; otherwise only if that is not 0.

@@ -12,14 +12,20 @@ from tests.tools.reports import found_by
 from tests.tools.workspace import Workspace
 
 
-def complaints(workspace: Workspace, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    """The errors of a command line that has to end with exit code 2, a list of problems and no traceback."""
+def complaints(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> list[str]:
+    """The errors of a command line that has to end with exit code 2, a list of problems and no
+    traceback.
+    """
     capsys.readouterr()
     code = workspace.run(*(arguments or ("plan",)))
     told = capsys.readouterr().err
     assert code == 2, told
     assert "Traceback" not in told
-    return [line.removeprefix("error: ") for line in told.splitlines() if line.startswith("error: ")]
+    return [
+        line.removeprefix("error: ") for line in told.splitlines() if line.startswith("error: ")
+    ]
 
 
 def complaint(workspace: Workspace, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -1,4 +1,6 @@
-"""The adapter of a tiny Sana Video checkpoint, and what the stock pipelines hand to its transformer."""
+"""The adapter of a tiny Sana Video checkpoint, and what the stock pipelines hand to its
+transformer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from simpletuner.models.sanavideo.video import SanaVideoAdapter
 from simpletuner.models.source import ModelSource
 from tests.tools.families import adapter_settings, picture
 
-SIZE, FRAMES, LATENT_FRAMES = (96, 64), 9, 3  # width, height; frames
+# width, height; frames
+SIZE = (96, 64)
+FRAMES = 9
+LATENT_FRAMES = 3
 PROMPT = "A RED ball rolls down the hill, seen from far away "
 SEED = 5
 
@@ -33,7 +38,11 @@ def flavour_of(checkpoint: Path) -> str:
 
 def make_sana_config(checkpoint: Path, **settings: Any) -> RunConfig:
     """The config of a run on a tiny checkpoint."""
-    values = {"model_type": "lora", "model_family": "sanavideo", "pretrained_model_name_or_path": str(checkpoint)}
+    values = {
+        "model_type": "lora",
+        "model_family": "sanavideo",
+        "pretrained_model_name_or_path": str(checkpoint),
+    }
     values["model_flavour"] = flavour_of(checkpoint)
     problems = Problems()
     layers = [Layer("test", list((values | settings).items()))]
@@ -52,7 +61,9 @@ def make_sana_adapter(checkpoint: Path, **settings: Any) -> SanaVideoAdapter:
 
 def stock_pipeline(checkpoint: Path, task: str) -> Any:
     """The stock pipeline of a task with the scheduler that its users give it."""
-    pipeline: Any = (SanaImageToVideoPipeline if task == "i2v" else SanaVideoPipeline).from_pretrained(checkpoint)
+    pipeline: Any = (
+        SanaImageToVideoPipeline if task == "i2v" else SanaVideoPipeline
+    ).from_pretrained(checkpoint)
     if task == "i2v":
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=8.0)
     pipeline.set_progress_bar_config(disable=True)
@@ -62,7 +73,9 @@ def stock_pipeline(checkpoint: Path, task: str) -> Any:
 class SanaRecorder:
     """Stands in for a Sana transformer's forward and keeps the inputs of every call."""
 
-    def __init__(self, transformer: Any, answer: Callable[[dict[str, Any]], torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, transformer: Any, answer: Callable[[dict[str, Any]], torch.Tensor] | None = None
+    ) -> None:
         self.calls: list[dict[str, Any]] = []
         self.answer = answer
         transformer.forward = self
@@ -72,8 +85,12 @@ class SanaRecorder:
         return (self.answer(self.calls[-1]) if self.answer else torch.zeros_like(hidden_states),)
 
 
-def record_pipeline(pipeline: Any, *, steps: int = 2, guidance: float = 1.0, **settings: Any) -> list[dict[str, Any]]:
-    """Everything that a stock pipeline passes to its transformer; the i2v one starts from `first_frame()`."""
+def record_pipeline(
+    pipeline: Any, *, steps: int = 2, guidance: float = 1.0, **settings: Any
+) -> list[dict[str, Any]]:
+    """Everything that a stock pipeline passes to its transformer; the i2v one starts from
+    `first_frame()`.
+    """
     recorder = SanaRecorder(pipeline.transformer)
     if isinstance(pipeline, SanaImageToVideoPipeline):
         settings["image"] = first_frame()

@@ -37,7 +37,9 @@ class Meter:
 
 @contextmanager
 def saved_bytes(known: Iterable[Tensor]) -> Iterator[Meter]:
-    """Count what autograd saves inside the block; `known` tensors (parameters, inputs) do not count."""
+    """Count what autograd saves inside the block; `known` tensors (parameters, inputs) do not
+    count.
+    """
     meter = Meter(known)
     with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):
         yield meter

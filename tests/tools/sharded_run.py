@@ -65,9 +65,16 @@ CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumula
 CASES = {
     "full": Case({"model_type": "full", "max_grad_norm": 0.01}, fused=True),
     "full-accumulated": Case(
-        {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED}
+        {
+            "model_type": "full",
+            "gradient_checkpointing": True,
+            "fsdp_reshard_after_forward": False,
+            **CLIPPED,
+        }
     ),
-    "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
+    "full-bf16": Case(
+        {"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}
+    ),
     "lora": Case({"gradient_checkpointing": True, **CLIPPED}),
     "lora-tread": Case({}, lambda: [Tread(TreadSpec([Route(0.5, 1, 1)]))]),
 }
@@ -109,32 +116,58 @@ class Run:
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, "fsdp_enable": True, **self.case.settings}
+        settings = {
+            "mixed_precision": "no",
+            "use_ema": True,
+            "lora_rank": 4,
+            "fsdp_enable": True,
+            **self.case.settings,
+        }
         config = make_config(self.checkpoint, **settings)
         spec = TrainingSpec(lora_targets=TARGETS, seed=3, total_steps=20, learning_rate=1e-3)
         adapter = self.case.adapter(self.checkpoint)
         kernel = (lambda *size, **where: "fused") if self.case.fused else update.update_kernel
-        with patch.object(assembling, "shard", self.shard), patch.object(update, "update_kernel", kernel):
+        with (
+            patch.object(assembling, "shard", self.shard),
+            patch.object(update, "update_kernel", kernel),
+        ):
             self.assembly: Any = assemble(
-                assembly_settings(config, spec), adapter, self.case.techniques(), make_accelerator(), self.world
+                assembly_settings(config, spec),
+                adapter,
+                self.case.techniques(),
+                make_accelerator(),
+                self.world,
             )
         self.assembly.trained.ema = self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.
         batch = torch.load(self.folder / self.case.batch, weights_only=False)
         place = self.assembly.data_parallel
-        mine = slice(*(len(batch.names) * rank // place.size for rank in (place.rank, place.rank + 1)))
-        self.loader: Any = Batches(Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine]))
+        mine = slice(
+            *(len(batch.names) * rank // place.size for rank in (place.rank, place.rank + 1))
+        )
+        self.loader: Any = Batches(
+            Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine])
+        )
         self.state = TrainState()
 
-    def shard(self, transformer: nn.Module, blocks: Sequence[nn.Module], *settings: Any, **more: Any) -> None:
+    def shard(
+        self, transformer: nn.Module, blocks: Sequence[nn.Module], *settings: Any, **more: Any
+    ) -> None:
         """Note what memory the weights of the blocks are in before they are split."""
         weights = ((name, each) for block in blocks for name, each in block.named_parameters())
-        self.places = set(map(str, files_behind([each.data_ptr() for name, each in weights if "lora_" not in name])))
+        self.places = set(
+            map(
+                str,
+                files_behind([each.data_ptr() for name, each in weights if "lora_" not in name]),
+            )
+        )
         sharding.shard(transformer, blocks, *settings, **more)
 
     def train(self, steps: int) -> None:
         self.assembly.transformer.train()
-        assert bool(self.assembly.optimizer.param_groups[0].get("fused")) == self.case.fused, "also when it was resumed"
+        assert bool(self.assembly.optimizer.param_groups[0].get("fused")) == self.case.fused, (
+            "also when it was resumed"
+        )
         for _ in range(steps):
             report = optimizer_step(self.assembly, self.loader, self.state.global_step)
             self.state.global_step = report.step
@@ -143,18 +176,27 @@ class Run:
             self.losses.append(report.metrics["train_loss"])
 
     def predictions(self) -> list[Tensor]:
-        """What the trained weights, their average, and the trained weights again predict for the whole batch."""
+        """What the trained weights, their average, and the trained weights again predict for the
+        whole batch.
+        """
         found = []
         with quiet(self.assembly):
             for average in (False, True, False):
                 with self.ema.applied() if average else quiet(self.assembly):
-                    mine = predict_now(self.assembly, self.assembly.adapter.prepare(fixed_noise(self.loader.batch)))
+                    mine = predict_now(
+                        self.assembly, self.assembly.adapter.prepare(fixed_noise(self.loader.batch))
+                    )
                 found.append(torch.cat(self.assembly.data_parallel.gather(mine)))
         return found
 
     def norms(self) -> list[float]:
         """The sizes of the gradients, step by step."""
-        return [metrics[size] for metrics in self.metrics for size in metrics if size.startswith("grad_")]
+        return [
+            metrics[size]
+            for metrics in self.metrics
+            for size in metrics
+            if size.startswith("grad_")
+        ]
 
     def weights(self) -> dict[str, Tensor]:
         return {name: sharding.gathered(each) for name, each in self.assembly.parameters.items()}
@@ -189,7 +231,9 @@ class Run:
 def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[str, Any]:
     """Train a case, and save some before the first step; returns what it did."""
     run = Run(checkpoint, CASES[name], world, folder)
-    held = sum(sharding.local(each).numel() for each in run.assembly.trained.transformer.parameters())
+    held = sum(
+        sharding.local(each).numel() for each in run.assembly.trained.transformer.parameters()
+    )
     if name in SAVED:
         run.save(folder / f"{name}-start-{world.size}" / "checkpoint-0", in_shards=True)
     exact = True
@@ -221,7 +265,9 @@ def relay(name: str, checkpoint: Path, world: World, folder: Path, leg: int) -> 
 
 
 def ends_the_same(first: Run, checkpoint: Path) -> bool:
-    """Whether a run that went on after a checkpoint and one that continues from it end with the same bits."""
+    """Whether a run that went on after a checkpoint and one that continues from it end with the
+    same bits.
+    """
     second = Run(first.checkpoint, first.case, first.world, first.folder)
     second.load(checkpoint)
     second.train(len(first.losses) - second.state.global_step)
@@ -231,12 +277,16 @@ def ends_the_same(first: Run, checkpoint: Path) -> bool:
 
 
 def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence[str]) -> None:
-    """One of several processes: train cases and a leg of the relay; its results are a file in the folder."""
+    """One of several processes: train cases and a leg of the relay; its results are a file in the
+    folder.
+    """
     set_rendezvous(place, os.environ, Problems())  # for accelerate
     results: dict[str, Any] = {}
     with connect(place, f"file://{folder}/meeting-{leg}") as world:
         for name in cases:
             results[name] = run_case(name, checkpoint, world, folder)
         for name in RELAYED:
-            results[f"{name}-relay"] = relay(name, checkpoint, world, folder, leg) if leg else results[name]["losses"]
+            results[f"{name}-relay"] = (
+                relay(name, checkpoint, world, folder, leg) if leg else results[name]["losses"]
+            )
     torch.save(results, folder / f"results-{leg}-{place.rank}.pt")

@@ -37,7 +37,8 @@ NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
 
 
 class AdversarialCopier(Copier):
-    """The worst that a copier may do: a slot is overwritten when its copy is submitted, and filled when waited for.
+    """The worst that a copier may do: a slot is overwritten when its copy is submitted, and filled
+    when waited for.
 
     Attributes:
         submitted: addresses of the images, in the order of their submission.
@@ -63,7 +64,8 @@ class AdversarialCopier(Copier):
         self.seconds += time.perf_counter() - started
 
     def waited(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
+        seconds = self.seconds
+        self.seconds = 0.0
         return seconds
 
 
@@ -74,15 +76,26 @@ class Trained:
     """
 
     def __init__(
-        self, *, checkpointing: bool = True, interval: int | None = None, block_inputs: BlockInputs | None = None,
-        prepare: Any = None, compiled: str | None = None, dtype: torch.dtype = torch.float32, blocks: int = BLOCKS,
+        self,
+        *,
+        checkpointing: bool = True,
+        interval: int | None = None,
+        block_inputs: BlockInputs | None = None,
+        prepare: Any = None,
+        compiled: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        blocks: int = BLOCKS,
         recomputing: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.model: nn.Module = build_kandinsky(visual_blocks=blocks - 1)
-            self.latents, self.pooled = torch.randn(2, 1, 4, 4, 16), torch.randn(2, WIDTH)
-            self.texts: tuple[Tensor, ...] = torch.randn(5, WIDTH), torch.randn(3, WIDTH)  # of two lengths
+            self.latents = torch.randn(2, 1, 4, 4, 16)
+            self.pooled = torch.randn(2, WIDTH)
+            self.texts: tuple[Tensor, ...] = (
+                torch.randn(5, WIDTH),
+                torch.randn(3, WIDTH),
+            )  # of two lengths
         for name, parameter in self.model.named_parameters():
             if not any(part in name for part in Kandinsky5Transformer3DModel._keep_in_fp32_modules):
                 parameter.data = parameter.data.to(dtype)
@@ -91,15 +104,21 @@ class Trained:
         self.model.requires_grad_(False)
         if prepare is not None:
             prepare(self.model)
-        self.lora = add_lora(self.model, LoraConfig(lora_rank=4), TARGETS, seed=1, dtype=torch.float32)
+        self.lora = add_lora(
+            self.model, LoraConfig(lora_rank=4), TARGETS, seed=1, dtype=torch.float32
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
             fill_zeros(self.lora_weights())
-        precision = PrecisionConfig(gradient_checkpointing=checkpointing, gradient_checkpointing_interval=interval)
+        precision = PrecisionConfig(
+            gradient_checkpointing=checkpointing, gradient_checkpointing_interval=interval
+        )
         self.keeps_saved = not precision.checkpoints_all
         # Without a checkpoint.
         self.adapter = Kandinsky5ImageAdapter.__new__(Kandinsky5ImageAdapter)
-        self.adapter.dtype, self.adapter.padding, self.adapter.task = self.dtype, self.padding, "t2i"
+        self.adapter.dtype = self.dtype
+        self.adapter.padding = self.padding
+        self.adapter.task = "t2i"
         self.layout = self.adapter.block_layout(self.model)
         self.fast = use_fast_blocks(self.model, self.padding) if recomputing else None
         enable_checkpointing(
@@ -111,7 +130,9 @@ class Trained:
             keep=self.fast and self.fast.self_attention,
         )
         if compiled is not None and self.fast is not None:
-            compile_blocks(self.layout, self.fast, compiled, LaunchConfig(), sampling=False, recomputing=True)
+            compile_blocks(
+                self.layout, self.fast, compiled, LaunchConfig(), sampling=False, recomputing=True
+            )
         elif compiled is not None:
             block = self.layout.blocks[1]
             block.forward = torch.compile(block.forward, backend=compiled)
@@ -130,14 +151,17 @@ class Trained:
         attach.place_model(self.model, blocks, device)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attach, "SLOTS", slots)
-            streamer = attach.Offload(config, device).attach(self.model, blocks, keeps_saved=self.keeps_saved)
+            streamer = attach.Offload(config, device).attach(
+                self.model, blocks, keeps_saved=self.keeps_saved
+            )
         assert streamer is not None
         if self.fast is not None:
             self.fast.outside_checkpoint = RememberedPlaces(streamer)
         return streamer
 
     def _move_inputs(self, device: torch.device) -> None:
-        self.latents, self.pooled = self.latents.to(device), self.pooled.to(device)
+        self.latents = self.latents.to(device)
+        self.pooled = self.pooled.to(device)
         self.texts = tuple(text.to(device) for text in self.texts)
 
     def lora_weights(self) -> nn.ParameterList:
@@ -146,10 +170,12 @@ class Trained:
     def predict(self, timestep: float = 300.0) -> Tensor:
         pairs = zip(self.texts, self.pooled, strict=True)
         embeds = [{"prompt_embeds": text, "pooled_prompt_embeds": pooled} for text, pooled in pairs]
-        latents, timesteps = self.latents.movedim(-1, 1), torch.tensor([timestep, 700.0], device=self.latents.device)
+        latents = self.latents.movedim(-1, 1)
+        timesteps = torch.tensor([timestep, 700.0], device=self.latents.device)
         batch = Batch(latents, embeds, ["a", "b"])
         return self.adapter.predict(
-            self.model, NoisyBatch(batch, latents, timesteps / 1000, latents, timesteps, target=latents)
+            self.model,
+            NoisyBatch(batch, latents, timesteps / 1000, latents, timesteps, target=latents),
         )
 
     def sample(self) -> Tensor:
@@ -160,7 +186,9 @@ class Trained:
         """Loss and the gradients of one training step."""
         loss = self.predict().square().mean()
         backward(loss)
-        found = {name: each.grad for name, each in self.model.named_parameters() if each.grad is not None}
+        found = {
+            name: each.grad for name, each in self.model.named_parameters() if each.grad is not None
+        }
         assert found, "a test on no gradients shows nothing"
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -170,7 +198,9 @@ class Trained:
 def to_int8(model: nn.Module) -> None:
     """Linear layers of the blocks as optimum-quanto has them, frozen."""
     quanto = pytest.importorskip("optimum.quanto")
-    quanto.quantize(model, weights=quanto.qint8, include=["*transformer_blocks*"], exclude=["*modulation*"])
+    quanto.quantize(
+        model, weights=quanto.qint8, include=["*transformer_blocks*"], exclude=["*modulation*"]
+    )
     quanto.freeze(model)
     model.requires_grad_(False)
 

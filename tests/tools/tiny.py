@@ -1,8 +1,9 @@
 """Checkpoints of real classes, small enough to make and run in a second.
 
-Each maker writes a whole diffusers folder of random weights. Two things are not random: the tokenizers are the
-demo's, so that templates have their true lengths, and whatever a class initialises with zeros gets small random
-values, because behind a gate of zero every gradient is zero and a gradient test would pass on nothing.
+Each maker writes a whole diffusers folder of random weights. Two things are not random: the
+tokenizers are the demo's, so that templates have their true lengths, and whatever a class
+initialises with zeros gets small random values, because behind a gate of zero every gradient is
+zero and a gradient test would pass on nothing.
 """
 
 from __future__ import annotations
@@ -47,24 +48,39 @@ def fill_zeros(model: torch.nn.Module, scale: float = 0.05) -> None:
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """`model` with its parameters in `dtype`; buffers keep their precision, which `.to(dtype)` would round."""
+    """`model` with its parameters in `dtype`; buffers keep their precision, which `.to(dtype)`
+    would round.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 # Words of the templates that are one token of Qwen's and two of the demo's tokenizer.
-WHOLE_WORDS = (("ĠBas", "ed"), ("Ġprovid", "ed"), ("sec", "ond"), ("Ġinterest", "ing"), ("Ġto", "gether"))
+WHOLE_WORDS = (
+    ("ĠBas", "ed"),
+    ("Ġprovid", "ed"),
+    ("sec", "ond"),
+    ("Ġinterest", "ing"),
+    ("Ġto", "gether"),
+)
 
 
 def split_as_qwen(folder: Path) -> None:
-    """Let the tokenizer of a checkpoint split the templates as Qwen's own does; five other words lose their token."""
+    """Let the tokenizer of a checkpoint split the templates as Qwen's own does; five other words
+    lose their token.
+    """
     path = folder / "tokenizer" / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary, merges = content["model"]["vocab"], content["model"]["merges"]
+    vocabulary = content["model"]["vocab"]
+    merges = content["model"]["merges"]
     used = {part for merge in merges for part in merge}
     words = " ".join(each.text for each in OFFICIAL.values())
-    free = [merge for merge in merges if "".join(merge) not in used and "".join(merge).strip("Ġ") not in words]
+    free = [
+        merge
+        for merge in merges
+        if "".join(merge) not in used and "".join(merge).strip("Ġ") not in words
+    ]
     for (left, right), merge in zip(WHOLE_WORDS, free, strict=False):
         vocabulary[left + right] = vocabulary.pop("".join(merge))
         merges.remove(merge)
@@ -84,7 +100,11 @@ def build_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGe
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2, 3, 3],
+            },
             "initializer_range": 0.3,
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
@@ -125,7 +145,9 @@ def build_clip(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
 
 
 def build_image_vae() -> AutoencoderKL:
-    """The VAE of Flux in shape: 16 latent channels at an eighth of the size, its scaling and shift factor."""
+    """The VAE of Flux in shape: 16 latent channels at an eighth of the size, its scaling and shift
+    factor.
+    """
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -152,7 +174,8 @@ NABLA = {
 
 
 def build_video_vae(width: int = 8) -> AutoencoderKLHunyuanVideo:
-    """The VAE of HunyuanVideo in shape: 16 latent channels, an eighth of the size, every fourth frame.
+    """The VAE of HunyuanVideo in shape: 16 latent channels, an eighth of the size, every fourth
+    frame.
 
     A clip takes longer in it than in everything else of a tiny run.
     """
@@ -167,9 +190,15 @@ def build_video_vae(width: int = 8) -> AutoencoderKLHunyuanVideo:
 
 
 def build_kandinsky(
-    *, visual_cond: bool = False, nabla: bool = False, visual_blocks: int = 2, axes: tuple[int, int, int] = AXES
+    *,
+    visual_cond: bool = False,
+    nabla: bool = False,
+    visual_blocks: int = 2,
+    axes: tuple[int, int, int] = AXES,
 ) -> Kandinsky5Transformer3DModel:
-    """A Kandinsky 5 transformer of one text block and few visual ones, with no zero-initialised parameter left."""
+    """A Kandinsky 5 transformer of one text block and few visual ones, with no zero-initialised
+    parameter left.
+    """
     transformer = Kandinsky5Transformer3DModel(
         in_visual_dim=16,
         out_visual_dim=16,
@@ -218,7 +247,10 @@ def make_checkpoint(
         torch.manual_seed(seed)
         pipeline = pipeline_class(
             transformer=cast(
-                build_kandinsky(visual_cond=task != "t2i", nabla=nabla, visual_blocks=visual_blocks, axes=axes), dtype
+                build_kandinsky(
+                    visual_cond=task != "t2i", nabla=nabla, visual_blocks=visual_blocks, axes=axes
+                ),
+                dtype,
             ),
             vae=cast(build_video_vae() if is_video else build_image_vae(), dtype),
             text_encoder=cast(build_qwen(processor.tokenizer), dtype),

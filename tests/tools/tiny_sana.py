@@ -1,7 +1,8 @@
 """A Sana Video checkpoint of real classes with random weights, made in a second.
 
-The tokenizer is built here: single characters, bytes for all others, and a merge for each word of the pipeline's
-instruction, so that the instruction is a few hundred tokens long as it is with the real one.
+The tokenizer is built here: single characters, bytes for all others, and a merge for each word of
+the pipeline's instruction, so that the instruction is a few hundred tokens long as it is with the
+real one.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from tests.tools.tiny import WIDTH, cast, fill_zeros
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 CHARACTERS = [chr(code) for code in range(0x21, 0x7F)]
-HEADS, HEAD_WIDTH = 2, 24
+HEADS = 2
+HEAD_WIDTH = 24
 
 
 def build_tokenizer() -> GemmaTokenizer:
-    """Gemma's tokenizer class with a small vocabulary; it puts `<bos>` before every text, as Gemma's does."""
-    tokens = dict.fromkeys([*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "\n", *CHARACTERS])
+    """Gemma's tokenizer class with a small vocabulary; it puts `<bos>` before every text, as
+    Gemma's does.
+    """
+    tokens = dict.fromkeys(
+        [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "\n", *CHARACTERS]
+    )
     merges: dict[tuple[str, str], None] = {}
     for word in sorted({word for line in pipeline_instruction() for word in line.split()}):
         left = "▁"
@@ -40,7 +46,9 @@ def build_tokenizer() -> GemmaTokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = GemmaTokenizer(vocab=vocabulary, merges=list(merges))
     bos = ("<bos>", vocabulary["<bos>"])
-    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[bos]
+    )
     return tokenizer
 
 
@@ -64,17 +72,24 @@ def build_gemma(vocabulary: int) -> Gemma2Model:
 
 
 def build_wan_vae() -> AutoencoderKLWan:
-    """The VAE of Wan 2.1 in shape: 16 latent channels with its statistics, an eighth of the size, every 4th frame."""
+    """The VAE of Wan 2.1 in shape: 16 latent channels with its statistics, an eighth of the size,
+    every 4th frame.
+    """
     return AutoencoderKLWan(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
 
 
 def build_ltx2_vae() -> AutoencoderKLLTX2Video:
-    """The VAE of LTX-2 in shape: 128 latent channels, a 32nd of the size, every 8th frame, with statistics."""
+    """The VAE of LTX-2 in shape: 128 latent channels, a 32nd of the size, every 8th frame, with
+    statistics.
+    """
     vae = AutoencoderKLLTX2Video(
-        block_out_channels=(16, 32, 32, 64), decoder_block_out_channels=(16, 32, 64),
-        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1),
-        spatial_compression_ratio=32, temporal_compression_ratio=8,
-    )  # fmt: skip
+        block_out_channels=(16, 32, 32, 64),
+        decoder_block_out_channels=(16, 32, 64),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
     vae.latents_mean.uniform_(-0.5, 0.5)
     vae.latents_std.uniform_(0.5, 1.5)
     return vae
@@ -82,7 +97,11 @@ def build_ltx2_vae() -> AutoencoderKLLTX2Video:
 
 def build_sana(flavour: str = "2b-480p") -> SanaVideoTransformer3DModel:
     """A Sana Video transformer of two blocks, with no zero-initialised parameter left."""
-    channels = {"in_channels": 128, "out_channels": 128, "patch_size": (1, 1, 1)} if flavour == "2b-720p" else {}
+    channels = (
+        {"in_channels": 128, "out_channels": 128, "patch_size": (1, 1, 1)}
+        if flavour == "2b-720p"
+        else {}
+    )
     transformer = SanaVideoTransformer3DModel(
         **channels,
         num_attention_heads=HEADS,
@@ -101,7 +120,9 @@ def build_sana(flavour: str = "2b-480p") -> SanaVideoTransformer3DModel:
 def make_sana_checkpoint(
     folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, flavour: str = "2b-480p"
 ) -> Path:
-    """Write a Sana Video checkpoint of random weights into `folder` and return it; it serves t2v and i2v."""
+    """Write a Sana Video checkpoint of random weights into `folder` and return it; it serves t2v
+    and i2v.
+    """
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

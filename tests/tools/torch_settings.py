@@ -19,34 +19,41 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # see tests/conftest.
 if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)
 
-# Every run times the processor; the smaller of two matrix products will do, which takes a sixteenth of the time.
+# Every run times the processor; the smaller of two matrix products will do, which takes a sixteenth
+# of the time.
 measure.AFFORDABLE_SECONDS = 0.0
 
-# After each compilation torch collects garbage, and flushes the processor's caches to time the guards: a fifth of the
-# time that tiny graphs take.
+# After each compilation torch collects garbage, and flushes the processor's caches to time the
+# guards: a fifth of the time that tiny graphs take.
 torch._dynamo.config.run_gc_after_compile = False
 torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0
 
-# pytest attaches a handler to every logger that does not propagate. A handler at torch.__trace makes torch write down
-# each compilation, which takes as long as compiling; sixty more were a third of the time of a short test.
+# pytest attaches a handler to every logger that does not propagate. A handler at torch.__trace
+# makes torch write down each compilation, which takes as long as compiling; sixty more were a third
+# of the time of a short test.
 for logger in list(logging.root.manager.loggerDict.values()):
     if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
         logger.propagate = True
 
 
-def trace(function: Callable[..., Any], compile: Callable[..., Any] = torch.compile, **settings: Any) -> Any:
+def trace(
+    function: Callable[..., Any], compile: Callable[..., Any] = torch.compile, **settings: Any
+) -> Any:
     """Like `torch.compile`, but the graphs run as they were traced."""
     return compile(function, **{**settings, "backend": "eager", "mode": None})
 
 
 def mark_no_sizes(sizes: FreeSizes, inputs: object, dimensions: object) -> None:
-    """In place of `FreeSizes.mark`: blocks are compiled for the sizes that they see. Symbols take two to three times as
-    long to trace, and gain nothing where there is one size. That they serve all sizes is for tests/speed."""
+    """In place of `FreeSizes.mark`: blocks are compiled for the sizes that they see. Symbols take
+    two to three times as long to trace, and gain nothing where there is one size. That they serve
+    all sizes is for tests/speed."""
 
 
 def usual_vectors() -> AbstractContextManager[None]:
-    """Inductor generates code for vectors of 256 bits, which takes less time to compile than for wider ones."""
-    # A setting, since it is part of the key of the compiler's cache. Another run's code for wider vectors, compiled for
-    # these, would compute NaN.
+    """Inductor generates code for vectors of 256 bits, which takes less time to compile than for
+    wider ones.
+    """
+    # A setting, since it is part of the key of the compiler's cache. Another run's code for wider
+    # vectors, compiled for these, would compute NaN.
     patched: AbstractContextManager[None] = torch._inductor.config.patch({"cpp.simdlen": 256})
     return patched

@@ -76,7 +76,9 @@ def serve(secure: ssl.SSLContext | None = None) -> Iterator[Site]:
     if secure is not None:
         server.socket = secure.wrap_socket(server.socket, server_side=True)
     site = Site(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield site

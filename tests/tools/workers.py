@@ -1,5 +1,6 @@
-"""Processes of the tests that are forked with everything imported: to import and to collect it takes ten seconds of a
-processor for each worker of pytest-xdist, and five for each that starts processes of its own."""
+"""Processes of the tests that are forked with everything imported: to import and to collect it
+takes ten seconds of a processor for each worker of pytest-xdist, and five for each that starts
+processes of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def _collect(arguments: Sequence[str]) -> None:
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
-        pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *arguments])  # what is wrong, workers tell
+        pytest.main(
+            ["--collect-only", "-qq", "-p", "no:cacheprovider", *arguments]
+        )  # what is wrong, workers tell
 
 
 def _work() -> None:
@@ -56,15 +59,27 @@ def fork_the_forkserver() -> None:
 
 
 def _fork_instead(path: str, words: Sequence[str], handles: Sequence[int]) -> int:
-    """Like `multiprocessing.util.spawnv_passfds`, with the main loop begun when a process is asked for."""
+    """Like `multiprocessing.util.spawnv_passfds`, with the main loop begun when a process is asked
+    for.
+    """
     process = os.fork()
     if process:
         return process
     try:
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for handle in {int(path.name) for path in Path("/dev/fd").iterdir()} - {0, 1, 2, nowhere, *handles}:
-            os.dup2(nowhere, handle)  # were it closed, its number would be another's when its owner closes it
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        for handle in {int(path.name) for path in Path("/dev/fd").iterdir()} - {
+            0,
+            1,
+            2,
+            nowhere,
+            *handles,
+        }:
+            os.dup2(
+                nowhere, handle
+            )  # were it closed, its number would be another's when its owner closes it
+        sys.stdout, sys.stderr = (
+            os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+        )
         logging.root.handlers.clear()  # pytest's, for the test that runs
         listener, lifeline = handles
         if listener in select.select([listener, lifeline], [], [])[0]:

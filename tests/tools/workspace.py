@@ -51,7 +51,13 @@ DATASETS: list[dict[str, Any]] = [
         "resolution": 64,
         "repeats": 1,
     },
-    {"id": "text", "type": "local", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/text"},
+    {
+        "id": "text",
+        "type": "local",
+        "dataset_type": "text_embeds",
+        "default": True,
+        "cache_dir": "cache/text",
+    },
 ]
 
 
@@ -69,11 +75,14 @@ FORKS.set_forkserver_preload(["tests.tools.preload"])
 @cache
 def noise_pictures(count: int, seed: int, scale: int) -> list[bytes]:
     """PNG files of noise; hundreds of tests ask for the same ones."""
-    random, files = np.random.default_rng(seed), []
+    random = np.random.default_rng(seed)
+    files = []
     for index in range(count):
         shape = (64, 64, 3) if index % 2 else (64, 96, 3)
         picture = Image.fromarray(random.integers(0, 255, shape, dtype=np.uint8))
-        picture.resize((picture.width * scale, picture.height * scale)).save(file := io.BytesIO(), "PNG")
+        picture.resize((picture.width * scale, picture.height * scale)).save(
+            file := io.BytesIO(), "PNG"
+        )
         files.append(file.getvalue())
     return files
 
@@ -85,7 +94,9 @@ class Workspace:
     folder: Path
 
     @classmethod
-    def create(cls, folder: Path, checkpoint: Path, *, pictures: int = 8, **settings: Any) -> Workspace:
+    def create(
+        cls, folder: Path, checkpoint: Path, *, pictures: int = 8, **settings: Any
+    ) -> Workspace:
         """Write everything a run needs; `settings` replace or add keys of config.json."""
         workspace = cls(folder)
         (folder / "config").mkdir(parents=True)
@@ -95,11 +106,15 @@ class Workspace:
         return workspace
 
     def write_config(self, **settings: Any) -> None:
-        """config.json: what is there (or the usual settings) with some keys replaced; None removes one."""
+        """config.json: what is there (or the usual settings) with some keys replaced; None removes
+        one.
+        """
         path = self.folder / "config" / "config.json"
         content = json.loads(path.read_text()) if path.exists() else dict(CONFIG)
         content.update(settings)
-        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        path.write_text(
+            json.dumps({key: value for key, value in content.items() if value is not None})
+        )
 
     def write_datasets(self, entries: list[dict[str, Any]]) -> None:
         (self.folder / "config" / "multidatabackend.json").write_text(json.dumps(entries))
@@ -110,7 +125,9 @@ class Workspace:
         target.mkdir(parents=True, exist_ok=True)
         for index, content in enumerate(noise_pictures(count, seed, scale)):
             (target / f"p{index}.png").write_bytes(content)
-            (target / f"p{index}.txt").write_text(f"picture {index}\n" + "noise of many colours " * (index % 3 + 1))
+            (target / f"p{index}.txt").write_text(
+                f"picture {index}\n" + "noise of many colours " * (index % 3 + 1)
+            )
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -133,7 +150,9 @@ class Workspace:
         return subprocess.Popen(command, cwd=self.folder, text=True, **kwargs)
 
     def fork(self, work: Callable[..., object], *arguments: object) -> BaseProcess:
-        """`work(*arguments)` inside this folder, as a process of its own that nothing has run in before."""
+        """`work(*arguments)` inside this folder, as a process of its own that nothing has run in
+        before.
+        """
         process = FORKS.Process(target=_work_inside, args=(self, work, arguments))
         process.start()
         return process
@@ -142,7 +161,10 @@ class Workspace:
         """The run record without what depends on the clock or the machine."""
         lines = (self.folder / output / "training_metrics.jsonl").read_text().splitlines()
         clock = re.compile("time|mfu|(.*_)?seconds|.*_share|(peak|reserved)_memory_gb")
-        return [{key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)} for line in lines]
+        return [
+            {key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)}
+            for line in lines
+        ]
 
     def copy(self, folder: Path, **settings: Any) -> Workspace:
         """Everything that is here, with other settings."""
@@ -166,6 +188,8 @@ class Workspace:
         return self.folder / relative
 
 
-def _work_inside(workspace: Workspace, work: Callable[..., object], arguments: tuple[object, ...]) -> None:
+def _work_inside(
+    workspace: Workspace, work: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
     with workspace.inside():
         work(*arguments)

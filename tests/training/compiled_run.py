@@ -29,20 +29,25 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {"fsdp_enable": False, "gradient_checkpointing": False},
     "fsdp2": {"fsdp_enable": True, "model_type": "full", "gradient_checkpointing": True},
 }
-# DDP splits graphs while they are traced, whatever becomes of them, so they run as they are: a third of the time.
-# With shards the first process compiles for all, since what is exchanged is outside of the graphs.
+# DDP splits graphs while they are traced, whatever becomes of them, so they run as they are: a
+# third of the time. With shards the first process compiles for all, since what is exchanged is
+# outside of the graphs.
 TRACED = ("ddp",)
 # A bucket ends with nearly every weight.
 SMALL = partial(DistributedDataParallelKwargs, bucket_cap_mb=0.001)
 
 
 def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train some steps; returns their gradients, and the graphs that were compiled by the end of each."""
+    """Train some steps; returns their gradients, and the graphs that were compiled by the end of
+    each.
+    """
     gradients: list[list[Tensor]] = []
     graphs: list[int] = []
 
     def note(parameters: Iterable[nn.Parameter], *limits: Any) -> None:
-        gradients.append([sharding.gathered(each.grad).clone() for each in parameters if each.grad is not None])
+        gradients.append(
+            [sharding.gathered(each.grad).clone() for each in parameters if each.grad is not None]
+        )
 
     counters.clear()
     with (
@@ -50,21 +55,37 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
         patch.object(step.guard, "clip_gradients", note),
         patch.object(FreeSizes, "mark", mark_no_sizes),
     ):
-        run = Run(checkpoint, Case({"use_ema": False, "optimizer": "torch-sgd", **settings}), world, folder)
+        run = Run(
+            checkpoint,
+            Case({"use_ema": False, "optimizer": "torch-sgd", **settings}),
+            world,
+            folder,
+        )
         run.assembly.transformer.train()
         for number in range(STEPS):
-            step.optimizer_step(run.assembly, run.loader, number)  # nothing watches it: torch would not compile
+            step.optimizer_step(
+                run.assembly, run.loader, number
+            )  # nothing watches it: torch would not compile
             graphs.append(counters["stats"]["unique_graphs"])
     model = run.assembly.transformer
-    buckets = model._get_ddp_logging_data()["rebuilt_bucket_sizes"] if hasattr(model, "reducer") else ""
+    buckets = (
+        model._get_ddp_logging_data()["rebuilt_bucket_sizes"] if hasattr(model, "reducer") else ""
+    )
     return {"gradients": [each for each in gradients if each], "graphs": graphs, "buckets": buckets}
 
 
 def results_of(name: str, checkpoint: Path, world: World, folder: Path) -> list[dict[str, Any]]:
     """What the case does without a compiler, and with it."""
-    with patch.object(torch, "compile", trace) if name in TRACED or not world.is_main else nullcontext():
+    with (
+        patch.object(torch, "compile", trace)
+        if name in TRACED or not world.is_main
+        else nullcontext()
+    ):
         backends = ("no", "aot_eager")
-        return [train(checkpoint, world, folder, CASES[name] | {"dynamo_backend": each}) for each in backends]
+        return [
+            train(checkpoint, world, folder, CASES[name] | {"dynamo_backend": each})
+            for each in backends
+        ]
 
 
 def main(place: World, checkpoint: Path, folder: Path) -> None:

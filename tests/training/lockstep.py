@@ -1,4 +1,6 @@
-"""Short runs with techniques, in one process or in several, and what each of them exchanges with the others."""
+"""Short runs with techniques, in one process or in several, and what each of them exchanges with
+the others.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Alternating(Batches):
         return replace(super().__next__(), dataset_id=KNOWN if self.index % 2 else "new")
 
 
-def techniques_of(checkpoint: Path, names: Sequence[str], settings: Mapping[str, Any]) -> list[Technique]:
+def techniques_of(
+    checkpoint: Path, names: Sequence[str], settings: Mapping[str, Any]
+) -> list[Technique]:
     """The techniques of a run, as its plan would build them."""
     config = make_config(checkpoint, **settings)
     regularised = {KNOWN: 0.5} if "regularisation" in names else {}
@@ -77,24 +81,43 @@ def techniques_of(checkpoint: Path, names: Sequence[str], settings: Mapping[str,
 
 
 def train(
-    checkpoint: Path, batch: Batch, world: World, folder: Path, names: Sequence[str], **settings: Any
+    checkpoint: Path,
+    batch: Batch,
+    world: World,
+    folder: Path,
+    names: Sequence[str],
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train some steps; returns their metrics, and the collectives and the forward passes of this process."""
+    """Train some steps; returns their metrics, and the collectives and the forward passes of this
+    process.
+    """
     for name in names:
         if name != FACING:
             settings = {**CASES[name].settings, **settings}
-    settings = {"gradient_accumulation_steps": 2, "use_ema": False, "optimizer": "torch-sgd", **settings}
-    run = Run(checkpoint, Case(settings, lambda: techniques_of(checkpoint, names, settings)), world, folder)
+    settings = {
+        "gradient_accumulation_steps": 2,
+        "use_ema": False,
+        "optimizer": "torch-sgd",
+        **settings,
+    }
+    run = Run(
+        checkpoint,
+        Case(settings, lambda: techniques_of(checkpoint, names, settings)),
+        world,
+        folder,
+    )
     mine = slice(*(len(batch.names) * rank // world.size for rank in (world.rank, world.rank + 1)))
     assert batch.other_embeds is not None
     assert batch.loss_mask is not None
     run.loader = Alternating(
         Batch(
-            batch.latents[mine], batch.embeds[mine], batch.names[mine],
+            batch.latents[mine],
+            batch.embeds[mine],
+            batch.names[mine],
             loss_mask=batch.loss_mask[mine] if "masked loss" in names else None,
             other_embeds=batch.other_embeds[mine] if "preservation" in names else None,
         )
-    )  # fmt: skip
+    )
     run.train(STEPS - 1)
     with Exchanges() as exchanges:  # of the last step alone: they make every operation slower
         run.train(1)
@@ -103,7 +126,9 @@ def train(
 
 
 def refused(run: Run, world: World) -> str:
-    """The error of a step in which the last process has a loss of NaN, if that leaves the weights of this one alone."""
+    """The error of a step in which the last process has a loss of NaN, if that leaves the weights
+    of this one alone.
+    """
     weights = [local(each) for each in run.assembly.parameters.values()]
     before = [each.detach().clone() for each in weights]
     if world.rank == world.size - 1:
@@ -115,10 +140,14 @@ def refused(run: Run, world: World) -> str:
     return ""
 
 
-def main(place: World, checkpoint: Path, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
+def main(
+    place: World, checkpoint: Path, folder: Path, cases: Mapping[str, Mapping[str, Any]]
+) -> None:
     """One of several processes: train cases; their results are a file in the folder."""
     set_rendezvous(place, os.environ, Problems())  # for accelerate
     batch = torch.load(folder / "batch.pt", weights_only=False)
     with connect(place, f"file://{folder}/meeting", limit=180) as world:
-        results = {name: train(checkpoint, batch, world, folder, **case) for name, case in cases.items()}
+        results = {
+            name: train(checkpoint, batch, world, folder, **case) for name, case in cases.items()
+        }
     torch.save(results, folder / f"results-{place.rank}.pt")

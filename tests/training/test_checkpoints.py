@@ -54,14 +54,20 @@ def make_writer(folder: Path, assembly: Any, seen: list[Event]) -> CheckpointWri
     assembly.trained.sharers = Sharers(0, 2, 0, 2)
     loader: Any = Batches(None)
     config = CheckpointConfig(checkpoint_step_interval=100)
-    return CheckpointWriter(folder, config, loader, IDENTITY, {}, EventStream(seen.append), NOTE, in_shards=False)
+    return CheckpointWriter(
+        folder, config, loader, IDENTITY, {}, EventStream(seen.append), NOTE, in_shards=False
+    )
 
 
 def test_training_goes_on_while_a_checkpoint_is_completed(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assembly, seen, go_on = make_assembly(t2i_checkpoint, model_type="full"), list[Event](), threading.Event()
-    monkeypatch.setattr(manifest, "describe_files", lambda folder: go_on.wait(5) and describe_files(folder))
+    assembly = make_assembly(t2i_checkpoint, model_type="full")
+    seen: list[Event] = []
+    go_on = threading.Event()
+    monkeypatch.setattr(
+        manifest, "describe_files", lambda folder: go_on.wait(5) and describe_files(folder)
+    )
     writer = make_writer(tmp_path, assembly, seen)
     before = {name: each.detach().clone() for name, each in assembly.parameters.items()}
     writer.save(assembly, TrainState(1))
@@ -75,7 +81,10 @@ def test_training_goes_on_while_a_checkpoint_is_completed(
     go_on.set()
     writer.on_train_end(assembly, TrainState(3))
     saved = [each for each in seen if isinstance(each, CheckpointSaved)]
-    assert [(each.path.name, each.step) for each in saved] == [("checkpoint-1", 1), ("checkpoint-3-rolling", 3)]
+    assert [(each.path.name, each.step) for each in saved] == [
+        ("checkpoint-1", 1),
+        ("checkpoint-3-rolling", 3),
+    ]
     checkpoint = open_checkpoint(saved[0].path)
     assert checkpoint is not None
     assert damaged_files(checkpoint) == []
@@ -88,20 +97,27 @@ def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     settings = {"lora_type": kind} if kind == "lokr" else {"model_type": kind}
-    assembly, seen, go_on = make_assembly(t2i_checkpoint, **settings), list[Event](), threading.Event()
+    assembly = make_assembly(t2i_checkpoint, **settings)
+    seen: list[Event] = []
+    go_on = threading.Event()
     assembly.trained.ema = ema = Ema(assembly.parameters, EmaConfig(use_ema=True), CPU)
     batches: Any = Batches(make_batch(t2i_checkpoint, ["a star"]))
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(), batches, IDENTITY, {}, EventStream(seen.append), NOTE)
+    writer = CheckpointWriter(
+        tmp_path, CheckpointConfig(), batches, IDENTITY, {}, EventStream(seen.append), NOTE
+    )
 
     def train(step: int) -> None:
         optimizer_step(assembly, batches, step)
         ema.update(step + 1)
 
     train(0)
-    unfinished, write = writer.write(tmp_path / "checkpoint-0", assembly, TrainState(1)), Draft.write_into
+    unfinished = writer.write(tmp_path / "checkpoint-0", assembly, TrainState(1))
+    write = Draft.write_into
     assert unfinished is not None
     unfinished.complete()
-    monkeypatch.setattr(Draft, "write_into", lambda draft, folder: go_on.wait(5) and write(draft, folder))
+    monkeypatch.setattr(
+        Draft, "write_into", lambda draft, folder: go_on.wait(5) and write(draft, folder)
+    )
     writer.in_background = True
     writer.save(assembly, TrainState(1))
     train(1)
@@ -114,14 +130,17 @@ def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(
     assert one is not None
     assert other is not None
     assert damaged_files(other) == []
-    assert one.manifest.files == other.manifest.files, "byte for byte what would have been written at once"
+    assert one.manifest.files == other.manifest.files, (
+        "byte for byte what would have been written at once"
+    )
 
 
 @pytest.mark.parametrize("ask", [CheckpointWriter.save, CheckpointWriter.on_train_end])
 def test_a_checkpoint_that_cannot_be_completed_ends_the_run(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., None]
 ) -> None:
-    assembly, seen = make_assembly(t2i_checkpoint, model_type="full"), list[Event]()
+    assembly = make_assembly(t2i_checkpoint, model_type="full")
+    seen: list[Event] = []
 
     def fail(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -143,13 +162,19 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text": (lambda folder: (folder / STATE_FILE).write_text("a state"), "holds what no run saves"),
     "nothing": (lambda folder: (folder / STATE_FILE).write_bytes(b""), "holds what no run saves"),
     "list": (lambda folder: edit_state(folder / STATE_FILE, list), "holds what no run saves"),
-    "key": (lambda folder: edit_state(folder / STATE_FILE, lambda s: s | {"optimizer": 7}), "holds what no run saves"),
+    "key": (
+        lambda folder: edit_state(folder / STATE_FILE, lambda s: s | {"optimizer": 7}),
+        "holds what no run saves",
+    ),
     "absent": (lambda folder: (folder / STATE_FILE).unlink(), "holds what no run saves"),
     "step": (
         lambda folder: edit_state(folder / STATE_FILE, lambda state: state | {"global_step": 9}),
         "holds what no run saves .*step 9 of epoch 1, which is another in its manifest",
     ),
-    "weights": (lambda folder: (folder / WEIGHTS_FILE).write_text("weights"), "holds what no run saves"),
+    "weights": (
+        lambda folder: (folder / WEIGHTS_FILE).write_text("weights"),
+        "holds what no run saves",
+    ),
 }
 
 
@@ -159,15 +184,23 @@ def lora(t2i_checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, lora: Any, name: str) -> None:
-    (edit, words), batches = FOREIGN[name], Batches(None)
+def test_a_file_that_was_edited_together_with_its_hash_is_said(
+    tmp_path: Path, lora: Any, name: str
+) -> None:
+    edit, words = FOREIGN[name]
+    batches = Batches(None)
     loader: Any = batches
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(), loader, IDENTITY, {}, EventStream(print), NOTE)
+    writer = CheckpointWriter(
+        tmp_path, CheckpointConfig(), loader, IDENTITY, {}, EventStream(print), NOTE
+    )
     unfinished = writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))
     assert unfinished is not None
     unfinished.complete()
     edit(tmp_path / "checkpoint-2" / STATE_FOLDER)
-    write_manifest(tmp_path / "checkpoint-2", Manifest(2, 1, IDENTITY, describe_files(tmp_path / "checkpoint-2")))
+    write_manifest(
+        tmp_path / "checkpoint-2",
+        Manifest(2, 1, IDENTITY, describe_files(tmp_path / "checkpoint-2")),
+    )
     checkpoint = open_checkpoint(tmp_path / "checkpoint-2")
     assert checkpoint is not None
     with pytest.raises(UserError, match=words) as caught:

@@ -1,4 +1,6 @@
-"""Processes that train together compile what one process compiles, once, and their gradients stay the same."""
+"""Processes that train together compile what one process compiles, once, and their gradients stay
+the same.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> d
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_a_run_that_compiles_nothing(results: dict[str, Any], name: str) -> None:
+def test_gradients_are_those_of_a_run_that_compiles_nothing(
+    results: dict[str, Any], name: str
+) -> None:
     plain, compiled = results[name]
     assert plain["graphs"] == [0, 0, 0]
     assert compiled["graphs"] == [PIECES] * 3, "DDP splits no graph, and no step compiles anew"

@@ -15,14 +15,18 @@ from simpletuner.training import ema as ema_module
 from simpletuner.training.ema import Ema
 from tests.tools.tolerances import ELEMENTWISE, assert_close
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
+META = torch.device("meta")
 Parameters = dict[str, nn.Parameter]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (40, 7), "b": (5,)}
-    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in shapes.items()
+    }
 
 
 def train(weights: Parameters, ema: Ema, first: int, last: int) -> list[float]:
@@ -31,7 +35,9 @@ def train(weights: Parameters, ema: Ema, first: int, last: int) -> list[float]:
     for step in range(first, last + 1):
         with torch.no_grad():
             for weight in weights.values():
-                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)))
+                weight.copy_(
+                    torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+                )
         ema.update(step)
         decays.append(ema.decay_value)
     return decays
@@ -83,7 +89,11 @@ def test_only_multiples_of_the_interval_update() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "keys",
-    [{"ema_foreach_disable": True}, {"ema_device": "accelerator"}, {"ema_cpu_only": True, "ema_device": "accelerator"}],
+    [
+        {"ema_foreach_disable": True},
+        {"ema_device": "accelerator"},
+        {"ema_cpu_only": True, "ema_device": "accelerator"},
+    ],
 )
 def test_place_and_loop_do_not_change_a_bit(dtype: torch.dtype, keys: dict[str, object]) -> None:
     averages: list[dict[str, Tensor]] = []
@@ -138,7 +148,8 @@ def test_applied_swaps_in_place_and_back_exactly(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("keys", [{}, {"ema_update_interval": 3}, {"ema_warmup_steps": 8}])
 @pytest.mark.parametrize("stop", [1, 2, 7])
 def test_a_resumed_average_is_the_same_bit_for_bit(keys: dict[str, object], stop: int) -> None:
-    whole_weights, weights = parameters(), parameters()
+    whole_weights = parameters()
+    weights = parameters()
     whole = Ema(whole_weights, EmaConfig(**keys), CPU)
     decays = train(whole_weights, whole, 1, 12)
     first = Ema(weights, EmaConfig(**keys), CPU)
@@ -159,14 +170,20 @@ class Copies(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == META
+        self.count += (
+            func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == META
+        )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("bundle", "copies"), [(1 << 24, 1), (400, 2), (1, 3)])
-def test_small_weights_go_to_another_device_together(monkeypatch: pytest.MonkeyPatch, bundle: int, copies: int) -> None:
+def test_small_weights_go_to_another_device_together(
+    monkeypatch: pytest.MonkeyPatch, bundle: int, copies: int
+) -> None:
     monkeypatch.setattr(ema_module, "BUNDLE", bundle)
-    weights = {name: nn.Parameter(torch.randn(size)) for name, size in (("a", 200), ("b", 200), ("c", 300))}
+    weights = {
+        name: nn.Parameter(torch.randn(size)) for name, size in (("a", 200), ("b", 200), ("c", 300))
+    }
     average = Ema(weights, EmaConfig(ema_device="accelerator"), META)
     with Copies() as counted:
         average.update(1)

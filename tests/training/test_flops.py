@@ -40,7 +40,9 @@ from tests.training.test_step import Batches
 )
 def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
     techniques = [Tread(TreadSpec(routes))] if routes else []
-    variant = Variant(size, "cpu", {"gradient_checkpointing": False, "speed": "reference"}, techniques)
+    variant = Variant(
+        size, "cpu", {"gradient_checkpointing": False, "speed": "reference"}, techniques
+    )
     assembly = variant.assembly
     assert assembly.sample_flops is not None
     batch = variant.loader.batch
@@ -52,7 +54,9 @@ def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
     assert batch_work(batch, assembly.adapter.spec, assembly.sample_flops) == told
 
 
-@pytest.mark.parametrize(("size", "teraflops"), [("lite", 563), ("image", 106), ("pro", 9417), ("sana", 246)])
+@pytest.mark.parametrize(
+    ("size", "teraflops"), [("lite", 563), ("image", 106), ("pro", 9417), ("sana", 246)]
+)
 def test_real_models(size: str, teraflops: float) -> None:
     """Metered once on the real architectures, with a LoRA on queries, keys and values."""
     from peft import LoraConfig
@@ -61,8 +65,12 @@ def test_real_models(size: str, teraflops: float) -> None:
     targets = ["to_q", "to_k", "to_v"] if size == "sana" else lora_targets(size)
     with torch.device("meta"):
         model.add_adapter(settings := LoraConfig(r=16, target_modules=targets))
-    flops = count_flops(model, FAMILIES[SHAPES[size].family].cost, LoraAdapter(model, settings).adapters, [])
-    assert flops(SHAPES[size].tokens, SHAPES[size].caption).total / 1e12 == pytest.approx(teraflops, rel=0.03)
+    flops = count_flops(
+        model, FAMILIES[SHAPES[size].family].cost, LoraAdapter(model, settings).adapters, []
+    )
+    assert flops(SHAPES[size].tokens, SHAPES[size].caption).total / 1e12 == pytest.approx(
+        teraflops, rel=0.03
+    )
 
 
 def test_tokens_that_pass_by_are_not_counted() -> None:
@@ -79,8 +87,12 @@ def test_tokens_that_pass_by_are_not_counted() -> None:
 def test_tiles_that_block_sparse_attention_skips_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only those of passes with gradients count, over all blocks and micro-steps, in the step's one transfer."""
-    checkpoint, tiles, chosen = make_checkpoint(tmp_path, "t2v", nabla=True), nabla.tile_mask, list[Tensor]()
+    """Only those of passes with gradients count, over all blocks and micro-steps, in the step's one
+    transfer.
+    """
+    checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
+    tiles = nabla.tile_mask
+    chosen: list[Tensor] = []
 
     def choose(*given: Any) -> Tensor:
         chosen.append(tiles(*given))
@@ -99,6 +111,7 @@ def test_tiles_that_block_sparse_attention_skips_are_not_counted(
     assert report.densities == {512: pytest.approx(density)}
     assert row_of(report)["attention_density"] == round(density, 4)
     work = batch_work(batch, assembly.adapter.spec, assembly.sample_flops).times(2)
-    blocks, width = 2, 32
+    blocks = 2
+    width = 32
     assert work.sparse == 2 * 3 * blocks * 4 * 512**2 * width
     assert report.flops == pytest.approx(work.total - (1 - density) * work.sparse)

@@ -1,4 +1,6 @@
-"""A frozen transformer that is read block by block: the same weights as read at once, and in memory once."""
+"""A frozen transformer that is read block by block: the same weights as read at once, and in memory
+once.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,19 @@ STREAMED = {"enable_group_offload": True, "group_offload_resident_blocks": 1}
 def checkpoints(
     t2i_checkpoint: Path, sana_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """One in float32 of each family, one in bf16, one in shards, and one that is no safetensors file."""
+    """One in float32 of each family, one in bf16, one in shards, and one that is no safetensors
+    file.
+    """
     found = {"kandinsky": t2i_checkpoint, "sana": sana_checkpoint}
     found["video"] = make_checkpoint(tmp_path_factory.mktemp("video"), "t2v", nabla=True)
-    found["bf16"] = make_checkpoint(tmp_path_factory.mktemp("bf16"), visual_blocks=3, dtype=torch.bfloat16)
+    found["bf16"] = make_checkpoint(
+        tmp_path_factory.mktemp("bf16"), visual_blocks=3, dtype=torch.bfloat16
+    )
     stock: Any = make_adapter(t2i_checkpoint).load_transformer(torch.float32)
-    for name, key, value in (("shards", "max_shard_size", "40KB"), ("pickled", "safe_serialization", False)):
+    for name, key, value in (
+        ("shards", "max_shard_size", "40KB"),
+        ("pickled", "safe_serialization", False),
+    ):
         found[name] = tmp_path_factory.mktemp(name)
         stock.save_pretrained(found[name] / "transformer", **{key: value})
     return found
@@ -63,7 +72,9 @@ def parts(checkpoint: Path, name: str = "kandinsky", **settings: Any) -> tuple[A
 
 def read_at_once(adapter: Any, config: Any) -> nn.Module:
     """What `from_pretrained` gives, quantised afterwards."""
-    model: nn.Module = adapter.load_transformer(DTYPES[config.precision.base_model_default_dtype or "bf16"])
+    model: nn.Module = adapter.load_transformer(
+        DTYPES[config.precision.base_model_default_dtype or "bf16"]
+    )
     stored = quantisation(config.precision.base_model_precision)
     if stored is not None:
         quantise(model, adapter.spec.quantised_layers, stored, accelerator=CPU)
@@ -73,7 +84,9 @@ def read_at_once(adapter: Any, config: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "precision", "streamed"),
     [
-        *product(["kandinsky", "video", "sana", "bf16", "shards", "pickled"], ["no_change"], [False]),
+        *product(
+            ["kandinsky", "video", "sana", "bf16", "shards", "pickled"], ["no_change"], [False]
+        ),
         *product(["kandinsky", "video", "sana", "bf16", "pickled"], ["int8-quanto"], [True]),
         *product(["kandinsky", "sana"], ["int4-quanto", "fp8-quanto", "int8-torchao"], [True]),
         ("bf16", "no_change", True),
@@ -101,11 +114,17 @@ def test_weights_are_those_of_from_pretrained(
     assert len(images) == (len(adapter.block_layout(found).blocks) - 1 if streamed else 0)
 
 
-def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_packed_before_the_next_is_read(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whenever a block has been packed, all weights are in images or still to be read."""
-    config, adapter = parts(t2i_checkpoint, base_model_precision="int8-quanto", enable_group_offload=True)
-    load, pack_group = adapter.load_transformer, Offload.pack
-    models, images = list[nn.Module](), list[int]()
+    config, adapter = parts(
+        t2i_checkpoint, base_model_precision="int8-quanto", enable_group_offload=True
+    )
+    load = adapter.load_transformer
+    pack_group = Offload.pack
+    models: list[nn.Module] = []
+    images: list[int] = []
 
     def pack(*arguments: Any) -> WeightImage:
         image = pack_group(*arguments)
@@ -116,7 +135,9 @@ def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeyp
         return image
 
     monkeypatch.setattr(
-        adapter, "load_transformer", lambda *words, **more: models.append(load(*words, **more)) or models[0]
+        adapter,
+        "load_transformer",
+        lambda *words, **more: models.append(load(*words, **more)) or models[0],
     )
     monkeypatch.setattr(Offload, "pack", pack)
     load_frozen(transformer_settings(config), adapter, CPU)
@@ -129,7 +150,9 @@ def test_a_block_is_on_the_device_before_the_next_is_read(
 ) -> None:
     """The device is `meta`, so whatever has values is in host memory."""
     config, adapter = parts(t2i_checkpoint, base_model_precision=precision)
-    read, on_host, blocks = DeferredWeights.fill, list[int](), list[nn.Module]()
+    read = DeferredWeights.fill
+    on_host: list[int] = []
+    blocks: list[nn.Module] = []
 
     def fill(weights: DeferredWeights, modules: Sequence[nn.Module]) -> None:
         tensors = [each for block in blocks for each in (*block.parameters(), *block.buffers())]
@@ -145,17 +168,28 @@ def test_a_block_is_on_the_device_before_the_next_is_read(
 
 def test_a_full_model_is_that_of_from_pretrained(checkpoints: dict[str, Path]) -> None:
     assembly = make_assembly(checkpoints["bf16"], model_type="full", mixed_precision="bf16")
-    expected = dict(make_adapter(checkpoints["bf16"]).load_transformer(torch.bfloat16).named_parameters())
+    expected = dict(
+        make_adapter(checkpoints["bf16"]).load_transformer(torch.bfloat16).named_parameters()
+    )
     assert {name: each.dtype for name, each in assembly.parameters.items()} == {
         name: each.dtype for name, each in expected.items()
     }
-    assert all(each.requires_grad and torch.equal(each, expected[name]) for name, each in assembly.parameters.items())
+    assert all(
+        each.requires_grad and torch.equal(each, expected[name])
+        for name, each in assembly.parameters.items()
+    )
 
 
 @pytest.mark.parametrize("to_disk", [False, True])
-def test_what_streams_is_in_its_image_alone(t2i_checkpoint: Path, tmp_path: Path, to_disk: bool) -> None:
+def test_what_streams_is_in_its_image_alone(
+    t2i_checkpoint: Path, tmp_path: Path, to_disk: bool
+) -> None:
     folder = str(tmp_path) if to_disk else None
-    settings = {"base_model_precision": "int8-quanto", "group_offload_to_disk_path": folder, **STREAMED}
+    settings = {
+        "base_model_precision": "int8-quanto",
+        "group_offload_to_disk_path": folder,
+        **STREAMED,
+    }
     config, adapter = parts(t2i_checkpoint, **settings)
     transformer, packed = load_frozen(transformer_settings(config), adapter, CPU)
     blocks = streamed_blocks(adapter.block_layout(transformer).blocks, 1)
@@ -163,10 +197,16 @@ def test_what_streams_is_in_its_image_alone(t2i_checkpoint: Path, tmp_path: Path
     for block, image in zip(blocks, images, strict=True):
         assert image.holds([block])
         inside = {image.flat.untyped_storage().data_ptr()}
-        assert {leaf.untyped_storage().data_ptr() for tensor in image.tensors for leaf in leaves(tensor)} == inside
-    streamer = Offload(config.offload, CPU).attach(transformer, blocks, keeps_saved=False, packed=packed)
+        assert {
+            leaf.untyped_storage().data_ptr() for tensor in image.tensors for leaf in leaves(tensor)
+        } == inside
+    streamer = Offload(config.offload, CPU).attach(
+        transformer, blocks, keeps_saved=False, packed=packed
+    )
     assert streamer is not None
-    assert all(one is other for one, other in zip(streamer.images, images, strict=True)), "nothing is packed again"
+    assert all(one is other for one, other in zip(streamer.images, images, strict=True)), (
+        "nothing is packed again"
+    )
     assert packed == []
 
 
@@ -188,16 +228,23 @@ def test_streamed_gradients_are_the_resident_ones(
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"])
     resident = gradients(make_assembly(t2i_checkpoint, **settings), batch)
     disk = {"group_offload_to_disk_path": str(tmp_path)} if to_disk else {}
-    streamed = gradients(make_assembly(t2i_checkpoint, enable_group_offload=True, **settings, **disk), batch)
+    streamed = gradients(
+        make_assembly(t2i_checkpoint, enable_group_offload=True, **settings, **disk), batch
+    )
     assert resident.keys() == streamed.keys()
     assert all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
 def files_behind(addresses: Collection[int]) -> list[str | None]:
-    """The files that are mapped at addresses of this process, empty for plain memory; None where nothing is."""
+    """The files that are mapped at addresses of this process, empty for plain memory; None where
+    nothing is.
+    """
     lines = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines()]
     spans = [(*(int(end, 16) for end in line[0].split("-")), "".join(line[5:])) for line in lines]
-    return [next((path for start, end, path in spans if start <= address < end), None) for address in addresses]
+    return [
+        next((path for start, end, path in spans if start <= address < end), None)
+        for address in addresses
+    ]
 
 
 def file_behind(address: int) -> str | None:
@@ -207,17 +254,28 @@ def file_behind(address: int) -> str | None:
 
 @pytest.mark.skipif(not MAPS.is_file(), reason="needs /proc")
 def test_a_weight_of_the_right_dtype_is_no_copy(checkpoints: dict[str, Path]) -> None:
-    """It is a view of the mapped file, and the island beside it is not; a packed weight maps nothing."""
+    """It is a view of the mapped file, and the island beside it is not; a packed weight maps
+    nothing.
+    """
     for streamed, mapped in ((False, True), (True, False)):
-        settings = {"mixed_precision": "bf16", "speed": "reference", "enable_group_offload": streamed}
+        settings = {
+            "mixed_precision": "bf16",
+            "speed": "reference",
+            "enable_group_offload": streamed,
+        }
         config, adapter = parts(checkpoints["bf16"], **settings)
         transformer, _ = load_frozen(transformer_settings(config), adapter, CPU)
-        for name, is_view in (("self_attention.to_query", mapped), ("visual_modulation.out_layer", False)):
+        for name, is_view in (
+            ("self_attention.to_query", mapped),
+            ("visual_modulation.out_layer", False),
+        ):
             weight = transformer.get_parameter(f"visual_transformer_blocks.0.{name}.weight")
             assert str(file_behind(weight.data_ptr())).endswith(".safetensors") == is_view
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or not MAPS.is_file(), reason="needs glibc and /proc")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or not MAPS.is_file(), reason="needs glibc and /proc"
+)
 def test_large_tensors_are_given_back_at_once() -> None:
     with large_tensors_apart():
         # As many as may be needed to use up what the heap has free.
@@ -236,5 +294,7 @@ def test_files_that_do_not_fit(checkpoints: dict[str, Path]) -> None:
         DeferredWeights(model, adapter.source["transformer"], torch.bfloat16)
     wrong: Any = adapter.load_transformer(torch.bfloat16, empty=True)
     wrong.visual_embeddings.in_layer = nn.Linear(4, 4, device="meta")
-    with pytest.raises(UserError, match=r"visual_embeddings\.in_layer\.\w+ is .* in its files and .* in its config"):
+    with pytest.raises(
+        UserError, match=r"visual_embeddings\.in_layer\.\w+ is .* in its files and .* in its config"
+    ):
         DeferredWeights(wrong, adapter.source["transformer"], torch.bfloat16).fill([wrong])

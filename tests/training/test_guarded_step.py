@@ -32,8 +32,11 @@ from tests.tools.assembly import fixed_noise, make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches, part
 
 SETTINGS: dict[str, Any] = {
-    "optimizer": "torch-sgd", "lr_scheduler": "constant", "lr_warmup_steps": 4, "gradient_accumulation_steps": 2,
-}  # fmt: skip
+    "optimizer": "torch-sgd",
+    "lr_scheduler": "constant",
+    "lr_warmup_steps": 4,
+    "gradient_accumulation_steps": 2,
+}
 RATES = [0.25, 0.5, 0.75]  # the warm-up to 1
 SCALE = 2.0**10
 
@@ -54,12 +57,16 @@ def weights(assembly: Assembly) -> dict[str, Tensor]:
 
 
 def assert_moved_alike(found: Tensor, expected: Tensor, start: Tensor) -> None:
-    """The model rounds the gradients of queries and keys to bf16, so another scale of the loss rounds differently."""
+    """The model rounds the gradients of queries and keys to bf16, so another scale of the loss
+    rounds differently.
+    """
     largest = (expected - start).abs().max()
     assert (found - expected).abs().max() <= 2**-7 * largest + 1e-7
 
 
-def train_in_plain_torch(assembly: Assembly, window: list[Batch], limit: float, method: str) -> None:
+def train_in_plain_torch(
+    assembly: Assembly, window: list[Batch], limit: float, method: str
+) -> None:
     """What three optimizer steps are."""
     parameters = list(assembly.parameters.values())
     samples = sum(len(batch.names) for batch in window)
@@ -86,7 +93,8 @@ def test_a_step_is_what_plain_torch_does(
     settings = {"max_grad_norm": limit, "grad_clip_method": method, "lora_dropout": 0.2}
     plain, tried = (assembled(t2i_checkpoint, **settings) for _ in range(2))
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    window, start = [part(batch, slice(0, first)), part(batch, slice(first, 4))], weights(plain)
+    window = [part(batch, slice(0, first)), part(batch, slice(first, 4))]
+    start = weights(plain)
     train_in_plain_torch(plain, window, limit, method)
     tried = scaled(tried) if with_scaler else tried
     reports = [step.optimizer_step(tried, Batches(*window), number) for number in range(len(RATES))]
@@ -94,8 +102,12 @@ def test_a_step_is_what_plain_torch_does(
     for name, expected in plain.parameters.items():
         assert_moved_alike(tried.parameters[name], expected, start[name])
         assert not torch.equal(expected, start[name]), name
-    sizes = [report.metrics["grad_norm" if method == "norm" else "grad_absmax"] for report in reports]
-    assert not limit or min(sizes) > 2 * limit, "clipping halves every step at least, a hundred times the tolerance"
+    sizes = [
+        report.metrics["grad_norm" if method == "norm" else "grad_absmax"] for report in reports
+    ]
+    assert not limit or min(sizes) > 2 * limit, (
+        "clipping halves every step at least, a hundred times the tolerance"
+    )
     assert all(parameter.grad is None for parameter in tried.parameters.values())
 
 
@@ -106,7 +118,9 @@ def test_dropout_has_the_rate_that_was_asked_for(t2i_checkpoint: Path) -> None:
 
 @pytest.fixture
 def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that follows the sample, so that a batch can be cut in two without changing what is learned."""
+    """Noise that follows the sample, so that a batch can be cut in two without changing what is
+    learned.
+    """
     monkeypatch.setattr(NoiseSource, "add", lambda source, batch, *place: fixed_noise(batch))
 
 
@@ -114,10 +128,13 @@ def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("first", [1, 3])
 def test_unequal_batches_equal_the_larger_batch(t2i_checkpoint: Path, first: int) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    whole, parts = assembled(t2i_checkpoint, gradient_accumulation_steps=1), assembled(t2i_checkpoint)
+    whole = assembled(t2i_checkpoint, gradient_accumulation_steps=1)
+    parts = assembled(t2i_checkpoint)
     start = weights(whole)
     expected = step.optimizer_step(whole, Batches(batch), 0).metrics
-    found = step.optimizer_step(parts, Batches(part(batch, slice(0, first)), part(batch, slice(first, 4))), 0).metrics
+    found = step.optimizer_step(
+        parts, Batches(part(batch, slice(0, first)), part(batch, slice(first, 4))), 0
+    ).metrics
     assert found == pytest.approx(expected, rel=1e-5)
     assert found["optimization_loss"] == pytest.approx(found["train_loss"], rel=1e-6)
     for name, parameter in parts.parameters.items():
@@ -131,7 +148,9 @@ def test_equal_batches_are_divided_by_their_number() -> None:
         parameter.grad = torch.tensor([0.1])
         equalise_samples([parameter], counts)
         assert parameter.grad.item() == torch.tensor(0.1).item()
-        assert {loss_divisor(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {len(counts)}
+        assert {loss_divisor(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {
+            len(counts)
+        }
 
 
 def spoil(assembly: Assembly, *names: str) -> list[str]:
@@ -144,41 +163,62 @@ def spoil(assembly: Assembly, *names: str) -> list[str]:
 
 @pytest.mark.parametrize("method", ["value", "norm"])
 @pytest.mark.parametrize("limit", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_reaches_no_weight(t2i_checkpoint: Path, method: str, limit: float) -> None:
+def test_a_gradient_that_is_not_finite_reaches_no_weight(
+    t2i_checkpoint: Path, method: str, limit: float
+) -> None:
     assembly = make_assembly(t2i_checkpoint, max_grad_norm=limit, grad_clip_method=method)
-    before, spoilt = weights(assembly), spoil(assembly, "to_value.lora_B")
+    before = weights(assembly)
+    spoilt = spoil(assembly, "to_value.lora_B")
     with pytest.raises(NonFiniteError) as failure:
         step.optimizer_step(assembly, Batches(make_batch(t2i_checkpoint, CAPTIONS[:2])), 0)
     message = str(failure.value)
     assert "d/0, d/1" in message
-    assert message.index(spoilt[-1]) < message.index(spoilt[-2]), "the backward pass begins at the last layer"
-    assert all(torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items())
+    assert message.index(spoilt[-1]) < message.index(spoilt[-2]), (
+        "the backward pass begins at the last layer"
+    )
+    assert all(
+        torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items()
+    )
 
 
 class Constant(Technique):
     """Adds a number that no weight has a part in."""
 
     def __init__(self, value: float, *, later: bool) -> None:
-        self.value, self.later = value, later
+        self.value = value
+        self.later = later
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> dict[str, Tensor]:
         return {} if self.later else {"constant": 0 * prediction.sum() + self.value}
 
     def extra_passes(self, noisy: NoisyBatch) -> list[ExtraPass]:
-        return [lambda predict: {"constant": 0 * predict(noisy).sum() + self.value}] if self.later else []
+        return (
+            [lambda predict: {"constant": 0 * predict(noisy).sum() + self.value}]
+            if self.later
+            else []
+        )
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["extra loss", "extra pass"])
-def test_a_loss_that_is_not_finite_reaches_every_process_and_no_weight(t2i_checkpoint: Path, later: bool) -> None:
-    """Also one with finite gradients: they become NaN, and so does what processes sum up of them."""
-    batch, told = make_batch(t2i_checkpoint, CAPTIONS[:1]), r"The loss is (inf|nan)\. The weights were not .*: d/0"
+def test_a_loss_that_is_not_finite_reaches_every_process_and_no_weight(
+    t2i_checkpoint: Path, later: bool
+) -> None:
+    """Also one with finite gradients: they become NaN, and so does what processes sum up of
+    them.
+    """
+    batch = make_batch(t2i_checkpoint, CAPTIONS[:1])
+    told = r"The loss is (inf|nan)\. The weights were not .*: d/0"
     for value in (math.inf, math.nan):
         assembly = replace(make_assembly(t2i_checkpoint), techniques=[Constant(value, later=later)])
         before = weights(assembly)
         with pytest.raises(NonFiniteError, match=told):
             step.optimizer_step(assembly, Batches(batch), 0)
-        assert all(torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items())
-        assert all(each.grad is None or each.grad.isnan().all() for each in assembly.parameters.values())
+        assert all(
+            torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items()
+        )
+        assert all(
+            each.grad is None or each.grad.isnan().all() for each in assembly.parameters.values()
+        )
         assert not assembly.optimizer.state
 
 
@@ -193,26 +233,36 @@ class Logged(World):
         return [value]
 
 
-def test_weights_are_updated_before_records_are_gathered(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_updated_before_records_are_gathered(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that the device has work while the host waits for other processes and computes means."""
-    assembly, world, merged = make_assembly(t2i_checkpoint), Logged(), Losses.merged
-    update, log = assembly.optimizer.step, world.log
+    assembly = make_assembly(t2i_checkpoint)
+    world = Logged()
+    merged = Losses.merged
+    update = assembly.optimizer.step
+    log = world.log
     monkeypatch.setattr(assembly.optimizer, "step", lambda: log.append("update") or update())
     monkeypatch.setattr(Losses, "merged", lambda parts: log.append("merge") or merged(parts))
-    step.optimizer_step(replace(assembly, world=world), Batches(make_batch(t2i_checkpoint, CAPTIONS[:1])), 0)
+    step.optimizer_step(
+        replace(assembly, world=world), Batches(make_batch(t2i_checkpoint, CAPTIONS[:1])), 0
+    )
     assert log == ["update", "gather", "merge"]
 
 
 def test_a_scaler_skips_such_steps_until_its_scale_is_used_up(t2i_checkpoint: Path) -> None:
     assembly = scaled(make_assembly(t2i_checkpoint), scale=2.0)
-    before, batch = weights(assembly), make_batch(t2i_checkpoint, CAPTIONS[:1])
+    before = weights(assembly)
+    batch = make_batch(t2i_checkpoint, CAPTIONS[:1])
     spoil(assembly, "lora_B")
     for number, scale in enumerate((1.0, 0.5)):
         step.optimizer_step(assembly, Batches(batch), number)
         assert assembly.scaler.get_scale() == scale
     with pytest.raises(NonFiniteError, match="NaN or infinite"):
         step.optimizer_step(assembly, Batches(batch), 2)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items())
+    assert all(
+        torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items()
+    )
 
 
 def test_weights_that_are_not_finite_are_named() -> None:
@@ -224,7 +274,9 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 @pytest.mark.parametrize("part", ["weight", "average", "module"])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Path, kind: str, part: str) -> None:
+def test_nothing_that_is_not_finite_is_saved(
+    tmp_path: Path, t2i_checkpoint: Path, kind: str, part: str
+) -> None:
     assembly = make_assembly(t2i_checkpoint, model_type=kind)
     assembly.modules["Projector"] = nn.Linear(2, 2)
     assembly.trained.ema = ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu"))
@@ -236,7 +288,9 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Pat
     }
     spoilt[part].data.view(-1)[0] = math.nan
     named = {"weight": name, "average": f"EMA of {name}", "module": "Projector.bias"}[part]
-    identity = Identity("kandinsky5-image", "t2i-lite-sft", kind, 1, seed=1, datasets="", versions={})
+    identity = Identity(
+        "kandinsky5-image", "t2i-lite-sft", kind, 1, seed=1, datasets="", versions={}
+    )
     loader: Any = None  # never asked
     writer = CheckpointWriter(
         tmp_path,
@@ -253,7 +307,9 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Pat
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_nothing_that_is_not_finite_is_loaded(tmp_path: Path, t2i_checkpoint: Path, kind: str) -> None:
+def test_nothing_that_is_not_finite_is_loaded(
+    tmp_path: Path, t2i_checkpoint: Path, kind: str
+) -> None:
     assembly = make_assembly(t2i_checkpoint, model_type=kind)
     name, parameter = list(assembly.parameters.items())[3]
     parameter.data.view(-1)[0] = math.inf
@@ -261,6 +317,8 @@ def test_nothing_that_is_not_finite_is_loaded(tmp_path: Path, t2i_checkpoint: Pa
     for draft in assembly.trained.drafts({}):
         draft.write_into(tmp_path)
     parameter.data.zero_()
-    with pytest.raises(UserError, match=f"NaN or infinite values in {re.escape(name)}; choose an earlier"):
+    with pytest.raises(
+        UserError, match=f"NaN or infinite values in {re.escape(name)}; choose an earlier"
+    ):
         assembly.trained.load(tmp_path)
     assert not parameter.any(), "nothing was loaded"

@@ -73,7 +73,9 @@ EVERY = [*KINDS, *LYCORIS]
 
 
 def trained(checkpoint: Path, kind: str, **settings: Any) -> Assembly:
-    """An assembly whose adapter is as after some training: every factor moved away from its initial value."""
+    """An assembly whose adapter is as after some training: every factor moved away from its initial
+    value.
+    """
     assembly = make_assembly(checkpoint, **{**KINDS[kind], **settings})
     with torch.no_grad():
         for index, parameter in enumerate(assembly.parameters.values()):
@@ -97,7 +99,8 @@ def test_step_0_and_disabled_are_the_base_model(t2i_checkpoint: Path, kind: str)
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
     ours = make_adapter(t2i_checkpoint)
     base = ours.predict(ours.load_transformer(torch.float32).eval(), batch)
-    fresh, moved = make_assembly(t2i_checkpoint, **KINDS[kind]), trained(t2i_checkpoint, kind)
+    fresh = make_assembly(t2i_checkpoint, **KINDS[kind])
+    moved = trained(t2i_checkpoint, kind)
     assert distance({"": ours.predict(fresh.transformer.eval(), batch)}, {"": base}) <= (
         ROTATION if kind == "lycoris dora" else 0  # the decomposition rounds
     )
@@ -108,10 +111,16 @@ def test_step_0_and_disabled_are_the_base_model(t2i_checkpoint: Path, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["lokr", "lycoris lokr"])
-def test_other_gpus_are_not_touched(t2i_checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, `fork_rng` saves the state of every visible GPU, which takes memory on all of them."""
+def test_other_gpus_are_not_touched(
+    t2i_checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, `fork_rng` saves the state of every visible GPU, which takes memory on all of
+    them.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"touches GPU {device}"))
+    monkeypatch.setattr(
+        torch.cuda, "get_rng_state", lambda device: pytest.fail(f"touches GPU {device}")
+    )
     make_assembly(t2i_checkpoint, Tread(TreadSpec([Route(0.5, 1, -1)])), **KINDS[kind])
     low_rank(torch.randn(8, 8), 0.9, 2)
 
@@ -119,10 +128,19 @@ def test_other_gpus_are_not_touched(t2i_checkpoint: Path, kind: str, monkeypatch
 def test_updates_are_those_computed_by_hand(t2i_checkpoint: Path) -> None:
     for kind in ("lokr", "loha"):
         assembly = trained(t2i_checkpoint, kind)
-        factors = {name.split(".")[-2]: p.detach() for name, p in assembly.parameters.items() if LAYER in name}
-        scale, update = 3 / 2, dict(adapter_of(assembly).updates())[LAYER]
+        factors = {
+            name.split(".")[-2]: p.detach()
+            for name, p in assembly.parameters.items()
+            if LAYER in name
+        }
+        scale = 3 / 2
+        update = dict(adapter_of(assembly).updates())[LAYER]
         if kind == "lokr":
-            second = factors["lokr_w2_a"] @ factors["lokr_w2_b"] if "lokr_w2_a" in factors else factors["lokr_w2"]
+            second = (
+                factors["lokr_w2_a"] @ factors["lokr_w2_b"]
+                if "lokr_w2_a" in factors
+                else factors["lokr_w2"]
+            )
             expected = scale * torch.kron(factors["lokr_w1"], second)
         else:
             first, second = (factors[f"hada_w{n}_a"] @ factors[f"hada_w{n}_b"] for n in (1, 2))
@@ -130,21 +148,32 @@ def test_updates_are_those_computed_by_hand(t2i_checkpoint: Path) -> None:
         torch.testing.assert_close(update, expected)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [*((kind, 0) for kind in EVERY), ("lokr", 8), ("lycoris lokr", 8)])
+@pytest.mark.parametrize(
+    ("kind", "steps"), [*((kind, 0) for kind in EVERY), ("lokr", 8), ("lycoris lokr", 8)]
+)
 def test_published_as_a_stock_lora(
     t2i_checkpoint: Path, tmp_path: Path, kind: str, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What previews show is what the exported file gives in the stock pipeline, up to the error that it states."""
-    assembly = make_assembly(t2i_checkpoint, **KINDS[kind]) if steps else trained(t2i_checkpoint, kind)
-    batch, averaged = make_batch(t2i_checkpoint, ["a star", "x"]), bool(steps)
+    """What previews show is what the exported file gives in the stock pipeline, up to the error
+    that it states.
+    """
+    assembly = (
+        make_assembly(t2i_checkpoint, **KINDS[kind]) if steps else trained(t2i_checkpoint, kind)
+    )
+    batch = make_batch(t2i_checkpoint, ["a star", "x"])
+    averaged = bool(steps)
     for step in range(steps):
         optimizer_step(assembly, Batches(batch), step)
-    adapter, own = adapter_of(assembly), predict(assembly, t2i_checkpoint)
+    adapter = adapter_of(assembly)
+    own = predict(assembly, t2i_checkpoint)
     adapter.ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu")) if averaged else None
-    publication = make_publication(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
+    publication = make_publication(
+        t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint)
+    )
     message = adapter.publish(tmp_path, publication)
     notes = read_header(tmp_path / LORA_FILE)[METADATA]
-    weights, forward = float(notes[WEIGHT_ERROR]), float(notes[FORWARD_ERROR])
+    weights = float(notes[WEIGHT_ERROR])
+    forward = float(notes[FORWARD_ERROR])
     with adapter.disabled():
         base = predict(assembly, t2i_checkpoint)
     assert f"of a prediction, {notes[EFFECT_ERROR]} of what the adapter changes" in message
@@ -152,25 +181,36 @@ def test_published_as_a_stock_lora(
     native = read_header(tmp_path / adapter.native_file)[METADATA]
     assert native.get(MULTIPLIER) == ("0.5" if kind.startswith("lycoris") else None)
     effect = float(notes[EFFECT_ERROR])
-    assert effect * float((own - base).norm()) == pytest.approx(forward * float(own.norm()), rel=0.02)
+    assert effect * float((own - base).norm()) == pytest.approx(
+        forward * float(own.norm()), rel=0.02
+    )
     assert ("lacks" in caplog.text) is (effect > LOST)
     assert forward <= 1e-2
     assert 0 < weights <= 0.1 + ROTATION, "energy .99 is a tenth of the norm"
     stock = make_adapter(t2i_checkpoint)
-    previews: Any = stock.load_preview_pipeline(stock.load_transformer(torch.float32), torch.device("cpu"), None)
+    previews: Any = stock.load_preview_pipeline(
+        stock.load_transformer(torch.float32), torch.device("cpu"), None
+    )
     pipeline = previews.pipeline
     noisy = assembly.noise.add(make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     plain = pipeline.transformer.eval()
-    with torch.no_grad(), applied_loras(plain, [(tmp_path, 1.0)], torch.float32, torch.device("cpu")):
+    with (
+        torch.no_grad(),
+        applied_loras(plain, [(tmp_path, 1.0)], torch.float32, torch.device("cpu")),
+    ):
         applied = stock.predict(plain, noisy)
     pipeline.load_lora_weights(tmp_path)
     with torch.no_grad():
         loaded = stock.predict(pipeline.transformer.eval(), noisy)
     assert_close(applied, loaded, terms=MODEL)
-    assert float((loaded - own).norm() / own.norm()) == pytest.approx(forward, rel=0.05, abs=ROTATION)
+    assert float((loaded - own).norm() / own.norm()) == pytest.approx(
+        forward, rel=0.05, abs=ROTATION
+    )
     if averaged:
         one, other = (load_file(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "ema"))
-        assert all(torch.equal(one[name], other[name]) for name in one), "the average starts as a copy"
+        assert all(torch.equal(one[name], other[name]) for name in one), (
+            "the average starts as a copy"
+        )
 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha"])
@@ -183,8 +223,12 @@ def test_the_native_file_loads_in_peft(t2i_checkpoint: Path, tmp_path: Path, kin
     if kind == "lokr":
         stock.load_lora_adapter(tmp_path, weight_name=adapter.native_file, adapter_name="default")
     else:
-        stock.add_adapter(LoHaConfig(r=2, alpha=3, target_modules=["to_query", "to_key", "to_value"]))
-        set_peft_model_state_dict(stock, {name.removeprefix("transformer."): w for name, w in weights.items()})
+        stock.add_adapter(
+            LoHaConfig(r=2, alpha=3, target_modules=["to_query", "to_key", "to_value"])
+        )
+        set_peft_model_state_dict(
+            stock, {name.removeprefix("transformer."): w for name, w in weights.items()}
+        )
     batch = assembly.noise.add(make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     with torch.no_grad():
         loaded = assembly.adapter.predict(stock.eval(), batch)
@@ -198,7 +242,9 @@ def test_the_native_file_loads_in_lycoris(t2i_checkpoint: Path, tmp_path: Path, 
     stock: Any = make_adapter(t2i_checkpoint).load_transformer(torch.float32).eval()
     noisy = assembly.noise.add(make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     with torch.no_grad():
-        network, _ = create_lycoris_from_weights(0.5, str(tmp_path / "lycoris_weights.safetensors"), stock)
+        network, _ = create_lycoris_from_weights(
+            0.5, str(tmp_path / "lycoris_weights.safetensors"), stock
+        )
         network.eval().apply_to()
         loaded = assembly.adapter.predict(stock, noisy)
     assert distance({"": loaded}, {"": predict(assembly, t2i_checkpoint)}) < ROTATION
@@ -206,7 +252,8 @@ def test_the_native_file_loads_in_lycoris(t2i_checkpoint: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_resume_is_exact(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
-    one, other = trained(t2i_checkpoint, kind), make_assembly(t2i_checkpoint, **KINDS[kind])
+    one = trained(t2i_checkpoint, kind)
+    other = make_assembly(t2i_checkpoint, **KINDS[kind])
     (tmp_path / "training_state").mkdir()
     assert isinstance(one.trained, AdapterWeights)
     one.trained.exact().write_into(tmp_path)
@@ -219,15 +266,24 @@ def test_the_plan_counts_what_is_trained(t2i_checkpoint: Path, kind: str) -> Non
     assembly = make_assembly(t2i_checkpoint, **KINDS[kind])
     shapes = weights_of(weight_shapes(assembly.transformer))
     config = make_config(t2i_checkpoint, **KINDS[kind]).lora
-    planned = planned_adapters(config, assembly.adapter.spec, ["to_query", "to_key", "to_value"], shapes)
-    assert sum(planned.products.values()) == sum(each.numel() for each in assembly.parameters.values())
+    planned = planned_adapters(
+        config, assembly.adapter.spec, ["to_query", "to_key", "to_value"], shapes
+    )
+    assert sum(planned.products.values()) == sum(
+        each.numel() for each in assembly.parameters.values()
+    )
     assert planned.products == assembly.trained.adapters.products
 
 
 @pytest.mark.parametrize("kind", ["lokr", "lycoris dora"])
-@pytest.mark.parametrize("settings", [{"enable_group_offload": True}, {"gradient_checkpointing": False}])
-def test_offload_and_checkpointing_change_nothing(t2i_checkpoint: Path, kind: str, settings: dict[str, Any]) -> None:
-    batch, gradients = make_batch(t2i_checkpoint, ["a star"]), []
+@pytest.mark.parametrize(
+    "settings", [{"enable_group_offload": True}, {"gradient_checkpointing": False}]
+)
+def test_offload_and_checkpointing_change_nothing(
+    t2i_checkpoint: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    batch = make_batch(t2i_checkpoint, ["a star"])
+    gradients = []
     for each in ({}, settings):
         assembly = trained(t2i_checkpoint, kind, **each)
         rehearse_micro_step(assembly, batch)
@@ -237,16 +293,21 @@ def test_offload_and_checkpointing_change_nothing(t2i_checkpoint: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", ["lokr", "lycoris lokr"])
-def test_a_quantised_base_is_published_as_a_lora(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
+def test_a_quantised_base_is_published_as_a_lora(
+    t2i_checkpoint: Path, tmp_path: Path, kind: str
+) -> None:
     assembly = trained(t2i_checkpoint, kind, base_model_precision="int8-quanto")
-    publication = make_publication(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
+    publication = make_publication(
+        t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint)
+    )
     adapter_of(assembly).publish(tmp_path, publication)
     assert 0 < float(read_header(tmp_path / LORA_FILE)[METADATA][FORWARD_ERROR]) <= 1e-2
 
 
 @pytest.mark.usefixtures("traced_only", "one_size")
 def test_compiled_blocks_give_the_same_gradients(t2i_checkpoint: Path) -> None:
-    batch, gradients = make_batch(t2i_checkpoint, ["a star"]), []
+    batch = make_batch(t2i_checkpoint, ["a star"])
+    gradients = []
     for each in ({}, {"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}):
         assembly = trained(t2i_checkpoint, "lycoris lokr", **each)
         rehearse_micro_step(assembly, batch)
@@ -256,14 +317,18 @@ def test_compiled_blocks_give_the_same_gradients(t2i_checkpoint: Path) -> None:
 
 def sana(folder: Path, settings: dict[str, Any]) -> tuple[Assembly, Any]:
     checkpoint = make_sana_checkpoint(folder)
-    config, adapter = make_sana_config(checkpoint, **settings), make_sana_adapter(checkpoint, **settings)
+    config = make_sana_config(checkpoint, **settings)
+    adapter = make_sana_adapter(checkpoint, **settings)
     return assembled(config, adapter, "to_q"), SanaVideoPipeline.from_pretrained(checkpoint)
 
 
 def kandinsky_video(folder: Path, settings: dict[str, Any]) -> tuple[Assembly, Any]:
     checkpoint = make_checkpoint(folder, "t2v")
-    config, adapter = make_config(checkpoint, **settings), make_video_adapter(checkpoint, "t2v", **settings)
-    pipeline = Kandinsky5T2VPipeline.from_pretrained(checkpoint, tokenizer=load_processor(checkpoint))
+    config = make_config(checkpoint, **settings)
+    adapter = make_video_adapter(checkpoint, "t2v", **settings)
+    pipeline = Kandinsky5T2VPipeline.from_pretrained(
+        checkpoint, tokenizer=load_processor(checkpoint)
+    )
     return assembled(config, adapter, "to_query"), pipeline
 
 
@@ -275,36 +340,50 @@ def assembled(config: Any, adapter: Any, target: str) -> Assembly:
 @pytest.mark.parametrize("make", [sana, kandinsky_video])
 @pytest.mark.parametrize("kind", ["lokr", "lycoris"])
 def test_the_video_families_load_it_too(tmp_path: Path, make: Any, kind: str) -> None:
-    """With LyCORIS also their feed-forward layers, which are pointwise convolutions in Sana Video."""
+    """With LyCORIS also their feed-forward layers, which are pointwise convolutions in Sana
+    Video.
+    """
     path = tmp_path / "all.json"
     preset = {"target_module": ["Attention", "FeedForward"]}
-    path.write_text(json.dumps({"algo": "loha", "multiplier": 1, "linear_dim": 2, "apply_preset": preset}))
-    kinds = {"lokr": KINDS["lokr"], "lycoris": {"lora_type": "lycoris", "lycoris_config": str(path)}}
+    path.write_text(
+        json.dumps({"algo": "loha", "multiplier": 1, "linear_dim": 2, "apply_preset": preset})
+    )
+    kinds = {
+        "lokr": KINDS["lokr"],
+        "lycoris": {"lora_type": "lycoris", "lycoris_config": str(path)},
+    }
     assembly, pipeline = make(tmp_path / "checkpoint", {"mixed_precision": "no", **kinds[kind]})
     adapter = adapter_of(assembly)
     with torch.no_grad():
         for parameter in assembly.parameters.values():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter += 0.1 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(1)
+            )
     publication = make_publication(tmp_path / "checkpoint", assembly.adapter, lambda: torch.ones(1))
     adapter.publish(tmp_path, publication)
     pipeline.load_lora_weights(tmp_path)
-    missing, whole = 0.0, 0.0
+    missing = 0.0
+    whole = 0.0
     with torch.no_grad():
         for name, update in adapter.updates():
             loaded = pipeline.transformer.get_submodule(name).get_delta_weight("default_0")
-            missing, whole = missing + float((loaded - update).square().sum()), whole + float(update.square().sum())
+            missing = missing + float((loaded - update).square().sum())
+            whole = whole + float(update.square().sum())
     assert whole > 0
     assert missing <= (1 - 0.99) * whole * 1.01
 
 
 def test_lora_plus_trains_b_at_a_multiple_of_the_rate(t2i_checkpoint: Path) -> None:
-    batch, moves = make_batch(t2i_checkpoint, ["a star"]), {}
+    batch = make_batch(t2i_checkpoint, ["a star"])
+    moves = {}
     for ratio in (None, 1.0, 16.0):
         settings = {} if ratio is None else {"lora_plus_ratio": ratio}
         assembly = make_assembly(t2i_checkpoint, optimizer="torch-sgd", **settings)
         before = {name: each.detach().clone() for name, each in assembly.parameters.items()}
         optimizer_step(assembly, Batches(batch), 0)
-        moves[ratio] = {name: each.detach() - before[name] for name, each in assembly.parameters.items()}
+        moves[ratio] = {
+            name: each.detach() - before[name] for name, each in assembly.parameters.items()
+        }
     for name, plain in moves[None].items():
         assert torch.equal(moves[1.0][name], plain)
         assert_close(moves[16.0][name], plain * (16 if "lora_B" in name else 1), terms=ELEMENTWISE)

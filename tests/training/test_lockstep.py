@@ -1,4 +1,6 @@
-"""Every technique does in two processes what it does in one, and both exchange the same with each other."""
+"""Every technique does in two processes what it does in one, and both exchange the same with each
+other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 KINDS: dict[str, dict[str, Any]] = {"ddp": {"fsdp_enable": False}, "fsdp2": {"fsdp_enable": True}}
-CASES = {f"{name}, {kind}": case | settings for name, case in TOGETHER.items() for kind, settings in KINDS.items()}
+CASES = {
+    f"{name}, {kind}": case | settings
+    for name, case in TOGETHER.items()
+    for kind, settings in KINDS.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +40,21 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> l
     torch.save(batch, folder / "batch.pt")
     run_together(2, main, t2i_checkpoint, folder, CASES)
     alone = {"fsdp_enable": False}
-    one = {name: train(t2i_checkpoint, batch, World(), folder, **case | alone) for name, case in TOGETHER.items()}
+    one = {
+        name: train(t2i_checkpoint, batch, World(), folder, **case | alone)
+        for name, case in TOGETHER.items()
+    }
     return [one, *(torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in (0, 1))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_two_processes_do_what_one_does(results: list[dict[str, Any]], name: str, kind: str) -> None:
-    one, *two = (each[key] for each, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True))
+def test_two_processes_do_what_one_does(
+    results: list[dict[str, Any]], name: str, kind: str
+) -> None:
+    one, *two = (
+        each[key] for each, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
+    )
     assert two[0]["metrics"] == two[1]["metrics"]
     assert two[0]["exchanges"] == two[1]["exchanges"]
     assert ("c10d::_allgather_base_" in two[0]["exchanges"]) == (kind == "fsdp2"), "of weights"
@@ -57,7 +70,11 @@ def test_two_processes_do_what_one_does(results: list[dict[str, Any]], name: str
 def test_a_loss_of_one_process_that_is_not_finite_updates_no_weight_of_any(
     results: list[dict[str, Any]], name: str, kind: str
 ) -> None:
-    alone, *two = (each[key] for each, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True))
+    alone, *two = (
+        each[key] for each, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
+    )
     assert "The weights were not updated" in alone["refused"]
     assert two[0]["refused"] == two[1]["refused"]
-    assert re.match(r"The loss is \S+, \S+, nan, nan. The weights were not updated.", two[0]["refused"])
+    assert re.match(
+        r"The loss is \S+, \S+, nan, nan. The weights were not updated.", two[0]["refused"]
+    )

@@ -30,22 +30,33 @@ def trained(checkpoint: Path, **settings: object) -> LoraAdapter:
     with torch.no_grad():
         for index, (name, parameter) in enumerate(assembly.parameters.items()):
             if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+                )
     return lora_of(assembly)
 
 
-def test_the_base_takes_half_the_bytes_of_what_is_trained(t2i_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_base_takes_half_the_bytes_of_what_is_trained(
+    t2i_checkpoint: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(t2i_checkpoint, tmp_path / "model"))
     (file,) = (folder / "transformer").glob("*.safetensors")
     weights = {
-        name: each.bfloat16().float() if "modulation" in name else each for name, each in load_file(file).items()
+        name: each.bfloat16().float() if "modulation" in name else each
+        for name, each in load_file(file).items()
     }
     save_file(weights, file, metadata={"format": "pt"})
     settings = {"mixed_precision": "bf16", "optimizer": "adamw"}
     assembly = make_assembly(folder, **settings)
     assert {each.dtype for each in assembly.parameters.values()} == {torch.float32}
-    base = {name: each.dtype for name, each in assembly.transformer.named_parameters() if not each.requires_grad}
-    linear = [name for name in base if "feed_forward" in name or "modulation.out_layer.weight" in name]
+    base = {
+        name: each.dtype
+        for name, each in assembly.transformer.named_parameters()
+        if not each.requires_grad
+    }
+    linear = [
+        name for name in base if "feed_forward" in name or "modulation.out_layer.weight" in name
+    ]
     assert linear
     assert {base[name] for name in linear} == {torch.bfloat16}
 
@@ -72,7 +83,8 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
     adapter = trained(t2i_checkpoint, **settings)
     write_lora(adapter, tmp_path)
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
-    ours, stock = make_adapter(t2i_checkpoint), make_adapter(t2i_checkpoint)
+    ours = make_adapter(t2i_checkpoint)
+    stock = make_adapter(t2i_checkpoint)
     ours.load_transformer(torch.float32)
     pristine = stock.load_transformer(torch.float32)
     base = stock.predict(pristine, batch)
@@ -90,17 +102,31 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
 def test_verification_finds_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint)
     path = write_lora(adapter, tmp_path)
-    verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
+    verify_file(
+        path,
+        adapter.file_weights(),
+        adapter.form,
+        make_adapter(t2i_checkpoint).load_bare_pipeline(),
+    )
     weights = load_file(path)
     name = next(iter(weights))
     changed = {**weights, name: weights[name] + 1}
     save_file(changed, path, metadata=read_header(path)[METADATA])
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
-        verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
+        verify_file(
+            path,
+            adapter.file_weights(),
+            adapter.form,
+            make_adapter(t2i_checkpoint).load_bare_pipeline(),
+        )
 
 
-@pytest.mark.parametrize("form", ["transformer.", "base_model.model.", "diffusion_model.", "lora_unet_"])
-def test_reading_the_forms_of_other_programs(t2i_checkpoint: Path, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(
+    "form", ["transformer.", "base_model.model.", "diffusion_model.", "lora_unet_"]
+)
+def test_reading_the_forms_of_other_programs(
+    t2i_checkpoint: Path, tmp_path: Path, form: str
+) -> None:
     adapter = trained(t2i_checkpoint, lora_rank=4)
     weights = {}
     for name, tensor in adapter.state_dict().items():
@@ -143,15 +169,31 @@ def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> 
     adapter = trained(t2i_checkpoint, use_dora=True, lora_rank=4)
     path = write_lora(adapter, tmp_path)
     assert any("magnitude" in name for name in load_file(path))
-    verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
+    verify_file(
+        path,
+        adapter.file_weights(),
+        adapter.form,
+        make_adapter(t2i_checkpoint).load_bare_pipeline(),
+    )
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_comfyui_computes_the_weight_that_was_trained(t2i_checkpoint: Path, tmp_path: Path, use_dora: bool) -> None:
-    adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, lora_format="comfyui", use_dora=use_dora)
+def test_comfyui_computes_the_weight_that_was_trained(
+    t2i_checkpoint: Path, tmp_path: Path, use_dora: bool
+) -> None:
+    adapter = trained(
+        t2i_checkpoint, lora_rank=4, lora_alpha=6, lora_format="comfyui", use_dora=use_dora
+    )
     path = write_lora(adapter, tmp_path)
-    verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
-    stock: dict[str, torch.Tensor] = make_adapter(t2i_checkpoint).load_transformer(torch.float32).state_dict()
+    verify_file(
+        path,
+        adapter.file_weights(),
+        adapter.form,
+        make_adapter(t2i_checkpoint).load_bare_pipeline(),
+    )
+    stock: dict[str, torch.Tensor] = (
+        make_adapter(t2i_checkpoint).load_transformer(torch.float32).state_dict()
+    )
     weights = load_file(path)
     modules = {key.partition(".lora_")[0] for key in weights if ".lora_" in key}
     assert modules
@@ -173,7 +215,9 @@ def test_comfyui_computes_the_weight_that_was_trained(t2i_checkpoint: Path, tmp_
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("form", ["diffusers", "comfyui"])
-def test_init_lora_reads_what_was_written(t2i_checkpoint: Path, tmp_path: Path, form: str, use_dora: bool) -> None:
+def test_init_lora_reads_what_was_written(
+    t2i_checkpoint: Path, tmp_path: Path, form: str, use_dora: bool
+) -> None:
     first = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, lora_format=form, use_dora=use_dora)
     with torch.no_grad():
         for name, parameter in first.transformer.named_parameters():
@@ -191,14 +235,18 @@ def test_init_lora_reads_what_was_written(t2i_checkpoint: Path, tmp_path: Path, 
 def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> None:
     """Which the plan finds in its header, whichever program wrote it."""
     for form in ("diffusers", "comfyui"):
-        path = write_lora(trained(t2i_checkpoint, lora_rank=4, use_dora=True, lora_format=form), tmp_path / form)
+        path = write_lora(
+            trained(t2i_checkpoint, lora_rank=4, use_dora=True, lora_format=form), tmp_path / form
+        )
         for use_dora in (False, True):
             config = LoraConfig(init_lora=str(path), lora_rank=4, use_dora=use_dora)
             told = found_by(check_init_lora, config, {}, [], "kandinsky5-image")
             assert ["set use_dora" in str(problem) for problem in told] == [True] * (not use_dora)
 
 
-def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Path, tmp_path: Path) -> None:
+def test_verification_finds_a_name_that_comfyui_does_not_know(
+    t2i_checkpoint: Path, tmp_path: Path
+) -> None:
     adapter = trained(t2i_checkpoint, lora_format="comfyui")
     path = write_lora(adapter, tmp_path)
     weights = load_file(path)
@@ -206,20 +254,30 @@ def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Pa
     weights[name.replace("blocks.0", "blocks.9")] = weights.pop(name)
     save_file(weights, path)
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
-        verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
+        verify_file(
+            path,
+            adapter.file_weights(),
+            adapter.form,
+            make_adapter(t2i_checkpoint).load_bare_pipeline(),
+        )
 
 
 def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: Path) -> None:
     """1.5 times a bf16 number is none, in general; what a bf16 pipeline rounds is measured."""
-    adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, mixed_precision="bf16", optimizer="optimi-adamw")
-    raw, saved = adapter.state_dict(), load_file(write_lora(adapter, tmp_path))
+    adapter = trained(
+        t2i_checkpoint, lora_rank=4, lora_alpha=6, mixed_precision="bf16", optimizer="optimi-adamw"
+    )
+    raw = adapter.state_dict()
+    saved = load_file(write_lora(adapter, tmp_path))
     for name, tensor in raw.items():
         assert tensor.dtype == torch.bfloat16
         factor = 1.5 if ".lora_B." in name else 1.0
         assert torch.equal(saved[f"transformer.{name}"].double(), factor * tensor.double())
     assert rounding_error(adapter, torch.float32) < 1e-6
     assert 1e-4 < rounding_error(adapter, torch.bfloat16) < 5e-3
-    exact = trained(t2i_checkpoint, lora_rank=4, lora_alpha=8, mixed_precision="bf16", optimizer="optimi-adamw")
+    exact = trained(
+        t2i_checkpoint, lora_rank=4, lora_alpha=8, mixed_precision="bf16", optimizer="optimi-adamw"
+    )
     assert rounding_error(exact, torch.bfloat16) == 0.0
     assert {each.dtype for each in exact.file_weights().values()} == {torch.bfloat16}
 
@@ -243,7 +301,8 @@ def test_disabled_is_the_base_for_every_init(t2i_checkpoint: Path) -> None:
 
 def test_an_official_lora_has_its_alpha_beside_it(tmp_path: Path) -> None:
     module = "visual_transformer_blocks.0.feed_forward.in_layer"
-    down, up = torch.randn(4, 8), torch.randn(16, 4)
+    down = torch.randn(4, 8)
+    up = torch.randn(16, 4)
     names = (f"base_model.model.{module}.lora_{part}.default.weight" for part in "AB")
     save_file(dict(zip(names, (down, up), strict=True)), tmp_path / "lora.safetensors")
     (tmp_path / "config_lora.json").write_text(json.dumps({"r": 4, "lora_alpha": 2}))

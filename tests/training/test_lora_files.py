@@ -16,13 +16,21 @@ from tests.tools.assembly import write_lora
 from tests.tools.tolerances import SAMPLING, assert_close
 
 
-@pytest.mark.parametrize(("kind", "form"), [("Linear", "diffusers"), ("Linear", "comfyui"), ("Conv2d", "diffusers")])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("Linear", "diffusers"), ("Linear", "comfyui"), ("Conv2d", "diffusers")]
+)
 @pytest.mark.parametrize(("dora", "strength"), [(False, 1.0), (False, 0.5), (True, 1.0)])
 def test_a_file_at_a_strength_does_what_peft_does(
     tmp_path: Path, tiny_network: Any, dora: bool, strength: float, kind: str, form: str
 ) -> None:
-    plain, trained = tiny_network(kind), tiny_network(kind)
-    settings: dict[str, Any] = {"lora_rank": 2, "use_dora": dora, "lora_format": form, "lora_init_type": "gaussian"}
+    plain = tiny_network(kind)
+    trained = tiny_network(kind)
+    settings: dict[str, Any] = {
+        "lora_rank": 2,
+        "use_dora": dora,
+        "lora_format": form,
+        "lora_init_type": "gaussian",
+    }
     adapter: Any = add_lora(trained, LoraConfig(**settings), ["inner"], seed=1, dtype=torch.float32)
     with torch.no_grad():
         for parameter in adapter.parameters().values():

@@ -1,7 +1,7 @@
 """A micro-step asks the device for nothing and brings nothing there that the host must wait for.
 
-The meta device stands in for a GPU. It has no values, so asking for one is an error; what comes to it from the host is
-watched, and so is every operation on tensors of both.
+The meta device stands in for a GPU. It has no values, so asking for one is an error; what comes to
+it from the host is watched, and so is every operation on tensors of both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ GPU = torch.device("meta")
 
 
 class Watched(TorchDispatchMode):
-    """Notes copies to the device that do not say `non_blocking`, and operations on tensors of two devices."""
+    """Notes copies to the device that do not say `non_blocking`, and operations on tensors of two
+    devices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,19 +62,31 @@ def masked() -> list[Technique]:
 
 
 @pytest.mark.parametrize(
-    "techniques", [list, lambda: [Tread(TreadSpec([Route(0.5, 0, -1)]))], masked], ids=["all tokens", "half", "masked"]
+    "techniques",
+    [list, lambda: [Tread(TreadSpec([Route(0.5, 0, -1)]))], masked],
+    ids=["all tokens", "half", "masked"],
 )
 @pytest.mark.parametrize("settings", [{}, {"speed": "reference"}], ids=["fast", "reference"])
 @pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
 def test_nothing_makes_the_host_wait(
-    monkeypatch: pytest.MonkeyPatch, size: str, settings: dict[str, Any], techniques: Callable[[], list[Technique]]
+    monkeypatch: pytest.MonkeyPatch,
+    size: str,
+    settings: dict[str, Any],
+    techniques: Callable[[], list[Technique]],
 ) -> None:
     if size == "tiny-sana" and techniques():
         pytest.skip("Sana's blocks need all tokens")
-    config = make_config(size, mixed_precision="bf16", gradient_checkpointing=True, lora_rank=4, **settings)
-    intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=10, learning_rate=1e-4)
+    config = make_config(
+        size, mixed_precision="bf16", gradient_checkpointing=True, lora_rank=4, **settings
+    )
+    intent = TrainingSpec(
+        lora_targets=lora_targets(size), seed=0, total_steps=10, learning_rate=1e-4
+    )
     assembly = assemble(
-        assembly_settings(config, intent), RandomAdapter(config, size, "cpu"), techniques(), make_accelerator("cpu")
+        assembly_settings(config, intent),
+        RandomAdapter(config, size, "cpu"),
+        techniques(),
+        make_accelerator("cpu"),
     )
     assembly.transformer.train().to(GPU)
     batch = make_batch(size, 2)
@@ -99,9 +113,14 @@ def test_what_techniques_log_on_the_host_is_read_with_the_losses() -> None:
 def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other way to read a number of the meta device is an error."""
     config = make_config("tiny", mixed_precision="bf16", lora_rank=4)
-    intent = TrainingSpec(lora_targets=lora_targets("tiny"), seed=0, total_steps=10, learning_rate=1e-4)
+    intent = TrainingSpec(
+        lora_targets=lora_targets("tiny"), seed=0, total_steps=10, learning_rate=1e-4
+    )
     assembly = assemble(
-        assembly_settings(config, intent), RandomAdapter(config, "tiny", "cpu"), [], make_accelerator("cpu")
+        assembly_settings(config, intent),
+        RandomAdapter(config, "tiny", "cpu"),
+        [],
+        make_accelerator("cpu"),
     )
     transformer = assembly.transformer.train().to(GPU)
     trained = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
@@ -119,7 +138,9 @@ def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.Monk
     on_host: Any = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", read)
     monkeypatch.setattr(noise, "seed_device", lambda device, seed: None)
-    monkeypatch.setattr(Batch, "to", lambda batch, device, non_blocking: batch)  # it is where the model is
+    monkeypatch.setattr(
+        Batch, "to", lambda batch, device, non_blocking: batch
+    )  # it is where the model is
     loader: Any = Endless(batch)
     report = step.optimizer_step(assembly, loader, 0)
     # Total and diffusion loss, loss and timestep of two samples, and the size of the gradient.
@@ -130,7 +151,8 @@ def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.Monk
 class Endless:
     """Hands out one batch again and again, like a loader."""
 
-    epoch, epochs_done = 1, 0
+    epoch = 1
+    epochs_done = 0
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -141,7 +163,12 @@ class Endless:
 
 def test_the_window_of_sparse_attention_is_made_on_the_device() -> None:
     sides = {"attention_wT": 3, "attention_wH": 3, "attention_wW": 3}
-    others = {"attention_type": "nabla", "attention_P": 0.9, "attention_add_sta": True, "attention_method": "topcdf"}
+    others = {
+        "attention_type": "nabla",
+        "attention_P": 0.9,
+        "attention_add_sta": True,
+        "attention_method": "topcdf",
+    }
     with Watched() as watched:
         window = sparse_params((1, 2, 32, 32, 16), {**sides, **others}, GPU)["sta_mask"]
     assert window.shape == (1, 1, 8, 8)

@@ -1,4 +1,6 @@
-"""Every optimizer trains, continues exactly after a save, and takes the numbers that the config says."""
+"""Every optimizer trains, continues exactly after a save, and takes the numbers that the config
+says.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def is_installed(name: str) -> bool:
 
 RUNNABLE = [name for name in NAMES if is_installed(name) and not name.startswith(HEAVY)]
 # Kernels that run everywhere, although they are chosen on GPUs only.
-CHOICES = [(name, each) for name in RUNNABLE for each in OPTIMIZERS[name].kernels if each != "triton"]
+CHOICES = [
+    (name, each) for name in RUNNABLE for each in OPTIMIZERS[name].kernels if each != "triton"
+]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -72,28 +76,41 @@ def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [*made, nn.Parameter(torch.randn(5, generator=generator))]
 
 
-def build(name: str | None, params: list[nn.Parameter], lr: float = 0.01, **keys: object) -> torch.optim.Optimizer:
+def build(
+    name: str | None, params: list[nn.Parameter], lr: float = 0.01, **keys: object
+) -> torch.optim.Optimizer:
     config = OptimizerConfig(optimizer=name, **keys)
     return build_optimizer(params, config, mixed_precision="bf16", learning_rate=lr)
 
 
 def with_kernel(
-    name: str, kernel: str, params: list[nn.Parameter], modules: Mapping[str, nn.Module] = MappingProxyType({}),
+    name: str,
+    kernel: str,
+    params: list[nn.Parameter],
+    modules: Mapping[str, nn.Module] = MappingProxyType({}),
     settings: str = "",
-) -> torch.optim.Optimizer:  # fmt: skip
+) -> torch.optim.Optimizer:
     """An optimizer as it would be on a machine on which this kernel is chosen."""
     config = OptimizerConfig(optimizer=name, optimizer_config=settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update, "update_kernel", lambda *size, **where: kernel)
         optimizer = build_optimizer(params, config, "bf16", 0.01, modules)
-    assert [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)] == [kernel] * (kernel != "loop")
+    assert [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)] == [kernel] * (
+        kernel != "loop"
+    )
     return optimizer
 
 
 def run(
-    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int, last: int, peak: float = 0.01
+    optimizer: torch.optim.Optimizer,
+    params: list[nn.Parameter],
+    first: int,
+    last: int,
+    peak: float = 0.01,
 ) -> None:
-    """Gradients depend on the step and the weights, the rate on the step; a weight without gradient is skipped."""
+    """Gradients depend on the step and the weights, the rate on the step; a weight without gradient
+    is skipped.
+    """
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
         for place, param in enumerate(params):
@@ -108,9 +125,11 @@ def run(
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_shares_of_a_weight_are_updated_as_the_whole_one(name: str) -> None:
     """Bit for bit, for optimizers that say so (FSDP2); the others give something else."""
-    (whole, *_), (before, *_) = weights(), weights()
+    whole, *_ = weights()
+    before, *_ = weights()
     shares = [nn.Parameter(part.detach().clone()) for part in before.chunk(3)]
-    one, many = build(name, [whole]), build(name, shares)
+    one = build(name, [whole])
+    many = build(name, shares)
     for step in range(8):
         gradient = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step))
         whole.grad = gradient
@@ -124,13 +143,16 @@ def test_shares_of_a_weight_are_updated_as_the_whole_one(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    whole, halves = weights(dtype), weights(dtype)
+    whole = weights(dtype)
+    halves = weights(dtype)
     run(build(name, whole), whole, 0, 13)
 
     before = build(name, halves)
     run(before, halves, 0, 7)
     buffer = io.BytesIO()
-    torch.save({"optimizer": before.state_dict(), "weights": [param.detach() for param in halves]}, buffer)
+    torch.save(
+        {"optimizer": before.state_dict(), "weights": [param.detach() for param in halves]}, buffer
+    )
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
     again = [nn.Parameter(weight.clone()) for weight in saved["weights"]]
@@ -145,14 +167,30 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
 # What a session starts with, so that every setting has an effect, and another value of each.
 STARTING = {"weight_decay": 0.1, "momentum": 0.9, "d0": 1e-2}
 CHANGED: dict[str, object] = {
-    "beta1": 0.5, "beta2": 0.7, "beta3": 0.7, "eps": 0.1, "weight_decay": 0.5, "momentum": 0.5, "dampening": 0.5,
-    "alpha": 0.2, "k": 3, "ns_steps": 2, "r": 2.0, "weight_lr_power": 0.0, "d0": 1e-3, "d_coef": 3.0,
-    "momentum_decay": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 1.0,
-}  # fmt: skip
+    "beta1": 0.5,
+    "beta2": 0.7,
+    "beta3": 0.7,
+    "eps": 0.1,
+    "weight_decay": 0.5,
+    "momentum": 0.5,
+    "dampening": 0.5,
+    "alpha": 0.2,
+    "k": 3,
+    "ns_steps": 2,
+    "r": 2.0,
+    "weight_lr_power": 0.0,
+    "d0": 1e-3,
+    "d_coef": 3.0,
+    "momentum_decay": 0.1,
+    "lr_decay": 0.5,
+    "initial_accumulator_value": 1.0,
+}
 SETTINGS = [(name, setting) for name in RUNNABLE for setting in OPTIMIZERS[name].settings]
 
 
-def with_settings(name: str, params: list[nn.Parameter], **changed: object) -> torch.optim.Optimizer:
+def with_settings(
+    name: str, params: list[nn.Parameter], **changed: object
+) -> torch.optim.Optimizer:
     known = OPTIMIZERS[name].settings
     values = {key: value for key, value in STARTING.items() if key in known} | changed
     text = ",".join(f"{key}={value}" for key, value in values.items())
@@ -165,9 +203,12 @@ def changed_value(name: str, setting: str) -> object:
 
 
 @pytest.mark.parametrize(("name", "setting"), SETTINGS)
-def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(name: str, setting: str) -> None:
+def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(
+    name: str, setting: str
+) -> None:
     """Bit for bit as if the running optimizer had been given the new value."""
-    params, spec = weights(), OPTIMIZERS[name]
+    params = weights()
+    spec = OPTIMIZERS[name]
     peak = 1.0 if name == "prodigy" else 0.01
     before = with_settings(name, params)
     run(before, params, 0, 7, peak)
@@ -190,7 +231,10 @@ def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(name:
             betas = list(group["betas"])
             betas[int(setting[-1]) - 1] = value
             group["betas"] = tuple(betas)
-        elif setting in group and (setting, own_optimizers.MUON_MARK in group) != ("eps", True):  # Muon's own is fixed
+        elif setting in group and (setting, own_optimizers.MUON_MARK in group) != (
+            "eps",
+            True,
+        ):  # Muon's own is fixed
             group[setting] = value
     for state in before.state.values():
         if setting in state:
@@ -203,7 +247,8 @@ def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(name:
 
 @pytest.mark.parametrize(("name", "beta"), [("adamw_bf16", "beta2"), ("optimi-adan", "beta3")])
 def test_a_second_moment_is_as_wide_as_the_new_beta_needs(name: str, beta: str) -> None:
-    params, spec = weights(torch.bfloat16), OPTIMIZERS[name]
+    params = weights(torch.bfloat16)
+    spec = OPTIMIZERS[name]
     narrow = build(name, params, optimizer_config=f"{beta}=.9")
     run(narrow, params, 1, 3)
     wide = build(name, params, optimizer_config=f"{beta}=.999")
@@ -218,9 +263,13 @@ def test_a_second_moment_is_as_wide_as_the_new_beta_needs(name: str, beta: str) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "kernel"), [*((name, None) for name in RUNNABLE), *CHOICES])
 def test_on_a_gpu(name: str, kernel: str | None, dtype: torch.dtype) -> None:
-    """optimi's few weights get Triton kernels there: about the same as on a CPU, and the same after a save."""
+    """optimi's few weights get Triton kernels there: about the same as on a CPU, and the same after
+    a save.
+    """
     make = build if kernel is None else partial(with_kernel, kernel=kernel)
-    on_cpu, whole, halves = weights(dtype), weights(dtype), weights(dtype)
+    on_cpu = weights(dtype)
+    whole = weights(dtype)
+    halves = weights(dtype)
     for params in (whole, halves):
         for param in params:
             param.data = param.data.cuda()
@@ -240,9 +289,12 @@ def test_on_a_gpu(name: str, kernel: str | None, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_every_optimizer_lowers_a_loss(name: str) -> None:
-    target, param = torch.randn(6, 4), nn.Parameter(torch.zeros(6, 4))
+    target = torch.randn(6, 4)
+    param = nn.Parameter(torch.zeros(6, 4))
     # Prodigy finds its own rate, AdaGrad and SGD need a large one.
-    rate = {"prodigy": 1.0, "torch-adagrad": 0.5, "torch-sgd": 5.0, "optimi-sgd": 5.0}.get(name, 0.05)
+    rate = {"prodigy": 1.0, "torch-adagrad": 0.5, "torch-sgd": 5.0, "optimi-sgd": 5.0}.get(
+        name, 0.05
+    )
     optimizer = build(name, [param], rate)
     for _ in range(300):
         loss = (param - target).square().mean()
@@ -250,7 +302,9 @@ def test_every_optimizer_lowers_a_loss(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     with sampling_weights(optimizer):
-        assert float((param.detach() - target).square().mean()) < 0.1 * float(target.square().mean())
+        assert float((param.detach() - target).square().mean()) < 0.1 * float(
+            target.square().mean()
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if is_installed(name)])
@@ -265,7 +319,9 @@ def test_the_library_knows_every_setting_of_the_table(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in RUNNABLE if OPTIMIZERS[name].keeps_bf16])
 def test_optimizers_that_keep_bf16_weights_do_not_lose_small_updates(name: str) -> None:
-    """200 steps whose updates are far below the spacing of bf16 numbers near 1 (0.0039 below, 0.0078 above)."""
+    """200 steps whose updates are far below the spacing of bf16 numbers near 1 (0.0039 below,
+    0.0078 above).
+    """
     moved = []
     for dtype in DTYPES:
         param = nn.Parameter(torch.ones(4, 4, dtype=dtype))
@@ -299,17 +355,26 @@ def test_optimi_runs_triton_only_where_it_can_be_compiled(monkeypatch: pytest.Mo
         assert not update.runs_triton(weights())
 
 
-# The setting of the second moment's decay, and all kernels but Triton's, for which v would have the weights' dtype.
+# The setting of the second moment's decay, and all kernels but Triton's, for which v would have the
+# weights' dtype.
 SQUARED = [
-    ("adamw_bf16", "beta2"), ("optimi-adam", "beta2"), ("optimi-radam", "beta2"), ("optimi-stableadamw", "beta2"),
+    ("adamw_bf16", "beta2"),
+    ("optimi-adam", "beta2"),
+    ("optimi-radam", "beta2"),
+    ("optimi-stableadamw", "beta2"),
     ("optimi-adan", "beta3"),
-]  # fmt: skip
+]
 FOLLOWING = [
-    (*each, kernel) for each in SQUARED for kernel in ("loop", *OPTIMIZERS[each[0]].kernels) if kernel != "triton"
+    (*each, kernel)
+    for each in SQUARED
+    for kernel in ("loop", *OPTIMIZERS[each[0]].kernels)
+    if kernel != "triton"
 ]
 
 
-def with_squares(name: str, settings: str, kernel: str, weight: nn.Parameter) -> torch.optim.Optimizer:
+def with_squares(
+    name: str, settings: str, kernel: str, weight: nn.Parameter
+) -> torch.optim.Optimizer:
     """An optimizer after many steps with gradients of 1, in a state that is loaded."""
     weight.grad = torch.zeros_like(weight)
     before = with_kernel(name, kernel, [weight], settings=settings)
@@ -323,11 +388,16 @@ def with_squares(name: str, settings: str, kernel: str, weight: nn.Parameter) ->
 
 
 @pytest.mark.parametrize(("name", "beta", "kernel"), FOLLOWING)
-def test_the_second_moment_of_bf16_weights_decays_as_that_of_float32_ones(name: str, beta: str, kernel: str) -> None:
-    """While gradients shrink to .3. In bf16, where .999 times a number is the number again, it would stay at 1."""
+def test_the_second_moment_of_bf16_weights_decays_as_that_of_float32_ones(
+    name: str, beta: str, kernel: str
+) -> None:
+    """While gradients shrink to .3. In bf16, where .999 times a number is the number again, it
+    would stay at 1.
+    """
     found = []
     for dtype in DTYPES:
-        weight, generator = nn.Parameter(torch.zeros(64, dtype=dtype)), torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.zeros(64, dtype=dtype))
+        generator = torch.Generator().manual_seed(0)
         optimizer = with_squares(name, f"{beta}=.999", kernel, weight)
         for _ in range(500):
             weight.grad = (0.3 * torch.randn(64, generator=generator)).to(dtype)
@@ -350,7 +420,9 @@ def test_the_second_moment_is_float32_where_bf16_loses_its_decay(beta2: float) -
         assert is_wide == (is_lost or dtype == torch.float32)
 
 
-LORA, FULL = (1200, 30_000_000), (700, 2_000_000_000)  # weights, and numbers in them
+# weights, and numbers in them
+LORA = (1200, 30_000_000)
+FULL = (700, 2_000_000_000)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +459,8 @@ def test_the_kernel_follows_number_and_size_of_the_weights(
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
 def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
     """Bit for bit as without the interruption, also where a new run would use another one."""
-    whole, halves = weights(), weights()
+    whole = weights()
+    halves = weights()
     run(with_kernel(name, kernel, whole), whole, 0, 6)
     before = with_kernel(name, kernel, halves)
     run(before, halves, 0, 3)
@@ -402,9 +475,15 @@ def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
-def test_a_technique_may_leave_its_module_without_gradients(name: str, kernel: str, dtype: torch.dtype) -> None:
-    """For a step or, as in this test, for all; the other weights, of two dtypes, are updated alike by all kernels."""
-    params, others, module = weights(dtype), weights(dtype), nn.Linear(3, 3)
+def test_a_technique_may_leave_its_module_without_gradients(
+    name: str, kernel: str, dtype: torch.dtype
+) -> None:
+    """For a step or, as in this test, for all; the other weights, of two dtypes, are updated alike
+    by all kernels.
+    """
+    params = weights(dtype)
+    others = weights(dtype)
+    module = nn.Linear(3, 3)
     before = [each.clone() for each in module.parameters()]
     run(with_kernel(name, kernel, params, {"crepa": module}), params, 0, 6)
     run(with_kernel(name, "loop", others), others, 0, 6)
@@ -420,7 +499,10 @@ def test_a_run_begun_with_triton_keeps_it(monkeypatch: pytest.MonkeyPatch) -> No
     optimizer = with_kernel("adamw_bf16", "foreach", weights())
     monkeypatch.setattr(optimizer_state, "runs_triton", lambda params: True)
     load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
-    assert {key: optimizer.param_groups[0][key] for key in ("triton", "foreach")} == {"triton": True, "foreach": False}
+    assert {key: optimizer.param_groups[0][key] for key in ("triton", "foreach")} == {
+        "triton": True,
+        "foreach": False,
+    }
 
 
 class Launches(TorchDispatchMode):
@@ -431,32 +513,48 @@ class Launches(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += any(isinstance(each, torch.Tensor) and each.ndim for each in tree_leaves(args))
+        self.count += any(
+            isinstance(each, torch.Tensor) and each.ndim for each in tree_leaves(args)
+        )
         return func(*args, **(kwargs or {}))
 
 
 class Separate(TorchDispatchMode):
-    """Counts the weights that foreach operations update one by one, since dtypes differ; copies may convert."""
+    """Counts the weights that foreach operations update one by one, since dtypes differ; copies may
+    convert.
+    """
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, lists = func.overloadpacket.__name__, [each for each in args if isinstance(each, list)]
+        name = func.overloadpacket.__name__
+        lists = [each for each in args if isinstance(each, list)]
         if name.startswith("_foreach_") and name != "_foreach_copy_":
-            self.count += sum(len({each.dtype for each in weight}) > 1 for weight in zip(*lists, strict=True))
+            self.count += sum(
+                len({each.dtype for each in weight}) > 1 for weight in zip(*lists, strict=True)
+            )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("bundle", [1 << 24, 60, 1], ids=["one", "some", "each"])
-@pytest.mark.parametrize(("name", "beta"), [each for each in SQUARED if "foreach" in OPTIMIZERS[each[0]].kernels])
+@pytest.mark.parametrize(
+    ("name", "beta"), [each for each in SQUARED if "foreach" in OPTIMIZERS[each[0]].kernels]
+)
 def test_a_wide_second_moment_takes_no_launch_for_each_weight(
     name: str, beta: str, bundle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is updated bit for bit as by torch's mixed operation. Only single large weights are not widened."""
+    """And is updated bit for bit as by torch's mixed operation. Only single large weights are not
+    widened.
+    """
     monkeypatch.setattr(ema, "BUNDLE", bundle)
-    several, alone = weights(torch.bfloat16), weights(torch.bfloat16)
-    together, one = (with_kernel(name, "foreach", each, settings=f"{beta}=.999") for each in (several, alone))
-    monkeypatch.setattr(one, "_init_group", partial(super(own_optimizers.DecayingSquares, one)._init_group))
+    several = weights(torch.bfloat16)
+    alone = weights(torch.bfloat16)
+    together, one = (
+        with_kernel(name, "foreach", each, settings=f"{beta}=.999") for each in (several, alone)
+    )
+    monkeypatch.setattr(
+        one, "_init_group", partial(super(own_optimizers.DecayingSquares, one)._init_group)
+    )
     with Separate() as counted:
         run(together, several, 0, 6)
     assert (counted.count == 0) is (bundle > 60)
@@ -469,18 +567,28 @@ def test_a_wide_second_moment_takes_no_launch_for_each_weight(
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
 def test_the_kernel_decides_launches_and_temporaries_of_an_update(name: str, kernel: str) -> None:
     """What the plan counts of the latter is what is there at the worst moment."""
-    count, numbers = 40, 1000
-    launches, temporary = {}, {}
+    count = 40
+    numbers = 1000
+    launches = {}
+    temporary = {}
     for each in ("loop", kernel):
         params = [nn.Parameter(torch.ones(numbers // 20, 20)) for _ in range(count)]
-        optimizer = with_kernel(name, each, params, settings="weight_decay=0.1")  # some decay a copy of the gradients
+        optimizer = with_kernel(
+            name, each, params, settings="weight_decay=0.1"
+        )  # some decay a copy of the gradients
         for _ in range(2):  # the first one makes the state
             for param in params:
                 param.grad = torch.ones_like(param)
-            there = tree_leaves([params, [param.grad for param in params], [*optimizer.state.values()]])
-            with Launches() as counted, Peak(part for part in there if isinstance(part, torch.Tensor)) as peak:
+            there = tree_leaves(
+                [params, [param.grad for param in params], [*optimizer.state.values()]]
+            )
+            with (
+                Launches() as counted,
+                Peak(part for part in there if isinstance(part, torch.Tensor)) as peak,
+            ):
                 optimizer.step()
-        launches[each], temporary[each] = counted.count, peak.most / (count * numbers * 4)
+        launches[each] = counted.count
+        temporary[each] = peak.most / (count * numbers * 4)
     assert launches["loop"] >= 1.9 * count
     assert launches[kernel] <= (1 if kernel == "fused" else 20)
     assert temporary["loop"] <= 4.1 / count, "a few tensors as large as one weight"
@@ -509,10 +617,14 @@ def test_fused_kernels_find_their_counts_on_the_device() -> None:
     optimizer.step()
     weight = nn.Parameter(torch.zeros(3, device="meta"))
     after = with_kernel("adamw", "fused", [weight])
-    load_state(after, optimizer.state_dict(), OPTIMIZERS["adamw"], HostState(after, torch.device("cpu")))
+    load_state(
+        after, optimizer.state_dict(), OPTIMIZERS["adamw"], HostState(after, torch.device("cpu"))
+    )
     assert {key: each.device.type for key, each in after.state[weight].items()} == {
-        "step": "meta", "exp_avg": "cpu", "exp_avg_sq": "cpu",
-    }  # fmt: skip
+        "step": "meta",
+        "exp_avg": "cpu",
+        "exp_avg_sq": "cpu",
+    }
 
 
 def test_the_default_follows_the_precision() -> None:
@@ -526,19 +638,45 @@ def settings(name: str, **keys: object) -> dict[str, object]:
 
 
 def test_the_published_defaults() -> None:
-    assert settings("adamw_bf16") == {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.01}
-    assert settings("optimi-adamw") == {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
+    assert settings("adamw_bf16") == {
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+    }
+    assert settings("optimi-adamw") == {
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "eps": 1e-6,
+        "weight_decay": 0.0,
+    }
     adamw = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
     assert settings("adamw") == settings("torch-adamw") == adamw
 
 
 def test_numbers_reach_the_optimizer_in_order_of_strength() -> None:
-    keys: dict[str, Any] = {"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_weight_decay": 0.5, "adam_epsilon": 1e-5}
-    assert settings("optimi-adamw", **keys) == {"beta1": 0.8, "beta2": 0.7, "eps": 1e-5, "weight_decay": 0.5}
-    keys |= {"optimizer_beta1": 0.6, "optimizer_beta2": 0.65, "optimizer_config": " weight_decay = 0.4, beta2=0.66 "}
+    keys: dict[str, Any] = {
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.7,
+        "adam_weight_decay": 0.5,
+        "adam_epsilon": 1e-5,
+    }
+    assert settings("optimi-adamw", **keys) == {
+        "beta1": 0.8,
+        "beta2": 0.7,
+        "eps": 1e-5,
+        "weight_decay": 0.5,
+    }
+    keys |= {
+        "optimizer_beta1": 0.6,
+        "optimizer_beta2": 0.65,
+        "optimizer_config": " weight_decay = 0.4, beta2=0.66 ",
+    }
     group = build("adamw", weights(), **keys).param_groups[0]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.6, 0.66), 1e-5, 0.4)
-    assert build("torch-sgd", weights(), optimizer_config="nesterov=yes,momentum=.9").param_groups[0]["nesterov"]
+    assert build("torch-sgd", weights(), optimizer_config="nesterov=yes,momentum=.9").param_groups[
+        0
+    ]["nesterov"]
 
 
 def problems(mixed_precision: str = "bf16", **keys: object) -> list[Problem]:
@@ -562,7 +700,10 @@ def test_adamw_bf16_needs_bf16() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("weight_deca=0.1", ["'weight_deca'", "beta1, beta2, eps, weight_decay", "Did you mean 'weight_decay'"]),
+        (
+            "weight_deca=0.1",
+            ["'weight_deca'", "beta1, beta2, eps, weight_decay", "Did you mean 'weight_decay'"],
+        ),
         ("lr=1", ["'lr'"]),
         ("eps=tiny", ["eps='tiny'", "not a number"]),
         ("eps=nan", ["not a number"]),
@@ -580,7 +721,14 @@ def test_bad_overrides_are_told_before_anything_is_built(text: str, words: list[
 
 
 def test_all_bad_overrides_are_told_at_once() -> None:
-    assert len(problems(optimizer="optimi-ranger", optimizer_config="k=1.5,decouple_wd=maybe,x=1,,alpha=.4")) == 3
+    assert (
+        len(
+            problems(
+                optimizer="optimi-ranger", optimizer_config="k=1.5,decouple_wd=maybe,x=1,,alpha=.4"
+            )
+        )
+        == 3
+    )
 
 
 def test_betas_come_in_pairs() -> None:
@@ -590,10 +738,18 @@ def test_betas_come_in_pairs() -> None:
 
 
 def test_keys_without_effect_are_noted() -> None:
-    found = problems(optimizer="torch-sgd", adam_beta1=0.8, optimizer_beta1=0.8, optimizer_beta2=0.9)
-    assert {problem.where for problem in found} == {"adam_beta1", "optimizer_beta1", "optimizer_beta2"}
+    found = problems(
+        optimizer="torch-sgd", adam_beta1=0.8, optimizer_beta1=0.8, optimizer_beta2=0.9
+    )
+    assert {problem.where for problem in found} == {
+        "adam_beta1",
+        "optimizer_beta1",
+        "optimizer_beta2",
+    }
     assert not any(problem.fatal for problem in found)
-    assert [problem.where for problem in problems(optimizer="optimi-lion", adam_epsilon=1e-8)] == ["adam_epsilon"]
+    assert [problem.where for problem in problems(optimizer="optimi-lion", adam_epsilon=1e-8)] == [
+        "adam_epsilon"
+    ]
 
 
 def test_schedule_free_notes_that_the_schedule_is_ignored() -> None:
@@ -624,11 +780,15 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     states = [set(optimizer.state[param]) for param in params]
     assert states[0] == {"momentum_buffer"}
     assert all("exp_avg_sq" in state for state in states[1:])
-    assert {id(param) for group in optimizer.param_groups for param in group["params"]} == {id(p) for p in params}
+    assert {id(param) for group in optimizer.param_groups for param in group["params"]} == {
+        id(p) for p in params
+    }
 
 
 def test_muon_moves_a_matrix_by_its_orthogonal_factor() -> None:
-    """All singular values of an update are near 0.2 sqrt(larger side) x rate, whatever those of the gradient."""
+    """All singular values of an update are near 0.2 sqrt(larger side) x rate, whatever those of the
+    gradient.
+    """
     param = nn.Parameter(torch.zeros(16, 8))
     optimizer = build("muon", [param], 0.01)
     param.grad = torch.randn(16, 8) @ torch.diag(torch.logspace(0, -1.5, 8))

@@ -1,4 +1,6 @@
-"""Two processes with batches of one train what one process with batches of two trains, sample by sample."""
+"""Two processes with batches of one train what one process with batches of two trains, sample by
+sample.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ from tests.data.test_sampler import make_dataset
 from tests.encoding.test_clips import ENCODER
 from tests.tools.assembly import make_assembly, make_batch, no_forward
 
-ONE, TWO = [World()], [World(0, 2), World(1, 2)]
+ONE = [World()]
+TWO = [World(0, 2), World(1, 2)]
 EPOCHS = range(1, 9)
 # What a batch of one drew at seed 3, step 4, micro-step 1 before samples had slots.
-EARLIER_NOISE, EARLIER_SIGMAS = [0.1982555240392685, -0.03409070521593094, -1.1095114946365356], [0.8097069263458252]
+EARLIER_NOISE = [0.1982555240392685, -0.03409070521593094, -1.1095114946365356]
+EARLIER_SIGMAS = [0.8097069263458252]
 
 
 class CaptionReader(BatchReader):
@@ -55,14 +59,18 @@ def captions_trained(catalogue: Catalogue, planned: PlannedBatch) -> list[Any]:
 
 
 def test_samples_captions_and_dropout_are_those_of_one_process(catalogue: Catalogue) -> None:
-    dropped, total = 0, 0
+    dropped = 0
+    total = 0
     for whole, *parts in zip(planned(ONE[0]), *map(planned, TWO), strict=True):
         assert whole.samples == tuple(sample for part in parts for sample in part.samples)
         assert whole.captions == tuple(caption for part in parts for caption in part.captions)
         assert list(whole.slots) == [slot for part in parts for slot in part.slots]
         trained = captions_trained(catalogue, whole)
-        assert trained == [caption for part in parts for caption in captions_trained(catalogue, part)]
-        dropped, total = dropped + trained.count(""), total + len(trained)
+        assert trained == [
+            caption for part in parts for caption in captions_trained(catalogue, part)
+        ]
+        dropped = dropped + trained.count("")
+        total = total + len(trained)
     assert dropped / total == pytest.approx(0.4, abs=0.1)
 
 
@@ -70,9 +78,16 @@ def test_samples_captions_and_dropout_are_those_of_one_process(catalogue: Catalo
 def catalogue(tmp_path: Path) -> Catalogue:
     caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)
     return Catalogue(
-        {"a": caches, "b": caches}, tmp_path / "texts", True, ENCODER, ENCODER, template="", max_length=8,
-        clean=lambda text: text, prompt_holds_picture=False,
-    )  # fmt: skip
+        {"a": caches, "b": caches},
+        tmp_path / "texts",
+        True,
+        ENCODER,
+        ENCODER,
+        template="",
+        max_length=8,
+        clean=lambda text: text,
+        prompt_holds_picture=False,
+    )
 
 
 def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[str, Tensor]:
@@ -81,7 +96,12 @@ def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[
     tread.before_forward(noisy, no_forward)
     kept = tread.kept_tokens(1)
     assert kept is not None
-    return {"noise": noisy.noise, "sigmas": noisy.sigmas, "input": noisy.noisy_latents, "kept": kept}
+    return {
+        "noise": noisy.noise,
+        "sigmas": noisy.sigmas,
+        "input": noisy.noisy_latents,
+        "kept": kept,
+    }
 
 
 def part(batch: Batch, which: slice) -> Batch:
@@ -91,10 +111,15 @@ def part(batch: Batch, which: slice) -> Batch:
 @pytest.mark.parametrize("settings", [{}, {"disable_segmented_timestep_sampling": True}])
 def test_noise_is_that_of_one_process(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
     tread = Tread(TreadSpec([Route(0.5, 1, 1)]))
-    assembly = make_assembly(t2i_checkpoint, tread, noise_offset=0.1, input_perturbation=0.1, **settings)
+    assembly = make_assembly(
+        t2i_checkpoint, tread, noise_offset=0.1, input_perturbation=0.1, **settings
+    )
     batch = make_batch(t2i_checkpoint, ["a", "b", "c", "d"], side=8)
     whole = drawn(assembly, batch, tread, ONE[0])
-    parts = [drawn(assembly, part(batch, slice(2 * each.rank, 2 * each.rank + 2)), tread, each) for each in TWO]
+    parts = [
+        drawn(assembly, part(batch, slice(2 * each.rank, 2 * each.rank + 2)), tread, each)
+        for each in TWO
+    ]
     for name, together in whole.items():
         assert torch.equal(together, torch.cat([each[name] for each in parts])), name
         assert len(together.unique(dim=0)) == 4, f"{name}: every sample draws its own"
@@ -109,7 +134,9 @@ def test_shared_noise_is_that_of_the_first_process(t2i_checkpoint: Path) -> None
 
 
 def test_a_batch_of_one_draws_what_it_always_drew(t2i_checkpoint: Path) -> None:
-    """Numbers written down: a run with batches of one must give the same result as it did in earlier versions."""
+    """Numbers written down: a run with batches of one must give the same result as it did in
+    earlier versions.
+    """
     noisy = make_assembly(t2i_checkpoint).noise.add(make_batch(t2i_checkpoint, ["a"]), 4, 1)
     assert noisy.noise.flatten()[:3].tolist() == pytest.approx(EARLIER_NOISE, rel=1e-6)
     assert noisy.sigmas.tolist() == pytest.approx(EARLIER_SIGMAS, rel=1e-6)

@@ -57,7 +57,9 @@ def assembly(t2i_checkpoint: Path) -> Assembly:
     return make_assembly(t2i_checkpoint, gradient_accumulation_steps=2)
 
 
-def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly, t2i_checkpoint: Path) -> None:
+def test_a_step_says_what_it_waited_for_and_what_it_computed(
+    assembly: Assembly, t2i_checkpoint: Path
+) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     assembly.sample_flops = None
     plain = optimizer_step(assembly, Batches(batch, batch), 0)
@@ -70,7 +72,8 @@ def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly,
         return Work(1000.0 * tokens, text_tokens)
 
     streamer: Any = Streamer()
-    assembly.streamer, assembly.sample_flops = streamer, cost
+    assembly.streamer = streamer
+    assembly.sample_flops = cost
     told = optimizer_step(assembly, Batches(batch, batch), 1)
     assert told.weights_seconds == 0.25
     lengths = [len(embeds["prompt_embeds"]) for embeds in batch.embeds]
@@ -89,7 +92,11 @@ def test_the_record_has_the_shares(tmp_path: Path, assembly: Assembly) -> None:
     first, second = (json.loads(line) for line in lines)
     assert (first["compute_share"], first["data_share"]) == (0.99, 0.01)
     assert not {"weights_share", "weights_seconds", "mfu"} & first.keys()
-    assert (second["compute_share"], second["weights_share"], second["data_share"]) == (0.745, 0.25, 0.005)
+    assert (second["compute_share"], second["weights_share"], second["data_share"]) == (
+        0.745,
+        0.25,
+        0.005,
+    )
     assert (second["seconds"], second["weights_seconds"], second["mfu"]) == (2.0, 0.5, 0.4)
     assert (listener.steps[1].weights_seconds, listener.steps[1].mfu) == (0.5, 0.4)
 
@@ -102,7 +109,8 @@ def test_there_is_no_utilisation_without_both_numbers() -> None:
 
 
 def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
-    listener, clock = Listener(), [0.0]
+    listener = Listener()
+    clock = [0.0]
     watcher = SlowSteps(lambda: clock[0])
     recorder = Recorder(EventStream(listener), 1, slow_steps=watcher)
     for step in range(1, 2 * ENOUGH + RECENT + 1):
@@ -115,7 +123,8 @@ def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
 
 
 def test_steps_with_further_passes_are_slower_by_design(assembly: Assembly) -> None:
-    listener, clock = Listener(), [0.0]
+    listener = Listener()
+    clock = [0.0]
     recorder = Recorder(EventStream(listener), 1, slow_steps=SlowSteps(lambda: clock[0]))
     for step in range(1, 4 * ENOUGH):
         passes = 3 if step % 20 > 14 else 1  # also several times in a row, by chance
@@ -135,12 +144,16 @@ class Second(World):
         return [list(self.asked), value]
 
 
-def test_all_processes_do_what_the_first_one_was_asked_for(tmp_path: Path, assembly: Assembly) -> None:
+def test_all_processes_do_what_the_first_one_was_asked_for(
+    tmp_path: Path, assembly: Assembly
+) -> None:
     expect_requests(tmp_path)
     make_request(tmp_path, "save")
     saved: list[int] = []
     for world in (World(), Second(1, 2, asked=("save",))):
-        handler = RequestHandler(tmp_path, EventStream(), {"save": lambda one, state: saved.append(one.world.rank)})
+        handler = RequestHandler(
+            tmp_path, EventStream(), {"save": lambda one, state: saved.append(one.world.rank)}
+        )
         handler.on_train_start(replace(assembly, world=world), TrainState())
         handler.on_step_end(replace(assembly, world=world), TrainState(), report(1))
     assert saved == [0, 1]

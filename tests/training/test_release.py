@@ -1,4 +1,6 @@
-"""Gradients that are released into the update: the same weights, bit for bit, and a step that fails half-way."""
+"""Gradients that are released into the update: the same weights, bit for bit, and a step that fails
+half-way.
+"""
 
 from __future__ import annotations
 
@@ -66,21 +68,30 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) -> bool:
-    """Whether some steps give the same weights if each is updated alone, in the order of a backward pass."""
-    whole, single = weights(dtype), weights(dtype)
+    """Whether some steps give the same weights if each is updated alone, in the order of a backward
+    pass.
+    """
+    whole = weights(dtype)
+    single = weights(dtype)
     for each in (*whole, *single):
         each.data = each.data.to(device)
-    together, apart = build(name, whole), build(name, single)
+    together = build(name, whole)
+    apart = build(name, single)
     host = HostState(apart, torch.device(device)) if on_host else None
     named = {str(number): each for number, each in enumerate(single)}
     release = GradientRelease(named, apart, OptimizerConfig(optimizer=name), host)
     for number in range(8):
-        noise = [torch.randn(each.shape, generator=torch.Generator().manual_seed(number)).to(each) for each in whole]
+        noise = [
+            torch.randn(each.shape, generator=torch.Generator().manual_seed(number)).to(each)
+            for each in whole
+        ]
         for weight, gradient in zip(whole, noise, strict=True):
             weight.grad = gradient.clone().clamp_(-2, 2)
         together.step()
         with release.updating():
-            sum((w * g).sum().float() for w, g in zip(single[::-1], noise[::-1], strict=True)).backward()
+            sum(
+                (w * g).sum().float() for w, g in zip(single[::-1], noise[::-1], strict=True)
+            ).backward()
         release.finish()
         assert all(each.grad is None for each in single)
     return all(map(torch.equal, whole, single))
@@ -89,7 +100,9 @@ def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) 
 @pytest.mark.parametrize("name", [*RUNNABLE, *LOW_BIT])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_weight_at_a_time_is_all_at_once(name: str, dtype: torch.dtype) -> None:
-    """For every optimizer that says so, whichever weight comes first; the others give something else."""
+    """For every optimizer that says so, whichever weight comes first; the others give something
+    else.
+    """
     assert updated_alike(name, dtype, "cpu", on_host=False) is OPTIMIZERS[name].per_weight
 
 
@@ -121,7 +134,9 @@ def test_on_a_gpu(name: str, on_host: bool) -> None:
     ],
     ids=["fp32", "bf16", "norm", "8bit"],
 )
-def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, Any], on_host: bool) -> None:
+def test_a_full_fine_tune_is_the_same(
+    t2i_checkpoint: Path, settings: dict[str, Any], on_host: bool
+) -> None:
     """Weights, moving average and metrics; also after a stop, whichever way it goes on."""
     plain = full(t2i_checkpoint, **settings)
     others: tuple[dict[str, Any], ...] = (
@@ -150,8 +165,12 @@ def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, 
 
 
 def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint: Path) -> None:
-    """In one place in host memory throughout; the device has a copy, which nothing reads afterwards."""
-    assembly = full(t2i_checkpoint, **RELEASED, offload_optimizer_state=True, optimizer="torch-adam")
+    """In one place in host memory throughout; the device has a copy, which nothing reads
+    afterwards.
+    """
+    assembly = full(
+        t2i_checkpoint, **RELEASED, offload_optimizer_state=True, optimizer="torch-adam"
+    )
     optimizer: Any = assembly.optimizer
     addresses: list[set[int]] = []
     step_of = optimizer.step
@@ -161,7 +180,11 @@ def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint
         step_of()
 
     def moments_of(optimizer: Any) -> list[Tensor]:
-        states = (optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"])
+        states = (
+            optimizer.state.get(each, {})
+            for group in optimizer.param_groups
+            for each in group["params"]
+        )
         return [state["exp_avg"] for state in states if state]
 
     train(assembly, t2i_checkpoint, 0, 2)
@@ -173,15 +196,34 @@ def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint
     assert {each.data_ptr() for each in moments_of(optimizer)} == kept
 
 
-def test_the_next_state_arrives_while_the_backward_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the step before, and with the same weights when a step leaves one out or takes another order."""
-    whole, single = weights(torch.float32), weights(torch.float32)
-    together, apart = build("adamw", whole), build("adamw", single)
-    names, log = {each: str(index) for index, each in enumerate(single)}, list[str]()
-    host, fetch, bring = HostState(apart, torch.device("cpu")), HostState._fetch, HostState.bring
-    monkeypatch.setattr(HostState, "_fetch", lambda self, each: log.append(f"copy {names[each]}") or fetch(self, each))
-    monkeypatch.setattr(HostState, "bring", lambda self, each: log.append(f"need {names[each]}") or bring(self, each))
-    release = GradientRelease({name: each for each, name in names.items()}, apart, OptimizerConfig(), host)
+def test_the_next_state_arrives_while_the_backward_pass_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the order of the step before, and with the same weights when a step leaves one out or
+    takes another order.
+    """
+    whole = weights(torch.float32)
+    single = weights(torch.float32)
+    together = build("adamw", whole)
+    apart = build("adamw", single)
+    names = {each: str(index) for index, each in enumerate(single)}
+    log: list[str] = []
+    host = HostState(apart, torch.device("cpu"))
+    fetch = HostState._fetch
+    bring = HostState.bring
+    monkeypatch.setattr(
+        HostState,
+        "_fetch",
+        lambda self, each: log.append(f"copy {names[each]}") or fetch(self, each),
+    )
+    monkeypatch.setattr(
+        HostState,
+        "bring",
+        lambda self, each: log.append(f"need {names[each]}") or bring(self, each),
+    )
+    release = GradientRelease(
+        {name: each for each, name in names.items()}, apart, OptimizerConfig(), host
+    )
     logs = []
     for order in ((0, 1, 2), (0, 1, 2), (0, 2), (2, 1, 0)):
         for index in order:
@@ -189,7 +231,9 @@ def test_the_next_state_arrives_while_the_backward_pass_goes_on(monkeypatch: pyt
         together.step()
         together.zero_grad()
         with release.updating():  # what comes last in the sum comes first in the backward pass
-            torch.stack([(single[index] * ((index + 1) / 2)).sum() for index in order[::-1]]).sum().backward()
+            torch.stack(
+                [(single[index] * ((index + 1) / 2)).sum() for index in order[::-1]]
+            ).sum().backward()
         release.finish()
         logs.append(" ".join(log))
         log.clear()
@@ -198,12 +242,20 @@ def test_the_next_state_arrives_while_the_backward_pass_goes_on(monkeypatch: pyt
     assert all(map(torch.equal, whole, single))
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_is_left(t2i_checkpoint: Path) -> None:
+def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_is_left(
+    t2i_checkpoint: Path,
+) -> None:
     assembly = full(t2i_checkpoint, **RELEASED)
-    first, last = (spoil(assembly, f"visual_transformer_blocks.{n}.feed_forward.in_layer")[0] for n in (0, 1))
-    with pytest.raises(NonFiniteError, match="partly updated and are not saved: continue from the last") as failure:
+    first, last = (
+        spoil(assembly, f"visual_transformer_blocks.{n}.feed_forward.in_layer")[0] for n in (0, 1)
+    )
+    with pytest.raises(
+        NonFiniteError, match="partly updated and are not saved: continue from the last"
+    ) as failure:
         train(assembly, t2i_checkpoint, 0, 1)
-    assert str(failure.value).index(last) < str(failure.value).index(first), "the backward pass begins at the last one"
+    assert str(failure.value).index(last) < str(failure.value).index(first), (
+        "the backward pass begins at the last one"
+    )
     assert "d/0" in str(failure.value)
     assert assembly.release is not None
     assert assembly.release.is_halfway
@@ -232,14 +284,17 @@ def test_a_rehearsal_only_drops_the_gradients(t2i_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("name", LOW_BIT)
 def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> None:
-    """bf16 weights move by updates that rounding to the nearest would lose, as much as they should on average."""
+    """bf16 weights move by updates that rounding to the nearest would lose, as much as they should
+    on average.
+    """
 
     def updated(seed: int, drawn: int) -> Tensor:
         weight, other = (nn.Parameter(torch.ones(16, 256, dtype=torch.bfloat16)) for _ in range(2))
         optimizer = build(name, [weight, other], lr=1e-4, adam_weight_decay=0.0)
         torch.manual_seed(drawn)
         for number in range(20):
-            weight.grad, other.grad = torch.ones_like(weight), torch.ones_like(other)
+            weight.grad = torch.ones_like(weight)
+            other.grad = torch.ones_like(other)
             optimizer.param_groups[0]["seed"] = seed + 1000 * number
             optimizer.step()
         assert not torch.equal(weight, other)
@@ -261,10 +316,19 @@ def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> Non
             {"grad_clip_method": "norm"},
             "cannot be combined with grad_clip_method norm: .* Use value, or max_grad_norm 0",
         ),
-        ({"mixed_precision": "fp16", "optimizer": "adamw"}, "cannot be combined with mixed_precision fp16"),
+        (
+            {"mixed_precision": "fp16", "optimizer": "adamw"},
+            "cannot be combined with mixed_precision fp16",
+        ),
         ({"num_processes": 2}, "cannot be combined with num_processes 2: .* Leave it out"),
-        ({"optimizer": "prodigy"}, "cannot be combined with optimizer 'prodigy': it may not update each weight"),
-        ({"optimizer": "adamw_schedulefree"}, "cannot be combined with optimizer 'adamw_schedulefree'"),
+        (
+            {"optimizer": "prodigy"},
+            "cannot be combined with optimizer 'prodigy': it may not update each weight",
+        ),
+        (
+            {"optimizer": "adamw_schedulefree"},
+            "cannot be combined with optimizer 'adamw_schedulefree'",
+        ),
     ],
 )
 def test_what_needs_all_gradients_is_refused(settings: dict[str, Any], told: str) -> None:
@@ -272,6 +336,12 @@ def test_what_needs_all_gradients_is_refused(settings: dict[str, Any], told: str
     for more, messages in (({}, []), (settings, [told])):
         problems = Problems()
         config = resolve([Layer("config.json", list({**values, **more}.items()))], problems)
-        found = [str(each) for each in check_config(config) if each.where == "optimizer_release_gradients"]
+        found = [
+            str(each)
+            for each in check_config(config)
+            if each.where == "optimizer_release_gradients"
+        ]
         assert len(found) == len(messages), problems
-        assert all(re.search(message, problem) for message, problem in zip(messages, found, strict=True))
+        assert all(
+            re.search(message, problem) for message, problem in zip(messages, found, strict=True)
+        )

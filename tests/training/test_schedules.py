@@ -15,7 +15,8 @@ from simpletuner.config.schema import OptimizerConfig
 from simpletuner.errors import Problems
 
 SCHEDULERS = get_args(OptimizerConfig.model_fields["lr_scheduler"].annotation)
-PEAK, END = 1e-3, 1e-5
+PEAK = 1e-3
+END = 1e-5
 
 
 def rates(total: int, **keys: object) -> list[float]:
@@ -36,12 +37,16 @@ def test_rates_stay_between_the_ends_whatever_the_lengths(scheduler: str) -> Non
         found = rates(total, lr_scheduler=scheduler, lr_warmup_steps=warmup)
         assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in found), (total, warmup)
         if warmup >= total:
-            assert found == pytest.approx([PEAK * number / warmup for number in range(1, total + 1)]), (total, warmup)
+            assert found == pytest.approx(
+                [PEAK * number / warmup for number in range(1, total + 1)]
+            ), (total, warmup)
         elif warmup == 0:
             assert found[0] == PEAK, total
 
 
-@pytest.mark.parametrize("scheduler", ["linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial"])
+@pytest.mark.parametrize(
+    "scheduler", ["linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial"]
+)
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_what_decays_arrives_in_the_last_step_and_stays(scheduler: str, warmup: int) -> None:
     config = OptimizerConfig(lr_end=END, lr_scheduler=scheduler, lr_warmup_steps=warmup)
@@ -68,7 +73,9 @@ def test_the_shapes_at_a_quarter_and_half_of_the_way() -> None:
 
 def test_one_cycle_with_restarts_is_the_cosine() -> None:
     cosine = rates(30, lr_scheduler="cosine", lr_warmup_steps=3)
-    assert rates(30, lr_scheduler="cosine_with_restarts", lr_warmup_steps=3) == pytest.approx(cosine)
+    assert rates(30, lr_scheduler="cosine_with_restarts", lr_warmup_steps=3) == pytest.approx(
+        cosine
+    )
 
 
 def test_the_decay_takes_the_steps_behind_the_warmup() -> None:
@@ -84,7 +91,9 @@ def test_schedule_free_keeps_the_rate_behind_the_warmup() -> None:
     assert found == pytest.approx([PEAK * min(number / 10, 1) for number in range(1, 31)])
 
 
-@pytest.mark.parametrize(("key", "rate"), [("lr_warmup_steps", 1e-4), ("lr_scale", 1.6e-3), ("lr_scale_sqrt", 4e-4)])
+@pytest.mark.parametrize(
+    ("key", "rate"), [("lr_warmup_steps", 1e-4), ("lr_scale", 1.6e-3), ("lr_scale_sqrt", 4e-4)]
+)
 def test_scaling_by_the_samples_of_a_step(key: str, rate: float) -> None:
     step = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "num_processes": 4, key: 1}
     values = {"model_type": "lora", "model_family": "sanavideo", "learning_rate": 1e-4, **step}

@@ -12,7 +12,18 @@ import torch
 from simpletuner.distributed.world import World
 from tests.tools.assembly import make_batch
 from tests.tools.processes import run_together
-from tests.tools.sharded_run import BATCH_FILE, CASES, EXACT, LEG, RELAYED, SAVED, Run, main, relay, run_case
+from tests.tools.sharded_run import (
+    BATCH_FILE,
+    CASES,
+    EXACT,
+    LEG,
+    RELAYED,
+    SAVED,
+    Run,
+    main,
+    relay,
+    run_case,
+)
 from tests.tools.tolerances import ROTATION, distance
 
 pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
@@ -38,10 +49,14 @@ def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> 
     folder = tmp_path_factory.mktemp("sharded")
     torch.save(make_batch(t2i_checkpoint, CAPTIONS), folder / BATCH_FILE)
     one = {name: run_case(name, t2i_checkpoint, World(), folder) for name in CASES}
-    several, relayed = dict[int, dict[str, Any]](), {name: list[float]() for name in RELAYED}
+    several: dict[int, dict[str, Any]] = {}
+    relayed = {name: list[float]() for name in RELAYED}
     for leg, size in enumerate(SIZES):
         if size == 1:
-            found = {f"{name}-relay": relay(name, t2i_checkpoint, World(), folder, leg) for name in RELAYED}
+            found = {
+                f"{name}-relay": relay(name, t2i_checkpoint, World(), folder, leg)
+                for name in RELAYED
+            }
         else:
             run_together(size, main, t2i_checkpoint, folder, leg, CASES_OF[leg])
             found = torch.load(folder / f"results-{leg}-0.pt", weights_only=True)
@@ -51,14 +66,21 @@ def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> 
     return Together(folder, one, several, relayed)
 
 
-@pytest.mark.parametrize(("size", "name"), [(2, name) for name in CASES] + [(4, name) for name in CASES_OF[2]])
-def test_losses_and_predictions_are_those_of_one_process(together: Together, size: int, name: str) -> None:
-    one, several = together.one[name], together.several[size][name]
+@pytest.mark.parametrize(
+    ("size", "name"), [(2, name) for name in CASES] + [(4, name) for name in CASES_OF[2]]
+)
+def test_losses_and_predictions_are_those_of_one_process(
+    together: Together, size: int, name: str
+) -> None:
+    one = together.one[name]
+    several = together.several[size][name]
     rounded = "bf16" in name
     assert several["losses"] == pytest.approx(one["losses"], rel=1e-2 if rounded else SAME)
     # Adam divides a wrong scale out of its first steps.
     assert several["norms"] == pytest.approx(one["norms"], rel=5e-2 if rounded else 1e-5)
-    found, expected = (dict(zip("tax", each["predictions"], strict=True)) for each in (several, one))
+    found, expected = (
+        dict(zip("tax", each["predictions"], strict=True)) for each in (several, one)
+    )
     assert distance(found, expected) < (2**-7 if rounded else ROTATION)
     trained, average, again = several["predictions"]
     assert torch.equal(trained, again)
@@ -76,7 +98,9 @@ def test_blocks_are_in_memory_once_until_they_are_split(together: Together, name
 
 
 @pytest.mark.parametrize("name", RELAYED)
-def test_a_run_continues_with_another_number_of_processes(together: Together, name: str, t2i_checkpoint: Path) -> None:
+def test_a_run_continues_with_another_number_of_processes(
+    together: Together, name: str, t2i_checkpoint: Path
+) -> None:
     alone = Run(t2i_checkpoint, CASES[name], World(), together.folder)
     alone.train(LEG * len(SIZES))
     assert together.relayed[name] == pytest.approx(alone.losses, rel=SAME)
@@ -90,7 +114,11 @@ def test_a_run_continues_bit_for_bit_with_the_same_number(together: Together) ->
 def test_saved_files_are_those_of_one_process(together: Together, name: str) -> None:
     """Before the first step every weight is the same."""
     one, several = (together.folder / f"{name}-start-{size}" / "checkpoint-0" for size in (1, 2))
-    files = [path.relative_to(one) for path in sorted(one.rglob("*")) if path.suffix in (".safetensors", ".json")]
+    files = [
+        path.relative_to(one)
+        for path in sorted(one.rglob("*"))
+        if path.suffix in (".safetensors", ".json")
+    ]
     assert len(files) >= 5
     for file in files:
         if file.name != "manifest.json":  # it lists the files of the state, too

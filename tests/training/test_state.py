@@ -1,4 +1,6 @@
-"""The states of random generators on machines that have more of them, and weights of another model."""
+"""The states of random generators on machines that have more of them, and weights of another
+model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from simpletuner.training.state import random_states, restore_random_states
 from simpletuner.training.trained import load_parameters
 
 
-def test_a_machine_with_fewer_gpus_takes_what_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_fewer_gpus_takes_what_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generators = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
     restored: list[int] = []
 
@@ -24,7 +28,9 @@ def test_a_machine_with_fewer_gpus_takes_what_it_has_room_for(monkeypatch: pytes
             restored.append(index)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [each.clone() for each in generators])
+    monkeypatch.setattr(
+        torch.cuda, "get_rng_state_all", lambda: [each.clone() for each in generators]
+    )
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_all)
     saved = random_states()
     del generators[1]

@@ -30,7 +30,9 @@ CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 class Batches:
     """Hands out the given batches, like a loader."""
 
-    epoch, epochs_done, index = 1, 0, 0
+    epoch = 1
+    epochs_done = 0
+    index = 0
 
     def __init__(self, *batches: Batch) -> None:
         self.batches = iter(batches)
@@ -48,7 +50,9 @@ def part(batch: Batch, which: slice) -> Batch:
 
 @pytest.fixture(autouse=True)
 def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that follows the sample, so that a batch can be cut in two without changing what is learned."""
+    """Noise that follows the sample, so that a batch can be cut in two without changing what is
+    learned.
+    """
     monkeypatch.setattr(NoiseSource, "add", lambda source, batch, *place: fixed_noise(batch))
 
 
@@ -60,7 +64,11 @@ def weights_after(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
 def gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     losses = Losses()
     step.run_micro_step(assembly, batch, 0, 0, losses)
-    return {name: parameter.grad for name, parameter in assembly.parameters.items() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in assembly.parameters.items()
+        if parameter.grad is not None
+    }
 
 
 def test_accumulation_equals_a_larger_batch(t2i_checkpoint: Path) -> None:
@@ -71,14 +79,21 @@ def test_accumulation_equals_a_larger_batch(t2i_checkpoint: Path) -> None:
     losses = Losses()
     for index in range(2):
         step.run_micro_step(halves, part(batch, slice(2 * index, 2 * index + 2)), 0, index, losses)
-    assert any(gradient.abs().max() > 1e-4 for gradient in one.values()), "a test on gradients of zero shows nothing"
+    assert any(gradient.abs().max() > 1e-4 for gradient in one.values()), (
+        "a test on gradients of zero shows nothing"
+    )
     found = {name: each.grad for name, each in halves.parameters.items() if each.grad is not None}
     assert distance(found, one) < ROTATION
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_checkpointing_interval": 2}, {"gradient_checkpointing_kept_blocks": 1}, {"lora_dropout": 0.2}],
+    [
+        {},
+        {"gradient_checkpointing_interval": 2},
+        {"gradient_checkpointing_kept_blocks": 1},
+        {"lora_dropout": 0.2},
+    ],
 )
 def test_checkpointing_changes_no_gradient(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
@@ -99,15 +114,19 @@ def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
     assert report.metrics["train_loss"] == report.metrics["optimization_loss"] > 0
     assert report.metrics["learning_rate"] == 1e-2
     assert report.metrics["grad_absmax"] > 0
-    assert any(not torch.equal(before[name], parameter) for name, parameter in assembly.parameters.items())
+    assert any(
+        not torch.equal(before[name], parameter) for name, parameter in assembly.parameters.items()
+    )
     frozen = [each for each in assembly.transformer.parameters() if not each.requires_grad]
     assert frozen
     assert all(each.grad is None for each in frozen)
 
 
 def test_groups_of_parameters_have_their_rate_and_a_seed_of_the_step(t2i_checkpoint: Path) -> None:
-    assembly, batch = make_assembly(t2i_checkpoint), make_batch(t2i_checkpoint, CAPTIONS)
-    group, seeds = assembly.optimizer.param_groups[0], {0}
+    assembly = make_assembly(t2i_checkpoint)
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    group = assembly.optimizer.param_groups[0]
+    seeds = {0}
     group |= {RATE_RATIO: 4.0, SEED: 0}
     for global_step in range(2):
         report = step.optimizer_step(assembly, Batches(batch), global_step)
@@ -134,7 +153,9 @@ def test_techniques_come_in_through_their_doors(t2i_checkpoint: Path) -> None:
     neutral = replace(make_assembly(t2i_checkpoint), techniques=[Technique(TechniqueSpec())])
     assert weights_after(plain, batch).keys() == weights_after(neutral, batch).keys()
     for name, parameter in plain.parameters.items():
-        assert torch.equal(parameter, neutral.parameters[name]), "a technique with closed doors is plain training"
+        assert torch.equal(parameter, neutral.parameters[name]), (
+            "a technique with closed doors is plain training"
+        )
     doubled = replace(make_assembly(t2i_checkpoint), techniques=[Doubled(TechniqueSpec())])
     metrics = step.optimizer_step(doubled, Batches(batch), 0).metrics
     assert metrics["extra"] == 1.5
@@ -145,13 +166,22 @@ def test_techniques_come_in_through_their_doors(t2i_checkpoint: Path) -> None:
 @pytest.mark.parametrize("method", ["value", "norm"])
 def test_clipping(method: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
-    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, -4.0, 0.5]), torch.tensor([0.0, 12.0])
+    parameters[0].grad = torch.tensor([3.0, -4.0, 0.5])
+    parameters[1].grad = torch.tensor([0.0, 12.0])
     untouched = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     config = OptimizerConfig(max_grad_norm=0.0, grad_clip_method=method)
     measured = {name: size.item() for name, size in gradient_size(parameters, config).items()}
     clip_gradients(parameters, config, measured)
-    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, untouched, strict=True) if p.grad is not None)
-    assert measured == ({"grad_absmax": 12.0} if method == "value" else {"grad_norm": pytest.approx(13.0096, rel=1e-4)})
+    assert all(
+        torch.equal(p.grad, g)
+        for p, g in zip(parameters, untouched, strict=True)
+        if p.grad is not None
+    )
+    assert measured == (
+        {"grad_absmax": 12.0}
+        if method == "value"
+        else {"grad_norm": pytest.approx(13.0096, rel=1e-4)}
+    )
     clip_gradients(parameters, config.model_copy(update={"max_grad_norm": 2.0}), measured)
     flat = torch.cat([parameter.grad for parameter in parameters if parameter.grad is not None])
     if method == "value":
@@ -172,11 +202,15 @@ def test_a_process_may_hold_nothing_of_a_weight(method: str) -> None:
     assert list(measured.values()) == [pytest.approx(3.0 if method == "value" else 18**0.5)]
     clip_gradients(parameters, config, measured)
     assert parameters[1].grad is not None
-    assert parameters[1].grad.tolist() == [pytest.approx(1.0 if method == "value" else 0.5**0.5)] * 2
+    assert (
+        parameters[1].grad.tolist() == [pytest.approx(1.0 if method == "value" else 0.5**0.5)] * 2
+    )
     assert not_finite({"nothing": parameters[0], "all": torch.tensor([1.0, torch.nan])}) == ["all"]
 
 
-def test_noise_depends_on_the_place_in_the_run_alone(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_depends_on_the_place_in_the_run_alone(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     assembly = make_assembly(t2i_checkpoint)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
@@ -193,7 +227,9 @@ def test_noise_depends_on_the_place_in_the_run_alone(t2i_checkpoint: Path, monke
     assert (replace(assembly, settings=noisier).noise.add(batch, 4, 0).sigmas > first.sigmas).all()
 
 
-def test_noise_that_is_drawn_ahead_is_the_same(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_is_drawn_ahead_is_the_same(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     assembly = make_assembly(t2i_checkpoint, gradient_accumulation_steps=3)
     batch = make_batch(t2i_checkpoint, CAPTIONS)

@@ -1,4 +1,6 @@
-"""Previews that are decoded while training goes on are the same, are all there at the end, and never cost the run."""
+"""Previews that are decoded while training goes on are the same, are all there at the end, and
+never cost the run.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,20 @@ RECORD = MediaRecord(1, "a", "a star", "a.png", 8, 8, 0, False, 0)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("task", ["t2i", "i2i", "t2v", "i2v"])
 @torch.no_grad()
-def test_what_is_decoded_later_is_byte_for_byte_the_same(tmp_path: Path, i2i_checkpoint: Path, task: str) -> None:
+def test_what_is_decoded_later_is_byte_for_byte_the_same(
+    tmp_path: Path, i2i_checkpoint: Path, task: str
+) -> None:
     checkpoint = i2i_checkpoint if task == "i2i" else make_checkpoint(tmp_path, task)
     adapter: Any = (make_adapter if task.endswith("i") else make_video_adapter)(checkpoint, task)
     source = picture(96, 64) if task in ("i2i", "i2v") else None
     text = TextRequest("a red ball", source if task == "i2i" else None)
     (embeds,) = adapter.load_text_encoder(CPU, torch.float32).encode([text])
     stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
-    request = PreviewRequest(embeds, embeds, 96, 64, 2, 1.0, 5, source=source, num_frames=1 if task[-1] == "i" else 17)
-    now, decode = stock.render(request), stock.sample(request)
+    request = PreviewRequest(
+        embeds, embeds, 96, 64, 2, 1.0, 5, source=source, num_frames=1 if task[-1] == "i" else 17
+    )
+    now = stock.render(request)
+    decode = stock.sample(request)
     with ThreadPoolExecutor(1) as thread:
         later = thread.submit(torch.no_grad()(decode)).result()
     assert len(now) == len(later)
@@ -57,7 +64,10 @@ def test_a_run_has_the_same_previews_and_weights(tmp_path: Path, filled: Workspa
         run.write_config(**settings, validation_decode_in_background=background)
         assert run.train() == 0
     now, later = (
-        {str(path.relative_to(run.folder)): path.read_bytes() for path in run.path("output").rglob("*validation*.png")}
+        {
+            str(path.relative_to(run.folder)): path.read_bytes()
+            for path in run.path("output").rglob("*validation*.png")
+        }
         for run in runs
     )
     assert len(now) == 4
@@ -68,9 +78,14 @@ def test_a_run_has_the_same_previews_and_weights(tmp_path: Path, filled: Workspa
     assert records[0] == records[1]
 
 
-def test_training_goes_on_and_a_checkpoint_waits(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_and_a_checkpoint_waits(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that continues from a checkpoint has the previews of all steps before it."""
-    decode, write, steps, saved = StockPipeline._decode, CheckpointWriter.write, list[int](), list[bool]()
+    decode = StockPipeline._decode
+    write = CheckpointWriter.write
+    steps: list[int] = []
+    saved: list[bool] = []
     first = workspace.path("output/validation_images/step_1_validation_0_128x128.png")
 
     def slowly(self: StockPipeline, latents: torch.Tensor) -> list[Image]:
@@ -87,9 +102,13 @@ def test_training_goes_on_and_a_checkpoint_waits(workspace: Workspace, monkeypat
     monkeypatch.setattr(StockPipeline, "_decode", slowly)
     monkeypatch.setattr(CheckpointWriter, "write", look)
     workspace.write_config(
-        validation_disable=False, validation_step_interval=1, checkpoint_step_interval=2, max_train_steps=2,
-        validation_decode_in_background=True, disable_benchmark=True,
-    )  # fmt: skip
+        validation_disable=False,
+        validation_step_interval=1,
+        checkpoint_step_interval=2,
+        max_train_steps=2,
+        validation_decode_in_background=True,
+        disable_benchmark=True,
+    )
     assert workspace.train() == 0
     assert steps == [2, 2], "the second step came before the first preview"
     assert saved == [True]
@@ -99,7 +118,8 @@ def test_training_goes_on_and_a_checkpoint_waits(workspace: Workspace, monkeypat
 def test_a_decoder_that_fails_loses_one_preview_and_not_the_run(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, failures = StockPipeline._decode, iter([torch.OutOfMemoryError("CUDA out of memory")])
+    decode = StockPipeline._decode
+    failures = iter([torch.OutOfMemoryError("CUDA out of memory")])
 
     def fail_once(self: StockPipeline, latents: torch.Tensor) -> list[Image]:
         for failure in failures:
@@ -108,9 +128,11 @@ def test_a_decoder_that_fails_loses_one_preview_and_not_the_run(
 
     monkeypatch.setattr(StockPipeline, "_decode", fail_once)
     workspace.write_config(
-        validation_disable=False, validation_step_interval=2, validation_decode_in_background=True,
+        validation_disable=False,
+        validation_step_interval=2,
+        validation_decode_in_background=True,
         disable_benchmark=True,
-    )  # fmt: skip
+    )
     assert workspace.train() == 0
     shown = capsys.readouterr()
     lost = "The preview validation of step 2 is lost: OutOfMemoryError: CUDA out of memory"

@@ -1,4 +1,6 @@
-"""The loss on data that is not trained on: what it is, when it comes, and that training does not notice."""
+"""The loss on data that is not trained on: what it is, when it comes, and that training does not
+notice.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,22 @@ def evaluation(batch: Batch, **settings: Any) -> EvaluationLoss:
 
     def read(one: Sample) -> Batch:
         index = int(one.name)
-        return replace(batch, latents=batch.latents[index : index + 1], embeds=batch.embeds[index : index + 1],
-                       names=[one.full_name])  # fmt: skip
+        return replace(
+            batch,
+            latents=batch.latents[index : index + 1],
+            embeds=batch.embeds[index : index + 1],
+            names=[one.full_name],
+        )
 
     config = EvaluationConfig(**{"eval_steps_interval": 1, "eval_timesteps": 3, **settings})
     return EvaluationLoss(
-        config=config, datasets={"d": [sample("0"), sample("1")]}, read=read, steps_per_epoch=4.0,
-        ema_validation="comparison", events=EventStream(),
-    )  # fmt: skip
+        config=config,
+        datasets={"d": [sample("0"), sample("1")]},
+        read=read,
+        steps_per_epoch=4.0,
+        ema_validation="comparison",
+        events=EventStream(),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +70,9 @@ def batch(t2i_checkpoint: Path) -> Batch:
     return make_batch(t2i_checkpoint, ["a star", "two stars"])
 
 
-def test_it_is_the_mean_squared_error_at_even_noise_levels(t2i_checkpoint: Path, batch: Batch) -> None:
+def test_it_is_the_mean_squared_error_at_even_noise_levels(
+    t2i_checkpoint: Path, batch: Batch
+) -> None:
     assembly = make_assembly(t2i_checkpoint)
     seen: list[Any] = []
     predict = assembly.adapter.predict
@@ -81,7 +93,9 @@ def test_it_is_the_mean_squared_error_at_even_noise_levels(t2i_checkpoint: Path,
     assert [round(noisy.sigmas.item(), 4) for noisy in seen] == [0.1667, 0.5, 0.8333] * 2
     noises = [noisy.noise for noisy in seen]
     assert not any(torch.equal(noises[0], other) for other in noises[1:])
-    assert evaluation(batch).evaluate(assembly, 9) == losses, "the noise is that of the sample, at any step"
+    assert evaluation(batch).evaluate(assembly, 9) == losses, (
+        "the noise is that of the sample, at any step"
+    )
     assert assembly.transformer.training
 
 
@@ -96,7 +110,9 @@ def test_the_average_has_a_loss_of_its_own(t2i_checkpoint: Path, batch: Batch) -
             if "lora_B" in name:
                 parameter.fill_(0.3)
     trained = evaluation(batch).evaluate(assembly, 1)["loss/val/d"]
-    assert trained != pytest.approx(plain, rel=1e-4), "the two are ten times further apart than is accepted as equal"
+    assert trained != pytest.approx(plain, rel=1e-4), (
+        "the two are ten times further apart than is accepted as equal"
+    )
     assembly.trained.ema = ema
     both = evaluation(batch, eval_dataset_pooling=True).evaluate(assembly, 1)
     assert both["loss/val/d/ema"] == pytest.approx(plain, rel=1e-5)
@@ -130,16 +146,23 @@ def test_a_run_records_it_and_trains_as_without(
     watched.path("datasets/more/p0.txt").write_text("a caption that is not trained")
     more = {**EVAL, "id": "more", "instance_data_dir": "datasets/more"}
     watched.write_datasets([*DATASETS, EVAL, more])
-    watched.write_config(eval_steps_interval=2, eval_timesteps=2, eval_dataset_pooling=True, num_eval_images=2)
+    watched.write_config(
+        eval_steps_interval=2, eval_timesteps=2, eval_dataset_pooling=True, num_eval_images=2
+    )
     assert watched.train() == 0
     assert "made anew" not in capsys.readouterr().err, "everything is encoded before the first step"
     records = watched.metrics()
-    shown = [{key: value for key, value in line.items() if not key.startswith("loss/val/")} for line in records]
+    shown = [
+        {key: value for key, value in line.items() if not key.startswith("loss/val/")}
+        for line in records
+    ]
     assert shown == finished.metrics()
     assert finished.path(LORA).read_bytes() == watched.path(LORA).read_bytes()
     assert ["loss/val/held-out" in line for line in records] == [False, True, False, True]
     last = records[-1]
-    assert last["loss/val/pooled"] == pytest.approx((last["loss/val/held-out"] + last["loss/val/more"]) / 2)
+    assert last["loss/val/pooled"] == pytest.approx(
+        (last["loss/val/held-out"] + last["loss/val/more"]) / 2
+    )
     assert last["loss/val/held-out"] != records[1]["loss/val/held-out"]
     assert "val/held-out" in watched.path("output/training_report.html").read_text()
     latents = watched.path("output/cache/vae/kandinsky5-image/held-out")
@@ -147,13 +170,21 @@ def test_a_run_records_it_and_trains_as_without(
 
 
 @pytest.mark.slow(1)
-def test_held_out_files_count_as_if_they_were_in_a_folder_of_their_own(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_held_out_files_count_as_if_they_were_in_a_folder_of_their_own(
+    tmp_path: Path, t2i_checkpoint: Path
+) -> None:
     settings = {"eval_steps_interval": 2, "eval_timesteps": 2, "max_train_steps": 2}
-    apart, within = (Workspace.create(tmp_path / name, t2i_checkpoint, **settings) for name in ("apart", "within"))
+    apart, within = (
+        Workspace.create(tmp_path / name, t2i_checkpoint, **settings)
+        for name in ("apart", "within")
+    )
     within.write_datasets([{**DATASETS[0], "hold_out": 2}, DATASETS[1]])
-    pictures, held_out = apart.path("datasets/pictures"), apart.path("datasets/held out")
+    pictures = apart.path("datasets/pictures")
+    held_out = apart.path("datasets/held out")
     held_out.mkdir()
-    for path in sorted(pictures.glob("*.png"), key=lambda path: order_key("pictures", "held out", path.name))[:2]:
+    for path in sorted(
+        pictures.glob("*.png"), key=lambda path: order_key("pictures", "held out", path.name)
+    )[:2]:
         for each in pictures.glob(f"{path.stem}.*"):
             each.rename(held_out / each.name)
     apart.write_datasets([*DATASETS, {**EVAL, "id": "pictures-held-out"}])
@@ -177,7 +208,9 @@ def test_stop_and_go_measures_the_same(tmp_path: Path, t2i_checkpoint: Path) -> 
 
 
 def test_clips_are_evaluated_as_clips(tmp_path: Path) -> None:
-    """An eval dataset with rules for clips holds clips; for i2v its first frames are the condition."""
+    """An eval dataset with rules for clips holds clips; for i2v its first frames are the
+    condition.
+    """
     checkpoint = make_checkpoint(tmp_path / "i2v", "i2v")
     workspace = make_workspace(tmp_path / "run", checkpoint, "i2v-lite-5s")
     path = workspace.path("datasets/held out/other.mp4")
@@ -192,17 +225,25 @@ def test_clips_are_evaluated_as_clips(tmp_path: Path) -> None:
     assert len(held_out) == 2, "the clip, and its first frame"
 
 
-def test_what_the_plan_says(workspace: Workspace, i2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no dataset has dataset_type eval" in warnings(workspace, capsys, "eval_steps_interval=5")
+def test_what_the_plan_says(
+    workspace: Workspace, i2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no dataset has dataset_type eval" in warnings(
+        workspace, capsys, "eval_steps_interval=5"
+    )
     workspace.add_pictures("datasets/held out", 1)
     workspace.write_datasets([*DATASETS, EVAL])
     assert "held-out: is not used: set eval_steps_interval" in warnings(workspace, capsys)
-    assert "held-out: is not used" in warnings(workspace, capsys, "eval_steps_interval=5", "--eval_loss_disable")
+    assert "held-out: is not used" in warnings(
+        workspace, capsys, "eval_steps_interval=5", "--eval_loss_disable"
+    )
     both = warnings(workspace, capsys, "eval_steps_interval=5", "eval_epoch_interval=0.5")
     assert both.count("\n  ") == 1
     assert "both are used" in both
     assert workspace.run("plan", "eval_epoch_interval=1") == 0
     assert "Evaluation loss at 28 timesteps: held-out (1 sample)" in capsys.readouterr().out
-    workspace.write_config(pretrained_model_name_or_path=str(i2i_checkpoint), model_flavour="i2i-lite-sft")
+    workspace.write_config(
+        pretrained_model_name_or_path=str(i2i_checkpoint), model_flavour="i2i-lite-sft"
+    )
     told = complaints(workspace, capsys, "plan", "eval_epoch_interval=1")
     assert any(each.startswith("held-out.conditioning_data: is required") for each in told)

@@ -53,10 +53,17 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
         return pipeline
 
     cuda = SimpleNamespace(
-        is_available=lambda: True, empty_cache=lambda: alive.append(any(each() is not None for each in loaded))
+        is_available=lambda: True,
+        empty_cache=lambda: alive.append(any(each() is not None for each in loaded)),
     )
-    monkeypatch.setattr(renderer, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, device=torch.device))
-    settings = {"validation_guidance": 1.0, "validation_num_inference_steps": 2, "validation_seed_source": "cpu"}
+    monkeypatch.setattr(
+        renderer, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, device=torch.device)
+    )
+    settings = {
+        "validation_guidance": 1.0,
+        "validation_num_inference_steps": 2,
+        "validation_seed_source": "cpu",
+    }
     config = make_config(tmp_path, **settings)
     catalogue: Any = SimpleNamespace(text=lambda *caption, negative: caption)
     reader: Any = SimpleNamespace(read=lambda entry: {})
@@ -70,13 +77,21 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     )
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=CPU)
     assembly: Any = SimpleNamespace(
-        accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load, spec=KANDINSKY5_IMAGE),
-        transformer=nn.Identity(), trained=SimpleNamespace(ema=None),
-        sampling_weights=nullcontext, averaged=nullcontext, world=World(), is_sharded=False, all_parameters={},
+        accelerator=accelerator,
+        adapter=SimpleNamespace(load_preview_pipeline=load, spec=KANDINSKY5_IMAGE),
+        transformer=nn.Identity(),
+        trained=SimpleNamespace(ema=None),
+        sampling_weights=nullcontext,
+        averaged=nullcontext,
+        world=World(),
+        is_sharded=False,
+        all_parameters={},
         settings=SimpleNamespace(total_steps=9, seed=0),
-    )  # fmt: skip
+    )
     for step in range(2):
-        validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState(step))
+        validation.rehearse(assembly) if rehearsed else validation.render(
+            assembly, TrainState(step)
+        )
     assert len(loaded) == 2
     assert alive == [False, False]
 
@@ -100,7 +115,9 @@ def test_whatever_sampling_draws_the_random_states_come_back(t2i_checkpoint: Pat
 
 
 @pytest.mark.parametrize(("colours", "warns"), [((0, 0), True), ((7, 8), True), ((7, 9), False)])
-def test_a_clip_of_one_colour_is_told(colours: tuple[int, int], warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clip_of_one_colour_is_told(
+    colours: tuple[int, int], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     frames = [Image.new("RGB", (2, 1), (7, 7, 7)) for _ in range(3)]
     frames[-1].putdata([(0, colours[0], 0), (0, colours[1], 0)])
     renderer.warn_of_one_colour(frames, Path("step_3_validation.mp4"))

@@ -1,4 +1,6 @@
-"""Previews that are watched while they are sampled: what they show, when, and that they change nothing."""
+"""Previews that are watched while they are sampled: what they show, when, and that they change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,17 @@ from tests.tools.tolerances import SAMPLING, assert_close
 from tests.tools.workspace import Workspace, read_events
 
 DEMO = TOKENIZERS.parent
-LARGEST_ERROR = 0.1  # of a colour, on average; what is shown is far from noise, which is off by a third
+LARGEST_ERROR = (
+    0.1  # of a colour, on average; what is shown is far from noise, which is off by a third
+)
 
 
 def test_the_colours_are_close_to_what_the_vae_decodes() -> None:
     vae = AutoencoderKL.from_pretrained(DEMO / "checkpoint" / "vae").eval()
     encoder = FluxLatentEncoder(vae, CPU, torch.float32)
     colours = ColourMap.fit(encoder, KANDINSKY5_IMAGE)
-    sketches, pictures = [], []
+    sketches = []
+    pictures = []
     for file in sorted((DEMO / "pictures").glob("*.png"))[:6]:
         array = np.asarray(Image.open(file).convert("RGB").resize((128, 128)), dtype=np.float32)
         z = encoder.encode(torch.from_numpy(array).permute(2, 0, 1)[None, :, None] / 127.5 - 1, [0])
@@ -45,8 +50,11 @@ def test_the_colours_are_close_to_what_the_vae_decodes() -> None:
         assert sketch.size == (16, 16)
         sketches.append(torch.from_numpy(np.asarray(sketch).copy()).permute(2, 0, 1) / 255)
         with torch.no_grad():
-            pictures.append((interpolate(encoder.decode(z)[:, :, 0], size=(16, 16), mode="area")[0] + 1) / 2)
-    shown, decoded = torch.stack(sketches), torch.stack(pictures)
+            pictures.append(
+                (interpolate(encoder.decode(z)[:, :, 0], size=(16, 16), mode="area")[0] + 1) / 2
+            )
+    shown = torch.stack(sketches)
+    decoded = torch.stack(pictures)
     assert (shown - decoded).abs().mean() < LARGEST_ERROR
     assert torch.corrcoef(torch.stack([shown.flatten(), decoded.flatten()]))[0, 1] > 0.8
 
@@ -76,12 +84,16 @@ def test_every_pipeline_shows_its_latents(tmp_path: Path, task: str) -> None:
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([prompt])[0]
     stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
     watched = Watched([])
-    request = PreviewRequest(embeds, embeds, 64, 64, 4, 1.0, 5, source=source, num_frames=frames, watch=watched)
+    request = PreviewRequest(
+        embeds, embeds, 64, 64, 4, 1.0, 5, source=source, num_frames=frames, watch=watched
+    )
     with torch.no_grad():
         seen = stock.render(request)
         plain = stock.render(replace(request, watch=None))
         decoded = stock.encoder.decode(watched.steps[-1][-1])
-    assert [np.asarray(frame).tolist() for frame in seen] == [np.asarray(frame).tolist() for frame in plain]
+    assert [np.asarray(frame).tolist() for frame in seen] == [
+        np.asarray(frame).tolist() for frame in plain
+    ]
     assert [done for done, *_ in watched.steps] == [1, 2, 3, 4]
     timesteps, sigmas = ([step[place] for step in watched.steps] for place in (1, 2))
     assert timesteps == sorted(timesteps, reverse=True)
@@ -93,7 +105,9 @@ def test_every_pipeline_shows_its_latents(tmp_path: Path, task: str) -> None:
 
 @pytest.fixture
 def previewed(workspace: Workspace) -> Workspace:
-    workspace.write_config(max_train_steps=2, checkpoint_step_interval=2, validation_num_inference_steps=6, **PREVIEWED)
+    workspace.write_config(
+        max_train_steps=2, checkpoint_step_interval=2, validation_num_inference_steps=6, **PREVIEWED
+    )
     return workspace
 
 
@@ -101,13 +115,22 @@ def previewed(workspace: Workspace) -> Workspace:
 def test_the_previews_of_a_run_grow_and_stay_the_same(previewed: Workspace) -> None:
     seen: list[Event] = []
     train(previewed, seen.append)
-    plain = {path.name: path.read_bytes() for path in previewed.path("output/validation_images").glob("*.png")}
+    plain = {
+        path.name: path.read_bytes()
+        for path in previewed.path("output/validation_images").glob("*.png")
+    }
     assert not any(isinstance(event, PreviewGrew) for event in seen)
     settings = ["validation_preview=true", "validation_preview_steps=2", "output_dir=watched"]
     assert previewed.run("train", *settings) == 0
     folder = previewed.path("watched")
-    assert {path.name: path.read_bytes() for path in (folder / "validation_images").glob("*.png")} == plain
-    shown = [event for event in read_events(folder / "events.jsonl") if event["type"] == "validation.image"]
+    assert {
+        path.name: path.read_bytes() for path in (folder / "validation_images").glob("*.png")
+    } == plain
+    shown = [
+        event
+        for event in read_events(folder / "events.jsonl")
+        if event["type"] == "validation.image"
+    ]
     assert [event["data"]["step_label"] for event in shown] == ["2/6", "4/6", "6/6"] * len(plain)
     for event in shown:
         (path,) = event["images"]
@@ -125,11 +148,17 @@ def test_the_estimate_is_exact_where_the_velocity_is_constant(tmp_path: Path) ->
             drawn.append(z)
             return super().__call__(z)
 
-    clean, noise = torch.randn(1, 4, 2, 3, 5), torch.randn(1, 4, 2, 3, 5)
+    clean = torch.randn(1, 4, 2, 3, 5)
+    noise = torch.randn(1, 4, 2, 3, 5)
     growing = GrowingPreview(
-        Drawing(torch.rand(5, 3, dtype=torch.float64)), 1, 3, MediaRecord(7, "bird", "", "", 40, 24), 0.5, tmp_path,
+        Drawing(torch.rand(5, 3, dtype=torch.float64)),
+        1,
+        3,
+        MediaRecord(7, "bird", "", "", 40, 24),
+        0.5,
+        tmp_path,
         events.append,
-    )  # fmt: skip
+    )
     for done, sigma in ((1, 0.8), (2, 0.5), (3, 0.0)):
         growing(done, 1000 * sigma, sigma, (1 - sigma) * clean + sigma * noise)
     for estimate in drawn[1:]:

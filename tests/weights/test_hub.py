@@ -1,4 +1,6 @@
-"""What is downloaded of a repository on the hub: one format and one variant of each part, and nothing twice."""
+"""What is downloaded of a repository on the hub: one format and one variant of each part, and
+nothing twice.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def publish(hub: FakeHub, name: str, folder: Path, prefix: str = "") -> Reposito
 
 
 def downloaded(hub: FakeHub) -> set[str]:
-    return {request.removeprefix("FILE ") for request in hub.requests if request.startswith("FILE ")}
+    return {
+        request.removeprefix("FILE ") for request in hub.requests if request.startswith("FILE ")
+    }
 
 
 def source_of(spec: FamilySpec = KANDINSKY5_IMAGE, **keys: str) -> ModelSource:
@@ -87,13 +91,23 @@ COPIES = (
         ),
         ("fp16", ["model.safetensors", *COPIES], ["model.fp16.safetensors"]),
         ("bf16", ["model.safetensors", *COPIES], ["model.bf16-00001-of-00002.safetensors"]),
-        (None, ["pytorch_model.bin", "pytorch_model.fp16.bin", "tf_model.h5"], ["pytorch_model.bin"]),
+        (
+            None,
+            ["pytorch_model.bin", "pytorch_model.fp16.bin", "tf_model.h5"],
+            ["pytorch_model.bin"],
+        ),
     ],
 )
 def test_one_format_and_one_variant_of_a_part_is_selected(
     variant: str | None, files: list[str], weights: list[str]
 ) -> None:
-    settings = ["config.json", "model.safetensors.index.json", "vocab.json", "merges.txt", "chat_template.jinja"]
+    settings = [
+        "config.json",
+        "model.safetensors.index.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+    ]
     listed = [f"text_encoder/{name}" for name in [*settings, *files]]
     listed += ["vae/config.json", "vae/model.safetensors", "README.md"]
     selected = best_selection(listed, "text_encoder", variant).pick(listed)
@@ -121,7 +135,9 @@ def test_a_download_leaves_out_the_other_copies_of_the_weights(
     assert planned["text_encoder_2"] == size
 
 
-def test_pickled_weights_are_fetched_where_there_are_no_others(hub: FakeHub, t2i_checkpoint: Path) -> None:
+def test_pickled_weights_are_fetched_where_there_are_no_others(
+    hub: FakeHub, t2i_checkpoint: Path
+) -> None:
     repository = publish(hub, "someone/old", t2i_checkpoint)
     name = "text_encoder_2/model.safetensors"
     del repository.files[name]
@@ -137,9 +153,13 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(hub: FakeHub, t2i
 
 
 def test_a_repository_that_is_not_there_is_known_before_a_download(hub: FakeHub) -> None:
-    misspelt = source_of(pretrained_model_name_or_path="kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Difusers")["vae"]
+    misspelt = source_of(
+        pretrained_model_name_or_path="kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Difusers"
+    )["vae"]
     message = misspelt.absence() or ""
-    assert message.startswith("is not on the hub, or not public. Did you mean 'kandinskylab/Kandinsky-5.0-T2I-Lite-sft")
+    assert message.startswith(
+        "is not on the hub, or not public. Did you mean 'kandinskylab/Kandinsky-5.0-T2I-Lite-sft"
+    )
     assert "login" not in message
     with pytest.raises(UserError, match="is not on the hub, or not public"):
         misspelt.fetch()
@@ -150,7 +170,12 @@ def test_every_id_of_a_flavour_stands_in_a_table_with_its_evidence() -> None:
     from simpletuner.config.json_reader import read_toml
 
     table = read_toml("simpletuner.models.kandinsky5", "flavours.toml")
-    named = [flavour for spec in FAMILIES.values() for flavour in spec.flavours if spec.name.startswith("kandinsky5")]
+    named = [
+        flavour
+        for spec in FAMILIES.values()
+        for flavour in spec.flavours
+        if spec.name.startswith("kandinsky5")
+    ]
     assert [flavour.name for flavour in named] == list(table)
     assert all(row["evidence"] for row in table.values())
     assert {name for name, row in table.items() if "original" in row} == {
@@ -169,7 +194,9 @@ class TestOriginalForm:
 
     @pytest.fixture
     def weights(self, hub: FakeHub, checkpoint: Path) -> Path:
-        """Publishes the related checkpoint, and the transformer in its original form; returns its weights."""
+        """Publishes the related checkpoint, and the transformer in its original form; returns its
+        weights.
+        """
         (file,) = (checkpoint / "transformer").glob("*.safetensors")
         publish(hub, BASE, checkpoint)
         original = hub.repositories.setdefault(ORIGINAL, Repository(private=False, commits=[{}]))
@@ -190,7 +217,9 @@ class TestOriginalForm:
         assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
         assert (model.config.attention_P, model.config.attention_wT) == (0.7, 11)
         assert part.read_config() == json.loads((folder / "config.json").read_text())
-        assert f"transformer/{weights.name}" not in downloaded(hub), "the related transformer is not needed"
+        assert f"transformer/{weights.name}" not in downloaded(hub), (
+            "the related transformer is not needed"
+        )
         assert part.fetch() == folder
         assert part.download_size() == 0
         assert source["vae"].location == BASE
@@ -207,12 +236,16 @@ class TestOriginalForm:
     def test_the_id_of_the_missing_diffusers_form_stands_for_the_flavour(self) -> None:
         by_flavour = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)
         by_id = source_of(
-            KANDINSKY5_VIDEO, model_flavour=FLAVOUR, pretrained_model_name_or_path=f"{ORIGINAL}-Diffusers"
+            KANDINSKY5_VIDEO,
+            model_flavour=FLAVOUR,
+            pretrained_model_name_or_path=f"{ORIGINAL}-Diffusers",
         )
         assert by_id == by_flavour
 
     def test_a_folder_of_the_user_is_used_as_it_is(self, checkpoint: Path) -> None:
-        source = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR, pretrained_model_name_or_path=str(checkpoint))
+        source = source_of(
+            KANDINSKY5_VIDEO, model_flavour=FLAVOUR, pretrained_model_name_or_path=str(checkpoint)
+        )
         assert source["transformer"].fetch() == checkpoint / "transformer"
 
     def test_a_copied_cache_is_enough_without_a_connection(
@@ -226,7 +259,12 @@ class TestOriginalForm:
 
     @pytest.mark.parametrize("is_absolute", [False, True], ids=["relative link", "absolute link"])
     def test_a_cache_that_was_moved_after_the_download_is_still_complete(
-        self, hub: FakeHub, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_absolute: bool
+        self,
+        hub: FakeHub,
+        weights: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        is_absolute: bool,
     ) -> None:
         part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
         link = part.fetch() / weights.name
@@ -248,31 +286,51 @@ class TestOriginalForm:
 class TestWholeModels:
     """transformers loads a text encoder from a whole CLIP, and so does the plan."""
 
-    TEXT: ClassVar = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    TEXT: ClassVar = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     VISION: ClassVar = {**TEXT, "num_hidden_layers": 3, "image_size": 28, "patch_size": 14}
 
     @pytest.mark.parametrize("kind", KANDINSKY5_IMAGE.components["text_encoder_2"].kinds)
     def test_every_accepted_kind_loads_with_equal_weights(self, tmp_path: Path, kind: str) -> None:
         if kind == "clip":
-            whole = CLIPModel(CLIPConfig(text_config=self.TEXT, vision_config=self.VISION, projection_dim=16))
+            whole = CLIPModel(
+                CLIPConfig(text_config=self.TEXT, vision_config=self.VISION, projection_dim=16)
+            )
             expected = whole.text_model.state_dict()
         else:
             whole = CLIPTextModel(CLIPTextConfig(**self.TEXT))
             expected = whole.state_dict()
         whole.save_pretrained(tmp_path / "text_encoder_2")
-        part = Part("text_encoder_2", "pretrained_model_name_or_path", str(tmp_path), "text_encoder_2", None, None)
+        part = Part(
+            "text_encoder_2",
+            "pretrained_model_name_or_path",
+            str(tmp_path),
+            "text_encoder_2",
+            None,
+            None,
+        )
 
         loaded = load_whole(CLIPTextModel, part)
 
         assert part.read_config()["model_type"] == kind
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+        assert all(
+            torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items()
+        )
 
-    def test_a_checkpoint_with_a_whole_clip_passes_its_checks(self, t2i_checkpoint: Path, tmp_path: Path) -> None:
+    def test_a_checkpoint_with_a_whole_clip_passes_its_checks(
+        self, t2i_checkpoint: Path, tmp_path: Path
+    ) -> None:
         folder = tmp_path / "model"
         shutil.copytree(t2i_checkpoint, folder)
         text = json.loads((folder / "text_encoder_2" / "config.json").read_text())
         shutil.rmtree(folder / "text_encoder_2")
         sizes = {key: text[key] for key in (*self.TEXT, "vocab_size", "max_position_embeddings")}
-        CLIPModel(CLIPConfig(text_config=sizes, vision_config=self.VISION)).save_pretrained(folder / "text_encoder_2")
+        CLIPModel(CLIPConfig(text_config=sizes, vision_config=self.VISION)).save_pretrained(
+            folder / "text_encoder_2"
+        )
         source = source_of(pretrained_model_name_or_path=str(folder))
         assert found_by(check_weights, KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavours[0], source) == []

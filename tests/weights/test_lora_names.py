@@ -1,4 +1,6 @@
-"""LoRA files that hold something else than a LoRA: refused by their header, before a weight is loaded, or when read."""
+"""LoRA files that hold something else than a LoRA: refused by their header, before a weight is
+loaded, or when read.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,24 @@ from simpletuner.training.lora_files import read_lora_file
 from simpletuner.weights.lora_names import METADATA_KEY
 from tests.tools.reports import found_by
 
-A, B = "transformer.layer.lora_A.weight", "transformer.layer.lora_B.weight"
+A = "transformer.layer.lora_A.weight"
+B = "transformer.layer.lora_B.weight"
 ALPHA = "transformer.layer.alpha"
 GOOD = {A: torch.ones(4, 8), B: torch.ones(8, 4)}
 
 
 def complaints(path: Path) -> list[str]:
     """What is wrong with a file to start from, which is wrong with one to render with, too."""
-    config, layers = LoraConfig(init_lora=str(path), lora_rank=4), {"layer": (8, 8)}
-    start = [str(each) for each in found_by(check_init_lora, config, layers, ["layer"], "kandinsky5-image")]
-    further = [str(each) for each in found_by(check_lora_file, "init_lora", path, layers, "kandinsky5-image")]
+    config = LoraConfig(init_lora=str(path), lora_rank=4)
+    layers = {"layer": (8, 8)}
+    start = [
+        str(each)
+        for each in found_by(check_init_lora, config, layers, ["layer"], "kandinsky5-image")
+    ]
+    further = [
+        str(each)
+        for each in found_by(check_lora_file, "init_lora", path, layers, "kandinsky5-image")
+    ]
     assert start == further
     return start
 
@@ -35,15 +45,26 @@ def complaints(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({A: torch.ones(4, 8, dtype=torch.int8)}, "not floating-point numbers: transformer.layer.lora_A.weight (I8)"),
-        ({B: torch.ones(8, 4, dtype=torch.bool)}, "not floating-point numbers: transformer.layer.lora_B.weight (BOOL)"),
+        (
+            {A: torch.ones(4, 8, dtype=torch.int8)},
+            "not floating-point numbers: transformer.layer.lora_A.weight (I8)",
+        ),
+        (
+            {B: torch.ones(8, 4, dtype=torch.bool)},
+            "not floating-point numbers: transformer.layer.lora_B.weight (BOOL)",
+        ),
         ({A: torch.tensor(1.0)}, "without a product: layer (A [], B [8, 4])"),
-        ({A: torch.ones(0, 8), B: torch.ones(8, 0)}, "without a product: layer (A [0, 8], B [8, 0])"),
+        (
+            {A: torch.ones(0, 8), B: torch.ones(8, 0)},
+            "without a product: layer (A [0, 8], B [8, 0])",
+        ),
         ({B: torch.ones(8, 3)}, "without a product: layer (A [4, 8], B [8, 3])"),
         ({ALPHA: torch.ones(2)}, "without a product: layer (A [4, 8], B [8, 4], alpha [2])"),
     ],
-)  # fmt: skip
-def test_weights_that_cannot_be_used(tmp_path: Path, tensors: dict[str, torch.Tensor], words: str) -> None:
+)
+def test_weights_that_cannot_be_used(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], words: str
+) -> None:
     save_file(GOOD | tensors, tmp_path / "lora.safetensors")
     (told,) = complaints(tmp_path / "lora.safetensors")
     assert words in told
@@ -51,12 +72,17 @@ def test_weights_that_cannot_be_used(tmp_path: Path, tensors: dict[str, torch.Te
 
 def test_half_a_layer(tmp_path: Path) -> None:
     save_file({A: GOOD[A]}, tmp_path / "lora.safetensors")
-    assert "without a product: layer (A [4, 8], B [])" in complaints(tmp_path / "lora.safetensors")[0]
+    assert (
+        "without a product: layer (A [4, 8], B [])" in complaints(tmp_path / "lora.safetensors")[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_is_converted(tmp_path: Path, dtype: torch.dtype) -> None:
-    values = {A: torch.linspace(-2, 2, 32).view(4, 8).to(dtype), B: torch.linspace(0, 1, 32).view(8, 4).to(dtype)}
+    values = {
+        A: torch.linspace(-2, 2, 32).view(4, 8).to(dtype),
+        B: torch.linspace(0, 1, 32).view(8, 4).to(dtype),
+    }
     path = tmp_path / "lora.safetensors"
     save_file({**values, ALPHA: torch.tensor(2.0)}, path)
     assert complaints(path) == []
@@ -67,16 +93,27 @@ def test_fp8_is_converted(tmp_path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("value", "dtype"),
-    [(torch.nan, torch.float8_e4m3fn), (torch.inf, torch.float8_e5m2), (torch.nan, torch.bfloat16), (torch.inf, None)],
+    [
+        (torch.nan, torch.float8_e4m3fn),
+        (torch.inf, torch.float8_e5m2),
+        (torch.nan, torch.bfloat16),
+        (torch.inf, None),
+    ],
 )
-def test_weights_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.dtype | None) -> None:
-    save_file(GOOD | {B: torch.full((8, 4), value).to(dtype or torch.float32)}, tmp_path / "lora.safetensors")
+def test_weights_that_are_not_finite(
+    tmp_path: Path, value: float, dtype: torch.dtype | None
+) -> None:
+    save_file(
+        GOOD | {B: torch.full((8, 4), value).to(dtype or torch.float32)},
+        tmp_path / "lora.safetensors",
+    )
     with pytest.raises(UserError, match="holds NaN or infinite values in transformer"):
         read_lora_file(tmp_path / "lora.safetensors", ["layer"])
 
 
 @pytest.mark.parametrize(
-    "changes", [{"data_offsets": [-128, 0]}, {"data_offsets": None}, {"shape": [4, "8"]}, {"dtype": "F7"}]
+    "changes",
+    [{"data_offsets": [-128, 0]}, {"data_offsets": None}, {"shape": [4, "8"]}, {"dtype": "F7"}],
 )
 def test_headers_that_do_not_fit_the_data(tmp_path: Path, changes: dict[str, Any]) -> None:
     rewrite(tmp_path / "lora.safetensors", lambda header: header[A].update(changes))
@@ -87,18 +124,30 @@ def test_headers_that_do_not_fit_the_data(tmp_path: Path, changes: dict[str, Any
 @pytest.mark.parametrize(
     "metadata",
     [
-        [], "text", {"trigger": 3},
+        [],
+        "text",
+        {"trigger": 3},
         *({METADATA_KEY: text} for text in ("{", "[]", '"a"', "1" * 5000, "[" * 50_000)),
-        *({METADATA_KEY: json.dumps({f"transformer.{key}": value})} for key, value in (
-            ("lora_alpha", "four"), ("lora_alpha", None), ("alpha_pattern", [1]), ("alpha_pattern", {"a": None}),
-            ("alpha_pattern", {"(": 1}), ("alpha_pattern", {"a": 10**400}),
-        )),
+        *(
+            {METADATA_KEY: json.dumps({f"transformer.{key}": value})}
+            for key, value in (
+                ("lora_alpha", "four"),
+                ("lora_alpha", None),
+                ("alpha_pattern", [1]),
+                ("alpha_pattern", {"a": None}),
+                ("alpha_pattern", {"(": 1}),
+                ("alpha_pattern", {"a": 10**400}),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_metadata_of_other_kinds(tmp_path: Path, metadata: object) -> None:
     rewrite(tmp_path / "lora.safetensors", lambda header: header.update(__metadata__=metadata))
     (told,) = complaints(tmp_path / "lora.safetensors")
-    assert "is not a complete safetensors file" in told or "settings of the adapter that cannot be read" in told
+    assert (
+        "is not a complete safetensors file" in told
+        or "settings of the adapter that cannot be read" in told
+    )
 
 
 @pytest.mark.parametrize("metadata", [None, {}])

@@ -25,7 +25,9 @@ from tests.tools.reports import found_by
 RANK = 4
 LAYERS = {"blocks.0.to_q": (8, 8), "blocks.1.to_q": (8, 8)}
 WEIGHTS = {
-    f"transformer.{layer}.lora_{side}.weight": torch.ones(RANK, 8) if side == "A" else torch.ones(8, RANK)
+    f"transformer.{layer}.lora_{side}.weight": torch.ones(RANK, 8)
+    if side == "A"
+    else torch.ones(8, RANK)
     for layer in LAYERS
     for side in "AB"
 }
@@ -37,13 +39,17 @@ STRENGTHS: list[dict[str, Any]] = [
 ]
 
 
-def write(path: Path, settings: dict[str, Any] | None = None, place: str = "header", **notes: str) -> Path:
+def write(
+    path: Path, settings: dict[str, Any] | None = None, place: str = "header", **notes: str
+) -> Path:
     """Write a LoRA whose settings stand in its header, or in the file `place` beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if settings is not None:
         whole = {"r": RANK, **settings}
         if place == "header":
-            notes[METADATA_KEY] = json.dumps({f"transformer.{key}": value for key, value in whole.items()})
+            notes[METADATA_KEY] = json.dumps(
+                {f"transformer.{key}": value for key, value in whole.items()}
+            )
         else:
             path.with_name(place).write_text(json.dumps(whole), encoding="utf-8")
     save_file(WEIGHTS, path, notes)
@@ -65,7 +71,9 @@ def scales_in(path: Path) -> dict[str, float]:
 
 
 def complaint(path: Path) -> str:
-    """The one problem of a file, which is the same for a LoRA to start from and one to render with."""
+    """The one problem of a file, which is the same for a LoRA to start from and one to render
+    with.
+    """
     (applied,) = found_by(check_lora_file, "init_lora", path, LAYERS, "kandinsky5-image")
     settings = LoraConfig(init_lora=str(path), lora_rank=RANK)
     (start,) = found_by(check_init_lora, settings, LAYERS, ["to_q"], "kandinsky5-image")
@@ -148,13 +156,20 @@ def test_alphas_and_rslora_contradict_each_other(tmp_path: Path) -> None:
     ("magnitudes", "per_output"),
     [((8, 1), True), ((1, 8), False), ((8,), True), ((1, 8, 1, 1), False), ((4, 2), False)],
 )
-def test_a_dora_scale_per_input_is_refused(tmp_path: Path, magnitudes: tuple[int, ...], per_output: bool) -> None:
+def test_a_dora_scale_per_input_is_refused(
+    tmp_path: Path, magnitudes: tuple[int, ...], per_output: bool
+) -> None:
     path = tmp_path / "lora.safetensors"
     save_file({**WEIGHTS, "transformer.blocks.0.to_q.dora_scale": torch.ones(magnitudes)}, path)
 
-    problems = [str(problem) for problem in found_by(check_lora_file, "LoRA", path, LAYERS, "kandinsky5-image")]
+    problems = [
+        str(problem)
+        for problem in found_by(check_lora_file, "LoRA", path, LAYERS, "kandinsky5-image")
+    ]
 
-    assert ["a magnitude per input" in problem for problem in problems] == ([] if per_output else [True])
+    assert ["a magnitude per input" in problem for problem in problems] == (
+        [] if per_output else [True]
+    )
 
 
 def test_a_bias_is_not_a_matrix(tmp_path: Path) -> None:
@@ -167,7 +182,10 @@ def test_a_bias_is_not_a_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ({"blocks.0.to_q": (8, 16), "blocks.1.to_q": (8, 8)}, "has 8x16 features in the model and 8x8 in the file"),
+        (
+            {"blocks.0.to_q": (8, 16), "blocks.1.to_q": (8, 8)},
+            "has 8x16 features in the model and 8x8 in the file",
+        ),
         ({"blocks.0.to_q": (8, 8)}, "1 of 2 layers in"),
     ],
 )
@@ -212,7 +230,10 @@ def test_a_repository_with_several_loras_names_them(hub: Path) -> None:
     write(hub / "a.safetensors")
     write(hub / "b.safetensors")
 
-    with pytest.raises(UserError, match=r"several LoRAs: a.safetensors, b.safetensors. Choose one with someone/lora:"):
+    with pytest.raises(
+        UserError,
+        match=r"several LoRAs: a.safetensors, b.safetensors. Choose one with someone/lora:",
+    ):
         find_lora("someone/lora", fetch=True)
 
 
@@ -227,10 +248,14 @@ def test_without_a_network_a_lora_on_the_hub_is_an_error_of_one_line(
 
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", refuse)
 
-    with pytest.raises(UserError, match=r"'someone/lora' is not a file, and could not be downloaded: .* refused\."):
+    with pytest.raises(
+        UserError, match=r"'someone/lora' is not a file, and could not be downloaded: .* refused\."
+    ):
         find_lora("someone/lora", fetch=True)
 
 
-@pytest.mark.parametrize("location", ["output/lora.safetensors", "lora.safetensors", "./folder/lora"])
+@pytest.mark.parametrize(
+    "location", ["output/lora.safetensors", "lora.safetensors", "./folder/lora"]
+)
 def test_a_path_is_not_looked_for_on_the_hub(location: str) -> None:
     assert find_lora(location) == lora_file(Path(location))

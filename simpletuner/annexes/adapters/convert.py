@@ -1,8 +1,8 @@
-"""Converts a result for another program: a LoRA, LoKr or LoHa between the key names of diffusers and ComfyUI, and a
-fully fine-tuned transformer to one file.
+"""Converts a result for another program: a LoRA, LoKr or LoHa between the key names of diffusers
+and ComfyUI, and a fully fine-tuned transformer to one file.
 
-The values stay as they are. Only a strength, where it is stated apart from the matrices, is multiplied into them, since
-the programs look for it in different places.
+The values stay as they are. Only a strength, where it is stated apart from the matrices, is
+multiplied into them, since the programs look for it in different places.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from simpletuner.annexes.adapters.forms import DORA, form_of, holds_magnitudes, model_of, why_not_comfyui
+from simpletuner.annexes.adapters.forms import (
+    DORA,
+    form_of,
+    holds_magnitudes,
+    model_of,
+    why_not_comfyui,
+)
 from simpletuner.annexes.figures import is_number
 from simpletuner.atomic import open_atomically
 from simpletuner.config.json_reader import read_json
@@ -50,7 +56,9 @@ from simpletuner.weights.published_lora import LoraSettings, lora_file, lora_set
 
 KEY = "convert"
 FOLDER = "transformer"  # of a pipeline
-STRENGTH_NOTE = "simpletuner.strength"  # header entry: the strength that was multiplied into the weights
+STRENGTH_NOTE = (
+    "simpletuner.strength"  # header entry: the strength that was multiplied into the weights
+)
 LYCORIS_PREFIX = "lycoris_"
 # Where the factor of a layer goes: into one side of the product. Each layer has one of these.
 SCALED = (".lokr_w2", ".lokr_w2_a", ".hada_w1_a")
@@ -66,7 +74,12 @@ class Converted:
 
 
 def convert(
-    source: Path, form: LoraForm, output: Path | None = None, strength: float = 1.0, *, overwrite: bool = False
+    source: Path,
+    form: LoraForm,
+    output: Path | None = None,
+    strength: float = 1.0,
+    *,
+    overwrite: bool = False,
 ) -> Converted:
     """Write a result in another form.
 
@@ -83,7 +96,9 @@ def convert(
     transformer = transformer_folder(source)
     target = target_file(source, form, output)
     if target.exists() and not overwrite:
-        raise UserError(f"{target} exists already; choose another file with --output, or give --overwrite.")
+        raise UserError(
+            f"{target} exists already; choose another file with --output, or give --overwrite."
+        )
     if transformer is not None:
         convert_transformer(transformer, form, target, strength)
         return Converted(target, PLACES["transformer"])
@@ -107,12 +122,16 @@ def target_file(source: Path, form: LoraForm, output: Path | None) -> Path:
     if output.is_dir():
         return output / name
     if output.suffix != ".safetensors":
-        raise UserError(f"--output: {str(output)!r} is neither a folder nor a name that ends with .safetensors.")
+        raise UserError(
+            f"--output: {str(output)!r} is neither a folder nor a name that ends with .safetensors."
+        )
     return output
 
 
 def transformer_folder(source: Path) -> Path | None:
-    """The folder with a fully fine-tuned transformer: the source, or a folder in it; None if it holds none."""
+    """The folder with a fully fine-tuned transformer: the source, or a folder in it; None if it
+    holds none.
+    """
     if source.is_file():
         return None
     for folder in (source / PIPELINE_FOLDER / FOLDER, source / FOLDER, source):
@@ -123,7 +142,8 @@ def transformer_folder(source: Path) -> Path | None:
 
 
 def convert_transformer(folder: Path, form: LoraForm, target: Path, strength: float) -> None:
-    """Write a transformer as one file, by its plain names, which original programs and ComfyUI read.
+    """Write a transformer as one file, by its plain names, which original programs and ComfyUI
+    read.
 
     The data are copied file by file, so that the weights need not fit into memory.
     """
@@ -161,8 +181,10 @@ def _notes_of(folder: Path) -> dict[str, str]:
 
 
 def _check_complete(folder: Path, files: Sequence[Path]) -> None:
-    """Raise a UserError unless the files are complete and hold every weight of the folder's index."""
-    names = set[str]()
+    """Raise a UserError unless the files are complete and hold every weight of the folder's
+    index.
+    """
+    names: set[str] = set()
     for file in files:
         try:
             names |= weights_header(file).keys()
@@ -170,7 +192,7 @@ def _check_complete(folder: Path, files: Sequence[Path]) -> None:
             raise UserError(f"{str(file)!r} {error}.") from None
     if not names:
         raise UserError(f"{str(folder)!r} is incomplete: it lacks every weight.")
-    wanted = set[str]()
+    wanted: set[str] = set()
     for index in folder.glob("*.safetensors.index.json"):
         report = Problems()
         content = read_json(index, report, dict)
@@ -220,14 +242,21 @@ def _ranks_of(named: Mapping[str, Tensor]) -> dict[str, int]:
 def _check_names(path: Path, names: Sequence[str], form: LoraForm, strength: float) -> None:
     """Raise a UserError for tensors that cannot be named for another program."""
     if any(name.startswith(LYCORIS_PREFIX) for name in names):
-        raise UserError(f"{str(path)!r} has the names of LyCORIS; convert the LoRA beside it, {LORA_FILE}.")
+        raise UserError(
+            f"{str(path)!r} has the names of LyCORIS; convert the LoRA beside it, {LORA_FILE}."
+        )
     if any(name.startswith(KOHYA_PREFIX) for name in names):
-        message = f"{str(path)!r} has Kohya's names, in which underscores replace the dots of layers."
+        message = (
+            f"{str(path)!r} has Kohya's names, in which underscores replace the dots of layers."
+        )
         raise UserError(f"{message} ComfyUI loads some of these; a conversion would have to guess.")
     if holds_magnitudes(names) and form_of(names) != form:
         raise UserError(f"{str(path)!r}: {DORA} Train with lora_format: {form}.")
     if holds_magnitudes(names) and strength != 1.0:
-        raise UserError("--strength: the magnitudes of a DoRA do not scale; choose the strength where you load it.")
+        raise UserError(
+            "--strength: the magnitudes of a DoRA do not scale; choose the strength where you "
+            "load it."
+        )
     _check_roles(path, names)
 
 
@@ -242,7 +271,9 @@ def _check_roles(path: Path, names: Sequence[str]) -> None:
 def lora_in(
     weights: Mapping[str, Tensor], settings: LoraSettings, form: LoraForm, strength: float = 1.0
 ) -> dict[str, Tensor]:
-    """The tensors of a LoRA by the names of a form, with its scale and a strength multiplied into B."""
+    """The tensors of a LoRA by the names of a form, with its scale and a strength multiplied into
+    B.
+    """
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
         layers.setdefault(module_of(name, ()), {})[str(role_of(name))] = tensor
@@ -263,9 +294,11 @@ def lora_in(
 
 
 def products_in(weights: Mapping[str, Tensor], form: LoraForm, factor: float) -> dict[str, Tensor]:
-    """The tensors of a LoKr or LoHa by the names of a form, with a factor multiplied into each layer.
+    """The tensors of a LoKr or LoHa by the names of a form, with a factor multiplied into each
+    layer.
 
-    ComfyUI scales a LoKr by alpha / rank only where a factor is a product, and a file without alphas not at all.
+    ComfyUI scales a LoKr by alpha / rank only where a factor is a product, and a file without
+    alphas not at all.
     """
     named = {PREFIXES[form] + without_prefix(name): tensor for name, tensor in weights.items()}
     if factor == 1.0:
@@ -284,7 +317,9 @@ def _settings_of_product(path: Path, notes: Mapping[str, str]) -> dict[str, Any]
     """
     settings: dict[str, Any] = {}
     with suppress(KeyError, ValueError, AttributeError):  # no settings, or not an object in JSON
-        settings = {without_prefix(key): value for key, value in json.loads(notes[METADATA_KEY]).items()}
+        settings = {
+            without_prefix(key): value for key, value in json.loads(notes[METADATA_KEY]).items()
+        }
     rank = settings.get("r", 0)
     alpha = settings.get("alpha")
     if is_number(alpha) and is_number(rank) and rank > 0:

@@ -1,15 +1,17 @@
-"""Adapters other than LoRA: trained and resumed in their native form, published in that form and as a LoRA.
+"""Adapters other than LoRA: trained and resumed in their native form, published in that form and as
+a LoRA.
 
-The LoRA is the best low-rank approximation of each layer's update (Eckart and Young, 1936). Its error, on the weights
-and on one forward pass, is measured and stored in its header.
+The LoRA is the best low-rank approximation of each layer's update (Eckart and Young, 1936). Its
+error, on the weights and on one forward pass, is measured and stored in its header.
 
-LoKr (Yeh et al., arXiv:2309.14859) updates a weight by alpha / rank · W1 ⊗ W2, where W2 may itself be a product of two
-matrices of the rank. LoHa (Hyeon-Woo et al., arXiv:2108.06098) updates it by alpha / rank · (A1 B1) ∘ (A2 B2).
+LoKr (Yeh et al., arXiv:2309.14859) updates a weight by alpha / rank · W1 ⊗ W2, where W2 may itself
+be a product of two matrices of the rank. LoHa (Hyeon-Woo et al., arXiv:2108.06098) updates it by
+alpha / rank · (A1 B1) ∘ (A2 B2).
 
-LyCORIS wraps the linear layers that a settings file selects. Its modules are children of these layers, so they move,
-stream, train and are saved with the transformer. Where the result is the same, they run in bypass mode, which applies
-the update to the layer's input. Without it, weight plus update is rounded to the weight's dtype, which loses small
-updates.
+LyCORIS wraps the linear layers that a settings file selects. Its modules are children of these
+layers, so they move, stream, train and are saved with the transformer. Where the result is the
+same, they run in bypass mode, which applies the update to the layer's input. Without it, weight
+plus update is rounded to the weight's dtype, which loses small updates.
 """
 
 from __future__ import annotations
@@ -45,11 +47,22 @@ from simpletuner.training.lora_files import write_verified, write_weights
 from simpletuner.training.lora_hooks import LoraHook
 from simpletuner.training.meter import weight_shapes
 from simpletuner.training.trained import AdapterWeights, Publication
-from simpletuner.weights.lora_names import ARCHITECTURE, LORA_FILE, PREFIXES, file_settings, plain_settings
+from simpletuner.weights.lora_names import (
+    ARCHITECTURE,
+    LORA_FILE,
+    PREFIXES,
+    file_settings,
+    plain_settings,
+)
 
 # Oversampling of the randomised SVD: its last singular vectors are the least accurate.
 SPARE = 16
-NATIVE_SETTINGS = ["r", "alpha", "target_modules", "decompose_factor"]  # in the header of a LoKr or LoHa
+NATIVE_SETTINGS = [
+    "r",
+    "alpha",
+    "target_modules",
+    "decompose_factor",
+]  # in the header of a LoKr or LoHa
 LOST = 0.05  # share of an adapter's effect; a conversion that loses more logs a warning
 logger = logging.getLogger(__name__)
 
@@ -78,7 +91,11 @@ class ConvertedLora:
         """Add this LoRA to the layers of a transformer within a context."""
         with ExitStack() as hooks:
             for name, (down, up) in self.factors.items():
-                hooks.callback(transformer.get_submodule(name).register_forward_hook(LoraHook(down, up, 1.0)).remove)
+                hooks.callback(
+                    transformer.get_submodule(name)
+                    .register_forward_hook(LoraHook(down, up, 1.0))
+                    .remove
+                )
             yield
 
 
@@ -102,7 +119,9 @@ class ConvertedAdapter(AdapterWeights, ABC):
     @property
     def adapters(self) -> Adapters:
         numbers = {
-            name: sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+            name: sum(
+                parameter.numel() for parameter in module.parameters() if parameter.requires_grad
+            )
             for name, module in self.layers()
         }
         return Adapters(0, frozenset(numbers), numbers)
@@ -113,7 +132,9 @@ class ConvertedAdapter(AdapterWeights, ABC):
 
     @abstractmethod
     def updates(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of every adapted layer, and the update of its weight, in float32 and the weight's shape."""
+        """The name of every adapted layer, and the update of its weight, in float32 and the
+        weight's shape.
+        """
 
     @abstractmethod
     def native(self, note: Mapping[str, str]) -> Draft:
@@ -137,22 +158,36 @@ class ConvertedAdapter(AdapterWeights, ABC):
                 self._publish(output_dir / "ema", publication)
         lora, errors = self._publish(output_dir, publication)
         size = size_text((output_dir / LORA_FILE).stat().st_size)
-        limit = f" export_rank {self.config.export_rank} limits it; a larger one is closer." if lora.limited else ""
+        limit = (
+            f" export_rank {self.config.export_rank} limits it; a larger one is closer."
+            if lora.limited
+            else ""
+        )
         return (
-            f"Saved {output_dir / self.native_file}{self.native_use}, and as a LoRA of rank {max(lora.ranks.values())} "
-            f"{output_dir / LORA_FILE} ({size}), which loads through the stock pipeline. Its relative error is "
-            f"{describe_errors(errors)}.{limit}"
+            f"Saved {output_dir / self.native_file}{self.native_use}, and as a LoRA of rank "
+            f"{max(lora.ranks.values())} {output_dir / LORA_FILE} ({size}), which loads through "
+            f"the stock pipeline. Its relative error is {describe_errors(errors)}.{limit}"
         )
 
-    def _publish(self, folder: Path, publication: Publication) -> tuple[ConvertedLora, dict[str, str]]:
-        """Write the native file and the verified LoRA; returns the LoRA and its errors for the header."""
+    def _publish(
+        self, folder: Path, publication: Publication
+    ) -> tuple[ConvertedLora, dict[str, str]]:
+        """Write the native file and the verified LoRA; returns the LoRA and its errors for the
+        header.
+        """
         lora = self.convert(publication.dtype)
         # Measured before writing, since the errors go into the LoRA's header.
         forward, effect = self.prediction_errors(lora, publication.predict)
         if effect > LOST:
-            message = "%s lacks %.0f %% of the adapter's effect; a larger export_rank or export_energy keeps more."
+            message = (
+                "%s lacks %.0f %% of the adapter's effect; a larger export_rank or export_energy "
+                "keeps more."
+            )
             logger.warning(message, folder / LORA_FILE, 100 * effect)
-        errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
+        errors = {
+            key: f"{error:.2e}"
+            for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)
+        }
         architecture = publication.note.get(ARCHITECTURE, "").removesuffix("/lora")
         own = {ARCHITECTURE: f"{architecture}/{self.config.lora_type}"}
         self.native({**publication.note, **own}).write_into(folder)
@@ -169,26 +204,41 @@ class ConvertedAdapter(AdapterWeights, ABC):
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> ConvertedLora:
         """This adapter as a LoRA in a dtype; the error includes rounding."""
-        factors, lost, whole, limited = {}, 0.0, 0.0, False
+        factors = {}
+        lost = 0.0
+        whole = 0.0
+        limited = False
         for name, update in self.updates():
-            down, up = (each.to(dtype) for each in low_rank(update, self.config.export_energy, self.config.export_rank))
+            down, up = (
+                each.to(dtype)
+                for each in low_rank(update, self.config.export_energy, self.config.export_rank)
+            )
             factors[name] = (down, up)
-            missing = float((up.flatten(1).float() @ down.flatten(1).float() - update.flatten(1)).square().sum())
+            missing = float(
+                (up.flatten(1).float() @ down.flatten(1).float() - update.flatten(1)).square().sum()
+            )
             size = float(update.square().sum())
-            limited |= len(down) == self.config.export_rank and missing > (1 - self.config.export_energy) * size
-            lost, whole = lost + missing, whole + size
+            limited |= (
+                len(down) == self.config.export_rank
+                and missing > (1 - self.config.export_energy) * size
+            )
+            lost = lost + missing
+            whole = whole + size
         return ConvertedLora(factors, (lost / whole) ** 0.5 if whole else 0.0, limited)
 
-    def prediction_errors(self, lora: ConvertedLora, predict: Callable[[], Tensor]) -> tuple[float, float]:
-        """The error of a prediction with the LoRA in place of the adapter, relative to the prediction and to the
-        adapter's effect on it."""
+    def prediction_errors(
+        self, lora: ConvertedLora, predict: Callable[[], Tensor]
+    ) -> tuple[float, float]:
+        """The error of a prediction with the LoRA in place of the adapter, relative to the
+        prediction and to the adapter's effect on it."""
         with torch.compiler.set_stance("force_eager"):  # compiled code would ignore the hooks
             exact = predict()
             with self.disabled():
                 base = predict()
                 with lora.added(self.transformer):
                     converted = predict()
-        lost, effect = float((converted - exact).norm()), float((exact - base).norm())
+        lost = float((converted - exact).norm())
+        effect = float((exact - base).norm())
         return lost / float(exact.norm()), lost / effect if effect else 0.0
 
 
@@ -199,7 +249,11 @@ class ProductAdapter(ConvertedAdapter):
     settings: PeftConfig
 
     def layers(self) -> Iterable[tuple[str, Any]]:
-        return ((name, layer) for name, layer in self.transformer.named_modules() if isinstance(layer, LycorisLayer))
+        return (
+            (name, layer)
+            for name, layer in self.transformer.named_modules()
+            if isinstance(layer, LycorisLayer)
+        )
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         for name, layer in self.layers():
@@ -207,7 +261,10 @@ class ProductAdapter(ConvertedAdapter):
 
     def native(self, note: Mapping[str, str]) -> Draft:
         form = self.config.lora_format
-        trained = {name.removesuffix(f".{ADAPTER}"): each.detach() for name, each in self.parameters().items()}
+        trained = {
+            name.removesuffix(f".{ADAPTER}"): each.detach()
+            for name, each in self.parameters().items()
+        }
         settings: dict[str, Any] = vars(self.settings)
         kept = {key: settings[key] for key in NATIVE_SETTINGS if key in settings}
         factor = 1.0
@@ -225,9 +282,17 @@ class ProductAdapter(ConvertedAdapter):
 
 
 def add_product(
-    transformer: nn.Module, config: LoraConfig, targets: Targets, spec: FamilySpec, *, seed: int, dtype: torch.dtype
+    transformer: nn.Module,
+    config: LoraConfig,
+    targets: Targets,
+    spec: FamilySpec,
+    *,
+    seed: int,
+    dtype: torch.dtype,
 ) -> ProductAdapter:
-    """Freeze the transformer and add a LoKr or LoHa to the selected linear layers; see `AdapterKind.add`."""
+    """Freeze the transformer and add a LoKr or LoHa to the selected linear layers; see
+    `AdapterKind.add`.
+    """
     shared: Any = {"r": config.lora_rank, "alpha": config.alpha, "target_modules": targets}
     settings: PeftConfig = LoHaConfig(**shared)
     if config.lora_type == "lokr":
@@ -242,8 +307,8 @@ def add_product(
 def stay_in_evaluation(layer: Any) -> None:
     """Keep an adapter's layer in evaluation mode while the model trains.
 
-    In training mode, peft draws a random number on the CPU in every call, even with a dropout of 0. This breaks
-    compiled graphs, and skips the layer with probability 2^-24.
+    In training mode, peft draws a random number on the CPU in every call, even with a dropout of 0.
+    This breaks compiled graphs, and skips the layer with probability 2^-24.
     """
     layer.eval()
     layer.train = lambda mode=True: layer
@@ -263,13 +328,22 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
     kept = sizes.square().cumsum(0) / matrix.square().sum()
     # The fewest singular values that hold the energy.
     rank = min(int((kept < energy).sum()) + 1, most, len(sizes))
-    root, ones = sizes[:rank].sqrt(), [1] * (update.dim() - 2)
+    root = sizes[:rank].sqrt()
+    ones = [1] * (update.dim() - 2)
     # Split evenly, so that A and B have the same norm.
-    down, up = root[:, None] * right[:, :rank].T, left[:, :rank] * root
+    down = root[:, None] * right[:, :rank].T
+    up = left[:, :rank] * root
     return down.reshape(rank, *update.shape[1:]), up.reshape(len(up), rank, *ones)
 
 
-PASSED = ("bypass_mode", "factor", "full_matrix", "decompose_both", "unbalanced_factorization", "use_scalar")
+PASSED = (
+    "bypass_mode",
+    "factor",
+    "full_matrix",
+    "decompose_both",
+    "unbalanced_factorization",
+    "use_scalar",
+)
 MULTIPLIER = "simpletuner.multiplier"  # header entry, needed to use the file
 CHILD = "lycoris"  # name of the module inside its layer
 
@@ -319,9 +393,16 @@ class LycorisAdapter(ConvertedAdapter):
 
 
 def add_lycoris(
-    transformer: nn.Module, config: LoraConfig, targets: Targets, spec: FamilySpec, *, seed: int, dtype: torch.dtype
+    transformer: nn.Module,
+    config: LoraConfig,
+    targets: Targets,
+    spec: FamilySpec,
+    *,
+    seed: int,
+    dtype: torch.dtype,
 ) -> LycorisAdapter:
-    """Freeze the transformer and add the modules that `lycoris_config` describes; see `AdapterKind.add`.
+    """Freeze the transformer and add the modules that `lycoris_config` describes; see
+    `AdapterKind.add`.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -335,7 +416,9 @@ def add_lycoris(
     # Modules draw their initial weights from the global generator.
     with seeded(seed, {parameter.device for parameter in transformer.parameters()}):
         layers = file.layers(weights_of(weight_shapes(transformer)))
-        modules = {name: _wrap(transformer, name, file, settings) for name, settings in layers.items()}
+        modules = {
+            name: _wrap(transformer, name, file, settings) for name, settings in layers.items()
+        }
     for module in modules.values():
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -349,22 +432,32 @@ def _wrap(transformer: nn.Module, name: str, file: LycorisFile, settings: Mappin
     layer = transformer.get_submodule(name)
     key = f"{file.preset.get('lora_prefix', 'lycoris')}_{name}".replace(".", "_")
     module = network_module_dict[settings["algo"]](
-        key, layer, float(settings["multiplier"]), int(settings["dim"]), settings["alpha"], settings["dropout"],
-        weight_decompose=settings["dora_wd"], wd_on_out=settings["wd_on_output"],
+        key,
+        layer,
+        float(settings["multiplier"]),
+        int(settings["dim"]),
+        settings["alpha"],
+        settings["dropout"],
+        weight_decompose=settings["dora_wd"],
+        wd_on_out=settings["wd_on_output"],
         **{name: settings[name] for name in PASSED},
-    )  # fmt: skip
+    )
     module.apply_to()
-    # `apply_to` only replaces `forward`. As a child, the module also moves and is saved with its layer.
+    # `apply_to` only replaces `forward`. As a child, the module also moves and is saved with its
+    # layer.
     layer.add_module(CHILD, module)
     return module
 
 
 def update_of(module: Any) -> Tensor:
-    """The update that a module adds to its layer's weight: its response to unit vectors, without the layer's.
+    """The update that a module adds to its layer's weight: its response to unit vectors, without
+    the layer's.
 
     Does not use the library's `get_diff_weight`: in version 4.1.3, LoKr's applies the scale twice.
     """
-    original, width, kernel = module.org_forward, module.shape[1], module.shape[2:]
+    original = module.org_forward
+    width = module.shape[1]
+    kernel = module.shape[2:]
     parameter = next(module.parameters())
     # A batch of unit vectors: the response to vector i is column i of the update.
     units = torch.eye(width, device=parameter.device).reshape(width, width, *kernel)

@@ -12,16 +12,23 @@ from simpletuner.weights import lora_names
 from simpletuner.weights.lora_names import PREFIXES, LoraForm
 from simpletuner.weights.published_lora import model_in_header
 
-DORA = "The magnitudes of a DoRA differ between diffusers and ComfyUI, by norms of the model's weights."
+DORA = (
+    "The magnitudes of a DoRA differ between diffusers and ComfyUI, by norms of the model's "
+    "weights."
+)
 
 
 def form_of(names: Iterable[str]) -> LoraForm:
-    """The form of a file with tensors of these names; files of other programs count as diffusers'."""
+    """The form of a file with tensors of these names; files of other programs count as
+    diffusers'.
+    """
     return "comfyui" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "diffusers"
 
 
 def other_form(path: Path) -> tuple[LoraForm, str]:
-    """The other form of a LoRA of this program, and why it cannot be converted to it; empty if it can."""
+    """The other form of a LoRA of this program, and why it cannot be converted to it; empty if it
+    can.
+    """
     try:
         header = read_header(path)
         family, flavour = model_in_header(path)
@@ -53,11 +60,15 @@ def why_not_comfyui(family: str, flavour: str) -> str:
 
 def holds_magnitudes(names: Iterable[str]) -> bool:
     """Whether a file with tensors of these names is a DoRA."""
-    return any(name.endswith((lora_names.MAGNITUDE, lora_names.COMFYUI_MAGNITUDE)) for name in names)
+    return any(
+        name.endswith((lora_names.MAGNITUDE, lora_names.COMFYUI_MAGNITUDE)) for name in names
+    )
 
 
 def model_of(path: Path) -> tuple[str, str]:
-    """Family and flavour of a LoRA: of the header, or the family that has layers of these names; else empty."""
+    """Family and flavour of a LoRA: of the header, or the family that has layers of these names;
+    else empty.
+    """
     family, flavour = model_in_header(path)
     if family:
         return family, flavour

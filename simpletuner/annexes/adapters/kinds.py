@@ -1,7 +1,7 @@
 """LoKr, LoHa and LyCORIS for the plan and the budget: their adapted layers and parameter counts.
 
-The settings file of LyCORIS selects among the family's linear layers (`all-linear`) by the rules of the library's
-presets. A class name selects all layers inside modules of that class.
+The settings file of LyCORIS selects among the family's linear layers (`all-linear`) by the rules of
+the library's presets. A class name selects all layers inside modules of that class.
 """
 
 from __future__ import annotations
@@ -37,22 +37,50 @@ REFUSED_ALGOS = {
 }
 REFUSED_KEYS = {
     "train_norm": "a LoRA cannot hold norms",
-    **dict.fromkeys(("rank_dropout", "module_dropout"), "its random numbers would not be repeated after a resume"),
+    **dict.fromkeys(
+        ("rank_dropout", "module_dropout"),
+        "its random numbers would not be repeated after a resume",
+    ),
 }
 # Settings of convolutions and of refused algorithms, which linear layers ignore.
 UNUSED = ("conv_dim", "conv_alpha", "use_tucker", "block_size", "constraint", "rescaled")
 # Settings of a layer, with the library's defaults.
-DEFAULTS = {"linear_dim": 4, "linear_alpha": 1, "factor": -1, "dropout": 0.0, "full_matrix": False,
-            "decompose_both": False, "unbalanced_factorization": False, "use_scalar": False, "dora_wd": False,
-            "wd_on_output": True}  # fmt: skip
+DEFAULTS = {
+    "linear_dim": 4,
+    "linear_alpha": 1,
+    "factor": -1,
+    "dropout": 0.0,
+    "full_matrix": False,
+    "decompose_both": False,
+    "unbalanced_factorization": False,
+    "use_scalar": False,
+    "dora_wd": False,
+    "wd_on_output": True,
+}
 # The range of each numeric setting; some are integers, some must not be 0.
-RANGES = {"linear_dim": (0, 1e6), "dim": (1, 1e6), "factor": (-1, 1e6), "linear_alpha": (0, 1e6), "alpha": (0, 1e6),
-          "dropout": (0, 0.999), "multiplier": (-1e3, 1e3)}  # fmt: skip
-WHOLE_NUMBERS, NEVER_ZERO = ("linear_dim", "dim", "factor"), ("factor", "multiplier")
+RANGES = {
+    "linear_dim": (0, 1e6),
+    "dim": (1, 1e6),
+    "factor": (-1, 1e6),
+    "linear_alpha": (0, 1e6),
+    "alpha": (0, 1e6),
+    "dropout": (0, 0.999),
+    "multiplier": (-1e3, 1e3),
+}
+WHOLE_NUMBERS = ("linear_dim", "dim", "factor")
+NEVER_ZERO = ("factor", "multiplier")
 OF_LAYERS = ("algo", "bypass_mode", "dim", "alpha", *DEFAULTS)
 WHOLE = ("algo", "bypass_mode", "multiplier", "apply_preset", *DEFAULTS)
 MAPS = ("module_algo_map", "name_algo_map")
-OF_PRESETS = ("enable_conv", "target_module", "target_name", "exclude_name", *MAPS, "use_fnmatch", "lora_prefix")
+OF_PRESETS = (
+    "enable_conv",
+    "target_module",
+    "target_name",
+    "exclude_name",
+    *MAPS,
+    "use_fnmatch",
+    "lora_prefix",
+)
 
 
 @dataclass(frozen=True)
@@ -83,28 +111,43 @@ class LycorisFile:
         return layer == target or re.match(target, layer) is not None
 
     def depth(self, word: str, layer: str) -> int:
-        """The length of the prefix of a layer's path that names a module of a class; 0 if none does."""
+        """The length of the prefix of a layer's path that names a module of a class; 0 if none
+        does.
+        """
         match = re.match(rf"(?:{self.classes[word]})(?=\.|$)", layer)
         return match.end() if match else 0
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """The class names that the file may use, with regular expressions that match their modules' paths."""
+        """The class names that the file may use, with regular expressions that match their modules'
+        paths.
+        """
         return {**self.spec.adapter_classes, "Linear": ".+"}
 
     def _settings(self, layer: str) -> dict[str, Any] | None:
         preset = self.preset
         by_class: Mapping[str, Any] = preset.get("module_algo_map", {})
         by_name: Mapping[str, Any] = preset.get("name_algo_map", {})
-        words = {word: self.depth(word, layer) for word in (*preset.get("target_module", ["Linear"]), *by_class)}
-        names = [pattern for pattern in (*by_name, *preset.get("target_name", [])) if self.matches(pattern, layer)]
+        words = {
+            word: self.depth(word, layer)
+            for word in (*preset.get("target_module", ["Linear"]), *by_class)
+        }
+        names = [
+            pattern
+            for pattern in (*by_name, *preset.get("target_name", []))
+            if self.matches(pattern, layer)
+        ]
         if any(self.matches(pattern, layer) for pattern in preset.get("exclude_name", [])) or not (
             any(words.values()) or names
         ):
             return None
-        inside = sorted((depth, word) for word, depth in words.items() if depth and word in by_class)
+        inside = sorted(
+            (depth, word) for word, depth in words.items() if depth and word in by_class
+        )
         # A name takes precedence over a class, and an inner class over an outer one.
-        maps = [by_name[name] for name in names if name in by_name] or [by_class[word] for _, word in reversed(inside)]
+        maps = [by_name[name] for name in names if name in by_name] or [
+            by_class[word] for _, word in reversed(inside)
+        ]
         settings = {**DEFAULTS, **self.content, **(maps[0] if maps else {})}
         # linear_dim 0 is allowed with full_matrix, which has no rank.
         alias = {"dim": settings["linear_dim"] or 4, "alpha": settings["linear_alpha"]}
@@ -130,27 +173,42 @@ def _malformed(content: Any) -> str:
     if not isinstance(preset, dict):
         return "the file or its apply_preset is not a JSON object"
     lists = [preset.get(key, []) for key in ("target_module", "target_name", "exclude_name")]
-    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+    if not all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists
+    ):
         return "target_module, target_name and exclude_name must be lists of names"
     maps = [preset.get(key, {}) for key in MAPS]
-    if not all(isinstance(table, dict) and all(isinstance(entry, dict) for entry in table.values()) for table in maps):
+    if not all(
+        isinstance(table, dict) and all(isinstance(entry, dict) for entry in table.values())
+        for table in maps
+    ):
         return "module_algo_map and name_algo_map must map names to settings"
-    for pattern in (*preset.get("target_name", []), *preset.get("exclude_name", []), *preset.get("name_algo_map", {})):
+    for pattern in (
+        *preset.get("target_name", []),
+        *preset.get("exclude_name", []),
+        *preset.get("name_algo_map", {}),
+    ):
         try:
             re.compile(fnmatch.translate(pattern) if preset.get("use_fnmatch", False) else pattern)
         except re.error as error:
-            return f"{pattern!r} is not a regular expression ({error}); with use_fnmatch true, * matches anything"
+            return (
+                f"{pattern!r} is not a regular expression ({error}); with use_fnmatch true, * "
+                "matches anything"
+            )
     return ""
 
 
-def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], report: Problems, *, quantised: bool) -> None:
+def check_lycoris(
+    file: LycorisFile, shapes: Mapping[str, Shape], report: Problems, *, quantised: bool
+) -> None:
     """Problems of a settings file.
 
     Args:
         shapes: as for `LycorisFile.layers`; empty if the transformer is not on this machine.
         quantised: whether the base model is quantised.
     """
-    content, preset = file.content, file.preset
+    content = file.content
+    preset = file.preset
     _unknown(content, (*WHOLE, *UNUSED, *REFUSED_KEYS), "key", report)
     _unknown(preset, OF_PRESETS, "key of apply_preset", report)
     for key in ("algo", "multiplier"):
@@ -166,12 +224,15 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], report: Proble
 
 
 def _check_classes(file: LycorisFile, shapes: Mapping[str, Shape], report: Problems) -> None:
-    preset, known = file.preset, f"The classes are: {', '.join(file.classes)}."
+    preset = file.preset
+    known = f"The classes are: {', '.join(file.classes)}."
     named = dict.fromkeys((*preset.get("target_module", []), *preset.get("module_algo_map", {})))
     strange = [word for word in named if word not in file.classes]
     for word in strange:
         hint = did_you_mean(word, file.classes)
-        report.error(KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}")
+        report.error(
+            KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}"
+        )
     if shapes and not strange and not file.layers(shapes):
         report.error(KEY, f"apply_preset matches no linear layer of {file.spec.title}. {known}")
 
@@ -179,36 +240,57 @@ def _check_classes(file: LycorisFile, shapes: Mapping[str, Shape], report: Probl
 def _check_settings(settings: Mapping[str, Any], quantised: bool, report: Problems) -> None:
     algo = settings.get("algo")
     if algo in REFUSED_ALGOS:
-        report.error(KEY, f"algo {algo!r} is not supported: {REFUSED_ALGOS[algo]}. Use one of {', '.join(ALGOS)}.")
+        report.error(
+            KEY,
+            f"algo {algo!r} is not supported: {REFUSED_ALGOS[algo]}. Use one of "
+            f"{', '.join(ALGOS)}.",
+        )
     elif algo is not None and algo not in ALGOS:
-        report.error(KEY, f"algo {algo!r} is not one of {', '.join(ALGOS)}.{did_you_mean(str(algo), ALGOS)}")
+        report.error(
+            KEY, f"algo {algo!r} is not one of {', '.join(ALGOS)}.{did_you_mean(str(algo), ALGOS)}"
+        )
     for key, reason in REFUSED_KEYS.items():
         if settings.get(key):
             report.error(KEY, f"{key} is not supported: {reason}.")
     for key in filter(settings.get, UNUSED):
-        report.warn(KEY, f"{key} has no effect: only linear layers and 1x1 convolutions are adapted.")
+        report.warn(
+            KEY, f"{key} has no effect: only linear layers and 1x1 convolutions are adapted."
+        )
     for key, value in settings.items():
         if value is not None and (allowed := _why_not(key, value)):
             report.error(KEY, f"{key} {value!r} is not {allowed}.")
-    bypass, dora = settings.get("bypass_mode"), settings.get("dora_wd", False)
+    bypass = settings.get("bypass_mode")
+    dora = settings.get("dora_wd", False)
     if bypass and dora:
-        report.error(KEY, "dora_wd cannot be combined with bypass_mode: bypassing skips the decomposition.")
+        report.error(
+            KEY, "dora_wd cannot be combined with bypass_mode: bypassing skips the decomposition."
+        )
     elif quantised and (dora or bypass is False):
-        reason = "a quantised base model needs bypass_mode true and no dora_wd: its weights are not read"
+        reason = (
+            "a quantised base model needs bypass_mode true and no dora_wd: its weights are not read"
+        )
         report.error(KEY, f"{reason}. Or set base_model_precision no_change.")
 
 
 def _why_not(key: str, value: Any) -> str:
     """The allowed values of a setting; empty if the value is allowed."""
-    if key in ("bypass_mode", *(name for name, usual in DEFAULTS.items() if isinstance(usual, bool))):
+    if key in (
+        "bypass_mode",
+        *(name for name, usual in DEFAULTS.items() if isinstance(usual, bool)),
+    ):
         return "" if isinstance(value, bool) else "true or false"
     if key not in RANGES:
         return ""
-    (lowest, highest), whole, never_zero = RANGES[key], key in WHOLE_NUMBERS, key in NEVER_ZERO
+    lowest, highest = RANGES[key]
+    whole = key in WHOLE_NUMBERS
+    never_zero = key in NEVER_ZERO
     is_inside = type(value) in (int, float) and lowest <= value <= highest
     if is_inside and not (whole and value % 1) and not (never_zero and value == 0):
         return ""
-    return f"a {'whole ' * whole}number from {lowest:.10g} to {highest:.10g}{', but not 0' * never_zero}"
+    return (
+        f"a {'whole ' * whole}number from {lowest:.10g} to "
+        f"{highest:.10g}{', but not 0' * never_zero}"
+    )
 
 
 def _unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, report: Problems) -> None:
@@ -223,17 +305,27 @@ Pair = tuple[int, int]
 
 def lokr(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
     """Trained parameters by layer."""
-    pairs = {name: [factorise(width, config.lokr_factor) for width in shapes[name][:2]]
-             for name in matching_modules(shapes, targets)}  # fmt: skip
-    return {name: lokr_numbers(rows, columns, config.lora_rank) for name, (rows, columns) in pairs.items()}
+    pairs = {
+        name: [factorise(width, config.lokr_factor) for width in shapes[name][:2]]
+        for name in matching_modules(shapes, targets)
+    }
+    return {
+        name: lokr_numbers(rows, columns, config.lora_rank)
+        for name, (rows, columns) in pairs.items()
+    }
 
 
 def loha(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
     """Trained parameters by layer."""
-    return {name: loha_numbers(config.lora_rank, shapes[name]) for name in matching_modules(shapes, targets)}
+    return {
+        name: loha_numbers(config.lora_rank, shapes[name])
+        for name in matching_modules(shapes, targets)
+    }
 
 
-def lycoris(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
+def lycoris(
+    config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes
+) -> dict[str, int]:
     """Trained parameters by layer, for the layers that the settings file selects."""
     file = read_lycoris(config.lycoris_config, spec, Problems())
     layers = file.layers(shapes) if file else {}
@@ -241,21 +333,31 @@ def lycoris(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shap
 
 
 def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
-    """The number of trained parameters of a LyCORIS layer; LyCORIS puts the smaller factor first."""
-    rank, out, into = int(settings["dim"]), shape[0], shape[1]
+    """The number of trained parameters of a LyCORIS layer; LyCORIS puts the smaller factor
+    first.
+    """
+    rank = int(settings["dim"])
+    out = shape[0]
+    into = shape[1]
     rows, columns = (sorted(factorise(width, int(settings["factor"]))) for width in (out, into))
     if settings["unbalanced_factorization"]:
         rows.reverse()
     numbers = loha_numbers(rank, shape) if settings["algo"] == "loha" else rank * (out + into)
     if settings["algo"] == "lokr":
-        full, both = settings["full_matrix"], settings["decompose_both"]
-        numbers = lokr_numbers((rows[0], rows[1]), (columns[0], columns[1]), rank, full=full, both=both)
+        full = settings["full_matrix"]
+        both = settings["decompose_both"]
+        numbers = lokr_numbers(
+            (rows[0], rows[1]), (columns[0], columns[1]), rank, full=full, both=both
+        )
     magnitudes = (out if settings["wd_on_output"] else into) if settings["dora_wd"] else 0
     return numbers + magnitudes + bool(settings["use_scalar"])
 
 
-def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, both: bool = False) -> int:
-    """The number of trained parameters of a LoKr: W1 (a, m) and W2 (k, n), full or products of two thin matrices.
+def lokr_numbers(
+    rows: Pair, columns: Pair, rank: int, *, full: bool = False, both: bool = False
+) -> int:
+    """The number of trained parameters of a LoKr: W1 (a, m) and W2 (k, n), full or products of two
+    thin matrices.
 
     Args:
         rows: (a, k), whose product is the layer's output width.
@@ -263,7 +365,8 @@ def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, bo
         full: W1 and W2 are full.
         both: W1 may be a product too.
     """
-    (a, k), (m, n) = rows, columns
+    a, k = rows
+    m, n = columns
     # As in LyCORIS and peft: a product only if the rank is below half of the longer side.
     first = rank * (a + m) if both and not full and rank < max(a, m) / 2 else a * m
     return first + (rank * (k + n) if not full and rank < max(k, n) / 2 else k * n)
@@ -278,8 +381,8 @@ def factorise(width: int, factor: int) -> Pair:
     """A width as a product of two numbers.
 
     Args:
-        factor: the first number, if it divides the width; otherwise an upper limit of the first, smaller number. -1
-            sets no limit, so that the two are as close as possible.
+        factor: the first number, if it divides the width; otherwise an upper limit of the first,
+            smaller number. -1 sets no limit, so that the two are as close as possible.
     """
     if factor > 0 and width % factor == 0:
         return factor, width // factor

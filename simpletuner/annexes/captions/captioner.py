@@ -1,10 +1,12 @@
-"""Captions pictures and clips with Qwen2.5-VL, the prompt encoder of Kandinsky 5 (`simpletuner caption`).
+"""Captions pictures and clips with Qwen2.5-VL, the prompt encoder of Kandinsky 5
+(`simpletuner caption`).
 
 files without caption ─► batch by batch: decode ─► describe ─► write beside each file
 
-The checkpoint contains the whole model, including the language head. A clip is passed as Qwen's video input: pairs of
-frames with the seconds between them (Qwen2.5-VL technical report, arXiv:2502.13923), assembled from picture patches
-because transformers' video processor needs torchvision.
+The checkpoint contains the whole model, including the language head. A clip is passed as Qwen's
+video input: pairs of frames with the seconds between them (Qwen2.5-VL technical report,
+arXiv:2502.13923), assembled from picture patches because transformers' video processor needs
+torchvision.
 """
 
 from __future__ import annotations
@@ -51,9 +53,13 @@ CHAT = (
     "<|im_start|>user\n<|vision_start|>{}<|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 END = "<|im_end|>"
-# Maximum pixels of a picture (about 1280 tokens, enough to read small print) and of a clip's frame (about 320).
-PICTURE_PIXELS, FRAME_PIXELS = 1280 * 28**2, 320 * 28**2
-IMAGE, VIDEO = 1, 2  # token types, used to compute positions
+# Maximum pixels of a picture (about 1280 tokens, enough to read small print) and of a clip's frame
+# (about 320).
+PICTURE_PIXELS = 1280 * 28**2
+FRAME_PIXELS = 320 * 28**2
+# token types, used to compute positions
+IMAGE = 1
+VIDEO = 2
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,18 @@ class QwenCaptioner:
     """
 
     def __init__(
-        self, source: ModelSource, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+        self,
+        source: ModelSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantise: EncoderQuantiser | None = None,
     ) -> None:
         self.device = device
         with user_errors(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
-        self.qwen: Any = load_whole(Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype)
+        self.qwen: Any = load_whole(
+            Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype
+        )
         self.qwen.requires_grad_(False).eval()
         if quantise is not None:
             quantise(self.qwen, QWEN_LAYERS, encoder=1)
@@ -114,16 +126,22 @@ class QwenCaptioner:
         start = int(rows[0]["input_ids"][0])
         fillers = {"input_ids": start, "attention_mask": 0, "mm_token_type_ids": 0}
         inputs = {  # padded on the left; the attention mask hides the padding
-            name: pad_sequence([row[name] for row in rows], True, filler, "left") for name, filler in fillers.items()
+            name: pad_sequence([row[name] for row in rows], True, filler, "left")
+            for name, filler in fillers.items()
         }
-        visual = {name: [row[name] for row in rows if name in row] for row in rows for name in row.keys() - inputs}
+        visual = {
+            name: [row[name] for row in rows if name in row]
+            for row in rows
+            for name in row.keys() - inputs
+        }
         inputs |= {name: torch.cat(tensors) for name, tensors in visual.items()}
         written = self.qwen.generate(
             **{name: tensor.to(self.device) for name, tensor in inputs.items()},
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=most,
-                repetition_penalty=1.05,  # Qwen2.5-VL's published value; without it, greedy decoding may loop
+                # Qwen2.5-VL's published value; without it, greedy decoding may loop
+                repetition_penalty=1.05,
                 eos_token_id=ends,
                 pad_token_id=tokenizer.eos_token_id,
             ),
@@ -131,16 +149,22 @@ class QwenCaptioner:
         new = written[:, inputs["input_ids"].shape[1] :].cpu()
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
         ended = torch.isin(new, torch.tensor(ends)).any(1).tolist()
-        return [(" ".join(text.split()), is_whole) for text, is_whole in zip(texts, ended, strict=True)]
+        return [
+            (" ".join(text.split()), is_whole) for text, is_whole in zip(texts, ended, strict=True)
+        ]
 
     def _prepare(self, request: DescriptionRequest) -> dict[str, Tensor]:
         """The model's inputs for one request."""
         is_clip = request.seconds is not None
-        frames = [_shrunk(frame, FRAME_PIXELS if is_clip else PICTURE_PIXELS) for frame in request.frames]
+        frames = [
+            _shrunk(frame, FRAME_PIXELS if is_clip else PICTURE_PIXELS) for frame in request.frames
+        ]
         visual = self.processor.image_processor(images=frames, return_tensors="pt")
-        patches, grid = visual["pixel_values"], visual["image_grid_thw"]
+        patches = visual["pixel_values"]
+        grid = visual["image_grid_thw"]
         if is_clip:
-            patches, grid = self._paired(patches, len(frames)), torch.tensor([[len(frames) // 2, *grid[0, 1:]]])
+            patches = self._paired(patches, len(frames))
+            grid = torch.tensor([[len(frames) // 2, *grid[0, 1:]]])
         token = self.processor.video_token if is_clip else self.processor.image_token
         # The vision tower merges a square of patches into one token.
         tokens = int(grid.prod()) // self.processor.image_processor.merge_size**2
@@ -150,20 +174,32 @@ class QwenCaptioner:
         inputs = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": (ids == self.processor.tokenizer.convert_tokens_to_ids(token)).int() * kind,
+            "mm_token_type_ids": (
+                ids == self.processor.tokenizer.convert_tokens_to_ids(token)
+            ).int()
+            * kind,
         }
         if request.seconds is None:
             return {**inputs, "pixel_values": patches, "image_grid_thw": grid}
         # Seconds between two pairs of frames.
         interval = torch.tensor([2 * request.seconds / len(frames)])
-        return {**inputs, "pixel_values_videos": patches, "video_grid_thw": grid, "second_per_grid_ts": interval}
+        return {
+            **inputs,
+            "pixel_values_videos": patches,
+            "video_grid_thw": grid,
+            "second_per_grid_ts": interval,
+        }
 
     def _paired(self, patches: Tensor, frames: int) -> Tensor:
-        """Patches of pairs of successive frames, from patches in which the processor has duplicated every frame."""
+        """Patches of pairs of successive frames, from patches in which the processor has duplicated
+        every frame.
+        """
         depth = self.processor.image_processor.temporal_patch_size
         side = self.processor.image_processor.patch_size
         # pairs, frames of a pair, patches, 3, side, side
-        single = patches.unflatten(1, (3, depth, side, side)).unflatten(0, (frames // 2, 2, -1))[:, :, :, :, 0]
+        single = patches.unflatten(1, (3, depth, side, side)).unflatten(0, (frames // 2, 2, -1))[
+            :, :, :, :, 0
+        ]
         return single.permute(0, 2, 3, 1, 4, 5).flatten(0, 1).flatten(1)
 
 
@@ -172,7 +208,10 @@ def _shrunk(picture: Image, most: int) -> Image:
     scale = math.sqrt(most / (picture.width * picture.height))
     if scale >= 1:
         return picture
-    return picture.resize((max(1, int(picture.width * scale)), max(1, int(picture.height * scale))), Resampling.LANCZOS)
+    return picture.resize(
+        (max(1, int(picture.width * scale)), max(1, int(picture.height * scale))),
+        Resampling.LANCZOS,
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -182,13 +221,19 @@ WIDEST = 100  # maximum aspect ratio of a picture
 FEWEST = 16  # minimum number of tokens left for a caption after its trigger
 TOGETHER = 8  # default batch size
 SHARE = 0.8  # of the free device memory, at most, for weights
-ADVICE = "To reduce memory, set group_offload_text_encoder, or text_encoder_1_precision int8-quanto."
+ADVICE = (
+    "To reduce memory, set group_offload_text_encoder, or text_encoder_1_precision int8-quanto."
+)
 
 Shown = tuple[DatasetFile, DescriptionRequest]
 
 
-def write_captions(survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
-    """Write a caption file beside each file, keeping existing captions; returns how many were written."""
+def write_captions(
+    survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream
+) -> int:
+    """Write a caption file beside each file, keeping existing captions; returns how many were
+    written.
+    """
     written = 0
     for file, caption in described(survey, files, wording, events):
         target = file.caption_path
@@ -208,13 +253,20 @@ def described(
         UserError: the model cannot be used, or does not fit into memory.
     """
     captioner = open_captioner(survey, events)
-    most, config = longest(survey, captioner, wording), survey.config
+    most = longest(survey, captioner, wording)
+    config = survey.config
     describe = DescribedBatches(captioner, most)
-    size = config.caching.text_encoder_batch_size or TOGETHER  # streamed weights are copied once per batch and token
+    size = (
+        config.caching.text_encoder_batch_size or TOGETHER
+    )  # streamed weights are copied once per batch and token
     with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
         for start in range(0, len(files), size):
             group = files[start : start + size]
-            shown = [(file, request) for file in group if (request := _request(file, wording)) is not None]
+            shown = [
+                (file, request)
+                for file in group
+                if (request := _request(file, wording)) is not None
+            ]
             for (file, _), (text, is_whole) in zip(shown, describe(shown), strict=True):
                 if caption := wording.caption(text, is_whole=is_whole):
                     yield file, caption
@@ -249,7 +301,9 @@ def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
     Raises:
         UserError: the checkpoint has no captioner.
     """
-    spec, source, config = survey.spec, survey.source, survey.config
+    spec = survey.spec
+    source = survey.source
+    config = survey.config
     torch.set_num_threads(compute_threads(config.caching.torch_num_threads))
     absent = [source[role] for role in ENCODER if source[role].local_folder() is None]
     if absent:
@@ -267,7 +321,9 @@ def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
 def _streamed_if_large(
     precision: PrecisionConfig, offload: OffloadConfig, part: Part, device: torch.device
 ) -> OffloadConfig:
-    """The settings; with `offload: auto`, they stream an encoder that would fill most of the free device memory."""
+    """The settings; with `offload: auto`, they stream an encoder that would fill most of the free
+    device memory.
+    """
     stored = quantisation(precision.text_encoder_1_precision)
     if offload.offload != "auto" or device.type != "cuda" or stored is not None:
         return offload
@@ -279,7 +335,8 @@ def _streamed_if_large(
 
 
 def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:
-    """The maximum number of tokens after the trigger: by style, and so that the family's prompt is not truncated.
+    """The maximum number of tokens after the trigger: by style, and so that the family's prompt is
+    not truncated.
 
     Raises:
         UserError: the trigger leaves too few.
@@ -287,7 +344,9 @@ def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:
     room = survey.spec.words.room(survey.config.text)
     left = room - (captioner.count(wording.lead) if wording.lead else 0)
     if left < FEWEST:
-        raise UserError(f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length).")
+        raise UserError(
+            f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length)."
+        )
     return min(left, LENGTHS[wording.style])
 
 
@@ -301,4 +360,6 @@ def _request(file: DatasetFile, wording: Wording) -> DescriptionRequest | None:
     except MediaError as error:
         logger.warning("%s is left out: it %s", file.path, error)
         return None
-    return DescriptionRequest(frames, wording.instruction(is_clip=file.clip is not None), file.seconds)
+    return DescriptionRequest(
+        frames, wording.instruction(is_clip=file.clip is not None), file.seconds
+    )

@@ -29,26 +29,37 @@ from simpletuner.reporting.events import EventStream
 
 TOKENIZER = "tokenizer.json"
 FRAMES = 8  # decoded per clip, to measure motion
-MANY, SMALL, LARGE = 500, 160, 320  # file count above which thumbnails are small; thumbnail sides in pixels
+# file count above which thumbnails are small; thumbnail sides in pixels
+MANY = 500
+SMALL = 160
+LARGE = 320
 BLURRED = 0.25  # of the median sharpness of a dataset
 STILL = 0.004  # mean change between frames; smaller changes are camera noise
 SIDE = 8  # of the compared grid; two directions give 128 bits
 BITS = 2 * SIDE**2
-# Maximum differences between near-duplicates (resized, re-encoded or slightly retouched): in bits, and in the mean
-# colour of any grid cell. Bits alone do not distinguish two shapes on a uniform background.
-NEAR, LIKE = 8, 40
+# Maximum differences between near-duplicates (resized, re-encoded or slightly retouched): in bits,
+# and in the mean colour of any grid cell. Bits alone do not distinguish two shapes on a uniform
+# background.
+NEAR = 8
+LIKE = 40
 NOISE = 2  # of 255; below it, bits of uniform areas would be random
 ROWS = 1024  # compared with all files at a time, to bound memory
 # Remarks about files, in the order of the page's buttons.
 KINDS = {
-    "unused": "not used", "twin": "near-duplicates", "blurred": "blurred", "small": "small", "still": "hardly moving",
+    "unused": "not used",
+    "twin": "near-duplicates",
+    "blurred": "blurred",
+    "small": "small",
+    "still": "hardly moving",
     "cut": "caption cut off",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Words:
-    """A caption as it is encoded: the kept part, the truncated part, and its number of tokens, if known."""
+    """A caption as it is encoded: the kept part, the truncated part, and its number of tokens, if
+    known.
+    """
 
     kept: str
     cut: str = ""
@@ -61,7 +72,8 @@ class FileCard:
 
     Attributes:
         kinds: remarks, by keys of `KINDS`.
-        source: the picture, or the first frame of a clip, as a data URI; empty if it cannot be shown.
+        source: the picture, or the first frame of a clip, as a data URI; empty if it cannot be
+            shown.
         ratio: width / height.
         size, trained: size of the file, and size at which it is trained.
         box: left, top, width and height of the trained crop, in percent of the picture.
@@ -95,7 +107,14 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
     for shown in cards.values():
         mark_blurred(shown)
     # Near-duplicates are searched across datasets, except partners and masks.
-    mark_twins([card for data in survey.datasets if not data.config.is_conditioning for card in cards[data.id]])
+    mark_twins(
+        [
+            card
+            for data in survey.datasets
+            if not data.config.is_conditioning
+            for card in cards[data.id]
+        ]
+    )
     page = render(
         "captions/dataset.html.jinja",
         survey=survey,
@@ -112,9 +131,14 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
 
 def look_at_all(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]:
     """The cards of all files by dataset, decoded in threads."""
-    read, cards = caption_reader(survey), {dataset.id: list[FileCard]() for dataset in survey.datasets}
+    read = caption_reader(survey)
+    cards = {dataset.id: list[FileCard]() for dataset in survey.datasets}
     files = [(dataset, entry) for dataset in survey.datasets for entry in placed(dataset)]
-    captions = {(dataset.id, sample.name): sample.captions for dataset in survey.datasets for sample in dataset.samples}
+    captions = {
+        (dataset.id, sample.name): sample.captions
+        for dataset in survey.datasets
+        for sample in dataset.samples
+    }
     side = SMALL if len(files) > MANY else LARGE
 
     def look(file: tuple[Dataset, LedgerEntry]) -> FileCard:
@@ -133,7 +157,9 @@ def look_at_all(survey: Survey, events: EventStream) -> dict[str, list[FileCard]
 
 
 def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
-    """The ledger, with crops also for files that are rejected only because they have no usable caption."""
+    """The ledger, with crops also for files that are rejected only because they have no usable
+    caption.
+    """
     silent = {file.name for file in dataset.rejected if file.reason in UNCAPTIONED}
     for entry in dataset.ledger():
         if entry.name in silent:
@@ -149,11 +175,15 @@ def tokenizer_file(survey: Survey) -> Path | None:
 
 
 def caption_reader(survey: Survey) -> CaptionReader:
-    """A function that splits captions where prompts are truncated, if the checkpoint's tokenizer is on this machine."""
-    spec, file = survey.spec, tokenizer_file(survey)
+    """A function that splits captions where prompts are truncated, if the checkpoint's tokenizer is
+    on this machine.
+    """
+    spec = survey.spec
+    file = tokenizer_file(survey)
     if file is None:
         return lambda dataset, caption: Words(caption)
-    tokenizer, room = Tokenizer.from_file(str(file)), spec.words.room(survey.config.text)
+    tokenizer = Tokenizer.from_file(str(file))
+    room = spec.words.room(survey.config.text)
 
     def read(dataset: Dataset, caption: str) -> Words:
         text = spec.words.clean(spec.words.of_dataset(dataset.config, caption))
@@ -174,7 +204,8 @@ def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: 
         frames = DatasetFile(dataset, entry.name).frames(FRAMES)
     except MediaError as error:
         return FileCard(entry.name, {"unused": str(error)}, words)
-    card.source, card.print = thumbnail(frames[0], side), colour_grid(frames[0])
+    card.source = thumbnail(frames[0], side)
+    card.print = colour_grid(frames[0])
     if entry.geometry is not None:
         card.sharpness = sharpness(frames[0], entry.geometry)
     if any(part.cut for part in words):
@@ -191,17 +222,23 @@ def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words])
     card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words)
     if facts is None or facts.problem is not None:
         return card
-    card.size, card.ratio = f"{facts.width}x{facts.height}", facts.width / facts.height
+    card.size = f"{facts.width}x{facts.height}"
+    card.ratio = facts.width / facts.height
     if (geometry := entry.geometry) is not None:
-        card.trained, sizes = entry.trained_size, (*geometry.crop, *geometry.size)
-        card.box = [100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)]
+        card.trained = entry.trained_size
+        sizes = (*geometry.crop, *geometry.size)
+        card.box = [
+            100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)
+        ]
         if (enlarged := geometry.resized[0] / facts.width) > NOTICEABLE_ENLARGEMENT:
             card.kinds["small"] = f"enlarged {enlarged:.1f} times"
     return card
 
 
 def mark_blurred(cards: Sequence[FileCard]) -> None:
-    """Mark files much less sharp than the dataset's median; a relative limit does not mark a soft style."""
+    """Mark files much less sharp than the dataset's median; a relative limit does not mark a soft
+    style.
+    """
     known = [(card, card.sharpness) for card in cards if card.sharpness is not None]
     least = BLURRED * median(value for _, value in known) if known else 0
     for card, value in known:
@@ -224,19 +261,29 @@ def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
 
 
 def difference_hash(prints: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Whether each of 8 x 8 cells is darker than its right neighbour, and than its lower neighbour (N 128)."""
+    """Whether each of 8 x 8 cells is darker than its right neighbour, and than its lower neighbour
+    (N 128).
+    """
     grey = prints.mean(axis=3)
-    cells, right, below = grey[:, :-1, :-1], grey[:, :-1, 1:], grey[:, 1:, :-1]
-    return np.concatenate([(side - cells > NOISE).reshape(-1, SIDE**2) for side in (right, below)], axis=1)
+    cells = grey[:, :-1, :-1]
+    right = grey[:, :-1, 1:]
+    below = grey[:, 1:, :-1]
+    return np.concatenate(
+        [(side - cells > NOISE).reshape(-1, SIDE**2) for side in (right, below)], axis=1
+    )
 
 
 def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
-    """Groups of near-duplicates, as indices of colour grids: the connected components of their similarity."""
+    """Groups of near-duplicates, as indices of colour grids: the connected components of their
+    similarity.
+    """
     grids = np.array(prints, dtype=np.int16).reshape(-1, SIDE + 1, SIDE + 1, 3)
     signs = difference_hash(grids).astype(np.float32) * 2 - 1
     group = np.arange(len(grids))
     for start in range(0, len(grids), ROWS):
-        agreement = signs[start : start + ROWS] @ signs.T  # equal bits - differing bits = BITS - 2 * differing bits
+        agreement = (
+            signs[start : start + ROWS] @ signs.T
+        )  # equal bits - differing bits = BITS - 2 * differing bits
         for row, is_near in enumerate(agreement >= BITS - 2 * NEAR, start):
             near = np.flatnonzero(is_near)
             distance = np.abs(grids[near] - grids[row]).mean(axis=3).max(axis=(1, 2))
@@ -248,7 +295,9 @@ def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
 
 
 def sharpness(picture: Image.Image, geometry: Geometry) -> float:
-    """Variance of the Laplacian of the trained crop (Pech-Pacheco et al., ICPR 2000); low if out of focus."""
+    """Variance of the Laplacian of the trained crop (Pech-Pacheco et al., ICPR 2000); low if out of
+    focus.
+    """
     grey = fit(picture.convert("L"), geometry, Image.Resampling.BILINEAR).astype(np.float32)
     around = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
     return float((around - 4 * grey[1:-1, 1:-1]).var())
@@ -256,5 +305,8 @@ def sharpness(picture: Image.Image, geometry: Geometry) -> float:
 
 def motion(frames: Sequence[Image.Image]) -> float:
     """Mean change of brightness between successive frames, as a share of the full range."""
-    small = [np.asarray(frame.convert("L").resize((64, 64), Image.Resampling.BOX), dtype=np.int16) for frame in frames]
+    small = [
+        np.asarray(frame.convert("L").resize((64, 64), Image.Resampling.BOX), dtype=np.int16)
+        for frame in frames
+    ]
     return float(np.abs(np.diff(small, axis=0)).mean() / 255)

@@ -1,8 +1,9 @@
-"""Edits of caption files on the page: one text, a batch with its backup, and the list of excluded files.
+"""Edits of caption files on the page: one text, a batch with its backup, and the list of excluded
+files.
 
-A caption is replaced only if it has not changed since the editor read it. Before a batch of captions is replaced, the
-old texts are saved in a hidden file beside them; only the newest backups are kept. User files are never deleted or
-moved.
+A caption is replaced only if it has not changed since the editor read it. Before a batch of
+captions is replaced, the old texts are saved in a hidden file beside them; only the newest backups
+are kept. User files are never deleted or moved.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def _check_unchanged(path: Path, seen: str) -> None:
     except LeftOutError:
         tag = "unreadable"
     if tag != seen:
-        raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It was not overwritten.")
+        raise ChangedMeanwhileError(
+            f"{path.name} has changed since it was opened. It was not overwritten."
+        )
 
 
 def content_of(text: str) -> str:
@@ -93,7 +96,9 @@ def content_of(text: str) -> str:
     Raises:
         UserError: the text is not a valid caption.
     """
-    content = "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").split("\n")).strip("\n")
+    content = "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").split("\n")).strip(
+        "\n"
+    )
     if token := control_token(content):
         raise UserError(f"A caption cannot contain {token}, a control token of the tokenizer.")
     if match := UNWRITABLE.search(content):
@@ -150,7 +155,8 @@ def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChang
     Raises:
         UserError: a new text is not a valid caption.
     """
-    changes, unreadable = [], []
+    changes = []
+    unreadable = []
     for name, path in files.items():
         try:
             text = read_caption(path) or ""
@@ -164,11 +170,14 @@ def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChang
 
 def digest_of(changes: Sequence[CaptionChange]) -> str:
     """A hash of changes, so that only the changes that were previewed are applied."""
-    return tag_of("".join(tag_of(part) for edit in changes for part in (edit.name, edit.before, edit.after)))
+    return tag_of(
+        "".join(tag_of(part) for edit in changes for part in (edit.name, edit.before, edit.after))
+    )
 
 
 def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
-    """Back up the old texts in the dataset's folder and write the changes; returns the name of the backup.
+    """Back up the old texts in the dataset's folder and write the changes; returns the name of the
+    backup.
 
     Raises:
         ChangedMeanwhileError: a file has changed; the changes before it are written.

@@ -60,7 +60,8 @@ class Shown:
     Attributes:
         card: sizes, crop, captions as they are trained, and why the file is not used.
         stamp: changes with the content of the file.
-        text, tag: content of the caption file and its tag; the text is None without a caption file that may be shown.
+        text, tag: content of the caption file and its tag; the text is None without a caption file
+            that may be shown.
         locked: why the caption cannot be edited; empty if it can.
         is_excluded: the user excluded the file, and can include it again.
         shares: another file has the same caption file.
@@ -85,7 +86,9 @@ class Shown:
         return visible(self.card.name)
 
 
-Planned = tuple[LedgerEntry, Sequence[str], Mask | None]  # how a file is trained, with its captions and mask
+Planned = tuple[
+    LedgerEntry, Sequence[str], Mask | None
+]  # how a file is trained, with its captions and mask
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,13 @@ class Library:
     @cached_property
     def masks(self) -> DatasetConfig | None:
         """The entry of the masks of this dataset; None if it has none."""
-        links = link_partners([self.context.fill(entry) for entry in self.entries], self.context, Problems())
-        return next((entry for entry in links.get(self.entry.id, []) if entry.conditioning_type in MASKS), None)
+        links = link_partners(
+            [self.context.fill(entry) for entry in self.entries], self.context, Problems()
+        )
+        return next(
+            (entry for entry in links.get(self.entry.id, []) if entry.conditioning_type in MASKS),
+            None,
+        )
 
     @cached_property
     def excluded(self) -> frozenset[str]:
@@ -140,13 +148,17 @@ class Library:
         if self.entry.type != "local":
             return f"Files and captions come from {self.entry.type}: change them there."
         if self.entry.is_conditioning:
-            return "These are partners or masks: they use the captions of the files that they belong to."
+            return (
+                "These are partners or masks: they use the captions of the files that they "
+                "belong to."
+            )
         return ""
 
     @property
     def locked(self) -> str:
         """Why the captions are read-only; empty if they are not."""
-        entry, strategy = self.entry, self.entry.caption_strategy
+        entry = self.entry
+        strategy = self.entry.caption_strategy
         if self.fixed:
             return self.fixed
         advice = "To caption each file, set Caption Strategy to textfile."
@@ -154,7 +166,11 @@ class Library:
             return f"Every file is trained with Instance Prompt. {advice}"
         if strategy == "filename":
             return f"Each file is captioned by its name. {advice}"
-        return "" if strategy == "textfile" else f"Captions come from a table: change them there. {advice}"
+        return (
+            ""
+            if strategy == "textfile"
+            else f"Captions come from a table: change them there. {advice}"
+        )
 
     @property
     def unpaintable(self) -> str:
@@ -183,13 +199,15 @@ class Library:
         return ""
 
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
-        """Search file names and captions; returns the matching files, and how many were not searched in time.
+        """Search file names and captions; returns the matching files, and how many were not
+        searched in time.
 
         Args:
             words: text to search for; case is ignored.
             only: `excluded` or `uncaptioned` restricts the search to these files.
         """
-        names, matches = self.listing.files, list[str]()
+        names = self.listing.files
+        matches: list[str] = []
         if only == "excluded":
             names = tuple(name for name in names if name in self.excluded)
         if not words and only != "uncaptioned":
@@ -244,7 +262,9 @@ class Library:
             )
 
     def _planned(self, names: Sequence[str]) -> Iterator[Planned]:
-        """How training would use these files if they were the whole dataset and none were excluded."""
+        """How training would use these files if they were the whole dataset and none were
+        excluded.
+        """
         entries = [
             # Both depend on all files of the dataset.
             entry.model_copy(update={"hold_out": 0, "max_num_samples": None})
@@ -257,7 +277,9 @@ class Library:
             return self._bare(names)
         captions = {sample.name: sample.captions for sample in dataset.samples}
         known = (entry for entry in placed(dataset) if entry.name in dataset.facts)
-        return ((entry, captions.get(entry.name, ()), Mask.of(dataset, entry.name)) for entry in known)
+        return (
+            (entry, captions.get(entry.name, ()), Mask.of(dataset, entry.name)) for entry in known
+        )
 
     def _folders(self, names: Sequence[str]) -> dict[str, Folder]:
         """The folders of the dataset and of its partners, reduced to these files."""
@@ -265,7 +287,9 @@ class Library:
         for entry in (self.context.fill(entry) for entry in self.entries if entry.is_conditioning):
             listing = list_files(entry, self.context)
             partners = index_partners(listing.files)
-            kept = dict.fromkeys(partner for name in names for partner in partners_of(name, partners))
+            kept = dict.fromkeys(
+                partner for name in names for partner in partners_of(name, partners)
+            )
             folders[entry.id] = part_of(entry, [*kept], listing)
         return folders
 
@@ -298,5 +322,9 @@ def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder
     root = Path(entry.instance_data_dir or "")
     facts = inspected(root, sorted(names))
     captions = {name: listing.captions[name] for name in names if name in listing.captions}
-    damaged = tuple(Rejected(entry.id, name, fact.reason, fact.problem) for name, fact in facts.items() if fact.problem)
+    damaged = tuple(
+        Rejected(entry.id, name, fact.reason, fact.problem)
+        for name, fact in facts.items()
+        if fact.problem
+    )
     return Folder(root, facts, Scan((*facts,), captions, listing.metadata), rejected=damaged)

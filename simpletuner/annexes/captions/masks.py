@@ -1,8 +1,8 @@
 """Masks that are painted on the page.
 
-Masks are PNG files in a dataset of masks beside the pictures. Training needs a mask for every file, so the first
-painted mask adds white masks for all other files, which are still learned whole. Only a client that has read the
-current mask can replace it.
+Masks are PNG files in a dataset of masks beside the pictures. Training needs a mask for every file,
+so the first painted mask adds white masks for all other files, which are still learned whole. Only
+a client that has read the current mask can replace it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from simpletuner.data.pictures import PICTURE_SUFFIXES, decode
 from simpletuner.errors import UserError
 
 DATA_URI = "data:image/png;base64,"
-WHITE_SIDE = 128  # pixels of the shorter side of a white mask, enough to keep the aspect ratio of its file
+WHITE_SIDE = (
+    128  # pixels of the shorter side of a white mask, enough to keep the aspect ratio of its file
+)
 MOST_FILLED = 5000
 # Held between the comparison of a mask with If-Match and its replacement.
 _painting = threading.Lock()
 
 
 def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) -> int:
-    """Write the mask of a file, and white masks for all files without a mask; returns the number of white masks.
+    """Write the mask of a file, and white masks for all files without a mask; returns the number of
+    white masks.
 
     Args:
         folder: the folder of the masks.
@@ -56,9 +59,13 @@ def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) 
         before = mask_of(name, present)
         path = mask_path(library, folder, name, before)
         if path.suffix.lower() != ".png":
-            raise UserError(f"{path} is a mask in another format: move it away, or convert it to PNG.")
+            raise UserError(
+                f"{path} is a mask in another format: move it away, or convert it to PNG."
+            )
         if (stamp_of(inspected(folder, [before])[before]) if before else "") != seen:
-            raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It was not overwritten.")
+            raise ChangedMeanwhileError(
+                f"{path.name} has changed since it was opened. It was not overwritten."
+            )
         bare = without_mask(library, folder, [*present, path.relative_to(folder).as_posix()])
         write_atomically(path, content)
         return fill_white(library, folder, bare)
@@ -86,7 +93,8 @@ def mask_of(name: str, masks: Iterable[str]) -> str:
 
 
 def mask_name(library: Library, name: str, before: str = "") -> str:
-    """The name of a file's mask: after the whole file name where other files have its stem, as `cat.jpg.png`.
+    """The name of a file's mask: after the whole file name where other files have its stem, as
+    `cat.jpg.png`.
 
     Args:
         before: the present mask, which is replaced unless it is also that of another file.
@@ -113,13 +121,17 @@ def without_mask(library: Library, folder: Path, masks: Sequence[str]) -> list[s
     """The used files that have no mask.
 
     Raises:
-        UserError: too many files have none, or one would be written behind a link out of the project.
+        UserError: too many files have none, or one would be written behind a link out of the
+            project.
     """
     index = index_partners(masks)
     used = (file for file in library.listing.files if file not in library.excluded)
     bare = [file for file in used if not partners_of(file, index)]
     if len(bare) > MOST_FILLED:
-        message = f"{len(bare):,} files have no mask in {folder}, and every file needs one. Add masks first"
+        message = (
+            f"{len(bare):,} files have no mask in {folder}, and every file needs one. Add "
+            "masks first"
+        )
         raise UserError(f"{message}: the page creates at most {MOST_FILLED:,} white masks.")
     for file in bare:
         mask_path(library, folder, file)
@@ -144,7 +156,9 @@ def _received(sent: str, size: Size) -> Image.Image:
         UserError: the mask is not a picture, has another aspect ratio, or is black.
     """
     try:
-        mask = decode(base64.b64decode(sent.removeprefix(DATA_URI), validate=True), "black").convert("L")
+        mask = decode(
+            base64.b64decode(sent.removeprefix(DATA_URI), validate=True), "black"
+        ).convert("L")
     except binascii.Error:
         raise UserError("The mask is not sent as a data URI of a PNG file.") from None
     except MediaError as error:
@@ -153,7 +167,9 @@ def _received(sent: str, size: Size) -> Image.Image:
         painted, original = ("x".join(map(str, sides)) for sides in (mask.size, size))
         raise UserError(f"The mask is {painted} and its file {original}: the aspect ratios differ.")
     if mask.getbbox() is None:
-        raise UserError("The mask is black: nothing would be learned from the file. Exclude the file instead.")
+        raise UserError(
+            "The mask is black: nothing would be learned from the file. Exclude the file instead."
+        )
     return mask
 
 

@@ -1,4 +1,6 @@
-"""Captioning without the model: files that need captions, the instruction, and cleaning of the model's output."""
+"""Captioning without the model: files that need captions, the instruction, and cleaning of the
+model's output.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,28 @@ Style = Literal["short", "long", "tags"]
 LENGTHS: dict[Style, int] = {"short": 60, "long": 220, "tags": 90}
 # {0} is the kind of file, {1} what else to describe.
 INSTRUCTIONS: dict[Style, str] = {
-    "short": "Describe this {0} in one plain sentence: the subject, {1}, where it is, and whether it is photographed, "
-    "drawn or something else. State what is visible; guess nothing.",
-    "long": "Describe this {0} in one paragraph of up to 120 words, as for somebody who will make it again without "
-    "seeing it: the kind of {0}, the subject with its colours and materials, {1}, what surrounds it and where each "
-    "thing is, the background, the light and the framing. Quote text that can be read. State what is visible; guess "
-    "nothing, and do not interpret.",
-    "tags": "List what this {0} shows as at most twenty short tags in lower case, separated by commas, the most "
-    "important first: subject, looks, {1}, place, colours, light, kind of {0}. Write the tags alone.",
+    "short": (
+        "Describe this {0} in one plain sentence: the subject, {1}, where it is, and whether it "
+        "is photographed, drawn or something else. State what is visible; guess nothing."
+    ),
+    "long": (
+        "Describe this {0} in one paragraph of up to 120 words, as for somebody who will make it "
+        "again without seeing it: the kind of {0}, the subject with its colours and materials, "
+        "{1}, what surrounds it and where each thing is, the background, the light and the "
+        "framing. Quote text that can be read. State what is visible; guess nothing, and do not "
+        "interpret."
+    ),
+    "tags": (
+        "List what this {0} shows as at most twenty short tags in lower case, separated by "
+        "commas, the most important first: subject, looks, {1}, place, colours, light, kind of "
+        "{0}. Write the tags alone."
+    ),
 }
 PICTURE = ("picture", "its pose or action")
 CLIP = ("clip", "what it does in which order and how fast, how the camera moves")
 ENCODER = ("text_encoder", "tokenizer")  # the components of a captioner
-LANGUAGE_HEAD, VISION = "lm_head.weight", "visual."
+LANGUAGE_HEAD = "lm_head.weight"
+VISION = "visual."
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,9 @@ class Wording:
         return INSTRUCTIONS[self.style].format(*(CLIP if is_clip else PICTURE))
 
     def caption(self, text: str, *, is_whole: bool) -> str:
-        """The model's output as a caption, without a truncated last sentence or tag; empty if the output is empty."""
+        """The model's output as a caption, without a truncated last sentence or tag; empty if the
+        output is empty.
+        """
         text = text.strip(" \"'")
         if not is_whole:
             # Up to the last complete sentence, or else up to the last comma.
@@ -79,7 +92,8 @@ def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None
         wanted: a dataset's id; None means all datasets.
 
     Raises:
-        ConfigError: the checkpoint has no captioner, the dataset does not exist, or the trigger is invalid.
+        ConfigError: the checkpoint has no captioner, the dataset does not exist, or the trigger is
+            invalid.
     """
     problems = Problems()
     wording.check(problems)
@@ -92,9 +106,14 @@ def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None
 
 
 def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> None:
-    """Check that the text encoder can describe pictures. A missing one is checked after its download."""
+    """Check that the text encoder can describe pictures. A missing one is checked after its
+    download.
+    """
     if spec.words.captioner is None:
-        message = f"the text encoder of {spec.title} cannot caption pictures; choose a Kandinsky 5 family."
+        message = (
+            f"the text encoder of {spec.title} cannot caption pictures; choose a Kandinsky "
+            "5 family."
+        )
         report.error("model_family", message)
         return
     part = source["text_encoder"]
@@ -103,21 +122,30 @@ def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> 
     settings = part.read_config() or {}
     has = {
         # A tied head is stored as the embedding only.
-        f"language head ({LANGUAGE_HEAD})": LANGUAGE_HEAD in names or bool(settings.get("tie_word_embeddings")),
+        f"language head ({LANGUAGE_HEAD})": LANGUAGE_HEAD in names
+        or bool(settings.get("tie_word_embeddings")),
         f"vision tower ({VISION}*)": any(VISION in name for name in names),
     }
     lacks = [part for part, is_present in has.items() if not is_present]
     if names and lacks:
-        report.error(part.key, f"the text encoder in {part.location!r} has no {' and no '.join(lacks)}.")
+        report.error(
+            part.key, f"the text encoder in {part.location!r} has no {' and no '.join(lacks)}."
+        )
 
 
 def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
     """The datasets whose files can have caption files."""
-    return [dataset for dataset in datasets if dataset.config.type == "local" and not dataset.config.is_conditioning]
+    return [
+        dataset
+        for dataset in datasets
+        if dataset.config.type == "local" and not dataset.config.is_conditioning
+    ]
 
 
 def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[DatasetFile]:
-    """The usable files without a caption in one dataset or in all; files with the same stem share a caption."""
+    """The usable files without a caption in one dataset or in all; files with the same stem share a
+    caption.
+    """
     for dataset in _described(datasets):
         if wanted in (None, dataset.id) and is_readable(dataset.root):
             blank = {file.name for file in dataset.rejected if file.detail == EMPTY}
@@ -132,6 +160,16 @@ def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Itera
 def unread(files: Sequence[DatasetFile]) -> list[str]:
     """Notes about datasets that ignore caption files."""
     configs = (file.dataset.config for file in files)
-    ignoring = {each.id: each for each in configs if each.caption_strategy != "textfile" or each.only_instance_prompt}
-    advice = "to train with the new captions, set caption_strategy to textfile and leave out only_instance_prompt"
-    return [f"{name}: captions come from {config.caption_strategy}; {advice}." for name, config in ignoring.items()]
+    ignoring = {
+        each.id: each
+        for each in configs
+        if each.caption_strategy != "textfile" or each.only_instance_prompt
+    }
+    advice = (
+        "to train with the new captions, set caption_strategy to textfile and leave out "
+        "only_instance_prompt"
+    )
+    return [
+        f"{name}: captions come from {config.caption_strategy}; {advice}."
+        for name, config in ignoring.items()
+    ]

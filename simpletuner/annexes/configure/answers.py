@@ -48,7 +48,9 @@ class ConfigAnswers:
 
     @property
     def draft(self) -> Draft:
-        """The settings; they begin anew with the values of the recipe whenever an answer about the files changes."""
+        """The settings; they begin anew with the values of the recipe whenever an answer about the
+        files changes.
+        """
         if self._is_outdated:
             self._draft = self._proposed()
             self._is_outdated = False
@@ -60,7 +62,9 @@ class ConfigAnswers:
 
     @property
     def chooses_model(self) -> bool:
-        """Whether the model is chosen for the files of the folder, instead of being a setting of the loaded file."""
+        """Whether the model is chosen for the files of the folder, instead of being a setting of
+        the loaded file.
+        """
         return self.run is not None and not self.is_loaded
 
     def name_folder(self, folder: Path | None) -> None:
@@ -75,11 +79,15 @@ class ConfigAnswers:
         self.run = None
         if folder is not None:
             media = read_media_folder(folder)
-            self.run = RunAnswers(self._name(folder), media, {}, device=self.device, offers_demo=self.offers_demo)
+            self.run = RunAnswers(
+                self._name(folder), media, {}, device=self.device, offers_demo=self.offers_demo
+            )
         self.propose()
 
     def _name(self, folder: Path) -> str:
-        """The name of the run: that of its config, if it has a folder of its own, as in `config/cat/config.json`."""
+        """The name of the run: that of its config, if it has a folder of its own, as in
+        `config/cat/config.json`.
+        """
         own = self.file.parent
         return own.name if own.parent == Path("config") else run_name(folder)
 
@@ -95,7 +103,9 @@ class ConfigAnswers:
             self.run.device = device
 
     def propose(self) -> None:
-        """Begin the settings anew with the values of the recipe, once they are asked; a loaded file keeps its own."""
+        """Begin the settings anew with the values of the recipe, once they are asked; a loaded file
+        keeps its own.
+        """
         self._is_outdated = not self.is_loaded
 
     def _proposed(self) -> Draft:
@@ -113,7 +123,9 @@ class ConfigAnswers:
         return draft
 
     def new_run(self) -> NewRun | None:
-        """The run on the files of the folder with the model of the settings; None if the model is for other files."""
+        """The run on the files of the folder with the model of the settings; None if the model is
+        for other files.
+        """
         if self.run is None:
             return None
         example = self._example(self.run)
@@ -148,7 +160,9 @@ class ConfigAnswers:
 
 
 def nearest_example(examples: list[str], values: Mapping[str, Any], draft: Draft) -> str | None:
-    """The first example with the same checkpoint and flavour, else with the same family; None if there is none."""
+    """The first example with the same checkpoint and flavour, else with the same family; None if
+    there is none.
+    """
     same_family = None
     for example in examples:
         config = read_example(example)
@@ -163,7 +177,9 @@ def nearest_example(examples: list[str], values: Mapping[str, Any], draft: Draft
 
 
 def example_datasets(draft: Draft) -> list[dict[str, Any]]:
-    """The content of an initial dataset file: a packaged example's, with clips as long as previews."""
+    """The content of an initial dataset file: a packaged example's, with clips as long as
+    previews.
+    """
     examples = [*MODELS["pictures"], *MODELS["clips"]]
     if draft.judgement.flavour.task == "i2i":
         examples = [*MODELS["pairs"]]

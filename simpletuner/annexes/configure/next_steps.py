@@ -31,20 +31,26 @@ def show_next_steps(answers: ConfigAnswers, dialogue: Dialogue) -> None:
         dialogue.print(textwrap.indent(json.dumps(entries, indent=2), " " * 5), "dim")
 
 
-def _offer_datasets(answers: ConfigAnswers, entries: list[dict[str, Any]], dialogue: Dialogue) -> bool:
+def _offer_datasets(
+    answers: ConfigAnswers, entries: list[dict[str, Any]], dialogue: Dialogue
+) -> bool:
     """Offer a dataset file for a folder that may not exist yet; returns whether it was written."""
     # Scripts have already given all answers.
     if not dialogue.asks or not sys.stdin.isatty():
         return False
     folder = entries[0]["instance_data_dir"]
-    question = f"Also write {answers.draft.dataset_file}, for {answers.draft.spec.media_noun} in {folder}?"
+    question = (
+        f"Also write {answers.draft.dataset_file}, for {answers.draft.spec.media_noun} in {folder}?"
+    )
     if not dialogue.confirm(question, default=True):
         return False
     write_json(answers.dataset_path, entries)
     return True
 
 
-def _data_steps(answers: ConfigAnswers, entries: list[dict[str, Any]], *, is_new: bool) -> Iterator[str]:
+def _data_steps(
+    answers: ConfigAnswers, entries: list[dict[str, Any]], *, is_new: bool
+) -> Iterator[str]:
     """What is left to do about the files.
 
     Args:
@@ -63,20 +69,27 @@ def _data_steps(answers: ConfigAnswers, entries: list[dict[str, Any]], *, is_new
     elif answers.dataset_path.is_file():
         yield f"Check your dataset file {path}; the wizard does not change it."
     else:
-        yield f"Write the dataset file {path}, which says where your {noun} are, such as the one below."
+        yield (
+            f"Write the dataset file {path}, which says where your {noun} are, such as the "
+            "one below."
+        )
 
 
 def _run_steps(answers: ConfigAnswers) -> Iterator[str]:
     command = train_command(answers.file)
     yield f"Check:  {command} --dry-run"
-    is_tiny = str(answers.draft.values.get("pretrained_model_name_or_path")).startswith(EXAMPLES_ALIAS)
+    is_tiny = str(answers.draft.values.get("pretrained_model_name_or_path")).startswith(
+        EXAMPLES_ALIAS
+    )
     where = "" if is_tiny or find_device().is_gpu else ", on a machine with a GPU"
     yield f"Train{where}:  {command}"
 
 
 def train_command(file: Path) -> str:
     """The shortest command that uses this config."""
-    if file == Path("config.json") or (file == Path("config/config.json") and not Path("config.json").exists()):
+    if file == Path("config.json") or (
+        file == Path("config/config.json") and not Path("config.json").exists()
+    ):
         return "simpletuner train"
     folder = file.parent
     if file.name == "config.json" and folder.parent == Path("config"):

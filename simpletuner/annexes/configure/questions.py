@@ -1,4 +1,6 @@
-"""The questions of `simpletuner configure`, in order: the files and the machine, then the settings."""
+"""The questions of `simpletuner configure`, in order: the files and the machine, then the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ class Folder(AboutFiles):
 
     def help(self, choices: Mapping[str, str]) -> list[str]:
         return [
-            "The dataset file is written for it, and what suits its files is proposed. The files stay as they are.",
+            "The dataset file is written for it, and what suits its files is proposed. The "
+            "files stay as they are.",
             "Two folders named before and after in it are pictures before and after an edit.",
         ]
 
@@ -83,7 +86,9 @@ class Folder(AboutFiles):
         missing = len(media.uncaptioned)
         if missing and (media.captioned or media.sources):
             total = missing + len(media.captioned)
-            remarks.append(f"No caption for {missing} of {counted(total, 'file')}: write them before training.")
+            remarks.append(
+                f"No caption for {missing} of {counted(total, 'file')}: write them before training."
+            )
         return remarks
 
 
@@ -196,4 +201,10 @@ def _path(answer: str) -> Path:
 
 GPU = Gpu()
 RUN_QUESTIONS = tuple(AboutRun(question) for question in start.QUESTIONS)
-QUESTIONS: Sequence[Question[ConfigAnswers]] = (Folder(), GPU, RecipeChoice(), *RUN_QUESTIONS, *SETTINGS)
+QUESTIONS: Sequence[Question[ConfigAnswers]] = (
+    Folder(),
+    GPU,
+    RecipeChoice(),
+    *RUN_QUESTIONS,
+    *SETTINGS,
+)

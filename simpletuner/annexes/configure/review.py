@@ -20,7 +20,9 @@ from simpletuner.redaction import redact
 
 
 def review(answers: ConfigAnswers, dialogue: Dialogue) -> bool:
-    """Show all settings, and ask again for settings that the user names, until the answer is yes or no."""
+    """Show all settings, and ask again for settings that the user names, until the answer is yes or
+    no.
+    """
     settings = {setting.key: setting for setting in SETTINGS}
     declined: Mapping[str, Any] = {}
     while True:
@@ -99,7 +101,9 @@ def _proposals(draft: Draft) -> dict[str, Any]:
 
 
 def _show(answers: ConfigAnswers, dialogue: Dialogue) -> tuple[bool, Mapping[str, Any]]:
-    """Show all settings and the plan's verdict; returns whether training will refuse them, and a remedy."""
+    """Show all settings and the plan's verdict; returns whether training will refuse them, and a
+    remedy.
+    """
     _show_settings(answers.draft, dialogue)
     run = answers.new_run()
     if run is not None:
@@ -137,12 +141,19 @@ def _show_settings(draft: Draft, dialogue: Dialogue) -> None:
     for key in asked:
         dialogue.show(f"  {key:<{width}}  {redact(typed(values[key]))}")
     others = [key for key in values if key not in asked]
-    _show_keys("Follows from your answers", [key for key in others if key not in draft.loaded], draft, dialogue)
+    _show_keys(
+        "Follows from your answers",
+        [key for key in others if key not in draft.loaded],
+        draft,
+        dialogue,
+    )
     _show_keys("As before", [key for key in others if key in draft.loaded], draft, dialogue)
     dialogue.show()
 
 
 def _show_keys(title: str, keys: list[str], draft: Draft, dialogue: Dialogue) -> None:
     if keys:
-        shown = [f"{key} {redact(json.dumps(draft.values[key], ensure_ascii=False))}" for key in keys]
+        shown = [
+            f"{key} {redact(json.dumps(draft.values[key], ensure_ascii=False))}" for key in keys
+        ]
         dialogue.show(f"  {title}: {', '.join(shown)}")

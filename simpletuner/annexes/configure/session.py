@@ -22,8 +22,8 @@ from simpletuner.errors import ConfigError, Problems, UserError
 
 WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
-? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you
-confirm at the end."""
+? explains a question, - leaves a setting out, back returns to the previous question.
+Nothing is written until you confirm at the end."""
 
 
 def run_session(file: Path, dialogue: Dialogue) -> bool:
@@ -70,10 +70,14 @@ def _usable(draft: Draft, dialogue: Dialogue) -> Draft:
             refused.setdefault(key_of(problem), problem.message)
     for key, reason in refused.items():
         dialogue.warn(f"{key}: {reason}")
-    if not refused or not dialogue.confirm("Training would refuse the above. Leave it out?", default=True):
+    if not refused or not dialogue.confirm(
+        "Training would refuse the above. Leave it out?", default=True
+    ):
         return draft
     dialogue.print(f"Left out: {', '.join(refused)}", "yellow")
-    return Draft(draft.file, {key: value for key, value in draft.values.items() if key not in refused})
+    return Draft(
+        draft.file, {key: value for key, value in draft.values.items() if key not in refused}
+    )
 
 
 def check_target(file: Path) -> None:
@@ -93,7 +97,8 @@ def check_target(file: Path) -> None:
 
 
 def load_values(file: Path, report: Problems) -> dict[str, Any]:
-    """The values in a file, unexpanded, by the canonical names of their keys; without keys of earlier versions.
+    """The values in a file, unexpanded, by the canonical names of their keys; without keys of
+    earlier versions.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -1,7 +1,8 @@
-"""The questions about settings, in order, with defaults and choices that depend on other answers or on this machine.
+"""The questions about settings, in order, with defaults and choices that depend on other answers or
+on this machine.
 
-Help, choices, defaults, limits and rules of a setting come from the option schema and the family. The steps are the
-sections of the web page (`config/sections.toml`).
+Help, choices, defaults, limits and rules of a setting come from the option schema and the family.
+The steps are the sections of the web page (`config/sections.toml`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Setting(Question[ConfigAnswers]):
         key: the setting.
         text: the question in a few words.
         when: a condition on the settings so far, in addition to the rules of the schema.
-        propose: returns the default if the file lacks the key; otherwise the value that training would use.
+        propose: returns the default if the file lacks the key; otherwise the value that training
+            would use.
         names: returns choices with remarks; by default the page's choices, or else the schema's.
         implied: returns further settings that an answer determines; None removes a setting.
         follows: the default depends on another setting, so the key is written only if it differs.
@@ -85,7 +87,9 @@ class Setting(Question[ConfigAnswers]):
     def fits(self, draft: Draft) -> bool:
         """Whether the setting has an effect and is not excluded, with the settings so far."""
         is_excluded = any(rule.holds(draft.config.flat) for rule in self.option.excludes)
-        return self.key not in draft.judgement.without_effect and not is_excluded and self.when(draft)
+        return (
+            self.key not in draft.judgement.without_effect and not is_excluded and self.when(draft)
+        )
 
     def default(self, answers: ConfigAnswers) -> Any:
         return self.proposed(answers.draft)
@@ -127,7 +131,9 @@ class Setting(Question[ConfigAnswers]):
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def problems(self, value: Any, answers: ConfigAnswers) -> list[Problem]:
-        """What is wrong; nothing for an unchanged value of the file, whose problems were shown at loading."""
+        """What is wrong; nothing for an unchanged value of the file, whose problems were shown at
+        loading.
+        """
         draft = answers.draft
         if self.key in draft.loaded and value == draft.values.get(self.key):
             return []
@@ -183,21 +189,31 @@ def _prompt_library(draft: Draft) -> str | None:
 
 
 def _other_length(steps: Any) -> dict[str, Any]:
-    """Steps and epochs exclude each other: steps set the epochs to 0; without steps, this 0 is removed."""
+    """Steps and epochs exclude each other: steps set the epochs to 0; without steps, this 0 is
+    removed.
+    """
     # The answer may not be converted to a number yet.
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
 
 
 # In the order of the page's sections.
 SETTINGS: Sequence[Setting] = (
-    Setting("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
+    Setting(
+        "model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}
+    ),
     Setting(
         "model_flavour",
         "Version of the model",
         propose=lambda draft: draft.spec.flavours[0].name,
-        names=lambda draft: {flavour.name: about_flavour(flavour) for flavour in draft.spec.flavours},
+        names=lambda draft: {
+            flavour.name: about_flavour(flavour) for flavour in draft.spec.flavours
+        },
     ),
-    Setting("model_type", "What to train", implied=lambda value: {"lora_rank": None} if value == "full" else {}),
+    Setting(
+        "model_type",
+        "What to train",
+        implied=lambda value: {"lora_rank": None} if value == "full" else {},
+    ),
     Setting("output_dir", "Output folder"),
     Setting("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
     Setting(
@@ -223,7 +239,9 @@ SETTINGS: Sequence[Setting] = (
         implied=lambda value: {"group_offload_use_stream": True if value else None},
     ),
     Setting(
-        "base_model_precision", "Precision of the model", when=lambda draft: draft.config.model.model_type == "lora"
+        "base_model_precision",
+        "Precision of the model",
+        when=lambda draft: draft.config.model.model_type == "lora",
     ),
     Setting("text_encoder_1_precision", "Precision of the text encoder"),
     Setting(
@@ -239,10 +257,16 @@ SETTINGS: Sequence[Setting] = (
         follows=True,
     ),
     Setting("optimizer", "Optimizer", propose=_optimizer),
-    Setting("learning_rate", "Learning rate", propose=lambda draft: LEARNING_RATES[draft.config.model.model_type]),
+    Setting(
+        "learning_rate",
+        "Learning rate",
+        propose=lambda draft: LEARNING_RATES[draft.config.model.model_type],
+    ),
     Setting("lr_scheduler", "Schedule of the learning rate"),
     Setting("lr_warmup_steps", "Warm-up steps"),
-    Setting("crepa_enabled", "CREPA (steadier video)?", when=lambda draft: draft.spec.media == "video"),
+    Setting(
+        "crepa_enabled", "CREPA (steadier video)?", when=lambda draft: draft.spec.media == "video"
+    ),
     Setting(
         "flow_schedule_shift",
         "Flow shift (above 1 favours composition, below 1 detail)",
@@ -266,7 +290,11 @@ SETTINGS: Sequence[Setting] = (
     Setting("validation_num_inference_steps", "Sampling steps"),
     Setting("validation_step_interval", "Render previews every N training steps; N"),
     Setting("validation_seed", "Preview seed"),
-    Setting("push_to_hub", "Upload the result to the Hugging Face hub?", when=lambda draft: get_token() is not None),
+    Setting(
+        "push_to_hub",
+        "Upload the result to the Hugging Face hub?",
+        when=lambda draft: get_token() is not None,
+    ),
     Setting("hub_model_id", "Name on the hub"),
     Setting("model_card_private", "Private?"),
     Setting("report_to", "Send curves to", names=usable_trackers),
@@ -278,7 +306,8 @@ SETTINGS: Sequence[Setting] = (
 
 
 def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
-    """Keys whose questions no longer apply after these changes, with the keys that they implied; the review drops them.
+    """Keys whose questions no longer apply after these changes, with the keys that they implied;
+    the review drops them.
 
     Keys of the loaded file are not stale, nor are epochs of 0, which training steps imply.
     """

@@ -20,7 +20,10 @@ from simpletuner.data.clip_writer import write_mp4
 from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.reporting.wording import duration
 
-NO_GPU = "There is no GPU here. For an estimate name device below, or later run simpletuner plan --device 4090."
+NO_GPU = (
+    "There is no GPU here. For an estimate name device below, or later run simpletuner plan "
+    "--device 4090."
+)
 
 
 def judge(answers: ConfigAnswers) -> tuple[list[str], list[Problem]]:
@@ -32,10 +35,14 @@ def judge(answers: ConfigAnswers) -> tuple[list[str], list[Problem]]:
     _check_folder(answers, problems)
     has_files = answers.dataset_path.is_file() or answers.new_run() is not None
     with TemporaryDirectory() as folder:
-        settings: list[tuple[str, object]] = [("data_backend_config", _dataset_file(answers, Path(folder)))]
+        settings: list[tuple[str, object]] = [
+            ("data_backend_config", _dataset_file(answers, Path(folder)))
+        ]
         base = configured(answers.draft.values)
         try:
-            budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, base, device=answers.device))
+            budget = weigh_plan(
+                Arguments(settings, {}, collect_cached, problems, base, device=answers.device)
+            )
         except ConfigError:  # its problems are among those of the arguments
             return [], _without_captions(problems, answers)
     found = _without_captions(problems, answers)
@@ -46,7 +53,10 @@ def judge(answers: ConfigAnswers) -> tuple[list[str], list[Problem]]:
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
     worst = max(budget.phases, key=lambda phase: phase.device)
     fits = "does not fit" if any(problem.where == "memory" for problem in found) else "fits"
-    memory = f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while {worst.name}."
+    memory = (
+        f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while "
+        f"{worst.name}."
+    )
     return [memory, run_time(budget, has_files=has_files)], found
 
 
@@ -60,7 +70,9 @@ def _check_folder(answers: ConfigAnswers, report: Problems) -> None:
         report.error("model_family", f"{spec.name} learns from {kind}.")
     output = answers.draft.config.run.output_dir
     if Path(output).resolve().is_relative_to(answers.folder.resolve()):
-        report.error("output_dir", f"{output} is inside {answers.folder}, so previews would be trained.")
+        report.error(
+            "output_dir", f"{output} is inside {answers.folder}, so previews would be trained."
+        )
 
 
 def _without_captions(problems: Problems, answers: ConfigAnswers) -> list[Problem]:
@@ -96,7 +108,9 @@ def run_time(budget: Budget, *, has_files: bool) -> str:
 
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
-    """Write a dataset of one grey sample of the family's usual size into `folder`; returns its dataset file."""
+    """Write a dataset of one grey sample of the family's usual size into `folder`; returns its
+    dataset file.
+    """
     entries = example_datasets(draft)
     spec = draft.spec
     schedule = draft.config.schedule
@@ -115,7 +129,9 @@ def provisional_dataset(draft: Draft, folder: Path) -> Path:
         if spec.media == "image" or entry["dataset_type"] == "conditioning":
             picture.save(place / "sample.png", compress_level=1)
         else:
-            write_mp4(place / "sample.mp4", [picture] * entry["video"]["num_frames"], spec.frame_rate or 1)
+            write_mp4(
+                place / "sample.mp4", [picture] * entry["video"]["num_frames"], spec.frame_rate or 1
+            )
     path = folder / DATASET_FILE
     write_json(path, entries)
     return path

@@ -1,1 +1,3 @@
-"""Displays of a run: plain lines (progress), a live terminal display (terminal), and the debug log (log)."""
+"""Displays of a run: plain lines (progress), a live terminal display (terminal), and the debug log
+(log).
+"""

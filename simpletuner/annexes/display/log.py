@@ -1,4 +1,6 @@
-"""Logging of a run: important records on the console, everything in `debug.log`, secrets in neither."""
+"""Logging of a run: important records on the console, everything in `debug.log`, secrets in
+neither.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from simpletuner.planning.environment import log_level
 from simpletuner.redaction import redact
 
 OWN_LOGGER = "simpletuner"
-# With the extra [torchao], its import warns about kernels for other machines, and torch and diffusers about its types.
+# With the extra [torchao], its import warns about kernels for other machines, and torch and
+# diffusers about its types.
 IMPORT_NOISE = re.compile(r"py\.warnings$|torchao\b")
 NOISY_IMPORTERS = ("torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 # Functions that disable the progress bars of a package that is already imported.
@@ -25,11 +28,14 @@ BARS = {"huggingface_hub.utils": "disable_progress_bars"} | {
 STUBBORN_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "transformers")
 
 
-def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = "", *, console: bool = True) -> None:
-    """Send records to the console (`log_level` and above) and to the debug file (DEBUG and above, appended).
+def setup_logging(
+    debug_file: Path | None = Path("debug.log"), process: str = "", *, console: bool = True
+) -> None:
+    """Send records to the console (`log_level` and above) and to the debug file (DEBUG and above,
+    appended).
 
-    Only warnings of other packages reach the console; the debug file also gets their INFO records. A second call
-    replaces the handlers of the first.
+    Only warnings of other packages reach the console; the debug file also gets their INFO records.
+    A second call replaces the handlers of the first.
 
     Args:
         process: label of this process in the debug file.
@@ -41,7 +47,8 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
     report = Problems()
     level = log_level(report)
     report.raise_if_fatal()
-    # Progress bars of other libraries would overwrite ours. The hub and others read this variable on import.
+    # Progress bars of other libraries would overwrite ours. The hub and others read this variable
+    # on import.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in BARS.keys() & sys.modules.keys():  # a calling program may have imported them
         getattr(sys.modules[name], BARS[name])()
@@ -61,11 +68,15 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
     install(handlers)
     # Logged only now, when the console handler is installed.
     if file_error:
-        logging.getLogger(__name__).warning("%s cannot be written (%s); there is no debug log.", debug_file, file_error)
+        logging.getLogger(__name__).warning(
+            "%s cannot be written (%s); there is no debug log.", debug_file, file_error
+        )
 
 
 def install(handlers: list[logging.Handler]) -> None:
-    """Install handlers in place of those of an earlier call and of libraries that print to the console."""
+    """Install handlers in place of those of an earlier call and of libraries that print to the
+    console.
+    """
     root = logging.getLogger()
     for old in list(root.handlers):
         # Recognised by the formatter, so that handlers of a host program stay.
@@ -88,7 +99,9 @@ def install(handlers: list[logging.Handler]) -> None:
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Writes to the current `sys.stderr`; while the live display runs, this is a proxy that prints above it."""
+    """Writes to the current `sys.stderr`; while the live display runs, this is a proxy that prints
+    above it.
+    """
 
     def __init__(self) -> None:
         # Skips StreamHandler's constructor, which would bind the present `sys.stderr`.
@@ -100,13 +113,17 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 class DebugFile(logging.FileHandler):
-    """A file handler that stops when the disk is full; the standard one prints a traceback for every record."""
+    """A file handler that stops when the disk is full; the standard one prints a traceback for
+    every record.
+    """
 
     def __init__(self, path: Path, process: str) -> None:
         # File names that are not UTF-8 contain surrogates, which a strict encoder rejects.
         super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
         self.setLevel(logging.DEBUG)
-        self.setFormatter(RedactingFormatter(f"%(asctime)s {process}%(levelname)-8s %(name)s: %(message)s"))
+        self.setFormatter(
+            RedactingFormatter(f"%(asctime)s {process}%(levelname)-8s %(name)s: %(message)s")
+        )
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exc_info()[1], OSError):
@@ -126,7 +143,9 @@ class RedactingFormatter(logging.Formatter):
 
 
 def belongs_on_console(record: logging.LogRecord) -> bool:
-    """Accept records of this package, and warnings of others except on import and from Python's `warnings`."""
+    """Accept records of this package, and warnings of others except on import and from Python's
+    `warnings`.
+    """
     if record.name == OWN_LOGGER or record.name.startswith(OWN_LOGGER + "."):
         return True
     return record.levelno >= logging.WARNING and not IMPORT_NOISE.match(record.name)

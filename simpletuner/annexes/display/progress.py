@@ -1,7 +1,7 @@
 """The progress of a run as plain lines: phases, then training steps.
 
-A display subscribes to the run's events. This module prints plain lines; `terminal.py` draws a live display. The run
-continues if the terminal or pipe closes.
+A display subscribes to the run's events. This module prints plain lines; `terminal.py` draws a live
+display. The run continues if the terminal or pipe closes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Display:
 
 @contextmanager
 def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
-    """A stream of events with a display, which restores the terminal at the end, also after an exception.
+    """A stream of events with a display, which restores the terminal at the end, also after an
+    exception.
 
     Args:
         stream: output stream; None means stdout.
@@ -96,7 +97,9 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 
 class LastingStream:
-    """A text stream that discards output once its reader has exited, instead of raising an error."""
+    """A text stream that discards output once its reader has exited, instead of raising an
+    error.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -137,9 +140,13 @@ class PlainDisplay(Display):
         now: the clock; tests replace it.
     """
 
-    def __init__(self, stream: TextIO | LastingStream, now: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._now = stream, now
-        self._every, self._printed_at = 1, 0.0
+    def __init__(
+        self, stream: TextIO | LastingStream, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._now = now
+        self._every = 1
+        self._printed_at = 0.0
         self._printed: dict[events.PhaseStarted, float] = {}  # time of a phase's last line
 
     def show(self, event: events.Event) -> None:
@@ -196,7 +203,7 @@ def key_figures(pace: Pace, report: events.StepReport) -> dict[str, str]:
 
 
 def step_line(pace: Pace, report: events.StepReport) -> str:
-    """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GB  compute 99 %, …`"""
+    """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GB  …`"""
     figures = key_figures(pace, report)
     parts = [f"step {report.step}/{pace.total_steps}"]
     parts += [f"{name} {figures.pop(name)}" for name in ("epoch", "loss", "lr")]

@@ -26,7 +26,8 @@ SPARK_WIDTH = 32
 class LiveDisplay(Display):
     """Bars for running phases and a panel for training; everything else scrolls above them.
 
-    The display redirects `sys.stdout` and `sys.stderr`, so log lines and prints of libraries appear above it too.
+    The display redirects `sys.stdout` and `sys.stderr`, so log lines and prints of libraries appear
+    above it too.
     """
 
     def __init__(self, stream: LastingStream) -> None:
@@ -49,10 +50,14 @@ class LiveDisplay(Display):
             case events.PhaseStarted():
                 self._open()
                 count = reached(event, 0) if event.total else ""  # such as the imports of torch
-                self._tasks[event] = self._bars.add_task(event.title, total=event.total, reached=count, note="")
+                self._tasks[event] = self._bars.add_task(
+                    event.title, total=event.total, reached=count, note=""
+                )
             case events.PhaseAdvanced():
                 count = reached(event.phase, event.done)
-                self._bars.update(self._tasks[event.phase], completed=event.done, reached=count, note=event.note)
+                self._bars.update(
+                    self._tasks[event.phase], completed=event.done, reached=count, note=event.note
+                )
             # A line that scrolls replaces the bar, so that only running phases have bars.
             case events.PhaseEnded():
                 self._bars.remove_task(self._tasks.pop(event.phase))
@@ -89,7 +94,8 @@ class LiveDisplay(Display):
             console=self._console,
             refresh_per_second=4,
             transient=True,  # `close` prints a summary in its place
-            # Only output to the terminal would damage the display; redirected streams are left alone.
+            # Only output to the terminal would damage the display; redirected streams are left
+            # alone.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -119,11 +125,19 @@ def training_panel(pace: Pace) -> Panel:
     bar.add_row(ProgressBar(total=max(1, pace.total_steps), completed=done), Text(left))
     numbers = Table.grid(padding=(0, 3))
     figures = key_figures(pace, pace.last) if pace.last else {"waiting for": "the first step"}
-    numbers.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items()))
+    numbers.add_row(
+        *(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items())
+    )
     course = Text(sparkline(pace.losses, SPARK_WIDTH), style="cyan")
     title = f"[bold]Training[/]  step {done:,} of {pace.total_steps:,}"
     speed = Text(pace.speed if pace.last else "", style="dim")
-    return Panel(Group(bar, numbers, speed, course), title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
+    return Panel(
+        Group(bar, numbers, speed, course),
+        title=title,
+        title_align="left",
+        box=box.ROUNDED,
+        padding=(0, 1),
+    )
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -133,6 +147,7 @@ def sparkline(values: list[float], width: int) -> str:
     width = min(width, len(values))
     edges = [index * len(values) // width for index in range(width + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
-    low, span = min(means), max(means) - min(means)
+    low = min(means)
+    span = max(means) - min(means)
     top = len(SPARKS) - 1
     return "".join(SPARKS[round((mean - low) / span * top) if span else 0] for mean in means)

@@ -1,6 +1,8 @@
-"""The error of a run that does not fit into memory, with the smallest change that fits; and `offload: auto`.
+"""The error of a run that does not fit into memory, with the smallest change that fits; and
+`offload: auto`.
 
-Both walk one ordered list (`possible_changes`): changes that only cost time come first, changes of results last.
+Both walk one ordered list (`possible_changes`): changes that only cost time come first, changes of
+results last.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
 LOW_BIT = {"optimizer": "ao-adamw8bit"}
 DISK = "group_offload_to_disk_path"
 KEPT = "gradient_checkpointing_kept_blocks"
-DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and their side effects
+DECODINGS = {
+    "strips": "only their rounding",
+    "tiles": "pixels slightly at the seams",
+}  # and their side effects
 
 # Rendering is fitted into memory like a run.
 AnyBudget = Budget[SamplePlan]
@@ -42,9 +47,11 @@ class Change:
     """A change that lowers peak memory.
 
     Attributes:
-        values: config keys and their new values; the first key makes the change, the others accompany it.
-        role: when auto makes the change: if it is the fastest way to fit (`time`), if a phase before training does not
-            fit (`encoding`), if nothing else helps (`last`), or never (`user`).
+        values: config keys and their new values; the first key makes the change, the others
+            accompany it.
+        role: when auto makes the change: if it is the fastest way to fit (`time`), if a phase
+            before training does not fit (`encoding`), if nothing else helps (`last`), or never
+            (`user`).
         reason: the explanation that auto reports; for the role `encoding`, the side effect.
         words: description for messages; by default the keys and values.
         apply: effect on the workload, if any.
@@ -57,7 +64,9 @@ class Change:
     apply: Callable[[Workload], Workload] = lambda workload: workload
 
     def __str__(self) -> str:
-        return self.words or ", ".join(f"{key} {typed(value)}" for key, value in self.values.items())
+        return self.words or ", ".join(
+            f"{key} {typed(value)}" for key, value in self.values.items()
+        )
 
     def of(self, budget: AnyBudget) -> AnyBudget:
         """The budget after this change."""
@@ -81,7 +90,11 @@ def check_fit(budget: AnyBudget, report: Problems) -> None:
     else:
         (_, rest), *_ = _after(budget, list(possible_changes(budget))).shortages()
         # If the shortage is unchanged, no change affects that phase.
-        advice = f"Even with every setting that helps, {rest}." if rest != lacking[0] else "No setting makes it fit."
+        advice = (
+            f"Even with every setting that helps, {rest}."
+            if rest != lacking[0]
+            else "No setting makes it fit."
+        )
     if not budget.device.is_gpu:
         advice += " To plan for a GPU elsewhere, run simpletuner plan with --device-memory 24."
     if budget.guess:
@@ -107,7 +120,8 @@ def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
 
 
 def smallest_change(budget: AnyBudget) -> list[Change]:
-    """A minimal set of changes that fits, in the order of `possible_changes`; empty if nothing fits.
+    """A minimal set of changes that fits, in the order of `possible_changes`; empty if nothing
+    fits.
 
     Changes are added until everything fits; then unnecessary ones are removed.
     """
@@ -133,8 +147,15 @@ def possible_changes(budget: AnyBudget) -> Iterator[Change]:
     room = _room(budget)
     yield from _step_changes(budget)
     yield from _phase_changes(budget)
-    if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
-        yield Change({"base_model_precision": "int8-quanto"}, "last", f"in 16 bits the run does not fit {room}")
+    if (
+        config.model.model_type == "lora"
+        and config.precision.base_model_precision in PLAIN_PRECISIONS
+    ):
+        yield Change(
+            {"base_model_precision": "int8-quanto"},
+            "last",
+            f"in 16 bits the run does not fit {room}",
+        )
     if may_change(config, LOW_BIT):
         yield Change(LOW_BIT, "last", f"without state in 8 bits the run does not fit {room}")
     if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
@@ -146,7 +167,9 @@ def possible_changes(budget: AnyBudget) -> Iterator[Change]:
         yield Change({"train_batch_size": batch}, apply=partial(Workload.with_batch, batch=batch))
     yield from _smaller_samples(budget)
     if workload.previews and workload.buckets:
-        yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
+        yield Change(
+            {"validation_disable": True}, apply=lambda before: replace(before, previews=[])
+        )
 
 
 def _step_changes(budget: AnyBudget) -> Iterator[Change]:
@@ -160,7 +183,9 @@ def _step_changes(budget: AnyBudget) -> Iterator[Change]:
     if may_change(config, RELEASED):
         yield Change(RELEASED, "time", "each gradient is freed as soon as its weight is updated")
     if keeps_attention(config.speed):
-        yield Change({"speed_keep_attention": False}, "time", f"attention is recomputed, to fit {room}")
+        yield Change(
+            {"speed_keep_attention": False}, "time", f"attention is recomputed, to fit {room}"
+        )
     if not config.precision.checkpoints_all:
         whole = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 1}
         yield Change({**whole, **({KEPT: 0} if kept else {})})
@@ -183,7 +208,9 @@ def _offload_changes(budget: AnyBudget) -> Iterator[Change]:
         else:
             yield Change(STREAMED, "time", f"blocks are streamed, to fit {room}")
     if may_change(config, STATE_ON_HOST):
-        yield Change(STATE_ON_HOST, "time", "state is on the device only while its weight is updated")
+        yield Change(
+            STATE_ON_HOST, "time", "state is on the device only while its weight is updated"
+        )
     if _may_move(budget) and not offload.offload_block_inputs:
         reason = "the blocks are checkpointed, and their inputs are kept in host memory"
         yield Change({"offload_block_inputs": True}, "time", reason)
@@ -203,22 +230,30 @@ def _phase_changes(budget: AnyBudget) -> Iterator[Change]:
         yield Change({"vae_enable_patch_conv": True}, "encoding")
     yield from _decodings(budget)
     if not caching.vae_enable_tiling:
-        yield Change({"vae_enable_tiling": True}, "encoding", "; latents change at the tiles' seams")
+        yield Change(
+            {"vae_enable_tiling": True}, "encoding", "; latents change at the tiles' seams"
+        )
 
 
 def _decodings(budget: AnyBudget) -> Iterator[Change]:
     """Changes that decode previews in less memory."""
-    ways = ["whole", "strips", "tiles"] if budget.parts.spec.decodes_in_strips else ["whole", "tiles"]
+    ways = (
+        ["whole", "strips", "tiles"] if budget.parts.spec.decodes_in_strips else ["whole", "tiles"]
+    )
     now = budget.config.validation.validation_decoding
     if now not in ways or not budget.workload.previews:
         return
     for how in ways[ways.index(now) + 1 :]:
-        reason = f"previews are decoded in {how} to fit {_room(budget)}, which changes {DECODINGS[how]}"
+        reason = (
+            f"previews are decoded in {how} to fit {_room(budget)}, which changes {DECODINGS[how]}"
+        )
         yield Change({DECODING: how}, "time", reason)
 
 
 def _may_move(budget: AnyBudget) -> bool:
-    """Whether tensors can leave the device during a step: to other memory, and no CUDA graph needs fixed addresses."""
+    """Whether tensors can leave the device during a step: to other memory, and no CUDA graph needs
+    fixed addresses.
+    """
     return budget.device.has_own_memory and graph_key(budget.config.launch) is None
 
 
@@ -230,13 +265,22 @@ def _may_stream(budget: AnyBudget) -> bool:
 
 
 def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
-    """Share the tokens of a sample among as many processes as heads and machines allow; steps have fewer samples."""
+    """Share the tokens of a sample among as many processes as heads and machines allow; steps have
+    fewer samples.
+    """
     config = budget.config
     cost = budget.parts.transformer
     size = math.gcd(config.launch.local_processes, cost.hidden // cost.head)
-    if budget.parts.spec.heads is None or size <= config.launch.sequence_parallel_size or not plain_math(config.speed):
+    if (
+        budget.parts.spec.heads is None
+        or size <= config.launch.sequence_parallel_size
+        or not plain_math(config.speed)
+    ):
         return
-    change = Change({"sequence_parallel_size": size}, words=f"sequence_parallel_size {size}, with fewer samples a step")
+    change = Change(
+        {"sequence_parallel_size": size},
+        words=f"sequence_parallel_size {size}, with fewer samples a step",
+    )
     report = Problems()
     conflicts(change.of(budget).config, report)
     if not report.are_fatal:
@@ -244,7 +288,9 @@ def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
 
 
 def _smaller_samples(budget: AnyBudget) -> Iterator[Change]:
-    """Shorter clips, then smaller pictures, described by dataset keys; for previews if nothing is trained."""
+    """Shorter clips, then smaller pictures, described by dataset keys; for previews if nothing is
+    trained.
+    """
     workload = budget.workload
     spec = budget.parts.spec
     longest = max((bucket.frames for bucket in workload.buckets or workload.previews), default=1)
@@ -275,16 +321,21 @@ def _room(budget: AnyBudget) -> str:
 def choose(budget: AnyBudget) -> AnyBudget:
     """The choice of `offload: auto`: the fastest settings that fit with `HEADROOM`.
 
-    Tries every selection of the changes that only cost time, with as many blocks as fit kept on the device or not
-    recomputed. Changes of results come last. Keys that the user set are kept. If nothing fits, the settings with the
-    lowest peak are returned, and `check_fit` reports the shortage.
+    Tries every selection of the changes that only cost time, with as many blocks as fit kept on the
+    device or not recomputed. Changes of results come last. Keys that the user set are kept. If
+    nothing fits, the settings with the lowest peak are returned, and `check_fit` reports the
+    shortage.
     """
     # Phases before training come first: changes for them do not slow down steps.
     for change in _open_changes(budget, "encoding"):
         budget = _eased(budget, change)
     sharded = _sharding(budget)
-    # As configured, then sharded, then with one last resort; the first start that can be made to fit wins.
-    starts = [budget, *(_taken(budget, [change]) for change in (*sharded, *_open_changes(budget, "last")))]
+    # As configured, then sharded, then with one last resort; the first start that can be made to
+    # fit wins.
+    starts = [
+        budget,
+        *(_taken(budget, [change]) for change in (*sharded, *_open_changes(budget, "last"))),
+    ]
     leanest = [_after(start, _open_changes(start, "time")) for start in starts]
     # Phases that cannot be made to fit must not slow down the steps.
     hopeless = frozenset.intersection(*map(_lacking, leanest))
@@ -306,10 +357,13 @@ def _open_changes(budget: AnyBudget, role: str) -> list[Change]:
         if change.role != role:
             continue
         new = {key: value for key, value in change.values.items() if flat[key] != value}
-        # The first key makes the change; the others only accompany it, and may stay as the user set them.
+        # The first key makes the change; the others only accompany it, and may stay as the user set
+        # them.
         deciding_key, *_ = new
         if not is_explicit(deciding_key):
-            changes.append(replace(change, values={key: new[key] for key in new if not is_explicit(key)}))
+            changes.append(
+                replace(change, values={key: new[key] for key in new if not is_explicit(key)})
+            )
     return changes
 
 
@@ -323,11 +377,15 @@ def _time_changes(budget: AnyBudget, hopeless: frozenset[str]) -> list[Change]:
 
 def _lacking(budget: AnyBudget) -> frozenset[str]:
     """The phases before and after training that do not fit."""
-    return frozenset(phase.name for phase, _ in budget.shortages(headroom=HEADROOM) if not phase.trains)
+    return frozenset(
+        phase.name for phase, _ in budget.shortages(headroom=HEADROOM) if not phase.trains
+    )
 
 
 def _eased(budget: AnyBudget, change: Change) -> AnyBudget:
-    """The budget with a change, if it helps a phase before training that does not fit; else the budget."""
+    """The budget with a change, if it helps a phase before training that does not fit; else the
+    budget.
+    """
     after = change.of(budget)
     for phase, smaller in zip(budget.phases, after.phases, strict=True):
         lack = phase.shortage(budget.device, headroom=HEADROOM)
@@ -340,8 +398,13 @@ def _taken(budget: AnyBudget, changes: Sequence[Change]) -> AnyBudget:
     """The budget after changes, with their reasons as decisions."""
     for change in changes:
         flat = budget.config.flat
-        new = replace(change, values={key: value for key, value in change.values.items() if flat[key] != value})
-        budget = replace(change.of(budget), decisions=[*budget.decisions, f"{new}: {change.reason}"])
+        new = replace(
+            change,
+            values={key: value for key, value in change.values.items() if flat[key] != value},
+        )
+        budget = replace(
+            change.of(budget), decisions=[*budget.decisions, f"{new}: {change.reason}"]
+        )
     return budget
 
 
@@ -354,7 +417,9 @@ def _with_reason_for_ddp(chosen: AnyBudget) -> AnyBudget:
 
 
 def _fastest(start: AnyBudget, hopeless: frozenset[str]) -> AnyBudget | None:
-    """The budget with the fastest selection of changes that fits, mildest first among equals; None if none fits."""
+    """The budget with the fastest selection of changes that fits, mildest first among equals; None
+    if none fits.
+    """
     fitting: list[list[Change]] = []
     for selected in _selections(_time_changes(start, hopeless)):
         if (level := _best_level(_after(start, selected), selected, hopeless)) is not None:
@@ -362,23 +427,31 @@ def _fastest(start: AnyBudget, hopeless: frozenset[str]) -> AnyBudget | None:
     if not fitting:
         return None
     blocks = "the blocks are checkpointed, and " if start.workload.buckets else ""
-    nothing = Change({}, words="nothing to change", reason=f"{blocks}everything stays on the device")
+    nothing = Change(
+        {}, words="nothing to change", reason=f"{blocks}everything stays on the device"
+    )
     # `min` returns the first of equals, and selections are ordered mildest first.
     fastest = min(fitting, key=lambda changes: _after(start, changes).step_seconds)
     return _taken(start, fastest or [nothing])
 
 
 def _selections(changes: Sequence[Change]) -> Iterator[list[Change]]:
-    """Every selection of the changes, mildest first; a change that includes another is selected only with it."""
+    """Every selection of the changes, mildest first; a change that includes another is selected
+    only with it.
+    """
     for number in range(1 << len(changes)):
         selected = [change for place, change in enumerate(changes) if number >> place & 1]
         # STATE_ON_HOST includes RELEASED: alone, it would repeat the selection of both.
         rest = (change for change in changes if change not in selected)
-        if not any(left.values.items() <= change.values.items() for left in rest for change in selected):
+        if not any(
+            left.values.items() <= change.values.items() for left in rest for change in selected
+        ):
             yield selected
 
 
-def _best_level(budget: AnyBudget, selected: Sequence[Change], hopeless: frozenset[str]) -> list[Change] | None:
+def _best_level(
+    budget: AnyBudget, selected: Sequence[Change], hopeless: frozenset[str]
+) -> list[Change] | None:
     """The fastest level of `_levels` that fits; None if none does."""
 
     def fits(level: Sequence[Change], *, on_host: bool = False) -> bool:
@@ -396,7 +469,9 @@ def _best_level(budget: AnyBudget, selected: Sequence[Change], hopeless: frozens
 
 
 def _levels(budget: AnyBudget, keys: set[str]) -> list[list[Change]]:
-    """What may stay on the device with the selected changes of `keys`, in order of device memory."""
+    """What may stay on the device with the selected changes of `keys`, in order of device
+    memory.
+    """
     config = budget.config
     blocks = len(budget.parts.transformer.blocks)
     levels: list[list[Change]] = [[]]
@@ -405,7 +480,9 @@ def _levels(budget: AnyBudget, keys: set[str]) -> list[list[Change]]:
     if "enable_group_offload" in keys and not config.is_explicit(residents):
         # All blocks resident would mean no streaming, which is another selection.
         for count in range(1, blocks):
-            levels.append([Change({residents: count}, reason=f"{count} of {blocks} blocks stay resident")])
+            levels.append(
+                [Change({residents: count}, reason=f"{count} of {blocks} blocks stay resident")]
+            )
     is_free = not any(map(config.is_explicit, (checkpointing, f"{checkpointing}_interval", KEPT)))
     # Memory that these changes save at the cost of time is not spent on activations.
     moved = keys & {"enable_group_offload", "speed_keep_attention", "offload_block_inputs"}
@@ -413,11 +490,14 @@ def _levels(budget: AnyBudget, keys: set[str]) -> list[list[Change]]:
         for count in range(1, blocks):
             reason = f"the activations of {count} of {blocks} blocks fit, the others are recomputed"
             levels.append([Change({KEPT: count}, reason=reason)])
-        levels.append([Change({checkpointing: False}, reason="all activations fit, so none are recomputed")])
+        levels.append(
+            [Change({checkpointing: False}, reason="all activations fit, so none are recomputed")]
+        )
     return levels
 
 
-# Every process has whole weights: on its device, or streamed from the copy in the machine's host memory.
+# Every process has whole weights: on its device, or streamed from the copy in the machine's host
+# memory.
 REPLICATED: Mapping[str, Mapping[str, Any]] = {
     "DDP": {"fsdp_enable": False, "enable_group_offload": False},
     "DDP, streamed": {"fsdp_enable": False, **STREAMED},
@@ -426,14 +506,21 @@ REPLICATED: Mapping[str, Mapping[str, Any]] = {
 
 def check_sharded_lora(budget: AnyBudget, report: Problems) -> None:
     """Warn about FSDP2 for a LoRA that would fit with DDP."""
-    if not budget.config.launch.is_sharded or budget.config.model.model_type != "lora" or not budget.steps:
+    if (
+        not budget.config.launch.is_sharded
+        or budget.config.model.model_type != "lora"
+        or not budget.steps
+    ):
         return
     for name, values in REPLICATED.items():
         if values["enable_group_offload"] and not budget.device.has_own_memory:
             continue
         replicated = budget.under(values, CHOSEN)
         if replicated.fits and _is_allowed(replicated.config):
-            sent = f"{gigabytes(replicated.sent.total)} a step instead of {gigabytes(budget.sent.total)}"
+            sent = (
+                f"{gigabytes(replicated.sent.total)} a step instead of "
+                f"{gigabytes(budget.sent.total)}"
+            )
             why = "to train a LoRA, FSDP2 gathers the whole model in every pass"
             message = f"{name} fits too, and each process sends {sent}: {why}."
             report.warn("fsdp_enable", message, remedy=values)

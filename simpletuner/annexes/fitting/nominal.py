@@ -1,4 +1,6 @@
-"""Files in place of datasets that do not exist yet, so that a plan can answer whether a model fits a card."""
+"""Files in place of datasets that do not exist yet, so that a plan can answer whether a model fits
+a card.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ MOST_FRAMES = 1000  # of a clip that is written
 
 @contextmanager
 def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
-    """Arguments with files of the usual size in place of folders that do not exist, and a sentence that says so.
+    """Arguments with files of the usual size in place of folders that do not exist, and a sentence
+    that says so.
 
     The sentence is empty if nothing is replaced. The files exist within the context.
     """
@@ -44,9 +47,9 @@ def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
             return
         spec = FAMILIES[config.model.model_family]
         folder = Path(name)
-        folders = list[str]()
-        kinds = list[str]()
-        replaced = list[dict[str, Any]]()
+        folders: list[str] = []
+        kinds: list[str] = []
+        replaced: list[dict[str, Any]] = []
         for number, entry in enumerate(entries):
             if entry not in missing:
                 replaced.append(entry)
@@ -83,7 +86,9 @@ def _is_missing(entry: Mapping[str, Any]) -> bool:
 
 
 def _fill(place: Path, entry: Mapping[str, Any], spec: FamilySpec) -> str:
-    """Write grey files with captions for an entry into a new folder; returns what they are, in words."""
+    """Write grey files with captions for an entry into a new folder; returns what they are, in
+    words.
+    """
     place.mkdir()
     size = _size_of(spec)
     picture = Image.new("RGB", size, "grey")
@@ -104,7 +109,9 @@ def _fill(place: Path, entry: Mapping[str, Any], spec: FamilySpec) -> str:
 
 
 def _number_in(settings: object, key: str) -> int:
-    """A whole number among settings that are not checked yet; 0 if it is missing or invalid, as the plan reports."""
+    """A whole number among settings that are not checked yet; 0 if it is missing or invalid, as the
+    plan reports.
+    """
     value = settings.get(key) if isinstance(settings, Mapping) else None
     return value if type(value) is int and 0 < value <= MOST_FRAMES else 0
 

@@ -9,7 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
-from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_sharded_lora, choose
+from simpletuner.annexes.fitting.fit import (
+    STATE_ON_HOST,
+    Change,
+    check_fit,
+    check_sharded_lora,
+    choose,
+)
 from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.atomic import existing, why_not_writable
 from simpletuner.budget import device as devices
@@ -39,7 +45,9 @@ from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
 from simpletuner.reporting.wording import duration
 
 FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
-FULL_SIZE = 1e9  # parameters; published transformers have at least 2e9, models of demos and tests far fewer
+FULL_SIZE = (
+    1e9  # parameters; published transformers have at least 2e9, models of demos and tests far fewer
+)
 DAY = 86400.0
 # Settings that need frozen weights, with their values in full fine-tunes.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
@@ -78,7 +86,9 @@ def _check_downloads(source: ModelSource, report: Problems) -> None:
 
 
 def check_devices(processes: int, report: Problems) -> None:
-    """Check that there is a device for every process. Skipped under a launcher, which may expose only one."""
+    """Check that there is a device for every process. Skipped under a launcher, which may expose
+    only one.
+    """
     count = drivers.count_gpus()
     # 0 may mean that the driver does not respond, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
@@ -88,7 +98,8 @@ def check_devices(processes: int, report: Problems) -> None:
 
 
 def weigh_plan(arguments: Arguments) -> Budget:
-    """Like `plan_that_fits`, but a run that does not fit is only added to the problems of the arguments.
+    """Like `plan_that_fits`, but a run that does not fit is only added to the problems of the
+    arguments.
 
     Raises:
         ConfigError: other problems prevent a plan.
@@ -96,7 +107,9 @@ def weigh_plan(arguments: Arguments) -> Budget:
     try:
         budget = weigh(plan_training(arguments), arguments.problems, arguments.device)
     except ConfigError as error:
-        raise ConfigError([_with_equivalent(problem, arguments) for problem in error.problems]) from None
+        raise ConfigError(
+            [_with_equivalent(problem, arguments) for problem in error.problems]
+        ) from None
     slow = Problems()
     check_gpu(budget, slow)
     arguments.problems.extend(slow)
@@ -109,18 +122,25 @@ def with_warnings(budget: Budget[AnyPlan], warnings: list[Problem]) -> Budget[An
 
 
 def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
-    """The problem; if a full fine-tune has a memory setting for LoRAs only, with settings that would fit instead."""
+    """The problem; if a full fine-tune has a memory setting for LoRAs only, with settings that
+    would fit instead.
+    """
     if not problem.fatal or problem.where not in FOR_LORA:
         return problem
     ways: dict[str, Change] = {}
     for values in (AUTO, STATE_ON_HOST):
         change = Change({problem.where: FOR_LORA[problem.where], **values})
         settings = [*arguments.settings, *FOR_LORA.items(), *values.items()]
-        with suppress(ConfigError):  # such as datasets that do not exist, which the error names already
+        with suppress(
+            ConfigError
+        ):  # such as datasets that do not exist, which the error names already
             plan = plan_training(replace(arguments, settings=settings, problems=Problems()))
             budget = weigh(plan, Problems(), arguments.device)
             if budget.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
-                ways.setdefault("{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)), change)
+                ways.setdefault(
+                    "{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)),
+                    change,
+                )
     advice = "; or ".join(f"{change}, which takes {memory}" for memory, change in ways.items())
     if not ways:
         return problem
@@ -129,7 +149,8 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
 
 
 def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[AnyPlan]:
-    """A plan with its estimate, and with what `offload: auto` and the other automatic settings choose.
+    """A plan with its estimate, and with what `offload: auto` and the other automatic settings
+    choose.
 
     Args:
         asked: the device that the plan is asked about.
@@ -140,7 +161,9 @@ def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[
     budget = with_strips(make_budget(plan, device))
     # Before `offload: auto`, whose choice depends on whether features are cached.
     if sparing := _sparing(budget):
-        budget = make_budget(budget.under(sparing, f"chosen by {', '.join(sparing)} auto").plan, device)
+        budget = make_budget(
+            budget.under(sparing, f"chosen by {', '.join(sparing)} auto").plan, device
+        )
     if plan.config.offload.offload == "auto":
         budget = _chosen(budget)
     budget = with_faster_previews(budget)
@@ -158,7 +181,9 @@ def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[
     if multiplied(budget.config.precision) and not asked.is_elsewhere:
         check_capability(budget.config.precision, drivers.compute_capability(), judged)
     report.extend(judged)
-    return with_warnings(budget, [*budget.plan.warnings, *(problem for problem in judged if not problem.fatal)])
+    return with_warnings(
+        budget, [*budget.plan.warnings, *(problem for problem in judged if not problem.fatal)]
+    )
 
 
 def _sparing(budget: Budget[SamplePlan]) -> dict[str, object]:
@@ -178,20 +203,31 @@ def _sparing(budget: Budget[SamplePlan]) -> dict[str, object]:
 def _chosen(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
     """The budget with what `offload: auto` chooses."""
     chosen = cast("Budget[AnyPlan]", choose(budget))  # of the same plan, with other settings
-    batch = free_batch(chosen, steps_per_epoch(chosen.plan)) if isinstance(chosen.plan, Plan) else None
+    batch = (
+        free_batch(chosen, steps_per_epoch(chosen.plan)) if isinstance(chosen.plan, Plan) else None
+    )
     if batch:
-        advice = f"with train_batch_size {batch} a step would take as long: the GPU waits for the host"
-        chosen = replace(chosen, decisions=[*chosen.decisions, advice], proposals={advice: {"train_batch_size": batch}})
+        advice = (
+            f"with train_batch_size {batch} a step would take as long: the GPU waits for the host"
+        )
+        chosen = replace(
+            chosen,
+            decisions=[*chosen.decisions, advice],
+            proposals={advice: {"train_batch_size": batch}},
+        )
     if chosen.config.caching.vae_enable_tiling != budget.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.
         chosen = replace(
-            make_budget(chosen.plan, chosen.device), decisions=chosen.decisions, proposals=chosen.proposals
+            make_budget(chosen.plan, chosen.device),
+            decisions=chosen.decisions,
+            proposals=chosen.proposals,
         )
     return chosen
 
 
 def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
-    """A warning about a published model without a GPU; `train` refuses it if consent is needed and not given.
+    """A warning about a published model without a GPU; `train` refuses it if consent is needed and
+    not given.
 
     Args:
         yes: consent was given on the command line.
@@ -220,10 +256,17 @@ def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
 
 # What is known of training on GPUs that are not NVIDIA's; docs/INSTALL.md has a table.
 LITTLE_TRIED: Mapping[Backend, str] = {
-    "rocm": "AMD's GPUs are expected to work, but nobody has tried; int8 and fp8 products are refused",
-    "xpu": "Intel's GPUs are expected to work, but nobody has tried; blocks are neither compiled nor streamed",
-    "mps": "Apple's GPUs are expected to work, but nobody has tried; blocks are neither compiled nor streamed, and "
-    "previews in bf16 may differ from those of other machines",
+    "rocm": (
+        "AMD's GPUs are expected to work, but nobody has tried; int8 and fp8 products are refused"
+    ),
+    "xpu": (
+        "Intel's GPUs are expected to work, but nobody has tried; blocks are neither compiled nor "
+        "streamed"
+    ),
+    "mps": (
+        "Apple's GPUs are expected to work, but nobody has tried; blocks are neither compiled nor "
+        "streamed, and previews in bf16 may differ from those of other machines"
+    ),
 }
 
 
@@ -231,7 +274,9 @@ def check_vendor(device: Device, report: Problems) -> None:
     """One sentence about a GPU on which the program was not tried."""
     if device.is_gpu and device.backend in LITTLE_TRIED:
         known = LITTLE_TRIED[device.backend]
-        report.warn("device", f"{device.name} ({TITLES[device.backend]}): {known}. See docs/INSTALL.md.")
+        report.warn(
+            "device", f"{device.name} ({TITLES[device.backend]}): {known}. See docs/INSTALL.md."
+        )
 
 
 def needs_consent(budget: Budget) -> bool:
@@ -240,11 +285,14 @@ def needs_consent(budget: Budget) -> bool:
 
 
 def on_cpu(budget: Budget) -> Budget:
-    """The budget of the same run on this machine's processor, for when torch cannot use the planned GPU."""
+    """The budget of the same run on this machine's processor, for when torch cannot use the planned
+    GPU.
+    """
     plan = budget.plan
     device = devices.find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = devices.with_measured(
-            devices.this_cpu(Gpu(device.name, device.memory or 0.0, backend=device.backend)), plan.output_dir
+            devices.this_cpu(Gpu(device.name, device.memory or 0.0, backend=device.backend)),
+            plan.output_dir,
         )
     return replace(budget, device=device)

@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 LONGEST_LEDGER = 60
 PREVIEW_INTERVALS = {"step": "validation_step_interval", "epoch": "validation_epoch_interval"}
 NEARLY_HALF = 0.6  # of the rounds of previews
-MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
+MOST_LEFT_OUT = (
+    200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
+)
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
 
 
@@ -71,7 +73,11 @@ def plan_lines(budget: Budget) -> Iterator[str]:
     yield f"  model    {plan.source['transformer'].location}"
     yield f"  output   {plan.output_dir}"
     yield f"  datasets {plan.dataset_file}"
-    drawn = "" if plan.seed == plan.config.run.seed or plan.resume else " (drawn for this run; set seed to repeat it)"
+    drawn = (
+        ""
+        if plan.seed == plan.config.run.seed or plan.resume
+        else " (drawn for this run; set seed to repeat it)"
+    )
     yield f"  seed     {plan.seed}{drawn}"
     yield ""
     yield from _length_lines(plan)
@@ -97,13 +103,22 @@ def plan_lines(budget: Budget) -> Iterator[str]:
 
 
 def _length_lines(plan: Plan) -> Iterator[str]:
-    length, schedule = plan.length, plan.config.schedule
-    per_step = plan.config.launch.data_processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
+    length = plan.length
+    schedule = plan.config.schedule
+    per_step = (
+        plan.config.launch.data_processes
+        * schedule.train_batch_size
+        * schedule.gradient_accumulation_steps
+    )
     yield f"{counted(length.total_steps, 'step')} of {counted(per_step, 'sample')}"
-    peak, rate = peak_learning_rate(plan.config), learning_rate(plan.config.optimizer, plan.config.model.model_type)
+    peak = peak_learning_rate(plan.config)
+    rate = learning_rate(plan.config.optimizer, plan.config.model.model_type)
     if peak != rate:
         yield f"learning rate {peak:.3g}, which is {rate:.3g} scaled to the samples of a step"
-    yield f"{counted(length.batches_per_epoch, 'batch', 'batches')} an epoch, {counted(length.epochs, 'epoch')}"
+    yield (
+        f"{counted(length.batches_per_epoch, 'batch', 'batches')} an epoch, "
+        f"{counted(length.epochs, 'epoch')}"
+    )
     if plan.resume is not None:
         yield f"{continuation(plan.output_dir, plan.resume)} ({plan.resume.path.name}){_left(plan)}"
 
@@ -113,14 +128,16 @@ def _left(plan: Plan) -> str:
     left = remaining_steps(plan)
     if plan.same_data or not left:
         return ""
-    first, last = plan.origin.epoch, plan.length.epochs
+    first = plan.origin.epoch
+    last = plan.length.epochs
     epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
     return f"; {counted(left, 'step is', 'steps are')} left: {epochs} of today's data"
 
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
     """Settings other than defaults, with value and origin; secrets are redacted."""
-    values, origins = redact_settings(plan.config.flat), plan.config.origins
+    values = redact_settings(plan.config.flat)
+    origins = plan.config.origins
     return [(name, values[name], origins[name]) for name in plan.config.keys_set()]
 
 
@@ -128,7 +145,10 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     total = len(dataset.samples) + len(dataset.rejected)
     yield f"Dataset {dataset.id}: {len(dataset.samples)} of {counted(total, 'file')} used"
     if dataset.changes_each_epoch:
-        yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
+        yield (
+            "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false "
+            "keeps the first)"
+        )
     for label, count in sorted(dataset.sizes().items()):
         yield f"  bucket {label}: {count}"
     # In a long ledger, only unused files are of interest.
@@ -144,13 +164,16 @@ def _fate(entry: LedgerEntry) -> str:
         return f"not used, {entry.use}"
     left, top = entry.geometry.crop
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
-    fitted = f"resized to {entry.geometry.resized}, cropped to {entry.geometry.size} at {left},{top}"
+    fitted = (
+        f"resized to {entry.geometry.resized}, cropped to {entry.geometry.size} at {left},{top}"
+    )
     note = f", {entry.note}" if entry.note else ""
     return f"{entry.original_size}, {frames}{fitted}, {counted(entry.captions, 'caption')}{note}"
 
 
 def _cache_lines(budget: Budget) -> Iterator[str]:
-    plan, listing = budget.plan, budget.listing
+    plan = budget.plan
+    listing = budget.listing
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
@@ -160,19 +183,26 @@ def _cache_lines(budget: Budget) -> Iterator[str]:
         size = gigabytes(budget.parts.download_bytes(plan.source))
         yield f"Caches: about {size} will be downloaded first; then everything is encoded once."
         return
-    noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
+    noun = plan.spec.media_noun
+    later = len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
         yield _cached(what, entries)
     if later:
-        yield f"Encoded in training: {later} {noun}; the VAE stays on the device, and its time is not counted below"
+        yield (
+            f"Encoded in training: {later} {noun}; the VAE stays on the device, and its time is "
+            "not counted below"
+        )
     if listing.features:
         seconds = duration(feature_costs(plan.spec, listing).flops / budget.device.rates.matmul)
-        time = f" (about {seconds}, and the time to decode them)" if listing.features.missing else ""
+        time = (
+            f" (about {seconds}, and the time to decode them)" if listing.features.missing else ""
+        )
         yield f"{_cached('features', listing.features)}{time}"
 
 
 def _cached(what: str, entries: Entries[Any]) -> str:
-    absent, total = len(entries.missing), len(entries)
+    absent = len(entries.missing)
+    total = len(entries)
     return f"Cache of {what}: {total - absent} of {total} exist, {absent} to encode"
 
 
@@ -188,7 +218,9 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
         flat = plan.config.flat
         intervals = [(flat[key], unit) for unit, key in PREVIEW_INTERVALS.items() if flat[key]]
-        often = " and ".join(f"every {unit if many == 1 else counted(many, unit)}" for many, unit in intervals)
+        often = " and ".join(
+            f"every {unit if many == 1 else counted(many, unit)}" for many, unit in intervals
+        )
         yield f"Previews {often} at {sizes}: {names}{more}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
@@ -199,17 +231,27 @@ SHOWN_BUCKETS = 4
 
 def budget_lines(budget: Budget) -> Iterator[str]:
     """The estimates of memory, time and disk, line by line."""
-    device, launch = budget.device, budget.config.launch
+    device = budget.device
+    launch = budget.config.launch
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
     room = ", ".join(filter(None, [room, device.taken_by_others]))
-    host = f", host memory {gigabytes(device.host_memory)}" if device.has_own_memory and device.host_memory else ""
-    yield f"Estimate for {device.name}, {room}{host} ({'; '.join(filter(None, (device.note, device.hint)))})"
+    host = (
+        f", host memory {gigabytes(device.host_memory)}"
+        if device.has_own_memory and device.host_memory
+        else ""
+    )
+    yield (
+        f"Estimate for {device.name}, {room}{host} "
+        f"({'; '.join(filter(None, (device.note, device.hint)))})"
+    )
     if launch.num_processes > 1:
         where = counted(launch.num_machines, "machine")
         way = parallelism(launch, budget.config.offload)
         yield f"  {launch.num_processes} processes on {where}, one per device, {way}"
         if launch.sequence_parallel_size > 1:
-            shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
+            shared = (
+                f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
+            )
             yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
         yield "  device memory is of one process, host memory of all processes of a machine"
     yield from _phase_lines(budget)
@@ -220,10 +262,15 @@ def budget_lines(budget: Budget) -> Iterator[str]:
     kinds = ((added.forwards, "forward"), (added.passes, "forward and backward"))
     if extra := " and ".join(f"{count:.2g} extra {kind} passes" for count, kind in kinds if count):
         yield f"  with {extra} a micro-step on average"
-    disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(budget))
+    disk = ", ".join(
+        f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(budget)
+    )
     yield f"  disk: {disk}"
     if budget.parts.assumed:
-        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {budget.plan.flavour.name}"
+        yield (
+            f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from "
+            f"{budget.plan.flavour.name}"
+        )
     if budget.guess:
         yield f"  {budget.guess}"
     for decision in budget.decisions:
@@ -232,7 +279,11 @@ def budget_lines(budget: Budget) -> Iterator[str]:
 
 def _phase_lines(budget: Budget) -> Iterator[str]:
     """Peak memory of the phases; for training, of the largest bucket."""
-    worst = max((phase for phase in budget.phases if phase.trains), key=lambda phase: phase.device, default=None)
+    worst = max(
+        (phase for phase in budget.phases if phase.trains),
+        key=lambda phase: phase.device,
+        default=None,
+    )
     shown = [phase for phase in budget.phases if not phase.trains or phase is worst]
     width = max(len(name) for name in ("peak memory", *(phase.name for phase in shown))) + 2
     yield _row("peak memory", width, "device", "host")
@@ -249,14 +300,27 @@ def _row(name: str, width: int, *cells: str) -> str:
 def _bucket_lines(budget: Budget) -> Iterator[str]:
     """The largest buckets: tokens, FLOPs, memory by kind, and time."""
     buckets = list(zip(budget.workload.buckets, budget.steps, strict=True))
-    width = max([len("micro-step"), *(len(bucket.label) for bucket, _ in buckets[:SHOWN_BUCKETS])]) + 2
-    yield _row("micro-step", width, "tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
+    width = (
+        max([len("micro-step"), *(len(bucket.label) for bucket, _ in buckets[:SHOWN_BUCKETS])]) + 2
+    )
+    yield _row(
+        "micro-step", width, "tokens", "TFLOP", "weights", "trained", "inputs", "block", "time"
+    )
     for bucket, step in buckets[:SHOWN_BUCKETS]:
-        memory, cost = step.memory, step.cost
+        memory = step.memory
+        cost = step.cost
         # These columns add up to the peak of the step.
-        parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
-        tokens, flops = str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}"
-        yield _row(bucket.label, width, tokens, flops, *map(gigabytes, parts), duration(cost.seconds))
+        parts = (
+            memory.weights,
+            memory.trained + memory.update,
+            memory.inputs,
+            memory.block + memory.outside,
+        )
+        tokens = str(step.load.samples * step.load.tokens)
+        flops = f"{cost.executed.total / 1e12:.3g}"
+        yield _row(
+            bucket.label, width, tokens, flops, *map(gigabytes, parts), duration(cost.seconds)
+        )
     if len(buckets) > SHOWN_BUCKETS:
         yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
 
@@ -266,7 +330,9 @@ def _density_lines(budget: Budget) -> Iterator[str]:
     density = budget.parts.transformer.density
     if density is not None:
         shares = []
-        for bucket, step in zip(budget.workload.buckets[:SHOWN_BUCKETS], budget.steps, strict=False):
+        for bucket, step in zip(
+            budget.workload.buckets[:SHOWN_BUCKETS], budget.steps, strict=False
+        ):
             tokens = step.load.tokens
             origin = "measured" if tokens in budget.densities else "assumed"
             shares.append(f"{density(tokens) * 100:.0f} % at {bucket.label} ({origin})")
@@ -280,13 +346,22 @@ def _time_lines(budget: Budget) -> Iterator[str]:
         return
     training, previews = remaining_seconds(budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
-    step, whole, steps = duration(budget.step_seconds), duration(training), counted(remaining_steps(plan), "step")
+    step = duration(budget.step_seconds)
+    whole = duration(training)
+    steps = counted(remaining_steps(plan), "step")
     yield f"  about {step} a step, {whole} for {steps}{beside}; without filling the caches"
     if previews:
-        count, share = preview_rounds(plan), previews / (training + previews)
-        yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
+        count = preview_rounds(plan)
+        share = previews / (training + previews)
+        yield (
+            f"  {counted(count, 'round')} of previews, {share:.0%} of that time; "
+            f"{halved_previews(plan)} halves it"
+        )
     if batch := free_batch(budget, steps_per_epoch(plan)):
-        yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
+        yield (
+            f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a "
+            "step takes as long"
+        )
 
 
 def parallelism(launch: LaunchConfig, offload: OffloadConfig) -> str:
@@ -300,27 +375,39 @@ def halved_previews(plan: Plan) -> str:
     """The setting that halves the time of previews."""
     flat = plan.config.flat
     intervals = {key: 2 * flat[key] for key in PREVIEW_INTERVALS.values() if flat[key] is not None}
-    # With few rounds, doubling the interval does not halve them: the first and last always take place.
+    # With few rounds, doubling the interval does not halve them: the first and last always take
+    # place.
     fewer = preview_rounds(replace(plan, config=plan.config.with_values(intervals, "")))
     if fewer <= NEARLY_HALF * preview_rounds(plan):
         return " and ".join(f"{key} {value}" for key, value in intervals.items())
-    return f"validation_num_inference_steps {max(1, (flat['validation_num_inference_steps'] or 1) // 2)}"
+    return (
+        "validation_num_inference_steps "
+        f"{max(1, (flat['validation_num_inference_steps'] or 1) // 2)}"
+    )
 
 
 def start_lines(budget: Budget) -> Iterator[str]:
-    """A summary of the plan for the start of a run: model, data, duration, output folder, and whether it fits."""
+    """A summary of the plan for the start of a run: model, data, duration, output folder, and
+    whether it fits.
+    """
     plan = budget.plan
     kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
     names = [dataset.id for dataset in plan.trained]
     samples = sum(len(dataset.samples) for dataset in plan.trained)
-    yield f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
+    yield (
+        f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} "
+        f"{', '.join(names)})"
+    )
     steps = remaining_steps(plan)
     rounds = preview_rounds(plan)
     seconds = sum(remaining_seconds(budget))
     after = f" after step {plan.resume.step}" if plan.resume else ""
     shown = f" and {counted(rounds, 'round')} of previews" if rounds else ""
-    yield f"  {counted(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
+    yield (
+        f"  {counted(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to "
+        f"{plan.output_dir}"
+    )
     yield fit_line(budget)
     if budget.guess:
         yield f"  {budget.guess}"
@@ -332,7 +419,10 @@ def fit_line(budget: Budget[SamplePlan]) -> str:
     peak = max(budget.phases, key=lambda phase: phase.needed(device))
     room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
     verdict = "fits" if budget.fits else "does not fit"
-    return f"  {verdict}: up to {gigabytes(peak.needed(device))}{room} on {device.name}, while {peak.name}"
+    return (
+        f"  {verdict}: up to {gigabytes(peak.needed(device))}{room} on {device.name}, while "
+        f"{peak.name}"
+    )
 
 
 def plan_json(budget: Budget | None, problems: Sequence[Problem]) -> str:
@@ -348,44 +438,26 @@ def plan_json(budget: Budget | None, problems: Sequence[Problem]) -> str:
 
 
 def _described(budget: Budget) -> dict[str, Any]:
-    plan, device, launch = budget.plan, budget.device, budget.config.launch
-    length, density = plan.length, budget.parts.transformer.density
-    model = {"family": plan.spec.name, "flavour": plan.flavour.name, "type": plan.config.model.model_type}
-    training, previews = remaining_seconds(budget)
-    seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
+    plan = budget.plan
+    launch = budget.config.launch
+    settings = {
+        key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)
+    }
     return {
-        "model": {
-            **model,
-            "location": plan.source["transformer"].location,
-            "download": budget.parts.download_bytes(plan.source),
-        },
+        "model": _described_model(budget),
         "output_dir": str(plan.output_dir),
         "seed": plan.seed,
-        "settings": {key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)},
+        "settings": settings,
         "datasets": [_dataset(dataset) for dataset in plan.datasets],
-        "length": {
-            "steps": length.total_steps,
-            "steps_done": length.total_steps - remaining_steps(plan),
-            "epochs": length.epochs,
-            "batches_per_epoch": length.batches_per_epoch,
-            "finished": plan.is_finished,
-        },
-        "device": {"name": device.name, "memory": device.memory, "usable": device.usable, "note": device.note},
+        "length": _described_length(plan),
+        "device": _described_device(budget),
         "assumed": [line.strip() for line in [*budget_lines(budget)][1:] if "assumed" in line],
-        "memory": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in budget.phases],
-        "buckets": [
-            {
-                "size": bucket.label,
-                "share": bucket.share,
-                "tokens": step.load.samples * step.load.tokens,
-                "flops": step.cost.executed.total,
-                "attention_density": density and density(step.load.tokens),  # null for dense attention
-                "memory": step.memory.total,
-                "seconds": step.cost.seconds,
-            }
-            for bucket, step in zip(budget.workload.buckets, budget.steps, strict=True)
+        "memory": [
+            {"phase": phase.name, "device": phase.device, "host": phase.host}
+            for phase in budget.phases
         ],
-        "seconds": seconds,  # without filling the caches
+        "buckets": _described_buckets(budget),
+        "seconds": _described_time(budget),
         "processes": {
             "count": launch.num_processes,
             "machines": launch.num_machines,
@@ -398,6 +470,68 @@ def _described(budget: Budget) -> dict[str, Any]:
         ],
         "offload_auto": list(budget.decisions),
         "proposals": {decision: dict(settings) for decision, settings in budget.proposals.items()},
+    }
+
+
+def _described_model(budget: Budget) -> dict[str, Any]:
+    plan = budget.plan
+    return {
+        "family": plan.spec.name,
+        "flavour": plan.flavour.name,
+        "type": plan.config.model.model_type,
+        "location": plan.source["transformer"].location,
+        "download": budget.parts.download_bytes(plan.source),
+    }
+
+
+def _described_length(plan: Plan) -> dict[str, Any]:
+    length = plan.length
+    return {
+        "steps": length.total_steps,
+        "steps_done": length.total_steps - remaining_steps(plan),
+        "epochs": length.epochs,
+        "batches_per_epoch": length.batches_per_epoch,
+        "finished": plan.is_finished,
+    }
+
+
+def _described_device(budget: Budget) -> dict[str, Any]:
+    device = budget.device
+    return {
+        "name": device.name,
+        "memory": device.memory,
+        "usable": device.usable,
+        "note": device.note,
+    }
+
+
+def _described_buckets(budget: Budget) -> list[dict[str, Any]]:
+    density = budget.parts.transformer.density
+    described = []
+    for bucket, step in zip(budget.workload.buckets, budget.steps, strict=True):
+        tokens = step.load.tokens
+        described.append(
+            {
+                "size": bucket.label,
+                "share": bucket.share,
+                "tokens": step.load.samples * tokens,
+                "flops": step.cost.executed.total,
+                "attention_density": density(tokens) if density else None,  # None: dense
+                "memory": step.memory.total,
+                "seconds": step.cost.seconds,
+            }
+        )
+    return described
+
+
+def _described_time(budget: Budget) -> dict[str, float]:
+    """Seconds that remain, without filling the caches."""
+    training, previews = remaining_seconds(budget)
+    return {
+        "step": budget.step_seconds,
+        "training": training,
+        "previews": previews,
+        "total": training + previews,
     }
 
 

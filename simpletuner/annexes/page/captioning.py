@@ -17,8 +17,12 @@ from simpletuner.errors import Problem
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
-    """Queue a job that captions files without captions: `{"config", "dataset", "style", "trigger"}`."""
-    library, project, name = editable(request, body), project_of(request), str(body.get("config") or "config")
+    """Queue a job that captions files without captions:
+    `{"config", "dataset", "style", "trigger"}`.
+    """
+    library = editable(request, body)
+    project = project_of(request)
+    name = str(body.get("config") or "config")
     if (job := captioning_job(request)) and job.state in (WAITING, RUNNING):
         raise Refusal(409, "A captioning job is already running or queued.")
     folder = project.inside(library.context.output_dir)
@@ -38,8 +42,11 @@ def captioning_state(request: Request) -> Response:
     message = job.message or "Waiting in the queue on the tab Run."
     if job.state == RUNNING:
         message = printed(job.log).rpartition(PROMPT)[2].partition("\n")[2].strip()
-    dataset, is_running = job.options[0].removeprefix("--dataset="), job.state in (WAITING, RUNNING)
-    return JSONResponse({"job": job.id, "dataset": dataset, "running": is_running, "message": message})
+    dataset = job.options[0].removeprefix("--dataset=")
+    is_running = job.state in (WAITING, RUNNING)
+    return JSONResponse(
+        {"job": job.id, "dataset": dataset, "running": is_running, "message": message}
+    )
 
 
 def captioning_job(request: Request) -> Job | None:

@@ -1,5 +1,5 @@
-"""The processes that the page starts. Runs outlive the server, which finds, stops and continues them; plans and dataset
-pages are killed when their client disconnects.
+"""The processes that the page starts. Runs outlive the server, which finds, stops and continues
+them; plans and dataset pages are killed when their client disconnects.
 """
 
 from __future__ import annotations
@@ -52,16 +52,32 @@ from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.weights.lora_names import LORA_FILE
 
 # Limits of the search for runs below a folder; a --root may be a whole disk.
-DEPTH, FOLDERS = 4, 2000
-BULKY = frozenset({"branches", "cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
+DEPTH = 4
+FOLDERS = 2000
+BULKY = frozenset(
+    {
+        "branches",
+        "cache",
+        "checkpoint",
+        "datasets",
+        "node_modules",
+        "site-packages",
+        "validation_images",
+    }
+)
 RESUME = "resume_from_checkpoint"
 NOTHING_RUNS = "No active training job."
-NOT_IN_LOOP = "The run is starting, stopping or done with its last step. It can do this only between two steps."
+NOT_IN_LOOP = (
+    "The run is starting, stopping or done with its last step. It can do this only between "
+    "two steps."
+)
 PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
 class Runs:
-    """The runs of a project. `Run` objects are cached per folder only to avoid reading files again."""
+    """The runs of a project. `Run` objects are cached per folder only to avoid reading files
+    again.
+    """
 
     def __init__(self, project: Project) -> None:
         self.project = project
@@ -70,11 +86,14 @@ class Runs:
 
     def all(self) -> list[Run]:
         """All runs: active ones first, then the newest."""
-        folders = {self.project.run: ""} if self.project.run else self._recorded() | self._configured()
+        folders = (
+            {self.project.run: ""} if self.project.run else self._recorded() | self._configured()
+        )
         runs = [self.at(folder) for folder in folders]
         for run in runs:
             run.written_by = folders[run.folder]
-        # Runs started here whose folder the search does not reach, or whose config names another folder by now.
+        # Runs started here whose folder the search does not reach, or whose config names another
+        # folder by now.
         runs += [run for run in self._runs.values() if run not in runs and run.child]
         return sorted(runs, key=lambda run: (run.pid is not None, run.seen), reverse=True)
 
@@ -97,13 +116,25 @@ class Runs:
 
     def _recorded(self) -> dict[Path, str]:
         """Folders with the files of a run, near the top of the project."""
-        walked = islice((found for root in (self.project.folder, *self.project.roots) for found in walk(root)), FOLDERS)
-        return {folder: "" for folder, files in walked if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files}
+        walked = islice(
+            (found for root in (self.project.folder, *self.project.roots) for found in walk(root)),
+            FOLDERS,
+        )
+        return {
+            folder: ""
+            for folder, files in walked
+            if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files
+        }
 
     def _configured(self) -> dict[Path, str]:
-        """The output folders of all configs; output folders of packaged examples only if they exist."""
+        """The output folders of all configs; output folders of packaged examples only if they
+        exist.
+        """
         folders = {}
-        for name in (*(served.EXAMPLE + each for each in example_names()), *self.project.config_names()):
+        for name in (
+            *(served.EXAMPLE + each for each in example_names()),
+            *self.project.config_names(),
+        ):
             with suppress(UserError, OSError):
                 folder = self.project.inside(output_dir_of(self.project.config_file(name)))
                 if folder.is_dir() or not name.startswith(served.EXAMPLE):
@@ -117,12 +148,16 @@ class Runs:
             settings: override settings of the config.
 
         Raises:
-            Refusal: 404 if the config does not exist, 409 if its folder is in use, 422 with the problems of the
-                settings, 403 on the page of a run.
+            Refusal: 404 if the config does not exist, 409 if its folder is in use, 422 with the
+                problems of the settings, 403 on the page of a run.
         """
-        run, file = self.started_by(name, settings), self.project.config_file(name)
+        run = self.started_by(name, settings)
+        file = self.project.config_file(name)
         # The command line parses lists and objects from JSON.
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in settings.items()
+        }
         options = [f"--{key}={text}" for key, text in texts.items() if not is_secret(key)]
         secrets = {key: text for key, text in texts.items() if is_secret(key)}
         # Two concurrent clicks must not both see a free folder.
@@ -143,7 +178,9 @@ class Runs:
             Refusal: as `start`, except for folders in use.
         """
         if self.project.run is not None:
-            raise Refusal(403, "This page belongs to a run; to start other runs, use `simpletuner server`.")
+            raise Refusal(
+                403, "This page belongs to a run; to start other runs, use `simpletuner server`."
+            )
         self._existing(name)
         judgement, outside, _ = Configuration.saved(self.project, name, settings).judge()
         if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
@@ -158,7 +195,8 @@ class Runs:
         return file
 
     def settings_of(self, run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that restart a run in its folder, even if its config names another folder by now.
+        """The settings that restart a run in its folder, even if its config names another folder by
+        now.
 
         Raises:
             Refusal: 400 if the run's config is unknown, 404 if it was deleted.
@@ -171,7 +209,9 @@ class Runs:
             if written != run.folder:
                 here["output_dir"] = str(run.folder)
             saved = Configuration.saved(self.project, run.config, run.settings).values
-            if saved.get(RESUME, "latest") != "latest":  # otherwise it would start the same branch again
+            if (
+                saved.get(RESUME, "latest") != "latest"
+            ):  # otherwise it would start the same branch again
                 here[RESUME] = "latest"
         return {**run.settings, **here, **more}
 
@@ -192,32 +232,47 @@ class Runs:
             file.flush()
             child = subprocess.Popen(
                 # In a new session, so that Ctrl-C in the server's terminal does not reach the run.
-                [*PROGRAM, *arguments], cwd=self.project.folder, env=environment, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [*PROGRAM, *arguments],
+                cwd=self.project.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         threading.Thread(target=child.wait, daemon=True).start()  # reaps the zombie
         return child
 
     def renew(self, run: Run, name: str) -> str:
-        """Write config/NAME/config.json: a run's config with another output folder, initialised with the run's LoRA.
+        """Write config/NAME/config.json: a run's config with another output folder, initialised
+        with the run's LoRA.
 
         Raises:
-            Refusal: 400 if the run has no config or LoRA, 409 if the new config exists, 422 if its name is invalid.
+            Refusal: 400 if the run has no config or LoRA, 409 if the new config exists, 422 if its
+                name is invalid.
         """
         if not run.status()["can"]["new"]:
             raise Refusal(400, "A new run needs the config and the LoRA of a run that has ended.")
         file = self.project.new_config(name)
         datasets = {"data_backend_config": str(self._existing(run.config).with_name(DATASET_FILE))}
         # Secrets that were given to the run are not copied into a file.
-        given = {key: value for key, value in run.settings.items() if redact_settings({key: value}) == {key: value}}
+        given = {
+            key: value
+            for key, value in run.settings.items()
+            if redact_settings({key: value}) == {key: value}
+        }
         settings = datasets | Configuration.saved(self.project, run.config, given).values
         settings = without_removed(settings, str(file), Problems())
-        write_json(file, {**settings, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
+        write_json(
+            file,
+            {**settings, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"},
+        )
         return name
 
 
 def ask(run: Run, request: requests.Request) -> None:
-    """Send a request to the training loop of a run; before the loop starts, only `stop`. Repeated requests are ignored.
+    """Send a request to the training loop of a run; before the loop starts, only `stop`. Repeated
+    requests are ignored.
 
     Raises:
         Refusal: 400 if the run has ended, or is not in its loop.
@@ -311,11 +366,12 @@ LOOK = 0.25  # seconds between checks that the client is connected
 async def plan_unsaved(request: Request) -> Response:
     """The document of `simpletuner plan --json` for settings that need not be saved.
 
-    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from downloaded files; `fetch`
-    downloads missing files first. A separate process makes the plan and is killed when the client disconnects: the
-    page requests a new plan after every change.
+    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from
+    downloaded files; `fetch` downloads missing files first. A separate process makes the plan and
+    is killed when the client disconnects: the page requests a new plan after every change.
     """
-    body, project = await read_object(request), project_of(request)
+    body = await read_object(request)
+    project = project_of(request)
     unsaved = await run_in_threadpool(Configuration.sent, project, body)
     _, outside, _ = await run_in_threadpool(unsaved.judge)
     if outside:
@@ -331,7 +387,9 @@ async def plan_unsaved(request: Request) -> Response:
     return JSONResponse(document_in(output, messages, folder))
 
 
-async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str]:
+async def run_while_wanted(
+    request: Request, command: Sequence[str], folder: Path
+) -> tuple[str, str]:
     """Run a command while the client is connected; returns its stdout and stderr.
 
     Raises:
@@ -357,10 +415,17 @@ def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
     """The document printed by the command, without the names of temporary files."""
     try:
         document: dict[str, Any] = json.loads(
-            output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", "").replace(" (command line)", "")
+            output.replace(f" ({folder}/config.json)", "")
+            .replace(f"{folder}/", "")
+            .replace(" (command line)", "")
         )
-        document["problems"] = [{**each, "message": redact(each["message"])} for each in document["problems"]]
+        document["problems"] = [
+            {**each, "message": redact(each["message"])} for each in document["problems"]
+        ]
         return document
     except json.JSONDecodeError:
         last = redact(messages.strip().rpartition("\n")[2])
-        return {"ok": False, "problems": [{"key": "", "message": f"The plan failed: {last}", "fatal": True}]}
+        return {
+            "ok": False,
+            "problems": [{"key": "", "message": f"The plan failed: {last}", "fatal": True}],
+        }

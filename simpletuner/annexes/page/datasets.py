@@ -22,7 +22,8 @@ async def show_datasets(request: Request) -> Response:
     """The page of `simpletuner dataset` for a saved config: `?config=NAME`.
 
     Raises:
-        Refusal: 422 for paths and links out of the project, or with the command's messages if it failed.
+        Refusal: 422 for paths and links out of the project, or with the command's messages if it
+            failed.
     """
     project = project_of(request)
     name = request.query_params.get("config", "config")
@@ -55,7 +56,7 @@ def links_out(saved: Configuration, report: Problems) -> None:
         if linked:
             more = f" (and {len(linked) - 1:,} more)" if len(linked) > 1 else ""
             message = (
-                f"{linked[0]}{more} is behind a link out of the project. Start the server with --root and its folder, "
-                "or run `simpletuner dataset` in a terminal."
+                f"{linked[0]}{more} is behind a link out of the project. Start the server with "
+                "--root and its folder, or run `simpletuner dataset` in a terminal."
             )
             report.error(entry.id, message)

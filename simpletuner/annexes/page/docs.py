@@ -15,7 +15,9 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.report.html import render
 
-FOLDER = (Path(__file__).parents[2] / "docs").resolve()  # in a clone, a link to the folder of the repository
+FOLDER = (
+    Path(__file__).parents[2] / "docs"
+).resolve()  # in a clone, a link to the folder of the repository
 SHOWN = {".md", ".png"}
 
 
@@ -32,7 +34,9 @@ def show(request: Request) -> Response:
     if file.suffix == ".png":
         return FileResponse(file)
     title, body = to_html(file) if path else ("Documentation", Markup())
-    return HTMLResponse(render("page/docs.html.jinja", title=title, body=body, pages=titles() if not path else {}))
+    return HTMLResponse(
+        render("page/docs.html.jinja", title=title, body=body, pages=titles() if not path else {})
+    )
 
 
 def is_page(file: Path) -> bool:
@@ -43,7 +47,10 @@ def is_page(file: Path) -> bool:
 @lru_cache(maxsize=1)
 def titles() -> dict[str, str]:
     """The title of every page, by its path."""
-    return {file.relative_to(FOLDER).as_posix(): to_html(file)[0] for file in sorted(FOLDER.rglob("*.md"))}
+    return {
+        file.relative_to(FOLDER).as_posix(): to_html(file)[0]
+        for file in sorted(FOLDER.rglob("*.md"))
+    }
 
 
 def to_html(file: Path) -> tuple[str, Markup]:
@@ -60,7 +67,9 @@ def to_html(file: Path) -> tuple[str, Markup]:
             # A link to a file of the repository that wheels do not include.
             if target and ":" not in target and not is_page(file.parent / target):
                 del link.attrs["href"]
-    title = next((inline.content for token, inline in pairwise(tokens) if token.tag == "h1"), file.stem)
+    title = next(
+        (inline.content for token, inline in pairwise(tokens) if token.tag == "h1"), file.stem
+    )
     return title, Markup(markdown.renderer.render(tokens, markdown.options, {}))
 
 

@@ -1,11 +1,12 @@
 """Configs, dataset files and dataset folders of a project; nothing outside it.
 
-GET returns an ETag. PUT requires it in If-Match and fails with 412 if the file has changed since; that response
-contains the current content. A PUT without If-Match creates a file that does not exist yet.
+GET returns an ETag. PUT requires it in If-Match and fails with 412 if the file has changed since;
+that response contains the current content. A PUT without If-Match creates a file that does not
+exist yet.
 
-Config values are keyed by main names, however the file spells them. PUT changes the keys in the request, removes keys
-whose value is null, and keeps all other keys and their order. Secrets are shown as `{"secret": "set"}`; sending this
-back keeps the secret.
+Config values are keyed by main names, however the file spells them. PUT changes the keys in the
+request, removes keys whose value is null, and keeps all other keys and their order. Secrets are
+shown as `{"secret": "set"}`; sending this back keeps the secret.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.draft import Draft, Judgement
 from simpletuner.annexes.guide import about_flavour
-from simpletuner.annexes.page.project import EXAMPLE, LARGEST_BODY, Project, Refusal, problems_json, project_of, wanted
+from simpletuner.annexes.page.project import (
+    EXAMPLE,
+    LARGEST_BODY,
+    Project,
+    Refusal,
+    problems_json,
+    project_of,
+    wanted,
+)
 from simpletuner.atomic import why_not_writable, write_json
 from simpletuner.config import sources
 from simpletuner.config.datasets import parse_datasets, read_datasets
@@ -72,7 +81,9 @@ class Configuration:
     entries: list[Any] | None = None
 
     @classmethod
-    def saved(cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Configuration:
+    def saved(
+        cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})
+    ) -> Configuration:
         """The settings in the files of a config, with changes."""
         file = project.config_file(name)
         values = {main_name(key): value for key, value in settings_in(file).items()}
@@ -93,13 +104,17 @@ class Configuration:
         sent = replace(saved, values=unmasked(wanted(body, "values", dict), saved.values))
         if body.get("datasets") is None:
             return sent
-        return replace(sent, entries=unmasked(wanted(body, "datasets", list), sent.saved_entries, "datasets"))
+        return replace(
+            sent, entries=unmasked(wanted(body, "datasets", list), sent.saved_entries, "datasets")
+        )
 
     @property
     def datasets(self) -> Path:
         """The path of the dataset file, whether or not it exists."""
         path = self.values.get("data_backend_config")
-        file = sources.dataset_file(path if isinstance(path, str) else None, self.file.parent, Problems())
+        file = sources.dataset_file(
+            path if isinstance(path, str) else None, self.file.parent, Problems()
+        )
         return self.project.folder / file
 
     @property
@@ -115,21 +130,24 @@ class Configuration:
         return self.file.with_name("config.env")
 
     def judge(self) -> tuple[Judgement, Problems, Problems]:
-        """The judgement of the settings, problems of paths outside the project, and problems of the datasets that the
-        page sent.
+        """The judgement of the settings, problems of paths outside the project, and problems of the
+        datasets that the page sent.
 
         Paths outside the project and dataset folders are not accessed.
         """
         values, outside = self.project.without_outside(self.values)
         if self.environment.is_file():
             # Commands that use this config also read options from its config.env.
-            extra = sources.read_env_file(self.environment, Problems()).get(sources.EXTRA_ARGUMENTS, "")
+            extra = sources.read_env_file(self.environment, Problems()).get(
+                sources.EXTRA_ARGUMENTS, ""
+            )
             beside = [
                 *sources.read_env_layer(self.environment, Problems()).values,
                 *sources.parse_arguments([], extra).settings,
             ]
             outside += self.project.without_outside(dict(beside))[1]
-        judgement, problems = Draft(self.file).judge(values), Problems()
+        judgement = Draft(self.file).judge(values)
+        problems = Problems()
         names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
         if self.entries is not None:
             datasets = parse_datasets(self.entries, Path(sources.DATASET_FILE), names, problems)
@@ -142,7 +160,9 @@ class Configuration:
         return judgement, paths, problems
 
     def write(self, folder: Path) -> list[str]:
-        """Write the settings into an empty folder; returns the arguments with which a command uses them."""
+        """Write the settings into an empty folder; returns the arguments with which a command uses
+        them.
+        """
         write_json(folder / "config.json", self.values)
         if self.environment.is_file():
             # Commands read config.env beside the config.
@@ -156,7 +176,8 @@ class Configuration:
 
 def configs(request: Request) -> Response:
     """The configs of the project; unreadable ones have a `problem`."""
-    project, entries = project_of(request), list[dict[str, str | None]]()
+    project = project_of(request)
+    entries: list[dict[str, str | None]] = []
     for name in project.config_names():
         try:
             path = project.config_file(name)
@@ -171,13 +192,19 @@ def configs(request: Request) -> Response:
 def examples(request: Request) -> Response:
     """The packaged configs, which can be viewed and run but not changed."""
     keys = ("model_family", "model_flavour", "model_type")
-    named = {EXAMPLE + name: settings_in(sources.EXAMPLES / name / "config.json") for name in sources.example_names()}
-    return JSONResponse([{"name": name, **{key: values.get(key) for key in keys}} for name, values in named.items()])
+    named = {
+        EXAMPLE + name: settings_in(sources.EXAMPLES / name / "config.json")
+        for name in sources.example_names()
+    }
+    return JSONResponse(
+        [{"name": name, **{key: values.get(key) for key in keys}} for name, values in named.items()]
+    )
 
 
 def config(request: Request) -> Response:
     """The settings and datasets of a config, as written."""
-    project, name = project_of(request), request.path_params["name"]
+    project = project_of(request)
+    name = request.path_params["name"]
     if not (path := project.config_file(name)).is_file():
         raise Refusal(404, f"There is no config {name!r} yet.")
     return in_file(path, lambda: config_json(Configuration.saved(project, name)))
@@ -185,23 +212,30 @@ def config(request: Request) -> Response:
 
 def put_config(request: Request, body: dict[str, Any]) -> Response:
     """Save settings; drafts with problems are saved too, and the response lists the problems."""
-    project, name = project_of(request), request.path_params["name"]
-    path, change = writable(project, project.config_file(name)), partial(with_values, wanted(body, "values", dict))
+    project = project_of(request)
+    name = request.path_params["name"]
+    path = writable(project, project.config_file(name))
+    change = partial(with_values, wanted(body, "values", dict))
     if body.get("whole") is not True:
         settings_in(path)  # raises if the content to keep is unreadable
-    return replace_file(request, path, body, change, lambda: config_json(Configuration.saved(project, name)))
+    return replace_file(
+        request, path, body, change, lambda: config_json(Configuration.saved(project, name))
+    )
 
 
 def datasets(request: Request) -> Response:
     """The entries of a config's dataset file, with their problems; `?config=NAME`."""
     saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
-    return in_file(saved.project.inside(saved.datasets, packaged=True), lambda: datasets_json(saved))
+    return in_file(
+        saved.project.inside(saved.datasets, packaged=True), lambda: datasets_json(saved)
+    )
 
 
 def put_datasets(request: Request, body: dict[str, Any]) -> Response:
     """Save the entries of a config's dataset file."""
     saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
-    path, change = writable(saved.project, saved.datasets), partial(unmasked, wanted(body, "entries", list))
+    path = writable(saved.project, saved.datasets)
+    change = partial(unmasked, wanted(body, "entries", list))
     return replace_file(request, path, body, change, lambda: datasets_json(saved))
 
 
@@ -214,7 +248,9 @@ def add_dataset(saved: Configuration, entry: Mapping[str, Any]) -> None:
 
 
 def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
-    """The content of a file; if unreadable, its problems, and its text for repair unless it may contain secrets."""
+    """The content of a file; if unreadable, its problems, and its text for repair unless it may
+    contain secrets.
+    """
     headers = {"ETag": etag(path)} if path.is_file() else None
     try:
         return JSONResponse(content(), headers=headers)
@@ -222,27 +258,37 @@ def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
         if isinstance(error, Refusal) or headers is None:
             raise
         text = path.read_bytes()[:LARGEST_BODY].decode(errors="replace")
-        is_secret = redact(text) != text or any(map(SECRET_NAME.search, re.findall(r"[\w.-]+", text)))
+        is_secret = redact(text) != text or any(
+            map(SECRET_NAME.search, re.findall(r"[\w.-]+", text))
+        )
         damaged = {"problems": problems_json(error.problems), "text": None if is_secret else text}
         return JSONResponse(damaged, 422, headers)
 
 
 def replace_file(
-    request: Request, path: Path, body: Mapping[str, Any], change: Callable[[Any], Any], answer: Callable[[], Any]
+    request: Request,
+    path: Path,
+    body: Mapping[str, Any],
+    change: Callable[[Any], Any],
+    answer: Callable[[], Any],
 ) -> Response:
-    """Replace the content of a JSON file by `change(content)`, or by `change(None)` if the file is new or the request
-    contains all of it (`"whole": true`).
+    """Replace the content of a JSON file by `change(content)`, or by `change(None)` if the file is
+    new or the request contains all of it (`"whole": true`).
 
     Responds with 412 if the file's ETag differs from the request's.
 
     Raises:
-        ConfigError: the file is not JSON, and the request contains only a part of it; the file is kept.
+        ConfigError: the file is not JSON, and the request contains only a part of it; the file is
+            kept.
     """
     with _saving:
         # Both are None for a new file: a PUT that creates it has no If-Match.
         current = etag(path) if path.is_file() else None
         if current != request.headers.get("if-match"):
-            content = {**answer(), "problems": problems_json([Problem("", f"{path.name} {CHANGED}")])}
+            content = {
+                **answer(),
+                "problems": problems_json([Problem("", f"{path.name} {CHANGED}")]),
+            }
             return JSONResponse(content, 412, {"ETag": current} if current else None)
         write_json(path, change(read(path) if current and body.get("whole") is not True else None))
         return JSONResponse(answer(), headers={"ETag": etag(path)})
@@ -250,7 +296,8 @@ def replace_file(
 
 def etag(path: Path) -> str:
     """The ETag of a file."""
-    # A hash of the content: times are coarse on some file systems, and saving unchanged content is not a conflict.
+    # A hash of the content: times are coarse on some file systems, and saving unchanged content is
+    # not a conflict.
     return f'"{hash_file(path)[:32]}"'
 
 
@@ -270,13 +317,20 @@ def writable(project: Project, path: Path) -> Path:
     """The resolved path of a file, if the page may write it.
 
     Raises:
-        Refusal: 403 if the file is packaged, outside the project, not JSON, or in a folder without permission.
+        Refusal: 403 if the file is packaged, outside the project, not JSON, or in a folder without
+            permission.
     """
     if project.inside(path, packaged=True).is_relative_to(sources.EXAMPLES):
-        raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes an editable copy.")
+        raise Refusal(
+            403,
+            "This belongs to a packaged example; `simpletuner examples copy` makes an "
+            "editable copy.",
+        )
     # `data_backend_config` may name any file of the project: only JSON files are overwritten.
     if path.suffix != ".json":
-        raise Refusal(403, f"{path.name!r} was not written: configs and dataset files end in .json.")
+        raise Refusal(
+            403, f"{path.name!r} was not written: configs and dataset files end in .json."
+        )
     if reason := why_not_writable(path.parent):
         raise Refusal(403, [Problem("", reason)])
     return project.inside(path)
@@ -284,7 +338,9 @@ def writable(project: Project, path: Path) -> Path:
 
 def shown(project: Project, path: Path) -> str:
     """A path for display, relative to the project's folder if it is inside."""
-    return str(path.relative_to(project.folder)) if path.is_relative_to(project.folder) else str(path)
+    return (
+        str(path.relative_to(project.folder)) if path.is_relative_to(project.folder) else str(path)
+    )
 
 
 def config_json(saved: Configuration) -> dict[str, Any]:
@@ -302,11 +358,16 @@ def config_json(saved: Configuration) -> dict[str, Any]:
 
 def datasets_json(saved: Configuration) -> dict[str, Any]:
     """A dataset file as JSON for the page; the keys of problems begin with `FILE: ID`."""
-    path, problems = saved.project.inside(saved.datasets, packaged=True), Problems()
+    path = saved.project.inside(saved.datasets, packaged=True)
+    problems = Problems()
     names = {key: str(saved.values.get(key)) for key in ("model_family", "output_dir")}
     read_datasets(path, problems, placeholders=names)
     entries = masked(read(path)) if path.is_file() else []
-    return {"path": shown(saved.project, path), "entries": entries, "problems": problems_json(problems)}
+    return {
+        "path": shown(saved.project, path),
+        "entries": entries,
+        "problems": problems_json(problems),
+    }
 
 
 def settings_in(path: Path) -> dict[str, Any]:
@@ -324,7 +385,9 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 
 def with_values(values: Mapping[str, Any], content: Any) -> Any:
-    """The content of a config file with keys set, added or (None) removed; spellings of keys are kept."""
+    """The content of a config file with keys set, added or (None) removed; spellings of keys are
+    kept.
+    """
     content = {} if content is None else content
     settings = sources.unwrapped(content)
     for key, value in values.items():
@@ -337,7 +400,9 @@ def with_values(values: Mapping[str, Any], content: Any) -> Any:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A value with its secrets replaced by `SECRET`; references such as `{env:HF_TOKEN}` are not secret."""
+    """A value with its secrets replaced by `SECRET`; references such as `{env:HF_TOKEN}` are not
+    secret.
+    """
     if isinstance(value, dict):
         return {key: masked(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -365,24 +430,36 @@ def unmasked(value: Any, old: Any, key: str = "") -> Any:
         known = old if isinstance(old, dict) else {}
         return {name: unmasked(inner, known.get(name), name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [unmasked(inner, counterpart(inner, index, old), key) for index, inner in enumerate(value)]
+        return [
+            unmasked(inner, counterpart(inner, index, old), key)
+            for index, inner in enumerate(value)
+        ]
     return value
 
 
 def counterpart(entry: Any, index: int, old: Any) -> Any:
-    """The entry of an old list with the same id, or else at the same index; None if there is none."""
+    """The entry of an old list with the same id, or else at the same index; None if there is
+    none.
+    """
     entries = old if isinstance(old, list) else []
     if isinstance(entry, dict) and "id" in entry:
         # By id, since the page may have moved or removed entries.
-        return next((each for each in entries if isinstance(each, dict) and each.get("id") == entry["id"]), None)
+        return next(
+            (each for each in entries if isinstance(each, dict) and each.get("id") == entry["id"]),
+            None,
+        )
     return entries[index] if index < len(entries) else None
 
 
 def validate(request: Request, body: dict[str, Any]) -> Response:
-    """The problems of settings, effective values other than defaults, and keys without effect (except errors)."""
+    """The problems of settings, effective values other than defaults, and keys without effect
+    (except errors).
+    """
     judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
     defaults = {key: option.default for key, option in all_options().items()}
-    effective = {key: value for key, value in judgement.config.flat.items() if value != defaults[key]}
+    effective = {
+        key: value for key, value in judgement.config.flat.items() if value != defaults[key]
+    }
     invalid = {problem.where for problem in judgement.problems if problem.fatal}
     content = {
         "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
@@ -390,13 +467,17 @@ def validate(request: Request, body: dict[str, Any]) -> Response:
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
         "flavours": {flavour.name: about_flavour(flavour) for flavour in judgement.spec.flavours},
-        "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in invalid},
+        "greyed": {
+            key: reason for key, reason in judgement.without_effect.items() if key not in invalid
+        },
     }
     return JSONResponse(content)
 
 
 def browse(request: Request) -> Response:
-    """List the subfolders of an allowed folder, and count its pictures, clips and captions; `?path=FOLDER`."""
+    """List the subfolders of an allowed folder, and count its pictures, clips and captions;
+    `?path=FOLDER`.
+    """
     project = project_of(request)
     folder = project.inside(request.query_params.get("path", "."))
     if not folder.is_dir():
@@ -415,7 +496,11 @@ def browse(request: Request) -> Response:
         "parent": None if folder in roots else str(folder.parent),
         "roots": [str(root) for root in roots],
         "folders": sorted(entry.name for entry in visible if entry.is_dir()),
-        "files": Counter(KINDS.get(Path(entry.name).suffix.lower(), "others") for entry in visible if entry.is_file()),
+        "files": Counter(
+            KINDS.get(Path(entry.name).suffix.lower(), "others")
+            for entry in visible
+            if entry.is_file()
+        ),
         "complete": len(entries) <= MOST_NAMES,
     }
     return JSONResponse(content)

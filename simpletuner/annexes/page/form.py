@@ -1,4 +1,6 @@
-"""The form of the page: every option as a field, with model families and the GPUs of this machine."""
+"""The form of the page: every option as a field, with model families and the GPUs of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from simpletuner.budget.drivers import ask_driver
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.option import Group, Option, describe
 from simpletuner.config.schema import all_options
-from simpletuner.config.sections import CHOICES, DATASETS, EVERYDAY_WORDS, SECTIONS, TABS, section_of
+from simpletuner.config.sections import (
+    CHOICES,
+    DATASETS,
+    EVERYDAY_WORDS,
+    SECTIONS,
+    TABS,
+    section_of,
+)
 from simpletuner.config.techniques.tread import ROUTES
 from simpletuner.errors import not_one_of
 from simpletuner.models.registry import FAMILIES, canonical_family_name
@@ -31,21 +40,49 @@ from simpletuner.redaction import SECRET_NAME
 Field = dict[str, Any]
 # The type of a field, by the parser of its values or by the type's name on the reference page.
 TYPES = {
-    "parse_flag": "bool", "parse_integer": "int", "parse_number": "float", "parse_path": "path", "parse_list": "list",
-    "parse_texts": "list", "parse_sizes": "sizes", "parse_text": "text", "parse_gigabytes": "text", "text": "text",
-}  # fmt: skip
+    "parse_flag": "bool",
+    "parse_integer": "int",
+    "parse_number": "float",
+    "parse_path": "path",
+    "parse_list": "list",
+    "parse_texts": "list",
+    "parse_sizes": "sizes",
+    "parse_text": "text",
+    "parse_gigabytes": "text",
+    "text": "text",
+}
 DATASET_KEYS = (
-    "id", "instance_data_dir", "dataset_type", "type", "caption_strategy", "instance_prompt", "resolution",
-    "resolution_type", "repeats", "probability", "crop", "crop_aspect", "conditioning_data", "video.num_frames",
-    "video.min_frames", "video.max_frames", "video.frame_rate", "video.is_i2v", "video.bucket_strategy",
-)  # fmt: skip
+    "id",
+    "instance_data_dir",
+    "dataset_type",
+    "type",
+    "caption_strategy",
+    "instance_prompt",
+    "resolution",
+    "resolution_type",
+    "repeats",
+    "probability",
+    "crop",
+    "crop_aspect",
+    "conditioning_data",
+    "video.num_frames",
+    "video.min_frames",
+    "video.max_frames",
+    "video.frame_rate",
+    "video.is_i2v",
+    "video.bucket_strategy",
+)
 WORDS = """
     VAE EMA LoRA DoRA LoKr LyCORIS TF32 CPU SNR CREPA TREAD ReflexFlow RoPE FSDP ID LR GB PEFT bf16
     of to by for from via or in on
 """
 SPELLINGS = {word.lower(): word for word in WORDS.split()} | {
-    "num": "Number of", "dir": "Folder", "eval": "Evaluation", "qlen": "Queue Length", "crepa": "",
-}  # fmt: skip
+    "num": "Number of",
+    "dir": "Folder",
+    "eval": "Evaluation",
+    "qlen": "Queue Length",
+    "crepa": "",
+}
 GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits")
 
 
@@ -53,7 +90,9 @@ def page(request: Request) -> Response:
     """The page with all tabs; inside a run, only the run."""
     card = start_card.card_content(request.headers.get("accept-language", ""))
     shown = {"tabs": tabs(), "pane": pane, "dataset_fields": dataset_fields(), "prose": prose}
-    return HTMLResponse(render("page/page.html.jinja", in_run=project_of(request).run is not None, **shown, **card))
+    return HTMLResponse(
+        render("page/page.html.jinja", in_run=project_of(request).run is not None, **shown, **card)
+    )
 
 
 def tab(request: Request) -> Response:
@@ -67,7 +106,9 @@ def tab(request: Request) -> Response:
 @functools.cache
 def pane(tab: str) -> Markup:
     """The form of a tab; cached, since it never changes."""
-    return Markup(render("page/tab.html.jinja", tab=tab, sections=SECTIONS, fields=fields(), prose=prose))
+    return Markup(
+        render("page/tab.html.jinja", tab=tab, sections=SECTIONS, fields=fields(), prose=prose)
+    )
 
 
 def prose(help_text: str) -> Markup:
@@ -90,7 +131,10 @@ def field_metadata(request: Request) -> Response:
 def models(request: Request) -> Response:
     """The model families with the names of their flavours."""
     keys = ("name", "title", "media", "license")
-    named = ({key: vars(spec)[key] for key in keys} | {"flavours": spec.flavour_names} for spec in FAMILIES.values())
+    named = (
+        {key: vars(spec)[key] for key in keys} | {"flavours": spec.flavour_names}
+        for spec in FAMILIES.values()
+    )
     return JSONResponse([*named])
 
 
@@ -114,7 +158,9 @@ def spec_named(family: str) -> FamilySpec:
 
 
 def gpus(request: Request) -> Response:
-    """Every NVIDIA GPU with its memory in bytes, None if it is not reported; an empty list without a driver."""
+    """Every NVIDIA GPU with its memory in bytes, None if it is not reported; an empty list without
+    a driver.
+    """
     lines = ask_driver(*GPU_QUERY)  # a broken driver is reported when a run starts
     return JSONResponse([gpu_json(*map(str.strip, line.split(","))) for line in lines])
 
@@ -132,8 +178,14 @@ def memory(request: Request) -> Response:
 
 def tabs() -> list[dict[str, Any]]:
     """The tabs with their sections; "Start" and "Run" have no sections."""
-    parts = {tab: [{"id": each.id, "label": each.label} for each in SECTIONS if each.tab == tab] for tab in TABS}
-    return [{"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])} for tab in ("start", *TABS, "run")]
+    parts = {
+        tab: [{"id": each.id, "label": each.label} for each in SECTIONS if each.tab == tab]
+        for tab in TABS
+    }
+    return [
+        {"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])}
+        for tab in ("start", *TABS, "run")
+    ]
 
 
 @functools.cache
@@ -149,7 +201,9 @@ def fields(family: str | None = None) -> tuple[Field, ...]:
 
 @functools.cache
 def dataset_fields() -> tuple[Field, ...]:
-    """The keys on a dataset's card, with keys of clips as `video.KEY`; other keys are edited as JSON."""
+    """The keys on a dataset's card, with keys of clips as `video.KEY`; other keys are edited as
+    JSON.
+    """
     options = []
     for key in DATASET_KEYS:
         group: type[Group] = VideoConfig if key.startswith("video.") else DatasetConfig
@@ -194,10 +248,17 @@ def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
 
 def _options(key: str, choices: tuple[str, ...]) -> dict[str, str]:
     """The values of a list, as JSON unless they are words, with their labels."""
-    notes, presets = CHOICES.get(key, {}), ROUTES if key == "tread_config" else {}
-    values = {word: json.dumps(value, separators=(",", ":")) for word, value in presets.items() if value is not None}
+    notes = CHOICES.get(key, {})
+    presets = ROUTES if key == "tread_config" else {}
+    values = {
+        word: json.dumps(value, separators=(",", ":"))
+        for word, value in presets.items()
+        if value is not None
+    }
     values |= {choice: choice for choice in choices}
-    return {value: f"{word}: {notes[word]}" if word in notes else word for word, value in values.items()}
+    return {
+        value: f"{word}: {notes[word]}" if word in notes else word for word, value in values.items()
+    }
 
 
 def _type(option: Option) -> str:

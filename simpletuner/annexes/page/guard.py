@@ -1,11 +1,12 @@
 """Access control: the checks that every request passes before it is routed.
 
-The page has no accounts: it is for the user who started it. On a loopback address, Linux reports the user of a
-connection, since it lists sockets with their users. A forwarded port belongs to the user who forwards it: the login
-user of `ssh -L`, root for the relays of WSL and of most containers. Where the user is unknown, and on all other
-addresses, a request needs a token. A request must also name this machine (`Host`, against DNS rebinding) and must not
-come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size, or uploads; forms of other sites
-can send neither content type.
+The page has no accounts: it is for the user who started it. On a loopback address, Linux reports
+the user of a connection, since it lists sockets with their users. A forwarded port belongs to the
+user who forwards it: the login user of `ssh -L`, root for the relays of WSL and of most containers.
+Where the user is unknown, and on all other addresses, a request needs a token. A request must also
+name this machine (`Host`, against DNS rebinding) and must not come from another site (`Origin`,
+`Sec-Fetch-Site`). Bodies are JSON of limited size, or uploads; forms of other sites can send
+neither content type.
 """
 
 from __future__ import annotations
@@ -49,15 +50,19 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# Key in the request's state: a function that returns whether the connection belongs to the user of this process.
+# Key in the request's state: a function that returns whether the connection belongs to the user of
+# this process.
 OWN_USER = "is_own_user"
 NEEDS_TOKEN = (
-    "This page is for the user who started it. Open /?token=TOKEN with the token in {}; programs send it as X-API-Key."
+    "This page is for the user who started it. Open /?token=TOKEN with the token in {}; programs "
+    "send it as X-API-Key."
 )
 # Not a redirect: browsers coming from another site would follow it without the new cookie.
 WELCOME = '<!DOCTYPE html><meta http-equiv="refresh" content="0; url=/"><title>simpletuner</title>'
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-ROOT, NOBODY = 0, 65534  # in a container, every unmapped user is nobody
+# in a container, every unmapped user is nobody
+ROOT = 0
+NOBODY = 65534
 VARIABLE = "SIMPLETUNER_PAGE_TOKEN"
 # Unreserved characters, since the token is part of a URL.
 TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
@@ -69,7 +74,8 @@ class Access:
 
     Attributes:
         host: the address that the server listens on.
-        token: required unless a connection is known to come from the server's user; None admits everyone.
+        token: required unless a connection is known to come from the server's user; None admits
+            everyone.
         source: the file or variable that contains the token.
         in_run: the page belongs to a run: its buttons work, but it cannot edit files or start runs.
     """
@@ -85,10 +91,17 @@ class Access:
         Raises:
             Refusal: 401, 403, 413 or 415.
         """
-        headers, is_own_user = request.headers, request.scope.get("state", {}).get(OWN_USER, lambda: False)
+        headers = request.headers
+        is_own_user = request.scope.get("state", {}).get(OWN_USER, lambda: False)
         if not self.knows(headers.get("host", "")):
-            raise Refusal(403, f"This page is not {headers.get('host', '')!r}; open it as localhost or {self.host}.")
-        if not (self.token is None or self.has_token(request) or (is_own(self.host) and is_own_user())):
+            raise Refusal(
+                403,
+                f"This page is not {headers.get('host', '')!r}; open it as localhost or "
+                f"{self.host}.",
+            )
+        if not (
+            self.token is None or self.has_token(request) or (is_own(self.host) and is_own_user())
+        ):
             # Paths, which may contain the user's name, are not revealed to other machines.
             place = self.source if is_own(self.host) else "the address that the server printed"
             raise Refusal(401, NEEDS_TOKEN.format(place))
@@ -104,9 +117,17 @@ class Access:
             Refusal: 403, 413 or 415.
         """
         if self.in_run and request.scope["path"] not in BUTTONS:
-            raise Refusal(403, "This page belongs to a run; to edit files or start runs, use `simpletuner server`.")
+            raise Refusal(
+                403,
+                "This page belongs to a run; to edit files or start runs, use `simpletuner "
+                "server`.",
+            )
         is_upload = request.method == "PUT" and request.scope["path"].startswith(UPLOADS)
-        kind, most = ("application/octet-stream", LARGEST_FILE) if is_upload else ("application/json", LARGEST_BODY)
+        kind, most = (
+            ("application/octet-stream", LARGEST_FILE)
+            if is_upload
+            else ("application/json", LARGEST_BODY)
+        )
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
             raise Refusal(415, f"The request must be sent as Content-Type: {kind}.")
         length = request.headers.get("content-length", "0")
@@ -114,14 +135,25 @@ class Access:
             raise too_large(most)
 
     def knows(self, host: str) -> bool:
-        """Whether a `Host` header names this server; a server that listens on all addresses accepts any name."""
-        name = host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
-        return name in OWN_NAMES | {self.host.lower(), f"[{self.host.lower()}]"} or is_everywhere(self.host)
+        """Whether a `Host` header names this server; a server that listens on all addresses accepts
+        any name.
+        """
+        name = (
+            host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
+        )
+        return name in OWN_NAMES | {self.host.lower(), f"[{self.host.lower()}]"} or is_everywhere(
+            self.host
+        )
 
     def has_token(self, request: Request) -> bool:
         """Whether a request has the token, as a cookie, X-API-Key or bearer token."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return any(map(self.is_token, (request.headers.get("x-api-key", ""), bearer, *request.cookies.values())))
+        return any(
+            map(
+                self.is_token,
+                (request.headers.get("x-api-key", ""), bearer, *request.cookies.values()),
+            )
+        )
 
     def needs_token(self, listener: socket.socket) -> bool:
         """Whether even the server's own user needs the token."""
@@ -132,13 +164,19 @@ class Access:
         return self.token is not None and secrets.compare_digest(text.encode(), self.token.encode())
 
     def first_visit(self, request: Request) -> Response | None:
-        """The response to the printed URL, which stores its token as a cookie; None for other URLs."""
-        scope, token = request.scope, request.query_params.get("token", "")
+        """The response to the printed URL, which stores its token as a cookie; None for other
+        URLs.
+        """
+        scope = request.scope
+        token = request.query_params.get("token", "")
         if scope["path"] != "/" or not self.is_token(token):
             return None
-        name = f"simpletuner-{(scope.get('server') or ('', 0))[1]}"  # browsers send cookies to all ports of a machine
+        # browsers send cookies to all ports of a machine
+        name = f"simpletuner-{(scope.get('server') or ('', 0))[1]}"
         response = HTMLResponse(WELCOME)
-        response.set_cookie(name, token, httponly=True, samesite="strict", secure=scope["scheme"] == "https")
+        response.set_cookie(
+            name, token, httponly=True, samesite="strict", secure=scope["scheme"] == "https"
+        )
         return response
 
 
@@ -176,9 +214,12 @@ class Guard:
 
 
 def is_foreign(request: Request) -> bool:
-    """Whether another site made the browser send this request; following a link to the page is allowed."""
+    """Whether another site made the browser send this request; following a link to the page is
+    allowed.
+    """
     headers = request.headers
-    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+    origin = headers.get("origin")
+    site = headers.get("sec-fetch-site", "none")
     if request.method in SAFE and headers.get("sec-fetch-dest") == "document":
         return False
     same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
@@ -205,7 +246,9 @@ def is_own_user(client: End, server: End) -> bool:
 
 
 def can_tell_users(listener: socket.socket) -> bool:
-    """Whether the system reports the users of connections to a listening socket, tested with a connection to it."""
+    """Whether the system reports the users of connections to a listening socket, tested with a
+    connection to it.
+    """
     end = listener.getsockname()[:2]
     with suppress(OSError), socket.create_connection(end, timeout=5) as probe:
         return is_own_user(probe.getsockname()[:2], end)
@@ -213,8 +256,11 @@ def can_tell_users(listener: socket.socket) -> bool:
 
 
 def socket_user(client: End, server: End) -> int | None:
-    """The id of the user whose socket connects `client` to `server`; None if no such socket is listed."""
-    local, remote = spellings(*client), spellings(*server)
+    """The id of the user whose socket connects `client` to `server`; None if no such socket is
+    listed.
+    """
+    local = spellings(*client)
+    remote = spellings(*server)
     for table in TABLES:
         with suppress(OSError):  # not Linux, or the table is hidden
             for line in table.read_text(encoding="ascii").splitlines()[1:]:
@@ -227,19 +273,26 @@ def socket_user(client: End, server: End) -> int | None:
 
 
 def spellings(host: str, port: int) -> set[str]:
-    """An address in the format of the tables: hex words in native byte order; IPv4 also embedded in IPv6."""
+    """An address in the format of the tables: hex words in native byte order; IPv4 also embedded in
+    IPv6.
+    """
     address: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
     plain = (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
-    packed = [plain.packed, *([IPv6Address(f"::ffff:{plain}").packed] if isinstance(plain, IPv4Address) else [])]
+    packed = [
+        plain.packed,
+        *([IPv6Address(f"::ffff:{plain}").packed] if isinstance(plain, IPv4Address) else []),
+    ]
     step = -1 if sys.byteorder == "little" else 1
     return {
-        "".join(form[start : start + 4][::step].hex() for start in range(0, len(form), 4)).upper() + f":{port:04X}"
+        "".join(form[start : start + 4][::step].hex() for start in range(0, len(form), 4)).upper()
+        + f":{port:04X}"
         for form in packed
     }
 
 
 def page_token(file: Path | None) -> tuple[str, str]:
-    """The token of this user's pages and its source: the file, else the variable, else a file in the home folder.
+    """The token of this user's pages and its source: the file, else the variable, else a file in
+    the home folder.
 
     A missing file is created, so that the token and browsers' cookies outlive a server.
 
@@ -249,7 +302,9 @@ def page_token(file: Path | None) -> tuple[str, str]:
     from_variable = file is None and VARIABLE in os.environ
     token, source = (os.environ[VARIABLE], VARIABLE) if from_variable else _kept_token(file)
     if not TOKEN.fullmatch(token):
-        raise UserError(f"{source} must contain a token of at least 16 letters, digits or any of . _ ~ -")
+        raise UserError(
+            f"{source} must contain a token of at least 16 letters, digits or any of . _ ~ -"
+        )
     return token, source
 
 
@@ -272,10 +327,13 @@ def _kept_token(file: Path | None) -> tuple[str, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             _create(path, secrets.token_urlsafe(32))
-        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8", errors="replace").strip()
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         hint = f"name a file with --token-file, or set {VARIABLE}"
         raise UserError(f"the token of the page cannot be stored ({error}); {hint}.") from None
     if os.name == "posix" and mode & 0o077:
-        raise UserError(f"other users can read the token in {path} (mode {mode & 0o777:04o}): chmod 600 {path}")
+        raise UserError(
+            f"other users can read the token in {path} (mode {mode & 0o777:04o}): chmod 600 {path}"
+        )
     return text, str(path)

@@ -20,7 +20,10 @@ from simpletuner.annexes.runs.console import PROMPT, printed
 from simpletuner.errors import Problem, UserError
 
 # Options of the commands that render from a run, besides prompts and pictures.
-OPTIONS = {"sweep": ("strengths", "checkpoints"), "sample": ("strength", "checkpoint", "seed", "resolution")}
+OPTIONS = {
+    "sweep": ("strengths", "checkpoints"),
+    "sample": ("strength", "checkpoint", "seed", "resolution"),
+}
 
 
 def queue_of(request: Request) -> Queue:
@@ -29,7 +32,9 @@ def queue_of(request: Request) -> Queue:
 
 
 def add(request: Request, body: dict[str, Any]) -> Response:
-    """Queue a training: `{"run": ID, "settings": {...}}` or `{"config": NAME, "settings": {...}}`."""
+    """Queue a training: `{"run": ID, "settings": {...}}` or
+    `{"config": NAME, "settings": {...}}`.
+    """
     config, settings = asked_for(request, body)
     run = runs_of(request).started_by(config, settings)
     job = queue_of(request).add("train", str(run.folder), config=config, settings=settings)
@@ -37,16 +42,23 @@ def add(request: Request, body: dict[str, Any]) -> Response:
 
 
 def add_rendering(request: Request, body: dict[str, Any]) -> Response:
-    """Queue a sweep or a sample: `{"run": ID, "command": "sample", "prompts": [...], "strength": "0,1"}`."""
-    run, command = runs_of(request).find(str(body.get("run", ""))), body.get("command")
+    """Queue a sweep or a sample:
+    `{"run": ID, "command": "sample", "prompts": [...], "strength": "0,1"}`.
+    """
+    run = runs_of(request).find(str(body.get("run", "")))
+    command = body.get("command")
     if command not in OPTIONS or not run.may_start:
-        raise Refusal(400, "A job must be a sweep or a sample of a run that `simpletuner server` shows.")
+        raise Refusal(
+            400, "A job must be a sweep or a sample of a run that `simpletuner server` shows."
+        )
     prompts = [str(prompt).strip() for prompt in wanted({"prompts": [], **body}, "prompts", list)]
     options = [f"--prompt={prompt}" for prompt in prompts if prompt]
     if image := str(body.get("image") or ""):
         options.append(f"--image={project_of(request).inside(image)}")
     # The command checks the other options; the page shows its output.
-    options += [f"--{key}={text}" for key in OPTIONS[command] if (text := str(body.get(key) or "").strip())]
+    options += [
+        f"--{key}={text}" for key in OPTIONS[command] if (text := str(body.get(key) or "").strip())
+    ]
     job = queue_of(request).add(command, str(run.folder), options=options)
     return JSONResponse({"job": job.id, "run": run.id}, 202)
 
@@ -67,7 +79,9 @@ def again(request: Request, body: dict[str, Any]) -> Response:
 
 
 def remove(request: Request, body: dict[str, Any]) -> Response:
-    """Remove a job from the queue: `{"job": ID}`; a running job is stopped instead, as by Ctrl-C."""
+    """Remove a job from the queue: `{"job": ID}`; a running job is stopped instead, as by
+    Ctrl-C.
+    """
     job = queue_of(request).find(str(body.get("job")))
     if job.state != RUNNING:
         queue_of(request).remove(job.id)
@@ -89,7 +103,8 @@ def show_queue(request: Request) -> Response:
 
 def queue_content(runner: Runner) -> dict[str, Any]:
     """Template values for the queue."""
-    jobs, problem = list[Job](), runner.problem
+    jobs: list[Job] = []
+    problem = runner.problem
     try:
         jobs = runner.queue.read()
     except (UserError, OSError) as error:

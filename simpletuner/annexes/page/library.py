@@ -36,9 +36,13 @@ from simpletuner.planning.entries import data_context
 from simpletuner.rounding import ceil_div
 
 PAGE = 60
-PAINTED_SIDE = 1024  # of the picture under a painted mask; a latent position averages 8x8 pixels of it
+PAINTED_SIDE = (
+    1024  # of the picture under a painted mask; a latent position averages 8x8 pixels of it
+)
 FIRST = 5  # changes shown in a preview
-FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}  # the URL changes with the file
+FOR_EVER = {
+    "Cache-Control": "private, max-age=31536000, immutable"
+}  # the URL changes with the file
 _decoding = threading.Semaphore(usable_cores())  # decoding a picture may take hundreds of megabytes
 
 
@@ -52,7 +56,9 @@ def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]
     if outside:
         raise Refusal(422, outside)
     names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
-    flavour, entries = settle_task(judgement.flavour, read_datasets(saved.datasets, Problems(), placeholders=names))
+    flavour, entries = settle_task(
+        judgement.flavour, read_datasets(saved.datasets, Problems(), placeholders=names)
+    )
     return entries, data_context(judgement.config, judgement.spec, flavour.task)
 
 
@@ -62,8 +68,11 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
     Raises:
         Refusal: 404 if the dataset does not exist, 422 or 403 if its path leads out of the project.
     """
-    project, name = project_of(request), str(asked.get("dataset"))
-    entries, context = datasets_in(Configuration.saved(project, str(asked.get("config") or "config")))
+    project = project_of(request)
+    name = str(asked.get("dataset"))
+    entries, context = datasets_in(
+        Configuration.saved(project, str(asked.get("config") or "config"))
+    )
     for entry in map(context.fill, entries):
         if entry.id == name and entry.instance_data_dir:
             folder = project.inside(entry.instance_data_dir, packaged=True)
@@ -72,24 +81,42 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
             entry = entry.model_copy(update={"instance_data_dir": str(folder)})
             is_packaged = folder.is_relative_to(EXAMPLES)
             return Library(entry, entries, context, is_packaged, project.may_show)
-    raise Refusal(404, f"The saved config has no dataset {name!r} with a folder; save your changes first.")
+    raise Refusal(
+        404, f"The saved config has no dataset {name!r} with a folder; save your changes first."
+    )
 
 
 def show_files(request: Request) -> Response:
-    """A page of the files of a dataset, as HTML: `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`."""
-    asked, library = request.query_params, opened(request, request.query_params)
-    words, only, number = asked.get("words", ""), asked.get("only", ""), asked.get("page", "1")
+    """A page of the files of a dataset, as HTML:
+    `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`.
+    """
+    asked = request.query_params
+    library = opened(request, request.query_params)
+    words = asked.get("words", "")
+    only = asked.get("only", "")
+    number = asked.get("page", "1")
     names, missed = library.find(words, only)
     pages = max(1, ceil_div(len(names), PAGE))
     page = min(max(1, int(number[:9]) if number.isdecimal() else 1), pages)
     files = library.show(names[PAGE * (page - 1) : PAGE * page])
-    shown = {"words": words, "only": only, "found": len(names), "missed": missed, "page": page, "pages": pages}
-    return HTMLResponse(render("page/library.html.jinja", part="all", library=library, files=files, **shown))
+    shown = {
+        "words": words,
+        "only": only,
+        "found": len(names),
+        "missed": missed,
+        "page": page,
+        "pages": pages,
+    }
+    return HTMLResponse(
+        render("page/library.html.jinja", part="all", library=library, files=files, **shown)
+    )
 
 
 def card_html(library: Library, name: str) -> str:
     """The card of a file, as HTML."""
-    return render("page/library.html.jinja", part="files", library=library, files=library.show([name]))
+    return render(
+        "page/library.html.jinja", part="files", library=library, files=library.show([name])
+    )
 
 
 def name_in(library: Library, asked: Mapping[str, Any]) -> str:
@@ -116,9 +143,12 @@ def editable(request: Request, asked: Mapping[str, Any]) -> Library:
 
 
 def put_caption(request: Request, body: dict[str, Any]) -> Response:
-    """Save a caption: `{"config", "dataset", "file", "text"}`, with the tag of the replaced text in If-Match."""
+    """Save a caption: `{"config", "dataset", "file", "text"}`, with the tag of the replaced text in
+    If-Match.
+    """
     library = editable(request, body)
-    name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
+    name = name_in(library, body)
+    seen = request.headers.get("if-match", "").strip('"')
     path = project_of(request).inside(library.caption_path(name))
     try:
         editing.write_caption(path, str(body.get("text", "")), seen)
@@ -129,7 +159,10 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
 
 def changed_meanwhile(library: Library, name: str, error: ChangedMeanwhileError) -> Response:
     """The response to a change of a stale version, with a card of the current version."""
-    return JSONResponse({"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412)
+    return JSONResponse(
+        {"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)},
+        412,
+    )
 
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
@@ -153,22 +186,38 @@ def mask_included(request: Request, body: Mapping[str, Any]) -> int:
     return fill_missing(library, folder)
 
 
-def after_change(request: Request, body: Mapping[str, Any], *notes: str, is_mask: bool = False) -> Response:
-    """The card of a changed file, with notes: when training uses the change, and other files changed with it."""
+def after_change(
+    request: Request, body: Mapping[str, Any], *notes: str, is_mask: bool = False
+) -> Response:
+    """The card of a changed file, with notes: when training uses the change, and other files
+    changed with it.
+    """
     library = opened(request, body)
     note = when_used(request, library, is_mask=is_mask)
-    answer = {"card": card_html(library, body["file"]), "note": " ".join([note, *notes]), "others": bool(notes)}
+    answer = {
+        "card": card_html(library, body["file"]),
+        "note": " ".join([note, *notes]),
+        "others": bool(notes),
+    }
     return JSONResponse(answer)
 
 
 def when_used(request: Request, library: Library, *, is_mask: bool = False) -> str:
     """A note that says when training begins to use a change."""
     runs = runs_of(request)
-    busy = [run.name for run in runs.all() if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run)]
+    busy = [
+        run.name
+        for run in runs.all()
+        if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run)
+    ]
     if not busy:
         return "Saved. Training will use it from its next start."
     # Captions were encoded before the first step; masks are not cached.
-    until = "may use it at once" if is_mask else "keeps using the captions read at its start until it is restarted"
+    until = (
+        "may use it at once"
+        if is_mask
+        else "keeps using the captions read at its start until it is restarted"
+    )
     return f"Saved. {', '.join(busy)} {until}."
 
 
@@ -176,7 +225,11 @@ def roots_of(runs: Runs, run: Run) -> Iterator[Path]:
     """The folders of a run's datasets; none if its config is unknown or unreadable."""
     with suppress(UserError, OSError):
         entries, _ = datasets_in(Configuration.saved(runs.project, run.config, run.settings))
-        yield from (runs.project.inside(each.instance_data_dir) for each in entries if each.instance_data_dir)
+        yield from (
+            runs.project.inside(each.instance_data_dir)
+            for each in entries
+            if each.instance_data_dir
+        )
 
 
 def edit(request: Request, body: dict[str, Any]) -> Response:
@@ -185,8 +238,8 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
     The response is a preview. To apply the changes, repeat the request with its `digest` as `seen`.
     """
     library = editable(request, body)
-    files = dict[str, Path]()
-    linked = list[str]()
+    files: dict[str, Path] = {}
+    linked: list[str] = []
     for name in sorted({*library.listing.captions.values()}):
         path = library.root / name
         if library.may_show(path):
@@ -197,7 +250,10 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
     digest = editing.digest_of(changes)
     preview = {
         "count": len(changes),
-        "first": [{"name": each.name, "before": each.before, "after": each.after} for each in changes[:FIRST]],
+        "first": [
+            {"name": each.name, "before": each.before, "after": each.after}
+            for each in changes[:FIRST]
+        ],
         "emptied": sum(not each.after for each in changes),
         "unreadable": unreadable[:FIRST],
         "linked": linked[:FIRST],
@@ -209,7 +265,9 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
         message = "The captions have changed since the preview. Nothing was saved."
         return JSONResponse({**preview, "problems": problems_json([Problem("", message)])}, 412)
     backup = editing.apply(changes, library.root)
-    return JSONResponse({"count": len(changes), "backup": backup, "note": when_used(request, library)})
+    return JSONResponse(
+        {"count": len(changes), "backup": backup, "note": when_used(request, library)}
+    )
 
 
 def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
@@ -244,7 +302,9 @@ def media_file(project: Project, path: str) -> Path:
 
 
 def send_thumbnail(request: Request) -> Response:
-    """A thumbnail of a picture, or of a clip's first frame: `?path=FILE&stamp=TEXT`; larger with `&large=1`."""
+    """A thumbnail of a picture, or of a clip's first frame: `?path=FILE&stamp=TEXT`; larger with
+    `&large=1`.
+    """
     file = media_file(project_of(request), request.query_params.get("path", ""))
     side = PAINTED_SIDE if "large" in request.query_params else THUMBNAIL_SIDE
     try:
@@ -261,22 +321,31 @@ def send_original(request: Request) -> Response:
 
 
 def put_mask(request: Request, body: dict[str, Any]) -> Response:
-    """Save a mask: `{"config", "dataset", "file", "mask"}`, a PNG file as a data URI, with the stamp of the replaced
-    mask in If-Match. The first mask adds a dataset of masks to the dataset file."""
-    library, project = opened(request, body), project_of(request)
+    """Save a mask: `{"config", "dataset", "file", "mask"}`, a PNG file as a data URI, with the
+    stamp of the replaced mask in If-Match. The first mask adds a dataset of masks to the dataset
+    file."""
+    library = opened(request, body)
+    project = project_of(request)
     if library.unpaintable:
         raise Refusal(403, library.unpaintable)
-    name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
+    name = name_in(library, body)
+    seen = request.headers.get("if-match", "").strip('"')
     saved = Configuration.saved(project, str(body.get("config") or "config"))
     if library.masks is None:
-        writable(project, saved.datasets)  # raises before a mask is written that cannot be referenced
+        writable(
+            project, saved.datasets
+        )  # raises before a mask is written that cannot be referenced
     entry = library.masks.model_dump() if library.masks else entry_of_masks(project, library)
     try:
         folder = project.inside(entry["instance_data_dir"])
         filled = write_mask(library, folder, name, str(body.get("mask", "")), seen)
     except ChangedMeanwhileError as error:
         return changed_meanwhile(library, name, error)
-    notes = [f"Other files got white masks ({filled}), so they are still learned whole."] if filled else []
+    notes = (
+        [f"Other files got white masks ({filled}), so they are still learned whole."]
+        if filled
+        else []
+    )
     if library.masks is None:
         add_dataset(saved, entry)
         notes.append(f"{shown(project, saved.datasets)} has a new dataset, {entry['id']}.")
@@ -285,7 +354,8 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
 
 def entry_of_masks(project: Project, library: Library) -> dict[str, Any]:
     """A new entry for the masks of a dataset."""
-    ids, name = {entry.id for entry in library.entries}, f"{library.entry.id}-masks"
+    ids = {entry.id for entry in library.entries}
+    name = f"{library.entry.id}-masks"
     while name in ids:
         name += "-2"
     folder = shown(project, project.inside(library.root.with_name(f"{library.root.name}_masks")))

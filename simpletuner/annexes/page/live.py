@@ -1,4 +1,6 @@
-"""Runs on the page: state, events, metrics as numbers and buttons; and events received from remote runs."""
+"""Runs on the page: state, events, metrics as numbers and buttons; and events received from remote
+runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 
 from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.control import Runs, ask, cancel
@@ -32,8 +41,12 @@ from simpletuner.reporting.metrics import MIME, REPORT_FILE, VIDEO_MIME, parse_r
 from simpletuner.reporting.step_figures import FIGURES
 from simpletuner.reporting.wording import clock
 
-POLL, HEARTBEAT = 0.5, 15.0  # seconds
-POINTS, MAX_POINTS = 2000, 20_000  # points of a curve in a response: default and maximum
+# seconds
+POLL = 0.5
+HEARTBEAT = 15.0
+# points of a curve in a response: default and maximum
+POINTS = 2000
+MAX_POINTS = 20_000
 LOG_LINES = 300
 SHOWN = {*MIME, *VIDEO_MIME, ".gif"}
 CALLBACK_FILE = "callback_events.jsonl"
@@ -65,14 +78,19 @@ def get_statuses(request: Request) -> Response:
 
 
 def post_start(request: Request, body: dict[str, Any]) -> Response:
-    """Start a config, or restart a run: `{"config": NAME, "settings": {...}}` or `{"run": ID, "settings": {...}}`."""
+    """Start a config, or restart a run: `{"config": NAME, "settings": {...}}` or
+    `{"run": ID, "settings": {...}}`.
+    """
     run = runs_of(request).start(*asked_for(request, body))
     return JSONResponse({"run": run.id}, 202)
 
 
 def asked_for(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The config and additional settings in a request to train; for a run, those of its last start."""
-    runs, settings = runs_of(request), wanted({"settings": {}, **body}, "settings", dict)
+    """The config and additional settings in a request to train; for a run, those of its last
+    start.
+    """
+    runs = runs_of(request)
+    settings = wanted({"settings": {}, **body}, "settings", dict)
     if "run" not in body:
         return str(body.get("config", "config")), settings
     run = runs.find(str(body["run"]))
@@ -82,7 +100,9 @@ def asked_for(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, An
 def post_new_run(request: Request, body: dict[str, Any]) -> Response:
     """Write a config that starts from the LoRA of a run: `{"run": ID, "name": NAME}`."""
     runs = runs_of(request)
-    return JSONResponse({"config": runs.renew(runs.find(str(body.get("run", ""))), str(body.get("name", "")))}, 201)
+    return JSONResponse(
+        {"config": runs.renew(runs.find(str(body.get("run", ""))), str(body.get("name", "")))}, 201
+    )
 
 
 def post_button(act: Callable[[Run], None], request: Request, body: dict[str, Any]) -> Response:
@@ -104,30 +124,37 @@ BUTTONS: Mapping[str, Callable[[Run], None]] = {
 async def get_events(request: Request) -> Response:
     """Stream the events of a run."""
     run = await run_in_threadpool(chosen, request)
-    last, path = request.headers.get("last-event-id", ""), run.folder / EVENTS_FILE
-    # A browser that reconnects sends the id of the last event it received; a new one starts with the next event.
+    last = request.headers.get("last-event-id", "")
+    path = run.folder / EVENTS_FILE
+    # A browser that reconnects sends the id of the last event it received; a new one starts with
+    # the next event.
     newest = await run_in_threadpool(last_id, path)
     after = int(last[:18]) if last.isdecimal() else newest
     after = after if after <= newest else 0  # of an earlier run in this folder
     headers = {"Cache-Control": "no-store"}
-    stream = event_stream(path, after, request.app.state.over, partial(last_parts, runs_of(request), run))
+    stream = event_stream(
+        path, after, request.app.state.over, partial(last_parts, runs_of(request), run)
+    )
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
 def last_parts(runs: Runs, run: Run) -> dict[str, str]:
-    """The HTML parts that show how a run ended. Previews are not included: they could no longer be loaded."""
+    """The HTML parts that show how a run ended. Previews are not included: they could no longer be
+    loaded.
+    """
     return {"list": listed(runs), **{part: drawn(run, part) for part in ("head", "log")}}
 
 
 async def event_stream(
     path: Path, after: int, over: threading.Event, last: Callable[[], dict[str, str]]
 ) -> AsyncIterator[str]:
-    """Server-sent events: all after an id, then new ones, until the client disconnects or the run is over. `last`
-    returns the final event, since the port is about to close."""
+    """Server-sent events: all after an id, then new ones, until the client disconnects or the run
+    is over. `last` returns the final event, since the port is about to close."""
     tail = Tail(path, "id")
     yield ": connected\n\n"
     sent_at = time.monotonic()
-    lines, is_over = list[bytes](), False
+    lines: list[bytes] = []
+    is_over = False
     # Reads once more after `over` is set, for events written before.
     while lines or not is_over:
         is_over = over.is_set()
@@ -146,10 +173,14 @@ async def event_stream(
 
 
 def events_after(lines: Sequence[bytes], after: int) -> Iterator[dict[str, Any]]:
-    """The events after an id in lines of a log; lines before it are not parsed, but for the last."""
+    """The events after an id in lines of a log; lines before it are not parsed, but for the
+    last.
+    """
     newest = parse_row(lines[-1], "id") if lines else None
     if newest is None or newest["id"] > after:
-        yield from (event for line in lines if (event := parse_row(line, "id")) and event["id"] > after)
+        yield from (
+            event for line in lines if (event := parse_row(line, "id")) and event["id"] > after
+        )
 
 
 def get_recent_events(request: Request) -> Response:
@@ -158,9 +189,13 @@ def get_recent_events(request: Request) -> Response:
 
 
 def get_metrics(request: Request) -> Response:
-    """The curves of a run as numbers, thinned to the extremes of intervals: `?metric=NAME&max_points=N`."""
-    run, asked = chosen(request), request.query_params
-    columns, limit = run.metrics, asked.get("max_points", "")
+    """The curves of a run as numbers, thinned to the extremes of intervals:
+    `?metric=NAME&max_points=N`.
+    """
+    run = chosen(request)
+    asked = request.query_params
+    columns = run.metrics
+    limit = asked.get("max_points", "")
     count = max(2, min(int(limit[:18]) if limit.isdecimal() else POINTS, MAX_POINTS))
     with drawing:
         names = asked.getlist("metric") or columns.names
@@ -175,7 +210,8 @@ def get_media(request: Request) -> Response:
     Raises:
         Refusal: 404 for other files, or files outside the folder; 400 if the path is invalid.
     """
-    folder, path = chosen(request).folder.resolve(), request.path_params["path"]
+    folder = chosen(request).folder.resolve()
+    path = request.path_params["path"]
     try:
         file = (folder / path).resolve()
         is_inside = file.is_relative_to(folder) and file.is_file()
@@ -225,12 +261,20 @@ def drawn(run: Run, part: str) -> str:
 
 def head(run: Run) -> dict[str, Any]:
     """Template values for the head of a run."""
-    status, facts, notices = run.status(), list[tuple[str, str]](), list[str]()
+    status = run.status()
+    facts: list[tuple[str, str]] = []
+    notices: list[str] = []
     with suppress(OSError, UserError):  # reported by the status
         columns, damage = record_in(run.folder).read()
-        facts, notices = list(key_figures(status["progress"], columns)), [*run.judge().history.notices, damage]
+        facts = list(key_figures(status["progress"], columns))
+        notices = [*run.judge().history.notices, damage]
     shown = [text for text in notices if text and text not in status["message"]]
-    return {"status": status, "facts": facts, "notices": shown, "has_report": (run.folder / REPORT_FILE).is_file()}
+    return {
+        "status": status,
+        "facts": facts,
+        "notices": shown,
+        "has_report": (run.folder / REPORT_FILE).is_file(),
+    }
 
 
 def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple[str, str]]:
@@ -249,13 +293,20 @@ def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple
 
 def log(run: Run) -> dict[str, Any]:
     """The end of a run's console output, or else the messages of its events."""
-    messages = (f"{event.get('timestamp')!s:.19}  {event['message']}" for event in run.recent if event.get("message"))
+    messages = (
+        f"{event.get('timestamp')!s:.19}  {event['message']}"
+        for event in run.recent
+        if event.get("message")
+    )
     lines = run.console.splitlines() or list(messages)
     return {"lines": lines[-LOG_LINES:]}
 
 
 # Titles and template values of the parts.
-PARTS: Mapping[str, tuple[str, Callable[[Run], dict[str, Any]]]] = {"head": ("Run", head), "log": ("Log", log)}
+PARTS: Mapping[str, tuple[str, Callable[[Run], dict[str, Any]]]] = {
+    "head": ("Run", head),
+    "log": ("Log", log),
+}
 
 
 def post_event(request: Request, event: dict[str, Any]) -> Response:

@@ -1,7 +1,8 @@
 """The project that a server serves, and refusals of requests.
 
-The page accesses only paths below the project and `--root`, and packaged examples. Paths in settings and datasets are
-checked before they are accessed. Only weights may be anywhere: the page neither shows nor changes them.
+The page accesses only paths below the project and `--root`, and packaged examples. Paths in
+settings and datasets are checked before they are accessed. Only weights may be anywhere: the page
+neither shows nor changes them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ from simpletuner.redaction import redact
 EXAMPLE = "examples/"  # prefix of the names of packaged configs
 # Pages of other commands contain scripts. In a separate origin, these cannot call this server.
 SANDBOX = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-popups"}
-# A report loads large clips from its folder, so it keeps its origin. Its policy forbids requests, windows and frames.
-SANDBOX_WITH_CLIPS = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-same-origin"}
+# A report loads large clips from its folder, so it keeps its origin. Its policy forbids requests,
+# windows and frames.
+SANDBOX_WITH_CLIPS = {
+    "Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-same-origin"
+}
 LARGEST_BODY = 2 * 2**20
 BODY_SECONDS = 20.0  # timeout of a request's body
 UPLOADS = "/api/uploads/"  # prefix of the URLs of uploads, which are neither JSON nor small
+MAIN_FILES = ("config.json", "config/config.json")
 CONFIG_NAME = re.compile(r"\w([\w.-]|[^\x00-\xa0\s])*")  # \w lacks the vowel signs of Devanagari
 WEIGHTS = ("_name_or_path", "init_lora")  # suffixes of keys that name weights
 
@@ -55,7 +60,9 @@ class Refusal(ConfigError):
 
     def answer(self, headers: Mapping[str, str] | None = None) -> Response:
         """The response."""
-        return JSONResponse({"problems": problems_json(self.problems)}, self.status, headers=headers)
+        return JSONResponse(
+            {"problems": problems_json(self.problems)}, self.status, headers=headers
+        )
 
 
 def problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
@@ -74,8 +81,8 @@ class Project:
     Attributes:
         folder: the working directory of the runs; absolute and resolved.
         roots: further folders that the page may show, `--root`; absolute and resolved.
-        run: the output folder of the run that serves the page (`train --page`); such a page cannot edit files or start
-            runs.
+        run: the output folder of the run that serves the page (`train --page`); such a page cannot
+            edit files or start runs.
     """
 
     folder: Path
@@ -95,8 +102,12 @@ class Project:
             real = (self.folder / Path(path).expanduser()).resolve()
         except (OSError, RuntimeError, ValueError):
             raise Refusal(400, f"{str(path)!r} is not a path.") from None
-        if not any(map(real.is_relative_to, (self.folder, *self.roots, *([EXAMPLES] if packaged else [])))):
-            raise Refusal(403, f"{str(path)!r} is outside the project; allow its folder with --root.")
+        if not any(
+            map(real.is_relative_to, (self.folder, *self.roots, *([EXAMPLES] if packaged else [])))
+        ):
+            raise Refusal(
+                403, f"{str(path)!r} is outside the project; allow its folder with --root."
+            )
         return real
 
     def may_show(self, path: Path) -> bool:
@@ -108,7 +119,8 @@ class Project:
         return True
 
     def config_file(self, name: str) -> Path:
-        """The file of a config: `config`, `NAME` of config/NAME/config.json, or a packaged `examples/NAME`.
+        """The file of a config: `config`, `NAME` of config/NAME/config.json, or a packaged
+        `examples/NAME`.
 
         Raises:
             Refusal: 404 if the name is invalid, 403 if it is a link out of the project.
@@ -142,7 +154,8 @@ class Project:
         """The names of all configs, including unreadable ones."""
         # Unlike Path.is_file, os.path.isfile does not raise for an inaccessible folder.
         files = filter(os.path.isfile, self.folder.glob("config/*/config.json"))
-        has_main = any(os.path.isfile(self.folder / path) for path in ("config.json", "config/config.json"))  # noqa: PTH113
+        main_files = filter(os.path.isfile, map(self.folder.joinpath, MAIN_FILES))
+        has_main = any(main_files)
         named = sorted(path.parent.name for path in files)
         return [*(["config"] if has_main else []), *filter(CONFIG_NAME.fullmatch, named)]
 
@@ -162,7 +175,9 @@ class Project:
             report.error(where, refusal.problems[0].message)
 
     def without_outside(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """The settings without paths that the page may not access, and a problem for every such path."""
+        """The settings without paths that the page may not access, and a problem for every such
+        path.
+        """
         kept: dict[str, Any] = {}
         problems = Problems()
         for key, value in values.items():
@@ -188,13 +203,19 @@ class Project:
 @cache
 def path_keys() -> frozenset[str]:
     """The settings that name a file or folder, except weights."""
-    paths = (option for option in all_options().values() if parse_path in option.parsers or option.form == JSON_OR_FILE)
+    paths = (
+        option
+        for option in all_options().values()
+        if parse_path in option.parsers or option.form == JSON_OR_FILE
+    )
     return frozenset(option.name for option in paths if not option.name.endswith(WEIGHTS))
 
 
 def chosen_by(name: str, file: Path) -> str:
     """The argument with which a command uses a config."""
-    return f"example={name.removeprefix(EXAMPLE)}" if name.startswith(EXAMPLE) else f"--config={file}"
+    return (
+        f"example={name.removeprefix(EXAMPLE)}" if name.startswith(EXAMPLE) else f"--config={file}"
+    )
 
 
 def project_of(request: Request) -> Project:
@@ -222,7 +243,8 @@ async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object in the body of a request.
 
     Raises:
-        Refusal: 400 if the body is not a JSON object, 413 if it is too large, 408 if it is too slow.
+        Refusal: 400 if the body is not a JSON object, 413 if it is too large, 408 if it is too
+            slow.
     """
     body = bytearray()
     try:

@@ -20,10 +20,12 @@ from simpletuner.planning.lock import Owner
 
 QUEUE_FILE = "queue.json"
 KEPT = 12  # ended jobs
-WAITING, RUNNING = "waiting", "running"
+WAITING = "waiting"
+RUNNING = "running"
 
 Command = Literal["train", "sweep", "sample", "caption"]
-# The output of a command, in the folder of its run. Sweeps and samples are rendered into the same folder.
+# The output of a command, in the folder of its run. Sweeps and samples are rendered into the same
+# folder.
 LOGS: dict[Command, str] = {
     "train": CONSOLE_FILE,
     "sweep": f"{SWEEP_FOLDER}/job.log",
@@ -37,7 +39,8 @@ class Job:
     """A command that is waiting, running, or has ended.
 
     Attributes:
-        folder: the output folder of the run that the command trains, renders from or writes captions for.
+        folder: the output folder of the run that the command trains, renders from or writes
+            captions for.
         config: for `train`, the name of the config.
         settings: for `train`, settings that override the config.
         options: for other commands, the arguments besides the folder.
@@ -81,7 +84,9 @@ class Job:
 
     def anew(self) -> Job:
         """The same job, waiting again; a run continues from its newest checkpoint."""
-        settings = {key: value for key, value in self.settings.items() if key != "resume_from_checkpoint"}
+        settings = {
+            key: value for key, value in self.settings.items() if key != "resume_from_checkpoint"
+        }
         return Job(self.id, self.command, self.folder, self.config, settings, self.options)
 
 
@@ -115,11 +120,15 @@ class Queue:
             return JOBS.validate_json(self.file.read_bytes()) if self.file.is_file() else []
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise UserError(f"{self.file} is not a valid queue ({reason}); repair or move it.") from None
+            raise UserError(
+                f"{self.file} is not a valid queue ({reason}); repair or move it."
+            ) from None
 
     @contextmanager
     def _changing(self) -> Iterator[list[Job]]:
-        """Lock the file against other servers; the list is written at the end, if it has changed."""
+        """Lock the file against other servers; the list is written at the end, if it has
+        changed.
+        """
         with changing(self.file):
             before = self.read()
             jobs = list(before)
@@ -170,7 +179,9 @@ class Queue:
             jobs[:] = [job for job in jobs if job.id != name or job.state == RUNNING]
 
     def replace(self, job: Job, new: Job) -> bool:
-        """Put a job in the place of another one; false if that has been changed or removed meanwhile."""
+        """Put a job in the place of another one; false if that has been changed or removed
+        meanwhile.
+        """
         with self._changing() as jobs:
             if job not in jobs:
                 return False

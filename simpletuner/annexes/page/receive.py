@@ -1,7 +1,7 @@
 """Saves uploaded files and zips in a folder: all or nothing, without overwriting files.
 
-Files are received, and zips unpacked, in a hidden folder inside the target. They are moved into place when all are
-complete, so a broken connection or a full disk leaves nothing behind.
+Files are received, and zips unpacked, in a hidden folder inside the target. They are moved into
+place when all are complete, so a broken connection or a full disk leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,26 +24,37 @@ from simpletuner.atomic import writing_to
 from simpletuner.budget.device import gigabytes
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.file_index import inspect_files
-from simpletuner.data.file_names import CAPTION_SUFFIXES, METADATA_NAMES, name_problem, suffix_of, unread_format
+from simpletuner.data.file_names import (
+    CAPTION_SUFFIXES,
+    METADATA_NAMES,
+    name_problem,
+    suffix_of,
+    unread_format,
+)
 from simpletuner.data.files import LARGEST_CLIP
 from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import DiskFullError, UserError, counted
 
-ZIP, HIDDEN = ".zip", ".upload-"
+ZIP = ".zip"
+HIDDEN = ".upload-"
 MEDIA = PICTURE_SUFFIXES | CLIP_SUFFIXES
 USED = MEDIA | {*CAPTION_SUFFIXES, *map(suffix_of, METADATA_NAMES)}
 NOT_USED = "is not a picture, a clip, a caption (.txt, .caption) or a zip"
 LARGEST_FILE = LARGEST_CLIP  # also for a zip, packed and unpacked
 MOST_FILES = 10_000  # in a zip, or dropped at once
-# Pictures and clips hardly compress: a higher ratio is a zip bomb, unless the content is small (flat masks).
-MOST_SHRUNK, SMALL = 100, 2**28
+# Pictures and clips hardly compress: a higher ratio is a zip bomb, unless the content is small
+# (flat masks).
+MOST_SHRUNK = 100
+SMALL = 2**28
 LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to a name
 # Control characters, bidirectional overrides, and characters that Windows forbids in names.
 UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff<>:"|?*]')
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # devices of Windows
 SEPARATORS = re.compile(r"[/\\]")
 LONGEST_LIST = MOST_FILES * 1024  # bytes of the list of files in a zip, which is read into memory
-LEFT_SECONDS = 3600.0  # seconds without data after which an upload counts as abandoned by a killed server
+LEFT_SECONDS = (
+    3600.0  # seconds without data after which an upload counts as abandoned by a killed server
+)
 
 
 def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str], dict[str, str]]:
@@ -60,7 +71,8 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
         UserError: the file is too large, or is a zip that cannot be unpacked.
         DiskFullError: no space left.
     """
-    is_zip, received = name.lower().endswith(ZIP), 0
+    is_zip = name.lower().endswith(ZIP)
+    received = 0
     if not is_zip and (reason := why_unused(name)):
         return [], {name: reason}
     _sweep(folder)
@@ -81,11 +93,16 @@ def _sweep(folder: Path) -> None:
     """Remove unfinished uploads of a killed server."""
     for left in folder.glob(f"{HIDDEN}*/"):
         with suppress(FileNotFoundError):  # the upload has just ended
-            if max(path.stat().st_mtime for path in (left, *left.iterdir())) < time.time() - LEFT_SECONDS:
+            if (
+                max(path.stat().st_mtime for path in (left, *left.iterdir()))
+                < time.time() - LEFT_SECONDS
+            ):
                 shutil.rmtree(left)
 
 
-def _place(files: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+def _place(
+    files: Mapping[str, Path], folder: Path, skipped: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
     """Move files into a folder, except damaged files and names that are taken."""
     saved = []
     for name, path in files.items():
@@ -100,7 +117,9 @@ def _place(files: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> 
 
 
 def _keep(path: Path, folder: Path, name: str) -> bool:
-    """Move a file to a name below a folder; False if the name is taken or leads out of the folder."""
+    """Move a file to a name below a folder; False if the name is taken or leads out of the
+    folder.
+    """
     target = folder / name
     if not target.parent.resolve().is_relative_to(folder.resolve()):
         return False  # through a link
@@ -117,7 +136,9 @@ def _keep(path: Path, folder: Path, name: str) -> bool:
 
 
 class Archive(FileIO):
-    """A zip file. `ZipFile` reads its list of files at once, so a forged list could fill the memory."""
+    """A zip file. `ZipFile` reads its list of files at once, so a forged list could fill the
+    memory.
+    """
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read at most `size` bytes.
@@ -147,7 +168,9 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
             most = min(LARGEST_FILE, max(SMALL, MOST_SHRUNK * archive.stat().st_size))
             if len(members) > MOST_FILES or total > most:
                 allowed = f"at most {MOST_FILES:,} files and {gigabytes(most)} are allowed"
-                raise UserError(f"{title} holds {counted(len(members), 'file')}, {gigabytes(total)}; {allowed}.")
+                raise UserError(
+                    f"{title} holds {counted(len(members), 'file')}, {gigabytes(total)}; {allowed}."
+                )
             check_space(archive.parent, total)
             files, skipped = _unpack(content, members, archive)
     # RuntimeError: an unknown method, or a password.
@@ -159,12 +182,19 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
     return files, skipped
 
 
-def _unpack(content: ZipFile, members: Sequence[ZipInfo], archive: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Unpack members into numbered files; a link becomes a file, and names cannot lead out of the target."""
-    files, skipped = dict[str, Path](), dict[str, str]()
+def _unpack(
+    content: ZipFile, members: Sequence[ZipInfo], archive: Path
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Unpack members into numbered files; a link becomes a file, and names cannot lead out of the
+    target.
+    """
+    files: dict[str, Path] = {}
+    skipped: dict[str, str] = {}
     for number, member in enumerate(members, start=1):
         name = safe_name(member.filename)
-        if reason := why_unused(name) or (name in files and "is in the zip twice; the first was used"):
+        if reason := why_unused(name) or (
+            name in files and "is in the zip twice; the first was used"
+        ):
             skipped[name] = reason
             continue
         files[name] = archive.with_name(f"{number}{Path(name).suffix.lower()}")
@@ -197,7 +227,10 @@ def safe_part(part: str) -> str:
     """A file or folder name that is valid on every system, with the same extension."""
     part = UNSAFE.sub("-", part).strip().rstrip(".")
     path = Path(f"_{part}" if RESERVED.match(part) else part)
-    return path.stem.encode()[: LONGEST_NAME - len(path.suffix.encode())].decode(errors="ignore") + path.suffix
+    return (
+        path.stem.encode()[: LONGEST_NAME - len(path.suffix.encode())].decode(errors="ignore")
+        + path.suffix
+    )
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -207,4 +240,7 @@ def check_space(folder: Path, needed: int) -> None:
         DiskFullError: the disk has too little space.
     """
     if needed > (free := shutil.disk_usage(folder).free):
-        raise DiskFullError(f"{folder}: {gigabytes(needed)} do not fit on the disk, which has {gigabytes(free)} free.")
+        raise DiskFullError(
+            f"{folder}: {gigabytes(needed)} do not fit on the disk, which has "
+            f"{gigabytes(free)} free."
+        )

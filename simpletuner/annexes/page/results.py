@@ -1,4 +1,6 @@
-"""What a run has made, on the page: curves, previews, its result, samples and sweep; and downloads."""
+"""What a run has made, on the page: curves, previews, its result, samples and sweep; and
+downloads.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,26 @@ from simpletuner.annexes.runs.run import Run
 from simpletuner.errors import UserError
 from simpletuner.headers import join_header, read_head
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, find_checkpoints, result_step
-from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, damage_in, read_media
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    REPORT_FILE,
+    MediaRecord,
+    damage_in,
+    read_media,
+)
 from simpletuner.weights import lora_names
 from simpletuner.weights.lora_names import LORA_FILE
 
-AS_IT_IS = "application/octet-stream"  # not compressed: that would be slow, and hide the size from the browser
+# not compressed: that would be slow, and hide the size from the browser
+AS_IT_IS = "application/octet-stream"
 PART = 1 << 20
 SAMPLES_FOLDER = "samples"  # of the page's samples, in the output folder
 
 
 def address(run: Run, path: str) -> str:
-    """The URL of a preview; empty if the file is missing. The URL changes when the file is rendered again."""
+    """The URL of a preview; empty if the file is missing. The URL changes when the file is rendered
+    again.
+    """
     file = run.folder / path
     return f"/media/{run.id}/{quote(path)}?{file.stat().st_mtime_ns}" if file.is_file() else ""
 
@@ -46,12 +57,15 @@ def draw(run: Run, part: str, title: str, values: Callable[[], dict[str, Any]]) 
     Args:
         values: computes the template values; an error becomes a notice in place of the part.
     """
-    return draw_part(title, lambda: html.render("page/results.html.jinja", part=part, run=run, **values()))
+    return draw_part(
+        title, lambda: html.render("page/results.html.jinja", part=part, run=run, **values())
+    )
 
 
 def show_curves(request: Request) -> Response:
     """The curves of a run, overlaid with the curves of another run: `?beside=ID`."""
-    run, name = chosen(request), request.query_params.get("beside")
+    run = chosen(request)
+    name = request.query_params.get("beside")
     others = [runs_of(request).find(name)] if name else []
 
     def values() -> dict[str, Any]:
@@ -62,13 +76,22 @@ def show_curves(request: Request) -> Response:
 
 
 def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> PreviewGrid:
-    """A grid of pictures loaded by URL; their paths are relative to the folder `below` in the run's folder."""
-    return build_grid(records, run.folder, lambda record: address(run, f"{below}/{record.path}".removeprefix("./")))
+    """A grid of pictures loaded by URL; their paths are relative to the folder `below` in the run's
+    folder.
+    """
+    return build_grid(
+        records,
+        run.folder,
+        lambda record: address(run, f"{below}/{record.path}".removeprefix("./")),
+    )
 
 
 def show_previews(request: Request) -> Response:
-    """Previews of a run: a selection, or a page of all previews (`?page=3`), and unfinished ones with progress."""
-    run, page = chosen(request), request.query_params.get("page", "")
+    """Previews of a run: a selection, or a page of all previews (`?page=3`), and unfinished ones
+    with progress.
+    """
+    run = chosen(request)
+    page = request.query_params.get("page", "")
     return HTMLResponse(draw(run, "previews", "Previews", lambda: previews(run, page)))
 
 
@@ -122,7 +145,8 @@ def show_results(request: Request) -> Response:
 
 def result(run: Run) -> dict[str, Any]:
     """Template values for the files of a run, and how to use them."""
-    folder, step = run.folder, result_step(run.folder, "lora")
+    folder = run.folder
+    step = result_step(run.folder, "lora")
     saves = find_checkpoints(folder)[0]
     checkpoints = [save for save in saves if (save.path / LORA_FILE).is_file()]
     newest = checkpoints[-1].path / LORA_FILE if checkpoints else None
@@ -159,14 +183,18 @@ def sweep(run: Run, project: Project) -> dict[str, Any]:
 
 
 def earlier_sheet(run: Run, project: Project) -> str:
-    """The contact sheet where an earlier version put that of a run, outside its output folder; empty without one."""
+    """The contact sheet where an earlier version put that of a run, outside its output folder;
+    empty without one.
+    """
     path = Path(SAMPLES_FOLDER) / f"sweep-{run.folder.name}" / SHEET_PAGE
     return str(path) if (project.folder / path).is_file() else ""
 
 
 def file_name(run: Run, step: str = "", form: str = "") -> str:
     """The name under which a browser saves a LoRA, more specific than `pytorch_lora_weights`."""
-    name = "-".join(filter(None, (re.sub(r"[^\w.-]+", "-", run.name), step and f"step{step}", form)))
+    name = "-".join(
+        filter(None, (re.sub(r"[^\w.-]+", "-", run.name), step and f"step{step}", form))
+    )
     return f"{name}.safetensors"
 
 
@@ -184,7 +212,10 @@ def send_lora(request: Request) -> Response:
         return whole
     other, obstacle = other_form(path)
     if form != other or obstacle:
-        raise Refusal(404, obstacle or f"form: {form!r} is not {other}; the file can be converted only to that.")
+        raise Refusal(
+            404,
+            obstacle or f"form: {form!r} is not {other}; the file can be converted only to that.",
+        )
     file = path.open("rb")
     head = join_header(lora_names.rename(read_head(file)[1], other), b"")
     length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
@@ -199,4 +230,9 @@ def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
             yield part
 
 
-VIEWS = {"curves": show_curves, "previews": show_previews, "pair": show_pair, "results": show_results}
+VIEWS = {
+    "curves": show_curves,
+    "previews": show_previews,
+    "pair": show_pair,
+    "results": show_results,
+}

@@ -1,4 +1,5 @@
-"""Runs the jobs of a queue, one at a time: a thread of one server starts the next when nothing else runs.
+"""Runs the jobs of a queue, one at a time: a thread of one server starts the next when nothing else
+runs.
 
 Every job is a process of its own, which outlives the server.
 """
@@ -39,10 +40,14 @@ class Runner:
         self.runs = runs
         self.problem = ""
         self._lock: BinaryIO | None = None
-        self._problems: dict[str, tuple[float, str]] = {}  # by id of a waiting job, with the time of the check
+        self._problems: dict[
+            str, tuple[float, str]
+        ] = {}  # by id of a waiting job, with the time of the check
 
     def serve(self, over: threading.Event) -> None:
-        """Start jobs until `over` is set. Only one server of a project does so; when it exits, another takes over."""
+        """Start jobs until `over` is set. Only one server of a project does so; when it exits,
+        another takes over.
+        """
         while not over.wait(PAUSE):
             try:
                 # Without a queue, no file is created in the project.
@@ -113,20 +118,30 @@ class Runner:
         if job.command == "train":
             run = self.runs.start(job.config, job.settings)
             assert run.child is not None
-            return replace(job, folder=str(run.folder), owner=owner_of(run.child.pid, "simpletuner train"))
+            return replace(
+                job, folder=str(run.folder), owner=owner_of(run.child.pid, "simpletuner train")
+            )
         job.log.parent.mkdir(exist_ok=True)
         child = self.runs.spawn(job.log, job.arguments)
         return replace(job, owner=owner_of(child.pid, f"simpletuner {job.command}"))
 
     def look(self, job: Job) -> Job:
-        """A started job with its present state, read from files so that it survives a restart of the server."""
-        is_alive = job.is_alive  # read before the files, which are complete once the process has ended
+        """A started job with its present state, read from files so that it survives a restart of
+        the server.
+        """
+        is_alive = (
+            job.is_alive
+        )  # read before the files, which are complete once the process has ended
         status = self.runs.at(Path(job.folder)).status() if job.command == "train" else {}
         if is_alive or status.get("status") in ACTIVE:
             # The view of a run shows its message.
             return replace(job, message="" if status else said_at_the_end(printed(job.log)))
         if job.owner is None:
-            return replace(job, state="interrupted", message="The server exited while it was starting this job.")
+            return replace(
+                job,
+                state="interrupted",
+                message="The server exited while it was starting this job.",
+            )
         if status:
             return replace(job, state=status["status"], message=status["message"])
         return _ended(job)
@@ -148,4 +163,6 @@ def _ended(job: Job) -> Job:
     if last in INTERRUPTED:
         return replace(job, state="cancelled", message=last)
     errors = said_at_the_end(output, only_errors=True)
-    return replace(job, state="error", message=errors or f"Ended unexpectedly. Its last line: {last.strip()}")
+    return replace(
+        job, state="error", message=errors or f"Ended unexpectedly. Its last line: {last.strip()}"
+    )

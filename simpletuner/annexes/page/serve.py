@@ -66,8 +66,12 @@ def health(request: Request) -> Response:
     return JSONResponse({"status": "ok", "version": version("simpletuner")})
 
 
-def taking(path: str, act: Callable[[Request, dict[str, Any]], Response], method: str = "POST") -> Route:
-    """A route to a function of a request and the JSON object in its body; the function runs in a thread."""
+def taking(
+    path: str, act: Callable[[Request, dict[str, Any]], Response], method: str = "POST"
+) -> Route:
+    """A route to a function of a request and the JSON object in its body; the function runs in a
+    thread.
+    """
 
     async def endpoint(request: Request) -> Response:
         return await run_in_threadpool(act, request, await read_object(request))
@@ -141,17 +145,28 @@ PAGE = [
 ]
 
 
-def create_app(project: Project, mode: Mode = "unified", over: threading.Event | None = None) -> Starlette:
-    """The application that serves a project, without the guard; event streams end once `over` is set."""
+def create_app(
+    project: Project, mode: Mode = "unified", over: threading.Event | None = None
+) -> Starlette:
+    """The application that serves a project, without the guard; event streams end once `over` is
+    set.
+    """
     app = Starlette(
-        routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
-        # Does not compress pictures, clips, weights, ranges and event streams. Level 6 of 9 compresses the form in a
-        # third of the time, to a size 4 % larger.
-        middleware=[Middleware(GZipMiddleware, compresslevel=9, exclude_content_types=UNCOMPRESSED)],
+        routes=[
+            *ALWAYS,
+            *(ELSEWHERE if mode != "trainer" else []),
+            *(PAGE if mode != "callback" else []),
+        ],
+        # Does not compress pictures, clips, weights, ranges and event streams. Level 6 of 9
+        # compresses the form in a third of the time, to a size 4 % larger.
+        middleware=[
+            Middleware(GZipMiddleware, compresslevel=9, exclude_content_types=UNCOMPRESSED)
+        ],
         exception_handlers={UserError: refused, OSError: refused, HTTPException: refused},
         lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )
-    app.state.runs, app.state.over = Runs(project), over or threading.Event()
+    app.state.runs = Runs(project)
+    app.state.over = over or threading.Event()
     app.state.runner = Runner(Queue(project.folder), app.state.runs)
     return app
 
@@ -166,7 +181,9 @@ async def serving_queue(app: Starlette) -> AsyncIterator[None]:
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """The response to a `Refusal`, to another user error, to an unreadable file, and to wrong URLs and methods."""
+    """The response to a `Refusal`, to another user error, to an unreadable file, and to wrong URLs
+    and methods.
+    """
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, error.detail).answer(error.headers)
     if isinstance(error, OSError):
@@ -184,12 +201,20 @@ def listen(host: str, port: int) -> socket.socket:
         UserError: the port is in use, or the machine does not have this address.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[
+            0
+        ]
         return socket.create_server(cast(tuple[str, int], address[:2]), family=family, backlog=128)
     except OSError as error:
         # The error's text would repeat the address.
-        reason = os.strerror(error.errno) if error.errno and error.errno in errno.errorcode else str(error)
-        raise UserError(f"port {port} of {host} cannot be used ({reason}); choose another with --port.") from None
+        reason = (
+            os.strerror(error.errno)
+            if error.errno and error.errno in errno.errorcode
+            else str(error)
+        )
+        raise UserError(
+            f"port {port} of {host} cannot be used ({reason}); choose another with --port."
+        ) from None
 
 
 def guarded(project: Project, access: Access, mode: Mode, over: threading.Event | None) -> ASGIApp:
@@ -198,7 +223,12 @@ def guarded(project: Project, access: Access, mode: Mode, over: threading.Event 
 
 
 def make_server(
-    project: Project, access: Access, mode: Mode = "unified", over: threading.Event | None = None, /, **more: Any
+    project: Project,
+    access: Access,
+    mode: Mode = "unified",
+    over: threading.Event | None = None,
+    /,
+    **more: Any,
 ) -> PageServer:
     """A server, not yet running; `more` are options of uvicorn."""
     # A factory, so that a process restarted by --reload can create the application.
@@ -223,7 +253,9 @@ def make_server(
 
 
 class PageServer(Server):
-    """Aborts event streams and long requests at shutdown, without logging them; logs a limit of open files once."""
+    """Aborts event streams and long requests at shutdown, without logging them; logs a limit of
+    open files once.
+    """
 
     _limit = ""  # that was logged
 
@@ -232,9 +264,11 @@ class PageServer(Server):
         await super().startup(sockets)
 
     def report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error outside a request, but a limit of the machine only once and without its traceback.
+        """Log an error outside a request, but a limit of the machine only once and without its
+        traceback.
 
-        asyncio meets a limit of open files again for every connection that waits, thousands of times a second.
+        asyncio meets a limit of open files again for every connection that waits, thousands of
+        times a second.
         """
         error = context.get("exception")
         limit = reached_limit(error) if error is not None else ""
@@ -268,7 +302,9 @@ class Connection(H11Protocol):
         self.loop.call_later(HEAD_SECONDS, self.drop_if_silent)
 
     def drop_if_silent(self) -> None:
-        """Close the connection if it is still waiting for the head of the same request as at the last call."""
+        """Close the connection if it is still waiting for the head of the same request as at the
+        last call.
+        """
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE and self.cycle is self.last:
@@ -278,7 +314,9 @@ class Connection(H11Protocol):
 
 
 @contextmanager
-def page_of_run(listener: socket.socket, access: Access, output_dir: Path, events: EventStream) -> Iterator[None]:
+def page_of_run(
+    listener: socket.socket, access: Access, output_dir: Path, events: EventStream
+) -> Iterator[None]:
     """Serve the page of a run from a thread of its process, within a context."""
     project = Project(Path.cwd().resolve(), (output_dir.resolve(),), run=output_dir.resolve())
     over = threading.Event()
@@ -286,7 +324,9 @@ def page_of_run(listener: socket.socket, access: Access, output_dir: Path, event
     # Outside the main thread, uvicorn does not handle signals.
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
-    hint = f"/?token=TOKEN with the token in {access.source}" if access.needs_token(listener) else ""
+    hint = (
+        f"/?token=TOKEN with the token in {access.source}" if access.needs_token(listener) else ""
+    )
     events.say(f"Page: http://localhost:{listener.getsockname()[1]}{hint}")
     try:
         yield

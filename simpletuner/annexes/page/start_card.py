@@ -1,7 +1,7 @@
 """The start card: uploads of dropped files, and the questions and configs of `simpletuner start`.
 
-Files are uploaded one per request and streamed into a folder of the project's `datasets`. A config is written only when
-all questions are answered.
+Files are uploaded one per request and streamed into a folder of the project's `datasets`. A config
+is written only when all questions are answered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from simpletuner.annexes.guide import about_example
 from simpletuner.annexes.page import files
 from simpletuner.annexes.page.control import GONE
 from simpletuner.annexes.page.project import Project, Refusal, project_of
-from simpletuner.annexes.page.receive import LARGEST_FILE, MOST_FILES, USED, ZIP, check_space, receive, safe_name
+from simpletuner.annexes.page.receive import (
+    LARGEST_FILE,
+    MOST_FILES,
+    USED,
+    ZIP,
+    check_space,
+    receive,
+    safe_name,
+)
 from simpletuner.annexes.start.media_folder import MediaFolder, read_media_folder
 from simpletuner.annexes.start.new_run import FILES, NewRun, run_name
 from simpletuner.annexes.start.recipe import PURPOSES, RECIPES, TRIGGER, find_models
@@ -40,7 +48,9 @@ LANGUAGES = Path(__file__).parent / "static" / "languages.json"
 def card_content(accepted: str) -> dict[str, Any]:
     """Template values of the empty card, in the browser's first language that has a translation."""
     tables = json.loads(LANGUAGES.read_text(encoding="utf-8"))
-    wanted = (each.partition(";")[0].partition("-")[0].strip().lower() for each in accepted.split(","))
+    wanted = (
+        each.partition(";")[0].partition("-")[0].strip().lower() for each in accepted.split(",")
+    )
     language = next((each for each in wanted if each in {*tables, "en"}), "en")
     words = tables.get(language, {})
 
@@ -48,7 +58,12 @@ def card_content(accepted: str) -> dict[str, Any]:
         return words.get(text, text).format(**values)
 
     unread = sorted(UNREAD_PICTURES | UNREAD_CLIPS)
-    limits = {"suffixes": sorted({*USED, ZIP}), "unread": unread, "files": MOST_FILES, "bytes": LARGEST_FILE}
+    limits = {
+        "suffixes": sorted({*USED, ZIP}),
+        "unread": unread,
+        "files": MOST_FILES,
+        "bytes": LARGEST_FILE,
+    }
     examples = sorted(example_names(), key=lambda name: not name.startswith("demo"))
     shown = {"language": language, "words": words, "say": say, "limits": limits, "trigger": TRIGGER}
     return {**shown, "examples": {name: about_example(name) for name in examples}}
@@ -59,7 +74,8 @@ def look(request: Request, body: dict[str, Any]) -> Response:
 
     The body contains the `folder`, and the answers so far: `purpose`, `trigger` and `name`.
     """
-    project, drafts = project_of(request), dict[str, Any]()
+    project = project_of(request)
+    drafts: dict[str, Any] = {}
     media = media_in(project, body)
     models = [*find_models(media.kind)]
     runs = {model: answered(project, media, {**body, "model": model}) for model in models}
@@ -68,7 +84,11 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         # Without keys of files beside the config, which a draft's plan does not have.
         values = {key: value for key, value in run.config().items() if key not in FILES}
         drafts[model] = {"config": run.name, "values": values, "datasets": run.datasets()}
-    others = {file: reason for file, (_, reason) in media.files.ignored.items() if not BACKUP.fullmatch(file)}
+    others = {
+        file: reason
+        for file, (_, reason) in media.files.ignored.items()
+        if not BACKUP.fullmatch(file)
+    }
     ignored = [{"file": file, "reason": reason} for file, reason in others.items()]
     content = {
         "folder": files.shown(project, media.folder),
@@ -88,7 +108,8 @@ def look(request: Request, body: dict[str, Any]) -> Response:
 
 
 def write(request: Request, body: dict[str, Any]) -> Response:
-    """Write the config of a run as `simpletuner start` does: `{"folder", "purpose", "trigger", "model", "name"}`.
+    """Write the config of a run as `simpletuner start` does:
+    `{"folder", "purpose", "trigger", "model", "name"}`.
 
     Raises:
         Refusal: 409 if the config exists, 422 for invalid answers.
@@ -123,7 +144,9 @@ def answered(project: Project, media: MediaFolder, body: dict[str, Any]) -> NewR
         name=str(body.get("name") or free).strip(),
         media=media,
         purpose=purpose,
-        trigger=str(body.get("trigger") or media.words or TRIGGER).strip() if purpose != "edit" else "",
+        trigger=str(body.get("trigger") or media.words or TRIGGER).strip()
+        if purpose != "edit"
+        else "",
         example=models[model],
         # Files of a concept without captions are captioned by its words.
         captions=body.get("captions") is True or (bool(media.captioned) and not media.concepts),
@@ -148,8 +171,12 @@ IDLE_SECONDS = 30.0  # timeout without data; an upload may take hours
 
 
 def new_folder(request: Request, body: dict[str, Any]) -> Response:
-    """Create a folder for uploads: `{"name": NAME}`; the name is sanitised, and numbered if it exists."""
-    wanted = project_of(request).inside(FOLDER) / run_name(Path(safe_name(str(body.get("name", ""))) or "my-files"))
+    """Create a folder for uploads: `{"name": NAME}`; the name is sanitised, and numbered if it
+    exists.
+    """
+    wanted = project_of(request).inside(FOLDER) / run_name(
+        Path(safe_name(str(body.get("name", ""))) or "my-files")
+    )
     while True:
         folder = free_path(wanted)
         with writing_to(folder), suppress(FileExistsError):  # created by a concurrent request
@@ -158,8 +185,11 @@ def new_folder(request: Request, body: dict[str, Any]) -> Response:
 
 
 async def put_file(request: Request) -> Response:
-    """Save the body of a request as a file, or unpack a zip; the response lists saved and skipped files."""
-    folder, name = project_of(request).inside(FOLDER / request.path_params["name"]), request.path_params["file"]
+    """Save the body of a request as a file, or unpack a zip; the response lists saved and skipped
+    files.
+    """
+    folder = project_of(request).inside(FOLDER / request.path_params["name"])
+    name = request.path_params["file"]
     if folder.parent != project_of(request).inside(FOLDER) or not folder.is_dir():
         raise Refusal(404, f"There is no folder {FOLDER}/{request.path_params['name']}.")
     check_space(folder, int(request.headers.get("content-length", 0)))
@@ -181,7 +211,9 @@ def following(request: Request) -> Iterator[bytes]:
             async with asyncio.timeout(IDLE_SECONDS):
                 return await anext(stream, None)
         except TimeoutError:
-            raise Refusal(408, f"No data for {IDLE_SECONDS:g} s; the upload was discarded.") from None
+            raise Refusal(
+                408, f"No data for {IDLE_SECONDS:g} s; the upload was discarded."
+            ) from None
         except ClientDisconnect:
             raise Refusal(GONE, "The connection broke.") from None
 

@@ -1,4 +1,6 @@
-"""Checks that all processes of a run make the same plan; otherwise they stop and report the differences."""
+"""Checks that all processes of a run make the same plan; otherwise they stop and report the
+differences.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from simpletuner.planning.resume import identify
 
 
 def plan_in_every_process(world: World, make: Callable[[int | None], Budget]) -> Budget:
-    """The plan of all processes, and its estimate, made by each: first by the main one, which also draws the seed, then
-    by one on each further machine, which may download, then by the rest.
+    """The plan of all processes, and its estimate, made by each: first by the main one, which also
+    draws the seed, then by one on each further machine, which may download, then by the rest.
 
     Args:
         make: makes the plan with a seed; None draws one.
@@ -40,7 +42,10 @@ def agreed_values(plan: Plan) -> dict[str, str]:
     identity = identify(plan)
     step = "the beginning" if plan.resume is None else plan.resume.path.name
     return {
-        **{key: repr(value) for key, value in {**identity.settings, **identity.order, **config.flat}.items()},
+        **{
+            key: repr(value)
+            for key, value in {**identity.settings, **identity.order, **config.flat}.items()
+        },
         **{f"version of {name}": version for name, version in identity.versions.items()},
         **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
         "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
@@ -69,6 +74,8 @@ def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]
                 # Processes with the same difference share a line of the error.
                 places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")
     return [
-        Problem(key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}.")
+        Problem(
+            key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}."
+        )
         for (key, expected, actual), where in sorted(places.items())
     ]

@@ -1,4 +1,6 @@
-"""The processes of a run as a group that fails together: the first error ends all of them, and process 0 prints it."""
+"""The processes of a run as a group that fails together: the first error ends all of them, and
+process 0 prints it.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ from simpletuner.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a failed process lingers, so that process 0 can print the error before a launcher ends all processes.
+# Seconds that a failed process lingers, so that process 0 can print the error before a launcher
+# ends all processes.
 LINGER = 3.0
-LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for processes that this program starts, and whose deaths it reports
+# set for processes that this program starts, and whose deaths it reports
+LAUNCHER = "SIMPLETUNER_LAUNCHER"
 
 
 class RemoteError(SimpleTunerError):
@@ -58,19 +62,23 @@ class TerminalReporter(EndReporter):
             print_error(message, code)
 
     def on_leader_lost(self, message: str) -> None:
-        # On the machine of process 0, `start_processes` reports its loss, or process 1 if another launcher was used.
+        # On the machine of process 0, `start_processes` reports its loss, or process 1 if another
+        # launcher was used.
         if self._place.is_leader or (self._place.rank == 1 and LAUNCHER not in os.environ):
             print(message, file=self._terminal, flush=True)
 
     def not_joined(self, error: NotJoinedError) -> None:
-        """Print why this process cannot reach process 0, unless it is the first of its machine, which raises it."""
+        """Print why this process cannot reach process 0, unless it is the first of its machine,
+        which raises it.
+        """
         if not self._place.is_leader:
             print_error(str(error), error.exit_code, self._terminal)
 
 
 @contextmanager
 def process_group(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
-    """Join the other processes within a context. An error in one process ends all, and process 0 prints it.
+    """Join the other processes within a context. An error in one process ends all, and process 0
+    prints it.
 
     Args:
         place: rank and size set by a launcher.
@@ -84,7 +92,9 @@ def process_group(place: World, start_limit: float = START_SECONDS) -> Iterator[
         leave_terminal()
     with ExitStack() as connected:
         try:
-            world = connected.enter_context(connect(place, start_limit=start_limit, reporter=reporter))
+            world = connected.enter_context(
+                connect(place, start_limit=start_limit, reporter=reporter)
+            )
         except NotJoinedError as error:
             reporter.not_joined(error)
             raise
@@ -106,7 +116,8 @@ def own_gpu() -> str:
 
 
 def refuse_shared_gpus(world: World, gpu: str) -> None:
-    """Check that no two processes share a GPU: each plans for a whole one, and NCCL does not support sharing.
+    """Check that no two processes share a GPU: each plans for a whole one, and NCCL does not
+    support sharing.
 
     Raises:
         UserError: processes share a GPU; raised in every process.
@@ -124,8 +135,12 @@ def leave_terminal() -> None:
 
 
 def agree_on_error(world: ConnectedWorld, error: BaseException) -> BaseException:
-    """Announce a failure; returns the first failure of all processes, as this process should raise it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first process has exited
+    """Announce a failure; returns the first failure of all processes, as this process should raise
+    it.
+    """
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # a launcher sends it once the first process has exited
     code = exit_code(error)
     if not world.is_main:
         _, first_code = world.watch.fail(_message_for_main(world, error, code), code, LINGER)
@@ -141,7 +156,8 @@ def agree_on_error(world: ConnectedWorld, error: BaseException) -> BaseException
 def _message_for_main(world: ConnectedWorld, error: BaseException, code: int) -> str:
     """The message that a process other than 0 sends to process 0, which prints it."""
     if code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError)):
-        # All processes end at once. Process 0 has more to finish, such as trackers, and its end ends this one.
+        # All processes end at once. Process 0 has more to finish, such as trackers, and its end
+        # ends this one.
         world.watch.wait_for_verdict(GRACE_SECONDS if isinstance(error, Interrupted) else LINGER)
     cause = world.first_failure(error)
     if cause is not None:

@@ -21,12 +21,20 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from simpletuner.annexes.processes.watch import GRACE_SECONDS, POLL_SECONDS, Beat, EndReporter, Link, Watch
+from simpletuner.annexes.processes.watch import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    Beat,
+    EndReporter,
+    Link,
+    Watch,
+)
 from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.world import EXCHANGE_SECONDS, LAUNCHERS, Value, World, number_in
 from simpletuner.errors import Problems, SimpleTunerError, UserError, shorten
 
-# Processes wait while others save, encode or render, which may take hours; `Watch` detects a process that exits.
+# Processes wait while others save, encode or render, which may take hours; `Watch` detects a
+# process that exits.
 PATIENCE = timedelta(days=30)
 START_SECONDS = 600.0  # within which all processes must join
 SLACK_SECONDS = 3.0  # after which a call with a limit of its own has ended
@@ -59,7 +67,8 @@ class ConnectedWorld(World):
     def gather(self, value: Value) -> list[Value]:
         self.watch.mark()
         content = pickle.dumps(value)
-        # Most values are small, and a single message of fixed size takes a third of the time of torch's two.
+        # Most values are small, and a single message of fixed size takes a third of the time of
+        # torch's two.
         heads = self._exchange(len(content).to_bytes(8, "big") + content[:SMALL], 8 + SMALL)
         largest = max(int.from_bytes(head[:8], "big") for head in heads)
         if largest <= SMALL:
@@ -81,8 +90,9 @@ class ConnectedWorld(World):
     def first_failure(self, error: BaseException) -> str | None:
         from torch.distributed import DistError
 
-        # A process that loses a peer, or is ended by the launcher for it, learns from the watch which process failed
-        # first. On a busy machine the watch may be late; only Ctrl-C must not wait for it.
+        # A process that loses a peer, or is ended by the launcher for it, learns from the watch
+        # which process failed first. On a busy machine the watch may be late; only Ctrl-C must not
+        # wait for it.
         patience = 0.0
         if isinstance(error, DistError) or "gloo" in str(error):  # gloo raises a plain RuntimeError
             patience = GRACE_SECONDS
@@ -146,12 +156,13 @@ def connect(
     start_limit: float = START_SECONDS,
     reporter: EndReporter = EndReporter(),
 ) -> Iterator[ConnectedWorld]:
-    """Connect this process to the others within a context. Tensors use NCCL on GPUs and gloo on CPUs.
+    """Connect this process to the others within a context. Tensors use NCCL on GPUs and gloo on
+    CPUs.
 
     Args:
         place: rank and size of this process.
-        rendezvous: equal in all processes: `env://` for variables set by a launcher, or `file:///path` of a file
-            that does not exist yet.
+        rendezvous: equal in all processes: `env://` for variables set by a launcher, or
+            `file:///path` of a file that does not exist yet.
         limit: seconds that a process may wait for another one that makes no progress.
         start_limit: seconds within which all processes must join.
         reporter: reports that the watch ends this process.
@@ -188,14 +199,17 @@ def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
 
     try:
         backend = take_device(place)
-        # Twice the watch's limit, so that the watch reports first: it names the missing process, torch does not.
+        # Twice the watch's limit, so that the watch reports first: it names the missing process,
+        # torch does not.
         patience = timedelta(seconds=2 * watch.limit)
         distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
         return distributed.new_group(backend="gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:  # of a GPU or the network
         reason = str(error).partition("\n")[0]
         watch.wait_for_verdict(4 * POLL_SECONDS)  # the cause may be another process
-        message, _ = watch.fail(f"Process {watch.own} cannot join the others: {reason}", 1, GRACE_SECONDS)
+        message, _ = watch.fail(
+            f"Process {watch.own} cannot join the others: {reason}", 1, GRACE_SECONDS
+        )
         raise SimpleTunerError(message) from error
 
 
@@ -240,16 +254,28 @@ def open_store(place: World, rendezvous: str, deadline: float) -> Any:
             # torch would wait forever for a program that accepts the connection and says nothing.
             store = _within(deadline, partial(TCPStore, address, port, **settings))
         except TimeoutError:
-            silent = f"{address}:{port} is held by a program that does not answer process {place.rank} on {here}."
+            silent = (
+                f"{address}:{port} is held by a program that does not answer process {place.rank} "
+                f"on {here}."
+            )
             raise NotJoinedError(f"MASTER_PORT: {silent} Choose another port.") from None
         except (RuntimeError, ValueError) as error:
             text = str(error).partition("\n")[0]
             if "EADDRINUSE" in text:
-                taken = f"{address}:{port} on {here} is in use by another run or program. Choose another port."
+                taken = (
+                    f"{address}:{port} on {here} is in use by another run or program. Choose "
+                    "another port."
+                )
                 raise UserError(f"MASTER_PORT: {taken}") from None
             if time.monotonic() >= deadline:
-                lost = f"process {place.rank} on {here} cannot reach process 0 at {address}:{port}: {text.rstrip('.')}"
-                advice = "Is it running, is this its address, and is the port open? start_timeout allows more time."
+                lost = (
+                    f"process {place.rank} on {here} cannot reach process 0 at {address}:{port}: "
+                    f"{text.rstrip('.')}"
+                )
+                advice = (
+                    "Is it running, is this its address, and is the port open? start_timeout "
+                    "allows more time."
+                )
                 raise NotJoinedError(f"MASTER_ADDR: {lost}. {advice}") from None
             time.sleep(POLL_SECONDS)
             continue
@@ -290,18 +316,29 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
         watch = Watch(0, place.size, secrets.token_hex(8), limit)
         if store.add("first", 1) > 1:
             host = json.loads(store.get(FIRST))[0]
-            raise UserError(f"RANK: process 0 already runs on {host}, so process {watch.own} is one too many.")
+            raise UserError(
+                f"RANK: process 0 already runs on {host}, so process {watch.own} is one too many."
+            )
         address = LOOPBACK if place.is_on_one_machine else ""
-        store.set(FIRST, json.dumps([watch.own.host, address, watch.links.listen(address, place.size), watch.own.key]))
+        store.set(
+            FIRST,
+            json.dumps(
+                [watch.own.host, address, watch.links.listen(address, place.size), watch.own.key]
+            ),
+        )
     else:
         while not store.check([FIRST]):  # polled in Python, where Ctrl-C is handled
             if time.monotonic() > deadline:
-                late = f"process 0 did not start while {own} waited; start_timeout allows more time."
+                late = (
+                    f"process 0 did not start while {own} waited; start_timeout allows more time."
+                )
                 raise NotJoinedError(f"MASTER_ADDR: {late}")
             time.sleep(POLL_SECONDS / 10)
         host, address, port, key = json.loads(store.get(FIRST))
         watch = Watch(place.rank, place.size, key, limit)
-        watch.links.add(Link(_reach(host, address, port, deadline), Beat(0, place.size, host, key)), 0)
+        watch.links.add(
+            Link(_reach(host, address, port, deadline), Beat(0, place.size, host, key)), 0
+        )
     # Process 0 reports who is missing.
     patience = deadline - time.monotonic()
     if not place.is_main:
@@ -312,7 +349,10 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
             noun = "process" if len(missing) == 1 else "processes"
             names = f"{noun} {shorten([str(rank) for rank in missing], 8)}"
             late = f"MASTER_ADDR: {names} of {place.size} did not join {watch.own.host} in time."
-            advice = "Start the same command on every machine, with this one's address; start_timeout allows more time."
+            advice = (
+                "Start the same command on every machine, with this one's address; start_timeout "
+                "allows more time."
+            )
             watch.fail(f"{late} {advice}", 2, GRACE_SECONDS)
         watch.close()
         if watch.verdict is None:
@@ -328,24 +368,35 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
         NotJoinedError: the watch cannot be reached.
     """
     while True:
-        for target in [address] if address else dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
+        for target in (
+            [address] if address else dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host))
+        ):
             try:
                 return socket.create_connection((target, port), timeout=10)
             except OSError as error:
                 reason = error
         if time.monotonic() > deadline:
             here = socket.gethostname()
-            lost = f"port {port} of {host}, where process 0 listens, cannot be reached from {here}: {reason}"
+            lost = (
+                f"port {port} of {host}, where process 0 listens, cannot be reached from {here}: "
+                f"{reason}"
+            )
             raise NotJoinedError(f"MASTER_ADDR: {lost}")
         time.sleep(1)
 
 
 def set_rendezvous(place: World, environment: MutableMapping[str, str], report: Problems) -> None:
     """Set the variables that `env://` reads, and report those that only the user can set."""
-    values = {name: environment.get(name) or value for name, value in _usual_rendezvous(place, environment).items()}
+    values = {
+        name: environment.get(name) or value
+        for name, value in _usual_rendezvous(place, environment).items()
+    }
     environment.update({name: value for name, value in values.items() if value})
     environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
-    what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
+    what = {
+        "MASTER_ADDR": "the address of the machine of process 0",
+        "MASTER_PORT": "a free port there",
+    }
     for name, value in values.items():
         if not value:
             message = f"is not set. {place.size} processes on several machines need {what[name]}."

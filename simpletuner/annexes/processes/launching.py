@@ -31,7 +31,8 @@ EXTRA = "ACCELERATE_EXTRA_ARGS"
 
 
 def start_processes(launch: LaunchConfig, command: list[str]) -> None:
-    """Run a command of `simpletuner` in `num_processes` processes; returns when all of them have finished.
+    """Run a command of `simpletuner` in `num_processes` processes; returns when all of them have
+    finished.
 
     Raises:
         typer.Exit: one of them failed; process 0 has printed why.
@@ -49,7 +50,9 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
             launch_command(arguments)
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
-        if 0 in failed.failures and failed.failures[0].exitcode < 0:  # killed, so it has not printed an error
+        if (
+            0 in failed.failures and failed.failures[0].exitcode < 0
+        ):  # killed, so it has not printed an error
             rank = int(arguments.machine_rank or 0) * launch.local_processes
             raise RemoteError(f"Process {rank} on {socket.gethostname()} {GONE}.", 1) from None
         own_codes = [code for code in codes if code > 0]  # of processes that were not killed
@@ -62,12 +65,16 @@ def why_not_launched(error: str, arguments: Any, launch: LaunchConfig) -> str:
     """Translate a rendezvous error of accelerate or torch into terms of the settings."""
     where = f"{arguments.main_process_ip}:{arguments.main_process_port}"
     if "EADDRINUSE" in error or "another process is utilizing it" in error:
-        return f"{EXTRA}: {where} is in use by another run or program; choose another --main_process_port."
+        return (
+            f"{EXTRA}: {where} is in use by another run or program; choose another "
+            "--main_process_port."
+        )
     if "timed out" in error.lower() or "timeout" in error.lower():
         return (
-            f"{EXTRA}: {launch.num_machines} machines did not connect to {where} within {launch.start_timeout} s. "
-            "Start the same command on all of them, with the first one's address, an open port and different "
-            "machine_ranks; start_timeout allows more time."
+            f"{EXTRA}: {launch.num_machines} machines did not connect to {where} within "
+            f"{launch.start_timeout} s. Start the same command on all of them, with the first "
+            "one's address, an open port and different machine_ranks; start_timeout allows "
+            "more time."
         )
     return f"accelerate launch: {error.partition(chr(10))[0]}"
 
@@ -76,31 +83,58 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
     """The arguments of `accelerate launch`, parsed by its parser.
 
     Raises:
-        UserError: ACCELERATE_EXTRA_ARGS has unknown options, or lacks options that several machines need.
+        UserError: ACCELERATE_EXTRA_ARGS has unknown options, or lacks options that several machines
+            need.
     """
     from accelerate.commands.launch import launch_command_parser
 
     extra = os.environ.get(EXTRA, "")
     # accelerate's default is one thread per process.
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // launch.local_processes))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(
+        max(1, usable_cores() // launch.local_processes)
+    )
     words = [
-        *("--multi_gpu", "--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)),
+        *(
+            "--multi_gpu",
+            "--num_processes",
+            str(launch.num_processes),
+            "--num_machines",
+            str(launch.num_machines),
+        ),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--monitor_interval", "0.2"),
-        *("--num_cpu_threads_per_process", threads, "--rdzv_conf", f"timeout={launch.start_timeout}"),
+        *(
+            "--num_cpu_threads_per_process",
+            threads,
+            "--rdzv_conf",
+            f"timeout={launch.start_timeout}",
+        ),
     ]
     try:
         words += shlex.split(extra)
-        with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # argparse prints its usage
+        with (
+            Path(os.devnull).open("w") as nowhere,
+            redirect_stderr(nowhere),
+        ):  # argparse prints its usage
             arguments = launch_command_parser().parse_args([*words, "-m", "simpletuner", *command])
     except (ValueError, SystemExit):
-        raise UserError(f"{EXTRA}: {extra!r} has options unknown to `accelerate launch`; see its --help.") from None
+        raise UserError(
+            f"{EXTRA}: {extra!r} has options unknown to `accelerate launch`; see its --help."
+        ) from None
     if launch.num_machines > 1:
-        needed = {"--machine_rank": arguments.machine_rank, "--main_process_ip": arguments.main_process_ip}
+        needed = {
+            "--machine_rank": arguments.machine_rank,
+            "--main_process_ip": arguments.main_process_ip,
+        }
         missing = [name for name, value in needed.items() if value is None]
         if missing:
             example = "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
-            needs = f"num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}"
-            raise UserError(f"{EXTRA}: {needs}, such as {example!r}; only machine_rank differs between the machines.")
+            needs = (
+                f"num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}"
+            )
+            raise UserError(
+                f"{EXTRA}: {needs}, such as {example!r}; only machine_rank differs between "
+                "the machines."
+            )
     elif arguments.main_process_port is None:
         arguments.main_process_port = 0  # any free port: another run may use the default
     arguments.signals_to_handle = "SIGQUIT"  # `signals_passed_on` handles the others
@@ -109,7 +143,9 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
 
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
-    """Forward Ctrl-C and SIGTERM to the processes, which run in separate sessions and get no terminal signals."""
+    """Forward Ctrl-C and SIGTERM to the processes, which run in separate sessions and get no
+    terminal signals.
+    """
     import psutil
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -1,22 +1,23 @@
 """Detects processes that died or hang, and ends the others; a thread in every process of a run.
 
-Process 0 holds a connection to every other process; both sides send a heartbeat twice a second. A decision of process 0
-ends all processes; a process that loses process 0 ends itself. Heartbeats need neither torch nor its store, whose
-calls block while the process that hosts it is frozen.
+Process 0 holds a connection to every other process; both sides send a heartbeat twice a second. A
+decision of process 0 ends all processes; a process that loses process 0 ends itself. Heartbeats
+need neither torch nor its store, whose calls block while the process that hosts it is frozen.
 
-| a process                   | is detected by                                                 | after      |
-|-----------------------------|----------------------------------------------------------------|------------|
-| was killed                  | its kernel closing the connection                              | a second   |
-| lost its machine or network | unacknowledged data (TCP_USER_TIMEOUT)                         | 30 s       |
-| lost its launcher           | its new parent process                                         | a second   |
-| is frozen (SIGSTOP)         | missing heartbeats, though its kernel acknowledges data        | 5 minutes  |
-| hangs in its main thread    | itself: no CPU time, no I/O, no exchange, not waiting for one  | the limit  |
-| misses an exchange          | the processes that wait in it                                  | the limit  |
-| waits, as all others do     | process 0: every heartbeat reports an idle main thread         | the limit  |
+| a process                | is detected by                                            | after     |
+|--------------------------|-----------------------------------------------------------|-----------|
+| was killed               | its kernel closing the connection                         | a second  |
+| lost machine or network  | unacknowledged data (TCP_USER_TIMEOUT)                    | 30 s      |
+| lost its launcher        | its new parent process                                    | a second  |
+| is frozen (SIGSTOP)      | missing heartbeats, though its kernel acknowledges data   | 5 minutes |
+| hangs in its main thread | itself: no CPU time, I/O or exchange, not waiting for one | the limit |
+| misses an exchange       | the processes that wait in it                             | the limit |
+| waits, as all others do  | process 0: every heartbeat reports an idle main thread    | the limit |
 
-C code that holds the GIL (writing a file of 10 GB, importing from a slow disk) stops the threads of a process for
-minutes, while its kernel still acknowledges data. Missing heartbeats alone are therefore judged late, and counted in
-polls instead of seconds: a process that was starved of CPU time has not polled either.
+C code that holds the GIL (writing a file of 10 GB, importing from a slow disk) stops the threads of
+a process for minutes, while its kernel still acknowledges data. Missing heartbeats alone are
+therefore judged late, and counted in polls instead of seconds: a process that was starved of CPU
+time has not polled either.
 """
 
 from __future__ import annotations
@@ -41,13 +42,18 @@ POLL_SECONDS = 0.5
 CUT_OFF_SECONDS = 30.0
 SILENT_SECONDS = 300.0
 GRACE_SECONDS = 20.0  # to finish writing a checkpoint, and to report the error
-BYTES_OF_LIFE = 100 << 20  # less I/O may come from a log or a display, which do not need the main thread
+BYTES_OF_LIFE = (
+    100 << 20
+)  # less I/O may come from a log or a display, which do not need the main thread
 LONGEST_BEAT = 1 << 16  # bytes
-UNREAD = 1 << 18  # bytes of buffer for unread heartbeats: a full buffer looks like a lost connection
+UNREAD = (
+    1 << 18
+)  # bytes of buffer for unread heartbeats: a full buffer looks like a lost connection
 CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
-# Modules in which a main thread waits for other processes, and the module of checkpoints, which writes files.
+# Modules in which a main thread waits for other processes, and the module of checkpoints, which
+# writes files.
 WAITING_IN = ("torch.distributed", "torch.autograd")
 WRITING_IN = "torch.distributed.checkpoint"
 EXCHANGING = ("simpletuner.distributed.world", "simpletuner.annexes.processes.joining")
@@ -105,7 +111,9 @@ class Link:
         connection.settimeout(POLL_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD)
         if sys.platform == "linux":
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS))
+            connection.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS)
+            )
 
     @property
     def failure(self) -> Failure | None:
@@ -177,7 +185,9 @@ class Pulse:
 
 
 def signs_of_life(unit: float) -> tuple[int, int]:
-    """CPU time of the main thread in units of seconds, and the I/O of this process in units of `BYTES_OF_LIFE`."""
+    """CPU time of the main thread in units of seconds, and the I/O of this process in units of
+    `BYTES_OF_LIFE`.
+    """
     if sys.platform != "linux":
         return int(time.process_time() / unit), 0
     clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
@@ -188,7 +198,9 @@ def signs_of_life(unit: float) -> tuple[int, int]:
 
 
 def where_it_is() -> tuple[str, bool]:
-    """The line of this package that the main thread executes, and whether it waits there for other processes."""
+    """The line of this package that the main thread executes, and whether it waits there for other
+    processes.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     waits = False
     while frame is not None:
@@ -213,11 +225,15 @@ class Links:
         self._selector = selectors.DefaultSelector()
 
     def listen(self, address: str, size: int) -> int:
-        """Listen for `size` processes at an IPv4 address, or at all addresses of this machine; returns the port."""
+        """Listen for `size` processes at an IPv4 address, or at all addresses of this machine;
+        returns the port.
+        """
         # MASTER_ADDR may resolve to IPv4 or IPv6.
         dual = not address and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=size, dualstack_ipv6=dual)
+        listener = socket.create_server(
+            (address, 0), family=family, backlog=size, dualstack_ipv6=dual
+        )
         self._selector.register(listener, selectors.EVENT_READ)
         return int(listener.getsockname()[1])
 
@@ -230,7 +246,9 @@ class Links:
             self.by_rank[rank] = link
 
     def receive(self, own: Beat) -> None:
-        """Read heartbeats for `POLL_SECONDS`, or until a connection closes or a failure is reported."""
+        """Read heartbeats for `POLL_SECONDS`, or until a connection closes or a failure is
+        reported.
+        """
         deadline = time.monotonic() + POLL_SECONDS
         while ready := self._selector.select(max(0.0, deadline - time.monotonic())):
             for key, _ in ready:
@@ -240,10 +258,14 @@ class Links:
                     deadline = 0.0
         for link in self._unidentified:
             self._admit(link, own)
-        self._unidentified = [link for link in self._unidentified if link.beat is None and link.is_open]
+        self._unidentified = [
+            link for link in self._unidentified if link.beat is None and link.is_open
+        ]
 
     def _receive_from(self, key: selectors.SelectorKey) -> bool:
-        """Read a connection, or accept one; returns whether it has closed or reports another failure."""
+        """Read a connection, or accept one; returns whether it has closed or reports another
+        failure.
+        """
         if not isinstance(key.data, Link):  # the listener
             assert isinstance(key.fileobj, socket.socket)
             with suppress(OSError):  # the peer has disconnected
@@ -266,7 +288,9 @@ class Links:
         if refusal is None:
             self.by_rank[beat.rank] = link
             return
-        message = f"MASTER_ADDR: {refusal}. Ranks must differ within a run, and MASTER_PORT between runs."
+        message = (
+            f"MASTER_ADDR: {refusal}. Ranks must differ within a run, and MASTER_PORT between runs."
+        )
         link.send(replace(own, failure=(message, 2)))
 
     def _why_refused(self, beat: Beat, own: Beat) -> str | None:
@@ -305,7 +329,9 @@ class EndReporter:
         """All processes have joined. From now on, the failure of another process ends this one."""
 
     def on_ended(self, message: str, code: int) -> None:
-        """This process is about to be ended, with this message and exit code, because of another one."""
+        """This process is about to be ended, with this message and exit code, because of another
+        one.
+        """
 
     def on_leader_lost(self, message: str) -> None:
         """Process 0, which prints errors, is lost; on_ended follows."""
@@ -336,12 +362,16 @@ class Watch:
         self._exchange: tuple[str, float] | None = None
         self._over = threading.Event()
         self._decided = threading.Event()
-        self._ends_itself = threading.Event()  # the main thread ends this process, so the watch leaves it alone
+        self._ends_itself = (
+            threading.Event()
+        )  # the main thread ends this process, so the watch leaves it alone
         self._ends_itself.set()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def begin(self, seconds: float) -> list[int]:
-        """Start, and wait up to some seconds for all processes to connect; returns the missing ranks."""
+        """Start, and wait up to some seconds for all processes to connect; returns the missing
+        ranks.
+        """
         self._thread.start()
         deadline = time.monotonic() + seconds
         while (missing := self._missing()) and self.verdict is None and time.monotonic() < deadline:
@@ -376,7 +406,9 @@ class Watch:
             self._exchange = None
 
     def wait_for_verdict(self, seconds: float) -> Failure | None:
-        """Wait up to some seconds for the verdict. From now on, the main thread ends this process itself."""
+        """Wait up to some seconds for the verdict. From now on, the main thread ends this process
+        itself.
+        """
         with self.writing:
             self._ends_itself.set()
         self._decided.wait(seconds)
@@ -386,8 +418,8 @@ class Watch:
         """Announce that this process fails; returns message and exit code of the first failure.
 
         Args:
-            linger: maximum seconds to wait afterwards: process 0 until the others have the verdict, the others until
-                process 0 has exited.
+            linger: maximum seconds to wait afterwards: process 0 until the others have the verdict,
+                the others until process 0 has exited.
         """
         self._failure = self._failure or (message, code)
         first = self.wait_for_verdict(GRACE_SECONDS) or (message, code)
@@ -402,7 +434,9 @@ class Watch:
         return [] if any(beat.ready for beat in self.links.beats()) else [0]
 
     def _is_needed(self) -> bool:
-        """Whether other processes still wait for this one: for the verdict of process 0, or its end."""
+        """Whether other processes still wait for this one: for the verdict of process 0, or its
+        end.
+        """
         if not self.links.by_rank:
             return False
         return self.own.rank > 0 or not all(beat.leaving for beat in self.links.beats())
@@ -414,7 +448,8 @@ class Watch:
             if self.verdict is None:
                 since = time.monotonic()
             else:
-                # A main thread that ends the process itself has a minute; then it counts as hanging.
+                # A main thread that ends the process itself has a minute; then it counts as
+                # hanging.
                 self._end(*self.verdict, is_late=time.monotonic() > since + 3 * GRACE_SECONDS)
         self.links.send(replace(self._report(), leaving=True))
         self.links.close()
@@ -436,7 +471,9 @@ class Watch:
         what, since = self._exchange or ("", time.monotonic())
         report = replace(self.own, doing=what, seconds=time.monotonic() - since, still=still)
         failure = self.verdict or self._failure
-        return replace(report, stop=self.stop.requested, failure=failure, leaving=self.verdict is not None)
+        return replace(
+            report, stop=self.stop.requested, failure=failure, leaving=self.verdict is not None
+        )
 
     def _judge(self, rank: int, link: Link) -> None:
         link.silent += 1
@@ -463,7 +500,10 @@ class Watch:
             self._failure = self._failure or (f"The launcher of process {self.own} was killed.", 1)
         self.pulse.look(self.limit)
         if self.pulse.idle > self.limit:
-            idle = f"Process {self.own} has made no progress for {self.limit:g} s in {where_it_is()[0]}."
+            idle = (
+                f"Process {self.own} has made no progress for {self.limit:g} s in "
+                f"{where_it_is()[0]}."
+            )
             self._failure = self._failure or (idle, 1)
         if self.own.rank == 0 and self._failure:
             self._decide(*self._failure)
@@ -484,7 +524,9 @@ class Watch:
             self._decided.set()
 
     def _end(self, message: str, code: int, *, is_late: bool) -> None:
-        """End this process; its main thread may be blocked in a library, waiting for a lost process."""
+        """End this process; its main thread may be blocked in a library, waiting for a lost
+        process.
+        """
         if self._ends_itself.is_set():
             if is_late:
                 os._exit(code)

@@ -1,4 +1,6 @@
-"""`simpletuner publish`: uploads the result of a run that has ended, or the rest of an upload that failed."""
+"""`simpletuner publish`: uploads the result of a run that has ended, or the rest of an upload that
+failed.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,11 @@ def publish_again(output_dir: Path, arguments: Arguments) -> None:
         raise SimpleTunerError("Not everything was uploaded; the same command tries again.")
 
 
-def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishConfig, dict[str, Any]]:
-    """The publishing settings, and all recorded settings of a run; warnings are added to those of the arguments.
+def recorded_settings(
+    output_dir: Path, arguments: Arguments
+) -> tuple[PublishConfig, dict[str, Any]]:
+    """The publishing settings, and all recorded settings of a run; warnings are added to those of
+    the arguments.
 
     Raises:
         UserError: the folder contains no run, or a setting is invalid.
@@ -76,7 +81,9 @@ def _recorded(output_dir: Path, report: Problems) -> dict[str, Any]:
     if not checkpoints:
         if not output_dir.exists():
             raise UserError(absence_of(output_dir))
-        raise UserError(f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint.")
+        raise UserError(
+            f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint."
+        )
     file = checkpoints[-1].path / "config.json"
     recorded = read_json(file, report, dict)
     if recorded is None:

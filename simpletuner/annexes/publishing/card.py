@@ -32,7 +32,13 @@ from simpletuner.models.usage import Usage
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, describe_errors, result_step
 from simpletuner.planning.plans import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord, read_media, read_rows
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    METRICS_FILE,
+    MediaRecord,
+    read_media,
+    read_rows,
+)
 from simpletuner.reporting.wording import size_text
 from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.original import OriginalTransformer
@@ -47,16 +53,28 @@ UNPROMPTED = "unconditional (blank prompt)"  # the hub hides gallery entries wit
 NOBODY = "your-name"
 PATH = re.compile(r"""(?:^|[\s"'=(\[,])(?:~|[A-Za-z]:|\\)?[/\\][^\s/\\]+[/\\]""")
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
-PIPELINE_TAGS = {"t2i": "text-to-image", "i2i": "image-to-image", "t2v": "text-to-video", "i2v": "image-to-video"}
+PIPELINE_TAGS = {
+    "t2i": "text-to-image",
+    "i2i": "image-to-image",
+    "t2v": "text-to-video",
+    "i2v": "image-to-video",
+}
 # Settings of this machine.
 PRIVATE = ("webhook_config", "post_checkpoint_script", "post_upload_script")
 # optimum-quanto's names for base model precisions.
-QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "fp8": "qfloat8", "fp8uz": "qfloat8_e4m3fnuz"}
+QUANTO_TYPES = {
+    "int8": "qint8",
+    "int4": "qint4",
+    "int2": "qint2",
+    "fp8": "qfloat8",
+    "fp8uz": "qfloat8_e4m3fnuz",
+}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}
 
 
 def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
-    """Replace the model card of a run; it describes the result if published at this step, else the checkpoint.
+    """Replace the model card of a run; it describes the result if published at this step, else the
+    checkpoint.
 
     Args:
         repository: `owner/name` on the hub.
@@ -71,7 +89,11 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
     negative = config.validation.validation_negative_prompt or ""
     facts = card_facts(plan, repository, step, epoch)
     media = _named(read_media(plan.output_dir / MEDIA_FILE), step)
-    chosen = {key: value for key, value in config.flat.items() if config.is_explicit(key) and key not in PRIVATE}
+    chosen = {
+        key: value
+        for key, value in config.flat.items()
+        if config.is_explicit(key) and key not in PRIVATE
+    }
     settings = public_settings(chosen)
     # Equal for runs with equal settings, regardless of their names.
     recipe = hash_text(json.dumps(settings, sort_keys=True, default=str))[:16]
@@ -81,21 +103,34 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
         widget = []
         for name, preview in media.items():
             shutil.copyfile(plan.output_dir / preview.path, folder / ASSETS / name)
-            shown = {"parameters": {"negative_prompt": negative}, "output": {"url": f"./{ASSETS}/{name}"}}
+            shown = {
+                "parameters": {"negative_prompt": negative},
+                "output": {"url": f"./{ASSETS}/{name}"},
+            }
             widget.append({"text": preview.prompt.strip() or UNPROMPTED, **shown})
         if len(facts["evaluation"]) > 1:
             draw_curve(facts["evaluation"]).save(folder / ASSETS / "evaluation_loss.png")
         # Written by a YAML library, which quotes prompts safely.
-        front = ModelCardData(**redact_settings({**front_matter(plan, facts["base"]), "widget": widget or None}))
+        front = ModelCardData(
+            **redact_settings({**front_matter(plan, facts["base"]), "widget": widget or None})
+        )
         text = f"---\n{front.to_yaml()}\n---\n\n{redact(_render('card.md.jinja', values))}"
         (folder / README).write_text(text, encoding="utf-8")
-        notes = {"repository": repository, "step": step, "summary": redact(_render("commit.txt.jinja", values))}
+        notes = {
+            "repository": repository,
+            "step": step,
+            "summary": redact(_render("commit.txt.jinja", values)),
+        }
         write_json(folder / SETTINGS_FILE, {"_metadata": notes, "config": settings})
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
     """The metadata of a card: repository, step and summary; empty without a card."""
-    content = read_json(folder / SETTINGS_FILE, Problems()) if (folder / SETTINGS_FILE).is_file() else None
+    content = (
+        read_json(folder / SETTINGS_FILE, Problems())
+        if (folder / SETTINGS_FILE).is_file()
+        else None
+    )
     return dict(content["_metadata"]) if isinstance(content, dict) else {}
 
 
@@ -104,7 +139,10 @@ def move_card(output_dir: Path, repository: str) -> None:
     folder = output_dir / CARD_FOLDER
     old = read_notes(folder).get("repository", repository)
     for path in (folder / README, folder / SETTINGS_FILE) if old != repository else ():
-        path.write_text(path.read_text(encoding="utf-8").replace(f'"{old}"', f'"{repository}"'), encoding="utf-8")
+        path.write_text(
+            path.read_text(encoding="utf-8").replace(f'"{old}"', f'"{repository}"'),
+            encoding="utf-8",
+        )
 
 
 def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
@@ -123,7 +161,9 @@ def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without secrets, and without files and folders of this machine."""
-    return {key: value for key, value in redact_settings(settings).items() if not _is_private(value)}
+    return {
+        key: value for key, value in redact_settings(settings).items() if not _is_private(value)
+    }
 
 
 def _is_private(value: Any) -> bool:
@@ -157,7 +197,9 @@ def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
     font = ImageFont.load_default(16)
     draw.line([at(point) for point in points], "#2563eb", 3)
     draw.circle(at(best), 6, "#2563eb")
-    draw.text((48, 12), f"Evaluation loss, lowest {best[1]:.4g} at step {best[0]:,}", "#111111", font)
+    draw.text(
+        (48, 12), f"Evaluation loss, lowest {best[1]:.4g} at step {best[0]:,}", "#111111", font
+    )
     draw.text((48, 388), f"step {first:,}", "#555555", font)
     draw.text((912, 388), f"step {last:,}", "#555555", font, anchor="ra")
     return picture
@@ -177,7 +219,9 @@ def fenced(text: str, language: str = "") -> str:
 def _render(template: str, values: Mapping[str, Any]) -> str:
     """Render a Markdown template; user texts pass through `plain` or `fenced`."""
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters.update(plain=plain, fenced=fenced)
     return environment.get_template(template).render(values)
 
@@ -202,7 +246,9 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
         "precision": transformer_dtype(config.precision),
         "options": public_settings(config.family.of(plan.spec.options).model_dump()),
         "result": published_result(plan, step),
-        "snippet": example_program(plan, pipeline_location(plan, base_name), repository, alone=True),
+        "snippet": example_program(
+            plan, pipeline_location(plan, base_name), repository, alone=True
+        ),
         "quanto": QUANTO_TYPES.get(config.precision.base_model_precision.removesuffix("-quanto")),
         "evaluation": evaluation_points(Columns.of(rows)),
     }
@@ -217,7 +263,16 @@ def front_matter(plan: Plan, base: str) -> dict[str, Any]:
     safety = "safe-for-work" if publish.model_card_safe_for_work else "not-for-all-audiences"
     # The template tag makes the hub show the gallery of a LoRA.
     adapter = ["template:sd-lora", plan.config.lora.kind.lower()] if kind == "lora" else []
-    tags = [family, f"{family}-diffusers", pipeline, "diffusers", "simpletuner", safety, kind, *adapter]
+    tags = [
+        family,
+        f"{family}-diffusers",
+        pipeline,
+        "diffusers",
+        "simpletuner",
+        safety,
+        kind,
+        *adapter,
+    ]
     return {
         "license": plan.spec.license,
         "base_model": base,
@@ -245,13 +300,17 @@ def published_result(plan: Plan, step: int) -> dict[str, str] | None:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     notes = read_header(path)[METADATA] if path.is_file() else {}
     result = str(plan.output_dir if path.is_file() else path)
-    snippet = example_program(plan, pipeline_location(plan, plan.source["transformer"].location), result)
+    snippet = example_program(
+        plan, pipeline_location(plan, plan.source["transformer"].location), result
+    )
     size = size_text(sum(file.stat().st_size for file in files))
     return {"path": path.name, "size": size, "snippet": snippet, "errors": describe_errors(notes)}
 
 
 def takes_original(plan: Plan) -> bool:
-    """Whether the transformer is not in its pipeline's repository but in one of its own, in the original form."""
+    """Whether the transformer is not in its pipeline's repository but in one of its own, in the
+    original form.
+    """
     return isinstance(plan.source["transformer"], OriginalTransformer)
 
 
@@ -261,7 +320,8 @@ def pipeline_location(plan: Plan, base: str) -> str:
 
 
 def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) -> str:
-    """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form.
+    """A program that samples the newest preview of the main prompt; empty for LoRA files in
+    ComfyUI's form.
 
     Args:
         base: hub id or folder of the base model, for a LoRA.
@@ -292,6 +352,8 @@ def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) 
         alone=alone,
         original=plan.flavour.original if takes_original(plan) else None,
     )
-    from simpletuner.models.adapter import load_adapter  # imports torch, which checks of uploads do without
+    from simpletuner.models.adapter import (
+        load_adapter,
+    )  # imports torch, which checks of uploads do without
 
     return load_adapter(plan.spec).usage_snippet(usage)

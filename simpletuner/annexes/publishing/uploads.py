@@ -1,4 +1,5 @@
-"""Uploads checkpoints and results to the hub, and runs the user's scripts; a failure never ends the run.
+"""Uploads checkpoints and results to the hub, and runs the user's scripts; a failure never ends the
+run.
 
 Both are done in order, in a thread.
 """
@@ -18,7 +19,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.annexes.publishing.card import CARD_FOLDER, NOBODY, describe_run, move_card, read_notes
+from simpletuner.annexes.publishing.card import (
+    CARD_FOLDER,
+    NOBODY,
+    describe_run,
+    move_card,
+    read_notes,
+)
 from simpletuner.atomic import sweep_folders
 from simpletuner.config.publishing import PLACEHOLDERS, PublishConfig, repository_name
 from simpletuner.errors import Interrupted, UserError, counted
@@ -78,7 +85,9 @@ class Uploads(Companion):
     _plan: Plan | None = field(default=None, init=False)
     _saved: CheckpointSaved | None = field(default=None, init=False)
     _due: CheckpointSaved | None = field(default=None, init=False)  # saved but not uploaded yet
-    _jobs: queue.Queue[tuple[Callable[[], None], Path | None]] = field(default_factory=queue.Queue, init=False)
+    _jobs: queue.Queue[tuple[Callable[[], None], Path | None]] = field(
+        default_factory=queue.Queue, init=False
+    )
     _worker: threading.Thread | None = field(default=None, init=False)
 
     @property
@@ -95,11 +104,15 @@ class Uploads(Companion):
         if isinstance(event, CheckpointSaved):
             self._saved = self._due = event
             if script := self.publish.post_checkpoint_script:
-                job = partial(self._run_script, "post_checkpoint_script", script, event.path, event.step)
+                job = partial(
+                    self._run_script, "post_checkpoint_script", script, event.path, event.step
+                )
                 self._add(job, event.path)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        """Upload the latest checkpoint; a checkpoint of the last step is uploaded with the result."""
+        """Upload the latest checkpoint; a checkpoint of the last step is uploaded with the
+        result.
+        """
         # Not in `__call__`, because companions are called after the previews that the card shows.
         due = self._due
         self._due = None
@@ -110,7 +123,9 @@ class Uploads(Companion):
                 self.join()
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Wait for uploads and scripts if the run stops early; otherwise `finish` follows with the verified result."""
+        """Wait for uploads and scripts if the run stops early; otherwise `finish` follows with the
+        verified result.
+        """
         if state.global_step < assembly.settings.total_steps:
             self.join()
 
@@ -123,7 +138,9 @@ class Uploads(Companion):
         if "card" not in ledger.tasks:
             return ""
         saved = self._saved
-        if saved is None:  # this session saved nothing: it finishes a run that was killed after its last step
+        if (
+            saved is None
+        ):  # this session saved nothing: it finishes a run that was killed after its last step
             folders = self._pushed(self._regular())
         else:
             folders = [saved.path] if saved.step == ledger.step and self._is_pushed(saved) else []
@@ -156,7 +173,9 @@ class Uploads(Companion):
         step = result_step(folder, "lora") or result_step(folder, "full")
         if not step:
             if not regular:
-                raise UserError(f"{str(self.output_dir)!r} contains no result and no checkpoint to upload.")
+                raise UserError(
+                    f"{str(self.output_dir)!r} contains no result and no checkpoint to upload."
+                )
             folder = regular[-1].path
             step = regular[-1].step
         if self.repository:
@@ -171,14 +190,25 @@ class Uploads(Companion):
                 time.sleep(0.002)
         except KeyboardInterrupt:
             if self.hub:
-                self.events.say(f"An upload was interrupted; to upload the rest: {repeat_command(self.output_dir)}")
+                self.events.say(
+                    "An upload was interrupted; to upload the rest: "
+                    f"{repeat_command(self.output_dir)}"
+                )
             raise
 
     def _regular(self) -> list[Checkpoint]:
-        return [checkpoint for checkpoint in find_checkpoints(self.output_dir)[0] if not checkpoint.rolling]
+        return [
+            checkpoint
+            for checkpoint in find_checkpoints(self.output_dir)[0]
+            if not checkpoint.rolling
+        ]
 
     def _pushed(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
-        return [checkpoint.path for checkpoint in checkpoints] if self.publish.push_checkpoints_to_hub else []
+        return (
+            [checkpoint.path for checkpoint in checkpoints]
+            if self.publish.push_checkpoints_to_hub
+            else []
+        )
 
     def _is_pushed(self, saved: CheckpointSaved) -> bool:
         """Whether to upload a checkpoint; rolling ones serve only to resume."""
@@ -209,7 +239,9 @@ class Uploads(Companion):
                     self.in_use.remove(folder)
                 self._jobs.task_done()
 
-    def _send(self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], hub: Hub | None) -> None:
+    def _send(
+        self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], hub: Hub | None
+    ) -> None:
         # In the worker, since an earlier upload still needs the card of its step.
         if self.describe and self._plan:
             self.describe(self._plan, step, epoch)
@@ -243,12 +275,18 @@ class Uploads(Companion):
 
     def _run_script(self, key: str, script: str, folder: Path, step: int, url: str = "") -> None:
         """Run a program without a shell; a failure is a warning."""
-        values = dict(zip(PLACEHOLDERS, (str(folder.resolve()), url, str(step), self.run_name), strict=True))
+        values = dict(
+            zip(PLACEHOLDERS, (str(folder.resolve()), url, str(step), self.run_name), strict=True)
+        )
         names = re.compile("|".join(rf"\{{{name}\}}" for name in values))
         # Replaced after splitting, so that every value stays a single argument.
-        command = [names.sub(lambda match: values[match[0][1:-1]], word) for word in shlex.split(script)]
+        command = [
+            names.sub(lambda match: values[match[0][1:-1]], word) for word in shlex.split(script)
+        ]
         try:
-            subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=600.0, check=True)
+            subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=600.0, check=True
+            )
         except subprocess.CalledProcessError as error:
             output = (error.stderr or error.stdout).strip()[-500:]
             self.events.say(f"{key} exited with code {error.returncode}: {output}", warning=True)
@@ -266,35 +304,48 @@ LOADED = (
     "transformer_ema/*",
 )
 FORBIDDEN = {
-    401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",
+    401: (
+        "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it "
+        "cannot write"
+    ),
     403: "the hub token has no permission to write",
 }
 
 
 def loaded_files(folder: Path) -> dict[str, Path]:
-    """The files that users load from an output folder or a checkpoint, by their path in a repository."""
+    """The files that users load from an output folder or a checkpoint, by their path in a
+    repository.
+    """
     pipeline = folder / PIPELINE_FOLDER
     if pipeline.is_dir():
         return _relative(pipeline, pipeline.rglob("*"))
     files = _relative(folder, (path for pattern in LOADED for path in folder.glob(pattern)))
     if not average_is_stale(folder):
         return files
-    return {path: local for path, local in files.items() if not path.startswith(f"{AVERAGE_FOLDER}/")}
+    return {
+        path: local for path, local in files.items() if not path.startswith(f"{AVERAGE_FOLDER}/")
+    }
 
 
 def _relative(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
 
 
-def contents(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path]) -> tuple[dict[str, Path], str]:
-    """The content of a commit: local files by their path in the repository, and a message with a title line.
+def contents(
+    output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path]
+) -> tuple[dict[str, Path], str]:
+    """The content of a commit: local files by their path in the repository, and a message with a
+    title line.
 
-    The weights of `folder` go to the root, beside the model card, and checkpoints into folders named after them.
+    The weights of `folder` go to the root, beside the model card, and checkpoints into folders
+    named after them.
     """
     card = output_dir / CARD_FOLDER
     files = loaded_files(folder) | _relative(card, card.rglob("*"))
     for checkpoint in checkpoints:
-        files |= {f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()}
+        files |= {
+            f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()
+        }
     return files, read_notes(card).get("summary", f"Trained for {counted(step, 'step')}.")
 
 
@@ -320,7 +371,8 @@ class Hub:
         return HfApi()
 
     def prepare(self) -> str:
-        """Check the login and the permission to write, and create the repository; returns a warning, or "".
+        """Check the login and the permission to write, and create the repository; returns a
+        warning, or "".
 
         Raises:
             UserError: the hub cannot be reached or refuses uploads.
@@ -332,7 +384,9 @@ class Hub:
             login = self._api.whoami()
             # Fine-grained tokens have a different role; the request below tests their permissions.
             if (login.get("auth", {}).get("accessToken") or {}).get("role") == "read":
-                raise UserError("push_to_hub: the hub token is read-only; log in with a write token.")
+                raise UserError(
+                    "push_to_hub: the hub token is read-only; log in with a write token."
+                )
             if "/" not in self.repository:
                 self.repository = f"{login['name']}/{self.repository}"
             self._api.create_repo(self.repository, private=self.private, exist_ok=True)
@@ -348,18 +402,27 @@ class Hub:
             reason = FORBIDDEN.get(error.response.status_code, str(error))
             raise UserError(f"push_to_hub: {reason} to {self.repository}.") from None
         except Exception as error:  # noqa: BLE001 - of the HTTP library, which depends on the hub's version
-            message = f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: {error})."
+            message = (
+                f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: "
+                f"{error})."
+            )
             raise UserError(message) from None
-        warning = f"model_card_private has no effect: {self.repository} exists on the hub and is public."
+        warning = (
+            f"model_card_private has no effect: {self.repository} exists on the hub and is public."
+        )
         return warning if self.private and is_public else ""
 
     def upload(self, files: Mapping[str, Path], message: str) -> str:
-        """Upload in one commit, skipping large files that are already on the hub; returns the URL."""
+        """Upload in one commit, skipping large files that are already on the hub; returns the
+        URL.
+        """
         from huggingface_hub import CommitOperationAdd
 
         added = [CommitOperationAdd(path, local) for path, local in files.items()]
         title, _, description = message.partition("\n")
-        self._api.create_commit(self.repository, added, commit_message=title, commit_description=description.strip())
+        self._api.create_commit(
+            self.repository, added, commit_message=title, commit_description=description.strip()
+        )
         return f"{self._api.endpoint}/{self.repository}"
 
 

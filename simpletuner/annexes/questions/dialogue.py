@@ -14,7 +14,8 @@ from simpletuner.errors import UserError, nearest
 
 # Invalid answers before a question takes its default, so that piped input cannot loop forever.
 PATIENCE = 5
-# Unicode categories that no answer may contain: control characters, and surrogates, which stand for invalid UTF-8.
+# Unicode categories that no answer may contain: control characters, and surrogates, which stand for
+# invalid UTF-8.
 NO_TEXT = ("Cc", "Cs")
 # Longer lists would hide the question; `?` shows the names.
 LONGEST_LIST = 20
@@ -28,7 +29,8 @@ class Dialogue:
     """A conversation with the user.
 
     Args:
-        asks: ask; otherwise every question takes its default, and only results and problems are printed.
+        asks: ask; otherwise every question takes its default, and only results and problems are
+            printed.
         unasked: the option with which the command asks nothing.
     """
 

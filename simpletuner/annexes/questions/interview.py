@@ -1,4 +1,6 @@
-"""Asks a list of questions: invalid answers again with the reason, and the question before if the user goes back."""
+"""Asks a list of questions: invalid answers again with the reason, and the question before if the
+user goes back.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ Answers = TypeVar("Answers")
 
 HELP = "?"
 BACK = "back"
-# Minimum difflib ratio at which an answer counts as a misspelled choice, which becomes the new default.
+# Minimum difflib ratio at which an answer counts as a misspelled choice, which becomes the new
+# default.
 MISSPELLED = 0.75
 
 
@@ -47,14 +50,17 @@ def ask_all(questions: Sequence[Question[Answers]], answers: Answers, dialogue: 
                 dialogue.warn("This is the first question.")
                 refused += 1
                 if refused == PATIENCE:  # piped input could go back forever
-                    raise InputEnded("There is no question before the first. Nothing was written.") from None
+                    raise InputEnded(
+                        "There is no question before the first. Nothing was written."
+                    ) from None
                 continue
             asked.append(position)
         position += 1
 
 
 def ask(question: Question[Answers], answers: Answers, dialogue: Dialogue) -> None:
-    """Ask a question until its answer is valid, and store it; after too many invalid answers, store the default.
+    """Ask a question until its answer is valid, and store it; after too many invalid answers, store
+    the default.
 
     Raises:
         Back: the user wants to return to the previous question.
@@ -84,8 +90,12 @@ def ask(question: Question[Answers], answers: Answers, dialogue: Dialogue) -> No
     _give_up(question, answers, dialogue)
 
 
-def _correction(answer: str, choices: Mapping[str, str], question: Question[Any], problems: Sequence[Problem]) -> Any:
-    """The remedy of a problem, or else the choice that an answer misspells; None if there is neither."""
+def _correction(
+    answer: str, choices: Mapping[str, str], question: Question[Any], problems: Sequence[Problem]
+) -> Any:
+    """The remedy of a problem, or else the choice that an answer misspells; None if there is
+    neither.
+    """
     for problem in reversed(problems):
         remedy = problem.remedy.get(question.key)
         if remedy:
@@ -93,7 +103,9 @@ def _correction(answer: str, choices: Mapping[str, str], question: Question[Any]
     return None if answer in choices else nearest(answer, choices, cutoff=MISSPELLED)
 
 
-def _accepts(question: Question[Any], problems: Sequence[Problem], dialogue: Dialogue, *, is_proposed: bool) -> bool:
+def _accepts(
+    question: Question[Any], problems: Sequence[Problem], dialogue: Dialogue, *, is_proposed: bool
+) -> bool:
     """Whether to take an answer: it has no problems, or only warnings that the user dismisses.
 
     Warnings about a proposal need no confirmation.
@@ -120,7 +132,11 @@ def _give_up(question: Question[Answers], answers: Answers, dialogue: Dialogue) 
 
 
 def _store(
-    question: Question[Answers], value: Any, answers: Answers, dialogue: Dialogue, without: Sequence[str] = ()
+    question: Question[Answers],
+    value: Any,
+    answers: Answers,
+    dialogue: Dialogue,
+    without: Sequence[str] = (),
 ) -> None:
     question.store(value, answers, without)
     for remark in question.remarks(answers):

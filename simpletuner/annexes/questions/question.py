@@ -30,7 +30,9 @@ class Question(Generic[Answers]):
 
     @property
     def title(self) -> str:
-        """The part of the conversation that it belongs to, shown above its first question; empty for none."""
+        """The part of the conversation that it belongs to, shown above its first question; empty
+        for none.
+        """
         return ""
 
     @property

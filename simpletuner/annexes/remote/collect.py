@@ -1,4 +1,6 @@
-"""Turns remote datasets into folders: lists and downloads their files, which are then used like local ones."""
+"""Turns remote datasets into folders: lists and downloads their files, which are then used like
+local ones.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,19 @@ RETRY = "; --retry-failed tries again"
 
 
 def collect(
-    entries: Sequence[DatasetConfig], context: DataContext, problems: Problems, *, fetches: bool = True
+    entries: Sequence[DatasetConfig],
+    context: DataContext,
+    problems: Problems,
+    *,
+    fetches: bool = True,
 ) -> dict[str, Scan]:
     """List the files of every remote entry, by id, after downloading missing ones.
 
     Args:
         entries: dataset entries with defaults filled in.
         problems: errors are added to it. After a fatal one, nothing is downloaded.
-        fetches: download missing files; otherwise no server is contacted, and only downloaded files are listed.
+        fetches: download missing files; otherwise no server is contacted, and only downloaded files
+            are listed.
     """
     listed: dict[str, tuple[Store, RemoteFiles]] = {}
     for entry in entries:
@@ -45,7 +52,9 @@ def collect(
             problems.error(entry.id, str(error), kind=kind)
     if problems.are_fatal:
         return {}
-    return {name: _download(name, store, files, problems) for name, (store, files) in listed.items()}
+    return {
+        name: _download(name, store, files, problems) for name, (store, files) in listed.items()
+    }
 
 
 # For plans that must not contact a server.
@@ -53,7 +62,9 @@ collect_cached = partial(collect, fetches=False)
 
 
 def _is_refused(entry: DatasetConfig, problems: Problems) -> bool:
-    """Whether an entry already has a fatal problem, so that listing its files would only add others."""
+    """Whether an entry already has a fatal problem, so that listing its files would only add
+    others.
+    """
     for problem in problems:
         of_entry = problem.where == entry.id or problem.where.startswith(f"{entry.id}.")
         if problem.fatal and of_entry:
@@ -72,7 +83,9 @@ def _open_store(entry: DatasetConfig, context: DataContext, *, fetches: bool) ->
 
 
 def _download(dataset: str, store: Store, files: RemoteFiles, problems: Problems) -> Scan:
-    """Download missing files; returns a listing as of a folder, with the reasons of failed downloads."""
+    """Download missing files; returns a listing as of a folder, with the reasons of failed
+    downloads.
+    """
     missing = store.missing(files.items)
     if missing and not store.fetches:
         error = UnfetchedError(f"{len(missing)} of {len(files.items)} files are")
@@ -92,14 +105,19 @@ def _download(dataset: str, store: Store, files: RemoteFiles, problems: Problems
             keys[name] = item.key
     listing = classify([(name, None) for name in keys], store.wanted)
     table = {name: files.captions[key] for name, key in keys.items() if key in files.captions}
-    return replace(listing, ignored={**listing.ignored, **files.ignored, **failed}, table=table, origins=keys)
+    return replace(
+        listing, ignored={**listing.ignored, **files.ignored, **failed}, table=table, origins=keys
+    )
 
 
 def _fetch(dataset: str, store: Store, missing: Sequence[Item], problems: Problems) -> None:
     title = f"Downloading {dataset}"
     try:
         # Progress goes to stderr, since stdout may be piped.
-        with shown_events(sys.stderr) as events, events.phase(title, len(missing), "files") as phase:
+        with (
+            shown_events(sys.stderr) as events,
+            events.phase(title, len(missing), "files") as phase,
+        ):
             store.fetch(missing, phase)
     except UserError as error:
         problems.error(dataset, str(error))

@@ -1,4 +1,5 @@
-"""Lists datasets of type huggingface: the rows of a dataset on the hub, or of a folder in the same layout.
+"""Lists datasets of type huggingface: the rows of a dataset on the hub, or of a folder in the same
+layout.
 
 The package `datasets` downloads and reads the tables; media are stored undecoded.
 """
@@ -79,7 +80,9 @@ def list_rows(config: DatasetConfig, store: Store, report: Problems) -> RemoteFi
     if absent:
         return RemoteFiles([])
     facts_of_rows: Iterable[dict[str, Any]] = facts
-    if not _columns(config):  # a `datasets` table without columns has no rows, so empty rows stand for them
+    if not _columns(
+        config
+    ):  # a `datasets` table without columns has no rows, so empty rows stand for them
         facts_of_rows = ({} for _ in range(len(table)))
     rows = _choose(facts_of_rows, config, identity)
     write_json(store.root / SAVED, asdict(rows))
@@ -91,7 +94,8 @@ def _digest(*values: object) -> str:
 
 
 def _commit(config: DatasetConfig, *, asks: bool) -> str:
-    """The revision's commit, from the hub or else from the cache; for a folder, a digest of its files.
+    """The revision's commit, from the hub or else from the cache; for a folder, a digest of its
+    files.
 
     Args:
         asks: contact the hub.
@@ -110,7 +114,11 @@ def _commit(config: DatasetConfig, *, asks: bool) -> str:
     try:
         # Downloading one small file resolves a revision to its commit, also from the cache.
         snapshot = snapshot_download(
-            name, repo_type="dataset", revision=config.revision, allow_patterns="README.md", local_files_only=not asks
+            name,
+            repo_type="dataset",
+            revision=config.revision,
+            allow_patterns="README.md",
+            local_files_only=not asks,
         )
         return Path(snapshot).name
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
@@ -125,10 +133,16 @@ def _refusal(name: str, error: Exception) -> str:
 
     # `datasets` wraps the hub's errors, so the text is checked too.
     if isinstance(error, GatedRepoError | RepositoryNotFoundError) or "gated" in str(error).lower():
-        advice = f"log in with `hf auth login`, and accept its terms on https://huggingface.co/datasets/{name}"
+        advice = (
+            "log in with `hf auth login`, and accept its terms on "
+            f"https://huggingface.co/datasets/{name}"
+        )
         return f"the hub has no dataset {name!r}, or it is private or gated: {advice}."
     if "scripts are no longer supported" in str(error):
-        return f"{name!r} needs a loading script, which is not supported; use a copy with parquet files."
+        return (
+            f"{name!r} needs a loading script, which is not supported; use a copy with "
+            "parquet files."
+        )
     return f"{name!r} cannot be loaded: {hub_fault(error)}."
 
 
@@ -153,14 +167,19 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
         raise UserError(_refusal(name, error)) from error
     for column, feature in table.features.items():
         if isinstance(feature, datasets.Image | datasets.Video):
-            # Files are kept as published: decoding would lose EXIF data, and needs torchcodec for clips.
+            # Files are kept as published: decoding would lose EXIF data, and needs torchcodec for
+            # clips.
             table = table.cast_column(column, type(feature)(decode=False))
     return table
 
 
 def _media(config: DatasetConfig) -> tuple[str, str]:
     """The key that names the media column, and the column."""
-    return ("video_column", config.video_column) if config.holds_clips else ("image_column", config.image_column)
+    return (
+        ("video_column", config.video_column)
+        if config.holds_clips
+        else ("image_column", config.image_column)
+    )
 
 
 def _facts(table: Any, config: DatasetConfig) -> Any:
@@ -186,7 +205,9 @@ def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str
         why = _why_not(row, config, config.filter_func) if config.filter_func else None
         if why is None:
             # From all caption columns, or else from the first fallback column that has any.
-            texts = tuple(text for column in config.caption_column for text in texts_in(row.get(column)))
+            texts = tuple(
+                text for column in config.caption_column for text in texts_in(row.get(column))
+            )
             captions[number] = texts or first_texts(row, *fallbacks)
         else:
             left_out[number] = why
@@ -206,15 +227,24 @@ def _columns(config: DatasetConfig) -> list[tuple[str, str]]:
         columns.append(("width_column", config.width_column))
     if rule.min_height:
         columns.append(("height_column", config.height_column))
-    return columns + [("filter_func", f"{rule.quality_column}.{metric}") for metric in rule.quality_thresholds or ()]
+    return columns + [
+        ("filter_func", f"{rule.quality_column}.{metric}")
+        for metric in rule.quality_thresholds or ()
+    ]
 
 
 def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> str | None:
     """Why `filter_func` excludes a row; None if it does not."""
     if rule.collection and row["collection"] not in rule.collection:
         return f"collection is {row['collection']!r}"
-    least: dict[str, float | None] = {config.width_column: rule.min_width, config.height_column: rule.min_height}
-    least |= {f"{rule.quality_column}.{metric}": bound for metric, bound in (rule.quality_thresholds or {}).items()}
+    least: dict[str, float | None] = {
+        config.width_column: rule.min_width,
+        config.height_column: rule.min_height,
+    }
+    least |= {
+        f"{rule.quality_column}.{metric}": bound
+        for metric, bound in (rule.quality_thresholds or {}).items()
+    }
     for column, bound in least.items():
         # An unknown value fails the check.
         if bound and (row[column] is None or row[column] < bound):
@@ -230,11 +260,15 @@ def _files_of(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Rem
     """
     _, column = _media(config)
     cut = config.composite_image_config
-    # Hashes what determines a row's file, so that changed captions or filters do not download it again.
+    # Hashes what determines a row's file, so that changed captions or filters do not download it
+    # again.
     version = _digest(commit, column, cut.model_dump() if cut else None)
     source = f"{config.dataset_name}@{commit}, split {config.split}, row"
     read = partial(_read, table, column, config)
-    items = [Item(f"{source} {number}", str(number), partial(read, number), version) for number in rows.captions]
+    items = [
+        Item(f"{source} {number}", str(number), partial(read, number), version)
+        for number in rows.captions
+    ]
     captions = {f"{source} {number}": captions for number, captions in rows.captions.items()}
     ignored = {}
     for number, why in rows.left_out.items():
@@ -263,7 +297,9 @@ def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
 
 
 def _folders(config: DatasetConfig) -> Sequence[Path]:
-    """The folders that may contain a dataset's files: its own, or for the hub, the libraries' download caches."""
+    """The folders that may contain a dataset's files: its own, or for the hub, the libraries'
+    download caches.
+    """
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 

@@ -1,7 +1,9 @@
-"""The download folder of a remote dataset: which files are there, which failed, and when they are tried again.
+"""The download folder of a remote dataset: which files are there, which failed, and when they are
+tried again.
 
-`downloads.jsonl` records the name and version of every downloaded file, so that no file is downloaded twice and a
-killed download resumes. `failed.jsonl` lists failed downloads, which are retried only on request.
+`downloads.jsonl` records the name and version of every downloaded file, so that no file is
+downloaded twice and a killed download resumes. `failed.jsonl` lists failed downloads, which are
+retried only on request.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
 DOWNLOADS = "downloads.jsonl"
 FAILED = "failed.jsonl"
 HEAD = 64  # bytes needed to detect the format of a file
-SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}  # of formats whose suffix is not their name
+SUFFIXES = {
+    "JPEG": ".jpg",
+    "TIFF": ".tif",
+    "HEIF": ".heic",
+}  # of formats whose suffix is not their name
 
 
 class DownloadError(Exception):
@@ -99,7 +105,8 @@ class Store:
     Attributes:
         wanted: suffixes that the dataset accepts.
         retry_failed: retry downloads that failed in earlier runs.
-        forgiven: retry downloads that failed for a reason containing this text, since a setting has changed.
+        forgiven: retry downloads that failed for a reason containing this text, since a setting has
+            changed.
         fetches: whether to download missing files.
     """
 
@@ -114,13 +121,21 @@ class Store:
         self._stop = threading.Event()
         self._done = {record.key: record for record in _read_records(self.root / DOWNLOADS)}
         failed = [] if self.retry_failed else _read_records(self.root / FAILED)
-        self.failed = {line.key: line for line in failed if not (self.forgiven and self.forgiven in line.reason)}
+        self.failed = {
+            line.key: line
+            for line in failed
+            if not (self.forgiven and self.forgiven in line.reason)
+        }
 
     def name_of(self, item: Item) -> str | None:
         """The local file of an item; None if this version is missing or incomplete."""
         record = self._done.get(item.key)
         # A record's name has a suffix, determined by the content.
-        if record is None or record.version != item.version or not record.name.startswith(item.name):
+        if (
+            record is None
+            or record.version != item.version
+            or not record.name.startswith(item.name)
+        ):
             return None
         path = self.root / record.name
         return record.name if path.is_file() and path.stat().st_size == record.size else None
@@ -128,7 +143,11 @@ class Store:
     def missing(self, items: Iterable[Item]) -> list[Item]:
         """The items to download: neither downloaded nor failed before."""
         failed = {(record.key, record.version) for record in self.failed.values()}
-        return [item for item in items if (item.key, item.version) not in failed and self.name_of(item) is None]
+        return [
+            item
+            for item in items
+            if (item.key, item.version) not in failed and self.name_of(item) is None
+        ]
 
     def fetch(self, items: Sequence[Item], bar: ProgressBar) -> None:
         """Download items in parallel.
@@ -151,10 +170,14 @@ class Store:
         # If no download ever succeeded, the cause is the network, not the files.
         if not self._done and all(isinstance(error, UnreachableError) for error in errors.values()):
             item, error = next(iter(errors.items()))
-            raise UserError(f"none of {len(items)} files can be downloaded; for instance {item.key} {error}.")
+            raise UserError(
+                f"none of {len(items)} files can be downloaded; for instance {item.key} {error}."
+            )
         # In the order of the source, not of the responses.
         failed = [item for item in items if item in errors]
-        failures = {item.key: Attempt(item.key, item.version, reason=str(errors[item])) for item in failed}
+        failures = {
+            item.key: Attempt(item.key, item.version, reason=str(errors[item])) for item in failed
+        }
         self._note({item.key for item in items}, failures)
 
     def _fetch(self, item: Item, errors: dict[Item, DownloadError]) -> str:
@@ -162,7 +185,11 @@ class Store:
             try:
                 self._save(item)
             except DownloadError as error:
-                if isinstance(error, UnreachableError) and pause is not None and not self._stop.wait(pause):
+                if (
+                    isinstance(error, UnreachableError)
+                    and pause is not None
+                    and not self._stop.wait(pause)
+                ):
                     continue
                 errors[item] = error
             break
@@ -175,7 +202,8 @@ class Store:
         while len(head) < HEAD and (chunk := next(chunks, b"")):
             head += chunk
         name = item.name + self._suffix(head)
-        # No fsync: a file truncated by a power cut is shorter than recorded, and is downloaded again.
+        # No fsync: a file truncated by a power cut is shorter than recorded, and is downloaded
+        # again.
         with open_atomically(self.root / name, durable=False) as file:
             file.write(head)
             for chunk in chunks:
@@ -201,18 +229,31 @@ class Store:
 
     def _note(self, tried: set[str], failures: Mapping[str, Attempt]) -> None:
         """Update the list of failures, keeping those of other datasets that share the folder."""
-        kept = {record.key: record for record in _read_records(self.root / FAILED) if record.key not in tried}
+        kept = {
+            record.key: record
+            for record in _read_records(self.root / FAILED)
+            if record.key not in tried
+        }
         self.failed |= failures
         if failures or (self.root / FAILED).exists():
-            write_atomically(self.root / FAILED, "".join(map(_line, [*kept.values(), *failures.values()])))
+            write_atomically(
+                self.root / FAILED, "".join(map(_line, [*kept.values(), *failures.values()]))
+            )
 
 
 def _line(record: Attempt) -> str:
-    return json.dumps({key: value for key, value in asdict(record).items() if value}, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(
+            {key: value for key, value in asdict(record).items() if value}, ensure_ascii=False
+        )
+        + "\n"
+    )
 
 
 def _read_records(path: Path) -> Iterator[Attempt]:
-    """The lines of a journal; invalid ones are skipped, since a kill may have truncated the last line."""
+    """The lines of a journal; invalid ones are skipped, since a kill may have truncated the last
+    line.
+    """
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):

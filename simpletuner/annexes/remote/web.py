@@ -1,7 +1,8 @@
 """Downloads from untrusted http(s) URLs, and refuses addresses of the local network.
 
-A shared table could contain URLs of the local network. Every host is resolved once, all its addresses are checked, and
-the connection goes to a checked address, so neither a redirect nor DNS rebinding can reach another one.
+A shared table could contain URLs of the local network. Every host is resolved once, all its
+addresses are checked, and the connection goes to a checked address, so neither a redirect nor DNS
+rebinding can reach another one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ from simpletuner.annexes.remote.store import DownloadError, UnreachableError
 SECONDS = 30.0  # timeout of a response
 MOST_SECONDS = 600.0  # timeout of a whole file: some servers trickle bytes
 TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
-PAGES = frozenset({"text/html", "application/json", "application/xml", "text/xml"})  # formats of error pages
+PAGES = frozenset(
+    {"text/html", "application/json", "application/xml", "text/xml"}
+)  # formats of error pages
 # Not compressed, so that the file's length equals Content-Length.
-HEADERS = {"User-Agent": "simpletuner", "Accept": "image/*, video/*, */*;q=0.1", "Accept-Encoding": "identity"}
+HEADERS = {
+    "User-Agent": "simpletuner",
+    "Accept": "image/*, video/*, */*;q=0.1",
+    "Accept-Encoding": "identity",
+}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 PRIVATE = "which is not a public address"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -35,7 +42,8 @@ def read_url(url: str, most: int, *, allow_private: bool = False) -> Iterator[by
 
     Args:
         most: maximum size in bytes; a larger file is refused.
-        allow_private: allow private, loopback and link-local addresses, and the environment's proxy.
+        allow_private: allow private, loopback and link-local addresses, and the environment's
+            proxy.
 
     Raises:
         DownloadError: the file cannot be downloaded.
@@ -44,8 +52,11 @@ def read_url(url: str, most: int, *, allow_private: bool = False) -> Iterator[by
     certificates = _certificates()
     transport = None if allow_private else _PublicTransport(verify=certificates)
     try:
-        # `trust_env` enables the environment's proxy, which resolves names itself and would bypass the check.
-        client = httpx.Client(transport=transport, verify=certificates, trust_env=allow_private, follow_redirects=True)
+        # `trust_env` enables the environment's proxy, which resolves names itself and would bypass
+        # the check.
+        client = httpx.Client(
+            transport=transport, verify=certificates, trust_env=allow_private, follow_redirects=True
+        )
         with client, client.stream("GET", url, headers=HEADERS, timeout=SECONDS) as response:
             yield from _chunks(response, most)
     except httpx.UnsupportedProtocol as error:  # also after a redirect
@@ -53,7 +64,9 @@ def read_url(url: str, most: int, *, allow_private: bool = False) -> Iterator[by
     except (httpx.InvalidURL, UnicodeError) as error:
         raise DownloadError(f"is not an address: {error}") from error
     except (httpx.HTTPError, OSError) as error:
-        raise UnreachableError(f"cannot be reached: {str(error) or type(error).__name__}") from error
+        raise UnreachableError(
+            f"cannot be reached: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def _chunks(response: httpx.Response, most: int) -> Iterator[bytes]:
@@ -89,7 +102,9 @@ class _PublicTransport(httpx.HTTPTransport):
         extensions = {**request.extensions, "sni_hostname": request.url.host}
         for address in public_addresses(request.url.host):
             url = request.url.copy_with(host=address)
-            sent = httpx.Request(request.method, url, headers=request.headers, extensions=extensions)
+            sent = httpx.Request(
+                request.method, url, headers=request.headers, extensions=extensions
+            )
             try:
                 return super().handle_request(sent)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -109,7 +124,9 @@ def public_addresses(host: str) -> list[str]:
     # All addresses are checked first: a single private one is enough for an attack.
     for address in addresses:
         if not is_public(ipaddress.ip_address(address)):
-            raise DownloadError(f"leads to {address}, {PRIVATE}; set allow_private_urls to accept it")
+            raise DownloadError(
+                f"leads to {address}, {PRIVATE}; set allow_private_urls to accept it"
+            )
     return addresses
 
 

@@ -14,7 +14,13 @@ from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, RemoteF
 from simpletuner.annexes.remote.web import read_url
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.caption_tables import check_columns
-from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
+from simpletuner.data.files import (
+    LARGEST_CLIP,
+    LARGEST_PICTURE,
+    MediaError,
+    check_regular,
+    read_file,
+)
 from simpletuner.errors import Problems, shorten
 from simpletuner.hashing import hash_text
 
@@ -31,7 +37,9 @@ def list_table(config: DatasetConfig, store: Store, report: Problems) -> RemoteF
     empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
     repeated = len(table) - len(empty) - len(rows)
     if repeated:
-        report.warn(where, f"{repeated} rows repeat the address of another row; the last one is used.")
+        report.warn(
+            where, f"{repeated} rows repeat the address of another row; the last one is used."
+        )
     if empty:
         report.warn(where, f"rows without an address: {shorten(empty)}.")
     folder = Path(config.csv_file or "").parent
@@ -47,7 +55,8 @@ def read_table(config: DatasetConfig, report: Problems) -> list[tuple[str, str]]
     address = config.csv_url_column
     caption = config.csv_caption_column or ""
     try:
-        # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted captions.
+        # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted
+        # captions.
         text = io.StringIO(read_file(path, LARGEST_PICTURE).decode("utf-8-sig"), newline="")
         table = csv.DictReader(text)
         missing = Problems()
@@ -81,7 +90,9 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
         # Still an item, so that the plan lists the row with the reason.
         return Item(address, name, partial(_refuse, scheme[1]))
     most = WEB_CLIP if config.holds_clips else WEB_PICTURE
-    return Item(address, name, partial(read_url, address, most, allow_private=config.allow_private_urls))
+    return Item(
+        address, name, partial(read_url, address, most, allow_private=config.allow_private_urls)
+    )
 
 
 def _version(path: Path) -> str:
@@ -96,8 +107,9 @@ def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
     """Read a local file in chunks.
 
     Args:
-        folders: the file must be below one of them, since the table may come from anybody. Links below them may lead
-            anywhere, since only local users can create them. Empty allows all paths.
+        folders: the file must be below one of them, since the table may come from anybody. Links
+            below them may lead anywhere, since only local users can create them. Empty allows all
+            paths.
 
     Raises:
         DownloadError: the file is not below the folders, or cannot be read.
@@ -106,7 +118,9 @@ def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
     named = Path(os.path.abspath(path))  # noqa: PTH100
     roots = [os.path.abspath(folder) for folder in folders]  # noqa: PTH100
     if roots and not any(named.is_relative_to(root) for root in roots):
-        raise DownloadError("is outside of the folder of its table; set allow_private_urls to accept such files")
+        raise DownloadError(
+            "is outside of the folder of its table; set allow_private_urls to accept such files"
+        )
     try:
         check_regular(path, LARGEST_CLIP)
         with path.open("rb") as file:

@@ -1,7 +1,8 @@
-"""Finds the cause of a failed step: when it fails (`Autopsy`), and when `simpletuner train --replay FOLDER` repeats it.
+"""Finds the cause of a failed step: when it fails (`Autopsy`), and when
+`simpletuner train --replay FOLDER` repeats it.
 
-A run resumes bit for bit, so the steps from the last checkpoint to the failure can be repeated exactly. A replay saves,
-renders and sends nothing; it only writes missing cache entries.
+A run resumes bit for bit, so the steps from the last checkpoint to the failure can be repeated
+exactly. A replay saves, renders and sends nothing; it only writes missing cache entries.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ from simpletuner.run.session import Session
 from simpletuner.run.train import prepare_machine
 from simpletuner.speed.attention import activate_attention
 from simpletuner.training.assemble import make_accelerator
-from simpletuner.training.guard import gradient_size, stop_if_gradients_not_finite, stop_if_losses_not_finite
+from simpletuner.training.guard import (
+    gradient_size,
+    stop_if_gradients_not_finite,
+    stop_if_losses_not_finite,
+)
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
 
@@ -69,8 +74,8 @@ Answer = TypeVar("Answer")
 class Autopsy(Companion):
     """Companion that writes a failure report to a folder, and adds its path to the error.
 
-    As a subscriber it records the current phase. A full disk or the failure of another process leaves no folder. Its
-    own failures are only logged.
+    As a subscriber it records the current phase. A full disk or the failure of another process
+    leaves no folder. Its own failures are only logged.
     """
 
     phase: str = ""
@@ -93,7 +98,9 @@ class Autopsy(Companion):
                     with world.undisturbed():
                         error.add_note(self._leave(session, error))
                 except Exception as failed:  # noqa: BLE001 - it must not mask the run's error
-                    session.events.say(f"The folder for this failure could not be written: {failed}", warning=True)
+                    session.events.say(
+                        f"The folder for this failure could not be written: {failed}", warning=True
+                    )
             raise
 
     def _leave(self, session: Session, error: Exception) -> str:
@@ -118,7 +125,9 @@ class Autopsy(Companion):
         with build_folder(folder) as unfinished:
             write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
             write_json(unfinished / CONFIG_FILE, explicit_settings(plan))
-            write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
+            write_atomically(
+                unfinished / "traceback.txt", redact("".join(traceback.format_exception(error)))
+            )
         return f"{advice} What happened: {folder}".lstrip()
 
 
@@ -126,7 +135,9 @@ def _is_reported_here(error: Exception, world: World) -> bool:
     """Whether this process writes the folder of a failure."""
     if isinstance(error, Interrupted | WriteError):
         return False
-    if isinstance(error, NonFiniteError):  # every process sees NaN in the same step, so each raises it itself
+    if isinstance(
+        error, NonFiniteError
+    ):  # every process sees NaN in the same step, so each raises it itself
         return world.is_main
     return world.first_failure(error) is None
 
@@ -159,18 +170,29 @@ def cause_of(
     if is_out_of_memory(error):
         return f"Out of memory in {during}.", less_for_steps(session.plan.config.offload)
     if limit := reached_limit(error):
-        return f"A limit of this machine: {limit}", "Start again to continue from the last checkpoint."
+        return (
+            f"A limit of this machine: {limit}",
+            "Start again to continue from the last checkpoint.",
+        )
     if not isinstance(error, UserError | NonFiniteError):
-        return f"{type(error).__name__}: {error}".splitlines()[0], "Start again to continue from the last checkpoint."
+        return f"{type(error).__name__}: {error}".splitlines()[
+            0
+        ], "Start again to continue from the last checkpoint."
     if isinstance(error, UserError) or not batches:  # their messages include advice
         return str(error), ""
     assembly = session.assembly
-    # Several processes would have to repeat the step together, and half-updated weights would give another step.
+    # Several processes would have to repeat the step together, and half-updated weights would give
+    # another step.
     may_repeat = assembly.world.size == 1 and not (assembly.release and assembly.release.is_halfway)
     module = first_not_finite(session, batches, done) if may_repeat else None
     bf16 = " or mixed_precision bf16" if assembly.scaler.is_enabled() else ""
-    advice = f"Continue from the last checkpoint with a lower learning_rate{bf16}, or leave out a file at fault."
-    return str(error), f"The first module whose output is not finite is {module}. {advice}" if module else advice
+    advice = (
+        f"Continue from the last checkpoint with a lower learning_rate{bf16}, or leave out a file "
+        "at fault."
+    )
+    return str(
+        error
+    ), f"The first module whose output is not finite is {module}. {advice}" if module else advice
 
 
 def first_not_finite(session: Session, batches: Sequence[PlannedBatch], done: int) -> str | None:
@@ -185,20 +207,33 @@ def first_not_finite(session: Session, batches: Sequence[PlannedBatch], done: in
     return modules[0] if modules else None
 
 
-def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done: int, micro_step: int) -> None:
-    """Run forward and backward of a micro-batch after `done` steps, uncompiled and without changing any state.
+def attempt(
+    assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done: int, micro_step: int
+) -> None:
+    """Run forward and backward of a micro-batch after `done` steps, uncompiled and without changing
+    any state.
 
     Raises:
         NonFiniteError: the loss or the gradient is NaN or infinite.
     """
-    with unchanged(assembly.optimizer, assembly.techniques), torch.compiler.set_stance("force_eager"):
+    with (
+        unchanged(assembly.optimizer, assembly.techniques),
+        torch.compiler.set_stance("force_eager"),
+    ):
         losses = rehearse_micro_step(assembly, reader(planned), done, micro_step)
         stop_if_losses_not_finite([micro.total for micro in losses], losses.names)
         parameters = assembly.all_parameters
         released = {} if assembly.release is None else assembly.release.gradient_size()
-        sizes = [*released.values(), *gradient_size(parameters.values(), assembly.settings.optimizer).values()]
+        sizes = [
+            *released.values(),
+            *gradient_size(parameters.values(), assembly.settings.optimizer).values(),
+        ]
         stop_if_gradients_not_finite(
-            parameters, assembly.scaler, assembly.release, [size.item() for size in sizes], losses.names
+            parameters,
+            assembly.scaler,
+            assembly.release,
+            [size.item() for size in sizes],
+            losses.names,
         )
 
 
@@ -223,25 +258,35 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
 
 
 def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
-    """The facts that a replay depends on, by name: settings without secrets, versions, models and data.
+    """The facts that a replay depends on, by name: settings without secrets, versions, models and
+    data.
 
     Args:
         device: name of the training device; None queries torch.
     """
     identity = identify(plan)
-    data = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
+    data = (
+        identity.weights
+        | identity.order
+        | {"content of the data": identity.datasets, "seed": plan.seed}
+    )
     return redact_settings(plan.config.flat) | describe_environment(device) | data
 
 
 def describe_batch(planned: PlannedBatch) -> dict[str, Any]:
     """A micro-batch as recorded in a failure."""
     parts = zip(planned.samples, planned.captions, planned.slots, strict=True)
-    samples = [{"name": sample.full_name, "caption": caption, "slot": slot} for sample, caption, slot in parts]
+    samples = [
+        {"name": sample.full_name, "caption": caption, "slot": slot}
+        for sample, caption, slot in parts
+    ]
     return {"size": planned.size, "frames": planned.samples[0].frames, "samples": samples}
 
 
 def replay_step(failure: Failure, plan: Plan, events: EventStream) -> bool:
-    """Repeat the steps up to a failure and report the outcome; returns whether a step fails again."""
+    """Repeat the steps up to a failure and report the outcome; returns whether a step fails
+    again.
+    """
     for change in changes(failure, plan):
         events.say(change, warning=True)
     session = _open_session(plan, events)
@@ -269,7 +314,9 @@ def _open_session(plan: Plan, events: EventStream) -> Session:
 
 
 def _repeat(session: Session, last: int, events: EventStream) -> tuple[int, str, str] | None:
-    """Train up to a step; returns the step that fails, its cause and advice, or None if none fails."""
+    """Train up to a step; returns the step that fails, its cause and advice, or None if none
+    fails.
+    """
     assembly = session.assembly
     loader = session.loader
     begun = session.state.global_step

@@ -68,10 +68,14 @@ def read_failure(folder: Path) -> Failure:
         for place in (folder, folder / FOLDER, folder.parent):
             near.update(place.glob(f"*/{FAILURE_FILE}"))
         names = shorten([str(file.parent) for file in sorted(near - {path})])
-        hint = f"did you mean {names}?" if names else "failed runs write it to <output_dir>/failures."
+        hint = (
+            f"did you mean {names}?" if names else "failed runs write it to <output_dir>/failures."
+        )
         raise UserError(f"--replay: {str(path)!r} {why}; {hint}") from None
     if not failure.batches:
-        raise UserError(f"--replay: {folder} has no step to repeat: the run failed between two of them.")
+        raise UserError(
+            f"--replay: {folder} has no step to repeat: the run failed between two of them."
+        )
     return failure
 
 
@@ -83,20 +87,34 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     """
     failure = read_failure(folder)
     if arguments.selectors:
-        raise UserError(f"--replay uses the settings of the failed run; leave out {', '.join(arguments.selectors)}.")
-    kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
-    settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
+        raise UserError(
+            "--replay uses the settings of the failed run; leave out "
+            f"{', '.join(arguments.selectors)}."
+        )
+    kept = (
+        failure.checkpoint and Path(failure.checkpoint).is_dir()
+    )  # it may have been removed since
+    settings = [
+        ("resume_from_checkpoint", failure.checkpoint if kept else "latest"),
+        *arguments.settings,
+    ]
     base = _settings_of(folder / CONFIG_FILE, arguments.problems)
     plan = plan_that_fits(replace(arguments, settings=settings, base=base)).plan
     launch = plan.config.launch
     if launch.num_processes > 1:
         size = launch.data_processes * plan.config.schedule.train_batch_size
         whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""
-        raise UserError(f"--replay runs in one process; add num_processes=1{whole} train_batch_size={size}.")
+        raise UserError(
+            f"--replay runs in one process; add num_processes=1{whole} train_batch_size={size}."
+        )
     run = plan.config.run  # the replay reads the run's caches, and writes to another folder
-    folders = {"output_dir": str(folder / "replay"), "cache_dir": run.cache_dir or f"{run.output_dir}/cache"}
+    folders = {
+        "output_dir": str(folder / "replay"),
+        "cache_dir": run.cache_dir or f"{run.output_dir}/cache",
+    }
     config = plan.config.with_values(folders, "--replay")
-    # Even if the data has changed, the order of samples continues; `changes` reports the differences.
+    # Even if the data has changed, the order of samples continues; `changes` reports the
+    # differences.
     checkpoint = checkpoint_before(plan, failure.step - 1)
     origin = data_origin(config, checkpoint, same_data=True)
     return failure, replace(plan, config=config, resume=checkpoint, same_data=True, origin=origin)
@@ -113,11 +131,15 @@ def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
     """The newest checkpoint with at most this many steps done."""
     known = [*find_checkpoints(plan.output_dir)[0], *([plan.resume] if plan.resume else [])]
     before = (checkpoint for checkpoint in known if checkpoint.step <= step)
-    return max(before, key=lambda checkpoint: (checkpoint.step, not checkpoint.rolling), default=None)
+    return max(
+        before, key=lambda checkpoint: (checkpoint.step, not checkpoint.rolling), default=None
+    )
 
 
 def explicit_settings(plan: Plan) -> dict[str, Any]:
     """The user's settings, without secrets."""
     values = redact_settings(plan.config.flat).items()
-    chosen = {key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN}
+    chosen = {
+        key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN
+    }
     return chosen | {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}

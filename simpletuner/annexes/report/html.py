@@ -45,31 +45,62 @@ def render(template: str, **values: object) -> str:
     Args:
         values: values for the template, including `scripts` and `refresh` of the page.
     """
-    return _environment().get_template(template).render(values, policy=POLICY, now=datetime.now().astimezone())
+    return (
+        _environment()
+        .get_template(template)
+        .render(values, policy=POLICY, now=datetime.now().astimezone())
+    )
 
 
-def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool) -> dict[str, Any]:
-    """Template values for the curves of metrics and a grid of previews; preview paths are relative to `folder`."""
-    grid, scripts = build_grid(previews, folder), ("curves.js", "viewer.js", "page.js")
+def gallery(
+    metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool
+) -> dict[str, Any]:
+    """Template values for the curves of metrics and a grid of previews; preview paths are relative
+    to `folder`.
+    """
+    grid = build_grid(previews, folder)
+    scripts = ("curves.js", "viewer.js", "page.js")
     counts = {"steps": grid.hidden_steps, "prompts": grid.hidden_rows}
     left_out = [f"{count:,} more {what}" for what, count in counts.items() if count]
-    return {"grid": grid, "left_out": left_out, "scripts": scripts, **curves(metrics, with_mfu=with_mfu)}
+    return {
+        "grid": grid,
+        "left_out": left_out,
+        "scripts": scripts,
+        **curves(metrics, with_mfu=with_mfu),
+    }
 
 
-def curves(metrics: Columns, *, with_mfu: bool = True, beside: Mapping[str, Columns] | None = None) -> dict[str, Any]:
-    """Template values for the curves of metrics; curves of other runs (`beside`) are drawn over them."""
+def curves(
+    metrics: Columns, *, with_mfu: bool = True, beside: Mapping[str, Columns] | None = None
+) -> dict[str, Any]:
+    """Template values for the curves of metrics; curves of other runs (`beside`) are drawn over
+    them.
+    """
     charts = charts_of(metrics, with_mfu=with_mfu)
     for name, columns in (beside or {}).items():
         charts = [with_lines_of(chart, name, charts_of(columns)) for chart in charts]
     # Runs differ in pace, so they are compared over steps only.
     hours = [] if beside else hours_of(metrics)
-    return {"charts": charts, "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours}}
+    return {
+        "charts": charts,
+        "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours},
+    }
 
 
 def with_lines_of(chart: Chart, name: str, others: Sequence[Chart]) -> Chart:
-    """Add the lines of another run's chart with the same title; histograms are returned unchanged."""
-    added = [line for other in others if other.title == chart.title and not chart.bars for line in other.series]
-    return replace(chart, series=[*chart.series, *(replace(line, name=f"{name}: {line.name}") for line in added)])
+    """Add the lines of another run's chart with the same title; histograms are returned
+    unchanged.
+    """
+    added = [
+        line
+        for other in others
+        if other.title == chart.title and not chart.bars
+        for line in other.series
+    ]
+    return replace(
+        chart,
+        series=[*chart.series, *(replace(line, name=f"{name}: {line.name}") for line in added)],
+    )
 
 
 def program_in(report: Path) -> str:
@@ -109,8 +140,11 @@ Item = TypeVar("Item")
 
 POINTS = 1000  # more than a chart has pixels
 # A curve is smoothed over this share of its length, within these bounds in steps.
-SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
-# A curve whose total variation is this many times its range is noisy; a schedule goes up and down once or twice.
+SMOOTHING_SHARE = 0.05
+SHORTEST_SPAN = 5
+LONGEST_SPAN = 200
+# A curve whose total variation is this many times its range is noisy; a schedule goes up and down
+# once or twice.
 NOISY_TRAVEL = 4
 WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
 NOT_MEASURED = {"step", "time", "epoch"}
@@ -151,7 +185,8 @@ class Chart:
     def to_json(self) -> dict[str, Any]:
         """The chart as data for `curves.js`."""
         lines = [
-            {"name": line.name, "raw": _compact(line.raw), "smooth": _compact(line.smooth)} for line in self.series
+            {"name": line.name, "raw": _compact(line.raw), "smooth": _compact(line.smooth)}
+            for line in self.series
         ]
         return {"title": self.title, "bars": self.bars, "series": lines}
 
@@ -168,10 +203,16 @@ def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
     for figure in FIGURES:
         curve = figure.curve
         if curve and (points := metrics.points(figure.name)):
-            charts.append(Chart(curve.title, [smoothed(curve.title.lower(), points)], curve.note, log=curve.log))
+            charts.append(
+                Chart(
+                    curve.title, [smoothed(curve.title.lower(), points)], curve.note, log=curve.log
+                )
+            )
     charts += [*_timestep_chart(metrics), *_waiting_chart(metrics)]
     if with_mfu and (points := metrics.points("mfu")):
-        note = "model FLOP utilisation: the model's arithmetic as a share of the measured matmul rate"
+        note = (
+            "model FLOP utilisation: the model's arithmetic as a share of the measured matmul rate"
+        )
         charts.append(Chart("MFU", [smoothed("mfu", points)], note, minor=True))
     return [*charts, *_other_charts(metrics)]
 
@@ -226,7 +267,9 @@ def thin(items: Sequence[Item], limit: int = POINTS) -> list[Item]:
 
 
 def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` points: the minimum and maximum of every interval, so that no spike is lost."""
+    """At most `limit` points: the minimum and maximum of every interval, so that no spike is
+    lost.
+    """
     if len(points) <= limit:
         return list(points)
     stretches = limit // 2
@@ -245,13 +288,16 @@ def _loss_chart(metrics: Columns) -> Iterator[Chart]:
         span = smoothing_span(len(points))
         note = f"faint: each step; line: smoothed over about {span} steps" if loss.smooth else ""
         evaluations = (
-            Series(key.removeprefix("loss/"), thin(metrics.points(key))) for key in evaluation_names(metrics)
+            Series(key.removeprefix("loss/"), thin(metrics.points(key)))
+            for key in evaluation_names(metrics)
         )
         yield Chart("Loss", [loss, *evaluations], note, log=True)
 
 
 def _waiting_chart(metrics: Columns) -> Iterator[Chart]:
-    if series := [smoothed(name, points) for key, name in WAITS.items() if (points := metrics.points(key))]:
+    if series := [
+        smoothed(name, points) for key, name in WAITS.items() if (points := metrics.points(key))
+    ]:
         yield Chart("Seconds of waiting", series, "part of each step", log=True, minor=True)
 
 
@@ -261,7 +307,12 @@ def _timestep_chart(metrics: Columns) -> Iterator[Chart]:
         width = NOISE_LEVELS // BARS
         # The middle of a range: 25, 75, … 975.
         bars = [(bar * width + width // 2, float(metrics.timesteps[bar])) for bar in range(BARS)]
-        yield Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
+        yield Chart(
+            "Timesteps",
+            [Series("samples", bars)],
+            "samples by noise level; 1000 is pure noise",
+            bars=True,
+        )
 
 
 def _compact(points: Sequence[Point]) -> list[list[float]]:
@@ -287,7 +338,8 @@ class Cell:
     """A preview in the page.
 
     Attributes:
-        source: a data URI; for a video too large to embed, a path relative to the page; empty if the file is missing.
+        source: a data URI; for a video too large to embed, a path relative to the page; empty if
+            the file is missing.
     """
 
     record: MediaRecord
@@ -326,9 +378,12 @@ class PreviewGrid:
 
 
 def build_grid(
-    records: Sequence[MediaRecord], output_dir: Path, link: Callable[[MediaRecord], str] | None = None
+    records: Sequence[MediaRecord],
+    output_dir: Path,
+    link: Callable[[MediaRecord], str] | None = None,
 ) -> PreviewGrid:
-    """Select rows and columns and embed their pictures: `validation_prompt` first, the empty prompt last.
+    """Select rows and columns and embed their pictures: `validation_prompt` first, the empty prompt
+    last.
 
     Args:
         records: all previews of the run.
@@ -340,7 +395,8 @@ def build_grid(
     all_steps = steps_of(shown)
     steps = thin(all_steps, columns_beside(shown))
     count = sum(record.step in steps for row in shown for record in row)
-    # Bytes per preview. Changes only when the number of previews doubles, since a change re-encodes all of them.
+    # Bytes per preview. Changes only when the number of previews doubles, since a change re-encodes
+    # all of them.
     allowance = BUDGET // (1 << max(0, count - 1).bit_length())
     source = link or partial(_source, output_dir=output_dir, allowance=allowance)
     rows = [_build_row(row, steps, source) for row in shown]
@@ -369,11 +425,13 @@ def columns_beside(rows: Sequence[Sequence[MediaRecord]]) -> int:
 
 def pages_of(records: Sequence[MediaRecord]) -> list[tuple[str, list[MediaRecord]]]:
     """Split previews into named pages, each small enough for a grid to show completely."""
-    rows, pages = grid_rows(records), list[tuple[str, list[MediaRecord]]]()
+    rows = grid_rows(records)
+    pages: list[tuple[str, list[MediaRecord]]] = []
     for top in range(0, len(rows), ROWS):
         chunk = rows[top : top + ROWS]
         prompts = f", prompts {top + 1} to {top + len(chunk)}" if len(rows) > ROWS else ""
-        steps, width = steps_of(chunk), columns_beside(chunk)
+        steps = steps_of(chunk)
+        width = columns_beside(chunk)
         for start in range(0, len(steps), width):
             part = steps[start : start + width]
             kept = [record for row in chunk for record in row if part[0] <= record.step <= part[-1]]
@@ -386,10 +444,15 @@ def grid_order(record: MediaRecord) -> tuple[bool, bool]:
     return not record.prompt, record.short_name.partition(" ")[0] != MAIN_PROMPT
 
 
-def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], source: Callable[[MediaRecord], str]) -> Row:
+def _build_row(
+    records: Sequence[MediaRecord], steps: Sequence[int], source: Callable[[MediaRecord], str]
+) -> Row:
     def cells(averaged: bool) -> list[Cell | None]:
         by_step = {record.step: record for record in records if record.ema == averaged}
-        return [Cell(by_step[step], source(by_step[step])) if step in by_step else None for step in steps]
+        return [
+            Cell(by_step[step], source(by_step[step])) if step in by_step else None
+            for step in steps
+        ]
 
     averaged = cells(True) if any(record.ema for record in records) else ()
     return Row(records[0].short_name, records[0].prompt, cells(False), averaged)
@@ -411,7 +474,8 @@ def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
 
 @lru_cache(maxsize=4 * CELLS)
 def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
-    """A data URI of the file, or of its largest copy within the allowance; for a large video, its URL.
+    """A data URI of the file, or of its largest copy within the allowance; for a large video, its
+    URL.
 
     `modified` is a cache key.
     """
@@ -435,7 +499,8 @@ def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
 
 def webp(picture: Image.Image, side: int) -> bytes:
     """Encode a picture as WebP, after reducing it in place to at most `side` pixels a side."""
-    # With a gap, Pillow first shrinks by integer factors, which is fast, and filters from at least twice the size.
+    # With a gap, Pillow first shrinks by integer factors, which is fast, and filters from at least
+    # twice the size.
     picture.thumbnail((side, side), reducing_gap=2.0)
     buffer = io.BytesIO()
     # Method 2 of 0 to 6: the report is rewritten during training, so speed matters more than size.

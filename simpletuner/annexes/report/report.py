@@ -1,7 +1,7 @@
 """`training_report.html`: a self-contained page about a run, readable offline.
 
-It shows `training_metrics.jsonl`, `validation_media.jsonl` and the plan, and is rewritten whenever there is news. Its
-ledger lists every input file as used, or with the reason why it is not.
+It shows `training_metrics.jsonl`, `validation_media.jsonl` and the plan, and is rewritten whenever
+there is news. Its ledger lists every input file as used, or with the reason why it is not.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def write_report(path: Path, data: Mapping[str, Any]) -> None:
     Raises:
         DiskFullError: no space; the old report is kept.
     """
-    shown = gallery(data["metrics"], data["previews"], data["output_dir"], with_mfu=has_accelerator(data))
+    shown = gallery(
+        data["metrics"], data["previews"], data["output_dir"], with_mfu=has_accelerator(data)
+    )
     page = render(
         "report.html.jinja",
         data=data,
@@ -85,7 +87,8 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if losses:
         # Means of tenths: single losses depend on the sampled noise level.
         tenth = max(1, len(losses) // 10)
-        first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+        first = sum(losses[:tenth]) / tenth
+        last = sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
     yield from time_facts(metrics)
     if memory := metrics.points("peak_memory_gb"):
@@ -106,7 +109,10 @@ def time_facts(metrics: Columns) -> Iterator[tuple[str, str]]:
     if seconds:
         yield "Pace", pace_text(sum(seconds) / len(seconds))
         yield "Time in steps", clock(sum(seconds))
-        waited, streamed = ([value for _, value in metrics.points(key)] for key in ("data_seconds", "weights_seconds"))
+        waited, streamed = (
+            [value for _, value in metrics.points(key)]
+            for key in ("data_seconds", "weights_seconds")
+        )
         parts = shares(sum(seconds), sum(waited), sum(streamed) if streamed else None)
         yield "Time spent on", shares_text(parts)
 
@@ -117,14 +123,17 @@ def has_accelerator(data: Mapping[str, Any]) -> bool:
 
 
 def settings_of(config: RunConfig) -> list[dict[str, Any]]:
-    """All options of a run in the order of the reference page, with secrets hidden: what set each (`default`, `family
-    default`, a file, the command line), and whether it differs from the global default."""
-    values, keys_set = redact_settings(config.flat), config.keys_set()
+    """All options of a run in the order of the reference page, with secrets hidden: what set each
+    (`default`, `family default`, a file, the command line), and whether it differs from the global
+    default."""
+    values = redact_settings(config.flat)
+    keys_set = config.keys_set()
     return [
         {
             "key": name,
             "value": _worded(values[name]),
-            "default": option.default_note.replace("`", "") or ("" if option.required else _worded(option.default)),
+            "default": option.default_note.replace("`", "")
+            or ("" if option.required else _worded(option.default)),
             "section": option.section,
             "origin": config.origins.get(name, "default"),
             "changed": values[name] != option.default and name in keys_set,
@@ -141,7 +150,8 @@ def _worded(value: Any) -> str:
 
 @dataclass
 class RunReport(Companion):
-    """Companion that rewrites `training_report.html` at intervals, after new previews, and at the end.
+    """Companion that rewrites `training_report.html` at intervals, after new previews, and at the
+    end.
 
     If the report cannot be written, a single warning is logged and the run continues.
     """
@@ -152,7 +162,8 @@ class RunReport(Companion):
     _failed: bool = field(default=False, init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
-        self.plan, self._environment = plan, describe_environment()
+        self.plan = plan
+        self._environment = describe_environment()
         self.events.subscribe("The report", self)
 
     def finish(self, ledger: Ledger) -> str:
@@ -160,7 +171,8 @@ class RunReport(Companion):
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Evenly spaced training pictures, or first frames of clips, as they are trained; decoded once per session.
+        """Evenly spaced training pictures, or first frames of clips, as they are trained; decoded
+        once per session.
 
         Pictures are data URIs; `edited_from` is the source picture of a pair, or empty.
         """
@@ -201,7 +213,9 @@ class RunReport(Companion):
         except (OSError, UserError) as error:
             # Logged once: on a full disk every rewrite fails.
             if not self._failed:
-                logger.warning("The report cannot be written; the run continues without it. %s", error)
+                logger.warning(
+                    "The report cannot be written; the run continues without it. %s", error
+                )
             self._failed = True
 
     def data(self, state: State, message: str) -> dict[str, Any]:
@@ -210,19 +224,30 @@ class RunReport(Companion):
         Args:
             message: why the run stopped.
         """
-        plan, folder = self.plan, self.plan.output_dir
+        plan = self.plan
+        folder = self.plan.output_dir
         damage = [damage_in(folder / file) for file in (METRICS_FILE, MEDIA_FILE)]
         kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
         return {
             "title": redact(plan.title),
             "subtitle": f"{kind} on {plan.spec.name} {plan.flavour.name}",
-            **{"state": state, "step": self.events.step, "total_steps": plan.length.total_steps, "output_dir": folder},
+            **{
+                "state": state,
+                "step": self.events.step,
+                "total_steps": plan.length.total_steps,
+                "output_dir": folder,
+            },
             "metrics": Columns.of(read_rows(folder / METRICS_FILE)),
             "previews": read_media(folder / MEDIA_FILE),
             "settings": settings_of(plan.config),
             # Id, number of files, number of used files, and trained sizes.
             "datasets": [
-                (data.id, len(data.samples) + len(data.rejected), len(data.samples), sorted(data.sizes()))
+                (
+                    data.id,
+                    len(data.samples) + len(data.rejected),
+                    len(data.samples),
+                    sorted(data.sizes()),
+                )
                 for data in plan.datasets
             ],
             "ledger": ledger_rows(plan.datasets, LEDGER_ROWS),

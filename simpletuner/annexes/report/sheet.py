@@ -24,8 +24,14 @@ from simpletuner.reporting.metrics import MIME, VIDEO_MIME, MediaRecord
 SAMPLES = 48  # newest samples that a page shows
 SAME = ("prompt", "seed", "index", "width", "height")  # equal for all samples in a row
 SWEEP_FOLDER = "sweep"  # in the output folder of its run
-PAGE, PICTURE, CONTENT, LOSSES = "sheet.html", "sheet.png", "sheet.json", "losses.json"
-CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
+PAGE = "sheet.html"
+PICTURE = "sheet.png"
+CONTENT = "sheet.json"
+LOSSES = "losses.json"
+# of the picture, in pixels
+CELL = 256
+MARGIN = 8
+FONT_SIZE = 14
 
 
 @dataclass(frozen=True)
@@ -48,22 +54,29 @@ class Sheet:
 
     @classmethod
     def read(cls, folder: Path, title: str, metrics: Columns) -> Sheet:
-        """Read the latest sheet of a folder, with the cells rendered so far; without records if there is none.
+        """Read the latest sheet of a folder, with the cells rendered so far; without records if
+        there is none.
 
         Raises:
             UserError: the list of cells is damaged.
         """
         planned = read_stored(folder / CONTENT, list[MediaRecord])
         if planned is None and (folder / CONTENT).exists():
-            raise UserError(f"{folder / CONTENT} is damaged; the next comparison of checkpoints replaces it.")
+            raise UserError(
+                f"{folder / CONTENT} is damaged; the next comparison of checkpoints replaces it."
+            )
         rendered = [record for record in planned or () if (folder / record.path).is_file()]
         losses = read_stored(folder / LOSSES, dict[str, float])
         return cls(title, folder, rendered, metrics, losses or {})
 
     def begin(self) -> None:
         """Write the list of planned cells, for pages that show progress."""
-        write_json(self.folder / CONTENT, [asdict(record) for record in self.records], durable=False)
-        write_json(self.folder / LOSSES, {}, durable=False)  # an earlier sweep's losses may be of another checkpoint
+        write_json(
+            self.folder / CONTENT, [asdict(record) for record in self.records], durable=False
+        )
+        write_json(
+            self.folder / LOSSES, {}, durable=False
+        )  # an earlier sweep's losses may be of another checkpoint
 
     @property
     def steps(self) -> list[int]:
@@ -72,7 +85,8 @@ class Sheet:
 
     @property
     def best(self) -> int | None:
-        """The compared checkpoint with the lowest evaluation loss, interpolated between measured steps.
+        """The compared checkpoint with the lowest evaluation loss, interpolated between measured
+        steps.
 
         None without a measured loss, and before a cell is rendered.
         """
@@ -88,14 +102,23 @@ class Sheet:
         """A summary of the evaluation loss in one or two sentences."""
         points = evaluation_points(self.metrics)
         if not points:
-            return "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval measures it."
-        (low, least), (last, loss) = min(points, key=lambda point: point[1]), points[-1]
+            return (
+                "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval "
+                "measures it."
+            )
+        low, least = min(points, key=lambda point: point[1])
+        last, loss = points[-1]
         if low == last:
-            summary = f"The evaluation loss is lowest at the last measured step ({least:.4g} at step {low:,})."
+            summary = (
+                f"The evaluation loss is lowest at the last measured step ({least:.4g} at step "
+                f"{low:,})."
+            )
         else:
             rise = f"then rises to {loss:.4g} at step {last:,}"
             summary = f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
-        by_strength = ", ".join(f"{loss:.4g} at strength {strength}" for strength, loss in self.losses.items())
+        by_strength = ", ".join(
+            f"{loss:.4g} at strength {strength}" for strength, loss in self.losses.items()
+        )
         if self.best is None or not by_strength:
             return summary
         return f"{summary} Checkpoint {self.best:,} has {by_strength}."
@@ -111,21 +134,29 @@ class Sheet:
             self._picture().save(file, "PNG")
 
     def _picture(self) -> Image.Image:
-        """Draw a row per prompt under its name and text, and a column per checkpoint; clips as middle frames."""
+        """Draw a row per prompt under its name and text, and a column per checkpoint; clips as
+        middle frames.
+        """
         records = sorted(self.records, key=grid_order)
-        line, font = FONT_SIZE + MARGIN, ImageFont.load_default(FONT_SIZE)
+        line = FONT_SIZE + MARGIN
+        font = ImageFont.load_default(FONT_SIZE)
         height = max(CELL * record.height // max(record.width, record.height) for record in records)
         width = (CELL + MARGIN) * len(self.steps) + MARGIN
         letters = int((width - MARGIN) / font.getlength("n"))
-        labels = {each.row: wrap(f"{each.short_name}: {each.prompt or '(empty prompt)'}", letters) for each in records}
-        tops = list(accumulate((height + line * len(label) for label in labels.values()), initial=line))
+        labels = {
+            each.row: wrap(f"{each.short_name}: {each.prompt or '(empty prompt)'}", letters)
+            for each in records
+        }
+        tops = list(
+            accumulate((height + line * len(label) for label in labels.values()), initial=line)
+        )
         sheet = Image.new("RGB", (width, tops[-1]), "white")
         draw = ImageDraw.Draw(sheet)
         left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
         for step in self.steps:
             mark = ", lowest evaluation loss" if step == self.best else ""
             draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
-        cells = dict[object, int]()
+        cells: dict[object, int] = {}
         for (row, label), top in zip(labels.items(), tops, strict=False):
             cells[row] = top + line * len(label) - MARGIN // 2
             for number, text in enumerate(label):
@@ -161,7 +192,9 @@ def cell(made: Mapping[str, Any], name: str, path: str) -> MediaRecord:
 
 
 def samples_in(folder: Path) -> list[MediaRecord]:
-    """The newest samples in a folder: a row per prompt, seed and strength; the base model counts as step 0."""
+    """The newest samples in a folder: a row per prompt, seed and strength; the base model counts as
+    step 0.
+    """
     made = recipes_in(folder)
     strengths: dict[tuple[Any, ...], set[float]] = defaultdict(set)
     for recipe in made.values():
@@ -170,13 +203,21 @@ def samples_in(folder: Path) -> list[MediaRecord]:
     for name, recipe in made.items():
         is_untrained = recipe["strength"] == 0
         # Renders of the base model belong to the rows of all strengths.
-        rows = sorted(strengths[itemgetter(*SAME)(recipe)]) or [1] if is_untrained else [recipe["strength"]]
+        rows = (
+            sorted(strengths[itemgetter(*SAME)(recipe)]) or [1]
+            if is_untrained
+            else [recipe["strength"]]
+        )
         for strength in rows:
-            title = f"{recipe['prompt']:.50}, seed {recipe['seed']}" + (f", at {strength:g}" if strength != 1 else "")
+            title = f"{recipe['prompt']:.50}, seed {recipe['seed']}" + (
+                f", at {strength:g}" if strength != 1 else ""
+            )
             record = cell({**recipe, "step": 0} if is_untrained else recipe, title, name)
             records.setdefault((*record.row, record.step), record)
     newest = [*strengths]  # the strengths of a prompt stay together
-    return sorted(records.values(), key=lambda each: (newest.index(attrgetter(*SAME)(each)), each.short_name))
+    return sorted(
+        records.values(), key=lambda each: (newest.index(attrgetter(*SAME)(each)), each.short_name)
+    )
 
 
 def recipes_in(folder: Path) -> dict[str, dict[str, Any]]:

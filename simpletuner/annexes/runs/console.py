@@ -11,7 +11,10 @@ from simpletuner.redaction import redact
 CONSOLE_FILE = "console.log"
 CONSOLE_PART = 1 << 16  # bytes at the end of the log that are read
 PROMPT = "$ simpletuner "  # prefix of the line with the command of a session
-INTERRUPTED = ("Interrupted.", "KeyboardInterrupt")  # last line; the second if Python was still starting
+INTERRUPTED = (
+    "Interrupted.",
+    "KeyboardInterrupt",
+)  # last line; the second if Python was still starting
 
 
 def printed(file: Path) -> str:
@@ -22,6 +25,8 @@ def printed(file: Path) -> str:
 
 def said_at_the_end(console: str, *, only_errors: bool = False) -> str:
     """The errors of the newest session in a console.log, or else its last line."""
-    lines = re.split(rf"^{re.escape(PROMPT)}.*$", console, flags=re.MULTILINE)[-1].strip().splitlines()
+    lines = (
+        re.split(rf"^{re.escape(PROMPT)}.*$", console, flags=re.MULTILINE)[-1].strip().splitlines()
+    )
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return "\n".join(errors or ([] if only_errors else lines[-1:]))

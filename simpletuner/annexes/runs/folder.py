@@ -71,7 +71,9 @@ class RunFolder:
 
     @property
     def started(self) -> Mapping[str, Any]:
-        """The page's last start: `config`, `settings`, and `after`, the id of the event before it; else empty."""
+        """The page's last start: `config`, `settings`, and `after`, the id of the event before it;
+        else empty.
+        """
         return read_json(self.folder / STARTED_FILE, Problems(), dict) or {}
 
     @property

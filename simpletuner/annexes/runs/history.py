@@ -9,7 +9,8 @@ from typing import Any
 from simpletuner.annexes.runs.log_files import Tail
 
 NOTICES = 100  # kept texts of notices
-STEP_STATUS, MESSAGE = b'"type": "training.status"', b'"message"'
+STEP_STATUS = b'"type": "training.status"'
+MESSAGE = b'"message"'
 STOPS_LATER = "The run will stop at the end of"  # prefix of the notice that confirms that request
 
 
@@ -49,7 +50,8 @@ class RunHistory:
         """Add the new events of a log."""
         while lines := tail.lines():
             for line, after in zip(lines, [*lines[1:], b""], strict=True):
-                # Step events, nearly all events of a long run, are parsed only if no other step event follows.
+                # Step events, nearly all events of a long run, are parsed only if no other step
+                # event follows.
                 if not (is_step(line) and is_step(after)) and (event := tail.parse(line)):
                     try:
                         self.add(event)
@@ -65,14 +67,18 @@ class RunHistory:
         match event["type"]:
             case "training.status" if "progress" in event:
                 self.status = str(event["data"]["status"])
-                self.progress = self.progress | progress_of(event["progress"])  # some events have no metrics
+                self.progress = self.progress | progress_of(
+                    event["progress"]
+                )  # some events have no metrics
                 self.message = str(event.get("message", self.message))
             case "lifecycle.stage":
                 stage = {name: str(event["stage"][name]) for name in ("key", "label", "status")}
                 done = event["stage"]["progress"]
                 self.stages[stage["key"] or stage["label"]] = {
-                    **stage, "progress": done and progress_of(done), "message": str(event.get("message", ""))
-                }  # fmt: skip
+                    **stage,
+                    "progress": done and progress_of(done),
+                    "message": str(event.get("message", "")),
+                }
                 if stage["status"] != "running":
                     self.growing.clear()  # interrupted previews never finish
             case "validation.image":
@@ -80,7 +86,9 @@ class RunHistory:
             case "training.validation":
                 self.growing.pop(shot_of(event), None)
             # Warnings and confirmed requests; other notices repeat the message of the run.
-            case "notification" if event["severity"] == "warning" or str(event["message"]).startswith(STOPS_LATER):
+            case "notification" if event["severity"] == "warning" or str(
+                event["message"]
+            ).startswith(STOPS_LATER):
                 self.notices = [*self.notices, str(event["message"])][-NOTICES:]
 
 
@@ -91,14 +99,17 @@ def is_step(line: bytes) -> bool:
 
 def progress_of(progress: Mapping[str, Any]) -> dict[str, Any]:
     """The progress in an event; raises a TypeError if a value is not a number."""
-    numbers = {name: progress[name] and progress[name] + 0 for name in ("total", "percent", "eta_seconds")}
+    numbers = {
+        name: progress[name] and progress[name] + 0 for name in ("total", "percent", "eta_seconds")
+    }
     metrics = {"metrics": dict(progress["metrics"])} if "metrics" in progress else {}
     return {**progress, "current": progress["current"] + 0, **numbers, **metrics}
 
 
 def growing_preview(event: Mapping[str, Any]) -> dict[str, Any]:
     """The unfinished preview in an event."""
-    data, path = event["data"], (event["images"] or [event["videos"][0]["src"]])[0]
+    data = event["data"]
+    path = (event["images"] or [event["videos"][0]["src"]])[0]
     width, height = map(int, data["resolution"])
     named = {name: str(data[name]) for name in ("name", "step_label")}
     return {**named, "path": str(path), "width": width, "height": height}

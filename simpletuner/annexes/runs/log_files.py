@@ -20,7 +20,8 @@ PART = 1 << 18  # bytes read at a time; maximum length of a line
 
 @dataclass(eq=False)
 class Tail:
-    """Follows a growing file of JSON lines: returns every line once, reading at most `PART` bytes at a time.
+    """Follows a growing file of JSON lines: returns every line once, reading at most `PART` bytes
+    at a time.
 
     Attributes:
         number: a key that every object must have, with an integer value.
@@ -59,7 +60,9 @@ class Tail:
         return part[:end].splitlines(keepends=True)
 
     def _restart(self, file: int) -> None:
-        self._file, self._offset, self.damage = file, 0, ""
+        self._file = file
+        self._offset = 0
+        self.damage = ""
         self.renew()
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -89,7 +92,8 @@ class Record:
     """The metrics of a run; only new lines are read."""
 
     def __init__(self, folder: Path) -> None:
-        self._lock, self._columns = threading.Lock(), Columns()
+        self._lock = threading.Lock()
+        self._columns = Columns()
         self._tail = Tail(folder / METRICS_FILE, "step", renew=self._begin)
 
     def _begin(self) -> None:
@@ -109,7 +113,8 @@ record_in = lru_cache(maxsize=3)(Record)
 
 def last_step(path: Path) -> tuple[dict[str, Any], str]:
     """The metrics of the last step in a record, and a message about an invalid line after it."""
-    metrics, damage = dict[str, Any](), ""
+    metrics: dict[str, Any] = {}
+    damage = ""
     for line in reversed(last_lines(path, PART)):
         row = parse_row(line)
         # Rows of a step are merged: on resume, an evaluation has a separate row.

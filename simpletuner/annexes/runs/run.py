@@ -25,7 +25,8 @@ from simpletuner.weights.lora_names import LORA_FILE
 
 BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
 BETWEEN_STEPS = ("save", "preview", "stop_at_epoch_end")  # buttons that need a next step
-QUIET = 60.0  # seconds without events after which the page reports silence; the run may be loading a large model
+# seconds without events after which the page reports silence; the run may be loading a large model
+QUIET = 60.0
 
 
 @dataclass(eq=False)
@@ -41,12 +42,20 @@ class Run(RunFolder):
         return judge(self)
 
     def status(self) -> dict[str, Any]:
-        """The response of `GET /api/training/status`. Never raises: a broken run must not hide the others."""
+        """The response of `GET /api/training/status`. Never raises: a broken run must not hide the
+        others.
+        """
         blank = {
             "status": "idle",
             "job_id": "",
             "run": self.id,
-            "progress": {"current": 0, "total": None, "percent": None, "eta_seconds": None, "metrics": {}},
+            "progress": {
+                "current": 0,
+                "total": None,
+                "percent": None,
+                "eta_seconds": None,
+                "metrics": {},
+            },
             "stages": {},
             "config": {"name": self.written_by, "output_dir": as_text(self.folder)},
             "message": "",
@@ -55,9 +64,14 @@ class Run(RunFolder):
         }
         try:
             known = self._status(blank)
-            json.dumps(known, allow_nan=False, ensure_ascii=False).encode()  # fails for NaN and lone surrogates
+            json.dumps(
+                known, allow_nan=False, ensure_ascii=False
+            ).encode()  # fails for NaN and lone surrogates
         except Exception as error:  # noqa: BLE001 - damaged files may raise any error
-            return blank | {"status": "broken", "message": redact(str(error) or type(error).__name__)}
+            return blank | {
+                "status": "broken",
+                "message": redact(str(error) or type(error).__name__),
+            }
         return known
 
     def _status(self, blank: dict[str, Any]) -> dict[str, Any]:
@@ -66,11 +80,15 @@ class Run(RunFolder):
         last, damage_of_record = last_step(self.folder / METRICS_FILE)
         damage = self.events.damage or damage_of_record
         is_active = verdict.status in ACTIVE
-        status, message = verdict.status, verdict.message
+        status = verdict.status
+        message = verdict.message
         if damage and not is_active:
-            status, message = "broken", "\n".join(filter(None, (damage, message)))
+            status = "broken"
+            message = "\n".join(filter(None, (damage, message)))
         idle = self._why_idle(status, history)
-        progress = advanced(blank["progress"] | history.progress, last, goes_on=status == "running" and not idle)
+        progress = advanced(
+            blank["progress"] | history.progress, last, goes_on=status == "running" and not idle
+        )
         in_loop = status == "running" and history.status == "running"
         asked = requested(self.folder / FOLDER) if in_loop else []
         if idle:
@@ -93,10 +111,18 @@ class Run(RunFolder):
         }
 
     def _buttons(
-        self, history: RunHistory, progress: Mapping[str, Any], asked: list[str], *, in_loop: bool, is_active: bool
+        self,
+        history: RunHistory,
+        progress: Mapping[str, Any],
+        asked: list[str],
+        *,
+        in_loop: bool,
+        is_active: bool,
     ) -> dict[str, bool]:
         """Which requests a run can still follow."""
-        has_next_step = in_loop and (progress["total"] is None or progress["current"] < progress["total"])
+        has_next_step = in_loop and (
+            progress["total"] is None or progress["current"] < progress["total"]
+        )
         can_stop = is_active and history.status != "stopping" and "stop" not in asked
         return dict.fromkeys(BETWEEN_STEPS, has_next_step) | {"stop": can_stop}
 
@@ -111,26 +137,37 @@ class Run(RunFolder):
         logged = (self.folder / EVENTS_FILE).stat().st_mtime if history.id else 0.0
         silence = time.time() - max(logged, owner.since)
         seconds_per_step = history.progress.get("metrics", {}).get("seconds_per_step") or 0.0
-        return f"No events for {clock(silence)}." if silence > max(QUIET, 3 * seconds_per_step) else ""
+        return (
+            f"No events for {clock(silence)}." if silence > max(QUIET, 3 * seconds_per_step) else ""
+        )
 
     def _beginnings(self, step: int) -> dict[str, bool]:
         """Which kinds of sessions can begin while none is active."""
         is_free = self.may_start and bool(self.config) and self.pid is None
         has_lora = (self.folder / LORA_FILE).is_file()
-        return {"start": is_free and not step, "continue": is_free and step > 0, "new": is_free and has_lora}
+        return {
+            "start": is_free and not step,
+            "continue": is_free and step > 0,
+            "new": is_free and has_lora,
+        }
 
 
 def advanced(progress: dict[str, Any], last: Mapping[str, Any], *, goes_on: bool) -> dict[str, Any]:
     """The progress from events, updated with the last row of the record.
 
-    Events of fast steps are throttled. The record has every step, so it shows how far a killed run got.
+    Events of fast steps are throttled. The record has every step, so it shows how far a killed run
+    got.
     """
     current = last.get("step", progress["current"])
     percent = progress["total"] and round(100 * current / progress["total"], 1)
     left = progress["eta_seconds"] if goes_on else None
     return {
-        **progress, "current": current, "percent": percent, "eta_seconds": left, "metrics": progress["metrics"] | last
-    }  # fmt: skip
+        **progress,
+        "current": current,
+        "percent": percent,
+        "eta_seconds": left,
+        "metrics": progress["metrics"] | last,
+    }
 
 
 def requested(folder: Path) -> list[str]:
@@ -140,5 +177,9 @@ def requested(folder: Path) -> list[str]:
 
 def over(stages: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The stages of a run that has ended; running ones have failed."""
-    failed = {key: {**stage, "status": "failed"} for key, stage in stages.items() if stage["status"] == "running"}
+    failed = {
+        key: {**stage, "status": "failed"}
+        for key, stage in stages.items()
+        if stage["status"] == "running"
+    }
     return {**stages, **failed}

@@ -1,13 +1,14 @@
 """The state of a run, judged from its process, its events and its files.
 
-No state is stored: after a crash of the run, the server or the machine, everything is read from the folder again.
+No state is stored: after a crash of the run, the server or the machine, everything is read from the
+folder again.
 
     idle ──► starting ──► running ──► completed, error, cancelled    its last event reports the end
                  │           │
                  └─────┬─────┘   the process has ended without reporting it:
                        ├──► error         its console ends with errors
-                       ├──► cancelled     its console ends with "Interrupted.", or it stopped before its last step
-                       ├──► completed     its result is of the last step
+                       ├──► cancelled     its console ends with "Interrupted.", or it stopped before
+                       its last step ├──► completed     its result is of the last step
                        └──► interrupted   it was killed, or sends no heartbeat from another machine
 
 A run that is not active and whose files are damaged is `broken`.
@@ -31,10 +32,16 @@ from simpletuner.planning.lock import Owner
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.wording import clock
 
-Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"]
+Status = Literal[
+    "idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"
+]
 ACTIVE = ("starting", "running")
 IN_LOOP = ("running", "stopping")  # states in events
-ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "cancelled": "cancelled"}
+ENDED: Mapping[str, Status] = {
+    "completed": "completed",
+    "failed": "error",
+    "cancelled": "cancelled",
+}
 SILENCE = 900.0  # seconds without a heartbeat after which a run on another machine counts as ended
 
 
@@ -77,7 +84,8 @@ def _state_of(
     """The state of a session, and a message about it.
 
     Args:
-        last_lines: the last console lines of a session that the page started, if its process has ended.
+        last_lines: the last console lines of a session that the page started, if its process has
+            ended.
     """
     # A reported end takes precedence over the process, which may take a while to exit.
     if history.status in ENDED:

@@ -54,7 +54,11 @@ class RunAnswers:
     @property
     def purpose(self) -> str:
         """The purpose, by default the likeliest one."""
-        return self.given.get("purpose") or self.answered.get("purpose") or PURPOSES[self.media.kind][0]
+        return (
+            self.given.get("purpose")
+            or self.answered.get("purpose")
+            or PURPOSES[self.media.kind][0]
+        )
 
     @property
     def known_trigger(self) -> str:
@@ -72,7 +76,9 @@ class RunAnswers:
         """The models to choose from, with their examples."""
         models = {}
         for model, example in find_models(self.media.kind).items():
-            writes_missing = not (self.captions and self.media.uncaptioned) or writes_captions(example)
+            writes_missing = not (self.captions and self.media.uncaptioned) or writes_captions(
+                example
+            )
             if writes_missing and (self.offers_demo or example not in DEMOS.values()):
                 models[model] = example
         return models

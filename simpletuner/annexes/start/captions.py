@@ -1,4 +1,6 @@
-"""The captions in a folder: which are used, how a dataset reads them, and what is said about the others."""
+"""The captions in a folder: which are used, how a dataset reads them, and what is said about the
+others.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ class FolderCaptions:
         return name in (self._table if self.is_table else self.files.captions)
 
     def why_unusable(self, name: str) -> str:
-        """Why the caption file of one of the first files cannot be used, as a text that continues the file's name."""
+        """Why the caption file of one of the first files cannot be used, as a text that continues
+        the file's name.
+        """
         if self.is_table or name not in self.files.captions:
             return ""
         _, reasons = self._opened
@@ -123,11 +127,21 @@ class FolderCaptions:
         """Sentences about how captions are read, and about those that are not used."""
         notes = []
         if self.is_table:
-            notes.append(f"Captions are read from {shorten(self.files.metadata)} (caption_strategy metadata).")
+            notes.append(
+                f"Captions are read from {shorten(self.files.metadata)} (caption_strategy "
+                "metadata)."
+            )
         if self.is_whole:
-            text = "The caption files hold one text each and are not split into lines (disable_multiline_split)."
+            text = (
+                "The caption files hold one text each and are not split into lines "
+                "(disable_multiline_split)."
+            )
             notes.append(text)
-        unused = {name: why for name, (reason, why) in self.files.ignored.items() if reason == "unused caption"}
+        unused = {
+            name: why
+            for name, (reason, why) in self.files.ignored.items()
+            if reason == "unused caption"
+        }
         if self.is_table and self.files.captions:
             count = counted(len({*self.files.captions.values()}), "caption file")
             notes.append(f"Not used: {count}, since the table captions more files.")
@@ -136,13 +150,20 @@ class FolderCaptions:
             notes.append(f"Not used: {counted(len(unused), 'caption file')}; {name} {why}.")
         notes += self._about_tables()
         if not all(self.has(name) for name in self.files.files):
-            notes += [f"Not used: {sentence}" for sentence in foreign_captions(self.folder, self.files)]
+            notes += [
+                f"Not used: {sentence}" for sentence in foreign_captions(self.folder, self.files)
+            ]
         return notes
 
     def _about_tables(self) -> Iterator[str]:
-        """Sentences about metadata.jsonl and metadata.csv that are not used, or name files that are not there."""
+        """Sentences about metadata.jsonl and metadata.csv that are not used, or name files that are
+        not there.
+        """
         unused = shorten(self.files.metadata, MOST_NAMED)
         if self._table and not self.is_table:
-            yield f"Not used: the captions in {unused}, since caption files caption as many files or more."
+            yield (
+                f"Not used: the captions in {unused}, since caption files caption as many files "
+                "or more."
+            )
         for problem in self._problems:
             yield f"Not used: {problem.message}" if problem.fatal else problem.message

@@ -1,4 +1,6 @@
-"""Folders named as kohya's scripts expect: `10_zkt woman` holds pictures of `zkt woman`, seen ten times in an epoch."""
+"""Folders named as kohya's scripts expect: `10_zkt woman` holds pictures of `zkt woman`, seen ten
+times in an epoch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from simpletuner.data.discovery import Scan
 from simpletuner.data.file_names import concept_of
 from simpletuner.errors import counted, shorten
 
-REGULARISATION = frozenset({"reg", "regs", "regularization", "regularisation", "class"})  # parts of a path
+REGULARISATION = frozenset(
+    {"reg", "regs", "regularization", "regularisation", "class"}
+)  # parts of a path
 MOST_NAMED = 3
 
 
@@ -38,13 +42,20 @@ class Concept:
         start = len(self.folder) + 1
         captions = {name[start:]: text[start:] for name, text in self.files.captions.items()}
         names = tuple(name[start:] for name in self.files.files)
-        metadata = tuple(name[start:] for name in self.files.metadata if name.startswith(f"{self.folder}/"))
-        ignored = {name[start:]: why for name, why in self.files.ignored.items() if name.startswith(f"{self.folder}/")}
+        metadata = tuple(
+            name[start:] for name in self.files.metadata if name.startswith(f"{self.folder}/")
+        )
+        ignored = {
+            name[start:]: why
+            for name, why in self.files.ignored.items()
+            if name.startswith(f"{self.folder}/")
+        }
         return Scan(names, captions, metadata, ignored)
 
 
 def find_concepts(root: Path, files: Scan) -> tuple[list[Concept], list[str]]:
-    """The concepts that hold most of the files, those with most files first, and sentences about other files.
+    """The concepts that hold most of the files, those with most files first, and sentences about
+    other files.
 
     Args:
         files: of the folder `root`.
@@ -57,7 +68,9 @@ def find_concepts(root: Path, files: Scan) -> tuple[list[Concept], list[str]]:
     for folder, names in folders.items():
         title = (root / folder).resolve().name
         parsed = concept_of(title)
-        is_regularisation = not REGULARISATION.isdisjoint(part.lower() for part in Path(folder).parts)
+        is_regularisation = not REGULARISATION.isdisjoint(
+            part.lower() for part in Path(folder).parts
+        )
         if parsed is None or is_regularisation:
             others += names
         else:
@@ -67,7 +80,9 @@ def find_concepts(root: Path, files: Scan) -> tuple[list[Concept], list[str]]:
     concepts.sort(key=lambda concept: len(concept.files.files), reverse=True)
     notes = [_described(concept) for concept in concepts]
     if concepts and others:
-        count = f"{counted(len(others), 'file')} outside of such folders or in regularisation folders"
+        count = (
+            f"{counted(len(others), 'file')} outside of such folders or in regularisation folders"
+        )
         notes.append(f"Not trained: {count} ({shorten(others, MOST_NAMED)}).")
     return concepts, notes
 
@@ -84,5 +99,10 @@ def _only(files: Scan, names: Sequence[str]) -> Scan:
 
 def _described(concept: Concept) -> str:
     times = "once" if concept.repeats == 1 else f"{concept.repeats} times"
-    seen = f"{counted(len(concept.files.files), 'file')}, seen {times} in an epoch (repeats {concept.repeats - 1})"
-    return f"Taken from the name of the folder {concept.title!r}: {seen}; the words {concept.words!r}."
+    seen = (
+        f"{counted(len(concept.files.files), 'file')}, seen {times} in an epoch (repeats "
+        f"{concept.repeats - 1})"
+    )
+    return (
+        f"Taken from the name of the folder {concept.title!r}: {seen}; the words {concept.words!r}."
+    )

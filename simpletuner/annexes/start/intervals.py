@@ -10,7 +10,9 @@ FEWEST_CHECKPOINTS = 4
 
 
 def checkpoint_interval(steps: int) -> int:
-    """Steps between checkpoints, so that the last interval ends with the run, if its length can be divided so."""
+    """Steps between checkpoints, so that the last interval ends with the run, if its length can be
+    divided so.
+    """
     for count in range(CHECKPOINTS, FEWEST_CHECKPOINTS - 1, -1):
         if steps % count == 0:
             return steps // count
@@ -19,7 +21,8 @@ def checkpoint_interval(steps: int) -> int:
 
 
 def preview_interval(steps: int, saving: int, rounds: float) -> int:
-    """Steps between previews: those of one or more checkpoints, with the last interval at the end of the run.
+    """Steps between previews: those of one or more checkpoints, with the last interval at the end
+    of the run.
 
     Args:
         saving: steps between checkpoints.

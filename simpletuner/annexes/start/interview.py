@@ -1,4 +1,6 @@
-"""From a folder and the command line of `simpletuner start` to a new run: checks, questions, notes."""
+"""From a folder and the command line of `simpletuner start` to a new run: checks, questions,
+notes.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def name_exceptions(media: MediaFolder, words: str, dialogue: Dialogue) -> None:
     unnamed = captions.without(words)
     if unnamed:
         count = f"{len(unnamed)} of {counted(len(captions.texts), 'caption')}"
-        dialogue.warn(f"Without {words!r}, which most captions contain: {count}, such as {unnamed[0]!r}.")
+        dialogue.warn(
+            f"Without {words!r}, which most captions contain: {count}, such as {unnamed[0]!r}."
+        )
 
 
 def _check(folder: Path, answers: RunAnswers) -> Problems:
@@ -87,12 +91,18 @@ def _check(folder: Path, answers: RunAnswers) -> Problems:
 
 
 def _check_output(folder: Path, answers: RunAnswers, report: Problems) -> None:
-    """Refuse to write the previews into the folder of the training files, usually the working folder."""
+    """Refuse to write the previews into the folder of the training files, usually the working
+    folder.
+    """
     output = Path(str(answers.settings.get("output_dir", f"output/{answers.name}")))
     inner = folder.resolve()
     if output.resolve().is_relative_to(inner):
         way = f"cd {shlex.quote(str(inner.parent))} && simpletuner start {shlex.quote(inner.name)}"
-        report.error("", f"{output} is inside {folder}, so previews would be trained. Start outside of it: {way}")
+        report.error(
+            "",
+            f"{output} is inside {folder}, so previews would be trained. Start outside of "
+            f"it: {way}",
+        )
 
 
 def _check_name(name: str, report: Problems) -> None:
@@ -100,7 +110,10 @@ def _check_name(name: str, report: Problems) -> None:
     if re.search(r"[/\\\x00-\x1f]", name):
         report.error("", f"--name {name!r} is not the name of a folder.")
     elif target.exists() or target.is_symlink():
-        message = f"{target} exists already: continue with `simpletuner train env={shlex.quote(name)}`, or set --name."
+        message = (
+            f"{target} exists already: continue with `simpletuner train env={shlex.quote(name)}`, "
+            "or set --name."
+        )
         report.error("", message)
 
 
@@ -122,20 +135,36 @@ def _check_captions(media: MediaFolder, answers: RunAnswers, report: Problems) -
         model = answers.given["model"]
         models = find_models(media.kind)
         if model in models and not writes_captions(models[model]):
-            report.error("", f"--caption: the text encoder of {model} cannot write captions; choose another model.")
+            report.error(
+                "",
+                f"--caption: the text encoder of {model} cannot write captions; choose "
+                "another model.",
+            )
         if media.captions.is_table:
             advice = "add the missing ones to the table, or write all captions into .txt files."
-            report.error("", f"--caption writes .txt files, and captions are read from a metadata table: {advice}")
+            report.error(
+                "",
+                "--caption writes .txt files, and captions are read from a metadata table: "
+                f"{advice}",
+            )
     elif captioned or media.sources:
         first = media.uncaptioned[0]
-        advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
-        message = f"no caption for {missing} of {missing + captioned} files ({first} is the first). --caption {advice}"
+        advice = (
+            "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name "
+            "beside each."
+        )
+        message = (
+            f"no caption for {missing} of {missing + captioned} files ({first} is the first). "
+            f"--caption {advice}"
+        )
         report.error("", message)
 
 
 def _check_settings(run: NewRun) -> None:
     """Raise problems of the config; files that are written later are not checked."""
-    checked = {key: value for key, value in run.config().items() if key not in FILES or key in run.settings}
+    checked = {
+        key: value for key, value in run.config().items() if key not in FILES or key in run.settings
+    }
     Problems(Draft(run.folder / "config.json", checked).judgement.problems).raise_if_fatal()
 
 

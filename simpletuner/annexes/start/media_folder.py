@@ -1,4 +1,6 @@
-"""What a folder of pictures or clips holds: its files, their sizes and captions, and what cannot be used."""
+"""What a folder of pictures or clips holds: its files, their sizes and captions, and what cannot be
+used.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,11 @@ class MediaFolder:
         """The files without a caption; unusable ones need none, nor do broken links."""
         uncaptioned = []
         for name in self.files.files:
-            if not self.captions.has(name) and name not in self.unusable and (self.folder / name).is_file():
+            if (
+                not self.captions.has(name)
+                and name not in self.unusable
+                and (self.folder / name).is_file()
+            ):
                 uncaptioned.append(name)
         return uncaptioned
 
@@ -186,7 +192,9 @@ class MediaFolder:
             count += f", each with a picture in {self.sources.name}"
         facts = [count]
         if self.sizes:
-            facts.append(_range(*(f"{width}x{height}" for width, height in (self.sizes[0], self.sizes[-1]))))
+            facts.append(
+                _range(*(f"{width}x{height}" for width, height in (self.sizes[0], self.sizes[-1])))
+            )
         seconds = sorted(clip.seconds for clip in self.opened.clips.values())
         if seconds:
             facts.append(f"{_range(f'{seconds[0]:.1f}', f'{seconds[-1]:.1f}')} s")
@@ -197,7 +205,10 @@ class MediaFolder:
         notes = []
         if self.unused:
             unused = "pictures" if self.holds_clips else "clips"
-            advice = f"A run learns from pictures or from clips: to train {unused}, put them into a separate folder."
+            advice = (
+                f"A run learns from pictures or from clips: to train {unused}, put them into a "
+                "separate folder."
+            )
             notes.append(f"Not trained, {unused}: {shorten(self.unused, MOST_NAMED)}. {advice}")
         notes += self.concept_notes
         notes += self._about_unusable()
@@ -211,7 +222,10 @@ class MediaFolder:
             yield f"Not usable: {visible(name)} {reason.removesuffix('.')}."
         more = len(self.unusable) - MOST_NAMED
         if more > 0:
-            yield f"Not usable: {counted(more, 'more file')}; `simpletuner plan` lists each with its reason."
+            yield (
+                f"Not usable: {counted(more, 'more file')}; `simpletuner plan` lists each with "
+                "its reason."
+            )
 
 
 def read_media_folder(folder: Path) -> MediaFolder:
@@ -223,7 +237,11 @@ def read_media_folder(folder: Path) -> MediaFolder:
     if folder.is_file():
         raise UserError(f"{folder} is a file; start takes a folder of pictures or clips.")
     if not is_readable(folder):
-        reason = "cannot be read." if folder.is_dir() else f"is not a folder.{similar_path(folder, '*/')}"
+        reason = (
+            "cannot be read."
+            if folder.is_dir()
+            else f"is not a folder.{similar_path(folder, '*/')}"
+        )
         raise UserError(f"{folder} {reason}")
     pair = _find_pair(folder)
     if pair is not None:
@@ -272,7 +290,9 @@ def _with_concepts(media: MediaFolder) -> MediaFolder:
     concepts, notes = find_concepts(media.folder, media.files)
     if not concepts:
         return media
-    return replace(media, files=together(media.files, concepts), concepts=concepts, concept_notes=notes)
+    return replace(
+        media, files=together(media.files, concepts), concepts=concepts, concept_notes=notes
+    )
 
 
 def _range(first: str, last: str) -> str:

@@ -1,4 +1,6 @@
-"""A new run on a folder: its config, its dataset file and its prompts, from a few answers and a recipe."""
+"""A new run on a folder: its config, its dataset file and its prompts, from a few answers and a
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,14 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.prompts import SMALLEST_SIDE
 
-# With at least this many files, an eighth is held out, up to four; fewer files are worth more in training. Each is
-# evaluated at eight noise levels and eight times, which takes about as long as twenty steps.
+# With at least this many files, an eighth is held out, up to four; fewer files are worth more in
+# training. Each is evaluated at eight noise levels and eight times, which takes about as long as
+# twenty steps.
 ENOUGH_FILES = 16
 HELD_OUT_SHARE = 8
 MOST_HELD_OUT = 4  # the default of num_eval_images
-# Sampling steps of two previews for each training step. Guided, they are four forward passes, a training step is about
+# Sampling steps of two previews for each training step. Guided, they are four forward passes, a
+# training step is about
 # three: with so many, previews take a fifth of the run.
 SAMPLING_STEPS = 3 / 4 / 4
 # Prefixes of keys that concern the example's files.
@@ -88,7 +92,9 @@ class NewRun:
 
     @cached_property
     def captioned_as(self) -> str:
-        """The words for the learned concept that most captions already contain; empty if they contain none."""
+        """The words for the learned concept that most captions already contain; empty if they
+        contain none.
+        """
         captions = self.media.parts[0].captions
         for words in (self.phrase, self.trigger, self.trigger.partition(",")[0]):
             if words and captions.mention(words):
@@ -97,7 +103,9 @@ class NewRun:
 
     @cached_property
     def parts(self) -> list[NewRun]:
-        """A run for each concept, or else this run; the trigger is for the concept with most files."""
+        """A run for each concept, or else this run; the trigger is for the concept with most
+        files.
+        """
         triggers = [self.trigger, *(concept.words for concept in self.media.concepts[1:])]
         parts = zip(self.media.parts, triggers, strict=True)
         return [replace(self, media=media, trigger=trigger) for media, trigger in parts]
@@ -119,7 +127,9 @@ class NewRun:
 
     @cached_property
     def fit(self) -> Fit:
-        """The size and length of the trained files; with the user's resolution, no file is left out for its size."""
+        """The size and length of the trained files; with the user's resolution, no file is left out
+        for its size.
+        """
         fit = self.media.fit(self.entry, self.spec, self.longest)
         if "resolution" in self.settings:
             return replace(fit, resolution=fit.wanted, small=())
@@ -169,7 +179,9 @@ class NewRun:
         return {**config, **self.settings}
 
     def _preservation(self) -> dict[str, Any]:
-        """Keys that preserve the subject's class (`a grey cat`) without regularisation pictures, if it is named."""
+        """Keys that preserve the subject's class (`a grey cat`) without regularisation pictures, if
+        it is named.
+        """
         what = self.phrase.partition(", ")[2]
         if self.purpose != "subject" or not what:
             return {}
@@ -180,9 +192,11 @@ class NewRun:
         }
 
     def _previews(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The size and the interval of previews: each has its checkpoint, and all take about a fifth of the run.
+        """The size and the interval of previews: each has its checkpoint, and all take about a
+        fifth of the run.
 
-        Pictures get as many pixels as are trained. Clips keep the example's, which may decide how positions are scaled.
+        Pictures get as many pixels as are trained. Clips keep the example's, which may decide how
+        positions are scaled.
 
         Args:
             config: with the example's size.
@@ -190,7 +204,9 @@ class NewRun:
         steps = config["max_train_steps"]
         size = config["validation_resolution"]
         resolution = {**self.settings, **self.datasets()[0]}["resolution"]
-        pixels = 1.0  # that are trained, as a share of the example's; unknown if the user's resolution is no number
+        # that are trained, as a share of the example's; unknown if the user's resolution is no
+        # number
+        pixels = 1.0
         if isinstance(resolution, int) and resolution >= SMALLEST_SIDE:
             pixels = (resolution / read_example(self.example, DATASET_FILE)[0]["resolution"]) ** 2
         if pixels != 1 and not self.media.holds_clips:
@@ -199,7 +215,9 @@ class NewRun:
             size = str(grid.size(width / height))
             pixels = 1.0
         inputs = config["num_eval_images"] if self.media.sources else 1
-        rounds = SAMPLING_STEPS * steps * pixels / (inputs * config["validation_num_inference_steps"])
+        rounds = (
+            SAMPLING_STEPS * steps * pixels / (inputs * config["validation_num_inference_steps"])
+        )
         interval = preview_interval(steps, config["checkpoint_step_interval"], rounds)
         return {"validation_resolution": size, "validation_step_interval": interval}
 
@@ -227,13 +245,17 @@ class NewRun:
     def _further_entries(self) -> list[dict[str, Any]]:
         """The entries that follow those of the trained files: source pictures, and captions."""
         _, *further = read_example(self.example, DATASET_FILE)
-        further = [entry for entry in further if not entry.get("is_regularisation_data")]  # the demo's clips
+        further = [
+            entry for entry in further if not entry.get("is_regularisation_data")
+        ]  # the demo's clips
         if self.media.sources:
             further[0]["instance_data_dir"] = self._written(self.media.sources)
         return further
 
     def part_entry(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """The entry with the folder of these files, and the keys that put the learned words into captions."""
+        """The entry with the folder of these files, and the keys that put the learned words into
+        captions.
+        """
         return {**entry, "instance_data_dir": self._written(self.media.folder), **self._captions()}
 
     def _captions(self) -> dict[str, Any]:
@@ -255,7 +277,9 @@ class NewRun:
         """Write config, dataset file and prompts into an existing folder."""
         (folder / "config.json").write_text(render_config(self.config()), encoding="utf-8")
         write_json(folder / FILES["data_backend_config"], self.datasets())
-        write_json(folder / FILES["user_prompt_library"], {"unrelated": self.recipe.unrelated_prompt})
+        write_json(
+            folder / FILES["user_prompt_library"], {"unrelated": self.recipe.unrelated_prompt}
+        )
 
     def save(self) -> None:
         """Create the folder of the run's config, all or nothing; existing files are never replaced.
@@ -282,5 +306,8 @@ class NewRun:
 def run_name(folder: Path) -> str:
     """The name of a run, from the name of its folder."""
     # Letters, digits, and vowel signs of scripts such as Devanagari, which \w does not match.
-    kept = (char if char in "_.-" or category(char)[0] in "LMN" else " " for char in folder.resolve().name)
+    kept = (
+        char if char in "_.-" or category(char)[0] in "LMN" else " "
+        for char in folder.resolve().name
+    )
     return "-".join("".join(kept).split()).strip("-.") or "my-lora"

@@ -1,4 +1,6 @@
-"""The questions about a new run: at most three, about what the folder and the command line leave open."""
+"""The questions about a new run: at most three, about what the folder and the command line leave
+open.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class Purpose(RunQuestion):
 
     key = "purpose"
     text = "What should be learned?"
-    about = "It decides the words in captions and prompts, the length of the run and the rank of the LoRA."
+    about = (
+        "It decides the words in captions and prompts, the length of the run and the rank of "
+        "the LoRA."
+    )
 
     def applies(self, answers: RunAnswers) -> bool:
         return answers.given.get("purpose") is None and len(PURPOSES[answers.media.kind]) > 1
@@ -51,7 +56,11 @@ class Trigger(RunQuestion):
     about = "It names what is learned, in captions now and later in your prompts."
 
     def prompt(self, answers: RunAnswers) -> str:
-        example = f", and what it is, as in: {TRIGGER}, a grey cat" if answers.purpose == "subject" else ""
+        example = (
+            f", and what it is, as in: {TRIGGER}, a grey cat"
+            if answers.purpose == "subject"
+            else ""
+        )
         return f"{self.text}{example}"
 
     def applies(self, answers: RunAnswers) -> bool:

@@ -1,4 +1,6 @@
-"""Recipes: the settings for a purpose, and the models that can learn from a folder. The data is `recipes.toml`."""
+"""Recipes: the settings for a purpose, and the models that can learn from a folder. The data is
+`recipes.toml`.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ class Recipe:
     Attributes:
         title: the purpose in a few words.
         example: the packaged example of the usual model.
-        phrase: the words for the learned concept in captions and prompts; `{trigger}` stands for the user's words.
-        prompt, unrelated_prompt: preview prompts: one with `{phrase}`, and one for content that should not change.
+        phrase: the words for the learned concept in captions and prompts; `{trigger}` stands for
+            the user's words.
+        prompt, unrelated_prompt: preview prompts: one with `{phrase}`, and one for content that
+            should not change.
         steps_per_file, fewest_steps, most_steps: determine the length of the run.
         settings: further keys of config.json.
     """
@@ -52,7 +56,9 @@ class Recipe:
     settings: Mapping[str, Any]
 
     def steps(self, files: int) -> int:
-        """The number of steps for this many files, rounded up so that the checkpoints' interval divides it."""
+        """The number of steps for this many files, rounded up so that the checkpoints' interval
+        divides it.
+        """
         steps = round_up(files * self.steps_per_file, ROUNDED_STEPS)
         return min(self.most_steps, max(self.fewest_steps, steps))
 
@@ -77,7 +83,9 @@ RECIPES = {purpose: Recipe(**fields) for purpose, fields in TABLE["recipes"].ite
 
 
 def find_demo(kind: Kind) -> str:
-    """Without a GPU, the example of a tiny model that can learn from such files, to try everything with; else empty."""
+    """Without a GPU, the example of a tiny model that can learn from such files, to try everything
+    with; else empty.
+    """
     return "" if find_device().is_gpu else DEMOS.get(kind, "")
 
 

@@ -1,4 +1,6 @@
-"""The size and length at which the files of a folder are trained, and the few that are left out for it."""
+"""The size and length at which the files of a folder are trained, and the few that are left out for
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from dataclasses import dataclass
 from simpletuner.data.clips import fitting_frames
 from simpletuner.errors import counted, shorten
 
-# Percent of files that may be smaller or shorter than what is trained. They are the exception, and left out; if there
-# are more, all files are trained at what most of them have.
+# Percent of files that may be smaller or shorter than what is trained. They are the exception, and
+# left out; if there are more, all files are trained at what most of them have.
 MOST_LEFT_OUT = 25
 # Files that are left out, by name.
 MOST_NAMED = 3
@@ -67,31 +69,35 @@ class Fit:
         """Facts and their remedies."""
         if self.resolution < self.wanted:
             yield (
-                f"Trained at {self.resolution}x{self.resolution} pixels: too many of the {self.noun} are smaller than "
-                f"{self.wanted}x{self.wanted}.",
-                f"For that size, take the small ones out of the folder, or enlarge them with resolution={self.wanted}.",
+                f"Trained at {self.resolution}x{self.resolution} pixels: too many of the "
+                f"{self.noun} are smaller than {self.wanted}x{self.wanted}.",
+                "For that size, take the small ones out of the folder, or enlarge them with "
+                f"resolution={self.wanted}.",
             )
         if self.small:
             yield (
-                f"Left out: {self._share(self.small)} smaller than {self.resolution}x{self.resolution}, and would be "
-                "learned as blur.",
+                f"Left out: {self._share(self.small)} smaller than "
+                f"{self.resolution}x{self.resolution}, and would be learned as blur.",
                 f"To train them too, {self._size_with_small}.",
             )
         if self.frames < self.wanted_frames:
             yield (
-                f"Trained on {counted(self.frames, 'frame')} of each clip instead of {self.wanted_frames}: too many "
-                "clips are shorter.",
+                f"Trained on {counted(self.frames, 'frame')} of each clip instead of "
+                f"{self.wanted_frames}: too many clips are shorter.",
                 "For longer ones, take the short clips out of the folder.",
             )
         if self.short:
             yield (
-                f"Left out: {self._share(self.short)} shorter than {counted(self.frames, 'frame')}.",
+                f"Left out: {self._share(self.short)} shorter than "
+                f"{counted(self.frames, 'frame')}.",
                 "To train them too, lower num_frames and min_frames in multidatabackend.json.",
             )
 
     @property
     def _size_with_small(self) -> str:
-        """How the small files are trained as well: at their size, or enlarged where the size is the smallest one."""
+        """How the small files are trained as well: at their size, or enlarged where the size is the
+        smallest one.
+        """
         if self.smallest < self.resolution:
             return f"at a smaller size for all, add resolution={self.smallest}"
         return f"enlarged, add resolution={self.resolution}"
@@ -115,7 +121,9 @@ def fit_size(edges: Mapping[str, int], wanted: int) -> tuple[int, list[str]]:
         resolution = min(wanted, rounded_size(usual))
     if usual * ACCEPTED_ENLARGEMENT < resolution:
         return resolution, []  # all are tiny, and enlarged
-    return resolution, [name for name, edge in edges.items() if edge * ACCEPTED_ENLARGEMENT < resolution]
+    return resolution, [
+        name for name, edge in edges.items() if edge * ACCEPTED_ENLARGEMENT < resolution
+    ]
 
 
 def fit_length(lengths: Mapping[str, int], wanted: int, stride: int) -> tuple[int, list[str]]:

@@ -28,7 +28,8 @@ class Verdict:
 def unwritten(run: NewRun) -> Iterator[Arguments]:
     """A context with the settings of a run that is not written yet, to plan it.
 
-    Captions that are still to be written are replaced by the trigger words: their lack is no reason against a model.
+    Captions that are still to be written are replaced by the trigger words: their lack is no reason
+    against a model.
     """
     planned = replace(run, captions=not run.media.uncaptioned)
     with TemporaryDirectory() as name:
@@ -50,7 +51,10 @@ def plan_new_run(run: NewRun) -> Budget:
 def judge_new_run(run: NewRun) -> Verdict:
     """Whether the run suits the machine that is planned for, and how long it takes."""
     if run.is_demo:
-        return Verdict(True, "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with")
+        return Verdict(
+            True,
+            "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with",
+        )
     try:
         budget = plan_new_run(run)
     except ConfigError as error:
@@ -59,5 +63,7 @@ def judge_new_run(run: NewRun) -> Verdict:
         return Verdict(False, "cannot be planned")
     time = duration(budget.step_seconds * budget.plan.length.total_steps)
     if not budget.device.is_gpu:
-        return Verdict(not needs_consent(budget), f"no GPU here: about {time} on the CPU, without previews")
+        return Verdict(
+            not needs_consent(budget), f"no GPU here: about {time} on the CPU, without previews"
+        )
     return Verdict(True, f"fits, about {time} without previews")

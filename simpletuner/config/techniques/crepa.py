@@ -18,13 +18,17 @@ class CrepaConfig(TechniqueGroup):
     requires = when("crepa_enabled")
 
     crepa_enabled: Flag = common(False, label="CREPA")
-    """Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of a later block."""
+    """Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of
+    a later block.
+    """
     crepa_block_index: Integer | None = common(None, ge=0, default_note="8; Sana Video 10")
     """The aligned block, counted from 0."""
     crepa_lambda: Number = common(0.5, ge=0, le=1000, label="Weight")
     """Weight of the alignment in the loss; 0: plain training."""
     crepa_adjacent_distance: Integer = common(1, ge=0)
-    """Also align a frame with frames at this distance before and after, in latent frames; 0: only with itself."""
+    """Also align a frame with frames at this distance before and after, in latent frames; 0: only
+    with itself.
+    """
     crepa_adjacent_tau: Number = common(1.0, gt=0, le=1000, label="Temporal Decay")
     """A frame at distance d has the weight exp(-d / tau)."""
     crepa_cumulative_neighbors: Flag = option(False)
@@ -37,7 +41,11 @@ class CrepaConfig(TechniqueGroup):
     """Compare position by position; false: compare frame means."""
     crepa_feature_source: Literal["encoder", "backbone"] = option(
         "encoder",
-        refused={"self_flow": "is not available: it needs a moving-average teacher and a timestep for every token"},
+        refused={
+            "self_flow": (
+                "is not available: it needs a moving-average teacher and a timestep for every token"
+            )
+        },
     )
     """Source of the teacher's features: a vision encoder, or a later block of the model."""
     crepa_use_backbone_features: Flag = option(False)
@@ -45,19 +53,27 @@ class CrepaConfig(TechniqueGroup):
     crepa_teacher_block_index: Integer | None = option(
         None,
         ge=0,
-        requires=when("crepa_use_backbone_features", crepa_feature_source="backbone", because="no block teaches"),
+        requires=when(
+            "crepa_use_backbone_features",
+            crepa_feature_source="backbone",
+            because="no block teaches",
+        ),
     )
     """The teacher's block, counted from 0, for crepa_feature_source backbone."""
     crepa_encoder: Text = common("dinov2_vitg14", aliases=("crepa_model",), label="Vision Encoder")
-    """dinov2_vits14, _vitb14, _vitl14 or _vitg14, each also with _reg, or a folder or hub id in transformers format."""
+    """dinov2_vits14, _vitb14, _vitl14 or _vitg14, each also with _reg, or a folder or hub id in
+    transformers format.
+    """
     # 37 patches per side, the final training resolution of DINOv2.
     crepa_encoder_image_size: Integer = common(518, ge=64, label="Vision Encoder Size")
-    """Input size of the vision encoder in pixels per side, a multiple of 14. Smaller is faster and coarser."""
+    """Input size of the vision encoder in pixels per side, a multiple of 14. Smaller is faster and
+    coarser.
+    """
     crepa_encoder_frames_batch_size: Integer = option(-1, ge=-1)
     """Frames per encoder batch; -1: a whole clip."""
     crepa_cache: Literal["auto", "disk", "off"] = option("auto")
-    """disk: store features beside the latents, so that training loads neither encoder nor VAE; off: compute them in
-    every step; auto: disk if they fit into a fifth of the free space."""
+    """disk: store features beside the latents, so that training loads neither encoder nor VAE; off:
+    compute them in every step; auto: disk if they fit into a fifth of the free space."""
     crepa_drop_vae_encoder: Flag = common(False)
     """Drop the encoder half of the teacher's VAE, which saves memory."""
     crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option("constant")
@@ -92,10 +108,15 @@ class CrepaConfig(TechniqueGroup):
         return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
 
     def patches(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of encoder patches for a frame of these proportions, with no more patches than a square."""
+        """Rows and columns of encoder patches for a frame of these proportions, with no more
+        patches than a square.
+        """
         side = self.crepa_encoder_image_size // PATCH
-        # rows · columns <= side² and rows : columns ≈ height : width; 1e-9 in case sqrt ends just below an integer.
-        rows, columns = (int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height))
+        # rows · columns <= side² and rows : columns ≈ height : width; 1e-9 in case sqrt ends just
+        # below an integer.
+        rows, columns = (
+            int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height)
+        )
         return max(rows, 1), max(columns, 1)
 
     @property

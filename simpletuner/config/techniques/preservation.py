@@ -23,15 +23,26 @@ class PreservationConfig(TechniqueGroup):
         le=HEAVIEST,
         requires=when(
             model_type="lora",
-            because="the untrained model is the model with the LoRA off. Or also train on pictures of what to keep",
+            because=(
+                "the untrained model is the model with the LoRA off. Or also train on pictures of "
+                "what to keep"
+            ),
             fatal=True,
         ),
     )
-    """LoRA only: weight of preserving the predictions for other captions; 0 disables it. See docs/DREAMBOOTH.md."""
+    """LoRA only: weight of preserving the predictions for other captions; 0 disables it. See
+    docs/DREAMBOOTH.md.
+    """
     preservation_probability: Number = option(0.5, ge=0, le=1)
-    """Share of micro-batches with preservation, which add two forward passes, one without gradients."""
-    preservation_prompt: Text | None = preserved(None, default_note="the empty caption", common=True)
-    """The class word that replaces preservation_trigger or, without a trigger, the whole caption."""
+    """Share of micro-batches with preservation, which add two forward passes, one without
+    gradients.
+    """
+    preservation_prompt: Text | None = preserved(
+        None, default_note="the empty caption", common=True
+    )
+    """The class word that replaces preservation_trigger or, without a trigger, the whole
+    caption.
+    """
     preservation_trigger: Text | None = preserved(None)
     """The words in captions that name the subject."""
 
@@ -53,7 +64,9 @@ class PreservationConfig(TechniqueGroup):
 
     @property
     def _trigger(self) -> re.Pattern[str]:
-        """Matches the trigger as whole words in any letter case; without a trigger, matches nothing."""
+        """Matches the trigger as whole words in any letter case; without a trigger, matches
+        nothing.
+        """
         if self.preservation_trigger is None:
             return re.compile(r"(?!)")
         # Not \b, which fails next to punctuation, as in the trigger <me>.

@@ -13,7 +13,9 @@ from simpletuner.config.option import TechniqueGroup, common, option, unless, wh
 from simpletuner.config.types import Flag, Integer, Number
 
 PREFIX = "scheduled_sampling_"
-OFFSET, PROBABILITY, RAMP = (f"{PREFIX}{name}" for name in ("max_step_offset", "probability", "ramp_steps"))
+OFFSET, PROBABILITY, RAMP = (
+    f"{PREFIX}{name}" for name in ("max_step_offset", "probability", "ramp_steps")
+)
 ramped = partial(option, requires=when(RAMP))
 reflexflow = partial(option, requires=when(f"{PREFIX}reflexflow"))
 
@@ -33,12 +35,16 @@ class ScheduledSamplingConfig(TechniqueGroup):
     requires = when(OFFSET)
 
     scheduled_sampling_max_step_offset: Integer = common(0, ge=0)
-    """Maximum number of sampler steps rolled out to make an input; see docs/experimental/SCHEDULED_SAMPLING.md."""
+    """Maximum number of sampler steps rolled out to make an input; see
+    docs/experimental/SCHEDULED_SAMPLING.md.
+    """
     scheduled_sampling_probability: Number = common(
         0.0,
         ge=0,
         le=1,
-        requires=unless(RAMP, because=f"{RAMP} is set, so the probability follows prob_start and prob_end"),
+        requires=unless(
+            RAMP, because=f"{RAMP} is set, so the probability follows prob_start and prob_end"
+        ),
     )
     """Probability per sample, without a ramp."""
     scheduled_sampling_prob_start: Number = ramped(0.0, ge=0, le=1)
@@ -51,7 +57,9 @@ class ScheduledSamplingConfig(TechniqueGroup):
     """First step of the ramp, or of a fixed probability."""
     scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = ramped("linear")
     """Shape of the ramp."""
-    scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option("uniform")
+    scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
+        "uniform"
+    )
     """Distribution of the number of rolled-out steps: uniform, mostly few, or mostly many."""
     scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc")
     """Solver of the rollout."""
@@ -71,9 +79,14 @@ class ScheduledSamplingConfig(TechniqueGroup):
     @property
     def is_on(self) -> bool:
         """Whether any sample can have an offset."""
-        fixed, ramp = self.scheduled_sampling_probability, self.scheduled_sampling_ramp_steps
+        fixed = self.scheduled_sampling_probability
+        ramp = self.scheduled_sampling_ramp_steps
         # A ramp may also descend.
-        highest = max(self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end) if ramp else fixed
+        highest = (
+            max(self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end)
+            if ramp
+            else fixed
+        )
         return self.scheduled_sampling_max_step_offset > 0 and highest > 0
 
     @property
@@ -89,12 +102,15 @@ class ScheduledSamplingConfig(TechniqueGroup):
         share = min(max(since / self.scheduled_sampling_ramp_steps, 0.0), 1.0)
         if self.scheduled_sampling_ramp_shape == "cosine":
             share = 0.5 - 0.5 * math.cos(math.pi * share)
-        start, end = self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end
+        start = self.scheduled_sampling_prob_start
+        end = self.scheduled_sampling_prob_end
         return start + (end - start) * share
 
     def offset_at(self, share: float) -> int:
         """The offset for a uniform number in [0, 1)."""
-        return STRATEGIES[self.scheduled_sampling_strategy](share, self.scheduled_sampling_max_step_offset)
+        return STRATEGIES[self.scheduled_sampling_strategy](
+            share, self.scheduled_sampling_max_step_offset
+        )
 
     def mean_passes(self, total_steps: int) -> float:
         """Mean number of extra forward passes per sample, over a run of that length."""

@@ -18,10 +18,13 @@ class Route:
 
     Attributes:
         ratio: share of tokens that skip the blocks, in [0, 1).
-        first, last: first and last block of the range, inclusive; negative numbers count from the end.
+        first, last: first and last block of the range, inclusive; negative numbers count from the
+            end.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # pydantic's attribute for plain dataclasses
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid"
+    )  # pydantic's attribute for plain dataclasses
 
     ratio: Annotated[Number, Field(alias="selection_ratio", ge=0, lt=1)]
     first: Annotated[Integer, Field(alias="start_layer_idx")]
@@ -47,7 +50,11 @@ def _around_middle(share: float) -> dict[str, Any]:
 
 
 # Presets of `tread_config`: one route around all but the outermost blocks.
-ROUTES: Mapping[str, Any] = {"none": None, "quarter": _around_middle(0.25), "half": _around_middle(0.5)}
+ROUTES: Mapping[str, Any] = {
+    "none": None,
+    "quarter": _around_middle(0.25),
+    "half": _around_middle(0.5),
+}
 
 
 class RouteGroup(Group):
@@ -62,7 +69,9 @@ class TreadConfig(TechniqueGroup):
     tread_config: Annotated[RouteGroup, BeforeValidator(parse_json_text)] | None = common(
         None, form="JSON", label="TREAD Routes"
     )
-    """Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md."""
+    """Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see
+    docs/TREAD.md.
+    """
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -75,10 +84,13 @@ def count_kept(ratio: float, units: int) -> int:
     return max(1, round((1 - ratio) * units))
 
 
-def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int) -> tuple[int, ...]:
+def tokens_by_block(
+    routes: Sequence[Route], blocks: int, tokens: int, unit: int
+) -> tuple[int, ...]:
     """Number of tokens that each block processes; empty if every block processes all tokens.
 
-    Protected tokens beyond a route's share are not counted. Block indices beyond the model are ignored.
+    Protected tokens beyond a route's share are not counted. Block indices beyond the model are
+    ignored.
 
     Args:
         unit: number of tokens kept or dropped together.

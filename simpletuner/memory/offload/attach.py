@@ -1,7 +1,7 @@
 """Attaches a streamer to a model: selects the blocks to stream and wraps their `forward`.
 
-Names, shapes and `state_dict()` keys of the model are unchanged, and `model.to(...)` moves everything but the streamed
-weights.
+Names, shapes and `state_dict()` keys of the model are unchanged, and `model.to(...)` moves
+everything but the streamed weights.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ logger = logging.getLogger(__name__)
 
 def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.device) -> None:
     """Move a model to a device, except for the frozen weights of blocks that will stream."""
-    with set_aside(streamed, {id(tensor) for block in streamed for tensor in frozen_tensors(block)}):
+    with set_aside(
+        streamed, {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
+    ):
         model.to(device)
     trim_heap()
 
 
 def streamed_blocks(blocks: Sequence[nn.Module], residents: int) -> list[nn.Module]:
-    """All blocks except `residents` evenly spaced blocks, which stay on the device and give copies more time."""
+    """All blocks except `residents` evenly spaced blocks, which stay on the device and give copies
+    more time.
+    """
     count = min(residents, len(blocks))
     # Midpoints of equal parts.
     staying = {int((index + 0.5) * len(blocks) / count) for index in range(count)}
@@ -62,7 +66,8 @@ class Offload:
 
     Attributes:
         device: the compute device.
-        world: the processes that train together; processes of a machine share one copy of the weights in host memory.
+        world: the processes that train together; processes of a machine share one copy of the
+            weights in host memory.
     """
 
     config: OffloadConfig
@@ -70,21 +75,29 @@ class Offload:
     world: World = field(default_factory=World)
 
     def attach(
-        self, transformer: nn.Module, blocks: Sequence[nn.Module], *, keeps_saved: bool,
+        self,
+        transformer: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        keeps_saved: bool,
         packed: list[WeightImage] | None = None,
-    ) -> Streamer | None:  # fmt: skip
-        """Stream the frozen weights of a transformer; call this after all other changes to the transformer.
+    ) -> Streamer | None:
+        """Stream the frozen weights of a transformer; call this after all other changes to the
+        transformer.
 
         Args:
             blocks: the blocks to stream, in the order of the forward pass; see `streamed_blocks`.
-            keeps_saved: some blocks run without activation checkpointing, so autograd saves their weights.
+            keeps_saved: some blocks run without activation checkpointing, so autograd saves their
+                weights.
             packed: see `stream`.
 
         Returns:
             the streamer, or None if nothing streams.
         """
         if not blocks:
-            logger.warning("group_offload_resident_blocks covers every block: nothing is left to offload.")
+            logger.warning(
+                "group_offload_resident_blocks covers every block: nothing is left to offload."
+            )
             return None
         wanted = self.config.group_offload_blocks_per_group
         if wanted > len(blocks):
@@ -98,21 +111,31 @@ class Offload:
         total = sum(image.nbytes for image in streamer.images)
         logger.info(
             "Streaming %d blocks through %d slots of %.0f MB; %.2f GB of weights stay %s.",
-            len(blocks), len(streamer.slots), streamer.slots[0].nbytes / 1e6, total / 1e9, where,
-        )  # fmt: skip
+            len(blocks),
+            len(streamer.slots),
+            streamer.slots[0].nbytes / 1e6,
+            total / 1e9,
+            where,
+        )
         return streamer
 
-    def attach_to_stacks(self, model: nn.Module, quantise: LayerQuantiser | None = None) -> list[Streamer]:
-        """Move a frozen model to the device, streaming its stacks of layers that are longer than the ring.
+    def attach_to_stacks(
+        self, model: nn.Module, quantise: LayerQuantiser | None = None
+    ) -> list[Streamer]:
+        """Move a frozen model to the device, streaming its stacks of layers that are longer than
+        the ring.
 
-        Stacks are the outermost module lists, such as the layers of a language model or the up blocks of a VAE decoder.
-        Every stack has a separate ring, because a call may run only some stacks.
+        Stacks are the outermost module lists, such as the layers of a language model or the up
+        blocks of a VAE decoder. Every stack has a separate ring, because a call may run only some
+        stacks.
 
         Args:
-            quantise: called for each group of layers just before packing, and for the whole model at the end.
+            quantise: called for each group of layers just before packing, and for the whole model
+                at the end.
         """
         # A shorter stack would fit into its slots.
-        stacks, packed = [list(stack) for stack in _outermost_lists(model) if len(stack) > SLOTS], []
+        stacks = [list(stack) for stack in _outermost_lists(model) if len(stack) > SLOTS]
+        packed = []
         # Group by group, so that the host never holds all quantised layers twice.
         for group in (group for stack in stacks for group in self.groups(stack)):
             if quantise is not None:
@@ -124,7 +147,9 @@ class Offload:
         place_model(model, [layer for stack in stacks for layer in stack], self.device)
         return [self.stream(stack, packed) for stack in stacks]
 
-    def stream(self, blocks: Sequence[nn.Module], packed: list[WeightImage] | None = None) -> Streamer:
+    def stream(
+        self, blocks: Sequence[nn.Module], packed: list[WeightImage] | None = None
+    ) -> Streamer:
         """Pack blocks into images, unless already packed, and stream them in each forward pass.
 
         Args:
@@ -133,7 +158,8 @@ class Offload:
         Raises:
             UserError: the folder for images on disk cannot be created.
         """
-        groups, images = self.groups(blocks), []
+        groups = self.groups(blocks)
+        images = []
         for group in groups:
             image = packed.pop(0) if packed else None
             # Layers may have been replaced since packing.
@@ -141,7 +167,9 @@ class Offload:
         use_stream = self.config.group_offload_use_stream
         to_disk = self.config.group_offload_to_disk_path is not None
         if use_stream and self.device.type != "cuda":
-            _warn_once("group_offload_use_stream has no effect: the compute device is not a CUDA device.")
+            _warn_once(
+                "group_offload_use_stream has no effect: the compute device is not a CUDA device."
+            )
         largest = max(image.nbytes for image in images)
         copier = choose_copier(self.device, largest, use_stream=use_stream, on_disk=to_disk)
         streamer = Streamer(images, copier, SLOTS)
@@ -166,7 +194,8 @@ class Offload:
 
     def _settle(self, image: WeightImage, flat: Tensor) -> Tensor:
         """Store an image on disk, or in host memory, pinned for a GPU."""
-        path, shared = self.config.group_offload_to_disk_path, self.world.local_size > 1
+        path = self.config.group_offload_to_disk_path
+        shared = self.world.local_size > 1
         if path is None:
             kept = shared_by_machine(flat, self.world, None) if shared else flat
             if self.device.type == "cuda":
@@ -176,15 +205,17 @@ class Offload:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"group_offload_to_disk_path: cannot create {str(folder)!r}: {error.strerror}.") from None
+            raise UserError(
+                f"group_offload_to_disk_path: cannot create {str(folder)!r}: {error.strerror}."
+            ) from None
         return shared_by_machine(flat, self.world, folder) if shared else on_disk(flat, folder)
 
 
 def _wrap_forward(module: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> None:
     """Enter a context around the current `forward`, which may be compiled.
 
-    The streamer stays outside of compiled code. Hooks of activation checkpointing are nested inside, so they take
-    precedence.
+    The streamer stays outside of compiled code. Hooks of activation checkpointing are nested
+    inside, so they take precedence.
     """
     inner = module.forward
 
@@ -203,7 +234,9 @@ def _entering(streamer: Streamer, group: int) -> Iterator[None]:
 
 
 def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
-    """Exclude the streamed tensors from `to`, `cuda`, `float` and similar calls; LoRA weights move as usual."""
+    """Exclude the streamed tensors from `to`, `cuda`, `float` and similar calls; LoRA weights move
+    as usual.
+    """
     apply: Callable[..., nn.Module] = block._apply
 
     def apply_to_rest(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

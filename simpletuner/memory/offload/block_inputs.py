@@ -1,8 +1,8 @@
 """Keeps the inputs of checkpointed blocks in host memory until the backward pass.
 
-Activation checkpointing keeps the input of every block, and for long clips these inputs dominate device memory. They
-are copied to the host on a side stream while the block computes, in the bus direction that streamed weights leave free,
-and are prefetched one block ahead.
+Activation checkpointing keeps the input of every block, and for long clips these inputs dominate
+device memory. They are copied to the host on a side stream while the block computes, in the bus
+direction that streamed weights leave free, and are prefetched one block ahead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class _Kept:
     """
 
     def __init__(self, host: Tensor, before: weakref.ref[_Kept] | None) -> None:
-        self.host, self.before = host, before
+        self.host = host
+        self.before = before
         self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
 
 
@@ -44,15 +45,17 @@ class BlockInputs:
     def __init__(self, device: torch.device) -> None:
         self.side = SideStream(device)
         if self.side.stream is None:
-            logger.warning("offload_block_inputs saves nothing: the compute device is not a CUDA device.")
+            logger.warning(
+                "offload_block_inputs saves nothing: the compute device is not a CUDA device."
+            )
         self._free: list[Tensor] = []  # pinned bytes
         self._last: weakref.ref[_Kept] | None = None
 
     def around(self, hidden_states: Tensor) -> saved_tensors_hooks:
         """Hooks around one checkpointed call of a block.
 
-        `hidden_states` is the input that changes from block to block; all other inputs are common to the blocks and
-        stay on the device.
+        `hidden_states` is the input that changes from block to block; all other inputs are common
+        to the blocks and stay on the device.
         """
         address = hidden_states.data_ptr()
 
@@ -96,11 +99,14 @@ class BlockInputs:
     def _buffer(self, nbytes: int) -> Tensor:
         """Host memory of at least `nbytes` bytes: the smallest free buffer, or a new one.
 
-        All copies run in order on one stream, so a buffer can be reused while it is still being read. A new buffer
-        replaces a free buffer that is too small, so there are never more buffers than tensors.
+        All copies run in order on one stream, so a buffer can be reused while it is still being
+        read. A new buffer replaces a free buffer that is too small, so there are never more buffers
+        than tensors.
         """
         self._free.sort(key=Tensor.numel)
-        index = next((index for index, each in enumerate(self._free) if each.numel() >= nbytes), None)
+        index = next(
+            (index for index, each in enumerate(self._free) if each.numel() >= nbytes), None
+        )
         if index is not None:
             return self._free.pop(index)
         del self._free[:1]

@@ -1,7 +1,8 @@
 """Copiers, which copy the images of groups into slots on the device.
 
-A copier guarantees that a copy starts only after all previously submitted compute, which may still use the slot, and
-that compute submitted after `wait` sees the complete copy. Only the copier from disk blocks the host.
+A copier guarantees that a copy starts only after all previously submitted compute, which may still
+use the slot, and that compute submitted after `wait` sees the complete copy. Only the copier from
+disk blocks the host.
 """
 
 from __future__ import annotations
@@ -78,10 +79,13 @@ class DiskCopier(Copier):
     def waited(self) -> float:
         return self._late.read() + super().waited()
 
-    def _read(self, slot: Tensor, flat: Tensor, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _read(
+        self, slot: Tensor, flat: Tensor, free: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
         with torch.cuda.device(self.side.device):
             if self._copied is not None:
-                self._copied.synchronize()  # before the staging buffer is overwritten; blocks only this thread
+                # before the staging buffer is overwritten; blocks only this thread
+                self._copied.synchronize()
             staged = self._staging[: flat.numel()].copy_(flat)
             with self.side.after_compute(free):
                 slot[: flat.numel()].copy_(staged, non_blocking=True)

@@ -32,31 +32,40 @@ from simpletuner.rounding import round_up
 logger = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
-PROCESSES, SHARED_MEMORY = Path("/proc"), Path("/dev/shm")
+PROCESSES = Path("/proc")
+SHARED_MEMORY = Path("/dev/shm")
 FILES = "simpletuner-offload-"
 MARK = 16  # random bytes that identify a shared file
-STRAY_SECONDS = 3600.0  # age at which a file name, which exists only briefly, must be left from a killed process
+# age at which a file name, which exists only briefly, must be left from a killed process
+STRAY_SECONDS = 3600.0
 
 
 def whole_pages(nbytes: int) -> Tensor:
-    """An uninitialised buffer that shares no memory page with other data, since a page can be locked only once."""
+    """An uninitialised buffer that shares no memory page with other data, since a page can be
+    locked only once.
+    """
     # One page to align the start, and one to keep other data off the last page.
     room = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
     start = -room.data_ptr() % PAGE
-    return torch.from_numpy(room.numpy()[start : start + nbytes])  # unlike a slice, its storage starts at the page
+    return torch.from_numpy(
+        room.numpy()[start : start + nbytes]
+    )  # unlike a slice, its storage starts at the page
 
 
 def page_lock(flat: Tensor, owner: object) -> None:
     """Page-lock a buffer of `whole_pages` for the GPU until `owner` is garbage-collected.
 
-    The memory is locked in place because torch's pinned allocator rounds every size up to a power of two.
+    The memory is locked in place because torch's pinned allocator rounds every size up to a power
+    of two.
     """
     locked = round_up(flat.nbytes, PAGE)
     error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), locked, 0))
     if error:
         _forget_error()
         # `ulimit -l` is not the cause: NVIDIA's driver does not count pinned pages against it.
-        logger.warning("Offloaded tensors could not be pinned (CUDA error %d): copies will be slower.", error)
+        logger.warning(
+            "Offloaded tensors could not be pinned (CUDA error %d): copies will be slower.", error
+        )
         return
     release = weakref.finalize(owner, _unlock, flat.data_ptr(), torch.cuda.current_device())
     release.atexit = False  # at exit, the operating system frees the memory
@@ -66,7 +75,8 @@ def _unlock(address: int, gpu: int) -> None:
     """Unlock after all copies: the streamer may have submitted a copy that nothing waits for.
 
     Args:
-        gpu: the GPU that locked the memory; garbage collection may run in a thread with another current device.
+        gpu: the GPU that locked the memory; garbage collection may run in a thread with another
+            current device.
     """
     failed = suppress(torch.AcceleratorError)  # no call works on a failed device
     with failed, torch.cuda.device(gpu):
@@ -87,7 +97,8 @@ def _forget_error() -> None:
 def on_disk(flat: Tensor, folder: Path) -> Tensor:
     """Copy a buffer to a file in `folder` and map it privately.
 
-    The file is unlinked, so its space is freed however the process ends, and no other run can use it.
+    The file is unlinked, so its space is freed however the process ends, and no other run can use
+    it.
 
     Raises:
         DiskFullError: no space left in the folder.
@@ -100,11 +111,13 @@ def on_disk(flat: Tensor, folder: Path) -> Tensor:
 def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor:
     """One buffer, with the content of the machine's first process, shared by all its processes.
 
-    Every process must call this for the same buffers in the same order. If processes do not see each other in /proc,
-    as in separate containers, the file has a name until all have opened it, before any data is written.
+    Every process must call this for the same buffers in the same order. If processes do not see
+    each other in /proc, as in separate containers, the file has a name until all have opened it,
+    before any data is written.
 
     Args:
-        folder: a folder on disk; None for memory, which unlike /dev/shm is not limited in containers.
+        folder: a folder on disk; None for memory, which unlike /dev/shm is not limited in
+            containers.
 
     Raises:
         UserError: the processes see neither each other nor the same folder.
@@ -112,10 +125,15 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
     """
     file = _open_together(world, folder, named=False) or _open_together(world, folder, named=True)
     if file is None:
-        place = f"group_offload_to_disk_path {str(folder)!r}" if folder else f"{SHARED_MEMORY} (docker run --ipc=host)"
+        place = (
+            f"group_offload_to_disk_path {str(folder)!r}"
+            if folder
+            else f"{SHARED_MEMORY} (docker run --ipc=host)"
+        )
         raise UserError(
-            f"The {world.local_size} processes of this machine cannot share weights: they see neither each other in "
-            f"/proc nor the same files. Let their containers share process IDs (docker run --pid=host), or {place}."
+            f"The {world.local_size} processes of this machine cannot share weights: they see "
+            "neither each other in /proc nor the same files. Let their containers share process "
+            f"IDs (docker run --pid=host), or {place}."
         )
     with file:
         with writing_to(folder or SHARED_MEMORY):
@@ -124,7 +142,9 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
 
 
 def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
-    """Move the frozen tensors of modules into memory shared by all processes of a machine. Collective."""
+    """Move the frozen tensors of modules into memory shared by all processes of a machine.
+    Collective.
+    """
     if world.local_size > 1:
         WeightImage(modules, lambda image, flat: shared_by_machine(flat, world, None))
 
@@ -133,15 +153,22 @@ def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[byte
     """A file of each machine's first process; None in all processes if any process cannot open it.
 
     Args:
-        named: give the file a temporary name; otherwise processes open it through the first process in /proc.
+        named: give the file a temporary name; otherwise processes open it through the first process
+            in /proc.
     """
     made: list[IO[bytes]] = []
     with ExitStack() as names:
 
         def make() -> tuple[str, bytes]:
             with writing_to(folder or SHARED_MEMORY):
-                made.append(_named_file(folder or SHARED_MEMORY) if named else _unnamed_file(folder))
-                path = str(made[0].name) if named else f"{PROCESSES}/{os.getpid()}/fd/{made[0].fileno()}"
+                made.append(
+                    _named_file(folder or SHARED_MEMORY) if named else _unnamed_file(folder)
+                )
+                path = (
+                    str(made[0].name)
+                    if named
+                    else f"{PROCESSES}/{os.getpid()}/fd/{made[0].fileno()}"
+                )
                 if named:
                     names.callback(os.unlink, path)
                 mark = secrets.token_bytes(MARK)
@@ -159,7 +186,9 @@ def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[byte
 
 
 def _opened(path: str, mark: bytes) -> IO[bytes] | None:
-    """The file at a path if it begins with the mark; in another container, the path may be a different file."""
+    """The file at a path if it begins with the mark; in another container, the path may be a
+    different file.
+    """
     with suppress(OSError):
         if Path(path).is_file():  # opening a pipe would block
             file = Path(path).open("r+b")  # noqa: SIM115 - for the caller
@@ -170,10 +199,15 @@ def _opened(path: str, mark: bytes) -> IO[bytes] | None:
 
 
 def _named_file(folder: Path) -> IO[bytes]:
-    """A file with a random name, accessible only to this user. Removes stale files of killed processes."""
+    """A file with a random name, accessible only to this user. Removes stale files of killed
+    processes.
+    """
     for stray in folder.glob(f"{FILES}*"):
         with suppress(OSError):
-            if time.time() - stray.stat().st_mtime > STRAY_SECONDS and stray.stat().st_uid == os.geteuid():
+            if (
+                time.time() - stray.stat().st_mtime > STRAY_SECONDS
+                and stray.stat().st_uid == os.geteuid()
+            ):
                 stray.unlink()
     return cast(IO[bytes], tempfile.NamedTemporaryFile(dir=folder, prefix=FILES, delete=False))
 
@@ -220,7 +254,9 @@ class Span:
     @classmethod
     def of(cls, tensor: Tensor, offset: int = 0) -> Span:
         """The span of a tensor stored at `offset` bytes."""
-        return cls(offset, tensor.size(), torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
+        return cls(
+            offset, tensor.size(), torch.empty_like(tensor, device="meta").stride(), tensor.dtype
+        )
 
     def view(self, flat: Tensor) -> Tensor:
         """This span of a buffer as a tensor; the buffer may be longer than the image."""
@@ -240,12 +276,15 @@ class WeightImage:
         flat: the stored image, as bytes.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], settle: Settle = lambda image, flat: flat) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], settle: Settle = lambda image, flat: flat
+    ) -> None:
         # By identity, so that weights shared between layers are stored once.
         unique = {id(tensor): tensor for module in modules for tensor in frozen_tensors(module)}
         self.tensors = list(unique.values())
         self._leaves = [leaf for tensor in self.tensors for leaf in leaves(tensor)]
-        self._places, end = list[Span](), 0
+        self._places = list[Span]()
+        end = 0
         for leaf in self._leaves:
             self._places.append(Span.of(leaf, end))
             end += round_up(leaf.nbytes, ALIGNMENT)
@@ -262,16 +301,21 @@ class WeightImage:
         return self.flat.nbytes
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether the image is up to date with these modules: no tensor was added or replaced since packing."""
+        """Whether the image is up to date with these modules: no tensor was added or replaced since
+        packing.
+        """
         current = {id(tensor) for module in modules for tensor in frozen_tensors(module)}
         kept = zip(self._leaves, self._places, strict=True)
         return current == {id(tensor) for tensor in self.tensors} and all(
-            Span.of(leaf, place.offset) == place and leaf.data_ptr() == self.flat.data_ptr() + place.offset
+            Span.of(leaf, place.offset) == place
+            and leaf.data_ptr() == self.flat.data_ptr() + place.offset
             for leaf, place in kept
         )
 
     def bind(self, flat: Tensor) -> None:
-        """Point the tensors at a buffer with this image: the host buffer, or a slot on the device."""
+        """Point the tensors at a buffer with this image: the host buffer, or a slot on the
+        device.
+        """
         binding = self._bindings.get(flat.data_ptr())
         if binding is None:
             binding = self._bindings[flat.data_ptr()] = self._make_binding(flat)
@@ -281,7 +325,9 @@ class WeightImage:
                 tensor.data = content
 
     def _make_binding(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every plain tensor with its view, then the wrappers, which must report the device of their content."""
+        """Every plain tensor with its view, then the wrappers, which must report the device of
+        their content.
+        """
         views = [place.view(flat) for place in self._places]
         remaining = iter(views)
         shells = [(tensor, rebuild(tensor, remaining)) for tensor in self.tensors]
@@ -296,7 +342,9 @@ def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def wraps(tensor: Any) -> bool:
-    """Whether a tensor only wraps other tensors and has no memory, like torchao's quantised tensors."""
+    """Whether a tensor only wraps other tensors and has no memory, like torchao's quantised
+    tensors.
+    """
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -321,7 +369,10 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
         yield
     finally:
         for table, before in tables:
-            after = {name: value if id(value) in tensors else table[name] for name, value in before.items()}
+            after = {
+                name: value if id(value) in tensors else table[name]
+                for name, value in before.items()
+            }
             table.clear()
             table.update(after)  # restores the order of the state dict
 

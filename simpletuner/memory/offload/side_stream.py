@@ -1,4 +1,6 @@
-"""A stream beside the compute stream, for copies between host and device and for decoding, and its events."""
+"""A stream beside the compute stream, for copies between host and device and for decoding, and its
+events.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from simpletuner.memory.offload.image import page_lock, whole_pages
 
 
 class SideStream:
-    """A CUDA stream beside the compute stream. Without CUDA, copies are synchronous and save nothing.
+    """A CUDA stream beside the compute stream. Without CUDA, copies are synchronous and save
+    nothing.
 
-    The allocator does not track it: callers must keep a tensor alive until its copy is complete, or pass it to `keep`.
+    The allocator does not track it: callers must keep a tensor alive until its copy is complete, or
+    pass it to `keep`.
 
     Args:
         device: the compute device.
@@ -28,15 +32,21 @@ class SideStream:
         self._kept: deque[tuple[object, torch.cuda.Event]] = deque()
 
     def after_compute(self, end: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-        """A context on this stream that waits for the compute before an event of `end_of_compute`, by default now."""
+        """A context on this stream that waits for the compute before an event of `end_of_compute`,
+        by default now.
+        """
         if self.stream is None:
             return nullcontext()
         self.stream.wait_event(end or torch.cuda.current_stream(self.device).record_event())
         return torch.cuda.stream(self.stream)
 
     def end_of_compute(self) -> torch.cuda.Event | None:
-        """An event after all compute so far, for `after_compute` in another thread, whose current stream differs."""
-        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+        """An event after all compute so far, for `after_compute` in another thread, whose current
+        stream differs.
+        """
+        return (
+            None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+        )
 
     def end_of_copies(self) -> torch.cuda.Event | None:
         """An event after all copies so far; None if they were synchronous."""
@@ -45,9 +55,10 @@ class SideStream:
     def keep(self, copied: object) -> torch.cuda.Event | None:
         """Hold a reference to tensors until the copies so far are complete; returns that event.
 
-        With `record_stream`, the allocator would reuse their memory only after the host has seen the event. By then,
-        the host has launched many blocks, whose inputs all take new memory. Here, the compute stream waits for all but
-        the newest copies, and later tensors reuse the memory of older ones.
+        With `record_stream`, the allocator would reuse their memory only after the host has seen
+        the event. By then, the host has launched many blocks, whose inputs all take new memory.
+        Here, the compute stream waits for all but the newest copies, and later tensors reuse the
+        memory of older ones.
         """
         end = self.end_of_copies()
         if end is not None:
@@ -58,7 +69,9 @@ class SideStream:
         return end
 
     def make_compute_wait(self, end: torch.cuda.Event | None) -> None:
-        """Make the compute stream wait for an event of `end_of_copies`, and release the tensors kept until then."""
+        """Make the compute stream wait for an event of `end_of_copies`, and release the tensors
+        kept until then.
+        """
         if end is not None:
             torch.cuda.current_stream(self.device).wait_event(end)
             while any(event is end for _, event in self._kept):
@@ -71,7 +84,9 @@ class SideStream:
         self._kept.clear()
 
     def host_memory(self, nbytes: int, owner: object | None = None) -> Tensor:
-        """Pinned host memory, unlocked when `owner`, by default the tensor itself, is garbage-collected."""
+        """Pinned host memory, unlocked when `owner`, by default the tensor itself, is
+        garbage-collected.
+        """
         flat = whole_pages(nbytes)
         if self.stream is not None:
             page_lock(flat, flat if owner is None else owner)

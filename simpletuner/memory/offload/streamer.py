@@ -3,9 +3,9 @@
     forward            ─► 0 1 2 3 4 5   each group is prefetched one group ahead,
     backward  3 2 1 0 ◄─               and evicts the group that ran before
 
-The last groups are still in their slots when the backward pass begins, so a training step makes 2 (groups - slots)
-copies. Evicting a group points its tensors at the host image again; frozen weights never change, so no data is copied
-back.
+The last groups are still in their slots when the backward pass begins, so a training step makes 2
+(groups - slots) copies. Evicting a group points its tensors at the host image again; frozen weights
+never change, so no data is copied back.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ class Streamer:
         self.images = list(images)
         self.copier = copier
         largest = max(image.nbytes for image in images)
-        self.slots: list[Tensor] = [copier.make_slot(largest) for _ in range(min(slots, len(images)))]
+        self.slots: list[Tensor] = [
+            copier.make_slot(largest) for _ in range(min(slots, len(images)))
+        ]
         self._held: list[int | None] = [None] * len(self.slots)  # the group in each slot
         self._pending: dict[int, Any] = {}  # copies that the copier has started, by group
         # Saved views are recognised by the storage they share with a slot.
-        self._places = {slot.untyped_storage().data_ptr(): index for index, slot in enumerate(self.slots)}
+        self._places = {
+            slot.untyped_storage().data_ptr(): index for index, slot in enumerate(self.slots)
+        }
 
     def enter(self, group: int) -> None:
         """Announce that compute starts a group and is done with earlier groups.
@@ -71,7 +75,8 @@ class Streamer:
 
     def _load(self, group: int, keep: set[int]) -> None:
         """Start copying a group into a slot whose group is not in `keep`."""
-        # `keep` has at most one group per slot, including the one to load, which has no slot: one slot is always free.
+        # `keep` has at most one group per slot, including the one to load, which has no slot: one
+        # slot is always free.
         index = next(index for index, held in enumerate(self._held) if held not in keep)
         evicted = self._held[index]
         if evicted is not None:
@@ -85,7 +90,8 @@ class Streamer:
 
         Without gradients, the model is called repeatedly, so the first group follows the last.
         """
-        count, depth = len(self.images), len(self.slots) - 1
+        count = len(self.images)
+        depth = len(self.slots) - 1
         if in_backward():
             return [group - step for step in range(1, depth + 1) if group - step >= 0]
         coming = [group + step for step in range(1, depth + 1)]
@@ -95,12 +101,15 @@ class Streamer:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in the backward pass, where activation checkpointing recomputes blocks."""
+    """Whether this thread is in the backward pass, where activation checkpointing recomputes
+    blocks.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 class RememberedPlaces(saved_tensors_hooks):
-    """Hooks that save views of slots by position instead of by value; all other tensors are saved as usual.
+    """Hooks that save views of slots by position instead of by value; all other tensors are saved
+    as usual.
 
     An operation reads the weights of one group only, so unpacking one group at a time suffices.
     """
@@ -108,7 +117,9 @@ class RememberedPlaces(saved_tensors_hooks):
     def __init__(self, streamer: Streamer) -> None:
         def pack(tensor: Tensor) -> Tensor | tuple[int, Span]:
             # Wrappers have no memory; quantised weights stream only with activation checkpointing.
-            group = streamer.group_at(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
+            group = (
+                streamer.group_at(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
+            )
             if group is None:
                 return tensor
             offset = int(tensor.storage_offset()) * tensor.element_size()

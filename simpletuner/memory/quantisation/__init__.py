@@ -1,7 +1,7 @@
 """Quantised frozen linear layers.
 
-A library computes levels and scales once, when weights are loaded. `QuantisedLinear` stores them as plain buffers, so
-they can be moved, streamed, compiled and saved like any tensor.
+A library computes levels and scales once, when weights are loaded. `QuantisedLinear` stores them as
+plain buffers, so they can be moved, streamed, compiled and saved like any tensor.
 
 layers        quantised layers, and the quantisation of a model in place
 formats       the interface of packed weights

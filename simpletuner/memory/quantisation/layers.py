@@ -36,10 +36,14 @@ def pack(weight: Tensor, quantisation: Quantisation) -> Packed:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Matmul with a packed weight. The backward pass unpacks it again, so autograd saves no unpacked weight."""
+    """Matmul with a packed weight. The backward pass unpacks it again, so autograd saves no
+    unpacked weight.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, form: WeightFormat, *packed: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, bias: Tensor | None, form: WeightFormat, *packed: Tensor
+    ) -> Tensor:
         ctx.form = form
         ctx.save_for_backward(*packed)
         return form.product(inputs, bias, *packed)
@@ -53,12 +57,17 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer whose weight is packed into buffers named `packed_...`; supports adapters as usual."""
+    """A linear layer whose weight is packed into buffers named `packed_...`; supports adapters as
+    usual.
+    """
 
     def __init__(self, layer: nn.Linear, packed: Packed) -> None:
         nn.Module.__init__(self)  # nn.Linear would allocate a full-size weight
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        bias = None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        bias = (
+            None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)
+        )
         self.register_parameter("bias", bias)
         self.form, tensors = packed
         self.names = tuple(f"packed_{name}" for name in tensors)
@@ -72,26 +81,35 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight `out in`, unpacked at each access; read by DoRA, and by peft when it adds adapters."""
+        """The weight `out in`, unpacked at each access; read by DoRA, and by peft when it adds
+        adapters.
+        """
         return self.form.unpack(*self.packed)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not inputs.requires_grad:  # torch 2.11 cannot compile a function whose inputs have no gradient
+        if (
+            not inputs.requires_grad
+        ):  # torch 2.11 cannot compile a function whose inputs have no gradient
             return self.form.product(inputs, self.bias, *self.packed)
         return FrozenProduct.apply(inputs, self.bias, self.form, *self.packed)
 
 
 def quantise(
-    model: nn.Module, layers: str, quantisation: Quantisation, *, via: Via = "cpu", accelerator: torch.device,
+    model: nn.Module,
+    layers: str,
+    quantisation: Quantisation,
+    *,
+    via: Via = "cpu",
+    accelerator: torch.device,
     within: Sequence[nn.Module] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Replace linear layers of a model with quantised layers, in place and on the same device.
 
     Args:
         layers: regular expression that must match the full dotted path of a layer.
         within: quantise only layers in these modules; by default in the whole model.
-        via: device of the packing, with equal results: the CPU, or the accelerator, one block (`accelerator`) or one
-            layer (`pipeline`) at a time.
+        via: device of the packing, with equal results: the CPU, or the accelerator, one block
+            (`accelerator`) or one layer (`pipeline`) at a time.
 
     Raises:
         RuntimeError: the expression matches no linear layer.
@@ -127,20 +145,28 @@ def block_of(name: str) -> str:
     return re.match(r"(.*?\.\d+)?", name).group()  # type: ignore[union-attr]
 
 
-def _quantise_together(model: nn.Module, names: list[str], quantisation: Quantisation, device: torch.device) -> None:
+def _quantise_together(
+    model: nn.Module, names: list[str], quantisation: Quantisation, device: torch.device
+) -> None:
     """Pack layers on a device, and move the results back to the device of each layer."""
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
-    weights = {name: layer.weight.detach().to(device, non_blocking=True) for name, layer in layers.items()}
+    weights = {
+        name: layer.weight.detach().to(device, non_blocking=True) for name, layer in layers.items()
+    }
     for name, layer in layers.items():
         home = layer.weight.device
         form, tensors = pack(weights.pop(name), quantisation)
         packed = {key: tensor.to(home).contiguous() for key, tensor in tensors.items()}
         owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner).register_module(attribute, QuantisedLinear(layer, (form, packed)))
+        model.get_submodule(owner).register_module(
+            attribute, QuantisedLinear(layer, (form, packed))
+        )
 
 
 def use_quantised_products(model: nn.Module) -> None:
-    """Let quantised layers multiply without unpacking their weights, except for layers of unsupported sizes."""
+    """Let quantised layers multiply without unpacking their weights, except for layers of
+    unsupported sizes.
+    """
     odd: list[str] = []
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantisedLinear):
@@ -150,5 +176,8 @@ def use_quantised_products(model: nn.Module) -> None:
         else:
             layer.form = ScaledRows(rounds_inputs=True, rounds_gradients=True)
     if odd:
-        message = "quantized_matmul: %s are multiplied unpacked, since their sizes are not multiples of %d."
+        message = (
+            "quantized_matmul: %s are multiplied unpacked, since their sizes are not "
+            "multiples of %d."
+        )
         logger.info(message, shorten(odd), MULTIPLE)

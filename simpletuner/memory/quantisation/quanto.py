@@ -1,4 +1,6 @@
-"""Weights as optimum-quanto quantises them: 8 bits with a scale per row, or 2 or 4 bits with a scale per group."""
+"""Weights as optimum-quanto quantises them: 8 bits with a scale per row, or 2 or 4 bits with a
+scale per group.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ GROUP_SIZES = (128, 96, 64, 32)
 class ScaledGroups(WeightFormat):
     """2 or 4 bits per weight, and a scale and shift per group: w = scale · level - shift.
 
-    Groups are packed in slices: byte row i holds group i in its lowest bits, then group i of the next slice.
+    Groups are packed in slices: byte row i holds group i in its lowest bits, then group i of the
+    next slice.
     """
 
     bits: int

@@ -43,7 +43,10 @@ def pack_torchao(weight: Tensor, kind: str) -> Packed:
     quantization.quantize_(carrier, getattr(quantization, kind)())
     packed: Any = carrier.weight
     if kind == "Int8DynamicActivationInt8WeightConfig":
-        return ScaledRows(weight.dtype, rounds_inputs=True), {"data": packed.qdata, "scale": packed.scale}
+        return ScaledRows(weight.dtype, rounds_inputs=True), {
+            "data": packed.qdata,
+            "scale": packed.scale,
+        }
     listed, settings = packed.__tensor_flatten__()
     inner = {name: getattr(packed, name) for name in listed}
     tensors = {name: tensor for name, tensor in inner.items() if tensor is not None}

@@ -1,12 +1,14 @@
 """Kandinsky's blocks in training: attention that masks padded text, and faster forward passes.
 
-The stock transformer has no text mask, because its pipelines never pad. Training batches need padding, so the attention
-processors of the text blocks and of the cross-attention mask padding keys. The rest is the stock computation.
+The stock transformer has no text mask, because its pipelines never pad. Training batches need
+padding, so the attention processors of the text blocks and of the cross-attention mask padding
+keys. The rest is the stock computation.
 
-The faster forward passes are bit for bit equal to the diffusers classes. The stock blocks rotate queries and
-keys by products with 2 x 2 matrices, four numbers per pair, in every block and twice with checkpointing. Here a pair is
-rotated by its cosine and sine, extracted once a step from the same tensor. Modules and weights are unchanged, and every
-product and sum is rounded where the stock code rounds it: a fused multiply-add would change bits.
+The faster forward passes are bit for bit equal to the diffusers classes. The stock blocks rotate
+queries and keys by products with 2 x 2 matrices, four numbers per pair, in every block and twice
+with checkpointing. Here a pair is rotated by its cosine and sine, extracted once a step from the
+same tensor. Modules and weights are unchanged, and every product and sum is rounded where the stock
+code rounds it: a fused multiply-add would change bits.
 """
 
 from __future__ import annotations
@@ -19,9 +21,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention, Kandinsky5Modulation
-from diffusers.models.transformers.transformer_kandinsky import Kandinsky5TransformerDecoderBlock as VisualBlock
-from diffusers.models.transformers.transformer_kandinsky import Kandinsky5TransformerEncoderBlock as TextBlock
+from diffusers.models.transformers.transformer_kandinsky import (
+    Kandinsky5Attention,
+    Kandinsky5Modulation,
+)
+from diffusers.models.transformers.transformer_kandinsky import (
+    Kandinsky5TransformerDecoderBlock as VisualBlock,
+)
+from diffusers.models.transformers.transformer_kandinsky import (
+    Kandinsky5TransformerEncoderBlock as TextBlock,
+)
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,7 +45,8 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
 
-# The rotation matrices `B S 1 D/2 2 2` that the stock transformer passes to its blocks, or tables of their entries.
+# The rotation matrices `B S 1 D/2 2 2` that the stock transformer passes to its blocks, or tables
+# of their entries.
 Rope = Tensor | RotaryTables
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of `B S H D` tensors
 
@@ -51,7 +61,8 @@ class TextPadding:
     @contextmanager
     def hidden(self, mask: Tensor | None) -> Iterator[None]:
         """Mask padding during a forward pass, and during the recomputation of its backward pass."""
-        self._mask, self._predicting = mask, True
+        self._mask = mask
+        self._predicting = True
         try:
             yield
         finally:
@@ -66,22 +77,30 @@ class TextPadding:
     def kernel(self, sparse_params: None) -> Kernel | None:
         """Attention with padding keys masked out, if there are any."""
         mask = self.mask
-        return None if mask is None else partial(dispatch_attention_fn, attn_mask=mask[:, None, None, :])
+        return (
+            None
+            if mask is None
+            else partial(dispatch_attention_fn, attn_mask=mask[:, None, None, :])
+        )
 
 
 class ReplacedAttention:
     """diffusers' `Kandinsky5AttnProcessor`, with another kernel where there is one.
 
     Args:
-        kernel: (parameters of block-sparse attention) -> the kernel of a call; None for diffusers' kernel.
+        kernel: (parameters of block-sparse attention) -> the kernel of a call; None for diffusers'
+            kernel.
     """
 
     # diffusers sets these on processors when a backend or parallelism is chosen.
     _attention_backend = None
     _parallel_config = None
 
-    def __init__(self, kernel: Callable[[Any], Kernel | None], fallback: Callable[..., Tensor]) -> None:
-        self.kernel, self.fallback = kernel, fallback
+    def __init__(
+        self, kernel: Callable[[Any], Kernel | None], fallback: Callable[..., Tensor]
+    ) -> None:
+        self.kernel = kernel
+        self.fallback = fallback
 
     def __call__(
         self,
@@ -93,9 +112,13 @@ class ReplacedAttention:
     ) -> Tensor:
         kernel = self.kernel(sparse_params)
         if kernel is None:
-            return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
+            return self.fallback(
+                attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params
+            )
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        return attn.out_layer(kernel(*project(attn, hidden_states, context, rotary_emb)).flatten(-2, -1))
+        return attn.out_layer(
+            kernel(*project(attn, hidden_states, context, rotary_emb)).flatten(-2, -1)
+        )
 
 
 def replace_attention(
@@ -110,7 +133,9 @@ def replace_attention(
 def project(
     attn: Kandinsky5Attention, hidden_states: Tensor, context: Tensor, rotary_emb: Rope | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of `hidden_states`, and keys and values of `context`, normalised and rotated; each `B S H D`."""
+    """Queries of `hidden_states`, and keys and values of `context`, normalised and rotated; each
+    `B S H D`.
+    """
     query = attn.to_query(hidden_states)
     key = attn.to_key(context)
     value = attn.to_value(context)
@@ -119,7 +144,8 @@ def project(
     query = attn.query_norm(query.float()).type_as(query)
     key = attn.key_norm(key.float()).type_as(key)
     if rotary_emb is not None:
-        query, key = rotate(query, rotary_emb), rotate(key, rotary_emb)
+        query = rotate(query, rotary_emb)
+        key = rotate(key, rotary_emb)
     return query, key, value
 
 
@@ -132,9 +158,11 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Rotation(torch.autograd.Function):
-    """Rotates pairs of neighbouring numbers by tables of cosines and sines; the gradient is rotated back.
+    """Rotates pairs of neighbouring numbers by tables of cosines and sines; the gradient is rotated
+    back.
 
-    Both directions round to bfloat16 where the stock processor does, and round every product as it does.
+    Both directions round to bfloat16 where the stock processor does, and round every product as it
+    does.
     """
 
     @staticmethod
@@ -142,7 +170,9 @@ class Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         turned = (first * cos).sub_(second * sin), (first * sin).add_(second * cos)
-        return torch.stack([each.to(torch.bfloat16) for each in turned], dim=-1).flatten(-2).type_as(x)
+        return (
+            torch.stack([each.to(torch.bfloat16) for each in turned], dim=-1).flatten(-2).type_as(x)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -156,7 +186,11 @@ class Rotation(torch.autograd.Function):
 def mask_padding(transformer: nn.Module) -> TextPadding:
     """Mask padding in every attention that reads text; returns the mask that they share."""
     padding = TextPadding()
-    replace_attention(transformer, padding.kernel, lambda name: "text_" in name or name.endswith("cross_attention"))
+    replace_attention(
+        transformer,
+        padding.kernel,
+        lambda name: "text_" in name or name.endswith("cross_attention"),
+    )
     return padding
 
 
@@ -164,31 +198,51 @@ class FastForward:
     """`forward` of the blocks of a transformer."""
 
     def __init__(self, fast: FastBlocks, padding: TextPadding) -> None:
-        self.fast, self.padding = fast, padding
-        self._tables: Any = WeakTensorKeyDictionary()  # by position tensor; an entry lives as long as its tensor
+        self.fast = fast
+        self.padding = padding
+        self._tables: Any = (
+            WeakTensorKeyDictionary()
+        )  # by position tensor; an entry lives as long as its tensor
 
     def text(self, block: TextBlock, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
-        return self.fast.finish("text", block, x, time_embed, *self.tables(rope, len(x)), self.padding.mask)
+        return self.fast.finish(
+            "text", block, x, time_embed, *self.tables(rope, len(x)), self.padding.mask
+        )
 
     def visual(
-        self, block: VisualBlock, visual: Tensor, text: Tensor, time_embed: Tensor, rope: Tensor,
+        self,
+        block: VisualBlock,
+        visual: Tensor,
+        text: Tensor,
+        time_embed: Tensor,
+        rope: Tensor,
         sparse_params: dict[str, Any] | None,
-    ) -> Tensor:  # fmt: skip
-        tables, attention = self.tables(rope, len(visual)), block.self_attention
-        params, query, key, value = self.fast.pieces["before_attention"](block, visual, time_embed, *tables)
-        # Without these parameters attention is dense; with them the processor has the kernel for its tiles.
+    ) -> Tensor:
+        tables = self.tables(rope, len(visual))
+        attention = block.self_attention
+        params, query, key, value = self.fast.pieces["before_attention"](
+            block, visual, time_embed, *tables
+        )
+        # Without these parameters attention is dense; with them the processor has the kernel for
+        # its tiles.
         tiled = None if sparse_params is None else attention.processor.kernel(sparse_params)
         attended = self.fast.self_attention(query, key, value, tiled)
-        return self.fast.finish("after_attention", block, visual, attended, params, text, self.padding.mask)
+        return self.fast.finish(
+            "after_attention", block, visual, attended, params, text, self.padding.mask
+        )
 
     def tables(self, rope: Tensor, samples: int) -> RotaryTables:
-        """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each `samples S 1 D/2`."""
+        """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each
+        `samples S 1 D/2`.
+        """
         tables: RotaryTables | None = self._tables.get(rope)
         if tables is None:
-            # Copies, not views: torch.compile would recompile for every layout of a view's base. Rows for all samples
-            # let TREAD, whose tokens differ by sample, share the graphs.
+            # Copies, not views: torch.compile would recompile for every layout of a view's base.
+            # Rows for all samples let TREAD, whose tokens differ by sample, share the graphs.
             cos, sin = (rope[..., column, 0].expand(samples, -1, -1, -1) for column in (0, 1))
-            tables = RotaryTables(*(each.clone(memory_format=torch.contiguous_format) for each in (cos, sin)))
+            tables = RotaryTables(
+                *(each.clone(memory_format=torch.contiguous_format) for each in (cos, sin))
+            )
             self._tables[rope] = tables
         return tables
 
@@ -196,10 +250,15 @@ class FastForward:
 def use_fast_blocks(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
     """Replace the forward of every block; the transformer's modules and weights are unchanged."""
     fast = FastBlocks(
-        {"text": text_block, "before_attention": before_attention, "after_attention": after_attention},
+        {
+            "text": text_block,
+            "before_attention": before_attention,
+            "after_attention": after_attention,
+        },
         last=("text", "after_attention"),
     )
-    forward, model = FastForward(fast, padding), cast(Any, transformer)
+    forward = FastForward(fast, padding)
+    model = cast(Any, transformer)
     for block in model.text_transformer_blocks:
         block.forward = partial(forward.text, block)
     for block in model.visual_transformer_blocks:
@@ -214,8 +273,12 @@ def text_block(
     params = block.text_modulation(time_embed).unsqueeze(1)  # B 1 6C
     shift, scale, gate, ff_shift, ff_scale, ff_gate = params.chunk(6, dim=-1)
     modulated = modulate(block.self_attention_norm, x, shift, scale)
-    x = add_gated(x, gate, attend(block.self_attention, modulated, modulated, RotaryTables(cos, sin), mask))
-    return add_gated(x, ff_gate, block.feed_forward(modulate(block.feed_forward_norm, x, ff_shift, ff_scale)))
+    x = add_gated(
+        x, gate, attend(block.self_attention, modulated, modulated, RotaryTables(cos, sin), mask)
+    )
+    return add_gated(
+        x, ff_gate, block.feed_forward(modulate(block.feed_forward_norm, x, ff_shift, ff_scale))
+    )
 
 
 def before_attention(
@@ -229,21 +292,35 @@ def before_attention(
 
 
 def after_attention(
-    block: VisualBlock, visual: Tensor, attended: Tensor, params: Tensor, text: Tensor, mask: Tensor | None
+    block: VisualBlock,
+    visual: Tensor,
+    attended: Tensor,
+    params: Tensor,
+    text: Tensor,
+    mask: Tensor | None,
 ) -> Tensor:
     """The rest of the block, after attention `B S H D`."""
     out = block.self_attention.out_layer(attended.flatten(-2, -1))
-    # Shift, scale and gate of self-attention, cross-attention and feed-forward; the first two are used already.
-    _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.unsqueeze(1).chunk(9, dim=-1)
+    # Shift, scale and gate of self-attention, cross-attention and feed-forward; the first two are
+    # used already.
+    _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.unsqueeze(1).chunk(
+        9, dim=-1
+    )
     visual = add_gated(visual, gate, out)
     modulated = modulate(block.cross_attention_norm, visual, shift, scale)
-    visual = add_gated(visual, cross_gate, attend(block.cross_attention, modulated, text, None, mask))
+    visual = add_gated(
+        visual, cross_gate, attend(block.cross_attention, modulated, text, None, mask)
+    )
     modulated = modulate(block.feed_forward_norm, visual, ff_shift, ff_scale)
     return add_gated(visual, ff_gate, block.feed_forward(modulated))
 
 
 def attend(
-    attention: Kandinsky5Attention, x: Tensor, context: Tensor, tables: RotaryTables | None, mask: Tensor | None
+    attention: Kandinsky5Attention,
+    x: Tensor,
+    context: Tensor,
+    tables: RotaryTables | None,
+    mask: Tensor | None,
 ) -> Tensor:
     """Attention of `x` to `context`, through the output layer: `B S C`."""
     query, key, value = project(attention, x, context, tables)

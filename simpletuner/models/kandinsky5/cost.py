@@ -14,13 +14,18 @@ from simpletuner.models.vae_cost import VAE_COSTS
 from simpletuner.rounding import ceil_div
 from simpletuner.weights.files import Shapes
 
-PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transformer3DModel"
+PACKAGE = "simpletuner.models.kandinsky5"
+TRANSFORMER_CLASS = "Kandinsky5Transformer3DModel"
 # Parameters of the published encoders.
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
-QWEN_HEAD, QWEN_VISION = 544_997_376, 676_550_144
-# Share of tile pairs that NABLA visits: a guess for Pro at 768x512, 121 frames, until a run has measured it.
+QWEN_HEAD = 544_997_376
+QWEN_VISION = 676_550_144
+# Share of tile pairs that NABLA visits: a guess for Pro at 768x512, 121 frames, until a run has
+# measured it.
 ASSUMED_DENSITY = 0.25
-PROMPT_PIXELS = 56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
+PROMPT_PIXELS = (
+    56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
+)
 
 FAMILY = read_toml(PACKAGE, "family.toml")
 
@@ -30,7 +35,11 @@ def published(flavour: str) -> dict[str, object]:
     task, *words = flavour.split("-")
     size = "image" if task in ("t2i", "i2i") else "pro" if "pro" in words else "lite"
     attention = "nabla" if is_sparse_flavour(flavour) else "regular"
-    return {**FAMILY["transformers"][size], "visual_cond": task != "t2i", "attention_type": attention}
+    return {
+        **FAMILY["transformers"][size],
+        "visual_cond": task != "t2i",
+        "attention_type": attention,
+    }
 
 
 def head_width(settings: Mapping[str, object]) -> int:
@@ -44,15 +53,19 @@ def attention_heads(settings: Mapping[str, object]) -> int:
     return number(settings, "model_dim", 2048) // head_width(settings)
 
 
-def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels) -> TransformerCost:
+def transformer_cost(
+    settings: Mapping[str, object], shapes: Shapes, kernels: Kernels
+) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
-    head, heads = head_width(settings), attention_heads(settings)
+    head = head_width(settings)
+    heads = attention_heads(settings)
 
     def tile_bytes(batch: BatchShape, size: int) -> tuple[float, float]:
         """Quadratic in tokens, unlike the measured costs."""
         pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
         if kernels.tile_lists:
-            # Booleans, converted by both passes to four int32 lists, with a sort and scatters with int64 indices.
+            # Booleans, converted by both passes to four int32 lists, with a sort and scatters with
+            # int64 indices.
             return pairs, (16 + 24) * pairs
         # A mask of one row per query tile and key: booleans, and the biases added to the scores.
         return TILE * size * pairs, TILE * 2 * pairs
@@ -60,7 +73,11 @@ def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Ke
     dense = TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)
     # With masks, every pair is computed.
     density = (lambda tokens: ASSUMED_DENSITY) if kernels.tile_lists else None
-    return replace(dense, unit=TILE, tiles=tile_bytes, density=density) if is_sparse(settings) else dense
+    return (
+        replace(dense, unit=TILE, tiles=tile_bytes, density=density)
+        if is_sparse(settings)
+        else dense
+    )
 
 
 def picture_tokens(width: int, height: int) -> int:

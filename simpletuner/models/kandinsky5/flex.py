@@ -110,7 +110,7 @@ class RebuiltLists(saved_tensors_hooks):
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         keep, take = outer or (lambda tensor: tensor, lambda saved: saved)
         kept = keep(tiles)
-        rebuilt = dict[int, Tensor]()
+        rebuilt: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> int | tuple[Any]:
             index = places.get(tensor.untyped_storage()._cdata)

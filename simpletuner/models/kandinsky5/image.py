@@ -1,7 +1,8 @@
 """Kandinsky 5 Image: text to image and image to image, and what it shares with Kandinsky 5 Video.
 
-Previews come first; then conversions between the common batch layout and `Kandinsky5Transformer3DModel`, with the order
-of visual tokens in the blocks; then the adapter of any checkpoint, and that of checkpoints for pictures.
+Previews come first; then conversions between the common batch layout and
+`Kandinsky5Transformer3DModel`, with the order of visual tokens in the blocks; then the adapter of
+any checkpoint, and that of checkpoints for pictures.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from simpletuner.models.adapter import (
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import blocks
 from simpletuner.models.kandinsky5.cost import TRANSFORMER_CLASS
-from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
+from simpletuner.models.kandinsky5.options import (
+    TILE,
+    TILE_SIDE,
+    KandinskyOptions,
+    RopeScale,
+    is_sparse,
+)
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.loading import stock_pipeline
@@ -46,9 +53,18 @@ class StockPipeline(PreviewPipeline):
     """The flavour's diffusers pipeline, called with cached embeddings."""
 
     def __init__(
-        self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task, padding: blocks.TextPadding
+        self,
+        pipeline: Any,
+        encoder: LatentEncoder,
+        device: torch.device,
+        task: Task,
+        padding: blocks.TextPadding,
     ) -> None:
-        self.pipeline, self.vae, self.encoder, self.device, self.task = pipeline, pipeline.vae, encoder, device, task
+        self.pipeline = pipeline
+        self.vae = pipeline.vae
+        self.encoder = encoder
+        self.device = device
+        self.task = task
         self.padding = padding
 
     def render(self, request: PreviewRequest) -> list[Image]:
@@ -61,9 +77,10 @@ class StockPipeline(PreviewPipeline):
 
     def _decode(self, latents: Tensor) -> list[Image]:
         """The end of the pipeline's call."""
-        is_clip, z = self.task in VIDEO_TASKS, self.z_of(latents).to(self.vae.dtype)
-        # Merged to the VAE's dimensions as the pipeline does: strides, even of one sample, decide how convolutions
-        # round.
+        is_clip = self.task in VIDEO_TASKS
+        z = self.z_of(latents).to(self.vae.dtype)
+        # Merged to the VAE's dimensions as the pipeline does: strides, even of one sample, decide
+        # how convolutions round.
         z = z.unsqueeze(1).flatten(0, 1) if is_clip else z.flatten(2, 3)
         pixels = self.vae.decode(z / self.vae.config.scaling_factor).sample
         if is_clip:
@@ -76,34 +93,52 @@ class StockPipeline(PreviewPipeline):
             # Cumulative lengths of a batch of one prompt.
             lengths = [0, len(embeds["prompt_embeds"])]
             inputs[f"{prefix}prompt_embeds_qwen"] = embeds["prompt_embeds"][None].to(self.device)
-            inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(self.device)
-            inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+            inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(
+                self.device
+            )
+            inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor(
+                lengths, dtype=torch.int32, device=self.device
+            )
         if self.task in ("i2i", "i2v"):
             inputs["image"] = request.start
         guided = request.batched and request.guidance_scale > 1
-        with batched_guidance(self.pipeline.transformer, self.padding, request) if guided else nullcontext():
+        with (
+            batched_guidance(self.pipeline.transformer, self.padding, request)
+            if guided
+            else nullcontext()
+        ):
             if self.task in VIDEO_TASKS:
                 return self.pipeline(**inputs, num_frames=request.num_frames).frames
-            # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
+            # The pipeline rounds every request to its list of sizes, so the list is set to the
+            # requested size.
             self.pipeline.resolutions = [(request.width, request.height)]
             return self.pipeline(**inputs).image
 
     def z_of(self, latents: Tensor) -> Tensor:
-        """z `B C F H W` from the pipeline's `B F H W C'`, which may have condition channels after z."""
+        """z `B C F H W` from the pipeline's `B F H W C'`, which may have condition channels after
+        z.
+        """
         return latents[..., : self.pipeline.transformer.config.out_visual_dim].movedim(-1, 1)
 
 
 @contextmanager
-def batched_guidance(transformer: Any, padding: blocks.TextPadding, request: PreviewRequest) -> Iterator[None]:
-    """A context in which a pipeline's first transformer call predicts for both the prompt and the negative prompt."""
-    forward, replaced, waiting = transformer.forward, vars(transformer).get("forward"), list[Any]()
+def batched_guidance(
+    transformer: Any, padding: blocks.TextPadding, request: PreviewRequest
+) -> Iterator[None]:
+    """A context in which a pipeline's first transformer call predicts for both the prompt and the
+    negative prompt.
+    """
+    forward = transformer.forward
+    replaced = vars(transformer).get("forward")
+    waiting: list[Any] = []
 
     def predict_both(**inputs: Any) -> Any:
         if waiting:
             return waiting.pop()
         like = inputs["encoder_hidden_states"]
         embeds = [
-            {name: each.to(like.device) for name, each in one.items()} for one in (request.embeds, request.negative)
+            {name: each.to(like.device) for name, each in one.items()}
+            for one in (request.embeds, request.negative)
         ]
         text, pooled, mask = collate_text(embeds, like.dtype)
         inputs |= {name: torch.cat([inputs[name]] * 2) for name in ("hidden_states", "timestep")}
@@ -138,8 +173,12 @@ def channels_last(latents: Tensor) -> Tensor:
     return latents.permute(0, 2, 3, 4, 1)
 
 
-def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Embeddings of a batch: text `B L D`, pooled `B D2`, and the mask `B L` of real tokens; None without padding."""
+def collate_text(
+    embeds: Sequence[TextEmbeds], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Embeddings of a batch: text `B L D`, pooled `B D2`, and the mask `B L` of real tokens; None
+    without padding.
+    """
     prompts = [one["prompt_embeds"] for one in embeds]
     text = pad_sequence(prompts, batch_first=True).to(dtype)
     pooled = torch.stack([one["pooled_prompt_embeds"] for one in embeds]).to(dtype)
@@ -151,14 +190,20 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
 
 
 # Positions of arguments of a visual block, after the tokens, the text and the time embedding.
-ROPE, SPARSE_PARAMS = 3, 4
-TEXT_BLOCKS, VISUAL_BLOCKS = "text_transformer_blocks", "visual_transformer_blocks"
+ROPE = 3
+SPARSE_PARAMS = 4
+TEXT_BLOCKS = "text_transformer_blocks"
+VISUAL_BLOCKS = "visual_transformer_blocks"
 
 
 def tile_order(frames: int, rows: int, columns: int) -> Tensor:
     """Token order of NABLA: frame by frame, tile by tile, row by row within a tile."""
     grid = raster_order(frames, rows, columns)
-    return grid.view(frames, rows // TILE_SIDE, TILE_SIDE, columns // TILE_SIDE, TILE_SIDE).transpose(2, 3).flatten()
+    return (
+        grid.view(frames, rows // TILE_SIDE, TILE_SIDE, columns // TILE_SIDE, TILE_SIDE)
+        .transpose(2, 3)
+        .flatten()
+    )
 
 
 def cut_rope(rope: Tensor, kept: Tensor) -> Tensor:
@@ -168,7 +213,9 @@ def cut_rope(rope: Tensor, kept: Tensor) -> Tensor:
 
 
 def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | None:
-    """Parameters of block-sparse attention with the window `1 1 N N` cut to the kept tiles, `B 1 n n`."""
+    """Parameters of block-sparse attention with the window `1 1 N N` cut to the kept tiles,
+    `B 1 n n`.
+    """
     if params is None:
         return None
     # The tokens of a tile are consecutive, so the first one gives its number.
@@ -184,9 +231,14 @@ class SampledLatents(LatentEncoder):
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """z of pixels in [-1, 1], drawn with one seed per sample; float32, on the CPU."""
         posterior = self.posterior(pixels)
-        mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
-        # On the CPU with one generator per sample, so that the draw is independent of device and batch.
-        noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        mean = posterior.mean.float().cpu()
+        std = posterior.std.float().cpu()
+        # On the CPU with one generator per sample, so that the draw is independent of device and
+        # batch.
+        noise = [
+            torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed))
+            for seed in seeds
+        ]
         return (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
 
     def decode(self, z: Tensor) -> Tensor:
@@ -215,13 +267,16 @@ class Kandinsky5Adapter(FamilyAdapter):
 
     @property
     def rope_scale(self) -> RopeScale:
-        """Divisors of the positions in time, height and width. The pipelines of pictures never scale these."""
+        """Divisors of the positions in time, height and width. The pipelines of pictures never
+        scale these.
+        """
         return 1.0, 1.0, 1.0
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         transformer: Any = super().load_transformer(dtype, empty=empty)
-        # diffusers keeps the frequencies of the timestep embedding in a plain attribute, which `to` does not move:
-        # every forward pass would copy them from the host and synchronise with the GPU.
+        # diffusers keeps the frequencies of the timestep embedding in a plain attribute, which `to`
+        # does not move: every forward pass would copy them from the host and synchronise with the
+        # GPU.
         embeddings = transformer.time_embeddings
         frequencies = embeddings.freqs
         del embeddings.freqs
@@ -230,7 +285,9 @@ class Kandinsky5Adapter(FamilyAdapter):
         return transformer
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay together."""
+        """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay
+        together.
+        """
         model: Any = transformer
         tiled = is_sparse(model.config)
         return BlockLayout(
@@ -261,21 +318,36 @@ class Kandinsky5Adapter(FamilyAdapter):
         if usage.solver not in (None, "euler"):
             scheduler = solver_code(usage.solver, shift or "pipe.scheduler.config.shift")
         # The pipelines' own processor imports torchvision.
-        return snippet(usage, pipeline, load, imports=imports, scheduler=scheduler, more=more, packages=["torchvision"])
+        return snippet(
+            usage,
+            pipeline,
+            load,
+            imports=imports,
+            scheduler=scheduler,
+            more=more,
+            packages=["torchvision"],
+        )
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         vae = self.load_vae(device, self.dtype)
         sampler = self.load_sampler(shift, from_picture=self.takes_picture)
-        pipeline = stock_pipeline(self.pipeline_class, self.source, transformer=transformer, vae=vae, scheduler=sampler)
-        return StockPipeline(pipeline, self.encoder_class(vae, device, self.dtype), device, self.task, self.padding)
+        pipeline = stock_pipeline(
+            self.pipeline_class, self.source, transformer=transformer, vae=vae, scheduler=sampler
+        )
+        return StockPipeline(
+            pipeline, self.encoder_class(vae, device, self.dtype), device, self.task, self.padding
+        )
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         """Run the transformer as the pipelines do."""
-        states = torch.cat([channels_last(noisy.noisy_latents), *self.condition_channels(noisy)], dim=-1)
+        states = torch.cat(
+            [channels_last(noisy.noisy_latents), *self.condition_channels(noisy)], dim=-1
+        )
         text, pooled, mask = collate_text(noisy.batch.embeds, self.dtype)
-        (_, frames, height, width, _), device = states.shape, states.device
+        _, frames, height, width, _ = states.shape
+        device = states.device
         grid = frames, height // PATCH, width // PATCH
         sparse_params = self.sparsity(noisy)
         with self.padding.hidden(mask):
@@ -318,7 +390,8 @@ class FluxLatentEncoder(SampledLatents):
 class Kandinsky5ImageAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Image checkpoint."""
 
-    spec, encoder_class = KANDINSKY5_IMAGE, FluxLatentEncoder
+    spec = KANDINSKY5_IMAGE
+    encoder_class = FluxLatentEncoder
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """The source picture's latents, and a mask channel of ones."""
@@ -331,10 +404,13 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
 
 
 def _original_code(original: OriginalWeights, dtype: str) -> list[str]:
-    """Lines of Python that create `transformer` from its original file and the config.json of `model`."""
+    """Lines of Python that create `transformer` from its original file and the config.json of
+    `model`.
+    """
     return [
         f"weights = hf_hub_download({text(original.repository)}, {text(original.file)})",
-        f'config = {TRANSFORMER_CLASS}.load_config(model, subfolder="transformer") | {dict(original.config)}',
+        f'config = {TRANSFORMER_CLASS}.load_config(model, subfolder="transformer") | '
+        f"{dict(original.config)}",
         'folder = Path("transformer-in-diffusers-form")',
         "folder.mkdir(exist_ok=True)",
         '(folder / "config.json").write_text(json.dumps(config))',
@@ -346,7 +422,9 @@ def _original_code(original: OriginalWeights, dtype: str) -> list[str]:
 
 
 def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
-    """Lines of Python that import what this program has, and lines that create `pipe` with the template."""
+    """Lines of Python that import what this program has, and lines that create `pipe` with the
+    template.
+    """
     package = "simpletuner.models.kandinsky5"
     imports: list[str] = []
     processor = ""
@@ -364,13 +442,18 @@ def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
         ]
         load += _original_code(usage.original, usage.dtype)
         transformer = "transformer=transformer, "
-    load.append(f"pipe = {pipeline}.from_pretrained(model, {transformer}{processor}dtype=torch.{usage.dtype})")
+    load.append(
+        f"pipe = {pipeline}.from_pretrained(model, "
+        f"{transformer}{processor}dtype=torch.{usage.dtype})"
+    )
     if usage.options.of(KandinskyOptions).text_template != "official":
         return imports, load
     name = TEMPLATES[usage.task]
-    words, crop = f'OFFICIAL["{name}"].text', f'OFFICIAL["{name}"].crop'
+    words = f'OFFICIAL["{name}"].text'
+    crop = f'OFFICIAL["{name}"].crop'
     if usage.alone:
-        words, crop = f'"""{OFFICIAL[name].text}"""', str(OFFICIAL[name].crop)
+        words = f'"""{OFFICIAL[name].text}"""'
+        crop = str(OFFICIAL[name].crop)
     else:
         imports.append(f"from {package}.templates import OFFICIAL")
     load.append(f"pipe.prompt_template = {words}")

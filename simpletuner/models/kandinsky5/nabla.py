@@ -43,10 +43,13 @@ def window_mask(
     return mask[None, None]
 
 
-def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def sparse_params(
+    latents_shape: tuple[int, ...], config: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
     """The `sparse_params` of the stock pipelines for latents of shape `B F H W C`."""
     _, frames, height, width, _ = latents_shape
-    rows, columns = height // 2, width // 2
+    rows = height // 2
+    columns = width // 2
     return {
         **{name: config[f"attention_{name}"] for name in COPIED},
         "attention_type": config["attention_type"],
@@ -101,7 +104,8 @@ class TileAttention:
 
     def take_counts(self) -> TileCounts:
         """The tiles of the forward passes with gradients since the last call."""
-        counts, self._visible = self._visible, {}
+        counts = self._visible
+        self._visible = {}
         return counts
 
     def kernel(self, params: dict[str, Any] | None) -> Kernel | None:

@@ -1,5 +1,5 @@
-"""The options that only Kandinsky 5 has, and the token grid of its clips: NABLA's tiles and the RoPE scale. Free of
-torch.
+"""The options that only Kandinsky 5 has, and the token grid of its clips: NABLA's tiles and the
+RoPE scale. Free of torch.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ def write_rope_scale(scale: RopeScale | None) -> str:
 class KandinskyOptions(Group):
     """Kandinsky 5"""
 
-    qwen_text_encoder_model_name_or_path: PathText | None = option(None, default_note="the model path")
+    qwen_text_encoder_model_name_or_path: PathText | None = option(
+        None, default_note="the model path"
+    )
     """Hub id or folder to take the Qwen2.5-VL text encoder from."""
     text_template: Literal["official", "diffusers"] = common("official")
     """The words around a caption: those the model was trained on, or diffusers' own."""
-    rope_scale: Annotated[RopeScale | None, BeforeValidator(parse_rope_scale), PlainSerializer(write_rope_scale)] = (
-        option(None, default_note=AUTO, form="text")
-    )
+    rope_scale: Annotated[
+        RopeScale | None, BeforeValidator(parse_rope_scale), PlainSerializer(write_rope_scale)
+    ] = option(None, default_note=AUTO, form="text")
     """auto, or three numbers for time, height and width (video)."""
 
 

@@ -1,4 +1,5 @@
-"""Kandinsky 5 as plain data: the family of pictures, and the family of clips, which differs in a few fields.
+"""Kandinsky 5 as plain data: the family of pictures, and the family of clips, which differs in a
+few fields.
 
 `family.toml` has their defaults.
 """
@@ -33,9 +34,18 @@ from simpletuner.models.kandinsky5.options import (
 )
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource, check_channels
-from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour, OriginalWeights, Task
+from simpletuner.models.spec import (
+    Component,
+    FamilyChecks,
+    FamilySpec,
+    FamilyWords,
+    Flavour,
+    OriginalWeights,
+    Task,
+)
 
-# A regular expression, because the bare name out_layer would also match the transformer's final layer.
+# A regular expression, because the bare name out_layer would also match the transformer's final
+# layer.
 ALL_LINEAR = (
     r"(text|visual)_transformer_blocks\.\d+\."
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
@@ -44,16 +54,25 @@ ALL_LINEAR = (
 SLIDER = r"visual_transformer_blocks\.\d+\.self_attention\.(to_query|to_key|to_value|out_layer)"
 
 COMPONENTS = {
-    "transformer": Component("transformer", "pretrained_transformer_model_name_or_path", (TRANSFORMER_CLASS,)),
+    "transformer": Component(
+        "transformer", "pretrained_transformer_model_name_or_path", (TRANSFORMER_CLASS,)
+    ),
     "vae": Component("vae", "pretrained_vae_model_name_or_path", ("AutoencoderKL",)),
-    "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path", ("qwen2_5_vl",)),
+    "text_encoder": Component(
+        "text_encoder", "qwen_text_encoder_model_name_or_path", ("qwen2_5_vl",)
+    ),
     "tokenizer": Component("tokenizer", "qwen_text_encoder_model_name_or_path"),
     # transformers loads the text part of a whole CLIP.
     "text_encoder_2": Component("text_encoder_2", kinds=("clip_text_model", "clip")),
     "tokenizer_2": Component("tokenizer_2"),
     "scheduler": Component("scheduler", kinds=("FlowMatchEulerDiscreteScheduler",)),
 }
-TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
+TEMPLATES: dict[Task, TemplateName] = {
+    "t2i": "image",
+    "i2i": "image_edit",
+    "t2v": "video",
+    "i2v": "video",
+}
 
 # Sizes that the image model was trained at, width x height: about one megapixel each.
 IMAGE_SIZES = (
@@ -86,7 +105,8 @@ def _flavour(name: str, row: Mapping[str, Any]) -> Flavour:
     steps = row.get("distilled_steps")
     defaults: dict[str, object] = {}
     if task == "i2v":
-        # Each prompt is rendered from several pictures: a comparison of weights takes twice as many clips.
+        # Each prompt is rendered from several pictures: a comparison of weights takes twice as many
+        # clips.
         defaults["ema_validation"] = "ema_only"
     if steps is not None:
         defaults["validation_guidance"] = 1.0
@@ -106,7 +126,8 @@ def _flavour(name: str, row: Mapping[str, Any]) -> Flavour:
 
 def check_image(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Problems and hints for Kandinsky 5 Image."""
-    shift, guidance = config.flow.flow_schedule_shift, config.validation.validation_guidance
+    shift = config.flow.flow_schedule_shift
+    guidance = config.validation.validation_guidance
     if shift is not None and not 1 / 3 <= shift <= 5:
         message = f"{shift:g} is far from 1; this model trains unstably with extreme shifts."
         report.warn("flow_schedule_shift", message)
@@ -115,12 +136,19 @@ def check_image(config: RunConfig, flavour: Flavour, report: Problems) -> None:
         report.warn("validation_guidance", message)
     scale = config.family.of(KandinskyOptions).rope_scale
     if scale is not None:
-        message = f"{write_rope_scale(scale)!r}: pictures are always sampled with 1,1,1; leave it at auto."
+        message = (
+            f"{write_rope_scale(scale)!r}: pictures are always sampled with 1,1,1; leave it "
+            "at auto."
+        )
         report.error("rope_scale", message)
 
 
 def check_image_sizes(
-    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]], report: Problems
+    config: RunConfig,
+    flavour: Flavour,
+    used: Sequence[Size],
+    trained: Mapping[str, Sequence[Size]],
+    report: Problems,
 ) -> None:
     """Warnings about preview sizes that the stock pipeline does not render by default."""
     others = [size for size in used if size not in IMAGE_SIZES]
@@ -129,21 +157,28 @@ def check_image_sizes(
     is_published = given is None or Path(given).name == Path(flavour.repository).name
     if others and is_published and not config.validation.validation_disable:
         message = (
-            f"the stock pipeline cannot repeat previews of {_sizes(others)}: it takes the nearest of "
-            f"{_sizes(IMAGE_SIZES)}. Choose one of these, or set the pipeline's resolutions to [(width, height)]."
+            f"the stock pipeline cannot repeat previews of {_sizes(others)}: it takes the nearest "
+            f"of {_sizes(IMAGE_SIZES)}. Choose one of these, or set the pipeline's resolutions to "
+            "[(width, height)]."
         )
         report.warn("validation_resolution", message)
 
 
 def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Problems and hints for Kandinsky 5 Video."""
-    guidance, frames = config.validation.validation_guidance, config.validation.validation_num_video_frames
-    (low, high), batch_size = GUIDANCE_RANGE, config.schedule.train_batch_size
+    guidance = config.validation.validation_guidance
+    frames = config.validation.validation_num_video_frames
+    low, high = GUIDANCE_RANGE
+    batch_size = config.schedule.train_batch_size
     if flavour.distilled and guidance not in (None, 1.0):
-        message = f"{guidance:g}: {flavour.name} is distilled to sample without guidance, which is 1."
+        message = (
+            f"{guidance:g}: {flavour.name} is distilled to sample without guidance, which is 1."
+        )
         report.warn("validation_guidance", message)
     elif not flavour.distilled and guidance is not None and not low <= guidance <= high:
-        message = f"{guidance:g}: below {low} or above {high} this model's clips turn black or noisy."
+        message = (
+            f"{guidance:g}: below {low} or above {high} this model's clips turn black or noisy."
+        )
         report.warn("validation_guidance", message)
     if flavour.task == "i2v" and frames is not None and frames < SHORTEST_I2V_PREVIEW:
         message = f"{frames}: the i2v pipeline returns NaN below {SHORTEST_I2V_PREVIEW} frames."
@@ -155,14 +190,23 @@ def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
 
 
 def check_video_sizes(
-    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]], report: Problems
+    config: RunConfig,
+    flavour: Flavour,
+    used: Sequence[Size],
+    trained: Mapping[str, Sequence[Size]],
+    report: Problems,
 ) -> None:
-    """Warnings about sizes that the stock pipeline samples with another RoPE scale than they are trained with."""
+    """Warnings about sizes that the stock pipeline samples with another RoPE scale than they are
+    trained with.
+    """
     explicit = config.family.of(KandinskyOptions).rope_scale
     scale = explicit or rope_scale_of_size(used[0] if used else None, flavour.name)
     others = [size for size in used if rope_scale_of_size(size, flavour.name) != scale]
     if others:
-        message = f"{write_rope_scale(scale)} is trained; the pipeline samples {_sizes(others)} with another scale."
+        message = (
+            f"{write_rope_scale(scale)} is trained; the pipeline samples {_sizes(others)} with "
+            "another scale."
+        )
         report.warn("validation_resolution", message)
     if explicit is not None:
         return  # an explicit scale is meant for every bucket
@@ -172,9 +216,9 @@ def check_video_sizes(
             theirs = write_rope_scale(rope_scale_of_size(strange[0], flavour.name))
             at = f"at {_sizes(used[:1])}, as previews are," if used else "at the model's own sizes,"
             message = (
-                f"clips of {name} are trained at {_sizes(strange)}. If you will sample {at} ignore this; else set "
-                f"crop_aspect closest: {_sizes(strange[:1])} is sampled with RoPE scale {theirs}, and trained with "
-                f"{write_rope_scale(scale)}."
+                f"clips of {name} are trained at {_sizes(strange)}. If you will sample {at} "
+                f"ignore this; else set crop_aspect closest: {_sizes(strange[:1])} is sampled "
+                f"with RoPE scale {theirs}, and trained with {write_rope_scale(scale)}."
             )
             report.warn("rope_scale", message)
 
@@ -186,17 +230,24 @@ def _sizes(sizes: Sequence[Size]) -> str:
 def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Problems of parts on this machine that do not fit together."""
     check_channels(source, "in_visual_dim", "latent_channels", report)
-    transformer, wanted = source["transformer"].read_config(), flavour.task in ("i2i", "i2v")
+    transformer = source["transformer"].read_config()
+    wanted = flavour.task in ("i2i", "i2v")
     has = bool(transformer and transformer.get("visual_cond"))
     if transformer is None or wanted == has or flavour.task == "t2v":  # t2v samples with either
         return
-    kind, where = "takes" if has else "does not take", f"the transformer in {source['transformer'].location!r}"
-    message = f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is {str(has).lower()})."
+    kind = "takes" if has else "does not take"
+    where = f"the transformer in {source['transformer'].location!r}"
+    message = (
+        f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is "
+        f"{str(has).lower()})."
+    )
     report.error("model_flavour", message)
 
 
 def pixel_grid(flavour: Flavour, source: ModelSource) -> int:
-    """128 px with block-sparse attention, else 16; decided by the flavour if the checkpoint is not here."""
+    """128 px with block-sparse attention, else 16; decided by the flavour if the checkpoint is not
+    here.
+    """
     transformer = source["transformer"].read_config()
     sparse = is_sparse_flavour(flavour.name) if transformer is None else is_sparse(transformer)
     return SIZE_MULTIPLE * (TILE_SIDE if sparse else 1)
@@ -246,7 +297,10 @@ KANDINSKY5_IMAGE = FamilySpec(
     in_comfyui=True,
     lora_settings_file="config_lora.json",
     token_blocks="num_visual_blocks",
-    block_counts={"text_transformer_blocks": "num_text_blocks", "visual_transformer_blocks": "num_visual_blocks"},
+    block_counts={
+        "text_transformer_blocks": "num_text_blocks",
+        "visual_transformer_blocks": "num_visual_blocks",
+    },
 )
 
 KANDINSKY5_VIDEO = replace(
@@ -257,7 +311,10 @@ KANDINSKY5_VIDEO = replace(
     flavours=read_flavours("t2v", "i2v"),
     adapter="simpletuner.models.kandinsky5.video:Kandinsky5VideoAdapter",
     defaults={**KANDINSKY5_IMAGE.defaults, **FAMILY["defaults"]["video"]},
-    components={**COMPONENTS, "vae": replace(COMPONENTS["vae"], kinds=("AutoencoderKLHunyuanVideo",))},
+    components={
+        **COMPONENTS,
+        "vae": replace(COMPONENTS["vae"], kinds=("AutoencoderKLHunyuanVideo",)),
+    },
     native_sizes={512: SIZES_512, 1024: IMAGE_SIZES},
     checks=FamilyChecks(check_video, check_checkpoint, check_video_sizes),
     words=replace(KANDINSKY5_IMAGE.words, longest=256),

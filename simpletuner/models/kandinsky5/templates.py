@@ -1,8 +1,8 @@
 """The prompt templates that Kandinsky 5 was trained with.
 
-The text encoder reads the whole prompt; the transformer gets the embeddings after the first `crop` tokens. The words
-in `templates.toml` are those of the official training and inference code, including its spelling of "prompt"; releases
-of diffusers have slightly different words and crops.
+The text encoder reads the whole prompt; the transformer gets the embeddings after the first `crop`
+tokens. The words in `templates.toml` are those of the official training and inference code,
+including its spelling of "prompt"; releases of diffusers have slightly different words and crops.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ TemplateName = Literal["image", "image_edit", "video"]
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """A text with `{}` for the caption, and the number of leading tokens that the transformer does not get.
+    """A text with `{}` for the caption, and the number of leading tokens that the transformer does
+    not get.
 
-    For `image` and `video` these are the tokens before the caption. `image_edit` has 52 tokens before the caption, but
-    the official code crops 55: the first three tokens of the caption are lost, here as well.
+    For `image` and `video` these are the tokens before the caption. `image_edit` has 52 tokens
+    before the caption, but the official code crops 55: the first three tokens of the caption are
+    lost, here as well.
     """
 
     text: str
@@ -36,7 +38,9 @@ class TextTemplate:
 
 
 _TABLES = read_toml("simpletuner.models.kandinsky5", "templates.toml")
-OFFICIAL: dict[TemplateName, TextTemplate] = {name: TextTemplate(**_TABLES[name]) for name in get_args(TemplateName)}
+OFFICIAL: dict[TemplateName, TextTemplate] = {
+    name: TextTemplate(**_TABLES[name]) for name in get_args(TemplateName)
+}
 
 
 @cache
@@ -50,6 +54,8 @@ def _encoding_fixer() -> Callable[[str], str]:
 
 
 def clean_caption(caption: str) -> str:
-    """Clean a caption as the pipelines do: fix broken encodings, unescape HTML, collapse whitespace."""
+    """Clean a caption as the pipelines do: fix broken encodings, unescape HTML, collapse
+    whitespace.
+    """
     # Twice, as in diffusers: captions from the web may be escaped twice (`&amp;quot;`).
     return " ".join(html.unescape(html.unescape(_encoding_fixer()(caption))).split())

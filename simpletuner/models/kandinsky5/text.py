@@ -1,12 +1,12 @@
 """Encodes captions like the Kandinsky 5 pipelines.
 
-Qwen2.5-VL encodes the caption inside a template, with one vector per token after the template's crop; CLIP encodes the
-caption alone into one pooled vector. Embeddings are not padded.
+Qwen2.5-VL encodes the caption inside a template, with one vector per token after the template's
+crop; CLIP encodes the caption alone into one pooled vector. Embeddings are not padded.
 
-Two parts of the pipelines' computation are skipped, which changes only rounding: the language head, whose logits are
-unused, and the template before the caption, which is encoded once for all captions (`prompt_start`). The head never
-moves to the device, nor does the vision tower if prompts contain no pictures; transformers maps the files, so their
-pages are not even read.
+Two parts of the pipelines' computation are skipped, which changes only rounding: the language head,
+whose logits are unused, and the template before the caption, which is encoded once for all captions
+(`prompt_start`). The head never moves to the device, nor does the vision tower if prompts contain
+no pictures; transformers maps the files, so their pages are not even read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,24 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    CLIPTextModel,
+    CLIPTokenizer,
+    ProcessorMixin,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextEncoder, TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.options import KandinskyOptions
 from simpletuner.models.kandinsky5.spec import COMPONENTS, TEMPLATES
-from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
+from simpletuner.models.kandinsky5.templates import (
+    OFFICIAL,
+    TemplateName,
+    TextTemplate,
+    clean_caption,
+)
 from simpletuner.models.loading import load_whole, user_errors
 from simpletuner.models.prompt_start import PromptStart, lengthen
 from simpletuner.rounding import round_up
@@ -34,12 +44,14 @@ if TYPE_CHECKING:
 
 CLIP_LENGTH = 77
 POSITIONS = 1024  # text tokens in the transformer's position table
-# Prompts are padded to a multiple of this, and a batch has prompts of one length: attention kernels round differently
-# by length. So embeddings depend on the batch size at most, not on the rest of the batch. On a GPU, which waits for
-# weights, padding is free.
-STEP, CPU_STEP = 32, 8
+# Prompts are padded to a multiple of this, and a batch has prompts of one length: attention kernels
+# round differently by length. So embeddings depend on the batch size at most, not on the rest of
+# the batch. On a GPU, which waits for weights, padding is free.
+STEP = 32
+CPU_STEP = 8
 PROMPT_PICTURE_SCALE = 2  # Qwen gets the source picture at half its size, as in the pipeline
-# Linear layers that can be quantised. The vision tower, embeddings and the pooled projection keep their dtype.
+# Linear layers that can be quantised. The vision tower, embeddings and the pooled projection keep
+# their dtype.
 QWEN_LAYERS = r"model\.language_model\.layers\.\d+\..+"
 CLIP_LAYERS = r"(text_model\.)?encoder\.layers\.\d+\..+"
 
@@ -50,7 +62,11 @@ def select_template(words: Literal["official", "diffusers"], name: TemplateName)
         return OFFICIAL[name]
     from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline, Kandinsky5T2VPipeline
 
-    classes = {"image": Kandinsky5T2IPipeline, "image_edit": Kandinsky5I2IPipeline, "video": Kandinsky5T2VPipeline}
+    classes = {
+        "image": Kandinsky5T2IPipeline,
+        "image_edit": Kandinsky5I2IPipeline,
+        "video": Kandinsky5T2VPipeline,
+    }
     pipeline = classes[name](**dict.fromkeys(COMPONENTS))
     return TextTemplate(pipeline.prompt_template, pipeline.prompt_template_encode_start_idx)
 
@@ -68,9 +84,15 @@ class Kandinsky5TextEncoder(TextEncoder):
     """
 
     def __init__(
-        self, adapter: Kandinsky5Adapter, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None
+        self,
+        adapter: Kandinsky5Adapter,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantise: EncoderQuantiser | None,
     ) -> None:
-        source, words, self.device = adapter.source, adapter.spec.words, device
+        source = adapter.source
+        words = adapter.spec.words
+        self.device = device
         self.template = template = select_template(
             adapter.options.of(KandinskyOptions).text_template, TEMPLATES[adapter.task]
         )
@@ -78,10 +100,14 @@ class Kandinsky5TextEncoder(TextEncoder):
         with user_errors(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         with user_errors(source["tokenizer_2"]):
-            self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
+            self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(
+                source["tokenizer_2"].fetch()
+            )
         start = self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"]
         self.start = PromptStart(start, template.crop + self.max_length)
-        self.qwen = load_whole(Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype)
+        self.qwen = load_whole(
+            Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype
+        )
         self.qwen.lm_head = nn.Identity()
         if adapter.task not in words.hold_picture:
             self.qwen.model.visual = None
@@ -99,16 +125,22 @@ class Kandinsky5TextEncoder(TextEncoder):
     def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """`prompt_embeds` (L, D) and `pooled_prompt_embeds` (D2) of each caption, on the CPU.
 
-        Attention is causal, so neither padding after a caption nor other captions of the batch affect its
-        embeddings, but for rounding; see `STEP`.
+        Attention is causal, so neither padding after a caption nor other captions of the batch
+        affect its embeddings, but for rounding; see `STEP`.
 
         Raises:
-            ValueError: a prompt with its picture takes more tokens than the transformer has positions for.
+            ValueError: a prompt with its picture takes more tokens than the transformer has
+                positions for.
         """
         captions = [self._fit(clean_caption(request.caption)) for request in requests]
-        inputs = [self._tokenize(text, request.picture) for text, request in zip(captions, requests, strict=True)]
+        inputs = [
+            self._tokenize(text, request.picture)
+            for text, request in zip(captions, requests, strict=True)
+        ]
         rows = zip(self._encode_qwen(inputs), self._encode_clip(captions), strict=True)
-        return [{"prompt_embeds": hidden, "pooled_prompt_embeds": one.clone()} for hidden, one in rows]
+        return [
+            {"prompt_embeds": hidden, "pooled_prompt_embeds": one.clone()} for hidden, one in rows
+        ]
 
     def padded_length(self, request: TextRequest) -> int:
         """Padded length of a prompt in tokens, counting its picture as one."""
@@ -122,7 +154,9 @@ class Kandinsky5TextEncoder(TextEncoder):
         return None if kept == cleaned else cleaned.removeprefix(kept)
 
     def _fit(self, caption: str) -> str:
-        """Truncate a cleaned caption so that it and the end of the template fit into `max_length`."""
+        """Truncate a cleaned caption so that it and the end of the template fit into
+        `max_length`.
+        """
         tokenizer = self.processor.tokenizer
         # What follows the caption, without the picture's tokens, whose number depends on its size.
         suffix = self.template.text.partition("{}")[2].partition("<|vision_start|>")[0]
@@ -135,18 +169,27 @@ class Kandinsky5TextEncoder(TextEncoder):
         if picture is not None:
             width, height = picture.size
             half = [picture.resize((width // PROMPT_PICTURE_SCALE, height // PROMPT_PICTURE_SCALE))]
-        inputs = dict(self.processor(text=[self.template.format(caption)], images=half, return_tensors="pt"))
+        inputs = dict(
+            self.processor(text=[self.template.format(caption)], images=half, return_tensors="pt")
+        )
         length = inputs["input_ids"].shape[1] - self.template.crop
         if length > POSITIONS:
-            raise ValueError(f"a prompt with its picture takes {length} tokens; the model has {POSITIONS} positions")
+            raise ValueError(
+                f"a prompt with its picture takes {length} tokens; the model has {POSITIONS} "
+                "positions"
+            )
         return inputs
 
     def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         """Qwen's hidden states of each prompt after the template's crop, (L, D)."""
-        padded, crop = [self._padded(one) for one in inputs], self.template.crop
-        batch = {name: torch.cat([one[name] for one in padded]).to(self.device) for name in padded[0]}
+        padded = [self._padded(one) for one in inputs]
+        crop = self.template.crop
+        batch = {
+            name: torch.cat([one[name] for one in padded]).to(self.device) for name in padded[0]
+        }
         if "pixel_values" in batch:
-            # Without `prompt_start`: of these prompts the tokens before the caption are only a tenth.
+            # Without `prompt_start`: of these prompts the tokens before the caption are only a
+            # tenth.
             rows = self.qwen.model(**batch, use_cache=False).last_hidden_state
         else:
             rows = self.start.read(self.qwen.model.language_model, batch["input_ids"])
@@ -155,10 +198,16 @@ class Kandinsky5TextEncoder(TextEncoder):
 
     def _padded(self, one: dict[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of a prompt, with per-token tensors padded to its padded length."""
-        shape, token = one["input_ids"].shape, self.qwen.config.image_token_id
-        more = max(0, int((one["input_ids"] == token).sum()) - 1)  # tokens of its picture after the first
+        shape = one["input_ids"].shape
+        token = self.qwen.config.image_token_id
+        more = max(
+            0, int((one["input_ids"] == token).sum()) - 1
+        )  # tokens of its picture after the first
         length = self._length_for(shape[1] - more) + more
-        return {name: lengthen(each, length) if each.shape == shape else each for name, each in one.items()}
+        return {
+            name: lengthen(each, length) if each.shape == shape else each
+            for name, each in one.items()
+        }
 
     def _length_for(self, tokens: int) -> int:
         step = CPU_STEP if self.device.type == "cpu" else STEP
@@ -166,6 +215,10 @@ class Kandinsky5TextEncoder(TextEncoder):
 
     def _encode_clip(self, captions: list[str]) -> Tensor:
         inputs = self.clip_tokenizer(
-            captions, max_length=CLIP_LENGTH, truncation=True, padding="max_length", return_tensors="pt"
+            captions,
+            max_length=CLIP_LENGTH,
+            truncation=True,
+            padding="max_length",
+            return_tensors="pt",
         ).to(self.device)
         return self.clip(**inputs).pooler_output.cpu()

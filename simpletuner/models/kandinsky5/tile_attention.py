@@ -38,7 +38,9 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Te
 
 
 @functools.cache
-def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
+def choose_attend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS
+) -> Attend:
     """Compiled flex attention if its results and gradients are correct on a device.
 
     Otherwise dense attention, with a warning. A CPU, which has no kernel for the gradients, gets
@@ -73,7 +75,8 @@ def find_fault(
     """Compare an implementation with `attend_masked` on the CPU in float64.
 
     Args:
-        heads: of the model, since the compiler recompiles a size that changes between calls as dynamic.
+        heads: of the model, since the compiler recompiles a size that changes between calls as
+            dynamic.
         backward: also compare gradients.
 
     Returns:

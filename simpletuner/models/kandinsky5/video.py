@@ -15,13 +15,20 @@ from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import attention_heads
 from simpletuner.models.kandinsky5.image import Kandinsky5Adapter, SampledLatents, channels_last
-from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale, is_sparse, rope_scale_of_size
+from simpletuner.models.kandinsky5.options import (
+    KandinskyOptions,
+    RopeScale,
+    is_sparse,
+    rope_scale_of_size,
+)
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
 
 class HunyuanLatentEncoder(SampledLatents):
-    """Latents of clips from the HunyuanVideo VAE: `B 3 F H W` pixels with F = 4k + 1 become `B 16 k+1 H/8 W/8`."""
+    """Latents of clips from the HunyuanVideo VAE: `B 3 F H W` pixels with F = 4k + 1 become
+    `B 16 k+1 H/8 W/8`.
+    """
 
     is_sliced = False
 
@@ -34,9 +41,12 @@ class HunyuanLatentEncoder(SampledLatents):
 
 
 class Kandinsky5VideoAdapter(Kandinsky5Adapter):
-    """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the RoPE scale."""
+    """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the
+    RoPE scale.
+    """
 
-    spec, encoder_class = KANDINSKY5_VIDEO, HunyuanLatentEncoder
+    spec = KANDINSKY5_VIDEO
+    encoder_class = HunyuanLatentEncoder
 
     _settings: dict[str, Any]  # of the loaded transformer
     _tiles: nabla.TileAttention | None = None
@@ -44,7 +54,9 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
 
     @property
     def rope_scale(self) -> RopeScale:
-        return self.options.of(KandinskyOptions).rope_scale or rope_scale_of_size(self.use_size, self.flavour.name)
+        return self.options.of(KandinskyOptions).rope_scale or rope_scale_of_size(
+            self.use_size, self.flavour.name
+        )
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         encoder = HunyuanLatentEncoder(self.load_vae(device, dtype), device, dtype)
@@ -65,20 +77,25 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         return self._fast
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        """For i2v, frame 0 is the clean picture and is excluded from the loss. Pictures and t2v clips are unchanged."""
+        """For i2v, frame 0 is the clean picture and is excluded from the loss. Pictures and t2v
+        clips are unchanged.
+        """
         return hold_first_frame(noisy) if self.takes_picture else noisy
 
     def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
         if self._tiles is None:
             return None
-        latents, settings = channels_last(noisy.noisy_latents), self._settings
+        latents = channels_last(noisy.noisy_latents)
+        settings = self._settings
         heads = attention_heads(settings) // (self._fast.self_attention.shares if self._fast else 1)
         self._tiles.settle(latents.device, self.dtype, sum(settings["axes_dims"]), heads)
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         layout = super().block_layout(transformer)
-        return layout if self._tiles is None else replace(layout, take_tiles=self._tiles.take_counts)
+        return (
+            layout if self._tiles is None else replace(layout, take_tiles=self._tiles.take_counts)
+        )
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Sixteen channels of zeros, and a mask that is 1 on a given first frame."""

@@ -12,22 +12,30 @@ from simpletuner.models.cost_table import number
 from simpletuner.models.vae_cost import VAE_COSTS
 from simpletuner.weights.files import Shapes
 
-PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.sanavideo", "SanaVideoTransformer3DModel"
-WAN, LTX2 = "AutoencoderKLWan", "AutoencoderKLLTX2Video"  # classes of the VAE
+PACKAGE = "simpletuner.models.sanavideo"
+TRANSFORMER_CLASS = "SanaVideoTransformer3DModel"
+# classes of the VAE
+WAN = "AutoencoderKLWan"
+LTX2 = "AutoencoderKLLTX2Video"
 # Parameters of the published encoders.
 GEMMA = 2_614_341_888
 FAMILY = read_toml(PACKAGE, "family.toml")
 TEXT_LENGTH = 300  # tokens; the pipelines always pad to it
 
 
-def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels) -> TransformerCost:
+def transformer_cost(
+    settings: Mapping[str, object], shapes: Shapes, kernels: Kernels
+) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head = number(settings, "attention_head_dim", 112)
     return TransformerCost(
-        cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled,
+        cost_table_of(PACKAGE, shapes),
+        shapes,
+        head,
+        compiled=kernels.compiled,
         # Without an adapter these are products with weights that are not trained (`run_block`).
         compiled_reads={name: name for name in ("ff.conv_inverted", "ff.conv_point")},
-    )  # fmt: skip
+    )
 
 
 COST = FamilyCost(

@@ -1,8 +1,10 @@
-"""The block of Sana Video as training compiles it: the arithmetic of the diffusers class, with less kept for gradients.
+"""The block of Sana Video as training compiles it: the arithmetic of the diffusers class, with less
+kept for gradients.
 
-Compiled, diffusers' own code keeps 39 times the hidden states, 47 times with a given first frame. Here it is 18 and 19:
-the results of products and of the depthwise convolution. Normalised, rotated and modulated tensors are computed again,
-and a convolution with frozen weights does not keep its input. Modules and weights are unchanged, rounding is not.
+Compiled, diffusers' own code keeps 39 times the hidden states, 47 times with a given first frame.
+Here it is 18 and 19: the results of products and of the depthwise convolution. Normalised, rotated
+and modulated tensors are computed again, and a convolution with frozen weights does not keep its
+input. Modules and weights are unchanged, rounding is not.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 def run_block(
-    block: Any, hidden: Tensor, text: Tensor, mask: Tensor, timestep: Tensor, tables: Sequence[Tensor]
+    block: Any,
+    hidden: Tensor,
+    text: Tensor,
+    mask: Tensor,
+    timestep: Tensor,
+    tables: Sequence[Tensor],
 ) -> Tensor:
     """`forward` of a block with tokens `B T H W C`, whose shape gives the grid.
 
-    With tokens as `B S C` and separate sizes, compiled code would specialise on the sizes, or contain symbolic
-    quotients such as S / (T H), on which inductor fails.
+    With tokens as `B S C` and separate sizes, compiled code would specialise on the sizes, or
+    contain symbolic quotients such as S / (T H), on which inductor fails.
 
     Args:
         text, mask: of the caption, as the class takes them.
@@ -32,7 +39,9 @@ def run_block(
     """
     for each in (text, mask, timestep):
         torch._check(len(each) == len(hidden))  # else the batch would have a symbol in each of them
-    grid, tokens, tables = hidden.shape[1:4], hidden.flatten(1, 3), [each.flatten(1, 3) for each in tables]
+    grid = hidden.shape[1:4]
+    tokens = hidden.flatten(1, 3)
+    tables = [each.flatten(1, 3) for each in tables]
     modulation = recomputed(_modulation, block.scale_shift_table, timestep.flatten(1, 3))
     shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation
     modulated = (block.norm1(tokens) * (1 + scale) + shift).to(tokens.dtype)
@@ -62,7 +71,8 @@ def _cross_attention(attention: Any, hidden: Tensor, text: Tensor, mask: Tensor)
     """Attention of tokens `B S C` to a text with the biases `B 1 L`."""
     # Kept, the transposed queries would be a view with symbolic strides, on which inductor fails.
     query = recomputed(partial(_by_head, attention.norm_q, attention.heads), attention.to_q(hidden))
-    key, value = _by_head(attention.norm_k, attention.heads, attention.to_k(text)), attention.to_v(text)
+    key = _by_head(attention.norm_k, attention.heads, attention.to_k(text))
+    value = attention.to_v(text)
     value = _by_head(None, attention.heads, value)
     attended = scaled_dot_product_attention(query, key, value, attn_mask=mask.unsqueeze(1))
     return attention.to_out[1](attention.to_out[0](attended.transpose(1, 2).flatten(2)))
@@ -74,26 +84,42 @@ def _by_head(norm: Any, heads: int, x: Tensor) -> Tensor:
     return normalised.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def _attend(attention: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Linear attention, R(q) (R(k)ᵀ v) / (q · Σ k) with q and k past a norm and a ReLU, of `B S C` tensors.
+def _attend(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Linear attention, R(q) (R(k)ᵀ v) / (q · Σ k) with q and k past a norm and a ReLU, of `B S C`
+    tensors.
 
     R, the rotation by position, is no part of the divisor (SANA-Video, arXiv 2509.24695).
     """
     query = query if attention.norm_q is None else attention.norm_q(query)
     key = key if attention.norm_k is None else attention.norm_k(key)
-    query, key, value = (each.unflatten(2, (attention.heads, -1)) for each in (query, key, value))  # B S H D
-    query, key = relu(query), relu(key)
+    query, key, value = (
+        each.unflatten(2, (attention.heads, -1)) for each in (query, key, value)
+    )  # B S H D
+    query = relu(query)
+    key = relu(key)
     turned = _rotate(query, cos, sin), _rotate(key, cos, sin)
-    rotated, rotated_key, value = (each.transpose(1, 2).float() for each in (*turned, value))  # B H S D
+    rotated, rotated_key, value = (
+        each.transpose(1, 2).float() for each in (*turned, value)
+    )  # B H S D
     divisor = query.transpose(1, 2) @ key.sum(dim=1).unsqueeze(-1) + 1e-15
     out = rotated @ (rotated_key.transpose(-1, -2) @ value) * (1 / divisor)
     return out.transpose(1, 2).flatten(2).type_as(query)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbours, rotated and rounded to the dtype of `x`. The tables hold every number twice."""
-    (left, right), cos, sin = x.unflatten(-1, (-1, 2)).unbind(-1), cos[..., 0::2], sin[..., 1::2]
-    return torch.stack([left * cos - right * sin, left * sin + right * cos], dim=-1).flatten(-2).type_as(x)
+    """Pairs of neighbours, rotated and rounded to the dtype of `x`. The tables hold every number
+    twice.
+    """
+    left, right = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos = cos[..., 0::2]
+    sin = sin[..., 1::2]
+    return (
+        torch.stack([left * cos - right * sin, left * sin + right * cos], dim=-1)
+        .flatten(-2)
+        .type_as(x)
+    )
 
 
 def _feed_forward(layers: Any, hidden: Tensor) -> Tensor:
@@ -101,7 +127,9 @@ def _feed_forward(layers: Any, hidden: Tensor) -> Tensor:
     samples = len(hidden)
     hidden = silu(_pointwise(layers.conv_inverted, hidden.flatten(0, 1)))
     value, gate = _centred(layers.conv_depth, hidden).chunk(2, dim=-1)
-    hidden = _pointwise(layers.conv_point, value * silu(gate)).unflatten(0, (samples, -1)).flatten(2, 3)
+    hidden = (
+        _pointwise(layers.conv_point, value * silu(gate)).unflatten(0, (samples, -1)).flatten(2, 3)
+    )
     return (hidden + _centred(layers.conv_temp, hidden)).flatten(1, 2)
 
 
@@ -130,20 +158,35 @@ def _is_bare(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 class FrozenConvolution(torch.autograd.Function):
-    """A convolution that keeps the size of its input, with frozen weights. torch's own would save the input."""
+    """A convolution that keeps the size of its input, with frozen weights. torch's own would save
+    the input.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, groups: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, groups: int
+    ) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.padding, ctx.groups = padding, groups
+        ctx.padding = padding
+        ctx.groups = groups
         return conv2d(x, weight, bias, padding=padding, groups=groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,), (weight,) = gradients, ctx.saved_tensors
+        (gradient,) = gradients
+        (weight,) = ctx.saved_tensors
         # The input's gradient depends only on the input's shape, which equals the result's.
         found = torch.ops.aten.convolution_backward(
-            gradient, gradient, weight, None, (1, 1), ctx.padding, (1, 1), False, (0, 0), ctx.groups,
+            gradient,
+            gradient,
+            weight,
+            None,
+            (1, 1),
+            ctx.padding,
+            (1, 1),
+            False,
+            (0, 0),
+            ctx.groups,
             (True, False, False),
-        )  # fmt: skip
+        )
         return found[0], None, None, None, None

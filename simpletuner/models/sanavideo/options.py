@@ -50,11 +50,13 @@ def _read_lines(path: Path) -> Any:
 class SanaOptions(Group):
     """Sana Video"""
 
-    pretrained_gemma_model_name_or_path: PathText | None = option(None, default_note="the model path")
+    pretrained_gemma_model_name_or_path: PathText | None = option(
+        None, default_note="the model path"
+    )
     """Hub id or folder to take the Gemma text encoder from."""
     sana_motion_score: Number | None = common(None, ge=0, le=1000)
     """Motion score, appended to captions."""
-    sana_complex_human_instruction: Annotated[Literal[True] | list[str], BeforeValidator(parse_instruction)] = option(
-        True, form="JSON"
-    )
+    sana_complex_human_instruction: Annotated[
+        Literal[True] | list[str], BeforeValidator(parse_instruction)
+    ] = option(True, form="JSON")
     """Instruction text before captions: true, false, a list of lines or a file of lines."""

@@ -1,7 +1,9 @@
-"""Sana Video as plain data: its flavours, its prompt format and its checks; `family.toml` has its defaults and sizes.
+"""Sana Video as plain data: its flavours, its prompt format and its checks; `family.toml` has its
+defaults and sizes.
 
-A caption is lower-cased and stripped, followed by an optional motion score, and preceded by an instruction. Negative
-prompts and the empty caption have neither. `text` takes the default instruction from the pipeline.
+A caption is lower-cased and stripped, followed by an optional motion score, and preceded by an
+instruction. Negative prompts and the empty caption have neither. `text` takes the default
+instruction from the pipeline.
 """
 
 from __future__ import annotations
@@ -15,26 +17,45 @@ from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.config.techniques.tread import TreadConfig
 from simpletuner.config.types import Size
 from simpletuner.errors import Problems
-from simpletuner.models.sanavideo.cost import COST, COST_720, FAMILY, LTX2, TEXT_LENGTH, TRANSFORMER_CLASS, WAN
+from simpletuner.models.sanavideo.cost import (
+    COST,
+    COST_720,
+    FAMILY,
+    LTX2,
+    TEXT_LENGTH,
+    TRANSFORMER_CLASS,
+    WAN,
+)
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.source import MODEL_KEY, VAE_KEY, ModelSource, check_channels
 from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
 
-SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
+SCHEDULERS = (
+    "DPMSolverMultistepScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+    "UniPCMultistepScheduler",
+)
 LONGEST_CLIP = 81  # frames that the model was trained with
 POSITIONS = 1024  # tokens per side in the position table
 NOT_SUPPORTED = {
-    "longlive": "LongLive generates block by block, for which diffusers has no pipeline to train for",
+    "longlive": (
+        "LongLive generates block by block, for which diffusers has no pipeline to train for"
+    ),
     "video_2.0": "Sana Video 2.0 has another architecture, which diffusers does not have yet",
 }
 
-# The feed-forward has no linear layers, but its two pointwise convolutions are linear in each position.
-ALL_LINEAR = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
+# The feed-forward has no linear layers, but its two pointwise convolutions are linear in each
+# position.
+ALL_LINEAR = (
+    r"transformer_blocks\.\d+\."
+    r"(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
+)
 SLIDER = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
 QUANTISED = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
 SIZES = {
-    int(resolution): [Size(width, height) for width, height in sizes] for resolution, sizes in FAMILY["sizes"].items()
+    int(resolution): [Size(width, height) for width, height in sizes]
+    for resolution, sizes in FAMILY["sizes"].items()
 }
 
 # A caption that already ends with a motion score keeps it.
@@ -61,22 +82,30 @@ def dataset_caption(dataset: DatasetConfig, caption: str) -> str:
 
 
 def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
-    """Instruction and motion score; the default instruction is identified by the release of diffusers."""
+    """Instruction and motion score; the default instruction is identified by the release of
+    diffusers.
+    """
     own = options.of(SanaOptions)
     lines = own.sana_complex_human_instruction
-    words = f"diffusers {importlib.metadata.version('diffusers')} instruction" if lines is True else json.dumps(lines)
+    words = (
+        f"diffusers {importlib.metadata.version('diffusers')} instruction"
+        if lines is True
+        else json.dumps(lines)
+    )
     return f"{words}; motion score {own.sana_motion_score}"
 
 
 def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Problems and hints for Sana Video."""
-    named = f"video_{config.model.model_flavour} {config.model.pretrained_model_name_or_path}".lower()
+    named = (
+        f"video_{config.model.model_flavour} {config.model.pretrained_model_name_or_path}".lower()
+    )
     for reason in (reason for word, reason in NOT_SUPPORTED.items() if word in named):
         report.error("model_flavour", f"cannot be trained: {reason}.")
     if config.techniques.of(TreadConfig).tread_config is not None:
         message = (
-            "cannot be used with Sana Video: its feed-forward is a convolution over the whole grid of tokens, "
-            "so no token can be dropped; remove the key."
+            "cannot be used with Sana Video: its feed-forward is a convolution over the whole "
+            "grid of tokens, so no token can be dropped; remove the key."
         )
         report.error("tread_config", message)
     frames = config.validation.validation_num_video_frames
@@ -85,16 +114,21 @@ def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
         remedy = {"validation_num_video_frames": LONGEST_CLIP}
         report.warn("validation_num_video_frames", message, remedy=remedy)
     if config.caching.vae_dtype not in (None, "fp32"):
-        message = f"{config.caching.vae_dtype!r}: the pipelines encode and decode in fp32, so latents will differ."
+        message = (
+            f"{config.caching.vae_dtype!r}: the pipelines encode and decode in fp32, so latents "
+            "will differ."
+        )
         report.warn("vae_dtype", message)
 
 
 def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Problems of parts on this machine that do not fit together."""
-    vae, transformer = source["vae"].read_config() or {}, source["transformer"].read_config()
+    vae = source["vae"].read_config() or {}
+    transformer = source["transformer"].read_config()
     is_wan = vae.get("_class_name") == WAN
     check_channels(source, "in_channels", "z_dim" if is_wan else "latent_channels", report)
-    # Every channel of the latents must be normalised; the other VAE has its statistics among its weights.
+    # Every channel of the latents must be normalised; the other VAE has its statistics among its
+    # weights.
     for name in ("latents_mean", "latents_std") if is_wan else ():
         count = len(vae.get(name) or ())
         if count != vae.get("z_dim"):
@@ -102,18 +136,26 @@ def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) ->
             report.error(VAE_KEY, f"the VAE in {source['vae'].location!r} has {message}")
     if transformer is None:
         return
-    channels, width = transformer.get("in_channels"), transformer.get("caption_channels")
+    channels = transformer.get("in_channels")
+    width = transformer.get("caption_channels")
     if transformer.get("out_channels") not in (None, channels):
-        message = f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
+        message = (
+            f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
+        )
         report.error(MODEL_KEY, message)
     text_encoder = source["text_encoder"].read_config()
     if text_encoder is not None and text_encoder.get("hidden_size") != width:
-        message = f"the text encoder is {text_encoder.get('hidden_size')} wide, the transformer reads {width}."
+        message = (
+            f"the text encoder is {text_encoder.get('hidden_size')} wide, the transformer reads "
+            f"{width}."
+        )
         report.error("pretrained_gemma_model_name_or_path", message)
 
 
 COMPONENTS = {
-    "transformer": Component("transformer", "pretrained_transformer_model_name_or_path", (TRANSFORMER_CLASS,)),
+    "transformer": Component(
+        "transformer", "pretrained_transformer_model_name_or_path", (TRANSFORMER_CLASS,)
+    ),
     "vae": Component("vae", VAE_KEY, (WAN,)),
     "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path", ("gemma2",)),
     "tokenizer": Component("tokenizer", "pretrained_gemma_model_name_or_path"),
@@ -124,7 +166,12 @@ SANA_VIDEO = FamilySpec(
     title="Sana Video",
     media="video",
     flavours=(
-        Flavour("2b-480p", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "t2v", dataset_task="i2v"),
+        Flavour(
+            "2b-480p",
+            "Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
+            "t2v",
+            dataset_task="i2v",
+        ),
         Flavour(
             "2b-720p",
             "Efficient-Large-Model/SANA-Video_2B_720p_diffusers",

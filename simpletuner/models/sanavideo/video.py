@@ -1,9 +1,10 @@
 """Sana Video: text to clip, and picture to clip with the same checkpoint.
 
-Captions become embeddings as in the pipelines: Gemma encodes instruction and caption, padded on the right to a fixed
-length; the transformer gets token 0 and the last `max_length - 1` tokens with their mask. Padding is not stored: masked
-tokens have a weight of exactly zero, so zeros can replace them. The instruction is encoded once for all captions
-(`prompt_start`). Previews and conversions to the layout of `SanaVideoTransformer3DModel` follow, then the adapter.
+Captions become embeddings as in the pipelines: Gemma encodes instruction and caption, padded on the
+right to a fixed length; the transformer gets token 0 and the last `max_length - 1` tokens with
+their mask. Padding is not stored: masked tokens have a weight of exactly zero, so zeros can replace
+them. The instruction is encoded once for all captions (`prompt_start`). Previews and conversions to
+the layout of `SanaVideoTransformer3DModel` follow, then the adapter.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ GEMMA_LAYERS = r"layers\.\d+\..+"
 
 def pipeline_instruction() -> list[str]:
     """The default instruction of the installed pipeline."""
-    return inspect.signature(SanaVideoPipeline.__call__).parameters["complex_human_instruction"].default
+    return (
+        inspect.signature(SanaVideoPipeline.__call__)
+        .parameters["complex_human_instruction"]
+        .default
+    )
 
 
 class SanaTextEncoder(TextEncoder):
@@ -64,14 +69,23 @@ class SanaTextEncoder(TextEncoder):
     """
 
     def __init__(
-        self, adapter: SanaVideoAdapter, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None
+        self,
+        adapter: SanaVideoAdapter,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantise: EncoderQuantiser | None,
     ) -> None:
-        source, self.max_length, self.device = adapter.source, adapter.spec.words.length(adapter.text), device
+        source = adapter.source
+        self.max_length = adapter.spec.words.length(adapter.text)
+        self.device = device
         options = adapter.options.of(SanaOptions)
-        self.motion_score, instruction = options.sana_motion_score, options.sana_complex_human_instruction
+        self.motion_score = options.sana_motion_score
+        instruction = options.sana_complex_human_instruction
         self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
         with user_errors(source["tokenizer"]):
-            self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
+            self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(
+                source["tokenizer"].fetch()
+            )
         self.tokenizer.padding_side = "right"
         self.start = PromptStart(self.tokenizer.encode(self.instruction), self._length(bare=False))
         gemma: Any = load_whole(Gemma2Model, source["text_encoder"], dtype=dtype)
@@ -88,11 +102,13 @@ class SanaTextEncoder(TextEncoder):
 
         Bare requests are encoded without instruction and motion score.
         """
-        texts, length = [self._compose(request) for request in requests], self.padded_length(requests[0])
+        texts = [self._compose(request) for request in requests]
+        length = self.padded_length(requests[0])
         inputs = self.tokenizer(
             texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
         ).to(self.device)
-        ids, mask = inputs.input_ids, inputs.attention_mask
+        ids = inputs.input_ids
+        mask = inputs.attention_mask
         if requests[0].bare or not self.instruction:
             hidden = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
         else:
@@ -108,42 +124,56 @@ class SanaTextEncoder(TextEncoder):
 
     def truncated(self, caption: str) -> str | None:
         """The end of a caption that does not fit, or None."""
-        cut = self.tokenizer(self._compose(TextRequest(caption)))["input_ids"][self._length(bare=False) :]
+        cut = self.tokenizer(self._compose(TextRequest(caption)))["input_ids"][
+            self._length(bare=False) :
+        ]
         return str(self.tokenizer.decode(cut)) if cut else None
 
     def _compose(self, request: TextRequest) -> str:
         """The full prompt of a request."""
         caption = clean_caption(request.caption)
-        return caption if request.bare else self.instruction + with_motion_score(caption, self.motion_score)
+        return (
+            caption
+            if request.bare
+            else self.instruction + with_motion_score(caption, self.motion_score)
+        )
 
     def _length(self, bare: bool) -> int:
-        """Length of Gemma's input in tokens. The pipeline adds the instruction's tokens, less two, to `max_length`."""
+        """Length of Gemma's input in tokens. The pipeline adds the instruction's tokens, less two,
+        to `max_length`.
+        """
         if bare or not self.instruction:
             return self.max_length
         return len(self.tokenizer.encode(self.instruction)) + self.max_length - 2
 
 
-# Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
+# Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's
+# scheduler is for t2v.
 I2V_SHIFT = 8.0
 
 
 class StockSanaPipelines(PreviewPipeline):
     """The t2v pipeline, and the i2v pipeline for previews with a source picture.
 
-    Both use the transformer in training, and the VAE in float32; each has its own scheduler. Decoding in float32
-    changes settings of the process, so it cannot go on beside training.
+    Both use the transformer in training, and the VAE in float32; each has its own scheduler.
+    Decoding in float32 changes settings of the process, so it cannot go on beside training.
     """
 
-    def __init__(self, adapter: SanaVideoAdapter, transformer: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, adapter: SanaVideoAdapter, transformer: nn.Module, device: torch.device
+    ) -> None:
         self.encoder = adapter.load_latent_encoder(device, torch.float32)
-        self.vae, self.device = self.encoder.vae, device
+        self.vae = self.encoder.vae
+        self.device = device
         self.from_text, self.from_picture = (
             stock_pipeline(
                 pipeline,
                 adapter.source,
                 transformer=transformer,
                 vae=self.vae,
-                scheduler=adapter.load_sampler(None, from_picture=pipeline is SanaImageToVideoPipeline),
+                scheduler=adapter.load_sampler(
+                    None, from_picture=pipeline is SanaImageToVideoPipeline
+                ),
             )
             for pipeline in (SanaVideoPipeline, SanaImageToVideoPipeline)
         )
@@ -156,7 +186,9 @@ class StockSanaPipelines(PreviewPipeline):
         return list(self.from_picture(**inputs, image=request.start).frames[0])
 
     def _inputs(self, request: PreviewRequest) -> dict[str, Any]:
-        text, mask = collate_text([request.embeds, request.negative], request.embeds["prompt_embeds"].dtype)
+        text, mask = collate_text(
+            [request.embeds, request.negative], request.embeds["prompt_embeds"].dtype
+        )
         return {
             "prompt_embeds": text[:1].to(self.device),
             "prompt_attention_mask": mask[:1].to(self.device),
@@ -176,15 +208,19 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     """Embeddings `B 300 D`, zero-padded on the right, and the mask `B 300` of real tokens."""
     prompts = [one["prompt_embeds"] for one in embeds]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    text = torch.stack([nn.functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
+    text = torch.stack(
+        [nn.functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts]
+    )
     mask = torch.arange(TEXT_LENGTH) < lengths[:, None]
     return text.to(dtype), upload(mask.long(), text.device)
 
 
 def embed_distinct(embed: Forward, timesteps: Tensor, **settings: Any) -> tuple[Tensor, ...]:
-    """`forward` of the timestep embedding, which in training embeds each distinct timestep once, not once per token.
+    """`forward` of the timestep embedding, which in training embeds each distinct timestep once,
+    not once per token.
 
-    A clip has two timesteps: of the given frame, and of the rest. An embedding is six times as wide as a token.
+    A clip has two timesteps: of the given frame, and of the rest. An embedding is six times as wide
+    as a token.
 
     Returns:
         modulation and embedding, each `tokens D`.
@@ -193,7 +229,8 @@ def embed_distinct(embed: Forward, timesteps: Tensor, **settings: Any) -> tuple[
     if not torch.is_grad_enabled() or timesteps.numel() <= samples:  # one timestep per sample
         return embed(timesteps, **settings)
     tokens = timesteps.view(samples, -1)  # `unique` would synchronise with the device
-    given, others = tokens[:, 0], tokens[:, -1]
+    given = tokens[:, 0]
+    others = tokens[:, -1]
     clips = torch.arange(samples, device=tokens.device)[:, None]
     places = (2 * clips + (tokens != given[:, None])).flatten()
     outputs = embed(torch.stack([given, others], dim=1).flatten(), **settings)
@@ -205,12 +242,22 @@ class CompiledOnGrid:
 
     def __init__(self, compiler: Compiler, forward: Forward) -> None:
         bound: Any = forward
-        self.block, self.compiled, self.sizes = bound.__self__, compiler(run_block), FreeSizes()
+        self.block = bound.__self__
+        self.compiled = compiler(run_block)
+        self.sizes = FreeSizes()
 
     def __call__(
-        self, hidden: Tensor, no_mask: None, text: Tensor, mask: Tensor, timestep: Tensor,
-        frames: int, height: int, width: int, rotary: Sequence[Tensor],
-    ) -> Tensor:  # fmt: skip
+        self,
+        hidden: Tensor,
+        no_mask: None,
+        text: Tensor,
+        mask: Tensor,
+        timestep: Tensor,
+        frames: int,
+        height: int,
+        width: int,
+        rotary: Sequence[Tensor],
+    ) -> Tensor:
         grid = (frames, height, width)
         hidden, *tables = (each.unflatten(1, grid) for each in (hidden, *rotary))
         timestep = timestep.unflatten(1, grid if timestep.shape[1] > 1 else (1, 1, 1))
@@ -222,12 +269,14 @@ class CompiledOnGrid:
 class SanaVideoAdapter(FamilyAdapter):
     """One Sana Video checkpoint.
 
-    A batch with a condition is trained as i2v, any other as t2v; likewise previews with a source picture. There are no
-    fast blocks: these spend their time in convolutions and linear attention.
+    A batch with a condition is trained as i2v, any other as t2v; likewise previews with a source
+    picture. There are no fast blocks: these spend their time in convolutions and linear attention.
     """
 
-    spec, encoder_class = SANA_VIDEO, WanLatentEncoder
-    transformer_class, pipeline_class = SanaVideoTransformer3DModel, SanaVideoPipeline
+    spec = SANA_VIDEO
+    encoder_class = WanLatentEncoder
+    transformer_class = SanaVideoTransformer3DModel
+    pipeline_class = SanaVideoPipeline
     text_encoder = "simpletuner.models.sanavideo.video:SanaTextEncoder"
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
@@ -251,11 +300,16 @@ class SanaVideoAdapter(FamilyAdapter):
         return velocity.float()
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        """The transformer blocks, without routing: the feed-forward convolves the whole token grid."""
+        """The transformer blocks, without routing: the feed-forward convolves the whole token
+        grid.
+        """
         model: Any = transformer
-        name, settings = "transformer_blocks", model.config
+        name = "transformer_blocks"
+        settings = model.config
         width = settings["num_attention_heads"] * settings["attention_head_dim"]
-        return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width, compiled=CompiledOnGrid)
+        return BlockLayout(
+            {name: model.get_submodule(name)}, visual=name, width=width, compiled=CompiledOnGrid
+        )
 
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
         if from_picture:
@@ -284,13 +338,15 @@ class SanaVideoAdapter(FamilyAdapter):
         )
 
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
-        """Timesteps as in the pipelines: whole numbers `B` for t2v; with a given frame 0 one per token,
-        `B 1 F H/patch W/patch`, and 0 on that frame.
+        """Timesteps as in the pipelines: whole numbers `B` for t2v; with a given frame 0 one per
+        token, `B 1 F H/patch W/patch`, and 0 on that frame.
         """
         if noisy.batch.condition is None or noisy.noisy_latents.shape[2] == 1:
             return noisy.timesteps.floor()
         _, _, frames, height, width = noisy.noisy_latents.shape
         patch = self.spec.patch_size
-        spread = noisy.timesteps.view(-1, 1, 1, 1, 1).repeat(1, 1, frames, height // patch, width // patch)
+        spread = noisy.timesteps.view(-1, 1, 1, 1, 1).repeat(
+            1, 1, frames, height // patch, width // patch
+        )
         spread[:, :, 0] = 0
         return spread

@@ -1,1 +1,3 @@
-"""Techniques as the plan sees them: rules, cost and needed data of each. What trains is in `simpletuner.techniques`."""
+"""Techniques as the plan sees them: rules, cost and needed data of each. What trains is in
+`simpletuner.techniques`.
+"""

@@ -17,17 +17,22 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.models.vision import VisionEncoder
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec, TrainedData
 
-# How frames are resized for the encoder: their proportions are kept. Part of the keys of cached features.
+# How frames are resized for the encoder: their proportions are kept. Part of the keys of cached
+# features.
 RESIZE = "aspect"
 
 
 class TeacherFeatures(FeatureKind):
-    """Features of the frames of a clip, by a vision encoder, at the resolution of the model's tokens."""
+    """Features of the frames of a clip, by a vision encoder, at the resolution of the model's
+    tokens.
+    """
 
     name = "crepa"
     encoder: VisionEncoder
 
-    def __init__(self, config: CrepaConfig, encoder: VisionEncoder, unneeded: frozenset[str]) -> None:
+    def __init__(
+        self, config: CrepaConfig, encoder: VisionEncoder, unneeded: frozenset[str]
+    ) -> None:
         self.config = config
         self.encoder = encoder
         self.unneeded = unneeded
@@ -56,7 +61,8 @@ class TeacherFeatures(FeatureKind):
 
 
 class CrepaSpec(TechniqueSpec):
-    """CREPA, with its projector and the activations from the block's tokens to the loss, all in float32.
+    """CREPA, with its projector and the activations from the block's tokens to the loss, all in
+    float32.
 
     Attributes:
         regularised: datasets whose target is the base model; they are not aligned.
@@ -67,7 +73,9 @@ class CrepaSpec(TechniqueSpec):
     trains = "simpletuner.techniques.crepa:Crepa"
     keys = CrepaConfig
 
-    def __init__(self, config: CrepaConfig, regularised: frozenset[str] = frozenset(), total_steps: int = 1) -> None:
+    def __init__(
+        self, config: CrepaConfig, regularised: frozenset[str] = frozenset(), total_steps: int = 1
+    ) -> None:
         self.config = config
         self.regularised = regularised
         self.total_steps = total_steps
@@ -84,7 +92,9 @@ class CrepaSpec(TechniqueSpec):
 
     @property
     def width(self) -> int:
-        """Width of the encoder's features, read from the encoder if it is on this machine by now."""
+        """Width of the encoder's features, read from the encoder if it is on this machine by
+        now.
+        """
         return replace(self.encoder).width
 
     def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:
@@ -108,31 +118,48 @@ class CrepaSpec(TechniqueSpec):
         warmup = crepa.crepa_warmup_steps
         decay = crepa.crepa_decay_steps
         if crepa.crepa_scheduler != "constant" and 0 < decay <= warmup:
-            message = f"{decay} is not after crepa_warmup_steps {warmup}, where the decay begins: the weight drops"
+            message = (
+                f"{decay} is not after crepa_warmup_steps {warmup}, where the decay begins: the "
+                "weight drops"
+            )
             report.warn("crepa_decay_steps", f"{message} in one step.")
         side = crepa.crepa_encoder_image_size
         if side % PATCH:
             below = side // PATCH * PATCH
-            message = f"{side} is not a multiple of {PATCH}; the nearest are {below} and {below + PATCH}."
+            message = (
+                f"{side} is not a multiple of {PATCH}; the nearest are {below} and {below + PATCH}."
+            )
             report.error("crepa_encoder_image_size", message)
 
     @classmethod
     def check_model(
-        cls, config: RunConfig, spec: FamilySpec, routes: Sequence[Route], blocks: int | None, report: Problems
+        cls,
+        config: RunConfig,
+        spec: FamilySpec,
+        routes: Sequence[Route],
+        blocks: int | None,
+        report: Problems,
     ) -> None:
         """Report a model without frames to align, and blocks that it lacks."""
         crepa = config.techniques.of(CrepaConfig)
         if spec.media != "video":
-            report.error("crepa_enabled", f"aligns the frames of clips, but {spec.title} makes pictures.")
+            report.error(
+                "crepa_enabled", f"aligns the frames of clips, but {spec.title} makes pictures."
+            )
         chosen = {"crepa_block_index": crepa.crepa_block_index}
         if crepa.from_backbone:
             chosen["crepa_teacher_block_index"] = crepa.crepa_teacher_block_index
         for key, block in chosen.items():
             if block is not None and blocks is not None and block >= blocks:
-                report.error(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
+                report.error(
+                    key,
+                    f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.",
+                )
 
     @classmethod
-    def check_datasets(cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
+    def check_datasets(
+        cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems
+    ) -> None:
         """Report datasets that are encoded during training, when the teacher is loaded."""
         crepa = config.techniques.of(CrepaConfig)
         if not crepa.needs_encoder:
@@ -146,12 +173,16 @@ class CrepaSpec(TechniqueSpec):
                 "vae_cache_clear_each_epoch": dataset.config.vae_cache_clear_each_epoch,
             }
             later = [key for key, is_on in reasons.items() if is_on]
-            # Caches are cleared between epochs, and features are then cached again along with the latents.
+            # Caches are cleared between epochs, and features are then cached again along with the
+            # latents.
             if later and later[0] != "vae_cache_clear_each_epoch" and crepa.crepa_cache != "off":
                 message = f"{crepa.crepa_cache!r} needs latents that are cached before training;"
                 report.error("crepa_cache", f"{message} with {later[0]} use off.")
             if later and crepa.crepa_drop_vae_encoder:
-                message = f"with {later[0]} {dataset.id} is encoded during training, which needs that half;"
+                message = (
+                    f"with {later[0]} {dataset.id} is encoded during training, which needs "
+                    "that half;"
+                )
                 report.error("crepa_drop_vae_encoder", f"{message} remove one of them.")
 
 
@@ -161,9 +192,14 @@ def _check_source(config: RunConfig, report: Problems) -> None:
     source = crepa.crepa_feature_source
     flag = crepa.crepa_use_backbone_features
     # Only explicit keys can contradict each other.
-    both = config.is_explicit("crepa_feature_source") and config.is_explicit("crepa_use_backbone_features")
+    both = config.is_explicit("crepa_feature_source") and config.is_explicit(
+        "crepa_use_backbone_features"
+    )
     if both and flag != (source == "backbone"):
-        message = f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one of them."
+        message = (
+            f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one "
+            "of them."
+        )
         report.error("crepa_feature_source", message)
     if not crepa.from_backbone:
         return
@@ -171,7 +207,10 @@ def _check_source(config: RunConfig, report: Problems) -> None:
     student = crepa.crepa_block_index
     if teacher is None or teacher == student:
         unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
-        report.error("crepa_teacher_block_index", f"{unset}: a block cannot be its own teacher; name a later one.")
+        report.error(
+            "crepa_teacher_block_index",
+            f"{unset}: a block cannot be its own teacher; name a later one.",
+        )
     elif student is not None and teacher < student:
         message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
         report.warn("crepa_teacher_block_index", message)

@@ -32,7 +32,9 @@ class MaskedLossSpec(TechniqueSpec):
         return cls(config.techniques.of(MaskedLossConfig), data.masked) if data.masked else None
 
     @classmethod
-    def check_datasets(cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
+    def check_datasets(
+        cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems
+    ) -> None:
         """Report mask keys that have no effect without masks."""
         if any(dataset.masks for dataset in datasets if dataset.config.is_trained):
             return

@@ -1,4 +1,6 @@
-"""Prior preservation, with other captions (Preservation) or with other pictures (regularisation data)."""
+"""Prior preservation, with other captions (Preservation) or with other pictures (regularisation
+data).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class PreservationSpec(TechniqueSpec):
 
     Attributes:
         weight: of the term in the loss.
-        probability: share of the micro-batches with the term, of those that are not regularisation data.
+        probability: share of the micro-batches with the term, of those that are not regularisation
+            data.
         plain: share of these micro-batches.
     """
 
@@ -65,11 +68,18 @@ class PreservationSpec(TechniqueSpec):
         """Report a trigger without a prompt to replace it."""
         keys = config.techniques.of(PreservationConfig)
         if keys.is_on and keys.preservation_trigger and not keys.preservation_prompt:
-            report.error("preservation_trigger", f"{keys.preservation_trigger!r} needs a preservation_prompt.")
+            report.error(
+                "preservation_trigger",
+                f"{keys.preservation_trigger!r} needs a preservation_prompt.",
+            )
 
     @classmethod
-    def check_datasets(cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
-        """Warn if captions lack the trigger, in which case the prompt replaces the whole caption."""
+    def check_datasets(
+        cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems
+    ) -> None:
+        """Warn if captions lack the trigger, in which case the prompt replaces the whole
+        caption.
+        """
         keys = config.techniques.of(PreservationConfig)
         if not keys.is_on or keys.preservation_trigger is None:
             return
@@ -81,7 +91,9 @@ class PreservationSpec(TechniqueSpec):
                 named += [keys.names_subject(caption) for caption in sample.captions]
         if not all(named):
             message = f"{keys.preservation_trigger!r} is in {sum(named)} of {len(named)} captions"
-            rest = "; for the others preservation_prompt is the whole caption." if any(named) else "."
+            rest = (
+                "; for the others preservation_prompt is the whole caption." if any(named) else "."
+            )
             report.append(Problem("preservation_trigger", message + rest, fatal=not any(named)))
 
     def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.techniques.scheduled_sampling import OFFSET, PROBABILITY, ScheduledSamplingConfig
+from simpletuner.config.techniques.scheduled_sampling import (
+    OFFSET,
+    PROBABILITY,
+    ScheduledSamplingConfig,
+)
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec, TrainedData
@@ -13,7 +17,8 @@ class ScheduledSamplingSpec(TechniqueSpec):
     """Scheduled sampling, with the preview sampler that it follows.
 
     Attributes:
-        steps: number of steps of the preview sampler, whose grid of noise levels the rollouts follow.
+        steps: number of steps of the preview sampler, whose grid of noise levels the rollouts
+            follow.
         shift: shift of that scheduler, if it replaces the checkpoint's.
         skipped: ids of datasets to skip, since their target is the base model.
         forwards: mean number of extra forward passes per micro-batch.
@@ -57,7 +62,9 @@ class ScheduledSamplingSpec(TechniqueSpec):
             report.no_effect(OFFSET, f"has no effect: {reason}.")
         steps = config.validation.validation_num_inference_steps
         if steps is not None and offset > steps:
-            report.error(OFFSET, f"{offset} exceeds the {steps} steps of validation_num_inference_steps.")
+            report.error(
+                OFFSET, f"{offset} exceeds the {steps} steps of validation_num_inference_steps."
+            )
 
     def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:
         return TechniqueCost(forwards=self.forwards)

@@ -24,7 +24,8 @@ class TechniqueCost:
         parameters: number of weights in the technique's module, all trained in float32.
         held: bytes kept on the device from the forward to the backward pass.
         flops: FLOPs of the forward and backward pass.
-        forwards: mean number of extra forward passes of the transformer without gradients, on all tokens.
+        forwards: mean number of extra forward passes of the transformer without gradients, on all
+            tokens.
         passes: mean number of extra forward and backward passes, on all tokens.
     """
 
@@ -92,7 +93,12 @@ class TechniqueSpec:
 
     @classmethod
     def check_model(
-        cls, config: RunConfig, spec: FamilySpec, routes: Sequence[Route], blocks: int | None, report: Problems
+        cls,
+        config: RunConfig,
+        spec: FamilySpec,
+        routes: Sequence[Route],
+        blocks: int | None,
+        report: Problems,
     ) -> None:
         """Report what the model lacks or does not support.
 
@@ -102,7 +108,9 @@ class TechniqueSpec:
         """
 
     @classmethod
-    def check_datasets(cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
+    def check_datasets(
+        cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems
+    ) -> None:
         """Report missing data, and datasets that exclude the technique."""
 
     def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:

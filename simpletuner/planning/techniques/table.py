@@ -12,8 +12,8 @@ from simpletuner.planning.techniques.slider import SliderSpec
 from simpletuner.planning.techniques.spec import TechniqueSpec, TrainedData
 from simpletuner.planning.techniques.tread import TreadSpec
 
-# In the order in which a micro-step calls them. The losses that they add are summed in this order, too, which decides
-# how the sum rounds.
+# In the order in which a micro-step calls them. The losses that they add are summed in this order,
+# too, which decides how the sum rounds.
 SPECS: tuple[type[TechniqueSpec], ...] = (
     # First, so that all forward passes have its strength, also those of the techniques below.
     SliderSpec,
@@ -31,7 +31,9 @@ SPECS: tuple[type[TechniqueSpec], ...] = (
 )
 
 
-def chosen_techniques(config: RunConfig, data: TrainedData = TrainedData()) -> tuple[TechniqueSpec, ...]:
+def chosen_techniques(
+    config: RunConfig, data: TrainedData = TrainedData()
+) -> tuple[TechniqueSpec, ...]:
     """The techniques that a configuration and the data turn on, in calling order."""
     chosen = []
     for technique in SPECS:
@@ -42,7 +44,9 @@ def chosen_techniques(config: RunConfig, data: TrainedData = TrainedData()) -> t
 
 
 def ruling_techniques(config: RunConfig) -> list[type[TechniqueSpec]]:
-    """The techniques whose keys are on or have no switch, in the order of the schema: only their rules apply."""
+    """The techniques whose keys are on or have no switch, in the order of the schema: only their
+    rules apply.
+    """
     by_keys = {technique.keys: technique for technique in SPECS}
     return [by_keys[type(group)] for group in config.techniques_in_use]
 

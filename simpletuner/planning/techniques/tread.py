@@ -31,7 +31,12 @@ class TreadSpec(TechniqueSpec):
 
     @classmethod
     def check_model(
-        cls, config: RunConfig, spec: FamilySpec, routes: Sequence[Route], blocks: int | None, report: Problems
+        cls,
+        config: RunConfig,
+        spec: FamilySpec,
+        routes: Sequence[Route],
+        blocks: int | None,
+        report: Problems,
     ) -> None:
         check_routes(routes, blocks, report)
 
@@ -45,9 +50,15 @@ def check_routes(routes: Sequence[Route], blocks: int | None, report: Problems) 
             if (route.first < 0) == (route.last < 0) and route.first > route.last:
                 report.error(KEY, f"the route from {route.written} starts after its end.")
             continue
-        outside = [edge for edge in dict.fromkeys((route.first, route.last)) if not -blocks <= edge < blocks]
+        outside = [
+            edge
+            for edge in dict.fromkeys((route.first, route.last))
+            if not -blocks <= edge < blocks
+        ]
         for edge in outside:
-            message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
+            message = (
+                f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
+            )
             report.error(KEY, f"{message} not {edge}.")
         if outside:
             continue
@@ -69,4 +80,6 @@ def _check_overlaps(routes: Sequence[tuple[Route, Route]], report: Problems) -> 
         if later.first <= earlier.last:
             single = later.first == earlier.last
             shared = f"block {later.first}" if single else f"blocks {later.first} and on"
-            report.error(KEY, f"the routes from {first.written} and {second.written} overlap ({shared}).")
+            report.error(
+                KEY, f"the routes from {first.written} and {second.written} overlap ({shared})."
+            )

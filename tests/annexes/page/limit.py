@@ -17,10 +17,12 @@ BROWSER = "chrom"  # in the names of Chromium's processes
 
 @contextmanager
 def time_limit(seconds: float = SECONDS) -> Iterator[None]:
-    """Raise in whatever waits after some seconds; does nothing outside the main thread, where signals cannot be used.
+    """Raise in whatever waits after some seconds; does nothing outside the main thread, where
+    signals cannot be used.
 
-    A wait of Playwright, such as `evaluate`, has no limit of its own. It fails at once when the browser is killed; an
-    exception in the middle of it would leave Playwright waiting for ever when the browser is closed.
+    A wait of Playwright, such as `evaluate`, has no limit of its own. It fails at once when the
+    browser is killed; an exception in the middle of it would leave Playwright waiting for ever when
+    the browser is closed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +45,9 @@ def time_limit(seconds: float = SECONDS) -> Iterator[None]:
 
 def kill_browsers() -> bool:
     """Kill the browsers that this process has started; returns whether there was one."""
-    browsers = [process for process in psutil.Process().children(recursive=True) if _is_browser(process)]
+    browsers = [
+        process for process in psutil.Process().children(recursive=True) if _is_browser(process)
+    ]
     for browser in browsers:
         with suppress(psutil.NoSuchProcess):
             browser.kill()

@@ -36,7 +36,9 @@ def serving(folder: Path, access: Access = Access(), port: int = 0) -> Iterator[
 
 @contextmanager
 def ending_runs(folder: Path) -> Iterator[None]:
-    """Kill the processes that are at work below a folder when the block is left, also by a failed test."""
+    """Kill the processes that are at work below a folder when the block is left, also by a failed
+    test.
+    """
     try:
         yield
     finally:
@@ -59,11 +61,16 @@ def tab(browser: Any) -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, folder: Path, anchor: str = "") -> Iterator[Any]:
-    """The page of a project in a browser; an error of a script or a request to elsewhere fails the test."""
+    """The page of a project in a browser; an error of a script or a request to elsewhere fails the
+    test.
+    """
     complaints: list[str] = []
     with serving(folder) as (port, _), tab(browser) as page:
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
+        page.on(
+            "request",
+            lambda request: None if f":{port}/" in request.url else complaints.append(request.url),
+        )
         page.goto(f"http://127.0.0.1:{port}/{anchor}")
         yield page
     assert complaints == [], complaints

@@ -12,7 +12,13 @@ from typing import Literal, get_args
 from PIL import Image
 
 from simpletuner.headers import join_header
-from simpletuner.planning.checkpoint_folder import FILE_NAME, Identity, Manifest, describe_files, write_manifest
+from simpletuner.planning.checkpoint_folder import (
+    FILE_NAME,
+    Identity,
+    Manifest,
+    describe_files,
+    write_manifest,
+)
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
 from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE
@@ -41,7 +47,12 @@ class RunFolder:
     @property
     def name(self) -> str:
         """A name for its folder, which says all of that."""
-        parts = ["evaluated" if self.evaluated else "", self.saved, "swept" if self.swept else "", self.state]
+        parts = [
+            "evaluated" if self.evaluated else "",
+            self.saved,
+            "swept" if self.swept else "",
+            self.state,
+        ]
         return "-".join(filter(None, parts))
 
     def write(self, root: Path) -> Path:
@@ -71,7 +82,9 @@ class RunFolder:
 
 def every_run() -> Iterator[RunFolder]:
     """Every combination."""
-    for evaluated, saved, swept, state in product((True, False), get_args(Saved), (True, False), get_args(State)):
+    for evaluated, saved, swept, state in product(
+        (True, False), get_args(Saved), (True, False), get_args(State)
+    ):
         yield RunFolder(evaluated, saved, swept, state)
 
 
@@ -107,7 +120,15 @@ def write_sweep(folder: Path) -> None:
 def write_sample(folder: Path) -> None:
     """Write a sample with its recipe."""
     write_picture(folder / "owl.png")
-    recipe = {"prompt": "an owl", "seed": 7, "index": 0, "width": 8, "height": 8, "step": 3, "strength": 1.0}
+    recipe = {
+        "prompt": "an owl",
+        "seed": 7,
+        "index": 0,
+        "width": 8,
+        "height": 8,
+        "step": 3,
+        "strength": 1.0,
+    }
     (folder / "owl.json").write_text(json.dumps({**recipe, "guidance": 4.0}))
 
 

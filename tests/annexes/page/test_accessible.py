@@ -27,8 +27,9 @@ expect = sync_api.expect
 AXE = files("axe_playwright_python").joinpath("axe.min.js")
 WIDTHS = (1400, 400)
 SEEN: list[str] = []  # looks of texts that were measured
-# All rules are asked once a page. Of the rest, what scrolls depends on the width, and contrast on the colours:
-# on a text's own, its size and weight, and what is painted behind it. Each such look is measured once.
+# All rules are asked once a page. Of the rest, what scrolls depends on the width, and contrast on
+# the colours: on a text's own, its size and weight, and what is painted behind it. Each such look
+# is measured once.
 ASK = """
     async ({ isWhole, isNarrow, seen }) => {
         const styles = new Map(), looks = new Map(), told = [];
@@ -36,23 +37,27 @@ ASK = """
             if (!node) return "";
             if (!styles.has(node)) {
                 const { backgroundColor, backgroundImage, opacity } = getComputedStyle(node);
-                const own = `${backgroundColor} ${backgroundImage} ${opacity}`.replace("rgba(0, 0, 0, 0) none 1", "");
+                const paint = `${backgroundColor} ${backgroundImage} ${opacity}`;
+                const own = paint.replace("rgba(0, 0, 0, 0) none 1", "");
                 styles.set(node, own + behind(node.parentElement));
             }
             return styles.get(node);
         };
         const isText = (node) => node.matches("input, select, textarea, meter") ||
-            [...node.childNodes].some((child) => child.nodeType === Node.TEXT_NODE && child.data.trim());
+            [...node.childNodes].some(
+                (child) => child.nodeType === Node.TEXT_NODE && child.data.trim());
         for (const node of document.querySelectorAll("body *")) {
             if (!isText(node) || !node.checkVisibility()) continue;
             const { color, fontSize, fontWeight } = getComputedStyle(node);
-            const isExempt = Boolean((node.control ?? node.closest("button, fieldset") ?? node).disabled);
+            const control = node.control ?? node.closest("button, fieldset") ?? node;
+            const isExempt = Boolean(control.disabled);
             looks.set(`${color} ${fontSize} ${fontWeight} ${isExempt} ${behind(node)}`, node);
         }
         const fresh = [...looks].filter(([look]) => !seen.includes(look));
         const ask = async (where, ...rules) => {
             const runOnly = rules.length ? { runOnly: rules } : {};
-            const { violations } = await axe.run(where, { resultTypes: ["violations"], ...runOnly });
+            const options = { resultTypes: ["violations"], ...runOnly };
+            const { violations } = await axe.run(where, options);
             const line = ({ html, any }) => `${html.slice(0, 160)} ${any[0]?.message ?? ""}`;
             told.push(...violations.filter(({ impact }) => impact !== "minor")
                 .map(({ id, nodes }) => `${id}: ${nodes.slice(0, 5).map(line).join(" | ")}`));
@@ -71,7 +76,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = tmp_path_factory.mktemp("accessible").resolve()
     made = Workspace.create(folder / "project", folder)
     made.write_config(pretrained_model_name_or_path=None)
-    shutil.copytree(made.path("config"), made.path("config/large"), ignore=shutil.ignore_patterns("multi*"))
+    shutil.copytree(
+        made.path("config"), made.path("config/large"), ignore=shutil.ignore_patterns("multi*")
+    )
     made.write_config(my_own_key=1, train_batch_size="two")
     return made
 
@@ -98,7 +105,8 @@ def complaints(page: Any) -> str:
     for width, scheme in product(WIDTHS, ("light", "dark")):
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        is_first, is_narrow = (width, scheme) == (WIDTHS[0], "light"), (width, scheme) == (WIDTHS[1], "light")
+        is_first = (width, scheme) == (WIDTHS[0], "light")
+        is_narrow = (width, scheme) == (WIDTHS[1], "light")
         answer = page.evaluate(ASK, {"isWhole": is_first, "isNarrow": is_narrow, "seen": SEEN})
         found += [f"{width} {scheme} {each}" for each in answer["told"]]
         SEEN.extend(answer["fresh"])
@@ -108,7 +116,9 @@ def complaints(page: Any) -> str:
 def test_the_form_is_accessible(page: Any) -> None:
     for tab in ("basic", "training", "dataset"):
         go(page, f"?config=config#{tab}")
-        expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
+        expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text(
+            "is not a whole number"
+        )
         expect(page.locator("#verdict")).not_to_have_text("")
         assert complaints(page) == "", tab
 
@@ -116,7 +126,9 @@ def test_the_form_is_accessible(page: Any) -> None:
 def test_the_start_card_is_accessible(page: Any, workspace: Workspace) -> None:
     go(page, "?config=config#start")
     expect(page.locator("#drop")).to_be_visible()  # before, nobody can choose files
-    page.locator("#drop-files").set_input_files([*workspace.path("datasets/pictures").glob("*.png"), __file__])
+    page.locator("#drop-files").set_input_files(
+        [*workspace.path("datasets/pictures").glob("*.png"), __file__]
+    )
     page.locator("#start-skipped summary").click()
     expect(page.locator("#start-models .dim").last).to_contain_text("about")
     assert complaints(page) == ""
@@ -166,7 +178,10 @@ def test_runs_are_accessible(page: Any, workspace: Workspace) -> None:
     blob = len(b"{}").to_bytes(8, "little") + b"{}"
     (output / LORA_FILE).write_bytes(with_metadata(blob, {STEP_NOTE: "3"}))
     # One that waits for ever, since its config is gone, after two that have ended.
-    jobs = [Job(state, "train", str(output), "gone", state=state) for state in ("completed", "error", "waiting")]
+    jobs = [
+        Job(state, "train", str(output), "gone", state=state)
+        for state in ("completed", "error", "waiting")
+    ]
     workspace.path(QUEUE_FILE).write_bytes(JOBS.dump_json(jobs))
     go(page, "?config=config#run")
     page.get_by_text("Sample with your own prompts").click()

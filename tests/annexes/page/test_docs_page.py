@@ -1,4 +1,6 @@
-"""The documentation as the server shows it: every page and its links, and from where the form leads there."""
+"""The documentation as the server shows it: every page and its links, and from where the form leads
+there.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_the_list_of_pages_names_all(client: TestClient) -> None:
     assert all(f'<a href="/docs/{path}">' in listed for path in titles())
 
 
-@pytest.mark.parametrize("path", ["none.md", "../pyproject.toml", "%2e%2e/README.md", "notebooks/demo.ipynb", "images"])
+@pytest.mark.parametrize(
+    "path", ["none.md", "../pyproject.toml", "%2e%2e/README.md", "notebooks/demo.ipynb", "images"]
+)
 def test_nothing_else_is_served(client: TestClient, path: str) -> None:
     assert client.get(f"/docs/{path}").status_code == 404
 
@@ -42,4 +46,7 @@ def test_nothing_else_is_served(client: TestClient, path: str) -> None:
 def test_help_leads_to_the_documentation(client: TestClient) -> None:
     form = client.get("/").text
     assert '<a href="/docs/TREAD.md" target="_blank">docs/TREAD.md</a>' in form
-    assert all(client.get(link).status_code == 200 for link in set(re.findall(r'href="(/docs/[^"]+)"', form)))
+    assert all(
+        client.get(link).status_code == 200
+        for link in set(re.findall(r'href="(/docs/[^"]+)"', form))
+    )

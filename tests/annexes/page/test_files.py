@@ -1,4 +1,6 @@
-"""Configs and dataset files through the page: nothing that a file says is lost, and no secret leaves it."""
+"""Configs and dataset files through the page: nothing that a file says is lost, and no secret
+leaves it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ WRITTEN = """{
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config" / "second").mkdir(parents=True)
     (tmp_path / "config" / "config.json").write_text(WRITTEN)
-    (tmp_path / "config" / "second" / "config.json").write_text('{"_metadata": 1, "config": {"seed": 1}}')
+    (tmp_path / "config" / "second" / "config.json").write_text(
+        '{"_metadata": 1, "config": {"seed": 1}}'
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path.resolve()
 
@@ -43,7 +47,9 @@ def saved(folder: Path, file: str = "config/config.json") -> Any:
 
 
 def put(page: TestClient, values: dict[str, Any], path: str = "/api/configs/config") -> Any:
-    return page.put(path, json={"values": values}, headers={"If-Match": page.get(path).headers["etag"]})
+    return page.put(
+        path, json={"values": values}, headers={"If-Match": page.get(path).headers["etag"]}
+    )
 
 
 def test_saving_keeps_what_the_page_does_not_name(page: TestClient, folder: Path) -> None:
@@ -53,7 +59,13 @@ def test_saving_keeps_what_the_page_does_not_name(page: TestClient, folder: Path
     assert answer.status_code == 200
     assert answer.headers["etag"] == page.get("/api/configs/config").headers["etag"]
     written = saved(folder)
-    assert list(written) == ["--model-family", "somebody_elses_key", "webhook_config", "model_type", "seed"]
+    assert list(written) == [
+        "--model-family",
+        "somebody_elses_key",
+        "webhook_config",
+        "model_type",
+        "seed",
+    ]
     assert (written["--model-family"], written["seed"]) == ("sanavideo", 7)
     assert written["webhook_config"][0]["webhook_url"] == "https://discord.example/abcdefgh"
 
@@ -65,20 +77,27 @@ def test_draft_with_problems_is_saved_and_told_so(page: TestClient, folder: Path
     assert told["learning_rate"] == "'fast' is not a number."
     assert saved(folder)["learning_rate"] == "fast"
     seen = {"If-Match": answer.headers["etag"]}
-    nan = page.put("/api/configs/config", content='{"values": {"learning_rate": NaN}}', headers=seen)
+    nan = page.put(
+        "/api/configs/config", content='{"values": {"learning_rate": NaN}}', headers=seen
+    )
     assert (nan.status_code, nan.json()["values"]["learning_rate"]) == (200, "nan")
 
 
 def test_file_changed_by_somebody_else_is_kept(page: TestClient, folder: Path) -> None:
     seen = page.get("/api/configs/config").headers["etag"]
     (folder / "config" / "config.json").write_text('{"seed": 5}')
-    answer = page.put("/api/configs/config", json={"values": {"seed": 6}}, headers={"If-Match": seen})
+    answer = page.put(
+        "/api/configs/config", json={"values": {"seed": 6}}, headers={"If-Match": seen}
+    )
     assert answer.status_code == 412
     assert answer.json()["values"] == {"seed": 5}
     assert "has changed" in answer.json()["problems"][0]["message"]
     assert saved(folder) == {"seed": 5}
     again = {"If-Match": answer.headers["etag"]}
-    assert page.put("/api/configs/config", json={"values": {"seed": 6}}, headers=again).status_code == 200
+    assert (
+        page.put("/api/configs/config", json={"values": {"seed": 6}}, headers=again).status_code
+        == 200
+    )
 
 
 def test_new_config_is_created_once(page: TestClient, folder: Path) -> None:
@@ -86,7 +105,11 @@ def test_new_config_is_created_once(page: TestClient, folder: Path) -> None:
     for expected in (200, 412):
         assert page.put("/api/configs/third", json={"values": {"seed": 1}}).status_code == expected
     assert saved(folder, "config/third/config.json") == {"seed": 1}
-    assert [each["name"] for each in page.get("/api/configs/").json()] == ["config", "second", "third"]
+    assert [each["name"] for each in page.get("/api/configs/").json()] == [
+        "config",
+        "second",
+        "third",
+    ]
 
 
 def test_wrapped_settings_stay_wrapped(page: TestClient, folder: Path) -> None:
@@ -95,19 +118,28 @@ def test_wrapped_settings_stay_wrapped(page: TestClient, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"seed": }', "[1]", '{"seed": 1, "seed": 2}', b"\xff\xfe"])
-def test_file_that_would_lose_something_is_not_rewritten(text: Any, page: TestClient, folder: Path) -> None:
+def test_file_that_would_lose_something_is_not_rewritten(
+    text: Any, page: TestClient, folder: Path
+) -> None:
     path = folder / "config" / "config.json"
     before = text if isinstance(text, bytes) else text.encode()
     path.write_bytes(before)
     assert page.get("/api/configs/config").status_code == 422
     seen = {"If-Match": f'"{__import__("hashlib").sha256(before).hexdigest()[:32]}"'}
-    assert page.put("/api/configs/config", json={"values": {"seed": 3}}, headers=seen).status_code == 422
+    assert (
+        page.put("/api/configs/config", json={"values": {"seed": 3}}, headers=seen).status_code
+        == 422
+    )
     assert path.read_bytes() == before
 
 
 SECRETS: dict[str, Any] = {
     "callback_url": "https://example.org/hook/abcdef",
-    "webhook_config": {"callback_url": "https://example.org/hook", "auth_token": "abcdefgh", "log_level": "info"},
+    "webhook_config": {
+        "callback_url": "https://example.org/hook",
+        "auth_token": "abcdefgh",
+        "log_level": "info",
+    },
     "stores": [{"secret_access_key": "aaaabbbb", "bucket": "b"}],
     "note": "see https://me:passw0rd@example.org",
     "text": '{"webhook_url": "https://example.org/hook"}',
@@ -137,21 +169,33 @@ def test_datasets_are_saved_with_their_problems(page: TestClient, folder: Path) 
     file = "config/multidatabackend.json"
     nothing = page.get("/api/datasets/plan").json()
     assert (nothing["path"], nothing["entries"]) == (file, [])
-    entries = [{"id": "a", "type": "local", "access_token": "aaaabbbb"}, {"id": "b", "instance_data_dir": "x"}]
+    entries = [
+        {"id": "a", "type": "local", "access_token": "aaaabbbb"},
+        {"id": "b", "instance_data_dir": "x"},
+    ]
     made = page.put("/api/datasets/plan", json={"entries": entries})
     assert made.status_code == 200
     assert made.json()["entries"][0]["access_token"] == SET
     turned = [made.json()["entries"][1], {**made.json()["entries"][0], "resolution": "big"}]
-    again = page.put("/api/datasets/plan", json={"entries": turned}, headers={"If-Match": made.headers["etag"]})
-    assert {"key": "multidatabackend.json: a.resolution", "message": "'big' is not a number.", "fatal": True} in (
-        again.json()["problems"]
+    again = page.put(
+        "/api/datasets/plan", json={"entries": turned}, headers={"If-Match": made.headers["etag"]}
     )
-    assert saved(folder, file) == [entries[1], {**entries[0], "resolution": "big"}]  # the secret followed its id
+    assert {
+        "key": "multidatabackend.json: a.resolution",
+        "message": "'big' is not a number.",
+        "fatal": True,
+    } in (again.json()["problems"])
+    assert saved(folder, file) == [
+        entries[1],
+        {**entries[0], "resolution": "big"},
+    ]  # the secret followed its id
     assert page.put("/api/datasets/plan", json={"entries": []}).status_code == 412
     assert page.get("/api/configs/config").json()["datasets"] == again.json()["entries"]
 
 
-@pytest.mark.parametrize("body", ["[]", "{", '{"values": 3}', "{}", "nothing", '{"values": {"a": NaN}', b"\xff"])
+@pytest.mark.parametrize(
+    "body", ["[]", "{", '{"values": 3}', "{}", "nothing", '{"values": {"a": NaN}', b"\xff"]
+)
 def test_unusable_body_is_refused(body: Any, page: TestClient, folder: Path) -> None:
     assert page.put("/api/configs/config", content=body).status_code == 400
     assert (folder / "config" / "config.json").read_text() == WRITTEN
@@ -189,10 +233,17 @@ def test_graphics_cards_are_asked_for_by_their_driver(
     assert page.get("/api/hardware/gpus").json() == []
     (tmp_path / "bin").mkdir()
     driver = tmp_path / "bin" / "nvidia-smi"
-    driver.write_text('#!/bin/sh\necho "0, NVIDIA H200, 143771, 143000"\necho "1, Odd, [N/A], [N/A]"\n')
+    driver.write_text(
+        '#!/bin/sh\necho "0, NVIDIA H200, 143771, 143000"\necho "1, Odd, [N/A], [N/A]"\n'
+    )
     driver.chmod(0o755)
     first, second = page.get("/api/hardware/gpus").json()
-    assert first == {"index": 0, "name": "NVIDIA H200", "total": 143771 * 2**20, "free": 143000 * 2**20}
+    assert first == {
+        "index": 0,
+        "name": "NVIDIA H200",
+        "total": 143771 * 2**20,
+        "free": 143000 * 2**20,
+    }
     assert second["total"] is None
     driver.write_text("#!/bin/sh\nexit 9\n")
     assert page.get("/api/hardware/gpus").json() == []
@@ -204,12 +255,19 @@ def test_events_of_runs_elsewhere_are_kept_within_bounds(
 ) -> None:
     monkeypatch.setattr(live, "LARGEST_FILE", 200)
     for number in range(10):
-        event = {"type": "notification", "job_id": "x", "message": f"{number} https://me:passw0rd@example.org"}
+        event = {
+            "type": "notification",
+            "job_id": "x",
+            "message": f"{number} https://me:passw0rd@example.org",
+        }
         assert page.post("/callback", json=event).status_code == 202
     lines = (folder / live.CALLBACK_FILE).read_text().splitlines()
     assert json.loads(lines[-1])["message"].startswith("9 ")
     assert "passw0rd" not in lines[-1]
-    assert sorted(path.name for path in folder.glob("callback*")) == [live.CALLBACK_FILE, f"{live.CALLBACK_FILE}.1"]
+    assert sorted(path.name for path in folder.glob("callback*")) == [
+        live.CALLBACK_FILE,
+        f"{live.CALLBACK_FILE}.1",
+    ]
     assert (folder / live.CALLBACK_FILE).stat().st_size < 400
     assert page.post("/callback", json={"message": "no type"}).status_code == 422
 
@@ -221,9 +279,15 @@ def test_full_disk_is_one_sentence(page: TestClient, folder: Path) -> None:
     assert "no space left" in answer.json()["problems"][0]["message"]
 
 
-def test_a_damaged_file_is_mended_unless_its_text_may_hold_secrets(page: TestClient, folder: Path) -> None:
-    path, file = "/api/configs/config", folder / "config" / "config.json"
-    for hidden in ('{"hub_token": "abc"', '{"seed": 1, "x": "hf_0123456789abcdefghijklmnopqrstuvwx"'):
+def test_a_damaged_file_is_mended_unless_its_text_may_hold_secrets(
+    page: TestClient, folder: Path
+) -> None:
+    path = "/api/configs/config"
+    file = folder / "config" / "config.json"
+    for hidden in (
+        '{"hub_token": "abc"',
+        '{"seed": 1, "x": "hf_0123456789abcdefghijklmnopqrstuvwx"',
+    ):
         file.write_text(hidden)
         assert page.get(path).json()["text"] is None
     file.write_text('{"seed": ')
@@ -233,15 +297,22 @@ def test_a_damaged_file_is_mended_unless_its_text_may_hold_secrets(page: TestCli
     etag = {"If-Match": damaged.headers["etag"]}
     assert page.put(path, json={"values": {"seed": 2}}, headers=etag).status_code == 422
     assert file.read_text() == '{"seed": '
-    assert page.put(path, json={"values": {"seed": 2}, "whole": True}).status_code == 422  # without its ETag
+    assert (
+        page.put(path, json={"values": {"seed": 2}, "whole": True}).status_code == 422
+    )  # without its ETag
     assert file.read_text() == '{"seed": '
-    assert page.put(path, json={"values": {"seed": 2}, "whole": True}, headers=etag).status_code == 200
+    assert (
+        page.put(path, json={"values": {"seed": 2}, "whole": True}, headers=etag).status_code == 200
+    )
     assert saved(folder) == {"seed": 2}
 
 
 def test_a_remedy_of_a_dataset_is_none_of_the_config(page: TestClient) -> None:
     entries = [{"id": "a", "type": "local", "seed": 1}]
-    body = {"values": {"model_family": "sanavideo", "model_type": "lora", "odd": 1}, "datasets": entries}
+    body = {
+        "values": {"model_family": "sanavideo", "model_type": "lora", "odd": 1},
+        "datasets": entries,
+    }
     told = page.post("/api/training/validate", json=body).json()["problems"]
     assert [each["remedy"] for each in told if "remedy" in each] == [{"odd": None}]
     assert any("seed" in each["key"] for each in told)

@@ -1,4 +1,6 @@
-"""The form: where each option is, what it is called, and when it has no effect; and the routes behind it."""
+"""The form: where each option is, what it is called, and when it has no effect; and the routes
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from tests.tools.web_server import picture, serve
 from tests.tools.workspace import Workspace
 
 BOTH_OFFLOADS = {"enable_group_offload": True, "enable_model_cpu_offload": True}
-EXCLUDE = "cannot be combined with enable_model_cpu_offload: one streams the blocks, the other moves them all."
+EXCLUDE = (
+    "cannot be combined with enable_model_cpu_offload: one streams the blocks, the other moves "
+    "them all."
+)
 
 
 @pytest.fixture
@@ -41,7 +46,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
 
 @pytest.fixture
 def client(workspace: Workspace) -> TestClient:
-    return TestClient(create_app(Project(workspace.folder.resolve())), base_url="http://localhost:8001")
+    return TestClient(
+        create_app(Project(workspace.folder.resolve())), base_url="http://localhost:8001"
+    )
 
 
 def ask(client: TestClient, route: str, **body: Any) -> Any:
@@ -57,10 +64,14 @@ def test_every_option_is_in_one_section() -> None:
 
 def test_page_shows_every_option_once(client: TestClient) -> None:
     page = client.get("/").text.partition('<template id="dataset"')[0]
-    assert Counter(re.findall(r'data-key="([\w.]+)"', page)) == Counter(field["name"] for field in fields())
+    assert Counter(re.findall(r'data-key="([\w.]+)"', page)) == Counter(
+        field["name"] for field in fields()
+    )
     assert "in-run" not in page
     tab = client.get("/tabs/training").text
-    assert set(re.findall(r'data-key="(\w+)"', tab)) == {each["name"] for each in fields() if each["tab"] == "training"}
+    assert set(re.findall(r'data-key="(\w+)"', tab)) == {
+        each["name"] for each in fields() if each["tab"] == "training"
+    }
 
 
 def test_labels_are_distinct_where_they_stand() -> None:
@@ -84,17 +95,29 @@ def test_labels_are_distinct_where_they_stand() -> None:
 )
 def test_guides_find_their_labels(key: str, label: str) -> None:
     field = next(field for field in fields() if field["name"] == key)
-    assert (field["tab"], field["section"], field["label"]) == ("training", "training/loss_functions", label)
+    assert (field["tab"], field["section"], field["label"]) == (
+        "training",
+        "training/loss_functions",
+        label,
+    )
     assert field["common"]
 
 
-@pytest.mark.parametrize(("family", "block"), [("kandinsky5-image", 8), ("kandinsky5-video", 8), ("sanavideo", 10)])
-def test_defaults_and_choices_follow_the_family(family: str, block: int, client: TestClient) -> None:
-    found = {field["name"]: field for field in client.get(f"/api/fields/metadata?family={family}").json()}
+@pytest.mark.parametrize(
+    ("family", "block"), [("kandinsky5-image", 8), ("kandinsky5-video", 8), ("sanavideo", 10)]
+)
+def test_defaults_and_choices_follow_the_family(
+    family: str, block: int, client: TestClient
+) -> None:
+    found = {
+        field["name"]: field for field in client.get(f"/api/fields/metadata?family={family}").json()
+    }
     assert found["crepa_block_index"]["default"] == block
     flavours = [each["name"] for each in client.get(f"/api/models/{family}/flavours").json()]
     assert found["model_flavour"]["choices"] == flavours
-    told = ask(client, "/api/training/validate", values={"model_family": family, "model_type": "lora"})
+    told = ask(
+        client, "/api/training/validate", values={"model_family": family, "model_type": "lora"}
+    )
     assert (told["effective"].get("crepa_block_index", 8), [*told["flavours"]]) == (block, flavours)
 
 
@@ -102,12 +125,19 @@ def test_metadata_describes_types_limits_and_conditions(client: TestClient) -> N
     found = {field["name"]: field for field in client.get("/api/fields/metadata").json()}
     kinds = {"bool", "int", "float", "text", "choice", "list", "json", "path", "sizes"}
     assert {field["type"] for field in found.values()} == kinds
-    wanted = {"lora_rank": "int", "learning_rate": "float", "output_dir": "path", "tread_config": "json"}
+    wanted = {
+        "lora_rank": "int",
+        "learning_rate": "float",
+        "output_dir": "path",
+        "tread_config": "json",
+    }
     assert {key: found[key]["type"] for key in wanted} == wanted
     assert found["ema_decay"]["limits"] == {"ge": 0, "le": 0.9999}
     assert found["ema_decay"]["requires"] == ["use_ema"]
     assert found["crepa_lambda"]["requires"] == ["crepa_enabled"]
-    assert found["validation_preview"]["requires"] == [], "it requires that validation_disable is off"
+    assert found["validation_preview"]["requires"] == [], (
+        "it requires that validation_disable is off"
+    )
     assert found["write_batch_size"]["requires"] == []
     assert found["validation_step_interval"]["aliases"] == ["validation_steps"]
     assert client.get("/api/fields/metadata?family=sdxl").status_code == 404
@@ -128,9 +158,17 @@ def test_tabs_name_their_sections(client: TestClient) -> None:
         ({}, "ema_decay", "has no effect without use_ema."),
         ({"use_ema": "yes"}, "ema_decay", None),
         ({"loss_type": "huber"}, "huber_c", None),
-        ({}, "group_offload_use_stream", "has no effect without enable_group_offload, group_offload_text_encoder or"),
+        (
+            {},
+            "group_offload_use_stream",
+            "has no effect without enable_group_offload, group_offload_text_encoder or",
+        ),
         ({"group_offload_vae": True}, "group_offload_use_stream", None),
-        ({"model_type": "full"}, "lora_rank", "has no effect: model_type full trains every weight and no LoRA."),
+        (
+            {"model_type": "full"},
+            "lora_rank",
+            "has no effect: model_type full trains every weight and no LoRA.",
+        ),
         ({}, "sana_motion_score", "has no effect: Kandinsky 5 Image is not Sana Video."),
         ({"model_family": "sanavideo"}, "sana_motion_score", None),
         ({"flow_schedule_auto_shift": True}, "flow_schedule_auto_shift", None),
@@ -141,7 +179,9 @@ def test_tabs_name_their_sections(client: TestClient) -> None:
         ),
     ],
 )
-def test_options_without_effect_say_why(settings: dict[str, Any], key: str, reason: str | None) -> None:
+def test_options_without_effect_say_why(
+    settings: dict[str, Any], key: str, reason: str | None
+) -> None:
     values = {"model_family": "kandinsky5-image", "model_type": "lora", **settings}
     found = Draft(Path("config/config.json")).judge(values).without_effect.get(key)
     assert found is reason is None or str(found).startswith(str(reason))
@@ -152,22 +192,39 @@ def test_a_field_that_is_wrong_is_not_greyed(client: TestClient) -> None:
     greyed = ask(client, "/api/training/validate", values=values)["greyed"]
     assert greyed["preservation_weight"].startswith("needs model_type lora")
     told = ask(client, "/api/training/validate", values={**values, "preservation_weight": 0.5})
-    assert [each["fatal"] for each in told["problems"] if each["key"] == "preservation_weight"] == [True]
-    assert "preservation_weight" not in told["greyed"], "greyed fields cannot be changed, and this one must be"
+    assert [each["fatal"] for each in told["problems"] if each["key"] == "preservation_weight"] == [
+        True
+    ]
+    assert "preservation_weight" not in told["greyed"], (
+        "greyed fields cannot be changed, and this one must be"
+    )
 
 
 def test_check_has_the_words_of_the_command_line(client: TestClient) -> None:
-    values = {"model_family": "kandinsky5-image", "model_type": "lora", "lora_rnk": 4, **BOTH_OFFLOADS}
-    entries = [{"id": "a", "type": "local", "instance_data_dir": "x", "repeats": -1}, {"id": "a", "type": "local"}]
+    values = {
+        "model_family": "kandinsky5-image",
+        "model_type": "lora",
+        "lora_rnk": 4,
+        **BOTH_OFFLOADS,
+    }
+    entries = [
+        {"id": "a", "type": "local", "instance_data_dir": "x", "repeats": -1},
+        {"id": "a", "type": "local"},
+    ]
     told = ask(client, "/api/configuration/check", values=values, datasets=entries)["problems"]
     assert {"key": "enable_group_offload", "message": EXCLUDE, "fatal": True} in told
     assert {problem["key"] for problem in told} >= {"multidatabackend.json: a.repeats", "a"}
-    planned = ask(client, "/api/plan", values=values, datasets=entries)  # a process of the command line
+    planned = ask(
+        client, "/api/plan", values=values, datasets=entries
+    )  # a process of the command line
     assert [problem for problem in told if problem not in planned["problems"]] == []
     assert "simpletuner-plan" not in json.dumps(planned)
-    assert {each["key"] for each in ask(client, "/api/training/validate", values={})["problems"]} >= {
-        "model_type", "model_family",
-    }  # fmt: skip
+    assert {
+        each["key"] for each in ask(client, "/api/training/validate", values={})["problems"]
+    } >= {
+        "model_type",
+        "model_family",
+    }
     assert client.post("/api/training/validate", json={"values": []}).status_code == 400
 
 
@@ -184,7 +241,10 @@ def test_plan_is_for_what_is_not_saved_yet(client: TestClient, workspace: Worksp
     assert (dataset["id"], dataset["left_out"][0]["file"]) == ("renamed", "broken.png")
     workspace.path("datasets/pictures/broken.png").unlink()
     assert sorted(workspace.folder.rglob("*")) == before
-    assert ask(client, "/api/plan", values=values, device="RTX 4090")["device"]["name"] == "RTX 4090 with 24 GiB"
+    assert (
+        ask(client, "/api/plan", values=values, device="RTX 4090")["device"]["name"]
+        == "RTX 4090 with 24 GiB"
+    )
     short = ask(client, "/api/plan", values=opened["values"], device_memory_gb=1)
     assert not short["ok"]
     assert "memory" in [problem["key"] for problem in short["problems"]]
@@ -192,20 +252,40 @@ def test_plan_is_for_what_is_not_saved_yet(client: TestClient, workspace: Worksp
 
 def csv_entry(workspace: Workspace, address: str) -> dict[str, Any]:
     workspace.path("table.csv").write_text(f"url,text\n{address},words\n")
-    return {"id": "web", "type": "csv", "csv_file": "table.csv", "csv_cache_dir": "downloads", "resolution": 64,
-            "csv_caption_column": "text", "allow_private_urls": True, "repeats": 1}  # fmt: skip
+    return {
+        "id": "web",
+        "type": "csv",
+        "csv_file": "table.csv",
+        "csv_cache_dir": "downloads",
+        "resolution": 64,
+        "csv_caption_column": "text",
+        "allow_private_urls": True,
+        "repeats": 1,
+    }
 
 
 @pytest.mark.slow(3)
-def test_files_of_remote_datasets_are_fetched_only_when_asked_for(client: TestClient, workspace: Workspace) -> None:
+def test_files_of_remote_datasets_are_fetched_only_when_asked_for(
+    client: TestClient, workspace: Workspace
+) -> None:
     opened = client.get("/api/configs/config").json()
     with serve() as site:
         web = csv_entry(workspace, site.add("/a.png", picture(1)))
         before = sorted(workspace.folder.rglob("*"))
-        told = ask(client, "/api/plan", values=opened["values"], datasets=[web, opened["datasets"][1]])
-        assert [each["key"] for each in told["problems"] if "not fetched yet" in each["message"]] == ["web"]
+        told = ask(
+            client, "/api/plan", values=opened["values"], datasets=[web, opened["datasets"][1]]
+        )
+        assert [
+            each["key"] for each in told["problems"] if "not fetched yet" in each["message"]
+        ] == ["web"]
         assert (sorted(workspace.folder.rglob("*")), site.asked) == (before, {})
-        told = ask(client, "/api/plan", values=opened["values"], datasets=[web, opened["datasets"][1]], fetch=True)
+        told = ask(
+            client,
+            "/api/plan",
+            values=opened["values"],
+            datasets=[web, opened["datasets"][1]],
+            fetch=True,
+        )
         assert ([each["used"] for each in told["datasets"]], site.asked) == ([1], {"/a.png": 1})
 
 
@@ -227,46 +307,82 @@ def test_files_of_remote_datasets_are_fetched_only_when_asked_for(client: TestCl
     ],
 )
 def test_nothing_outside_the_project_is_touched(
-    keys: dict[str, Any], values: dict[str, Any], client: TestClient, workspace: Workspace,
+    keys: dict[str, Any],
+    values: dict[str, Any],
+    client: TestClient,
+    workspace: Workspace,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Neither by drafts nor by what is saved: refused before a process is started that would look at it."""
+) -> None:
+    """Neither by drafts nor by what is saved: refused before a process is started that would look
+    at it.
+    """
     outside = workspace.folder.parent / "outside"
     workspace.path("linked").symlink_to(outside)
     monkeypatch.setenv("OUTSIDE", str(outside))
-    keys, values = (json.loads(json.dumps(each).replace("{outside}", str(outside))) for each in (keys, values))
-    opened, looked = client.get("/api/configs/config").json(), list[str]()
-    monkeypatch.setattr("simpletuner.annexes.page.control.run_while_wanted", lambda *_: looked.append("plan"))
-    monkeypatch.setattr("simpletuner.annexes.page.control.Runs.spawn", lambda *_: looked.append("train"))
+    keys, values = (
+        json.loads(json.dumps(each).replace("{outside}", str(outside))) for each in (keys, values)
+    )
+    opened = client.get("/api/configs/config").json()
+    looked: list[str] = []
+    monkeypatch.setattr(
+        "simpletuner.annexes.page.control.run_while_wanted", lambda *_: looked.append("plan")
+    )
+    monkeypatch.setattr(
+        "simpletuner.annexes.page.control.Runs.spawn", lambda *_: looked.append("train")
+    )
     entries = [{**opened["datasets"][0], **keys}, opened["datasets"][1]]
     asked = {"values": {**opened["values"], **values}, "datasets": entries}
-    key = next(iter(keys or values)).replace("huggingface", "dataset_name").lstrip("-").replace("-", "_")
+    key = (
+        next(iter(keys or values))
+        .replace("huggingface", "dataset_name")
+        .lstrip("-")
+        .replace("-", "_")
+    )
     for route in ("/api/plan", "/api/training/validate"):
-        told = [each for each in ask(client, route, **asked)["problems"] if "outside the project" in each["message"]]
+        told = [
+            each
+            for each in ask(client, route, **asked)["problems"]
+            if "outside the project" in each["message"]
+        ]
         assert [each["key"].split(".")[1 if keys else 0] for each in told] == [key]
     workspace.write_datasets(entries)
     workspace.write_config(**values)
-    for answer in (client.get("/dataset"), client.post("/api/training/start", json={"config": "config"})):
+    for answer in (
+        client.get("/dataset"),
+        client.post("/api/training/start", json={"config": "config"}),
+    ):
         assert answer.status_code == 422
         assert "allow its folder with --root" in answer.text
     assert looked == []
 
 
-@pytest.mark.parametrize("line", ["CACHE_DIR=/elsewhere", "TRAINER_EXTRA_ARGS='--seed=1 --cache-dir /elsewhere'"])
-def test_config_env_leads_nowhere_outside(line: str, client: TestClient, workspace: Workspace) -> None:
+@pytest.mark.parametrize(
+    "line", ["CACHE_DIR=/elsewhere", "TRAINER_EXTRA_ARGS='--seed=1 --cache-dir /elsewhere'"]
+)
+def test_config_env_leads_nowhere_outside(
+    line: str, client: TestClient, workspace: Workspace
+) -> None:
     workspace.path("config/config.env").write_text(f"{line}\n")
     answer = client.post("/api/training/start", json={"config": "config"})
-    assert (answer.status_code, [each["key"] for each in answer.json()["problems"]]) == (422, ["cache_dir"])
+    assert (answer.status_code, [each["key"] for each in answer.json()["problems"]]) == (
+        422,
+        ["cache_dir"],
+    )
 
 
 def test_every_file_is_shown_as_it_is_trained(client: TestClient, workspace: Workspace) -> None:
     shown = client.get("/dataset?config=config")
     assert "p0.png" in shown.text
-    assert "sandbox allow-scripts" in shown.headers["content-security-policy"], "it must not act for the page"
+    assert "sandbox allow-scripts" in shown.headers["content-security-policy"], (
+        "it must not act for the page"
+    )
     assert not workspace.path("dataset.html").exists()
     workspace.path("config/multidatabackend.json").unlink()
     refused = client.get("/dataset?config=config")
-    assert (refused.status_code, "multidatabackend.json" in refused.json()["problems"][0]["message"]) == (422, True)
+    assert (
+        refused.status_code,
+        "multidatabackend.json" in refused.json()["problems"][0]["message"],
+    ) == (422, True)
 
 
 def test_plan_ends_when_the_client_leaves(tmp_path: Path) -> None:
@@ -281,7 +397,9 @@ def test_plan_ends_when_the_client_leaves(tmp_path: Path) -> None:
 
 
 def test_secrets_stay_on_the_server(client: TestClient, workspace: Workspace) -> None:
-    workspace.write_config(webhook_config=[{"webhook_type": "raw", "callback_url": "https://example.org/s3cr3t-name"}])
+    workspace.write_config(
+        webhook_config=[{"webhook_type": "raw", "callback_url": "https://example.org/s3cr3t-name"}]
+    )
     opened = client.get("/api/configs/config").json()
     assert opened["values"]["webhook_config"][0]["callback_url"] == {"secret": "set"}
     answer = client.post("/api/training/validate", json={"values": opened["values"]})
@@ -303,5 +421,11 @@ def test_what_one_request_hides_garbles_no_other(client: TestClient, workspace: 
     assert redact(" ".join(typed)) == " ".join(typed)
     workspace.write_config(hub_token="t0p-b0x-opensesame")
     values = guarded.get("/api/configs/config").json()["values"]
-    answer = ask(guarded, "/api/training/validate", values=values | {"seed": "t0p-b0x-opensesame is no learning_rate"})
-    assert "'[hidden] is no learning_rate' is not a whole number." in [each["message"] for each in answer["problems"]]
+    answer = ask(
+        guarded,
+        "/api/training/validate",
+        values=values | {"seed": "t0p-b0x-opensesame is no learning_rate"},
+    )
+    assert "'[hidden] is no learning_rate' is not a whole number." in [
+        each["message"] for each in answer["problems"]
+    ]

@@ -1,4 +1,6 @@
-"""The form in Chromium: labels, greying, defaults, problems beside their fields, saving, and what a conflict loses."""
+"""The form in Chromium: labels, greying, defaults, problems beside their fields, saving, and what a
+conflict loses.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> Workspace:
+def workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> Workspace:
     made = Workspace.create(tmp_path / "project", tmp_path, pictures=2)
     made.write_config(pretrained_model_name_or_path=None, **settings)
     monkeypatch.chdir(made.folder)
@@ -63,24 +67,31 @@ def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> N
     section = page.get_by_role("region", name="Loss functions")
     assert section.get_attribute("id") == "training/loss_functions"
     for label in ("Block Index", "Weight", "Adjacent Distance", "Temporal Decay", "Vision Encoder"):
-        expect(section.locator("[data-group=CREPA]").get_by_label(label, exact=True)).to_be_disabled()
+        expect(
+            section.locator("[data-group=CREPA]").get_by_label(label, exact=True)
+        ).to_be_disabled()
     drop = section.get_by_label("Drop VAE Encoder", exact=True)
     expect(drop).to_be_disabled()
     expect(section).to_contain_text("options have no effect without crepa_enabled.")
     section.get_by_label("CREPA", exact=True).check()
     expect(drop).to_be_enabled()
-    expect(page.locator("[data-key=crepa_enabled] .bad")).to_contain_text("aligns the frames of clips")
+    expect(page.locator("[data-key=crepa_enabled] .bad")).to_contain_text(
+        "aligns the frames of clips"
+    )
     drop.check()
     save(page)
     assert saved(workspace)["crepa_drop_vae_encoder"] is True
     # Defaults follow the family.
-    block, flavour = page.locator("#f-crepa_block_index"), page.locator("#f-model_flavour")
+    block = page.locator("#f-crepa_block_index")
+    flavour = page.locator("#f-model_flavour")
     expect(block).to_have_attribute("placeholder", "8")
     page.get_by_role("tab", name="Basic").click()
     page.get_by_label("Family", exact=True).select_option("sanavideo")
     expect(block).to_have_attribute("placeholder", "10")
     expect(flavour.locator("option", has_text="2b-480p")).to_have_count(1)
-    expect(page.locator("[data-key=model_flavour] .bad")).to_contain_text("'t2i-lite-sft' belongs to kandinsky5-image")
+    expect(page.locator("[data-key=model_flavour] .bad")).to_contain_text(
+        "'t2i-lite-sft' belongs to kandinsky5-image"
+    )
 
 
 @pytest.mark.parametrize("settings", [{**UNKNOWN, "validation_disable": False}])
@@ -90,16 +101,19 @@ def test_conflict_stands_beside_its_field(page: Any) -> None:
     page.get_by_label("Enable Model CPU Offload", exact=True).check()
     told = page.locator("[data-key=enable_group_offload] .bad")
     expect(told).to_have_text(
-        "Enable Group Offload cannot be combined with Enable Model CPU Offload: one streams the blocks, the other moves"
-        " them all."
+        "Enable Group Offload cannot be combined with Enable Model CPU Offload: one streams the "
+        "blocks, the other moves them all."
     )
     expect(page.get_by_role("tab", name="Hardware")).to_contain_text("1")
     page.get_by_role("button", name="Use the default of Enable Model CPU Offload").click()
     expect(told).to_have_count(0)
 
 
-def test_what_changes_on_disk_is_shown_when_somebody_comes_back(page: Any, workspace: Workspace) -> None:
-    card, steps = page.locator(".dataset-card").first, page.locator("#f-max_train_steps")
+def test_what_changes_on_disk_is_shown_when_somebody_comes_back(
+    page: Any, workspace: Workspace
+) -> None:
+    card = page.locator(".dataset-card").first
+    steps = page.locator("#f-max_train_steps")
     come_back = "dispatchEvent(new Event('focus'))"
     workspace.write_config(my_own_key=None, max_train_steps=9)
     page.evaluate(come_back)
@@ -115,13 +129,16 @@ def test_what_changes_on_disk_is_shown_when_somebody_comes_back(page: Any, works
     steps.fill("5")
     workspace.write_config(seed=3)
     page.evaluate(come_back)
-    expect(page.locator("#saved")).to_have_text("The file has also changed on disk; Save compares both versions.")
+    expect(page.locator("#saved")).to_have_text(
+        "The file has also changed on disk; Save compares both versions."
+    )
     expect(steps).to_have_value("5")
 
 
 def test_what_is_focused_is_not_stale(page: Any, workspace: Workspace) -> None:
     """Whoever types on from an old value would save it over the new one."""
-    seed, come_back = page.locator("#f-seed"), "dispatchEvent(new Event('focus'))"
+    seed = page.locator("#f-seed")
+    come_back = "dispatchEvent(new Event('focus'))"
     seed.focus()
     workspace.write_config(seed=3)
     page.evaluate(come_back)
@@ -139,31 +156,35 @@ def test_what_is_focused_is_not_stale(page: Any, workspace: Workspace) -> None:
     seed.focus()
     workspace.write_config(seed=5)
     page.evaluate(come_back)
-    expect(page.locator("#saved")).to_have_text("The file has also changed on disk; Save compares both versions.")
+    expect(page.locator("#saved")).to_have_text(
+        "The file has also changed on disk; Save compares both versions."
+    )
     expect(area).to_have_value(re.compile(r"} ,$"))
     assert saved(workspace)["seed"] == 5
 
 
 def test_what_is_said_of_a_file_goes_once_it_is_mended(page: Any, workspace: Workspace) -> None:
-    path, told, come_back = (
-        workspace.path("config/config.json"),
-        page.locator("#raw .told"),
-        "dispatchEvent(new Event('focus'))",
-    )
+    path = workspace.path("config/config.json")
+    told = page.locator("#raw .told")
+    come_back = "dispatchEvent(new Event('focus'))"
     text = path.read_text()
     for content, said in (('{"seed": ', re.compile("is not valid JSON")), (text, "")):
         path.write_text(content)
         page.evaluate(come_back)
         expect(told.first).to_have_text(said)
     page.get_by_label("Batch Size", exact=True).fill("4")
-    for content, said in ((text.replace("7", "8"), re.compile("Save compares both")), (text, "1 unsaved")):
+    for content, said in (
+        (text.replace("7", "8"), re.compile("Save compares both")),
+        (text, "1 unsaved"),
+    ):
         path.write_text(content)
         page.evaluate(come_back)
         expect(page.locator("#saved")).to_have_text(said)
 
 
 def test_a_file_that_is_deleted_is_told_at_once(page: Any, workspace: Workspace) -> None:
-    told, config = page.locator("#saved"), workspace.path("config/config.json")
+    told = page.locator("#saved")
+    config = workspace.path("config/config.json")
     for path in (config, config.with_name("multidatabackend.json")):
         content = path.read_text()
         path.unlink()
@@ -186,9 +207,12 @@ def test_datasets_that_two_people_change_lose_neither(page: Any, workspace: Work
     entries = json.loads(path.read_text())
     page.get_by_role("tab", name="Dataset").click()
     page.locator(".dataset-card").first.get_by_label("Repeats", exact=True).fill("5")
-    path.write_text(json.dumps([entries[0] | {"repeats": 4, "crop": False}, *entries[1:], {"id": "theirs"}]))
+    path.write_text(
+        json.dumps([entries[0] | {"repeats": 4, "crop": False}, *entries[1:], {"id": "theirs"}])
+    )
     page.get_by_role("button", name="Save", exact=True).click()
-    dialog, name = page.get_by_role("dialog", name="The file has changed"), entries[0]["id"]
+    dialog = page.get_by_role("dialog", name="The file has changed")
+    name = entries[0]["id"]
     expect(dialog.get_by_role("row", name=f"{name}: repeats")).to_have_text(f"{name}: repeats45")
     expect(dialog.get_by_role("row", name=f"{name}: crop")).to_contain_text("not changed by you")
     dialog.get_by_role("button", name="Save mine over it").click()
@@ -209,7 +233,9 @@ def test_a_required_choice_is_no_default_and_captions_are_told_where_they_are_se
     expect(card.locator("[data-key=id] .told p")).to_have_count(0)
     workspace.write_config(model_family=None)
     page.reload()
-    expect(page.get_by_role("tab", name="Basic")).to_contain_text("1")  # counted on a tab that was not opened
+    expect(page.get_by_role("tab", name="Basic")).to_contain_text(
+        "1"
+    )  # counted on a tab that was not opened
     family = page.locator("[data-key=model_family]")
     expect(family.locator(".bad")).to_have_text("Family is required.")
     expect(family.locator("option").first).to_have_text("choose one")
@@ -224,7 +250,10 @@ def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace:
     assert page.evaluate("!dispatchEvent(new Event('beforeunload', {cancelable: true}))")
     save(page)
     after = saved(workspace)
-    assert after == {**{key: value for key, value in before.items() if key != "seed"}, "train_batch_size": 4}
+    assert after == {
+        **{key: value for key, value in before.items() if key != "seed"},
+        "train_batch_size": 4,
+    }
     assert list(after) == [key for key in before if key != "seed"]
     page.get_by_role("tab", name="Publishing").click()
     expect(page.locator("#f-webhook_config")).to_have_value("set")
@@ -234,7 +263,9 @@ def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace:
     assert saved(workspace)["webhook_config"].endswith("new")
     page.get_by_role("tab", name="Basic").click()
     page.get_by_label("Batch Size", exact=True).fill("two")
-    expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
+    expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text(
+        "is not a whole number"
+    )
 
 
 def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: Workspace) -> None:
@@ -243,7 +274,9 @@ def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: W
     page.get_by_role("button", name="Save", exact=True).click()
     dialog = page.get_by_role("dialog", name="The file has changed")
     expect(dialog.get_by_role("row", name="train_batch_size")).to_have_text("train_batch_size84")
-    expect(dialog.get_by_role("row", name="lora_rank")).to_have_text("lora_rank64not changed by you")
+    expect(dialog.get_by_role("row", name="lora_rank")).to_have_text(
+        "lora_rank64not changed by you"
+    )
     dialog.get_by_role("button", name="Go on editing").click()
     expect(page.get_by_label("Batch Size", exact=True)).to_have_value("4")
     assert saved(workspace)["train_batch_size"] == 8
@@ -279,7 +312,9 @@ def test_a_file_that_is_gone_loses_no_key(page: Any, workspace: Workspace, way: 
         assert json.loads(workspace.path("config/multidatabackend.json").read_text()) == entries
     else:
         expect(page.locator("#config")).to_have_value("mine")
-        assert json.loads(workspace.path("config/mine/config.json").read_text()) == {"train_batch_size": 4}
+        assert json.loads(workspace.path("config/mine/config.json").read_text()) == {
+            "train_batch_size": 4
+        }
         assert [path.name for path in workspace.path("config").rglob("*.json")] == ["config.json"]
 
 
@@ -292,7 +327,9 @@ def test_a_broken_config_is_mended_as_text(page: Any, workspace: Workspace) -> N
     expect(text).to_have_value('{"seed": ')
     told = page.locator("#raw-config + .told")
     expect(told).to_contain_text("is not valid JSON: it ends too early")
-    expect(page.locator("#problems")).to_contain_text("config.json is not valid JSON: it ends too early")
+    expect(page.locator("#problems")).to_contain_text(
+        "config.json is not valid JSON: it ends too early"
+    )
     expect(page.locator("#problems li")).to_have_count(1)
     text.fill('["a list"]')
     expect(told).to_contain_text("It must be one JSON object")
@@ -313,12 +350,16 @@ def test_all_keys_are_edited_as_json(page: Any, workspace: Workspace) -> None:
     text.fill(json.dumps({**values, "train_batch_size": 3, "my_own_key": 4}))
     expect(page.get_by_label("Batch Size", exact=True)).to_have_value("3")
     datasets = page.locator("#raw-datasets")
-    datasets.fill(json.dumps([*json.loads(datasets.input_value()), {"id": "third", "type": "local"}]))
+    datasets.fill(
+        json.dumps([*json.loads(datasets.input_value()), {"id": "third", "type": "local"}])
+    )
     page.get_by_role("tab", name="Dataset").click()
     expect(page.locator(".dataset-card")).to_have_count(3)
     save(page)
     assert (saved(workspace)["my_own_key"], saved(workspace)["train_batch_size"]) == (4, 3)
-    assert json.loads(workspace.path("config/multidatabackend.json").read_text())[2]["id"] == "third"
+    assert (
+        json.loads(workspace.path("config/multidatabackend.json").read_text())[2]["id"] == "third"
+    )
 
 
 def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> None:
@@ -326,7 +367,11 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     expect(page.get_by_role("heading", level=1)).to_have_text("output")
     page.get_by_role("button", name="New", exact=True).click()
     dialog = page.get_by_role("dialog", name="New config")
-    refusals = {"": "Give it a name", "../evil": "Give it a name", "config": "There is a config config already."}
+    refusals = {
+        "": "Give it a name",
+        "../evil": "Give it a name",
+        "config": "There is a config config already.",
+    }
     for name, refusal in refusals.items():
         dialog.get_by_label("Name, for").fill(name)
         dialog.get_by_role("button", name="Create", exact=True).click()
@@ -356,26 +401,34 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     expect(page.locator("#config")).to_have_value("second")
 
 
-def test_a_server_that_is_away_is_told_and_nothing_typed_is_lost(browser: Any, workspace: Workspace) -> None:
+def test_a_server_that_is_away_is_told_and_nothing_typed_is_lost(
+    browser: Any, workspace: Workspace
+) -> None:
     folder = workspace.folder.resolve()
     with ExitStack() as second, tab(browser) as page:
         with serving(folder) as (port, _):
             page.goto(f"http://127.0.0.1:{port}/")
             expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
         page.get_by_label("Batch Size", exact=True).fill("two")
-        expect(page.get_by_role("alert")).to_contain_text("The server does not answer. What you typed is kept")
+        expect(page.get_by_role("alert")).to_contain_text(
+            "The server does not answer. What you typed is kept"
+        )
         expect(page.locator("#problems li")).to_have_count(1)
         page.get_by_role("button", name="Save", exact=True).click()
         expect(page.locator("#saved")).to_have_text("Not saved: The server does not answer.")
         second.enter_context(serving(folder, port=port))
         expect(page.locator("#away")).to_be_hidden()
-        expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
+        expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text(
+            "is not a whole number"
+        )
         page.get_by_label("Batch Size", exact=True).fill("3")
         save(page)
     assert saved(workspace)["train_batch_size"] == 3
 
 
-def test_a_copy_of_an_example_has_an_output_folder_of_its_own(page: Any, workspace: Workspace) -> None:
+def test_a_copy_of_an_example_has_an_output_folder_of_its_own(
+    page: Any, workspace: Workspace
+) -> None:
     for name, folder in (("second", "output/second"), ("demo", "output/my-demo")):
         page.get_by_role("button", name="New", exact=True).click()
         dialog = page.get_by_role("dialog", name="New config")
@@ -384,7 +437,10 @@ def test_a_copy_of_an_example_has_an_output_folder_of_its_own(page: Any, workspa
         dialog.get_by_role("button", name="Create", exact=True).click()
         expect(page.get_by_label("Output Folder", exact=True)).to_have_value(folder)
         save(page)
-        assert json.loads(workspace.path(f"config/{name}/config.json").read_text())["output_dir"] == folder
+        assert (
+            json.loads(workspace.path(f"config/{name}/config.json").read_text())["output_dir"]
+            == folder
+        )
 
 
 def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:
@@ -433,7 +489,9 @@ def test_plan_is_live_and_answers_what_if(no_gpu: None, page: Any, workspace: Wo
     expect(plan).to_contain_text("an RTX 3060, assumed")
     # Another card's problem is none of the config's, but its remedy may be taken.
     expect(plan.locator(".told .bad")).to_contain_text("This would fit")
-    expect(page.locator("#problems")).not_to_contain_text(plan.locator(".told .bad").first.inner_text()[:40])
+    expect(page.locator("#problems")).not_to_contain_text(
+        plan.locator(".told .bad").first.inner_text()[:40]
+    )
     page.get_by_label("Plan for a card").fill("")
     expect(plan.locator("#verdict")).to_have_text("no GPU")
     page.evaluate("dispatchEvent(new Event('focus'))")
@@ -441,10 +499,14 @@ def test_plan_is_live_and_answers_what_if(no_gpu: None, page: Any, workspace: Wo
     card = page.locator(".dataset-card").first
     expect(card.locator(".used")).to_have_text("2 of 3 files used")
     card.get_by_text("1 of 3 files not used").click()
-    expect(card.locator(".ledger li")).to_contain_text("notes.pdf does not have the extension of a picture")
+    expect(card.locator(".ledger li")).to_contain_text(
+        "notes.pdf does not have the extension of a picture"
+    )
 
 
-def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(page: Any, workspace: Workspace) -> None:
+def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(
+    page: Any, workspace: Workspace
+) -> None:
     page.get_by_role("button", name="Remove my_own_key").click()
     expect(page.locator("#problems")).not_to_contain_text("my_own_key")
     workspace.write_config(my_own_key=None)
@@ -470,13 +532,19 @@ def test_search_and_keys_reach_every_option(page: Any) -> None:
     page.keyboard.type("huber")
     expect(page.locator("#f-huber_c")).to_be_visible()
     expect(page.locator("#f-learning_rate")).to_be_hidden()
-    for words, key in {"oom": "offload", "too strong": "learning_rate", "flicker": "crepa_enabled"}.items():
+    for words, key in {
+        "oom": "offload",
+        "too strong": "learning_rate",
+        "flicker": "crepa_enabled",
+    }.items():
         page.locator("#search").fill(words)
         expect(page.locator(f"#f-{key}")).to_be_visible()
         expect(page.locator("#f-resolution")).to_be_visible(visible=words == "oom")
         expect(page.locator("#f-webhook_config")).to_be_hidden()
     page.locator("#search").fill("trigger word")
-    expect(page.locator(".dataset-card").first.locator("[data-key=instance_prompt]")).to_be_visible()
+    expect(
+        page.locator(".dataset-card").first.locator("[data-key=instance_prompt]")
+    ).to_be_visible()
     page.locator("#search").fill("no such option")
     expect(page.get_by_text("No option matches.")).to_be_visible()
     page.locator("#search").fill("")
@@ -490,7 +558,9 @@ def test_search_and_keys_reach_every_option(page: Any) -> None:
 def test_tread_is_none_a_quarter_or_a_half(page: Any, workspace: Workspace) -> None:
     page.get_by_role("tab", name="Training").click()
     routes = page.get_by_label("TREAD Routes", exact=True)
-    expect(routes.locator("option")).to_contain_text(["none (default)", "quarter: a quarter", "half: half of them"])
+    expect(routes.locator("option")).to_contain_text(
+        ["none (default)", "quarter: a quarter", "half: half of them"]
+    )
     routes.select_option(index=2)
     save(page)
     route = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
@@ -506,7 +576,9 @@ def test_tread_is_none_a_quarter_or_a_half(page: Any, workspace: Workspace) -> N
 def test_remote_files_are_fetched_with_a_button(browser: Any, workspace: Workspace) -> None:
     workspace.write_config(my_own_key=None)
     with serve() as site:
-        workspace.write_datasets([csv_entry(workspace, site.add("/a.png", picture(1))), DATASETS[1]])
+        workspace.write_datasets(
+            [csv_entry(workspace, site.add("/a.png", picture(1))), DATASETS[1]]
+        )
         with opened(browser, workspace.folder.resolve(), "#dataset") as page:
             card = page.locator(".dataset-card").first
             expect(card.locator(".told .bad")).to_contain_text("1 of 1 files are not fetched yet")

@@ -38,7 +38,9 @@ def stream() -> Iterator[bytes]:
 
 @dataclass
 class Attack:
-    """A request, the status that it must get, and the one it gets without the guard: most are let through then."""
+    """A request, the status that it must get, and the one it gets without the guard: most are let
+    through then.
+    """
 
     status: int
     unguarded: int | None
@@ -52,10 +54,14 @@ class Attack:
 ATTACKS = {
     "DNS rebinding reads": Attack(403, 404, method="GET", headers={"host": "evil.example:8001"}),
     "DNS rebinding writes": Attack(403, 200, headers={**JSON, "host": "evil.example"}),
-    "a name that only begins like ours": Attack(403, 404, method="GET", headers={"host": "localhost.evil.example"}),
+    "a name that only begins like ours": Attack(
+        403, 404, method="GET", headers={"host": "localhost.evil.example"}
+    ),
     "no host": Attack(403, 404, method="GET", headers={"host": ""}),
     "foreign origin": Attack(403, 200, headers={**JSON, "origin": "https://evil.example"}),
-    "another server on this machine": Attack(403, 200, headers={**JSON, "origin": "http://localhost:3000"}),
+    "another server on this machine": Attack(
+        403, 200, headers={**JSON, "origin": "http://localhost:3000"}
+    ),
     "sandboxed frame": Attack(403, 200, headers={**JSON, "origin": "null"}),
     "cross-site fetch": Attack(403, 200, headers={**JSON, "sec-fetch-site": "cross-site"}),
     "same site, other port": Attack(403, 200, headers={**JSON, "sec-fetch-site": "same-site"}),
@@ -63,7 +69,9 @@ ATTACKS = {
         403, 404, method="GET", headers={"sec-fetch-site": "cross-site", "sec-fetch-dest": "image"}
     ),
     "form without preflight": Attack(415, 200, headers={"content-type": "text/plain"}),
-    "form of a page": Attack(415, 200, headers={"content-type": "application/x-www-form-urlencoded"}),
+    "form of a page": Attack(
+        415, 200, headers={"content-type": "application/x-www-form-urlencoded"}
+    ),
     "no content type": Attack(415, 200),
     "huge body": Attack(413, 413, headers=JSON, body=VALID + b" " * LARGEST_BODY),
     "huge body in pieces": Attack(413, 413, headers=JSON, body=stream()),
@@ -73,17 +81,26 @@ ATTACKS = {
     "token with more letters": Attack(
         401, 404, method="GET", headers={"authorization": f"Bearer {TOKEN}x"}, token=TOKEN
     ),
-    "token of no ASCII": Attack(401, None, method="GET", headers={"cookie": b"simpletuner-80=\xe4"}, token=TOKEN),
+    "token of no ASCII": Attack(
+        401, None, method="GET", headers={"cookie": b"simpletuner-80=\xe4"}, token=TOKEN
+    ),
     "wrong token in the address": Attack(401, 200, "/?token=no", "GET", token=TOKEN),
     "post that claims to be a link": Attack(
         403,
         202,
         "/callback",
         "POST",
-        {**JSON, "origin": "https://evil.example", "sec-fetch-site": "cross-site", "sec-fetch-dest": "document"},
+        {
+            **JSON,
+            "origin": "https://evil.example",
+            "sec-fetch-site": "cross-site",
+            "sec-fetch-dest": "document",
+        },
         b'{"type": "error"}',
     ),
-    "callback without token": Attack(401, 202, "/callback", "POST", JSON, b'{"type": "error"}', token=TOKEN),
+    "callback without token": Attack(
+        401, 202, "/callback", "POST", JSON, b'{"type": "error"}', token=TOKEN
+    ),
 }
 
 
@@ -102,7 +119,9 @@ def send(app: Any, attack: Attack) -> Any:
     return client(app).request(attack.method, attack.path, headers=attack.headers, **body)
 
 
-@pytest.mark.parametrize("attack", [pytest.param(attack, id=name) for name, attack in ATTACKS.items()])
+@pytest.mark.parametrize(
+    "attack", [pytest.param(attack, id=name) for name, attack in ATTACKS.items()]
+)
 def test_attack_is_refused(attack: Attack, project: Project) -> None:
     access = Access(token=attack.token)
     answer = send(Guard(create_app(project), access), attack)
@@ -112,11 +131,15 @@ def test_attack_is_refused(attack: Attack, project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    "attack", [pytest.param(attack, id=name) for name, attack in ATTACKS.items() if attack.unguarded]
+    "attack",
+    [pytest.param(attack, id=name) for name, attack in ATTACKS.items() if attack.unguarded],
 )
 def test_only_the_guard_refuses_it(attack: Attack, project: Project) -> None:
     body = stream() if isinstance(attack.body, Iterator) else attack.body
-    assert send(create_app(project), Attack(**{**vars(attack), "body": body})).status_code == attack.unguarded
+    assert (
+        send(create_app(project), Attack(**{**vars(attack), "body": body})).status_code
+        == attack.unguarded
+    )
 
 
 def as_user(app: Any, own: bool) -> Any:
@@ -130,9 +153,16 @@ def as_user(app: Any, own: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("host", "own", "status"),
-    [("127.0.0.1", True, 200), ("127.0.0.1", False, 401), ("::1", False, 401), ("0.0.0.0", True, 401)],
+    [
+        ("127.0.0.1", True, 200),
+        ("127.0.0.1", False, 401),
+        ("::1", False, 401),
+        ("0.0.0.0", True, 401),
+    ],
 )
-def test_only_its_own_user_needs_no_token(host: str, own: bool, status: int, project: Project) -> None:
+def test_only_its_own_user_needs_no_token(
+    host: str, own: bool, status: int, project: Project
+) -> None:
     visitor = client(as_user(Guard(create_app(project), Access(host, TOKEN, "~/page-token")), own))
     assert visitor.get("/health").status_code == status
     assert visitor.get("/health", headers={"x-api-key": TOKEN}).status_code == 200
@@ -153,7 +183,14 @@ def test_body_in_pieces_is_summed(project: Project) -> None:
         answered.append(message)
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "PUT", "path": CONFIG, "headers": headers, "query_string": b"", "scheme": "http"}
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "path": CONFIG,
+        "headers": headers,
+        "query_string": b"",
+        "scheme": "http",
+    }
     asyncio.run(Guard(create_app(project), Access())(scope, receive, send))
     assert answered[0]["status"] == 413
     assert pieces, "the rest is not read"
@@ -172,13 +209,19 @@ def test_body_in_pieces_is_summed(project: Project) -> None:
         ({"content-type": "application/json; charset=utf-8"}, None),
     ],
 )
-def test_own_page_and_scripts_pass(headers: dict[str, str], token: str | None, project: Project) -> None:
+def test_own_page_and_scripts_pass(
+    headers: dict[str, str], token: str | None, project: Project
+) -> None:
     attack = Attack(200, 200, headers={**JSON, **headers})
     assert send(Guard(create_app(project), Access(token=token)), attack).status_code == 200
 
 
 def test_link_from_another_site_opens_the_page(project: Project) -> None:
-    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    headers = {
+        "sec-fetch-site": "cross-site",
+        "sec-fetch-mode": "navigate",
+        "sec-fetch-dest": "document",
+    }
     assert client(Guard(create_app(project), Access())).get("/", headers=headers).status_code == 200
 
 
@@ -243,11 +286,22 @@ def test_no_file_outside_is_written(project: Project) -> None:
     visitor = client(Guard(create_app(project), Access()))
     assert visitor.put("/api/configs/linked", json={"values": {}}).status_code == 403
     assert visitor.put("/api/configs/examples/demo", json={"values": {}}).status_code == 403
-    assert visitor.put("/api/datasets/plan?config=examples/demo", json={"entries": []}).status_code == 403
+    assert (
+        visitor.put("/api/datasets/plan?config=examples/demo", json={"entries": []}).status_code
+        == 403
+    )
     for path in (str(outside / "new.json"), "../other/new.json", "train.sh", ".env"):
         name = f"of-{len(path)}"
-        assert visitor.put(f"/api/configs/{name}", json={"values": {"data_backend_config": path}}).status_code == 200
-        assert visitor.put(f"/api/datasets/plan?config={name}", json={"entries": []}).status_code == 403
+        assert (
+            visitor.put(
+                f"/api/configs/{name}", json={"values": {"data_backend_config": path}}
+            ).status_code
+            == 200
+        )
+        assert (
+            visitor.put(f"/api/datasets/plan?config={name}", json={"entries": []}).status_code
+            == 403
+        )
     assert sorted(each.name for each in project.folder.iterdir()) == ["config"]
     assert list(outside.iterdir()) == []
 
@@ -269,7 +323,9 @@ def test_first_visit_turns_the_token_into_a_cookie(scheme: str, project: Project
     given = welcome.headers["set-cookie"].lower()
     assert "httponly" in given
     assert "samesite=strict" in given
-    assert ("secure" in given) is (scheme == "https"), "it is not sent where the network can read it"
+    assert ("secure" in given) is (scheme == "https"), (
+        "it is not sent where the network can read it"
+    )
     assert TOKEN not in welcome.text
     assert visitor.get("/").status_code == 200
     assert visitor.put(CONFIG, json={"values": {}}).status_code == 200
@@ -277,7 +333,11 @@ def test_first_visit_turns_the_token_into_a_cookie(scheme: str, project: Project
 
 def test_every_answer_has_the_headers(project: Project) -> None:
     visitor = client(Guard(create_app(project), Access()))
-    for answer in (visitor.get("/"), visitor.get("/nope"), visitor.get("/", headers={"host": "evil.example"})):
+    for answer in (
+        visitor.get("/"),
+        visitor.get("/nope"),
+        visitor.get("/", headers={"host": "evil.example"}),
+    ):
         assert "default-src 'self'" in answer.headers["content-security-policy"]
         assert "unsafe-inline" not in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -297,7 +357,17 @@ def test_page_of_a_run_has_its_buttons_only(project: Project) -> None:
     ("host", "own"),
     [
         *((host, True) for host in ("localhost", "127.0.0.1", "127.3.2.1", "::1")),
-        *((host, False) for host in ("0.0.0.0", "::", "", "192.168.1.5", "box.example", "127.0.0.1.evil.example")),
+        *(
+            (host, False)
+            for host in (
+                "0.0.0.0",
+                "::",
+                "",
+                "192.168.1.5",
+                "box.example",
+                "127.0.0.1.evil.example",
+            )
+        ),
     ],
 )
 def test_address_of_this_machine_only(host: str, own: bool) -> None:
@@ -344,7 +414,8 @@ def test_body_that_never_ends_is_given_up(port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(projects, "BODY_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as slow:
         head = (
-            f"PUT {CONFIG} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+            f"PUT {CONFIG} HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            "application/json\r\nContent-Length: 100\r\n\r\n"
         )
         slow.sendall(head.encode() + b"{")
         assert answers(port) == b"HTTP/1.1 200"

@@ -32,7 +32,13 @@ def test_every_text_is_there_with_its_values(language: str) -> None:
 
 @pytest.mark.parametrize(
     ("accepted", "language"),
-    [("", "en"), ("de", "en"), ("es-MX,es;q=0.9,en;q=0.8", "es"), ("de-AT, zh-TW;q=.5", "zh"), ("en-GB,hi", "en")],
+    [
+        ("", "en"),
+        ("de", "en"),
+        ("es-MX,es;q=0.9,en;q=0.8", "es"),
+        ("de-AT, zh-TW;q=.5", "zh"),
+        ("en-GB,hi", "en"),
+    ],
 )
 def test_the_first_language_of_the_browser(accepted: str, language: str) -> None:
     content = card_content(accepted)

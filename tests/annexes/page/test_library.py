@@ -1,4 +1,6 @@
-"""The files of a dataset on the page: shown as they are trained, captioned, left out, and never lost."""
+"""The files of a dataset on the page: shown as they are trained, captioned, left out, and never
+lost.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,15 @@ from tests.tools.processes import PATIENCE
 
 CONFIG = {"model_family": "kandinsky5-image", "model_type": "lora", "output_dir": "output/mine"}
 CATS = {
-    "id": "cats", "type": "local", "instance_data_dir": "cats", "caption_strategy": "textfile", "resolution": 64,
-    "resolution_type": "pixel", "crop": True, "crop_style": "center",
-}  # fmt: skip
+    "id": "cats",
+    "type": "local",
+    "instance_data_dir": "cats",
+    "caption_strategy": "textfile",
+    "resolution": 64,
+    "resolution_type": "pixel",
+    "crop": True,
+    "crop_style": "center",
+}
 ODD = "odd\n\x07<b>.png"
 
 
@@ -77,7 +85,9 @@ def tag(html: str, name: str) -> str:
 
 def save(page: TestClient, name: str, text: str, seen: str, dataset: str = "cats") -> Any:
     body = {"dataset": dataset, "file": name, "text": text}
-    return page.put("/api/library/caption", json=body, headers={"If-Match": f'"{seen}"'} if seen else {})
+    return page.put(
+        "/api/library/caption", json=body, headers={"If-Match": f'"{seen}"'} if seen else {}
+    )
 
 
 def leave_out(page: TestClient, name: str, out: bool = True, dataset: str = "cats") -> Any:
@@ -121,7 +131,10 @@ def test_a_new_file_is_shown(page: TestClient, folder: Path) -> None:
 def test_a_caption_is_saved_unless_it_changed_outside(page: TestClient, folder: Path) -> None:
     seen = tag(show(page), "0.png")
     answer = save(page, "0.png", "a cat in a box", seen)
-    assert (answer.status_code, answer.json()["note"]) == (200, "Saved. Training will use it from its next start.")
+    assert (answer.status_code, answer.json()["note"]) == (
+        200,
+        "Saved. Training will use it from its next start.",
+    )
     assert (folder / "cats/0.txt").read_text() == "a cat in a box\n"
     assert "a cat in a box</textarea>" in answer.json()["card"]
     conflict = save(page, "0.png", "late", seen)
@@ -145,7 +158,12 @@ def test_a_missing_caption_is_added(page: TestClient, folder: Path) -> None:
 def test_the_run_that_uses_the_old_caption_is_named(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(folder, "other", {**CONFIG, "output_dir": "output/other"}, {**CATS, "instance_data_dir": "dogs"})
+    write(
+        folder,
+        "other",
+        {**CONFIG, "output_dir": "output/other"},
+        {**CATS, "instance_data_dir": "dogs"},
+    )
     monkeypatch.setattr(Run, "status", lambda run: {"status": "running"})
     note = save(page, "0.png", "new", tag(show(page), "0.png")).json()["note"]
     assert note == "Saved. mine keeps using the captions read at its start until it is restarted."
@@ -158,7 +176,9 @@ def test_the_run_that_uses_the_old_caption_is_named(
         (b"caf\xe9", "This file has a caption file that is not UTF-8 text"),
     ],
 )
-def test_captions_in_other_encodings(content: bytes, shown: str, page: TestClient, folder: Path) -> None:
+def test_captions_in_other_encodings(
+    content: bytes, shown: str, page: TestClient, folder: Path
+) -> None:
     (folder / "cats/0.txt").write_bytes(content)
     assert shown in show(page)
     assert save(page, "0.png", "x", "0" * 32).status_code == 412
@@ -166,7 +186,12 @@ def test_captions_in_other_encodings(content: bytes, shown: str, page: TestClien
 
 
 def test_what_edits_make_of_a_caption_is_shown(page: TestClient, folder: Path) -> None:
-    write(folder, "", CONFIG, {**CATS, "instance_prompt": "zkt", "prepend_instance_prompt": True, "max_num_samples": 2})
+    write(
+        folder,
+        "",
+        CONFIG,
+        {**CATS, "instance_prompt": "zkt", "prepend_instance_prompt": True, "max_num_samples": 2},
+    )
     (folder / "cats/1.txt").write_text("one\ntwo\n")
     html = show(page)
     assert "Trained as: zkt a cat number 0" in html
@@ -185,7 +210,11 @@ def test_search_in_names_and_captions(page: TestClient, monkeypatch: pytest.Monk
 def test_all_captions_change_after_a_preview(page: TestClient, folder: Path) -> None:
     preview = edit(page, find="number", replace="no.").json()
     assert preview["count"] == 3
-    assert preview["first"][0] == {"name": "0.txt", "before": "a cat number 0\n", "after": "a cat no. 0\n"}
+    assert preview["first"][0] == {
+        "name": "0.txt",
+        "before": "a cat number 0\n",
+        "after": "a cat no. 0\n",
+    }
     assert (folder / "cats/0.txt").read_text() == "a cat number 0\n"
     (folder / "cats/2.txt").write_text("mine\n")
     late = edit(page, find="number", replace="no.", seen=preview["digest"])
@@ -236,13 +265,26 @@ def test_a_file_is_left_out_and_taken_back(page: TestClient, folder: Path) -> No
 
 LOCKED = {
     "filename": ({"caption_strategy": "filename"}, "Each file is captioned by its name."),
-    "prompt": ({"caption_strategy": "instanceprompt", "instance_prompt": "zkt"}, "trained with Instance Prompt"),
+    "prompt": (
+        {"caption_strategy": "instanceprompt", "instance_prompt": "zkt"},
+        "trained with Instance Prompt",
+    ),
     "table": (
-        {"caption_strategy": "parquet", "metadata_backend": "parquet", "parquet": {"path": "t.parquet"}},
+        {
+            "caption_strategy": "parquet",
+            "metadata_backend": "parquet",
+            "parquet": {"path": "t.parquet"},
+        },
         "Captions come from a table",
     ),
-    "hub": ({"type": "huggingface", "dataset_name": "me/cats", "caption_strategy": None}, "come from huggingface"),
-    "mask": ({"dataset_type": "conditioning", "conditioning_type": "mask"}, "These are partners or masks"),
+    "hub": (
+        {"type": "huggingface", "dataset_name": "me/cats", "caption_strategy": None},
+        "come from huggingface",
+    ),
+    "mask": (
+        {"dataset_type": "conditioning", "conditioning_type": "mask"},
+        "These are partners or masks",
+    ),
 }
 
 
@@ -280,7 +322,12 @@ def test_pairs_are_cropped_as_they_are_trained(page: TestClient, folder: Path) -
     (folder / "masks").mkdir()
     for index in range(3):
         Image.new("L", (128, 64), 255).save(folder / f"masks/{index}.png")
-    mask = {"id": "masks", "type": "local", "dataset_type": "conditioning", "conditioning_type": "mask"}
+    mask = {
+        "id": "masks",
+        "type": "local",
+        "dataset_type": "conditioning",
+        "conditioning_type": "mask",
+    }
     masks = {**mask, "instance_data_dir": "masks"}
     write(folder, "", CONFIG, {**CATS, "conditioning_data": "masks"}, masks)
     (folder / "cats/3.txt").write_text("no mask")
@@ -298,8 +345,13 @@ def test_nothing_outside_the_project_is_shown_or_written(page: TestClient, folde
     assert save(page, "3.png", "x", editing.tag_of("secret\n")).status_code == 403
     assert (outside / "secret.txt").read_text() == "secret\n"
     for route in ("thumbnail", "media"):
-        assert page.get(f"/library/{route}", params={"path": str(outside / "secret.png")}).status_code == 403
-        assert page.get(f"/library/{route}", params={"path": "config/config.json"}).status_code == 404
+        assert (
+            page.get(f"/library/{route}", params={"path": str(outside / "secret.png")}).status_code
+            == 403
+        )
+        assert (
+            page.get(f"/library/{route}", params={"path": "config/config.json"}).status_code == 404
+        )
     write(folder, "", CONFIG, {**CATS, "exclude_files": "../../list.json"})
     assert leave_out(page, "0.png").status_code in (403, 422)
     write(folder, "", CONFIG, {**CATS, "instance_data_dir": "gone"})
@@ -317,7 +369,9 @@ def link_out(folder: Path, *names: str) -> None:
         (folder / "cats" / name).symlink_to(outside / name)
 
 
-@pytest.mark.parametrize("asked", [{}, {"words": "cat"}, {"only": "uncaptioned"}], ids=["all", "search", "uncaptioned"])
+@pytest.mark.parametrize(
+    "asked", [{}, {"words": "cat"}, {"only": "uncaptioned"}], ids=["all", "search", "uncaptioned"]
+)
 def test_a_caption_behind_a_link_out_of_the_project_is_named_and_not_shown(
     page: TestClient, folder: Path, asked: dict[str, str]
 ) -> None:
@@ -328,13 +382,18 @@ def test_a_caption_behind_a_link_out_of_the_project_is_named_and_not_shown(
     assert "a cat number 1" not in html
     if not asked:
         assert (
-            html.count("1.txt is behind a link out of the project; to allow its folder, start the server with --root.")
+            html.count(
+                "1.txt is behind a link out of the project; to allow its folder, start the "
+                "server with --root."
+            )
             == 1
         )
 
 
 @pytest.mark.parametrize("table", ["metadata.jsonl", "metadata.csv"])
-def test_captions_of_a_table_behind_a_link_are_not_shown(page: TestClient, folder: Path, table: str) -> None:
+def test_captions_of_a_table_behind_a_link_are_not_shown(
+    page: TestClient, folder: Path, table: str
+) -> None:
     rows = {
         "metadata.jsonl": '{"file_name": "0.png", "text": "a secret"}\n',
         "metadata.csv": "file_name,text\n0.png,a secret\n",
@@ -350,7 +409,9 @@ def test_captions_of_a_table_behind_a_link_are_not_shown(page: TestClient, folde
     assert f"{table} is behind a link out of the project" in html
 
 
-def test_a_picture_behind_a_link_out_of_the_project_is_named(page: TestClient, folder: Path) -> None:
+def test_a_picture_behind_a_link_out_of_the_project_is_named(
+    page: TestClient, folder: Path
+) -> None:
     link_out(folder, "1.png")
 
     html = show(page)
@@ -369,7 +430,9 @@ def test_links_out_of_the_project_are_shown_with_root(folder: Path) -> None:
     assert "a cat number 1" in html
 
 
-@pytest.mark.parametrize("request_body", [{"find": "cat"}, {"trigger": "zkt"}], ids=["find", "trigger"])
+@pytest.mark.parametrize(
+    "request_body", [{"find": "cat"}, {"trigger": "zkt"}], ids=["find", "trigger"]
+)
 def test_a_link_out_of_the_project_is_named_and_does_not_block_an_edit(
     page: TestClient, folder: Path, request_body: dict[str, str]
 ) -> None:
@@ -384,7 +447,9 @@ def test_a_link_out_of_the_project_is_named_and_does_not_block_an_edit(
 
 
 @pytest.mark.parametrize("name", ["1.txt", "1.png"])
-def test_the_page_of_a_dataset_names_a_link_out_of_the_project(page: TestClient, folder: Path, name: str) -> None:
+def test_the_page_of_a_dataset_names_a_link_out_of_the_project(
+    page: TestClient, folder: Path, name: str
+) -> None:
     link_out(folder, name)
 
     answer = page.get("/dataset?config=config")
@@ -392,7 +457,9 @@ def test_the_page_of_a_dataset_names_a_link_out_of_the_project(page: TestClient,
     assert answer.status_code == 422
     problem = answer.json()["problems"][0]
     assert problem["key"] == "cats"
-    assert problem["message"].startswith(f"{name} is behind a link out of the project. Start the server with --root")
+    assert problem["message"].startswith(
+        f"{name} is behind a link out of the project. Start the server with --root"
+    )
 
 
 def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: Path) -> None:
@@ -405,8 +472,14 @@ def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: 
     write_clip(folder / "cats/clip.mp4", seconds=0.5)
     answer = page.get("/library/thumbnail", params={"path": "cats/clip.mp4"})
     assert Image.open(io.BytesIO(answer.content)).format == "WEBP"
-    part = page.get("/library/media", params={"path": "cats/clip.mp4"}, headers={"Range": "bytes=0-9"})
-    assert (part.status_code, len(part.content), part.headers["content-type"]) == (206, 10, "video/mp4")
+    part = page.get(
+        "/library/media", params={"path": "cats/clip.mp4"}, headers={"Range": "bytes=0-9"}
+    )
+    assert (part.status_code, len(part.content), part.headers["content-type"]) == (
+        206,
+        10,
+        "video/mp4",
+    )
 
 
 def test_a_clip_is_called_one(page: TestClient, folder: Path) -> None:
@@ -423,7 +496,8 @@ def test_missing_captions_are_a_job_of_the_queue(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So what starts after the server was started again waits for them, too."""
-    started, children = list[list[str]](), list[subprocess.Popen[bytes]]()
+    started: list[list[str]] = []
+    children: list[subprocess.Popen[bytes]] = []
 
     def spawn(runs: Runs, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         started.append(arguments)
@@ -442,13 +516,20 @@ def test_missing_captions_are_a_job_of_the_queue(
     file = f"--config={folder / 'config/config.json'}"
     assert started == [["caption", "--dataset=cats", "--style=short", "--trigger=zkt", file]]
     job = runner.queue.read()[0]
-    progress = {"job": job.id, "dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
+    progress = {
+        "job": job.id,
+        "dataset": "cats",
+        "running": True,
+        "message": "Writing captions: 30/100",
+    }
     assert page.get("/api/library/describe").json() == progress
     assert page.post("/api/library/describe", json=body).status_code == 409
     again = create_app(Project(folder)).state.runner
     again.step()
     assert [each.state for each in again.queue.read()] == ["running", "waiting"]
-    assert page.post("/api/training/queue/remove", json={"job": job.id}).status_code == 200  # Ctrl-C
+    assert (
+        page.post("/api/training/queue/remove", json={"job": job.id}).status_code == 200
+    )  # Ctrl-C
     (folder / "output/mine/caption.log").write_text("$ simpletuner caption\nInterrupted.\n")
     children[0].wait(PATIENCE)
     again.step()
@@ -459,8 +540,10 @@ def test_missing_captions_are_a_job_of_the_queue(
     children[1].wait(PATIENCE)
 
 
-def test_captioning_that_is_killed_says_so(page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    children = list[subprocess.Popen[bytes]]()
+def test_captioning_that_is_killed_says_so(
+    page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[subprocess.Popen[bytes]] = []
 
     def spawn(runs: Runs, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         console.write_text("$ simpletuner caption\nWriting captions: 30/100\n")
@@ -544,9 +627,12 @@ def test_a_conflict_in_a_browser(browser: Any, folder: Path) -> None:
         assert (folder / "cats/0.txt").read_text() == "last words\n"
 
 
-def drawn(white: tuple[int, int, int, int] | None = (64, 0, 96, 64), size: tuple[int, int] = (128, 64)) -> str:
+def drawn(
+    white: tuple[int, int, int, int] | None = (64, 0, 96, 64), size: tuple[int, int] = (128, 64)
+) -> str:
     """A mask as the page sends it."""
-    picture, file = Image.new("L", size), io.BytesIO()
+    picture = Image.new("L", size)
+    file = io.BytesIO()
     if white:
         picture.paste(255, white)
     picture.save(file, "PNG")
@@ -555,7 +641,9 @@ def drawn(white: tuple[int, int, int, int] | None = (64, 0, 96, 64), size: tuple
 
 def save_mask(page: TestClient, name: str, mask: str, seen: str = "", dataset: str = "cats") -> Any:
     body = {"dataset": dataset, "file": name, "mask": mask}
-    return page.put("/api/library/mask", json=body, headers={"If-Match": f'"{seen}"'} if seen else {})
+    return page.put(
+        "/api/library/mask", json=body, headers={"If-Match": f'"{seen}"'} if seen else {}
+    )
 
 
 def stamp(card: str) -> str:
@@ -572,8 +660,9 @@ def test_the_first_mask_makes_a_dataset_of_masks(page: TestClient, folder: Path)
     assert made[:-1] == before
     assert (made[-1]["id"], made[-1]["instance_data_dir"]) == ("cats-masks", "cats_masks")
     assert {path.name: Image.open(path).getextrema() for path in folder.glob("cats_masks/*")} == {
-        "0.png": (0, 255), **dict.fromkeys(("1.png", "2.png", "3.png"), (255, 255)),
-    }  # fmt: skip
+        "0.png": (0, 255),
+        **dict.fromkeys(("1.png", "2.png", "3.png"), (255, 255)),
+    }
     html = show(page)
     assert "no partner" not in html
     assert html.count("% is learned") == 1
@@ -607,7 +696,9 @@ def test_masks_that_are_there_are_kept(page: TestClient, folder: Path) -> None:
         ("data:image/png;base64,A", "The mask is not sent as a data URI"),
     ],
 )
-def test_what_is_no_mask_is_refused(mask: str, message: str, page: TestClient, folder: Path) -> None:
+def test_what_is_no_mask_is_refused(
+    mask: str, message: str, page: TestClient, folder: Path
+) -> None:
     (folder / "cats/broken.png").write_bytes(b"?")
     assert "broken.png is not a picture." in save_mask(page, "broken.png", drawn()).text
     answer = save_mask(page, "0.png", mask)
@@ -615,11 +706,19 @@ def test_what_is_no_mask_is_refused(mask: str, message: str, page: TestClient, f
     assert not (folder / "cats_masks").exists()
 
 
-def test_masks_that_cannot_be_painted(page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_cannot_be_painted(
+    page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("simpletuner.annexes.captions.masks.MOST_FILLED", 2)
     assert "3 files have no mask" in save_mask(page, "0.png", drawn()).text
     assert not (folder / "cats_masks").exists()
-    mask = {**CATS, "id": "m", "dataset_type": "conditioning", "conditioning_type": "mask", "source_dataset_id": "cats"}
+    mask = {
+        **CATS,
+        "id": "m",
+        "dataset_type": "conditioning",
+        "conditioning_type": "mask",
+        "source_dataset_id": "cats",
+    }
     write(folder, "", CONFIG, CATS, {**mask, "type": "huggingface", "dataset_name": "me/masks"})
     assert "The masks come from huggingface" in save_mask(page, "0.png", drawn()).text
     assert 'class="paint"' not in show(page)
@@ -629,14 +728,19 @@ def test_without_permission_nothing_is_half_written(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode, **more: not mode & os.W_OK and may(path, mode, **more))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **more: not mode & os.W_OK and may(path, mode, **more)
+    )
     before = sorted(folder.rglob("*"))
     for answer in (
         save_mask(page, "0.png", drawn()),
         page.post("/api/library/describe", json={"dataset": "cats"}),
         page.put("/api/configs/config", json={"values": {"lora_rank": 4}}),
     ):
-        assert (answer.status_code, "cannot be written to (no permission in" in answer.text) == (403, True), answer.text
+        assert (answer.status_code, "cannot be written to (no permission in" in answer.text) == (
+            403,
+            True,
+        ), answer.text
     assert sorted(folder.rglob("*")) == before
 
 
@@ -646,20 +750,25 @@ def test_a_mask_is_painted_and_planned(browser: Any, folder: Path) -> None:
     with opened(browser, folder, "#dataset/files/cats") as page:
         page.get_by_role("button", name="Mask of 0.png").click()
         painter = page.get_by_role("dialog", name="Mask of 0.png")
-        canvas, save = painter.locator("canvas"), painter.get_by_role("button", name="Save")
+        canvas = painter.locator("canvas")
+        save = painter.get_by_role("button", name="Save")
         painter.get_by_text("Nothing is painted yet").wait_for()
         assert save.is_disabled()
         painter.get_by_label("Size").fill("50")
         canvas.click(position={"x": canvas.bounding_box()["width"] / 2, "y": 1})
         # Half a circle of a quarter of the height, pi / 32 of the crop.
-        painter.get_by_text(re.compile(r"^(9|10)\.\d+ % of the trained crop is learned\.")).wait_for()
+        painter.get_by_text(
+            re.compile(r"^(9|10)\.\d+ % of the trained crop is learned\.")
+        ).wait_for()
         canvas.press("ArrowDown")
         canvas.press(" ")
         painter.get_by_role("button", name="Undo").click()
         painter.get_by_role("button", name="Learn all").click()
         painter.get_by_text("100 % of the trained crop is learned.").wait_for()
         half = base64.b64decode(drawn().partition(",")[2])
-        painter.get_by_label("Choose a file").set_input_files({"name": "m.png", "mimeType": "", "buffer": half})
+        painter.get_by_label("Choose a file").set_input_files(
+            {"name": "m.png", "mimeType": "", "buffer": half}
+        )
         painter.get_by_text("50 % of the trained crop is learned.").wait_for()
         page.keyboard.press("Escape")
         painter.get_by_text("The mask has not been saved.").wait_for()

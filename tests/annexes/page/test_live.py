@@ -37,7 +37,9 @@ from tests.tools.workspace import Workspace
 
 
 @pytest.fixture
-def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
+def project(
+    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Workspace]:
     made = Workspace.create((tmp_path / "project").resolve(), t2i_checkpoint)
     monkeypatch.chdir(made.folder)
     with ending_runs(made.folder):
@@ -49,7 +51,9 @@ def page(project: Workspace) -> TestClient:
     return TestClient(create_app(Project(project.folder)))
 
 
-def until(page: TestClient, wanted: Callable[[dict[str, Any]], bool], run: str = "") -> dict[str, Any]:
+def until(
+    page: TestClient, wanted: Callable[[dict[str, Any]], bool], run: str = ""
+) -> dict[str, Any]:
     """The state of a run, of the first if none is named, as soon as it is as wanted."""
     deadline = time.monotonic() + PATIENCE
     while not wanted(status := page.get(f"/api/training/status?run={run}").json()):
@@ -65,7 +69,9 @@ def post(page: TestClient, path: str, code: int = 202, **body: Any) -> Any:
     return answer.json()
 
 
-def test_before_the_first_run_there_is_something_to_start(page: TestClient, project: Workspace) -> None:
+def test_before_the_first_run_there_is_something_to_start(
+    page: TestClient, project: Workspace
+) -> None:
     status = page.get("/api/training/status").json()
     assert (status["status"], status["config"]["name"]) == ("idle", "config")
     assert status["can"]["start"]
@@ -93,15 +99,25 @@ def test_a_run_that_the_plan_refuses_says_why(page: TestClient, project: Workspa
     assert (status["run"], status["config"]["name"]) == (run, "config")
     assert "datasets/pictures" in status["message"]
     assert "$ simpletuner train --config=" in project.path(f"output/{CONSOLE_FILE}").read_text()
-    assert status["message"].splitlines()[0] in page.get(f"/runs/{run}/head").text.replace("&#39;", "'")
+    assert status["message"].splitlines()[0] in page.get(f"/runs/{run}/head").text.replace(
+        "&#39;", "'"
+    )
     # A run that has begun continues where it is, wherever its config writes to by now.
     MetricsFile(project.path("output") / METRICS_FILE, 1).append(1, {"train_loss": 0.5})
     project.write_config(output_dir="elsewhere")
     assert post(page, "start", run=run)["run"] == run
-    assert f"--output_dir={project.path('output')}" in project.path(f"output/{CONSOLE_FILE}").read_text()
-    shown = {status["run"]: status["config"]["name"] for status in page.get("/api/metrics/training/runs").json()}
+    assert (
+        f"--output_dir={project.path('output')}"
+        in project.path(f"output/{CONSOLE_FILE}").read_text()
+    )
+    shown = {
+        status["run"]: status["config"]["name"]
+        for status in page.get("/api/metrics/training/runs").json()
+    }
     assert shown[run] == "config"
-    assert [text for text in re.findall(r'data-config="(\w*)"', page.get("/runs").text) if text] == ["config"]
+    assert [
+        text for text in re.findall(r'data-config="(\w*)"', page.get("/runs").text) if text
+    ] == ["config"]
     assert until(page, lambda status: status["status"] == "error", run)["run"] == run
 
 
@@ -122,7 +138,10 @@ def test_buttons_become_files(page: TestClient, project: Workspace) -> None:
     for path in ("stop_at_epoch_end", "checkpoint/run", "validation/run", "stop"):
         post(page, path)
     status = page.get("/api/training/status").json()
-    assert (status["message"], status["can"]["stop"]) == ("Stops after this step and its previews.", False)
+    assert (status["message"], status["can"]["stop"]) == (
+        "Stops after this step and its previews.",
+        False,
+    )
     asked = sorted(path.name for path in (output / "requests").iterdir())
     assert asked == ["preview", "save", "stop", "stop_at_epoch_end"]
     # Another browser may show an older state, and press them again.
@@ -157,9 +176,14 @@ def test_a_new_run_starts_from_the_lora_of_another(page: TestClient, project: Wo
     for name, code in (("../second", 422), ("config", 422), ("second", 201), ("second", 409)):
         post(page, "new", code, run=run, name=name)
     written = json.loads(project.path("config/second/config.json").read_text())
-    assert (written["init_lora"], written["output_dir"]) == (str(output / LORA_FILE), "output/second")
+    assert (written["init_lora"], written["output_dir"]) == (
+        str(output / LORA_FILE),
+        "output/second",
+    )
     assert Path(written["data_backend_config"]).exists()
-    assert {status["config"]["name"] for status in page.get("/api/metrics/training/runs").json()} == {
+    assert {
+        status["config"]["name"] for status in page.get("/api/metrics/training/runs").json()
+    } == {
         "config",
         "second",
     }
@@ -182,7 +206,8 @@ def test_the_page_of_a_run_shows_it_and_starts_nothing(project: Workspace) -> No
     tell(output, *STEPS, StateChanged("failed", 3, 3, "broken"))
     page = TestClient(create_app(Project(project.folder, run=output)))
     assert page.get("/api/training/status").json()["can"] == dict.fromkeys(
-        ["start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end"], False
+        ["start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end"],
+        False,
     )
     post(page, "start", 403)
 
@@ -190,7 +215,10 @@ def test_the_page_of_a_run_shows_it_and_starts_nothing(project: Workspace) -> No
 def test_curves_keep_their_extremes(page: TestClient, project: Workspace) -> None:
     output = project.path("output")
     output.mkdir()
-    rows = [{"step": step, "train_loss": 9.0 if step == 777 else 1.0, "seconds": 3.6} for step in range(1, 2001)]
+    rows = [
+        {"step": step, "train_loss": 9.0 if step == 777 else 1.0, "seconds": 3.6}
+        for step in range(1, 2001)
+    ]
     (output / "training_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = page.get("/api/training/status").json()["run"]
     answer = page.get(f"/api/metrics/training/runs/{run}?max_points=100&metric=train_loss").json()
@@ -199,11 +227,16 @@ def test_curves_keep_their_extremes(page: TestClient, project: Workspace) -> Non
     assert len(points) <= 100
     assert [777, 9.0] in points
     assert answer["hours"][-1] == [2000, pytest.approx(2.0)]
-    assert set(page.get(f"/api/metrics/training/runs/{run}").json()["metrics"]) == {"train_loss", "seconds"}
+    assert set(page.get(f"/api/metrics/training/runs/{run}").json()["metrics"]) == {
+        "train_loss",
+        "seconds",
+    }
     assert '"title":"Loss"' in page.get(f"/runs/{run}/curves").text
 
 
-def test_previews_are_served_in_ranges_and_nothing_else_is(page: TestClient, project: Workspace) -> None:
+def test_previews_are_served_in_ranges_and_nothing_else_is(
+    page: TestClient, project: Workspace
+) -> None:
     output = project.path("output")
     (output / "validation_images").mkdir(parents=True)
     tell(output, *STEPS)
@@ -215,15 +248,23 @@ def test_previews_are_served_in_ranges_and_nothing_else_is(page: TestClient, pro
     part = page.get(f"/media/{run}/validation_images/clip.mp4", headers={"Range": "bytes=10-19"})
     assert (part.status_code, part.content) == (206, bytes(range(10, 20)))
     for path in (
-        "validation_images/link.png", "weights.safetensors", EVENTS_FILE, "../config/config.json",
-        "..%2f..%2fconfig%2fconfig.json", "%2e%2e/config/config.json", "validation_images", "absent.png",
-    ):  # fmt: skip
+        "validation_images/link.png",
+        "weights.safetensors",
+        EVENTS_FILE,
+        "../config/config.json",
+        "..%2f..%2fconfig%2fconfig.json",
+        "%2e%2e/config/config.json",
+        "validation_images",
+        "absent.png",
+    ):
         assert page.get(f"/media/{run}/{path}").status_code == 404, path
     for path in ("%00", "bird%00.png", "x" * 300 + ".png"):
         assert page.get(f"/media/{run}/{path}").status_code == 400, path
     report = page.get(f"/report/{run}")
     assert report.text == "<script>1</script>"
-    assert "sandbox allow-scripts" in report.headers["content-security-policy"], "it must not act for the page"
+    assert "sandbox allow-scripts" in report.headers["content-security-policy"], (
+        "it must not act for the page"
+    )
 
 
 class Listener:
@@ -232,7 +273,9 @@ class Listener:
     def __init__(self, port: int, run: str, last: str = "") -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         self.connection.request(
-            "GET", f"/api/training/events?run={run}", headers={"Last-Event-ID": last} if last else {}
+            "GET",
+            f"/api/training/events?run={run}",
+            headers={"Last-Event-ID": last} if last else {},
         )
         self.answer = self.connection.getresponse()
         assert self.answer.getheader("content-type", "").startswith("text/event-stream")
@@ -264,7 +307,8 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
     stream.say("before")
     run = TestClient(create_app(Project(project.folder))).get("/api/training/status").json()["run"]
     with serving(project.folder) as (port, server):
-        first, late = Listener(port, run), Listener(port, run, last="0")
+        first = Listener(port, run)
+        late = Listener(port, run, last="0")
         stream.say("one")
         assert first.hear(1) == [(2, "one")]
         assert late.hear(2) == [(1, "before"), (2, "one")]
@@ -310,7 +354,9 @@ def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow(15)
 @pytest.mark.usefixtures("quick_commands")
-def test_a_run_outlives_its_server_is_stopped_and_continued(page: TestClient, project: Workspace) -> None:
+def test_a_run_outlives_its_server_is_stopped_and_continued(
+    page: TestClient, project: Workspace
+) -> None:
     """The server and its run are started as a user starts them; the run is continued quickly."""
     project.write_config(max_train_steps=50_000, checkpoint_step_interval=1000)
     project.path("config/first").mkdir()
@@ -322,12 +368,19 @@ def test_a_run_outlives_its_server_is_stopped_and_continued(page: TestClient, pr
     # Another server, which knows nothing.
     status = until(page, lambda status: status["progress"]["current"] >= 2)
     run = status["run"]
-    assert (status["status"], status["config"]["name"], status["progress"]["total"]) == ("running", "first", 50_000)
+    assert (status["status"], status["config"]["name"], status["progress"]["total"]) == (
+        "running",
+        "first",
+        50_000,
+    )
     post(page, "start", 409, config="first")
     post(page, "stop")
     status = until(page, lambda status: status["can"]["continue"])
     step = status["progress"]["current"]
-    assert (status["status"], status["message"].partition(";")[0]) == ("cancelled", f"Stopped at step {step}")
+    assert (status["status"], status["message"].partition(";")[0]) == (
+        "cancelled",
+        f"Stopped at step {step}",
+    )
     assert post(page, "start", run=run, settings={"max_train_steps": step + 2})["run"] == run
     status = until(page, lambda status: status["status"] == "completed")
     assert status["progress"]["current"] == step + 2

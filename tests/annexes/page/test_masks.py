@@ -1,4 +1,6 @@
-"""What the buttons of a dataset's files write is what the plan accepts, also where files share a stem."""
+"""What the buttons of a dataset's files write is what the plan accepts, also where files share a
+stem.
+"""
 
 from __future__ import annotations
 

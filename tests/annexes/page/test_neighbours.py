@@ -1,4 +1,6 @@
-"""A run or config that is broken is shown as broken, with the reason, and has no effect on the others."""
+"""A run or config that is broken is shown as broken, with the reason, and has no effect on the
+others.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ def lines(name: str, *texts: str) -> Damage:
 
 
 def event(**changes: Any) -> Damage:
-    whole = {"id": 99, "job_id": "x", "type": "training.status", "data": {"status": "running"}, "progress": {}}
+    whole = {
+        "id": 99,
+        "job_id": "x",
+        "type": "training.status",
+        "data": {"status": "running"},
+        "progress": {},
+    }
     return lines(EVENTS_FILE, json.dumps({**whole, **changes}))
 
 
@@ -52,20 +60,41 @@ def pipe(name: str) -> Damage:
 
 KINDS: dict[str, tuple[Damage, str]] = {
     "a step that is a text": (lines(METRICS_FILE, '{"step": "abc"}'), '{"step": "abc"}'),
-    "a step that is too large": (lines(METRICS_FILE, f'{{"step": {10**30}}}'), "has an invalid line"),
+    "a step that is too large": (
+        lines(METRICS_FILE, f'{{"step": {10**30}}}'),
+        "has an invalid line",
+    ),
     "an event without numbers": (event(progress={"current": "abc"}), '"abc"'),
-    "an event that is something else": (event(stage=[1], type="lifecycle.stage"), "has an invalid line"),
+    "an event that is something else": (
+        event(stage=[1], type="lifecycle.stage"),
+        "has an invalid line",
+    ),
     "an event without a session": (lines(EVENTS_FILE, '{"id": 7}'), '{"id": 7}'),
     "an endless nesting": (lines(EVENTS_FILE, "[" * 100_000), "has an invalid line"),
     "a line without an end": (lines(EVENTS_FILE, "x" * 400_000), "has an invalid line"),
-    "what cannot be sent": (event(progress=COUNTS | {"metrics": {"odd": math.nan}}), "not JSON compliant"),
-    "half a character": (event(data={"status": "completed"}, progress=COUNTS, message="\ud800"), "surrogates"),
+    "what cannot be sent": (
+        event(progress=COUNTS | {"metrics": {"odd": math.nan}}),
+        "not JSON compliant",
+    ),
+    "half a character": (
+        event(data={"status": "completed"}, progress=COUNTS, message="\ud800"),
+        "surrogates",
+    ),
     "a name without an end": (lines(METRICS_FILE, json.dumps({"step": 4, "x" * 200_000: 1})), ""),
-    "a lock of no process": (lambda folder: own(folder, pid=-1, started=""), "does not say which run"),
-    "a lock of an impossible process": (lambda folder: own(folder, pid=2**40), "does not say which run"),
+    "a lock of no process": (
+        lambda folder: own(folder, pid=-1, started=""),
+        "does not say which run",
+    ),
+    "a lock of an impossible process": (
+        lambda folder: own(folder, pid=2**40),
+        "does not say which run",
+    ),
     "a lock that is a list": (lines(LOCK_FILE, "[1]"), "does not say which run"),
     "a pipe": (pipe(EVENTS_FILE), ""),
-    "notes of another kind": (lines(STARTED_FILE, '{"settings": 3, "config": [1], "after": "b"}'), ""),
+    "notes of another kind": (
+        lines(STARTED_FILE, '{"settings": 3, "config": [1], "after": "b"}'),
+        "",
+    ),
 }
 
 
@@ -108,7 +137,9 @@ def test_a_broken_run_says_why_and_hides_no_other(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.slow
-def test_a_broken_neighbour_is_shown_as_broken_beside_a_good_run(browser: Any, tmp_path: Path) -> None:
+def test_a_broken_neighbour_is_shown_as_broken_beside_a_good_run(
+    browser: Any, tmp_path: Path
+) -> None:
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
     folder = tmp_path.resolve()
     project_with_a_run(folder)

@@ -64,7 +64,9 @@ def states(queue: Queue) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("how", ["completed", "error", "cancelled", "interrupted"])
-def test_the_next_starts_however_the_one_before_ended(queue: Queue, runner: Pretender, how: str) -> None:
+def test_the_next_starts_however_the_one_before_ended(
+    queue: Queue, runner: Pretender, how: str
+) -> None:
     for name in "ab":
         queue.add("train", name)
     runner.step()
@@ -85,13 +87,21 @@ def test_a_run_that_was_started_by_hand_is_waited_for(queue: Queue, runner: Pret
     assert states(queue) == {"a": "running"}
 
 
-def test_what_cannot_start_is_skipped_with_its_problem_and_starts_once_it_can(queue: Queue, runner: Pretender) -> None:
+def test_what_cannot_start_is_skipped_with_its_problem_and_starts_once_it_can(
+    queue: Queue, runner: Pretender
+) -> None:
     for name in "abc":
         queue.add("train", name)
-    runner.wrong["a"], runner.refused["b"] = "There is no config 'a'.", "in use"
+    runner.wrong["a"] = "There is no config 'a'."
+    runner.refused["b"] = "in use"
     runner.step()
     a, b, c = sorted(queue.read(), key=lambda job: job.folder)
-    assert (a.state, a.message, b.state, b.message) == ("waiting", "There is no config 'a'.", "waiting", "in use")
+    assert (a.state, a.message, b.state, b.message) == (
+        "waiting",
+        "There is no config 'a'.",
+        "waiting",
+        "in use",
+    )
     assert (runner.started, c.state) == (["c"], "running")
     runner.wrong.clear()
     runner.ended["c"] = "completed"
@@ -105,7 +115,9 @@ def test_what_is_refused_again_and_again_goes_on_waiting(queue: Queue, runner: P
     runner.refused["a"] = "in use on another machine"
     for _ in range(3):
         runner.step()
-        assert [(job.state, job.message) for job in queue.read()] == [("waiting", "in use on another machine")]
+        assert [(job.state, job.message) for job in queue.read()] == [
+            ("waiting", "in use on another machine")
+        ]
 
 
 def test_a_job_that_was_removed_meanwhile_is_not_started(queue: Queue, runner: Pretender) -> None:
@@ -142,7 +154,9 @@ def test_jobs_move_and_leave(queue: Queue, runner: Pretender) -> None:
     assert list(states(queue)) == ["c", "a"]
     runner.step()
     queue.remove(ids[2])
-    assert states(queue) == {"c": "running", "a": "waiting"}, "what is at work is stopped, not forgotten"
+    assert states(queue) == {"c": "running", "a": "waiting"}, (
+        "what is at work is stopped, not forgotten"
+    )
     with pytest.raises(UserError, match="no job 'absent'"):
         queue.find("absent")
 
@@ -160,7 +174,9 @@ def test_what_was_cut_off_goes_on_before_those_that_wait(queue: Queue, runner: P
     queue.again("absent")
 
 
-def test_a_branch_that_was_cut_off_goes_on_instead_of_starting_again(queue: Queue, runner: Pretender) -> None:
+def test_a_branch_that_was_cut_off_goes_on_instead_of_starting_again(
+    queue: Queue, runner: Pretender
+) -> None:
     branch = queue.add("train", "a", settings={"seed": 1, "resume_from_checkpoint": "checkpoint-8"})
     runner.step()
     runner.ended["a"] = "interrupted"

@@ -1,4 +1,6 @@
-"""What comes after a run: jobs that render from it, its previews, files and curves; and the queue on the page."""
+"""What comes after a run: jobs that render from it, its previews, files and curves; and the queue
+on the page.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ from tests.tools.families import make_adapter
 from tests.tools.processes import PATIENCE
 from tests.tools.workspace import Workspace
 
-# In place of simpletuner: says what it was asked for, and goes on until the file `go` is in its folder.
+# In place of simpletuner: says what it was asked for, and goes on until the file `go` is in its
+# folder.
 PROGRAM = """
 import signal, sys, time
 from pathlib import Path
@@ -59,11 +62,15 @@ print((folder / "go").read_text() or "Saved everything")
 
 
 @pytest.fixture
-def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
+def project(
+    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Workspace]:
     made = Workspace.create(tmp_path.resolve() / "project", t2i_checkpoint)
     monkeypatch.chdir(made.folder)
     (tmp_path / "program.py").write_text(PROGRAM)
-    monkeypatch.setattr("simpletuner.annexes.page.control.PROGRAM", (sys.executable, str(tmp_path / "program.py")))
+    monkeypatch.setattr(
+        "simpletuner.annexes.page.control.PROGRAM", (sys.executable, str(tmp_path / "program.py"))
+    )
     monkeypatch.setattr(running, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(running, "PAUSE", 0.05)
     yield made
@@ -124,20 +131,36 @@ def wait(page: TestClient, wanted: Callable[[str], bool], *, step: bool = True) 
         time.sleep(0.02)
 
 
-def test_a_sample_renders_the_untrained_model_too_and_a_sweep_waits_for_it(page: TestClient, finished: Path) -> None:
+def test_a_sample_renders_the_untrained_model_too_and_a_sweep_waits_for_it(
+    page: TestClient, finished: Path
+) -> None:
     run = run_of(page)
-    post(page, "render", run=run, command="sample", prompts=["a bird", " ", "--checkpoint=1"], strength="0, 0.8")
+    post(
+        page,
+        "render",
+        run=run,
+        command="sample",
+        prompts=["a bird", " ", "--checkpoint=1"],
+        strength="0, 0.8",
+    )
     post(page, "render", run=run, command="sweep", strengths="0.5,1", checkpoints="", prompts=[])
     text = wait(page, lambda text: "working" in text)
     assert text.index("sample of output running") < text.index("sweep of output waiting")
     assert "Waits for sample of output" in text
     said = (finished / "samples" / "job.log").read_text().splitlines()[0]
-    assert said.startswith(f"$ simpletuner sample {finished} --output={finished / 'samples'} '--prompt=a bird'")
-    assert said.endswith("--prompt=--checkpoint=1 '--strength=0, 0.8'"), "no prompt becomes an option"
+    assert said.startswith(
+        f"$ simpletuner sample {finished} --output={finished / 'samples'} '--prompt=a bird'"
+    )
+    assert said.endswith("--prompt=--checkpoint=1 '--strength=0, 0.8'"), (
+        "no prompt becomes an option"
+    )
     (finished / "go").touch()
     text = wait(page, lambda text: "sweep of output completed" in text)
     assert (
-        (finished / "sweep" / "job.log").read_text().splitlines()[0].endswith(f"{finished / 'sweep'} --strengths=0.5,1")
+        (finished / "sweep" / "job.log")
+        .read_text()
+        .splitlines()[0]
+        .endswith(f"{finished / 'sweep'} --strengths=0.5,1")
     )
 
 
@@ -177,7 +200,9 @@ def test_a_job_without_a_process_is_no_success_of_an_earlier_one(
     assert "interrupted" in wait(page, lambda text: "running" not in text)
 
 
-def test_runs_wait_for_one_that_was_started_by_hand(page: TestClient, finished: Path, project: Workspace) -> None:
+def test_runs_wait_for_one_that_was_started_by_hand(
+    page: TestClient, finished: Path, project: Workspace
+) -> None:
     project.path("config/second").mkdir()
     values = json.loads(project.path("config/config.json").read_text()) | {"output_dir": "second"}
     project.path("config/second/config.json").write_text(json.dumps(values))
@@ -200,7 +225,9 @@ def test_runs_wait_for_one_that_was_started_by_hand(page: TestClient, finished: 
     assert job["job"] in [job.id for job in queue_of(page).read()]
 
 
-def test_what_cannot_wait_is_refused_at_once(page: TestClient, finished: Path, project: Workspace) -> None:
+def test_what_cannot_wait_is_refused_at_once(
+    page: TestClient, finished: Path, project: Workspace
+) -> None:
     run = run_of(page)
     assert post(page, "queue", 422, config="config", settings={"max_train_stepz": 1})["problems"]
     post(page, "queue", 404, config="absent")
@@ -225,7 +252,9 @@ def test_the_server_starts_jobs(page: TestClient, project: Workspace, finished: 
     assert not thread.is_alive()
 
 
-def test_a_damaged_queue_hides_nothing_else(page: TestClient, project: Workspace, finished: Path) -> None:
+def test_a_damaged_queue_hides_nothing_else(
+    page: TestClient, project: Workspace, finished: Path
+) -> None:
     project.path(QUEUE_FILE).write_text("[")
     assert "is not a valid queue" in page.get("/queue").text
     post(page, "queue", 422, config="config")
@@ -235,9 +264,19 @@ def test_a_damaged_queue_hides_nothing_else(page: TestClient, project: Workspace
 def shots(count: int, prompts: int, ema: int = False) -> list[MediaRecord]:
     kinds = (False, True) if ema else (False,)
     return [
-        MediaRecord(step, f"p{prompt}", f"prompt {prompt}", f"shots/p{prompt}-{step}.png", 64, 64, ema=averaged)
-        for step in range(0, 100 * count, 100) for prompt in range(prompts) for averaged in kinds
-    ]  # fmt: skip
+        MediaRecord(
+            step,
+            f"p{prompt}",
+            f"prompt {prompt}",
+            f"shots/p{prompt}-{step}.png",
+            64,
+            64,
+            ema=averaged,
+        )
+        for step in range(0, 100 * count, 100)
+        for prompt in range(prompts)
+        for averaged in kinds
+    ]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +285,9 @@ def shots(count: int, prompts: int, ema: int = False) -> list[MediaRecord]:
 def test_every_preview_is_on_one_page(count: int, prompts: int, ema: bool) -> None:
     records = shots(count, prompts, ema)
     pages = pages_of(records)
-    assert sorted(map(repr, (each for _, page in pages for each in page))) == sorted(map(repr, records))
+    assert sorted(map(repr, (each for _, page in pages for each in page))) == sorted(
+        map(repr, records)
+    )
     assert len({name for name, _ in pages}) == len(pages)
 
 
@@ -283,7 +324,12 @@ def test_the_lora_is_downloaded_under_the_name_of_its_run(page: TestClient, fini
 
 @pytest.mark.parametrize(("form", "other"), [("diffusers", "comfyui"), ("comfyui", "diffusers")])
 def test_a_lora_is_downloaded_as_the_other_form_would_have_written_it(
-    page: TestClient, finished: Path, tmp_path: Path, t2i_checkpoint: Path, form: LoraForm, other: LoraForm
+    page: TestClient,
+    finished: Path,
+    tmp_path: Path,
+    t2i_checkpoint: Path,
+    form: LoraForm,
+    other: LoraForm,
 ) -> None:
     note = {STEP_NOTE: "3", "modelspec.architecture": "kandinsky5-image/lite-t2i"}
     lora = lora_of(make_assembly(t2i_checkpoint, lora_rank=4, lora_alpha=6))
@@ -293,12 +339,17 @@ def test_a_lora_is_downloaded_as_the_other_form_would_have_written_it(
     write_lora(lora, finished, **note)
     run = run_of(page)
     shown = page.get(f"/runs/{run}/results").text
-    assert f'<a href="/download/{run}?form={other}" download>output-{other}.safetensors</a>' in shown
+    assert (
+        f'<a href="/download/{run}?form={other}" download>output-{other}.safetensors</a>' in shown
+    )
     assert "LoraLoaderModelOnly" in shown
     answer = page.get(f"/download/{run}?form={other}")
     assert answer.content == expected
     assert answer.headers["content-length"] == str(len(expected))
-    assert answer.headers["content-disposition"] == f'attachment; filename="output-{other}.safetensors"'
+    assert (
+        answer.headers["content-disposition"]
+        == f'attachment; filename="output-{other}.safetensors"'
+    )
     if other == "diffusers":
         (tmp_path / LORA_FILE).write_bytes(answer.content)
         lora.form = other
@@ -340,14 +391,21 @@ def test_a_damaged_lora_has_no_other_form(tmp_path: Path) -> None:
 
 def test_the_page_shows_the_program_of_the_report(page: TestClient, finished: Path) -> None:
     page_of_report = (
-        '<div class="snippet"><button class="copy" type="button">Copy</button><pre>a &lt; &#34;b&#34;</pre>'
+        '<div class="snippet"><button class="copy" type="button">Copy</button><pre>a &lt; '
+        "&#34;b&#34;</pre>"
     )
     (finished / "training_report.html").write_text(page_of_report)
-    assert '<pre tabindex="0">a &lt; &#34;b&#34;</pre>' in page.get(f"/runs/{run_of(page)}/results").text
+    assert (
+        '<pre tabindex="0">a &lt; &#34;b&#34;</pre>'
+        in page.get(f"/runs/{run_of(page)}/results").text
+    )
 
 
-def test_samples_stand_beside_the_untrained_model(page: TestClient, finished: Path, project: Workspace) -> None:
-    folder, picture = finished / "samples", project.path("datasets/pictures/p1.png").read_bytes()
+def test_samples_stand_beside_the_untrained_model(
+    page: TestClient, finished: Path, project: Workspace
+) -> None:
+    folder = finished / "samples"
+    picture = project.path("datasets/pictures/p1.png").read_bytes()
     folder.mkdir()
     made = {"prompt": "a <bird>", "seed": 7, "index": 0, "width": 64, "height": 64, "step": 3}
     for strength in (0, 0.5, 1):
@@ -361,7 +419,9 @@ def test_samples_stand_beside_the_untrained_model(page: TestClient, finished: Pa
         assert re.findall(r'data-step="(\d+)"', row) == ["0", "3"]
 
 
-def test_a_sweep_shows_the_cells_that_there_are(page: TestClient, finished: Path, project: Workspace) -> None:
+def test_a_sweep_shows_the_cells_that_there_are(
+    page: TestClient, finished: Path, project: Workspace
+) -> None:
     folder = finished / "sweep"
     (folder / "cells").mkdir(parents=True)
     records = [MediaRecord(step, "p at 0.5", "p", f"cells/{step}.png", 64, 64) for step in (2, 3)]
@@ -376,12 +436,26 @@ def test_a_sweep_shows_the_cells_that_there_are(page: TestClient, finished: Path
     assert page.get(source).headers["content-type"] == "image/png"
 
 
-def test_two_runs_share_a_chart_over_steps(page: TestClient, finished: Path, project: Workspace) -> None:
+def test_two_runs_share_a_chart_over_steps(
+    page: TestClient, finished: Path, project: Workspace
+) -> None:
     (project.path("other")).mkdir()
     tell(project.path("other"), *STEPS)
-    other = next(each["run"] for each in page.get("/api/metrics/training/runs").json() if "other" in each["run"])
-    run = next(each["run"] for each in page.get("/api/metrics/training/runs").json() if "output" in each["run"])
-    data = json.loads(re.findall(r'id="charts">(.*?)</script>', page.get(f"/runs/{run}/curves?beside={other}").text)[0])
+    other = next(
+        each["run"]
+        for each in page.get("/api/metrics/training/runs").json()
+        if "other" in each["run"]
+    )
+    run = next(
+        each["run"]
+        for each in page.get("/api/metrics/training/runs").json()
+        if "output" in each["run"]
+    )
+    data = json.loads(
+        re.findall(
+            r'id="charts">(.*?)</script>', page.get(f"/runs/{run}/curves?beside={other}").text
+        )[0]
+    )
     loss = data["charts"][0]
     assert [line["name"] for line in loss["series"]] == ["loss", "other: loss"]
     assert data["hours"] == []
@@ -389,7 +463,9 @@ def test_two_runs_share_a_chart_over_steps(page: TestClient, finished: Path, pro
 
 
 @pytest.mark.slow(5)
-def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspace, finished: Path) -> None:
+def test_a_person_compares_two_steps_and_two_runs(
+    browser: Any, project: Workspace, finished: Path
+) -> None:
     expect = pytest.importorskip("playwright.sync_api").expect
     preview(finished, *((step, name) for step in (0, 1, 3) for name in ("validation", "bird")))
     project.path("other").mkdir()
@@ -401,7 +477,12 @@ def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspa
         expect(tags).to_have_text(["step 1", "step 3"] * 2)
         page.get_by_label("Compare curves with").select_option(label="other")
         expect(page.locator(".key-line").first).to_have_text("lossother: loss")
-        tell(finished, *STEPS, *preview(finished, (4, "validation"), (4, "bird")), StateChanged("finished", 4, 4))
+        tell(
+            finished,
+            *STEPS,
+            *preview(finished, (4, "validation"), (4, "bird")),
+            StateChanged("finished", 4, 4),
+        )
         expect(tags).to_have_text(["step 1", "step 4"] * 2)
         with page.expect_download() as download:
             page.get_by_role("link", name="Download output.safetensors").click()
@@ -409,7 +490,9 @@ def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspa
 
 
 @pytest.mark.slow(5)
-def test_a_person_samples_and_orders_the_queue(browser: Any, project: Workspace, finished: Path) -> None:
+def test_a_person_samples_and_orders_the_queue(
+    browser: Any, project: Workspace, finished: Path
+) -> None:
     expect = pytest.importorskip("playwright.sync_api").expect
     with opened(browser, project.folder, f"?run={run_id(finished)}#run") as page:
         page.get_by_text("Sample with your own prompts").click()

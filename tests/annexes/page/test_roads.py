@@ -57,15 +57,26 @@ def skipped(page: Any) -> list[str]:
 
 
 @pytest.mark.slow(6)
-def test_from_an_empty_project_to_the_queue(browser: Any, folder: Path, started: list[list[str]]) -> None:
+def test_from_an_empty_project_to_the_queue(
+    browser: Any, folder: Path, started: list[list[str]]
+) -> None:
     refused: list[str] = []
-    for name, content in {"0.png": picture(0), "1.png": picture(1), "notes.txt": b"hm", "torn.png": b"?"}.items():
+    for name, content in {
+        "0.png": picture(0),
+        "1.png": picture(1),
+        "notes.txt": b"hm",
+        "torn.png": b"?",
+    }.items():
         (folder / name).write_bytes(content)
     with opened(browser, folder) as page:
-        page.on("response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None)
+        page.on(
+            "response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None
+        )
         page.reload()
         chooser = page.locator("#drop-files")
-        chooser.set_input_files([folder / name for name in ("0.png", "1.png", "notes.txt", "torn.png")])
+        chooser.set_input_files(
+            [folder / name for name in ("0.png", "1.png", "notes.txt", "torn.png")]
+        )
         expect(page.locator("#start-told")).to_contain_text("pictures: 2")
         # What the folder as a whole tells, too: that no picture has the name of a text.
         assert sorted(skipped(page)) == [
@@ -80,7 +91,9 @@ def test_from_an_empty_project_to_the_queue(browser: Any, folder: Path, started:
         name.fill("config")
         card = page.locator("#start-form")
         card.get_by_role("button", name="Add to queue").click()
-        expect(card.get_by_role("alert")).to_have_text("'config' is the name of config/config.json; choose another.")
+        expect(card.get_by_role("alert")).to_have_text(
+            "'config' is the name of config/config.json; choose another."
+        )
         name.fill("cats")
         card.get_by_role("button", name="Add to queue").click()
         expect(page.locator(".queue li")).to_contain_text(["cats"])
@@ -91,16 +104,25 @@ def test_from_an_empty_project_to_the_queue(browser: Any, folder: Path, started:
 
 
 @pytest.mark.slow(6)
-def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspace, planned: dict[str, Any]) -> None:
+def test_new_asks_for_no_config_that_is_not_there(
+    browser: Any, project: Workspace, planned: dict[str, Any]
+) -> None:
     refused: list[str] = []
     project.write_config(validation_negative_prompt="")
     with opened(browser, project.folder) as page:
-        page.on("response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None)
+        page.on(
+            "response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None
+        )
         page.get_by_role("tab", name="Validation").click()
-        expect(page.locator("#f-validation_negative_prompt")).to_have_attribute("placeholder", "empty")
+        expect(page.locator("#f-validation_negative_prompt")).to_have_attribute(
+            "placeholder", "empty"
+        )
         page.get_by_role("button", name="New", exact=True).click()
         dialog = page.get_by_role("dialog", name="New config")
-        for name, words in {"config": "There is a config config already.", "a b": "Give it a name"}.items():
+        for name, words in {
+            "config": "There is a config config already.",
+            "a b": "Give it a name",
+        }.items():
             dialog.get_by_label("Name, for").fill(name)
             dialog.get_by_role("button", name="Create").click()
             expect(dialog.get_by_role("alert")).to_contain_text(words)
@@ -109,7 +131,9 @@ def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspa
         page.get_by_role("tab", name="Basic").click()
         expect(page.get_by_label("Output Folder", exact=True)).to_have_value("output/mine")
         page.get_by_role("tab", name="Dataset").click()
-        expect(page.locator("#f-data_backend_config")).to_have_value("config/mine/multidatabackend.json")
+        expect(page.locator("#f-data_backend_config")).to_have_value(
+            "config/mine/multidatabackend.json"
+        )
         assert refused == []
         page.goto(page.url.partition("?")[0] + "?config=gone")
         expect(page.locator("#saved")).to_have_text("There is no config gone.")
@@ -131,14 +155,25 @@ def test_the_plan_tells_a_problem_once_and_has_buttons(
             data={"config": "config", "values": {"train_batch_size": 0}},
         ).json()
         first = next(each for each in said["problems"] if each["key"] == "train_batch_size")
-        fits = {**first, "message": f"{first['message']} This would fit.", "remedy": {"train_batch_size": 2}}
-        folder = {"key": "instance_data_dir", "message": missing, "fatal": True, "entries": ["pictures"]}
+        fits = {
+            **first,
+            "message": f"{first['message']} This would fit.",
+            "remedy": {"train_batch_size": 2},
+        }
+        folder = {
+            "key": "instance_data_dir",
+            "message": missing,
+            "fatal": True,
+            "entries": ["pictures"],
+        }
         planned |= {"problems": [fits, folder]}
         planned |= {"offload_auto": [batch], "proposals": {batch: {"train_batch_size": 8}}}
         page.reload()
         expect(told).to_contain_text("This would fit. Apply")
         expect(told).to_have_count(1)
-        expect(page.locator(".dataset-card [data-key=instance_data_dir] .bad")).to_have_text(missing)
+        expect(page.locator(".dataset-card [data-key=instance_data_dir] .bad")).to_have_text(
+            missing
+        )
         expect(page.locator("#problems li")).to_have_count(0)
         page.locator("#plan").get_by_role("button", name="Apply").click()
         expect(page.locator("#f-train_batch_size")).to_have_value("8")
@@ -164,7 +199,14 @@ def test_a_job_that_was_cut_off_goes_on_from_the_queue(
     output.mkdir()
     tell(output, *STEPS)
     jobs = [
-        Job("1", "train", str(output), "config", state="interrupted", message="Ended unexpectedly at step 3."),
+        Job(
+            "1",
+            "train",
+            str(output),
+            "config",
+            state="interrupted",
+            message="Ended unexpectedly at step 3.",
+        ),
         Job("2", "train", str(project.path("gone")), "gone"),
     ]
     project.path(QUEUE_FILE).write_bytes(JOBS.dump_json(jobs))
@@ -176,7 +218,11 @@ def test_a_job_that_was_cut_off_goes_on_from_the_queue(
 def test_names_that_no_new_config_can_have(folder: Path) -> None:
     project = Project(folder)
     (folder / "config" / "old").mkdir(parents=True)
-    for name, words in {"config": "choose another", "../x": "letters, digits", "old": "already"}.items():
+    for name, words in {
+        "config": "choose another",
+        "../x": "letters, digits",
+        "old": "already",
+    }.items():
         with pytest.raises(Exception, match=words):
             project.new_config(name)
     assert project.new_config("new") == folder / "config/new/config.json"
@@ -184,7 +230,15 @@ def test_names_that_no_new_config_can_have(folder: Path) -> None:
 
 def test_the_strengths_of_a_prompt_stay_together(folder: Path) -> None:
     for number, (prompt, strength) in enumerate([("a", 0.5), ("b", 0.5), ("a", 1), ("b", 1)]):
-        made = {"prompt": prompt, "seed": 7, "index": 0, "width": 64, "height": 64, "step": 3, "strength": strength}
+        made = {
+            "prompt": prompt,
+            "seed": 7,
+            "index": 0,
+            "width": 64,
+            "height": 64,
+            "step": 3,
+            "strength": strength,
+        }
         (folder / f"{number}.png").write_bytes(b"")
         (folder / f"{number}.json").write_text(json.dumps(made))
         os.utime(folder / f"{number}.png", (number, number))
@@ -192,7 +246,9 @@ def test_the_strengths_of_a_prompt_stay_together(folder: Path) -> None:
     assert [record.short_name for record in samples_in(folder)] == newest_first
 
 
-def test_a_folder_that_may_not_be_written_is_an_answer(project: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_written_is_an_answer(
+    project: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, *arguments: object, **more: object) -> None:
         raise OSError(30, "Read-only file system", str(project.path("config")))
 

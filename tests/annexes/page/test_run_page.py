@@ -1,4 +1,6 @@
-"""The pane "Run" in Chromium: a run from its start to its last preview, stopped, killed and continued."""
+"""The pane "Run" in Chromium: a run from its start to its last preview, stopped, killed and
+continued.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ expect = sync_api.expect
 
 
 @pytest.fixture
-def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
+def project(
+    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Workspace]:
     made = Workspace.create(tmp_path.resolve() / "project", t2i_checkpoint)
     monkeypatch.chdir(made.folder)
     with ending_runs(made.folder):
@@ -60,7 +64,11 @@ def test_a_run_goes_from_its_start_to_its_last_preview(
     page: Any, project: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PACE, "0.2")  # the rest of the machine is for the browser
-    shown = {"validation_disable": False, "validation_step_interval": 10, "checkpoint_step_interval": 1000}
+    shown = {
+        "validation_disable": False,
+        "validation_step_interval": 10,
+        "checkpoint_step_interval": 1000,
+    }
     project.write_config(**shown, max_train_steps=5000)
     expect(state(page)).to_have_text("idle")
     press(page, "Start")
@@ -83,7 +91,9 @@ def test_a_run_goes_from_its_start_to_its_last_preview(
     expect(state(page)).to_have_text("interrupted")
     expect(page.locator(".message")).to_contain_text("Ended unexpectedly at step")
     monkeypatch.setenv(PACE, "0")
-    last = int(project.metrics()[-1]["step"]) + 2  # it goes on from the checkpoint, some steps before
+    last = (
+        int(project.metrics()[-1]["step"]) + 2
+    )  # it goes on from the checkpoint, some steps before
     page.get_by_label("to step").fill(str(last))
     press(page, "Continue")
     expect(state(page)).to_have_text("completed")
@@ -137,7 +147,9 @@ def test_previews_grow_compare_and_enlarge(page: Any, project: Workspace, finish
     expect(first).to_be_focused()
 
 
-def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(browser: Any, project: Workspace) -> None:
+def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(
+    browser: Any, project: Workspace
+) -> None:
     output = project.path("output")
     output.mkdir()
     tell(output, *STEPS)
@@ -146,9 +158,13 @@ def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(browser: Any,
         with serving(project.folder) as (port, _):
             page.goto(f"http://127.0.0.1:{port}/#run")
             expect(state(page)).to_have_text("running")
-        page.evaluate("document.querySelector('[data-press=stop]').click()")  # before the page has noticed
+        page.evaluate(
+            "document.querySelector('[data-press=stop]').click()"
+        )  # before the page has noticed
         expect(page.locator(".run-problems")).to_have_text("The server does not answer.")
-        expect(page.get_by_role("alert")).to_contain_text("The server does not answer. This was the state at")
+        expect(page.get_by_role("alert")).to_contain_text(
+            "The server does not answer. This was the state at"
+        )
         assert page.locator("[data-part=head]").get_attribute("inert") is not None
         tell(output, StateChanged("failed", 3, 9, "The disk is full."))  # while the page was away
         second.enter_context(serving(project.folder, port=port))
@@ -161,7 +177,9 @@ def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(browser: Any,
 def test_the_page_of_a_run_says_that_it_has_ended(
     browser: Any, project: Workspace, monkeypatch: pytest.MonkeyPatch, how: Any, shown: str
 ) -> None:
-    monkeypatch.setattr(serve, "END_SECONDS", PATIENCE)  # a run does not wait longer for its browsers
+    monkeypatch.setattr(
+        serve, "END_SECONDS", PATIENCE
+    )  # a run does not wait longer for its browsers
     output = project.path("output")
     output.mkdir()
     tell(output, *STEPS)
@@ -173,14 +191,18 @@ def test_the_page_of_a_run_says_that_it_has_ended(
                 page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
             expect(state(page)).to_have_text("running")
             tell(output, StateChanged(how, 3, 9, "what became of it"))
-        expect(page.get_by_role("alert")).to_contain_text("The run has ended, and its page with it.")
+        expect(page.get_by_role("alert")).to_contain_text(
+            "The run has ended, and its page with it."
+        )
         expect(state(page)).to_have_text(shown)
         expect(page.locator(".run-list .state")).to_have_text(shown)
         expect(page.locator("[data-part=head]")).to_contain_text("what became of it")
         assert page.locator("[data-part=head]").get_attribute("inert") is not None
 
 
-def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Workspace, finished: Path) -> None:
+def test_all_runs_are_one_click_away_and_addresses_last(
+    page: Any, project: Workspace, finished: Path
+) -> None:
     other = project.path("other")
     other.mkdir()
     tell(other, *STEPS, StateChanged("failed", 3, 9, "The disk is full."))
@@ -193,7 +215,9 @@ def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Work
     expect(page.locator(".run-list a[aria-current=true]")).to_contain_text("other")
     # A deleted run is named before the page shows another.
     shutil.rmtree(other)
-    expect(page.locator(".run-problems")).to_have_text("other is no longer there. This is another run.")
+    expect(page.locator(".run-problems")).to_have_text(
+        "other is no longer there. This is another run."
+    )
     expect(page.locator(".run-list a[aria-current=true]")).to_contain_text("output")
 
 
@@ -201,7 +225,8 @@ def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Work
 LOADED = """
     () => new Promise((done) => {
         const clip = document.querySelector("video");
-        const look = () => clip.networkState === clip.NETWORK_LOADING ? setTimeout(look, 50) : done();
+        const isLoading = () => clip.networkState === clip.NETWORK_LOADING;
+        const look = () => isLoading() ? setTimeout(look, 50) : done();
         look();
     })
 """
@@ -212,13 +237,21 @@ def test_a_report_plays_its_large_clips_and_calls_nothing(browser: Any, tmp_path
     (folder / "validation_images").mkdir(parents=True)
     tell(folder, *STEPS)
     write_mp4(folder / "validation_images/bird.mp4", [Image.new("RGB", (64, 32), "red")] * 5, 8)
-    script = "fetch('/api/configs/').then(() => 'called', () => 'refused').then((told) => { document.title = told })"
+    script = (
+        "fetch('/api/configs/').then(() => 'called', () => 'refused').then((told) => { "
+        "document.title = told })"
+    )
     clip = '<video src="validation_images/bird.mp4" preload="auto"></video>'
-    (folder / REPORT_FILE).write_text(f"<!DOCTYPE html>{clip}<script>{script}; window.opened = open('/')</script>")
+    (folder / REPORT_FILE).write_text(
+        f"<!DOCTYPE html>{clip}<script>{script}; window.opened = open('/')</script>"
+    )
     with opened(browser, folder.parent) as page:
         statuses: list[int] = []
         pages = page.context.pages
-        page.on("response", lambda response: statuses.append(response.status) if "mp4" in response.url else None)
+        page.on(
+            "response",
+            lambda response: statuses.append(response.status) if "mp4" in response.url else None,
+        )
         page.goto(page.url.partition("#")[0] + f"report/{run_id(folder)}")
         expect(page).to_have_title("refused")
         page.evaluate(LOADED)
@@ -233,14 +266,18 @@ def swept(project: Workspace) -> Path:
     return RunFolder(evaluated=True, saved="result", swept=True, state="done").write(project.folder)
 
 
-def test_a_run_with_a_sweep_fits_the_screen_of_a_phone(browser: Any, project: Workspace, swept: Path) -> None:
+def test_a_run_with_a_sweep_fits_the_screen_of_a_phone(
+    browser: Any, project: Workspace, swept: Path
+) -> None:
     with opened(browser, project.folder, f"?run={run_id(swept)}#run") as page:
         page.set_viewport_size({"width": 400, "height": 800})
         expect(page.get_by_text("lowest evaluation loss", exact=True)).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
-def test_an_answer_without_a_part_is_told_in_its_place(browser: Any, project: Workspace, swept: Path) -> None:
+def test_an_answer_without_a_part_is_told_in_its_place(
+    browser: Any, project: Workspace, swept: Path
+) -> None:
     with opened(browser, project.folder, f"?run={run_id(swept)}#run") as page:
         expect(page.get_by_text("Download", exact=False).first).to_be_visible()
         page.route("**/results?*", lambda route: route.fulfill(status=500))

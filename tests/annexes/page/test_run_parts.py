@@ -57,7 +57,9 @@ def page(tmp_path: Path) -> TestClient:
 
 
 def parts_of(page: TestClient, folder: Path) -> dict[str, str]:
-    """The parts of a run, none of which fails to answer; nor does anything else that is asked of it."""
+    """The parts of a run, none of which fails to answer; nor does anything else that is asked of
+    it.
+    """
     run = run_id(folder.resolve())
     for address in ADDRESSES:
         assert page.get(address.format(run)).status_code < 500, (folder.name, address)
@@ -93,7 +95,10 @@ def with_noise(path: Path) -> None:
 
 
 def with_values_of_other_types(path: Path) -> None:
-    row = b'{"step": "three", "strength": [1], "id": {}, "path": null, "losses": "none", "width": -1}\n'
+    row = (
+        b'{"step": "three", "strength": [1], "id": {}, "path": null, "losses": "none", '
+        b'"width": -1}\n'
+    )
     path.write_bytes(row)
 
 
@@ -104,12 +109,21 @@ def test_every_part_of_every_kind_of_run_is_shown(page: TestClient, tmp_path: Pa
         assert "This part cannot be shown" not in "".join(parts.values()), run.name
         assert ("<h2>Result</h2>" in parts["results"]) == (run.saved != "nothing"), run.name
         assert ("Checkpoints compared" in parts["results"]) == run.swept, run.name
-        assert ("lowest evaluation loss" in parts["results"]) == (run.swept and run.evaluated), run.name
+        assert ("lowest evaluation loss" in parts["results"]) == (run.swept and run.evaluated), (
+            run.name
+        )
 
 
 @pytest.mark.parametrize(
     "damage",
-    [missing, a_folder_in_its_place, torn, with_a_torn_line, with_noise, with_values_of_other_types],
+    [
+        missing,
+        a_folder_in_its_place,
+        torn,
+        with_a_torn_line,
+        with_noise,
+        with_values_of_other_types,
+    ],
 )
 def test_a_damaged_file_takes_no_part_with_it_that_does_not_need_it(
     page: TestClient, tmp_path: Path, damage: Callable[[Path], None]
@@ -132,7 +146,9 @@ def test_a_damaged_sweep_is_named_in_its_place(page: TestClient, tmp_path: Path)
 
 
 @pytest.mark.parametrize("swept", [False, True])
-def test_a_sweep_where_an_earlier_version_put_it_is_named(page: TestClient, tmp_path: Path, swept: bool) -> None:
+def test_a_sweep_where_an_earlier_version_put_it_is_named(
+    page: TestClient, tmp_path: Path, swept: bool
+) -> None:
     folder = replace(COMPLETE, swept=swept).write(tmp_path)
     earlier = Path("samples") / f"sweep-{folder.name}" / "sheet.html"
     (tmp_path / earlier).parent.mkdir(parents=True)
@@ -150,7 +166,10 @@ def test_damaged_lines_of_a_record_are_named_and_the_others_shown(
     folder = COMPLETE.write(tmp_path)
     with_a_torn_line(folder / file)
     shown = parts_of(page, folder)
-    assert f"{file}: line 1 is damaged and skipped" in shown[part] or f"{file} has an invalid line" in shown[part]
+    assert (
+        f"{file}: line 1 is damaged and skipped" in shown[part]
+        or f"{file} has an invalid line" in shown[part]
+    )
     assert "previews/3.png" in shown["previews"]
 
 
@@ -169,7 +188,9 @@ def test_a_part_that_fails_says_so_in_its_place(
     assert "Checkpoints compared" in shown
 
 
-def test_a_file_that_cannot_be_read_is_named(page: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    page: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = COMPLETE.write(tmp_path)
     page.get("/runs")
 

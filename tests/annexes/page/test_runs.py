@@ -54,7 +54,10 @@ STARTS_OVER = "Without a checkpoint, it starts over."
 STEPS: tuple[Event, ...] = (
     StateChanged("starting", 0, 9),
     StateChanged("running", 0, 9),
-    *(StepReport(number, 1, {"train_loss": 0.5, "learning_rate": 1e-4}, seconds=2.0) for number in (1, 2, 3)),
+    *(
+        StepReport(number, 1, {"train_loss": 0.5, "learning_rate": 1e-4}, seconds=2.0)
+        for number in (1, 2, 3)
+    ),
 )
 
 
@@ -95,7 +98,12 @@ def started_again(folder: Path) -> None:
 
 
 def start_from_the_page(folder: Path) -> None:
-    started = {"config": "config", "settings": {}, "after": last_id(folder / EVENTS_FILE), "time": time.time()}
+    started = {
+        "config": "config",
+        "settings": {},
+        "after": last_id(folder / EVENTS_FILE),
+        "time": time.time(),
+    }
     (folder / STARTED_FILE).write_text(json.dumps(started))
 
 
@@ -114,7 +122,10 @@ def refused(folder: Path) -> None:
     """The page started it again, and the plan had problems."""
     ended("finished")(folder)
     start_from_the_page(folder)
-    said = "Step 9\n$ simpletuner train\nwarning: small\nerror: seed: is odd.\nerror: epochs: none.\n2 problems to fix"
+    said = (
+        "Step 9\n$ simpletuner train\nwarning: small\nerror: seed: is odd.\nerror: epochs: "
+        "none.\n2 problems to fix"
+    )
     (folder / CONSOLE_FILE).write_text(said)
 
 
@@ -123,14 +134,20 @@ def stopped_at_once(folder: Path) -> None:
     killed(folder)
     (folder / LOCK_FILE).unlink()
     start_from_the_page(folder)
-    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraceback (most recent call last):\nKeyboardInterrupt\n")
+    (folder / CONSOLE_FILE).write_text(
+        "$ simpletuner train\nTraceback (most recent call last):\nKeyboardInterrupt\n"
+    )
 
 
 def without_room_for_its_last_event(folder: Path) -> None:
-    """The page started it, and a full disk ended it, of which it could tell on the console alone."""
+    """The page started it, and a full disk ended it, of which it could tell on the console
+    alone.
+    """
     start_from_the_page(folder)
     tell(folder, *STEPS)
-    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraining\nerror: no space left on the disk.\n")
+    (folder / CONSOLE_FILE).write_text(
+        "$ simpletuner train\nTraining\nerror: no space left on the disk.\n"
+    )
 
 
 def killed_after_speaking(folder: Path) -> None:
@@ -150,7 +167,12 @@ def told_by_a_clock_set_back(folder: Path) -> None:
 
 def uploaded(folder: Path) -> None:
     """Uploads are told as a status that has no progress."""
-    tell(folder, *STEPS, PhaseStarted("Uploading", kind=UPLOADING), Uploaded("the LoRA", "https://example.org", 3))
+    tell(
+        folder,
+        *STEPS,
+        PhaseStarted("Uploading", kind=UPLOADING),
+        Uploaded("the LoRA", "https://example.org", 3),
+    )
     own(folder)
 
 
@@ -159,15 +181,31 @@ def uploaded(folder: Path) -> None:
     [
         (lambda folder: None, "idle", ""),
         (lambda folder: (tell(folder, *STEPS), own(folder)), "running", ""),
-        (lambda folder: (tell(folder, STEPS[0], PhaseStarted("Encoding")), own(folder)), "starting", ""),
+        (
+            lambda folder: (tell(folder, STEPS[0], PhaseStarted("Encoding")), own(folder)),
+            "starting",
+            "",
+        ),
         (started_again, "starting", ""),
         (ended("finished"), "completed", "what became of it"),
         (ended("failed"), "error", "what became of it"),
         (ended("interrupted"), "cancelled", "what became of it"),
         (killed, "interrupted", "Ended unexpectedly at step 3."),
-        (lambda folder: (tell(folder, *STEPS), own(folder, boot="an earlier one")), "interrupted", "at step 3."),
-        (lambda folder: (tell(folder, *STEPS), own(folder, pid=2**30, started="")), "interrupted", "at step 3."),
-        (lambda folder: (tell(folder, *STEPS), own(folder, host="elsewhere")), "running", "On elsewhere."),
+        (
+            lambda folder: (tell(folder, *STEPS), own(folder, boot="an earlier one")),
+            "interrupted",
+            "at step 3.",
+        ),
+        (
+            lambda folder: (tell(folder, *STEPS), own(folder, pid=2**30, started="")),
+            "interrupted",
+            "at step 3.",
+        ),
+        (
+            lambda folder: (tell(folder, *STEPS), own(folder, host="elsewhere")),
+            "running",
+            "On elsewhere.",
+        ),
         (silent_elsewhere, "interrupted", "No heartbeat for 1:0"),
         (old_record, "cancelled", "Stopped at step 3."),
         (refused, "error", "seed: is odd.\nepochs: none."),
@@ -193,10 +231,13 @@ def test_the_folder_says_what_became_of_a_run(
     assert status["can"]["cancel"] == (is_active and "elsewhere" not in message)
 
 
-def test_a_run_that_ends_while_it_is_judged_was_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_while_it_is_judged_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tell(tmp_path, *STEPS)
     own(tmp_path)
-    run, read = Run("run", tmp_path), Run.read
+    run = Run("run", tmp_path)
+    read = Run.read
 
     def read_and_end(self: Run) -> Any:
         found = read(self)
@@ -223,7 +264,10 @@ def test_what_a_thread_reads_does_not_change_under_it(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SESSION, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SESSION, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -235,12 +279,18 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     status = run.status()
-    assert status["message"] == f"Process {process.pid} is stopped. To resume it: kill -CONT {process.pid}"
+    assert (
+        status["message"]
+        == f"Process {process.pid} is stopped. To resume it: kill -CONT {process.pid}"
+    )
     assert (status["status"], status["progress"]["eta_seconds"]) == ("running", None)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it
     status = run.status()
-    assert (status["status"], status["message"]) == ("interrupted", f"Ended unexpectedly at step 3. {STARTS_OVER}")
+    assert (status["status"], status["message"]) == (
+        "interrupted",
+        f"Ended unexpectedly at step 3. {STARTS_OVER}",
+    )
     assert status["progress"]["eta_seconds"] is None
     assert status["can"]["continue"]
     assert not status["can"]["cancel"]
@@ -263,17 +313,23 @@ def test_a_living_run_that_tells_nothing_is_not_said_to_be_nearly_done(tmp_path:
 def test_all_numbers_of_a_killed_run_are_those_of_its_last_step(tmp_path: Path) -> None:
     killed(tmp_path)
     with (tmp_path / METRICS_FILE).open("a") as record:
-        record.write('{"step": 4, "train_loss": 0.25}\n')  # a second had not passed since the last event about steps
+        record.write(
+            '{"step": 4, "train_loss": 0.25}\n'
+        )  # a second had not passed since the last event about steps
     status = Run("run", tmp_path).status()
     assert status["message"] == f"Ended unexpectedly at step 4. {STARTS_OVER}"
     assert (status["progress"]["current"], status["progress"]["percent"]) == (4, 44.4)
     assert status["progress"]["metrics"]["train_loss"] == 0.25
 
 
-def test_a_session_that_has_not_spoken_yet_is_not_running_and_can_be_stopped(tmp_path: Path) -> None:
+def test_a_session_that_has_not_spoken_yet_is_not_running_and_can_be_stopped(
+    tmp_path: Path,
+) -> None:
     tell(tmp_path, *STEPS, PhaseStarted("Rendering", stage="validation"))  # and then it was killed
     start_from_the_page(tmp_path)
-    script = "import signal; signal.signal(signal.SIGINT, lambda *_: exit(5)); print(); signal.pause()"
+    script = (
+        "import signal; signal.signal(signal.SIGINT, lambda *_: exit(5)); print(); signal.pause()"
+    )
     run = Run("run", tmp_path, written_by="config")
     run.child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert run.child.stdout is not None
@@ -293,7 +349,8 @@ def test_a_session_that_has_not_spoken_yet_is_not_running_and_can_be_stopped(tmp
 
 def lengthen(folder: Path, count: int) -> None:
     """Give a run `count` events, and one step less; the last event stays the last."""
-    log, metrics = folder / EVENTS_FILE, folder / METRICS_FILE
+    log = folder / EVENTS_FILE
+    metrics = folder / METRICS_FILE
     events = [line.partition(",")[2] for line in log.read_text().splitlines()]
     between = (f'{{"id": {number},{events[-2]}\n' for number in range(len(events), count))
     head = [f'{{"id": {number},{event}\n' for number, event in enumerate(events[:-1], 1)]
@@ -326,9 +383,13 @@ def test_long_runs_are_read_a_part_at_a_time(tmp_path: Path) -> None:
 
 def test_a_new_session_begins_a_new_history(tmp_path: Path) -> None:
     run = Run("run", tmp_path)
-    tell(tmp_path, Notice("hot", warning=True), *STEPS, PhaseStarted("Rendering", stage="validation"))
+    tell(
+        tmp_path, Notice("hot", warning=True), *STEPS, PhaseStarted("Rendering", stage="validation")
+    )
     first = run.status()
-    assert first["stages"]["validation"]["status"] == "failed", "nothing goes on in a run that has ended"
+    assert first["stages"]["validation"]["status"] == "failed", (
+        "nothing goes on in a run that has ended"
+    )
     assert run.read().notices == ["hot"]
     tell(tmp_path, *STEPS)
     second = run.status()
@@ -362,7 +423,9 @@ def test_each_line_is_read_once_and_torn_ones_later(tmp_path: Path) -> None:
     assert len(renewed) == 4
 
 
-def test_a_run_that_goes_back_to_a_checkpoint_loses_its_later_steps_here_too(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_to_a_checkpoint_loses_its_later_steps_here_too(
+    tmp_path: Path,
+) -> None:
     run = Run("run", tmp_path)
     tell(tmp_path, *STEPS)
     assert list(run.metrics.steps) == [1, 2, 3]
@@ -372,7 +435,9 @@ def test_a_run_that_goes_back_to_a_checkpoint_loses_its_later_steps_here_too(tmp
     assert run.metrics.points("train_loss") == [(1, 0.5), (2, 0.5), (3, 0.25)]
 
 
-def test_a_silent_lock_of_another_machine_is_left_to_the_run_that_watches_it(tmp_path: Path) -> None:
+def test_a_silent_lock_of_another_machine_is_left_to_the_run_that_watches_it(
+    tmp_path: Path,
+) -> None:
     """As on the command line; one that changed a moment ago is in use."""
     run = Run("", tmp_path)
     silent_elsewhere(tmp_path)

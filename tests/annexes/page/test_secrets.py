@@ -1,4 +1,6 @@
-"""Secrets that are given to the page: not in the list of processes, in no readable file, and copied nowhere."""
+"""Secrets that are given to the page: not in the list of processes, in no readable file, and copied
+nowhere.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def is_private(path: Path) -> bool:
     return stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_started_run_has_its_secrets_where_no_one_else_can_read_them(page: TestClient, project: Workspace) -> None:
+def test_a_started_run_has_its_secrets_where_no_one_else_can_read_them(
+    page: TestClient, project: Workspace
+) -> None:
     answer = page.post("/api/training/start", json={"config": "config", "settings": SETTINGS})
     assert answer.status_code == 202, answer.text
     runs: Runs = page.app.state.runs  # type: ignore[attr-defined]
@@ -54,7 +58,9 @@ def test_a_started_run_has_its_secrets_where_no_one_else_can_read_them(page: Tes
     try:
         assert SECRET not in " ".join(process.cmdline())
         assert "--max_train_steps=9" in process.cmdline()
-        assert json.loads(json.loads(process.environ()[SECRET_SETTINGS])["webhook_config"]) == WEBHOOKS
+        assert (
+            json.loads(json.loads(process.environ()[SECRET_SETTINGS])["webhook_config"]) == WEBHOOKS
+        )
     finally:
         process.kill()
     assert is_private(run.folder / STARTED_FILE)
@@ -71,10 +77,14 @@ def test_a_queue_that_may_hold_secrets_is_private(page: TestClient, project: Wor
     assert is_private(project.path(QUEUE_FILE))
 
 
-def test_a_new_run_does_not_copy_the_secrets_of_the_last(page: TestClient, project: Workspace) -> None:
+def test_a_new_run_does_not_copy_the_secrets_of_the_last(
+    page: TestClient, project: Workspace
+) -> None:
     output = project.path("output")
     output.mkdir()
-    (output / STARTED_FILE).write_text(json.dumps({"config": "config", "settings": SETTINGS, "after": 0}))
+    (output / STARTED_FILE).write_text(
+        json.dumps({"config": "config", "settings": SETTINGS, "after": 0})
+    )
     write_lora(output, 9)
     run = TestClient(create_app(Project(project.folder))).get("/api/training/status").json()["run"]
     answer = page.post("/api/training/new", json={"run": run, "name": "second"})

@@ -1,4 +1,6 @@
-"""The server as a process: it starts in a moment, prints its address, and ends at once, whoever is connected."""
+"""The server as a process: it starts in a moment, prints its address, and ends at once, whoever is
+connected.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,13 @@ def started(
     """`simpletuner server` as a process, and the address it printed."""
     command = [sys.executable, *program, "server", "--port", str(free_port()), *options]
     process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(1 + ("--env" in options))]
@@ -54,7 +61,9 @@ def started(
 
 
 def fetch(port: str, path: str = "/health", **headers: str) -> bytes:
-    with urlopen(Ask(f"http://127.0.0.1:{port}{path}", headers=headers), timeout=PATIENCE) as answer:
+    with urlopen(
+        Ask(f"http://127.0.0.1:{port}{path}", headers=headers), timeout=PATIENCE
+    ) as answer:
         return bytes(answer.read())
 
 
@@ -83,17 +92,18 @@ def test_elsewhere_a_token_is_printed_once_and_needed(tmp_path: Path) -> None:
 
 def test_starts_without_torch(tmp_path: Path) -> None:
     script = (
-        "import sys, threading; from pathlib import Path; from urllib.request import urlopen\n"
-        "from simpletuner.annexes.page import guard, project, serve\n"
-        "listener = serve.listen('127.0.0.1', 0)\n"
-        "server = serve.make_server(project.Project(Path.cwd()), guard.Access())\n"
-        "threading.Thread(target=server.run, args=([listener],), daemon=True).start()\n"
-        "address = f'http://127.0.0.1:{listener.getsockname()[1]}'\n"
-        "for path in ('/health', '/', '/api/configs/', '/api/datasets/plan', '/api/models', '/api/hardware/memory'):\n"
-        "    urlopen(address + path).read()\n"
-        "print(sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))\n"
+        "import sys, threading; from pathlib import Path; from urllib.request import "
+        "urlopen\nfrom simpletuner.annexes.page import guard, project, serve\nlistener = "
+        "serve.listen('127.0.0.1', 0)\nserver = serve.make_server(project.Project(Path.cwd()), "
+        "guard.Access())\nthreading.Thread(target=server.run, args=([listener],), "
+        "daemon=True).start()\naddress = f'http://127.0.0.1:{listener.getsockname()[1]}'\nfor "
+        "path in ('/health', '/', '/api/configs/', '/api/datasets/plan', '/api/models', "
+        "'/api/hardware/memory'):\n    urlopen(address + path).read()\nprint(sorted({'torch', "
+        "'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -102,14 +112,17 @@ def test_busy_port_and_foreign_address_are_one_sentence(capsys: pytest.CaptureFi
         port = taken.getsockname()[1]
         assert main(["server", "--port", str(port)]) == 2
         assert capsys.readouterr().err.startswith(
-            f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose another with --port."
+            f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose "
+            "another with --port."
         )
     assert main(["server", "--host", "192.0.2.1"]) == 2
     assert "192.0.2.1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_connection_of_another_user_needs_the_token(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_of_another_user_needs_the_token(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends: list[object] = []
     monkeypatch.setattr(serve, "is_own_user", lambda *both: ends.append(both) or own)
     with serving(tmp_path, Access(token="x" * 43)) as (port, _):
@@ -121,7 +134,9 @@ def test_connection_of_another_user_needs_the_token(own: bool, tmp_path: Path, m
                     answer.read()
             here = client.sock.getsockname()
         assert b'"ok"' in fetch(str(port), **{"X-API-Key": "x" * 43})
-    assert ends == [(here, ("127.0.0.1", port))], "asked once a connection, and not at all with the token"
+    assert ends == [(here, ("127.0.0.1", port))], (
+        "asked once a connection, and not at all with the token"
+    )
 
 
 def test_everybody_is_let_in_with_a_warning_in_red(
@@ -129,7 +144,9 @@ def test_everybody_is_let_in_with_a_warning_in_red(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert find_access("127.0.0.1", None, no_auth=True) == Access("127.0.0.1")
-    assert capsys.readouterr().err.startswith("\x1b[31mwarning: --no-auth lets anyone who can reach 127.0.0.1 use")
+    assert capsys.readouterr().err.startswith(
+        "\x1b[31mwarning: --no-auth lets anyone who can reach 127.0.0.1 use"
+    )
     assert main(["train", "--no-auth"]) == 2
     assert "--no-auth needs --page" in capsys.readouterr().err
 
@@ -148,7 +165,11 @@ def test_everybody_is_let_in_with_a_warning_in_red(
     ],
 )
 def test_bad_option_is_refused(
-    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config/my-cat").mkdir(parents=True)
@@ -183,7 +204,9 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_streams_and_long_requests_hold_nobody_up_and_end_with_the_server(tmp_path: Path) -> None:
     with started(tmp_path, program=["-c", STREAMS]) as (process, address):
-        browsers = [socket.create_connection(("127.0.0.1", int(address[3])), PATIENCE) for _ in range(100)]
+        browsers = [
+            socket.create_connection(("127.0.0.1", int(address[3])), PATIENCE) for _ in range(100)
+        ]
         for number, each in enumerate(browsers):
             path = "ticking" if number else "working"
             each.sendall(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
@@ -198,9 +221,15 @@ def test_streams_and_long_requests_hold_nobody_up_and_end_with_the_server(tmp_pa
 
 @pytest.mark.parametrize(
     ("mode", "there", "missing"),
-    [("unified", ["/", "/callback"], []), ("trainer", ["/"], ["/callback"]), ("callback", ["/callback"], ["/"])],
+    [
+        ("unified", ["/", "/callback"], []),
+        ("trainer", ["/"], ["/callback"]),
+        ("callback", ["/callback"], ["/"]),
+    ],
 )
-def test_mode_chooses_what_is_served(mode: serve.Mode, there: list[str], missing: list[str], tmp_path: Path) -> None:
+def test_mode_chooses_what_is_served(
+    mode: serve.Mode, there: list[str], missing: list[str], tmp_path: Path
+) -> None:
     routes = {route.path for route in serve.create_app(Project(tmp_path), mode).routes}  # type: ignore[attr-defined]
     assert {"/health", *there} <= routes
     assert not routes & set(missing)
@@ -221,8 +250,12 @@ def test_change_of_the_source_starts_it_anew(tmp_path: Path) -> None:
     assert process.returncode in (0, 130)
 
 
-def test_page_of_a_run_is_up_while_it_lasts(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run serves its page from a thread, its Ctrl-C stays its own, and the page ends with it."""
+def test_page_of_a_run_is_up_while_it_lasts(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run serves its page from a thread, its Ctrl-C stays its own, and the page ends with
+    it.
+    """
     seen: list[Any] = []
     monkeypatch.chdir(workspace.folder)
 
@@ -237,7 +270,8 @@ def test_page_of_a_run_is_up_while_it_lasts(workspace: Workspace, monkeypatch: p
 
     monkeypatch.setattr("simpletuner.cli.execute.run_plan", look)
     monkeypatch.setattr(serve, "END_SECONDS", PATIENCE)
-    before, port = signal.getsignal(signal.SIGINT), free_port()
+    before = signal.getsignal(signal.SIGINT)
+    port = free_port()
     assert main(["train", "--page-port", str(port)]) == 0
     assert b'"ok"' in seen[0]
     assert seen[1] is before
@@ -255,13 +289,21 @@ def test_run_whose_page_finds_its_port_taken_does_not_begin(
     assert not (workspace.folder / "output").exists()
 
 
-def test_a_limit_of_open_files_is_logged_once_and_other_errors_as_usual(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_of_open_files_is_logged_once_and_other_errors_as_usual(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = serve.make_server(Project(Path.cwd()), Access())
     loop = asyncio.new_event_loop()
 
     for _ in range(3):
-        server.report(loop, {"message": "accept", "exception": OSError(errno.EMFILE, os.strerror(errno.EMFILE))})
+        server.report(
+            loop,
+            {"message": "accept", "exception": OSError(errno.EMFILE, os.strerror(errno.EMFILE))},
+        )
     server.report(loop, {"message": "a bug", "exception": ValueError("a bug")})
     loop.close()
 
-    assert [record.message.split(":")[0] for record in caplog.records] == ["Connections wait", "a bug"]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "Connections wait",
+        "a bug",
+    ]

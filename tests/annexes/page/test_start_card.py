@@ -48,7 +48,10 @@ def page(folder: Path) -> TestClient:
 def cats(page: TestClient, folder: Path) -> Path:
     """A new folder for files."""
     answer = page.post("/api/uploads", json={"name": "my cats"})
-    assert (answer.status_code, answer.json()) == (201, {"name": "my-cats", "folder": "datasets/my-cats"})
+    assert (answer.status_code, answer.json()) == (
+        201,
+        {"name": "my-cats", "folder": "datasets/my-cats"},
+    )
     return folder / "datasets" / "my-cats"
 
 
@@ -58,7 +61,9 @@ def put(page: TestClient, name: str, content: Any, folder: str = "my-cats") -> A
 
 def files(folder: Path) -> list[str]:
     """All that lies below a folder, hidden or not."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def zipped(*members: tuple[str | ZipInfo, bytes]) -> bytes:
@@ -70,7 +75,10 @@ def zipped(*members: tuple[str | ZipInfo, bytes]) -> bytes:
 
 
 def test_dropped_files_are_kept_under_their_names(page: TestClient, cats: Path) -> None:
-    assert put(page, "beach/ a cat.png ", picture(1)).json() == {"saved": ["beach/a cat.png"], "skipped": []}
+    assert put(page, "beach/ a cat.png ", picture(1)).json() == {
+        "saved": ["beach/a cat.png"],
+        "skipped": [],
+    }
     assert put(page, "beach/a%20cat.txt", b"a cat").json()["saved"] == ["beach/a cat.txt"]
     assert files(cats) == ["beach/a cat.png", "beach/a cat.txt"]
     assert (cats / "beach" / "a cat.png").read_bytes() == picture(1)
@@ -125,7 +133,11 @@ def test_names_are_made_safe(name: str, kept: str) -> None:
     [
         ("notes.pdf", b"%PDF", "is not a picture, a clip, a caption (.txt, .caption) or a zip"),
         (".hidden.png", picture(1), "is hidden"),
-        ("a.jxl", b"?", "is a picture in a format that is not read (.jxl); save it as .png or .jpg"),
+        (
+            "a.jxl",
+            b"?",
+            "is a picture in a format that is not read (.jxl); save it as .png or .jpg",
+        ),
         ("@eaDir/SYNOPHOTO_THUMB_M.jpg", picture(1), "belongs to the system"),
         ("captions.jsonl", b"{}", "is not a picture, a clip, a caption"),
         ("a.png", b"not a picture", "is not a picture"),
@@ -133,14 +145,18 @@ def test_names_are_made_safe(name: str, kept: str) -> None:
         ("a.png", picture(1)[:60], ""),
     ],
 )
-def test_what_cannot_be_used_is_named(page: TestClient, cats: Path, name: str, content: bytes, reason: str) -> None:
+def test_what_cannot_be_used_is_named(
+    page: TestClient, cats: Path, name: str, content: bytes, reason: str
+) -> None:
     told = put(page, name, content).json()
     assert (told["saved"], told["skipped"][0]["file"]) == ([], name)
     assert reason in told["skipped"][0]["reason"]
     assert files(cats) == []
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.png.txt", "a.caption", "metadata.jsonl", "sub/metadata.csv"])
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.png.txt", "a.caption", "metadata.jsonl", "sub/metadata.csv"]
+)
 def test_captions_are_kept_however_they_are_named(page: TestClient, cats: Path, name: str) -> None:
     assert put(page, name, b"a cat").json() == {"saved": [name], "skipped": []}
     assert files(cats) == [name]
@@ -182,8 +198,14 @@ def link() -> ZipInfo:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (zipped(*((f"{number}.txt", b"") for number in range(40))), "40 files, 0 B; at most 30 files and"),
-        (zipped(("a.bmp", bytes(2**20))), "1 file, 1.0 MB; at most 30 files and 524 kB are allowed"),
+        (
+            zipped(*((f"{number}.txt", b"") for number in range(40))),
+            "40 files, 0 B; at most 30 files and",
+        ),
+        (
+            zipped(("a.bmp", bytes(2**20))),
+            "1 file, 1.0 MB; at most 30 files and 524 kB are allowed",
+        ),
         (
             zipped(*((f"{number:0200}.txt", b"") for number in range(30))),
             "its list of files takes 7.5 kB; at most 4",
@@ -206,14 +228,21 @@ def test_a_dangerous_zip_is_refused_whole(
 
 
 def test_links_and_names_in_a_zip_lead_nowhere(page: TestClient, cats: Path) -> None:
-    members = [("../b.png", picture(2)), ("/etc/c.png", picture(3)), ("C:/d.png", picture(4)), (link(), b"/etc/passwd")]
+    members = [
+        ("../b.png", picture(2)),
+        ("/etc/c.png", picture(3)),
+        ("C:/d.png", picture(4)),
+        (link(), b"/etc/passwd"),
+    ]
     told = put(page, "cats.zip", zipped(*members)).json()
     assert told["saved"] == ["b.png", "etc/c.png", "C-/d.png"]
     assert [each["file"] for each in told["skipped"]] == ["a.png"]
     assert files(cats) == ["C-/d.png", "b.png", "etc/c.png"]
 
 
-def test_a_full_disk_leaves_nothing(page: TestClient, cats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(
+    page: TestClient, cats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*files: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -232,11 +261,15 @@ def test_a_full_disk_leaves_nothing(page: TestClient, cats: Path, monkeypatch: p
 
 
 def test_a_connection_that_breaks_leaves_nothing(folder: Path, cats: Path) -> None:
-    head = "PUT /api/uploads/my-cats/a.png HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n"
+    head = (
+        "PUT /api/uploads/my-cats/a.png HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n"
+    )
     with serving(folder) as (port, _):
         with closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as client:
             client.connect()
-            client.sock.sendall(f"{head}Content-Type: application/octet-stream\r\n\r\n".encode() + picture(1))
+            client.sock.sendall(
+                f"{head}Content-Type: application/octet-stream\r\n\r\n".encode() + picture(1)
+            )
             while not [*cats.iterdir()]:
                 pass
         while [*cats.iterdir()]:
@@ -244,10 +277,15 @@ def test_a_connection_that_breaks_leaves_nothing(folder: Path, cats: Path) -> No
     assert files(cats) == []
 
 
-def test_an_upload_may_be_slow_but_not_silent(folder: Path, cats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_may_be_slow_but_not_silent(
+    folder: Path, cats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(start_card, "IDLE_SECONDS", 0.3)
     content = picture(1)
-    with serving(folder) as (port, _), closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as client:
+    with (
+        serving(folder) as (port, _),
+        closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as client,
+    ):
 
         def slowly() -> Iterator[bytes]:
             for start in range(0, len(content), len(content) // 5):
@@ -271,16 +309,28 @@ def test_two_uploads_at_once(page: TestClient, cats: Path) -> None:
     """Of one name the first is kept; of others, both."""
     told: list[Any] = []
     names = ["a.png", "a.png", "b.png", "c.zip", "c.zip"]
-    contents = {".png": picture(1), ".zip": zipped(("x/d.png", picture(2)), ("x/e.png", picture(3)))}
+    contents = {
+        ".png": picture(1),
+        ".zip": zipped(("x/d.png", picture(2)), ("x/e.png", picture(3))),
+    }
     threads = [
-        threading.Thread(target=lambda name=name: told.append(put(page, name, contents[Path(name).suffix]).json()))
+        threading.Thread(
+            target=lambda name=name: told.append(
+                put(page, name, contents[Path(name).suffix]).json()
+            )
+        )
         for name in names
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(name for each in told for name in each["saved"]) == ["a.png", "b.png", "d.png", "e.png"]
+    assert sorted(name for each in told for name in each["saved"]) == [
+        "a.png",
+        "b.png",
+        "d.png",
+        "e.png",
+    ]
     assert sum(len(each["skipped"]) for each in told) == 3
     assert files(cats) == ["a.png", "b.png", "d.png", "e.png"]
 
@@ -298,7 +348,12 @@ def test_two_uploads_at_once(page: TestClient, cats: Path) -> None:
     ],
 )
 def test_guard_of_uploads(
-    page: TestClient, cats: Path, tmp_path_factory: pytest.TempPathFactory, path: str, headers: Any, status: int
+    page: TestClient,
+    cats: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    path: str,
+    headers: Any,
+    status: int,
 ) -> None:
     (cats.parent / "linked").symlink_to(tmp_path_factory.mktemp("elsewhere"))
     (cats / "out").symlink_to(tmp_path_factory.mktemp("elsewhere"))
@@ -307,10 +362,15 @@ def test_guard_of_uploads(
     assert files(cats.parent) == []
 
 
-def test_large_files_are_refused_in_words(page: TestClient, cats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_refused_in_words(
+    page: TestClient, cats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(receive, "LARGEST_FILE", 10)
     answer = put(page, "a.png", picture(1))
-    assert (answer.status_code, answer.json()["problems"][0]["message"]) == (422, "a.png is larger than 10 B.")
+    assert (answer.status_code, answer.json()["problems"][0]["message"]) == (
+        422,
+        "a.png is larger than 10 B.",
+    )
     monkeypatch.setattr(receive, "LARGEST_FILE", 1000)
     answer = put(page, "a.zip", zipped(("a.png", bytes(2000))))
     assert "1 file, 2.0 kB; at most 10,000 files and 1.0 kB are allowed" in answer.text
@@ -321,7 +381,9 @@ def look(page: TestClient, **answers: str) -> Any:
     return page.post("/api/start/look", json=answers)
 
 
-def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestClient, cats: Path) -> None:
+def test_what_was_dropped_is_described_with_a_draft_for_each_model(
+    page: TestClient, cats: Path
+) -> None:
     for number in range(3):
         put(page, f"{number}.png", picture(number))
     put(page, "0.txt", b"a cat")
@@ -340,7 +402,10 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestCli
     # It can be judged as the form's settings are.
     told = page.post("/api/training/validate", json=draft).json()["problems"]
     assert [each for each in told if each["fatal"]] == []
-    assert list(look(page, folder="datasets/my-cats", purpose="style").json()["drafts"]) == ["kandinsky5-image", "demo"]
+    assert list(look(page, folder="datasets/my-cats", purpose="style").json()["drafts"]) == [
+        "kandinsky5-image",
+        "demo",
+    ]
     (clips := cats.with_name("clips")).mkdir()
     (cats / "a.mp4").rename(clips / "a.mp4")
     assert len(look(page, folder="datasets/clips").json()["drafts"]) == 4
@@ -352,8 +417,16 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestCli
         ({"folder": "nothing"}, 422, "is not a folder"),
         ({"folder": "config"}, 422, "contains no pictures and no clips"),
         ({"folder": "/etc"}, 403, "outside the project"),
-        ({"folder": "datasets/my-cats", "purpose": "motoin"}, 422, "'motoin' is not one of: subject, style"),
-        ({"folder": "datasets/my-cats", "model": "flux"}, 422, "'flux' is not one of: kandinsky5-image, demo."),
+        (
+            {"folder": "datasets/my-cats", "purpose": "motoin"},
+            422,
+            "'motoin' is not one of: subject, style",
+        ),
+        (
+            {"folder": "datasets/my-cats", "model": "flux"},
+            422,
+            "'flux' is not one of: kandinsky5-image, demo.",
+        ),
         ({"folder": "datasets/my-cats", "name": "../x"}, 422, "cannot name a config"),
         ({"folder": "datasets/my-cats", "name": "old"}, 409, "There is a config 'old' already."),
     ],
@@ -364,26 +437,48 @@ def test_answers_that_cannot_be_used(
     put(page, "a.png", picture(1))
     (folder / "config" / "old").mkdir(parents=True)
     answer = page.post("/api/start/write", json=answers)
-    assert (answer.status_code, message in answer.json()["problems"][0]["message"]) == (status, True), answer.json()
+    assert (answer.status_code, message in answer.json()["problems"][0]["message"]) == (
+        status,
+        True,
+    ), answer.json()
     assert files(folder / "config") == []
 
 
 def test_a_copied_demo_can_start(page: TestClient) -> None:
     """Its paths below config/examples lead into the package."""
     example = page.get("/api/configs/examples/demo").json()
-    values = {key: value for key, value in example["values"].items() if key != "data_backend_config"}
-    copy = {"config": "mine", "values": {**values, "output_dir": "output/mine"}, "datasets": example["datasets"]}
+    values = {
+        key: value for key, value in example["values"].items() if key != "data_backend_config"
+    }
+    copy = {
+        "config": "mine",
+        "values": {**values, "output_dir": "output/mine"},
+        "datasets": example["datasets"],
+    }
     told = page.post("/api/training/validate", json=copy).json()["problems"]
     assert [each for each in told if each["fatal"]] == []
 
 
-def test_what_is_written_is_what_the_command_writes(page: TestClient, cats: Path, folder: Path) -> None:
+def test_what_is_written_is_what_the_command_writes(
+    page: TestClient, cats: Path, folder: Path
+) -> None:
     from simpletuner.cli.app import main
 
     put(page, "a.png", picture(1))
     answers = {"folder": "datasets/my-cats", "purpose": "style", "trigger": "qxz", "name": "there"}
     assert page.post("/api/start/write", json=answers).json() == {"config": "there"}
-    main(["start", "datasets/my-cats", "--yes", "--purpose", "style", "--trigger", "qxz", "--dry-run"])
+    main(
+        [
+            "start",
+            "datasets/my-cats",
+            "--yes",
+            "--purpose",
+            "style",
+            "--trigger",
+            "qxz",
+            "--dry-run",
+        ]
+    )
     for file in ("config.json", "multidatabackend.json", "user_prompt_library.json"):
         here, there = (folder / "config" / name / file for name in ("my-cats", "there"))
         assert re.sub("there", "my-cats", there.read_text()) == here.read_text()

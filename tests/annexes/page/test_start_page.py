@@ -20,17 +20,27 @@ from tests.tools.web_server import picture
 pytestmark = pytest.mark.slow(6)
 expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright").expect
 PLAN = {
-    "ok": True, "problems": [], "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9, "note": ""},
-    "memory": [{"phase": "training", "device": 20e9, "host": 1e9}], "length": {"steps": 1000, "steps_done": 0},
-    "seconds": {"step": 2.4, "training": 2400, "previews": 60}, "model": {"download": 2e9}, "datasets": [], "disk": [],
-    "buckets": [], "offload_auto": [], "proposals": {}, "assumed": [],
-}  # fmt: skip
+    "ok": True,
+    "problems": [],
+    "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9, "note": ""},
+    "memory": [{"phase": "training", "device": 20e9, "host": 1e9}],
+    "length": {"steps": 1000, "steps_done": 0},
+    "seconds": {"step": 2.4, "training": 2400, "previews": 60},
+    "model": {"download": 2e9},
+    "datasets": [],
+    "disk": [],
+    "buckets": [],
+    "offload_auto": [],
+    "proposals": {},
+    "assumed": [],
+}
 DROP = """
 (files) => {
   const data = new DataTransfer();
   const bytes = (text) => Uint8Array.from(atob(text), (each) => each.charCodeAt(0));
   for (const [name, text] of files) data.items.add(new File([bytes(text)], name));
-  document.querySelector("#drop").dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true }));
+  const event = new DragEvent("drop", { dataTransfer: data, bubbles: true });
+  document.querySelector("#drop").dispatchEvent(event);
 }
 """
 
@@ -46,7 +56,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands of runs that the page starts, instead of running them; plans fit."""
     commands: list[list[str]] = []
 
-    def spawn(runs: object, console: Path, arguments: list[str], secrets: object) -> subprocess.Popen[bytes]:
+    def spawn(
+        runs: object, console: Path, arguments: list[str], secrets: object
+    ) -> subprocess.Popen[bytes]:
         commands.append(arguments)
         return subprocess.Popen(["true"])
 
@@ -78,13 +90,20 @@ class Hands:
         self.page.get_by_role("button", name=name, exact=True).click()
 
 
-def test_six_interactions_after_the_drop(browser: Any, folder: Path, started: list[list[str]]) -> None:
+def test_six_interactions_after_the_drop(
+    browser: Any, folder: Path, started: list[list[str]]
+) -> None:
     dropped = [(f"{number}.png", picture(number)) for number in range(12)]
-    dropped += [("notes.pdf", b"?"), ("my cat.zip", zipped(("cat/20.png", picture(20)), ("cat/21.mp4", b"?")))]
+    dropped += [
+        ("notes.pdf", b"?"),
+        ("my cat.zip", zipped(("cat/20.png", picture(20)), ("cat/21.mp4", b"?"))),
+    ]
     with opened(browser, folder) as page:
         expect(page.get_by_role("tab", name="Start")).to_have_attribute("aria-selected", "true")
         expect(page.locator("#drop")).to_be_visible()
-        page.evaluate(DROP, [(name, base64.b64encode(content).decode()) for name, content in dropped])
+        page.evaluate(
+            DROP, [(name, base64.b64encode(content).decode()) for name, content in dropped]
+        )
         told = page.locator("#start-told")
         expect(told).to_contain_text(
             "datasets/my-files: pictures: 13, 80x64; with a caption: 0. Trained at 256x256 pixels"
@@ -94,7 +113,9 @@ def test_six_interactions_after_the_drop(browser: Any, folder: Path, started: li
             "notes.pdf: is not a picture, a clip, a caption (.txt, .caption)"
         )
         expect(page.get_by_label("kandinsky5-image")).to_have_count(1)
-        expect(page.locator("#start-models")).to_contain_text("fits, about 40 min without previews, 2.0 GB to download")
+        expect(page.locator("#start-models")).to_contain_text(
+            "fits, about 40 min without previews, 2.0 GB to download"
+        )
         hands = Hands(page)
         hands.choose("a style: how everything looks")
         hands.write("A word for it", "qxz")

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 from simpletuner.annexes.page import guard
-from simpletuner.annexes.page.guard import VARIABLE, can_tell_users, is_own_user, page_token, socket_user
+from simpletuner.annexes.page.guard import (
+    VARIABLE,
+    can_tell_users,
+    is_own_user,
+    page_token,
+    socket_user,
+)
 from simpletuner.errors import UserError
 
 SERVER = ("127.0.0.1", 0xA611)
-HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+HEAD = (
+    "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  "
+    "timeout inode\n"
+)
 QUEUES = "00000000:00000000 00:00000000 00000000"
 # Of a server on 127.0.0.1:42513: its own socket, its ends of connections, and the clients' ends.
 TCP = f"""{HEAD}
@@ -27,9 +36,11 @@ TCP = f"""{HEAD}
    7: 0100007F:B71C 0100007F:A612 01 {QUEUES}  1000        0 20747 2 00000000a5e7 20 4 0 10 -1
    8: 0100007F:B71D 0100007F:A611 01 {QUEUES} 65534        0 20748 2 00000000a5e8 20 4 0 10 -1
 """.replace("\n\n", "\n")
+LOOPBACK = "00000000000000000000000001000000"  # ::1
+MAPPED = "0000000000000000FFFF00000100007F"  # ::ffff:127.0.0.1
 TCP6 = f"""{HEAD}
-   0: 0000000000000000FFFF00000100007F:B724 0000000000000000FFFF00000100007F:A611 01 {QUEUES}  1001        0 20745 2 0
-   1: 00000000000000000000000001000000:B725 00000000000000000000000001000000:A611 01 {QUEUES}  1000        0 20749 2 0
+   0: {MAPPED}:B724 {MAPPED}:A611 01 {QUEUES}  1001        0 20745 2 0
+   1: {LOOPBACK}:B725 {LOOPBACK}:A611 01 {QUEUES}  1000        0 20749 2 0
 """.replace("\n\n", "\n")
 
 
@@ -49,16 +60,42 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(("127.0.0.1", 0xB718), SERVER, 1001, False, id="another user"),
         pytest.param(("127.0.0.1", 0xB719), SERVER, 1000, True, id="the same user"),
         pytest.param(("127.0.0.1", 0xB71A), SERVER, 0, True, id="root, or a relay of WSL"),
-        pytest.param(("127.0.0.1", 0xB71B), SERVER, None, False, id="closed at once, which looks like root's"),
-        pytest.param(("127.0.0.1", 0xB71C), SERVER, None, False, id="a connection to another server"),
-        pytest.param(("127.0.0.1", 0xB71D), SERVER, 65534, False, id="a user that this container does not know"),
-        pytest.param(("127.0.0.1", 0xB724), SERVER, 1001, False, id="IPv4 through a socket of IPv6"),
+        pytest.param(
+            ("127.0.0.1", 0xB71B), SERVER, None, False, id="closed at once, which looks like root's"
+        ),
+        pytest.param(
+            ("127.0.0.1", 0xB71C), SERVER, None, False, id="a connection to another server"
+        ),
+        pytest.param(
+            ("127.0.0.1", 0xB71D),
+            SERVER,
+            65534,
+            False,
+            id="a user that this container does not know",
+        ),
+        pytest.param(
+            ("127.0.0.1", 0xB724), SERVER, 1001, False, id="IPv4 through a socket of IPv6"
+        ),
         pytest.param(("::1", 0xB725), ("::1", 0xA611), 1000, True, id="IPv6"),
-        pytest.param(("::ffff:127.0.0.1", 0xB719), ("::ffff:127.0.0.1", 0xA611), 1000, True, id="seen as IPv6"),
-        pytest.param(("172.17.0.1", 0xB719), ("172.17.0.2", 0xA611), None, False, id="from outside a container"),
+        pytest.param(
+            ("::ffff:127.0.0.1", 0xB719),
+            ("::ffff:127.0.0.1", 0xA611),
+            1000,
+            True,
+            id="seen as IPv6",
+        ),
+        pytest.param(
+            ("172.17.0.1", 0xB719),
+            ("172.17.0.2", 0xA611),
+            None,
+            False,
+            id="from outside a container",
+        ),
     ],
 )
-def test_user_of_a_connection(client: guard.End, server: guard.End, user: int | None, own: bool) -> None:
+def test_user_of_a_connection(
+    client: guard.End, server: guard.End, user: int | None, own: bool
+) -> None:
     assert socket_user(client, server) == user
     assert is_own_user(client, server) is own
 
@@ -78,7 +115,9 @@ def test_nobody_is_known_without_tables(tmp_path: Path, monkeypatch: pytest.Monk
         assert not can_tell_users(listener)
 
 
-def test_token_is_made_once_and_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_made_once_and_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     token, source = page_token(None)
     assert source == str(tmp_path / "simpletuner" / "page-token")
@@ -90,9 +129,12 @@ def test_token_is_made_once_and_for_its_user_alone(tmp_path: Path, monkeypatch: 
     assert page_token(Path(source)) == (token, source), "the command line is stronger"
 
 
-def test_servers_that_start_at_once_have_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_start_at_once_have_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One comes while the other makes its token."""
-    file, make = tmp_path / "state" / "token", guard.secrets.token_urlsafe
+    file = tmp_path / "state" / "token"
+    make = guard.secrets.token_urlsafe
     found: list[str] = []
 
     def slowly(size: int) -> str:
@@ -108,7 +150,11 @@ def test_servers_that_start_at_once_have_one_token(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
-    [("x" * 43, 0o644, "chmod 600"), ("short", 0o600, "at least 16"), ("x" * 20 + "ü", 0o600, "letters, digits")],
+    [
+        ("x" * 43, 0o644, "chmod 600"),
+        ("short", 0o600, "at least 16"),
+        ("x" * 20 + "ü", 0o600, "letters, digits"),
+    ],
 )
 def test_unusable_token_is_refused(text: str, mode: int, words: str, tmp_path: Path) -> None:
     file = tmp_path / "token"

@@ -58,7 +58,9 @@ def test_an_event_arrives_at_once(output: Path) -> None:
     own(output)
     with serving(output.parent) as (port, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-        connection.request("GET", f"/api/training/events?run={run_id(output)}", headers={"Accept-Encoding": "gzip"})
+        connection.request(
+            "GET", f"/api/training/events?run={run_id(output)}", headers={"Accept-Encoding": "gzip"}
+        )
         answer = connection.getresponse()
         assert answer.getheader("content-encoding") is None
         assert answer.readline() == b": connected\n"
@@ -83,7 +85,8 @@ def test_the_first_visit_takes_sixty_kilobytes(
         session.send("Network.enable")
         addresses: dict[str, str] = {}
         session.on(
-            "Network.responseReceived", lambda each: addresses.update({each["requestId"]: each["response"]["url"]})
+            "Network.responseReceived",
+            lambda each: addresses.update({each["requestId"]: each["response"]["url"]}),
         )
         session.on(
             "Network.loadingFinished",
