@@ -584,7 +584,7 @@ def metered_block(trial: Trial, *, backend: Any = GRAPHS_OF_INDUCTOR) -> Metered
         backend: meter it compiled by this one, too, which takes most of the time; or None.
     """
     block, inputs, settings = _with_arguments(trial)
-    hidden, *others = [each for each in tree_leaves((inputs, settings)) if isinstance(each, Tensor)]
+    hidden, *others = [leaf for leaf in tree_leaves((inputs, settings)) if isinstance(leaf, Tensor)]
     there = [*block.parameters(), *block.buffers(), hidden, *others]
     read: dict[str, Tensor] = {}
     hooks = [
@@ -645,7 +645,7 @@ def _compile(trial: Trial, block: Any, backend: Any) -> None:
 
 def _kept(block: nn.Module, inputs: Any, settings: Any, others: Sequence[Tensor] = ()) -> int:
     """Bytes that autograd saves for a block, beside weights, arguments and other tensors."""
-    given = [each for each in tree_leaves((inputs, settings)) if isinstance(each, Tensor)]
+    given = [leaf for leaf in tree_leaves((inputs, settings)) if isinstance(leaf, Tensor)]
     with saved_bytes([*block.parameters(), *block.buffers(), *given, *others]) as meter:
         block(*inputs, **settings)
     return meter.bytes
@@ -653,7 +653,7 @@ def _kept(block: nn.Module, inputs: Any, settings: Any, others: Sequence[Tensor]
 
 def _kept_again(block: nn.Module, inputs: Any, settings: Any) -> int:
     """The same without what every call saves, such as position tables, which is no block's own."""
-    given = [each for each in tree_leaves((inputs, settings)) if isinstance(each, Tensor)]
+    given = [leaf for leaf in tree_leaves((inputs, settings)) if isinstance(leaf, Tensor)]
     with saved_bytes([*block.parameters(), *block.buffers(), *given]) as once:
         block(*inputs, **settings)
     return _kept(block, inputs, settings, once.tensors)
@@ -726,9 +726,9 @@ class Traffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self.OTHERS.fullmatch(func.overloadpacket.__name__):
             tensors = [
-                each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)
+                leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)
             ]
-            self.bytes += sum(each.numel() * each.element_size() for each in tensors)
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return out
 
 

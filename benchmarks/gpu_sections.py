@@ -522,7 +522,7 @@ def _four_steps(machine: Machine, size: str) -> tuple[float, dict[str, Tensor]]:
     variant = Variant(size, machine.device, {"dynamo_backend": "no"})
     seconds = [variant.step().seconds for _ in range(4)]
     return min(seconds[1:]), {
-        name: each.detach().cpu() for name, each in variant.assembly.parameters.items()
+        name: parameter.detach().cpu() for name, parameter in variant.assembly.parameters.items()
     }
 
 

@@ -62,7 +62,9 @@ def main() -> None:
         blocks = [(more - less) / STEPS / (many - few) for more, less in pairs]
         note = f"{statistics.median(blocks) * 1e3:.2f} ms a block"
         ratios.append(
-            Ratio(name, [each / BAR for each in blocks], 1.0 if name == "compiled" else None, note)
+            Ratio(
+                name, [block / BAR for block in blocks], 1.0 if name == "compiled" else None, note
+            )
         )
     show(f"Host time of a block in units of {BAR * 1e3:g} ms", ratios, options)
 

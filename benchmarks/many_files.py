@@ -54,7 +54,7 @@ def picture(number: int) -> bytes:
         (b"IDAT", zlib.compress(rows, 1)),
         (b"IEND", b""),
     )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*each) for each in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*chunk) for chunk in chunks)
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:

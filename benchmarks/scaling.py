@@ -274,10 +274,15 @@ def ring_limit(variant: Variant, size: int) -> float:
     """
     share = (size - 1) / size
     assembly = variant.assembly
-    gradients = sum(each.numel() * each.element_size() for each in assembly.parameters.values())
+    gradients = sum(
+        parameter.numel() * parameter.element_size() for parameter in assembly.parameters.values()
+    )
     if not assembly.is_sharded:
         return 2 * share * gradients
-    weights = sum(each.numel() * each.element_size() for each in assembly.transformer.parameters())
+    weights = sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in assembly.transformer.parameters()
+    )
     return share * (2 * weights + gradients)
 
 
@@ -314,7 +319,7 @@ def peak_of_step(variant: Variant, device: str) -> float:
         variant.step()
     events: Any = profiler.profiler.kineto_results.events()
     changes = sorted(
-        (each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
     )
     peak = now = 0
     for _, change in changes:
@@ -328,10 +333,12 @@ def _resident_bytes(variant: Variant) -> int:
     model = variant.assembly.transformer
     optimizer = variant.assembly.optimizer
     state = [
-        each
+        value
         for values in optimizer.state.values()
-        for each in values.values()
-        if isinstance(each, torch.Tensor)
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
     ]
     tensors = (*model.parameters(), *model.buffers(), *state)
-    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
+    return sum(
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors
+    )

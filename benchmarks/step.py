@@ -126,7 +126,7 @@ def plain(
     model.enable_gradient_checkpointing()
     if repeated:
         model.compile_repeated_blocks()
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     precision = config.precision.mixed_precision
     optimizer = build_optimizer(
         trained, config.optimizer, mixed_precision=precision, learning_rate=RATE
@@ -136,7 +136,7 @@ def plain(
     def step() -> None:
         latents = batch.latents.to(device)
         embeds = {
-            name: torch.stack([one[name] for one in batch.embeds]).to(device, dtype)
+            name: torch.stack([embed[name] for embed in batch.embeds]).to(device, dtype)
             for name in batch.embeds[0]
         }
         noise = torch.randn(latents.shape, device=device)

@@ -44,7 +44,9 @@ def is_here(requirement: Requirement) -> bool:
 def main(extras: list[str]) -> None:
     wanted = [Requirement(PROJECT["name"]), *requirements(PROJECT["dependencies"])]
     wanted += [
-        each for extra in extras for each in requirements(PROJECT["optional-dependencies"][extra])
+        requirement
+        for extra in extras
+        for requirement in requirements(PROJECT["optional-dependencies"][extra])
     ]
     missing = [str(requirement) for requirement in wanted if not is_here(requirement)]
     if missing:

@@ -49,11 +49,11 @@ def _table(options: list[Option]) -> Iterator[str]:
 def _meaning(option: Option) -> str:
     # What the whole group requires stands above its table.
     rows = {
-        title: [each for each in names if each != str(option.group.requires)]
+        title: [name for name in names if name != str(option.group.requires)]
         for title, names in option.relations.items()
     }
     related = (
-        f" {title} {', '.join(f'`{each}`' for each in names)}."
+        f" {title} {', '.join(f'`{name}`' for name in names)}."
         for title, names in rows.items()
         if names
     )

@@ -326,9 +326,9 @@ def is_disk_full(error: BaseException) -> bool:
     too.
     """
     return any(
-        (isinstance(each, OSError) and each.errno in DISK_FULL_CODES)
-        or any(words in str(each).lower() for words in DISK_FULL_WORDS)
-        for each in causes(error)
+        (isinstance(cause, OSError) and cause.errno in DISK_FULL_CODES)
+        or any(words in str(cause).lower() for words in DISK_FULL_WORDS)
+        for cause in causes(error)
     )
 
 
@@ -341,7 +341,7 @@ def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) ->
     """
     for parent, _, names in os.walk(folder):
         for path in (
-            Path(parent, each) for each in names if each[0] == "." and STRAY_FILE.fullmatch(each)
+            Path(parent, name) for name in names if name[0] == "." and STRAY_FILE.fullmatch(name)
         ):
             # In a shared cache, another process may have renamed the file since the listing.
             with suppress(FileNotFoundError):

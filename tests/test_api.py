@@ -71,9 +71,9 @@ def test_all_mistakes_at_once(workspace: Workspace, capfd: Capture) -> None:
             function(wrong)
         assert problems(error) == {"learning_rte", "max_train_steps", "model_flavour"}
         assert all(
-            "(config)" in each.message
-            for each in error.value.problems
-            if each.where != "model_flavour"
+            "(config)" in problem.message
+            for problem in error.value.problems
+            if problem.where != "model_flavour"
         )
     assert capfd.readouterr() == ("", "")
     assert not workspace.path("output").exists()
@@ -124,7 +124,7 @@ def test_datasets_as_a_list_in_another_thread(workspace: Workspace) -> None:
     with workspace.inside():
         thread.start()
         thread.join()
-    assert [each.step for each in results] == [1]
+    assert [result.step for result in results] == [1]
     assert json.loads(workspace.path("threaded/data_backend_config.json").read_text()) == DATASETS
 
 

@@ -94,7 +94,7 @@ class Draft:
         return (
             of_key
             if is_invalid
-            else [*of_key, *(each for each in problems if each not in {*known, *of_key})]
+            else [*of_key, *(problem for problem in problems if problem not in {*known, *of_key})]
         )
 
     def change(self, changes: Mapping[str, Any]) -> None:

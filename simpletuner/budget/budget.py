@@ -276,8 +276,8 @@ class Budget(Generic[AnyPlan_co]):
     @property
     def peaks(self) -> tuple[float, float]:
         """Most bytes of any phase on a device, and on the host of a machine."""
-        return max(each.device for each in self.phases), max(
-            each.on_host(self.device) for each in self.phases
+        return max(phase.device for phase in self.phases), max(
+            phase.on_host(self.device) for phase in self.phases
         )
 
     @cached_property
@@ -468,7 +468,7 @@ def check_decoding(budget: Budget[SamplePlan], report: Problems) -> None:
     sizes = (
         budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
     )
-    numbers = {each.label: budget.parts.vae.upsampled(each.clip) for each in sizes}
+    numbers = {size.label: budget.parts.vae.upsampled(size.clip) for size in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = (
             f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch "
@@ -513,7 +513,7 @@ def decoding_seconds(budget: Budget[SamplePlan]) -> float:
     """Seconds of decoding a preview of each size."""
     parts = budget.parts
     device = budget.device
-    flops = sum(parts.vae.decode_flops(each.clip) for each in budget.workload.previews)
+    flops = sum(parts.vae.decode_flops(preview.clip) for preview in budget.workload.previews)
     on_gpu = GPU_CONVOLUTIONS * (FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0)
     return flops / ((on_gpu if device.is_gpu else CPU_CONVOLUTIONS) * device.rates.matmul)
 
@@ -642,7 +642,7 @@ def preview_interval(plan: Plan) -> float:
     validation = plan.config.validation
     epochs = validation.validation_epoch_interval
     intervals = validation.validation_step_interval, epochs and epochs * steps_per_epoch(plan)
-    return min((each for each in intervals if each), default=math.inf)
+    return min((interval for interval in intervals if interval), default=math.inf)
 
 
 def preview_rounds(plan: Plan) -> int:

@@ -126,7 +126,7 @@ def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
         sample = entry.latents.sample
         frames, height, width = spec.latent_size(*sample.geometry.size, sample.frames)
         costs.append(entry.kind.cost(frames, height // spec.patch_size, width // spec.patch_size))
-    return FeatureCost(sum(each.stored for each in costs), sum(each.flops for each in costs))
+    return FeatureCost(sum(cost.stored for cost in costs), sum(cost.flops for cost in costs))
 
 
 def check_disk(plan: SamplePlan, writings: Iterable[Writing], report: Problems) -> None:

@@ -131,7 +131,8 @@ class Workload:
     def with_batch(self, batch: int) -> Workload:
         """The workload with micro-batches of at most `batch` samples."""
         return replace(
-            self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets]
+            self,
+            buckets=[replace(bucket, batch=min(bucket.batch, batch)) for bucket in self.buckets],
         )
 
 

@@ -133,7 +133,7 @@ def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
         for key in keys
     ]
     first = sorted(
-        (each for each in options if each.name in meant),
+        (option for option in options if option.name in meant),
         key=lambda option: meant.index(option.name),
     )
     mentioning = [

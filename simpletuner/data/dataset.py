@@ -299,7 +299,7 @@ class Dataset:
     def sizes(self) -> dict[str, int]:
         """Number of samples by training size, as text."""
         shapes = Counter(
-            (each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples
+            (sample.geometry.bucket, sample.geometry.size, sample.frames) for sample in self.samples
         )
         return {shape_text(*shape): count for shape, count in shapes.items()}
 

@@ -50,7 +50,7 @@ def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]
     """
     frames, height, width = size
     area = retry_once(
-        lambda: np.stack([_averaged(each, mask, height, width) for each in mask.images("black")])
+        lambda: np.stack([_averaged(image, mask, height, width) for image in mask.images("black")])
     )
     if len(area) == 1:
         mean = area.repeat(frames, axis=0)

@@ -102,7 +102,8 @@ def sample_noise(latents: Tensor, generators: Sequence[torch.Generator]) -> Tens
     """
     shape = latents.shape[1:]
     return upload(
-        torch.stack([torch.randn(shape, generator=each) for each in generators]), latents.device
+        torch.stack([torch.randn(shape, generator=generator) for generator in generators]),
+        latents.device,
     )
 
 

@@ -24,7 +24,9 @@ def fetch(plan: SamplePlan, events: EventStream) -> None:
         UserError: a part is not available, or the parts do not match.
     """
     absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
-    encoders = [kind.encoder for each in plan.techniques for kind in each.features if kind.encoder]
+    encoders = [
+        kind.encoder for technique in plan.techniques for kind in technique.features if kind.encoder
+    ]
     absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
         download(absent, events)

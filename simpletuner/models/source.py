@@ -220,9 +220,9 @@ def vae_fault(config: Mapping[str, Any]) -> str | None:
         )
         # `type`, since True is an int; NaN fails the comparison.
         are_numbers = isinstance(numbers, list) and all(
-            type(each) in (int, float) for each in numbers
+            type(number) in (int, float) for number in numbers
         )
-        if not are_numbers or not all(lowest <= each <= LARGEST_SCALE for each in numbers):
+        if not are_numbers or not all(lowest <= number <= LARGEST_SCALE for number in numbers):
             return (
                 f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
             )

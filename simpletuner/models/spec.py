@@ -271,7 +271,9 @@ class FamilySpec:
             KeyError: the family has no flavour of this name.
         """
         return (
-            self.flavours[0] if name is None else {each.name: each for each in self.flavours}[name]
+            self.flavours[0]
+            if name is None
+            else {flavour.name: flavour for flavour in self.flavours}[name]
         )
 
     def for_flavour(self, name: str | None) -> FamilySpec:

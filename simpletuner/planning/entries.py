@@ -181,7 +181,7 @@ class Listing:
         """
         # New random crops have different latents.
         same_epoch = epoch == self.epoch or not any(
-            each.changes_each_epoch for each in plan.datasets
+            dataset.changes_each_epoch for dataset in plan.datasets
         )
         return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
 
@@ -233,7 +233,11 @@ def evaluated(plan: SamplePlan) -> list[Dataset]:
         return []
     # The first samples, so that every evaluation is comparable.
     most = plan.config.validation.num_eval_images
-    sets = [each for each in plan.datasets if each.config.dataset_type == "eval" and each.samples]
+    sets = [
+        dataset
+        for dataset in plan.datasets
+        if dataset.config.dataset_type == "eval" and dataset.samples
+    ]
     return [replace(each, samples=each.samples[:most]) for each in sets]
 
 
@@ -243,7 +247,7 @@ def prompt_entries(plan: SamplePlan, catalogue: Catalogue) -> list[TextEntry]:
         return []
     pictures: list[Sample | None] = [None]
     if catalogue.prompt_holds_picture:
-        sources = [each for each in preview_sources(plan) if each is not None]
+        sources = [source for source in preview_sources(plan) if source is not None]
         # The picture is part of the prompt, so every size has another embedding.
         pictures = [source.fitted(size) for source in sources for size in plan.sizes]
     texts = [(prompt.prompt, False) for prompt in plan.prompts]
@@ -267,10 +271,15 @@ def preview_sources(plan: SamplePlan) -> list[Sample | None]:
         return [*plan.pictures]
     chosen = plan.config.validation.eval_dataset_id
     datasets = [
-        each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)
+        dataset
+        for dataset in plan.datasets
+        if (dataset.id in chosen if chosen else dataset.config.is_trained)
     ]
     samples = [
-        sample for each in datasets for sample in each.samples if not each.config.disable_validation
+        sample
+        for dataset in datasets
+        for sample in dataset.samples
+        if not dataset.config.disable_validation
     ]
     # The first frame of a clip, or the source of an edited picture (i2i).
     sources = [sample.partner or sample for sample in samples]

@@ -125,7 +125,7 @@ def run_plan(
         ledger = Ledger(
             state.global_step,
             state.epoch,
-            (*(task for one in companions for task in one.tasks), "end"),
+            (*(task for companion in companions for task in companion.tasks), "end"),
         )
         world.main_only(lambda: ledger.write(plan.output_dir))
         result = publish_result(session)
@@ -246,7 +246,7 @@ def prepare_machine(plan: SamplePlan) -> None:
     """Set process-wide options of torch."""
     torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
     config = plan.config
-    ahead = [latent_storage(plan, each) == "ahead" for each in plan.datasets]
+    ahead = [latent_storage(plan, dataset) == "ahead" for dataset in plan.datasets]
     # Sampling reads no datasets, but must use the settings with which the run rendered its
     # previews.
     ahead = ahead or [not (config.caching.vae_cache_ondemand or config.caching.vae_cache_disable)]

@@ -266,8 +266,8 @@ def _gradients(block: nn.Module, forward: Forward, inputs: Sequence[Any]) -> lis
         ]
         gradients = torch.autograd.grad(output, wanted, output.detach(), allow_unused=True)
     return [
-        torch.zeros_like(like) if each is None else each
-        for each, like in zip(gradients, wanted, strict=True)
+        torch.zeros_like(like) if gradient is None else gradient
+        for gradient, like in zip(gradients, wanted, strict=True)
     ]
 
 
@@ -345,8 +345,8 @@ def unpacked_products(block: nn.Module) -> Iterator[None]:
     """A context in which quantised layers multiply by their unpacked, but still rounded,
     weights.
     """
-    layers = [each for each in block.modules() if isinstance(each, QuantisedLinear)]
-    forms = [each.form for each in layers]
+    layers = [module for module in block.modules() if isinstance(module, QuantisedLinear)]
+    forms = [layer.form for layer in layers]
     for layer in layers:
         layer.form = ScaledRows()
     try:

@@ -199,7 +199,11 @@ class Crepa(Technique):
         if not self._encoders or not self._measures:
             return noisy
         features = {
-            FEATURES: [each.encode(one) for each in self._encoders for one in noisy.batch.latents]
+            FEATURES: [
+                encoder.encode(latent)
+                for encoder in self._encoders
+                for latent in noisy.batch.latents
+            ]
         }
         return replace(
             noisy, batch=replace(noisy.batch, features={**noisy.batch.features, **features})

@@ -25,7 +25,7 @@ class Slider(Technique):
 
     def attach(self, site: Site) -> None:
         self._layers = [
-            each for each in site.transformer.modules() if isinstance(each, BaseTunerLayer)
+            module for module in site.transformer.modules() if isinstance(module, BaseTunerLayer)
         ]
 
     @contextmanager

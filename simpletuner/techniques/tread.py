@@ -85,7 +85,7 @@ class Tread(Technique):
         `HiddenStates` records the output of the block itself, so even the last block of a window
         has only these tokens.
         """
-        return next((each.kept for each in self._windows if each.route.holds(block)), None)
+        return next((window.kept for window in self._windows if window.route.holds(block)), None)
 
     def _protected(self, noisy: NoisyBatch) -> Tensor | None:
         """Units with a protected position, which are always kept; bool `B N` on the CPU."""
@@ -162,7 +162,7 @@ def draw_kept(
         protected: units that are always kept; bool, `B units`, on the CPU, or None.
         generators: one per sample, on the CPU.
     """
-    chances = torch.stack([torch.rand(units, generator=each) for each in generators])
+    chances = torch.stack([torch.rand(units, generator=generator) for generator in generators])
     if protected is not None:
         chances = chances + protected  # drawn from [0, 1), so protected units come first
     return chances.topk(count, dim=1).indices.sort(dim=1).values

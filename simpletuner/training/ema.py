@@ -77,8 +77,8 @@ class Ema:
         """
         # Copied even on the same device, where `to` would return the parameters to be overwritten.
         waiting = {
-            name: local(each.detach()).to(self.device, copy=True)
-            for name, each in self._parameters.items()
+            name: local(parameter.detach()).to(self.device, copy=True)
+            for name, parameter in self._parameters.items()
         }
         try:
             self._fill(self.average)

@@ -126,7 +126,8 @@ def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) 
     factor = len(counts) * counts[0] / sum(counts)
     if factor != 1:
         torch._foreach_mul_(
-            [local(each.grad) for each in parameters if each.grad is not None], factor
+            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            factor,
         )
 
 
@@ -164,7 +165,9 @@ def clip_gradients(
     limit = config.max_grad_norm
     exceeds = any(0 < limit < size for size in sizes.values())
     parts = (
-        local_parts(each.grad for each in parameters if each.grad is not None) if exceeds else []
+        local_parts(parameter.grad for parameter in parameters if parameter.grad is not None)
+        if exceeds
+        else []
     )
     if not parts:  # released gradients have been freed
         return

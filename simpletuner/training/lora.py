@@ -245,7 +245,7 @@ def inject(transformer: nn.Module, settings: PeftConfig, seed: int, dtype: torch
     """Freeze a diffusers model and add a peft adapter to it."""
     model: Any = transformer.requires_grad_(False)
     # peft draws the initial weights from the global generator
-    with seeded(seed, {each.device for each in transformer.parameters()}):
+    with seeded(seed, {parameter.device for parameter in transformer.parameters()}):
         model.add_adapter(settings, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
         if parameter.requires_grad:  # peft derives the dtype from the base weights
@@ -283,7 +283,8 @@ def _as_trained(adapter: LoraAdapter, weights: Mapping[str, Tensor]) -> dict[str
     form.
     """
     start = {
-        name: each / adapter.scale if ".lora_B." in name else each for name, each in weights.items()
+        name: weight / adapter.scale if ".lora_B." in name else weight
+        for name, weight in weights.items()
     }
     for name in [name for name in start if name.endswith(COMFYUI_MAGNITUDE)]:
         module = name.removesuffix(COMFYUI_MAGNITUDE)

@@ -69,7 +69,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if "lr" not in param_group:  # groups from the base class's `__init__` have lr
             part = self._adamw(param_group["params"])
             param_group = {**part.param_groups[0], **param_group}
-            if not any(isinstance(each, torch.optim.AdamW) for each in self._parts):
+            if not any(isinstance(part, torch.optim.AdamW) for part in self._parts):
                 self._parts.append(part)
         super().add_param_group(param_group)
 
@@ -142,7 +142,7 @@ class WideSquares(TorchFunctionMode):
             factors = [*islice(gradients, len(means))]
             if len(means) > 1:  # a single large weight would need its memory twice
                 narrow = factors
-                factors = [torch.empty_like(each) for each in means]
+                factors = [torch.empty_like(mean) for mean in means]
                 torch._foreach_copy_(factors, narrow)
             func(means, factors, factors, **named)
         return None

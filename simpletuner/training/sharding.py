@@ -93,20 +93,20 @@ def _of_another_dtype(
     """The modules with trained parameters of another dtype than the most frequent one."""
     owned = {
         module: [
-            each
-            for each in module.parameters(recurse=False)
-            if each.requires_grad and each not in kept
+            parameter
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad and parameter not in kept
         ]
         for module in modules
     }
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in (each for parameters in owned.values() for each in parameters):
+    for parameter in (parameter for parameters in owned.values() for parameter in parameters):
         sizes[parameter.dtype] += parameter.numel()
     usual = [dtype for dtype, _ in sizes.most_common(1)]
     return [
         module
         for module, parameters in owned.items()
-        if any(each.dtype not in usual for each in parameters)
+        if any(parameter.dtype not in usual for parameter in parameters)
     ]
 
 
@@ -143,7 +143,7 @@ def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
     """All-gather: the values `N` of every process that holds a shard of these tensors,
     concatenated. Collective.
     """
-    mesh = next((each.device_mesh for each in tensors if isinstance(each, DTensor)), None)
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None:
         return values
     # NCCL needs GPU memory, and the moving average may be on the CPU.

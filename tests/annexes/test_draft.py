@@ -72,4 +72,4 @@ def test_no_value_of_any_key_raises(tmp_path: Path, family: str) -> None:
             JUNK if key in of_families else JUNK[(turn + number) % len(FAMILIES) :: len(FAMILIES)]
         ):
             judged = Draft(tmp_path / "config.json", {"model_family": family, key: value}).judgement
-            assert all(each.message for each in judged.problems), key
+            assert all(problem.message for problem in judged.problems), key

@@ -64,7 +64,7 @@ def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(
     files: dict[str, Path], tmp_path: Path
 ) -> None:
     changes, unreadable = changes_of(files, replacing("cat", "fox"))
-    assert [(each.name, each.before, each.after) for each in changes] == [
+    assert [(change.name, change.before, change.after) for change in changes] == [
         ("a.txt", "a red cat\n", "a red fox\n"),
         ("b.txt", "two\nlines of a cat", "two\nlines of a fox\n"),
     ]

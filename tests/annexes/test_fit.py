@@ -308,7 +308,7 @@ def test_auto_keeps_as_many_blocks_as_fit() -> None:
     assert 0 < offload.group_offload_resident_blocks < 32
     more = {"group_offload_resident_blocks": offload.group_offload_resident_blocks + 1}
     assert chosen.under(more, "test").shortages(headroom=HEADROOM)
-    assert [each.partition(":")[2] for each in chosen.decisions] == [
+    assert [decision.partition(":")[2] for decision in chosen.decisions] == [
         f" blocks are streamed, to fit {(gpu(9).usable or 0) / 1e9:.1f} GB",
         f" {offload.group_offload_resident_blocks} of 34 blocks stay resident",
     ]
@@ -445,7 +445,7 @@ def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
     peaks = []
     for turns in (False, True):
         phases = with_previews(budget(gpu(80), enable_model_cpu_offload=turns)).phases
-        peaks.append(next(each.device for each in phases if each.name == "rendering previews"))
+        peaks.append(next(phase.device for phase in phases if phase.name == "rendering previews"))
     weights = 4.573e9
     assert peaks[0] - peaks[1] == pytest.approx(weights, rel=0.01)
     assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"
@@ -455,7 +455,7 @@ def test_held_out_samples_are_measured_without_gradients_beside_what_is_there() 
     training = budget(gpu(80))
     measuring = replace(training, workload=replace(training.workload, evaluated=[LITE]))
     phases = {phase.name: phase.device for phase in measuring.phases}
-    assert phases["measuring the evaluation loss"] < max(each.device for each in training.phases)
+    assert phases["measuring the evaluation loss"] < max(phase.device for phase in training.phases)
     # A sweep trains nothing, and loads a LoRA for all of its phases.
     sweep = replace(training, parts=replace(training.parts, trains=False, lora_bytes=10**9))
     alone = replace(sweep, workload=Workload([], [], False, [], 0.0, evaluated=[LITE]))
@@ -531,8 +531,8 @@ def test_latents_are_encoded_before_training_where_both_do_not_fit() -> None:
     before = budget(gpu(80))
     later = replace(before.workload, encoded_in_training=[VaeLoad(1, 61, 768, 512)])
     apart = replace(before, workload=later)
-    peak = max(each.device for each in before.phases)
-    beside = max(each.device for each in apart.phases) - peak
+    peak = max(phase.device for phase in before.phases)
+    beside = max(phase.device for phase in apart.phases) - peak
     assert beside > 5e9
     tight = replace(apart, device=gpu((peak + beside / 2) / 0.9e9))
     (change,) = smallest_change(tight)
@@ -553,7 +553,10 @@ def test_auto_takes_tiles_rather_than_refusing_a_small_card() -> None:
     before = with_previews(encoding(gpu(8), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s"))
     chosen = choose(before)
     assert chosen.fits
-    assert any("vae_enable_tiling true" in each and "seams" in each for each in chosen.decisions)
+    assert any(
+        "vae_enable_tiling true" in decision and "seams" in decision
+        for decision in chosen.decisions
+    )
     refused = choose(before.under({"vae_enable_tiling": False}, "config.json"))
     assert not refused.config.caching.vae_enable_tiling, "what the user set is left alone"
     assert not refused.fits
@@ -576,7 +579,7 @@ def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(
     assert chosen.step_seconds == choose(alone).step_seconds, "previews slow no step down"
     assert not chosen.config.caching.vae_enable_tiling
     assert how == "whole" or any(
-        f"previews are decoded in {how}" in each for each in chosen.decisions
+        f"previews are decoded in {how}" in decision for decision in chosen.decisions
     )
     mine = choose(with_previews(budget(gpu(gigabytes), validation_decoding="whole")))
     assert mine.config.validation.validation_decoding == "whole", "what the user set is left alone"
@@ -594,7 +597,7 @@ def test_a_preview_in_tiles_needs_no_more_than_training() -> None:
     for settings in ({}, STREAMED, {**STREAMED, "offload_block_inputs": True}):
         found = with_previews(budget(gpu(80), validation_decoding="tiles", **settings))
         training, rendering = (
-            next(each.device for each in found.phases if each.name.startswith(name))
+            next(phase.device for phase in found.phases if phase.name.startswith(name))
             for name in ("training", "render")
         )
         assert rendering <= training
@@ -613,7 +616,7 @@ def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
         found = replace(
             with_previews(before, preview).under({"validation_decoding": how}, "test"), parts=parts
         )
-        return next(each.device for each in found.phases if each.name == PREVIEWS)
+        return next(phase.device for phase in found.phases if phase.name == PREVIEWS)
 
     decoding = 2 * VIDEO_COST.vae.decode(VaeLoad(1, 61, 768, 512))
     more = rendering(on_gpu, "whole") - rendering(before.parts, "whole")
@@ -676,7 +679,7 @@ def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
     assert both.config.validation.validation_batched_guidance
     assert both.fits
     (needed, needed_alone) = (
-        next(each.device for each in found.phases if each.name == PREVIEWS)
+        next(phase.device for phase in found.phases if phase.name == PREVIEWS)
         for found in (both, alone)
     )
     assert needed > needed_alone
@@ -732,11 +735,11 @@ def test_the_vae_stays_and_decodes_beside_training_where_both_fit() -> None:
         False,
     )
     alone = with_previews(budget(gpu(80), validation_decoding="tiles"))
-    training = max(each.device for each in alone.phases if each.trains)
+    training = max(phase.device for phase in alone.phases if phase.trains)
     kept = alone.under({"keep_vae_loaded": True}, "test")
     both = kept.under({"validation_decode_in_background": True}, "test")
     vae, decoding = (
-        max(each.device for each in found.phases if each.trains) - training
+        max(phase.device for phase in found.phases if phase.trains) - training
         for found in (kept, both)
     )
     assert 0 < vae < decoding

@@ -65,7 +65,7 @@ def chosen(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE) -> d
 
 def test_the_file_of_the_guides(tmp_path: Path) -> None:
     layers = chosen(tmp_path, GUIDE)
-    assert {name: each["factor"] for name, each in layers.items()} == {QUERY: 16, INNER: 8}
+    assert {name: layer["factor"] for name, layer in layers.items()} == {QUERY: 16, INNER: 8}
     assert {*chosen(tmp_path, GUIDE, SANA_VIDEO)} == {
         name for name in SANA_SHAPES if "depth" not in name
     }

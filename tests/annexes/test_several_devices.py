@@ -25,13 +25,13 @@ FULL = {"model_type": "full"}
 
 
 def peak(chosen: Budget, name: str) -> Any:
-    return next(each for each in chosen.phases if each.name.startswith(name))
+    return next(phase for phase in chosen.phases if phase.name.startswith(name))
 
 
 def test_under_ddp_a_device_holds_what_one_process_holds() -> None:
     one = budget(gpu(80))
     eight = budget(gpu(80), num_processes=8)
-    assert [each.device for each in eight.phases] == [each.device for each in one.phases]
+    assert [phase.device for phase in eight.phases] == [phase.device for phase in one.phases]
     assert (peak(one, "training").host, peak(eight, "training").host) == (HOST_BASE, 8 * HOST_BASE)
     assert peak(eight, "loading").passing == 8 * peak(one, "loading").passing
     assert eight.step_seconds == one.step_seconds, "gradients of a LoRA are sent meanwhile"
@@ -89,7 +89,10 @@ def test_processes_that_share_tokens_hold_and_compute_a_share() -> None:
     alone = one.steps[0]
     shared = four.steps[0]
     held = 2 * shared.load.samples * shared.load.tokens * shared.model.cost.hidden
-    assert [each.held for each in shared.model.activations(shared.load)[:2]] == [held, held / 4]
+    assert [activation.held for activation in shared.model.activations(shared.load)[:2]] == [
+        held,
+        held / 4,
+    ]
     assert shared.cost.model == pytest.approx(alone.cost.model / 4)
     assert alone.exchanged == 0
     # Four tensors in each of the forward pass, its recomputation and the backward pass; a quarter

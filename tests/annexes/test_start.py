@@ -713,7 +713,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     entries = written(kind, "multidatabackend.json")
     assert (config["max_train_steps"], config["preservation_prompt"]) == (300, "a cat")
     assert "tracker_run_name" not in config
-    assert [each["id"] for each in entries if each["dataset_type"] != "text_embeds"] == [
+    assert [entry["id"] for entry in entries if entry["dataset_type"] != "text_embeds"] == [
         entries[0]["id"]
     ]
     capsys.readouterr()

@@ -50,10 +50,10 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Watch
                 found[number] = str(error)
 
         threads = [threading.Thread(target=run, args=each) for each in enumerate(places)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         return found
 
     yield join

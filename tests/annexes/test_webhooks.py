@@ -287,10 +287,10 @@ def test_a_receiver_that_is_gone_costs_nothing(
     caplog.set_level(logging.DEBUG, "simpletuner")
     deliver(hook(gone.url), tmp_path, Notice("hello"), Notice("is anybody there?"))
     records = [record for record in caplog.records if record.name.startswith("simpletuner")]
-    assert {each.getMessage() for each in records} == {
+    assert {record.getMessage() for record in records} == {
         "The webhook at 127.0.0.1 could not be reached: ConnectError"
     }
-    assert [each.levelname for each in records] == ["WARNING", "DEBUG"], "a warning once"
+    assert [record.levelname for record in records] == ["WARNING", "DEBUG"], "a warning once"
 
 
 def test_many_receivers_share_the_certificates(

@@ -105,7 +105,7 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             self.bytes[func._opname] += max(
-                (each.nbytes for each in tree_leaves(args) if isinstance(each, Tensor)), default=0
+                (leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), default=0
             )
         return func(*args, **(kwargs or {}))
 

@@ -408,5 +408,6 @@ def test_state_of_a_real_optimizer(
         if isinstance(each, torch.Tensor) and each.ndim > 1
     ]
     assert (
-        StepModel(lite, config).state_bytes == sum(each.nbytes for each in tensors) / weight.numel()
+        StepModel(lite, config).state_bytes
+        == sum(tensor.nbytes for tensor in tensors) / weight.numel()
     )

@@ -62,7 +62,7 @@ def test_what_chooses_the_config_is_no_setting() -> None:
 @pytest.mark.parametrize("token", ["foo", "=5", "--", "--=5", "-x"])
 def test_what_is_no_setting_is_told(token: str) -> None:
     problems = parse_arguments([token]).problems
-    assert [str(each) for each in problems] == [
+    assert [str(problem) for problem in problems] == [
         f"{token}: is not a setting; write key=value, --key value or --flag."
     ]
 
@@ -74,7 +74,7 @@ def test_a_bare_config_is_offered_as_an_environment(
     Path("config/cat").mkdir(parents=True)
     Path("config/cat/config.json").touch()
     for token in ("cat", "config/cat", "config/cat/config.json"):
-        told = [str(each) for each in parse_arguments([token]).problems]
+        told = [str(problem) for problem in parse_arguments([token]).problems]
         assert told == [f"{token}: is not a setting. Did you mean env={token}?"]
     (told_of_example,) = parse_arguments(["demo"]).problems
     assert str(told_of_example) == "demo: is not a setting. Did you mean example=demo?"
@@ -87,7 +87,7 @@ def test_a_bare_config_is_offered_as_an_environment(
 
 def test_a_selector_needs_a_name() -> None:
     problems = parse_arguments(["--env"]).problems
-    assert [str(each) for each in problems] == ["--env: needs a value after it."]
+    assert [str(problem) for problem in problems] == ["--env: needs a value after it."]
 
 
 def test_more_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

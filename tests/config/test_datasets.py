@@ -22,7 +22,7 @@ def read(tmp_path: Path, *entries: Any) -> tuple[list[DatasetConfig], list[str]]
     path.write_text(json.dumps(entries))
     problems = Problems()
     found = read_datasets(path, problems, placeholders=PLACEHOLDERS)
-    return found, [str(each) for each in problems]
+    return found, [str(problem) for problem in problems]
 
 
 def test_values_follow_the_rules_of_the_config(
@@ -163,7 +163,7 @@ def test_a_file_without_datasets(tmp_path: Path, text: str, complaint: str) -> N
     path.write_text(text)
     problems = Problems()
     assert read_datasets(path, problems, placeholders=PLACEHOLDERS) == []
-    assert [str(each) for each in problems] == [f"{path}: {complaint}"]
+    assert [str(problem) for problem in problems] == [f"{path}: {complaint}"]
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:

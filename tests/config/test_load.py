@@ -23,7 +23,9 @@ def load(*values: tuple[str, object], last_wins: bool = False) -> tuple[RunConfi
     problems = Problems()
     layer = Layer("config.json", [*BASE, *values], last_wins=last_wins)
     config = resolve([layer], problems)
-    return config, [str(each) if each.fatal else f"warning: {each}" for each in problems]
+    return config, [
+        str(problem) if problem.fatal else f"warning: {problem}" for problem in problems
+    ]
 
 
 def test_dashes_and_aliases_lead_to_the_same_key() -> None:
@@ -152,9 +154,9 @@ def test_every_problem_is_told_at_once() -> None:
 def test_what_is_required_is_explained() -> None:
     problems = Problems()
     resolve([Layer("config.json", [])], problems)
-    assert [each.where for each in problems] == ["model_type", "model_family"]
-    assert all(each.message.startswith("is required. ") for each in problems)
-    assert [each.to_json()["kind"] for each in problems] == ["required"] * 2
+    assert [problem.where for problem in problems] == ["model_type", "model_family"]
+    assert all(problem.message.startswith("is required. ") for problem in problems)
+    assert [problem.to_json()["kind"] for problem in problems] == ["required"] * 2
 
 
 def test_a_config_with_metadata_is_unwrapped(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_an_unknown_example_is_told_with_the_names() -> None:
 def test_two_choices_at_once() -> None:
     problems = Problems()
     locate({"example": "demo", "env": "mine"}, problems)
-    assert [str(each) for each in problems] == [
+    assert [str(problem) for problem in problems] == [
         "example: and env both choose a configuration; give one of them."
     ]
 
@@ -173,7 +173,7 @@ def test_two_choices_at_once() -> None:
 def test_problems_found_before_are_not_lost() -> None:
     with pytest.raises(ConfigError) as caught:
         locate({"env": "nowhere"}, Problems([Problem("foo", "is not a setting")]))
-    assert [each.where for each in caught.value.problems] == ["foo", "config"]
+    assert [problem.where for problem in caught.value.problems] == ["foo", "config"]
 
 
 def test_config_env_is_weaker_than_the_file_beside_it() -> None:
@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_read_is_all_there_is_to_say(
 def test_the_dataset_file_lies_beside_the_config(here: Path) -> None:
     problems = Problems()
     assert dataset_file(None, Path("config"), problems) == Path("config/multidatabackend.json")
-    assert [each.fatal for each in problems] == [False]
+    assert [problem.fatal for problem in problems] == [False]
     assert dataset_file(
         "config/examples/demo/multidatabackend.json", Path("config"), Problems()
     ).is_file()

@@ -160,12 +160,12 @@ def test_a_kernel_without_a_fixed_order_is_refused(monkeypatch: pytest.MonkeyPat
 def test_families_without_fast_blocks_say_so() -> None:
     config = make(speed_keep_attention=True)
     assert [
-        each
-        for each in family_complaints(config, SANA_VIDEO)
-        if str(each).startswith("speed_keep_attention: ")
+        complaint
+        for complaint in family_complaints(config, SANA_VIDEO)
+        if str(complaint).startswith("speed_keep_attention: ")
     ]
     assert not [
-        each
-        for each in family_complaints(config, KANDINSKY5_IMAGE)
-        if str(each).startswith("speed_")
+        complaint
+        for complaint in family_complaints(config, KANDINSKY5_IMAGE)
+        if str(complaint).startswith("speed_")
     ]

@@ -71,7 +71,7 @@ def test_what_has_no_effect(settings: dict[str, Any], words: str) -> None:
 def sampled(**settings: Any) -> ScheduledSamplingConfig:
     values = {"max_step_offset": 4, "probability": 0.5, **settings}
     return ScheduledSamplingConfig.model_validate(
-        {f"scheduled_sampling_{key}": each for key, each in values.items()}
+        {f"scheduled_sampling_{key}": value for key, value in values.items()}
     )
 
 

@@ -65,7 +65,7 @@ def test_settings_are_read_from_regular_files_of_a_plausible_size_alone(tmp_path
     paths = not_files(tmp_path)
     assert [read_json(path, problems) for path in paths] == [None] * 4
     assert all(
-        "is not a regular file but a folder, a pipe" in each.message for each in problems[:3]
+        "is not a regular file but a folder, a pipe" in problem.message for problem in problems[:3]
     )
     assert problems[3].message == "has 1,073,741,825 bytes; the limit is 268,435,456."
 

@@ -206,14 +206,14 @@ def test_the_sides_of_a_slider_take_turns(strengths: tuple[float | None, ...], s
     ]
     batches = Sampler(datasets, seed=1).batches(1)
     signs = {
-        f"set {number}": "+" if (each or 0) > 0 else "-" if each else "0"
-        for number, each in enumerate(strengths)
+        f"set {number}": "+" if (strength or 0) > 0 else "-" if strength else "0"
+        for number, strength in enumerate(strengths)
     }
     turns = "".join(signs[batch.dataset_id] for batch in batches)
     assert turns.startswith(sides * 10), "until a side is used up"
     assert Counter(batch.dataset_id for batch in batches) == dict.fromkeys(signs, 10)
     if sides == "0":
-        plain = [make_dataset({"1.0": 40}, id=each.id) for each in datasets]
+        plain = [make_dataset({"1.0": 40}, id=dataset.id) for dataset in datasets]
         assert list(Sampler(plain, seed=1).batches(1)) == list(batches), "the order of any run"
 
 
@@ -297,8 +297,8 @@ def test_several_processes_draw_together_what_one_draws_alone() -> None:
         for rank in range(3)
     ]
     for batch, *parts in zip(alone, *(rank.batches(1) for rank in ranks), strict=True):
-        assert [each.name for part in parts for each in part.samples] == [
-            each.name for each in batch.samples
+        assert [sample.name for part in parts for sample in part.samples] == [
+            sample.name for sample in batch.samples
         ]
         assert [caption for part in parts for caption in part.captions] == list(batch.captions)
     assert len({batch.captions for batch in alone}) == len(alone), (

@@ -24,7 +24,7 @@ def test_every_ingredient_changes_the_seed() -> None:
 
 def test_a_place_says_the_same() -> None:
     place = Place(seed=42, global_step=7, micro_step=1, slots=range(2, 4), group=4)
-    drawn = [torch.rand(3, generator=each) for each in place.generators("noise")]
+    drawn = [torch.rand(3, generator=generator) for generator in place.generators("noise")]
     expected = [torch.rand(3, generator=generator_for(42, 7, 1, slot, "noise")) for slot in (2, 3)]
     assert torch.equal(torch.stack(drawn), torch.stack(expected))
     assert place.forward_seed == step_seed(42, 7, 1, 2, "forward")

@@ -110,7 +110,7 @@ def config_of(**changes: object) -> CachingConfig:
 
 def test_frames_and_rate_belong_to_the_key(catalogue: Catalogue, film: Sample) -> None:
     variants = [film, replace(film, frames=13), replace(film, frame_rate=16.0), film.first_frame]
-    keys = [catalogue.latent(each).key for each in variants]
+    keys = [catalogue.latent(variant).key for variant in variants]
     assert len({key.digest() for key in keys}) == 4
     assert (keys[0].frames, keys[0].rate) == (17, 24)
     assert (keys[3].frames, keys[3].rate) == (1, None), "the first frame is the same at every rate"
@@ -144,7 +144,7 @@ def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample
         film.first_frame,
     ]
     samples += [copy_of(film)]
-    entries = [catalogue.latent(each) for each in samples]
+    entries = [catalogue.latent(sample) for sample in samples]
     encoder = SmallEncoder()
     assert fill_latents(entries, lambda: encoder, config_of(vae_batch_size=2), Silent()) == {}  # type: ignore[return-value]
     assert not missing(entries)
@@ -164,8 +164,8 @@ def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> N
     samples = tuple(replace(each, is_i2v=True) for each in (film, copy_of(film)))
     entries = [
         entry
-        for each in samples
-        for entry in (catalogue.latent(each), catalogue.condition(each))
+        for sample in samples
+        for entry in (catalogue.latent(sample), catalogue.condition(sample))
         if entry
     ]
     fill_latents(entries, SmallEncoder, config_of(), Silent())
@@ -179,7 +179,7 @@ def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> N
     assert batch.latents.shape == (2, 3, 5, 8, 12)
     assert batch.condition is not None
     assert torch.equal(batch.condition, batch.latents[:, :, :1])
-    plain = replace(planned, samples=tuple(replace(each, is_i2v=False) for each in samples))
+    plain = replace(planned, samples=tuple(replace(sample, is_i2v=False) for sample in samples))
     assert reader(plain).condition is None
 
 

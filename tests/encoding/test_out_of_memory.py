@@ -95,7 +95,7 @@ def test_captions_too(
 
     def limited(self: Any, requests: Sequence[Any]) -> Any:
         asked.append(len(requests))
-        if len(requests) > 2 or any("picture 5" in each.caption for each in requests):
+        if len(requests) > 2 or any("picture 5" in request.caption for request in requests):
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
             )

@@ -328,11 +328,13 @@ def test_text_encoders_that_stream_are_on_a_machine_once(
     events = EventStream()
     worlds = [Machines(rank, 4, rank % 2, 2) for rank in range(4)]
     encoding = Encoding(plan, adapter, CPU, events)
-    fillers = [CacheFiller(encoding, budget.listing, each, Share(each.rank, 4)) for each in worlds]
-    found = [each._texts_here() for each in fillers]
+    fillers = [
+        CacheFiller(encoding, budget.listing, world, Share(world.rank, 4)) for world in worlds
+    ]
+    found = [filler._texts_here() for filler in fillers]
     assert found[1] == found[3] == []
     assert sorted(each.source for each in found[0] + found[2]) == sorted(
-        each.source for each in budget.listing.texts
+        text.source for text in budget.listing.texts
     )
 
 

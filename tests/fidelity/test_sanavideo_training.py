@@ -180,6 +180,6 @@ def test_bf16_training_is_finite(sana_checkpoint: Path, mode: str, model_type: s
         loss.backward()
         assert loss.isfinite()
     assert all(
-        each.grad is not None and each.grad.isfinite().all()
-        for each in assembly.parameters.values()
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in assembly.parameters.values()
     )

@@ -143,7 +143,7 @@ def test_prompts_of_one_padded_length_share_a_batch(
         inputs = encoder._padded(encoder._tokenize(request.caption, request.picture))
         shapes.setdefault(encoder.padded_length(request), set()).add(inputs["input_ids"].shape)
     assert 1 < len(shapes) < len(captions)
-    assert all(len(each) == 1 for each in shapes.values())
+    assert all(len(shape) == 1 for shape in shapes.values())
 
 
 @pytest.mark.parametrize("task", ["t2i", "t2v"])
@@ -237,7 +237,7 @@ def test_a_caption_that_melts_with_the_template(t2i_checkpoint: Path) -> None:
         "none melts"
     )
     for caption, mine in zip(
-        captions, encoder.encode([TextRequest(one) for one in captions]), strict=True
+        captions, encoder.encode([TextRequest(caption) for caption in captions]), strict=True
     ):
         hidden, _ = stock_embeds(pipeline, "t2i", caption, 0)
         assert_close(mine["prompt_embeds"], hidden, terms=MODEL)

@@ -44,8 +44,8 @@ def test_masked_batch_equals_single_runs(t2i_checkpoint: Path, embeds: list[Text
     noise = noise_like(batch.latents)
     sigmas = torch.tensor([0.3, 0.6, 0.9])
     together = adapter.predict(transformer, make_noisy(batch, sigmas, noise))
-    for index, one in enumerate(embeds):
-        single = Batch(batch.latents[index : index + 1], [one], ["x"])
+    for index, embed in enumerate(embeds):
+        single = Batch(batch.latents[index : index + 1], [embed], ["x"])
         noisy = make_noisy(single, sigmas[index : index + 1], noise[index : index + 1])
         alone = adapter.predict(transformer, noisy)
         assert distance({"": together[index : index + 1]}, {"": alone}) < ROTATION

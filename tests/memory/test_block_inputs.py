@@ -140,12 +140,12 @@ def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch)
             products.append(weight * hidden)
         copies.append(inputs.side._kept[-1][1])
         del hidden
-        assert [each() is not None for each in storages[-3:]] == [False, True, True][
+        assert [storage() is not None for storage in storages[-3:]] == [False, True, True][
             -len(storages[-3:]) :
         ]
     assert compute.waited == copies[:4]
     assert locked == [20] * 6
-    sum(each.sum() for each in products).backward()
+    sum(product.sum() for product in products).backward()
     assert not inputs.side._kept
 
 

@@ -151,7 +151,7 @@ def test_stacks_of_layers(name: str, tmp_path: Path) -> None:
         expected = whole(x)
         offload = Offload(OffloadConfig(group_offload_to_disk_path=str(tmp_path)), CPU)
         streamers = offload.attach_to_stacks(model, later)
-        assert [len(each.images) for each in streamers] == [5]
+        assert [len(streamer.images) for streamer in streamers] == [5]
         for _ in range(2):
             assert torch.equal(model(x), expected)
 

@@ -86,10 +86,10 @@ def streamed(gpu: LyingGpu, *, blocks: int = 5, keeps: bool = False, **settings:
     for size in (2, 3):
         model(torch.randn(size, 8).to(GPU)).backward()
         with torch.no_grad():
-            for each in model.parameters():
-                if each.grad is not None:
-                    each.sub_(each.grad)
-                    each.grad = None
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad)
+                    parameter.grad = None
     with torch.no_grad():
         model(torch.randn(2, 8).to(GPU))
 
@@ -180,8 +180,8 @@ def saved(gpu: LyingGpu) -> None:
             "simpletuner.training.drafts._to_host", lambda path, tensor: page_locked_copy(tensor)
         )
         copies = CopiedDrafts([draft], GPU)
-    for each in weights.values():
-        each.mul_(2)
+    for weight in weights.values():
+        weight.mul_(2)
     Reader(gpu).submit(lambda: [copy.write_into(Path()) for copy in copies.wait()]).result()
     assert all(each.isfinite().all() for each in written)
 

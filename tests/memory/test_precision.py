@@ -247,7 +247,7 @@ def test_where_weights_are_packed_changes_nothing(monkeypatch: pytest.MonkeyPatc
             ).state_dict()
         )
     assert all(
-        torch.equal(states[0][name], other[name]) for other in states[1:] for name in states[0]
+        torch.equal(states[0][name], state[name]) for state in states[1:] for name in states[0]
     )
     assert {len(group) for group in together["cpu"] + together["pipeline"]} == {1}, (
         "one layer at a time"

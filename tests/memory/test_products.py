@@ -194,7 +194,9 @@ def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) 
 
 
 def told(records: list[logging.LogRecord]) -> list[str]:
-    return [each.getMessage() for each in records if "gradients of block 0" in each.getMessage()]
+    return [
+        record.getMessage() for record in records if "gradients of block 0" in record.getMessage()
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -269,7 +271,7 @@ def test_the_comparison_leaves_no_trace(
 def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
     config = make_config(t2i_checkpoint, base_model_precision="int8", quantized_matmul=True)
     model = load_for_sampling(transformer_settings(config), make_adapter(t2i_checkpoint), CPU)
-    layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
+    layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
     assert layers
     assert all(
         each.form == ScaledRows(rounds_inputs=True, rounds_gradients=True) for each in layers
@@ -335,7 +337,7 @@ def test_devices_without_the_products(
     config = PrecisionConfig(**settings)
     with pytest.raises(ConfigError) as raised:
         check_device(config, torch.device(device))
-    assert [str(each) for each in raised.value.problems] == [problem]
+    assert [str(problem) for problem in raised.value.problems] == [problem]
     check_device(config, CPU)
     check_device(PrecisionConfig(), torch.device(device))
 

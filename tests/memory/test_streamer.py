@@ -229,12 +229,12 @@ def test_nothing_is_seen_from_outside(prepare: Callable[[nn.Module], None] | Non
 
 def test_trained_weights_are_never_touched() -> None:
     trained = Trained()
-    addresses = [each.data_ptr() for each in trained.lora_weights()]
+    addresses = [weight.data_ptr() for weight in trained.lora_weights()]
     streamer = trained.offloaded()
     trained.step()
-    assert [each.data_ptr() for each in trained.lora_weights()] == addresses
+    assert [weight.data_ptr() for weight in trained.lora_weights()] == addresses
     streamed = {id(tensor) for image in streamer.images for tensor in image.tensors}
-    assert not streamed & {id(each) for each in trained.lora_weights()}
+    assert not streamed & {id(weight) for weight in trained.lora_weights()}
 
 
 def test_moving_the_model_leaves_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,9 +250,9 @@ def test_moving_the_model_leaves_the_images(monkeypatch: pytest.MonkeyPatch) -> 
     streamed = {id(tensor) for image in streamer.images for tensor in image.tensors}
     assert streamed
     assert not streamed & set(moved)
-    assert {id(each) for each in trained.lora_weights()} <= set(moved)
+    assert {id(weight) for weight in trained.lora_weights()} <= set(moved)
     trained.model.to(torch.float64)
-    assert {each.dtype for each in trained.lora_weights()} == {torch.float64}
+    assert {weight.dtype for weight in trained.lora_weights()} == {torch.float64}
     trained.model.to(torch.float32)
     assert list(trained.model.state_dict()) == list(plain.model.state_dict())
     assert_equal(trained.step(), plain.step())

@@ -66,7 +66,7 @@ class FourthAdapter(FamilyAdapter):
     transformer_class = SanaTransformer2DModel
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
-        prompts = [one["prompt_embeds"] for one in noisy.batch.embeds]
+        prompts = [embed["prompt_embeds"] for embed in noisy.batch.embeds]
         text = pad_sequence(prompts, batch_first=True).to(self.dtype)
         mask = (
             torch.arange(text.shape[1]) < torch.tensor([len(prompt) for prompt in prompts])[:, None]

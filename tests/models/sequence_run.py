@@ -62,12 +62,12 @@ def run_case(
     case = Case(settings, case.techniques, adapter=case.adapter, batch=case.batch)
     run = Run(checkpoints.get(name, checkpoints["uneven"]), case, world, folder)
     seen = watch(run)
-    before: dict[str, Tensor] = {name: each.clone() for name, each in run.weights().items()}
+    before: dict[str, Tensor] = {name: weight.clone() for name, weight in run.weights().items()}
     run.train(LEG)
     return {
         "losses": run.losses,
         "norms": run.norms(),
-        "moved": {name: each - before[name] for name, each in run.weights().items()},
+        "moved": {name: weight - before[name] for name, weight in run.weights().items()},
         "seen": sorted(seen),
         "predictions": run.predictions(),
     }

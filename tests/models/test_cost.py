@@ -294,10 +294,10 @@ def metered(
 ) -> int:
     """Bytes that autograd keeps of one block when gradients flow into some of its arguments."""
     arguments = tuple(
-        each.detach().requires_grad_() if index in streams else each
-        for index, each in enumerate(arguments)
+        argument.detach().requires_grad_() if index in streams else argument
+        for index, argument in enumerate(arguments)
     )
-    there = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+    there = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     with saved_bytes([*model.parameters(), *model.buffers(), *there]) as meter:
         block(*arguments)
     return meter.bytes

@@ -72,7 +72,7 @@ def test_strips_change_the_rounding_and_tiles_a_little_more(
 @pytest.mark.parametrize("length", [3, 48, 49, 64, 96, 104, 160])
 def test_tiles_cover_a_side_evenly(length: int) -> None:
     tiles = list(spans(length, 8))
-    assert {each.stop - each.start for each in tiles} == {min(length, TILE // 8)}
+    assert {tile.stop - tile.start for tile in tiles} == {min(length, TILE // 8)}
     assert (tiles[0].start, tiles[-1].stop) == (0, length)
     assert all(left.stop - right.start >= OVERLAP // 8 for left, right in itertools.pairwise(tiles))
 

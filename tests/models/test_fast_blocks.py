@@ -155,7 +155,7 @@ def test_modulation_in_bf16_is_equal_where_it_is_exact(kept: bool) -> None:
         each for name, each in model.named_parameters() if "modulation.out_layer.weight" in name
     ]
     assert len(weights) == 4
-    assert {each.dtype for each in weights} == {torch.bfloat16 if kept else torch.float32}
+    assert {weight.dtype for weight in weights} == {torch.bfloat16 if kept else torch.float32}
 
 
 def test_trained_modulation_stays_float32() -> None:
@@ -175,7 +175,7 @@ def test_hooks_on_blocks_are_called() -> None:
         block.register_forward_pre_hook(lambda module, _: seen.append(module))
     with padding.hidden(None):
         model(**inputs(torch.float32, 1))
-    assert [id(each) for each in seen] == [id(each) for each in model.visual_transformer_blocks]
+    assert [id(each) for each in seen] == [id(block) for block in model.visual_transformer_blocks]
     model.enable_gradient_checkpointing(
         lambda block, *rest: checkpoint(block, *rest, use_reentrant=False)
     )

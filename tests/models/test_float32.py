@@ -27,12 +27,12 @@ FULL = [False, False]
 def users_settings() -> Iterator[None]:
     """TF32 is allowed, and is so again after each test."""
     before = allowed()
-    for each in SETTINGS:
-        each.allow_tf32 = True
+    for setting in SETTINGS:
+        setting.allow_tf32 = True
     yield
     assert allowed() == ALLOWED, "restored"
-    for each, was in zip(SETTINGS, before, strict=True):
-        each.allow_tf32 = was
+    for setting, was in zip(SETTINGS, before, strict=True):
+        setting.allow_tf32 = was
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
 
 
 def allowed() -> list[bool]:
-    return [each.allow_tf32 for each in SETTINGS]
+    return [setting.allow_tf32 for setting in SETTINGS]
 
 
 @full_float32()

@@ -31,7 +31,9 @@ def modules(t2i_checkpoint: Path) -> dict[str, tuple[int, int]]:
 
 def resolve(value: Any) -> tuple[Any, list[str]]:
     problems = Problems()
-    return resolve_targets(value, KANDINSKY5_IMAGE, problems), [str(each) for each in problems]
+    return resolve_targets(value, KANDINSKY5_IMAGE, problems), [
+        str(problem) for problem in problems
+    ]
 
 
 def test_the_forms_of_a_selection(tmp_path: Path) -> None:

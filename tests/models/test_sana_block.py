@@ -155,7 +155,7 @@ def test_what_a_compiled_block_keeps_is_planned(
     compiler = partial(
         torch.compile, backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True
     )
-    there = [each for each in tree_leaves(block.inputs) if isinstance(each, Tensor)]
+    there = [leaf for leaf in tree_leaves(block.inputs) if isinstance(leaf, Tensor)]
     with saved_bytes([*block.block.parameters(), *there]) as meter:
         block.plain(compiler)(*block.inputs)
     cost = COST.transformer(
@@ -192,9 +192,9 @@ def test_only_what_is_cheap_is_computed_again() -> None:
         ]
         found.append([names.count(kernel) for kernel in kernels])
         kept = [
-            each
-            for each in graph.graph.output_node().all_input_nodes
-            if isinstance(each.meta["val"], Tensor)
+            node
+            for node in graph.graph.output_node().all_input_nodes
+            if isinstance(node.meta["val"], Tensor)
         ]
         results.extend(f"{each.target}" for each in kept if TOKENS in each.meta["val"].shape)
         return make_boxed_func(graph.forward)
@@ -210,4 +210,4 @@ def test_only_what_is_cheap_is_computed_again() -> None:
     # Of symbolic strides inductor cannot tell the order: "cannot determine truth value of
     # Relational".
     assert results
-    assert not [each for each in results if "permute" in each or "transpose" in each]
+    assert not [result for result in results if "permute" in result or "transpose" in result]

@@ -82,7 +82,7 @@ def judge(tmp_path: Path) -> Judge:
     """The errors of settings, as the page and the wizard see them."""
     file = tmp_path / "config.json"
     return lambda settings: [
-        each for each in Draft(file, settings).judgement.problems if each.fatal
+        problem for problem in Draft(file, settings).judgement.problems if problem.fatal
     ]
 
 

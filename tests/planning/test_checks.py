@@ -142,7 +142,7 @@ def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> Non
 def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
     errors, warnings = problems(**{key: command})
     assert errors == []
-    assert [told in each for each in warnings] == ([True] if told else [])
+    assert [told in warning for warning in warnings] == ([True] if told else [])
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_convolutions_that_no_vae_can_carry_over_time_are_refused(
     settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
     config = resolve([Layer("config.json", list(settings.items()))], Problems())
     found = [
-        each
-        for each in family_complaints(config, FAMILIES[family])
-        if each.where == "vae_enable_temporal_roll"
+        complaint
+        for complaint in family_complaints(config, FAMILIES[family])
+        if complaint.where == "vae_enable_temporal_roll"
     ]
     assert [each.fatal for each in found] == fatal
 

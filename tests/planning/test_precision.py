@@ -232,15 +232,15 @@ def test_nothing_changes_torchs_settings_beside_training(
     with previews.
     """
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [each.allow_tf32 for each in places]
+    before = [place.allow_tf32 for place in places]
     with workspace.inside():
         plan = plan_training(
             parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()])
         )
     prepare_machine(plan if trains else replace(plan, datasets=[]))
-    found = [each.allow_tf32 for each in places]
-    for each, was in zip(places, before, strict=True):
-        each.allow_tf32 = was
+    found = [place.allow_tf32 for place in places]
+    for place, was in zip(places, before, strict=True):
+        place.allow_tf32 = was
     assert found == [expected] * 2
 
 

@@ -20,7 +20,9 @@ def collect(**settings: Any) -> tuple[list[tuple[str, str]], list[str]]:
     """Short names and prompts, and the problems."""
     problems = Problems()
     prompts = collect_prompts(ValidationConfig(**settings), problems)
-    return [(each.short_name, each.prompt) for each in prompts], [str(each) for each in problems]
+    return [(prompt.short_name, prompt.prompt) for prompt in prompts], [
+        str(problem) for problem in problems
+    ]
 
 
 def library(folder: Path, content: Any) -> str:

@@ -45,7 +45,7 @@ def on(option: Option) -> Any:
     if option.is_flag:
         return not option.default
     if option.choices:
-        return next(each for each in option.choices if each != option.default)
+        return next(choice for choice in option.choices if choice != option.default)
     if option.name in ON or option.type_name not in ("number", "integer"):
         return ON.get(option.name, "words")
     limits = option.limits
@@ -62,7 +62,7 @@ def on(option: Option) -> Any:
 def off(option: Option, values: tuple[object, ...]) -> Any:
     """A value that is none of these; without any, one that is off."""
     if option.choices:
-        return next(each for each in option.choices if each not in values)
+        return next(choice for choice in option.choices if choice not in values)
     return (
         None
         if not values and option.default is None
@@ -184,11 +184,11 @@ def test_of_several_reasons_the_first_is_enough(tmp_path: Path) -> None:
     }
     judged = Draft(tmp_path / "config.json", values).judgement
     lora = "has no effect: model_type full trains every weight and no LoRA."
-    assert [str(each) for each in judged.problems if each.where == "lora_dropout"] == [
+    assert [str(problem) for problem in judged.problems if problem.where == "lora_dropout"] == [
         f"lora_dropout: {lora}"
     ]
     assert (judged.without_effect["lora_dropout"], judged.without_effect["lora_alpha"]) == (
         lora,
         lora,
     )
-    assert "crepa_lambda" not in [each.where for each in judged.problems], "it is the default"
+    assert "crepa_lambda" not in [problem.where for problem in judged.problems], "it is the default"

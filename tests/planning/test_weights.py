@@ -67,7 +67,7 @@ def plan_of(folder: Path, family: str) -> str:
 
 
 def without(words: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    return lambda weights: {name: each for name, each in weights.items() if words not in name}
+    return lambda weights: {name: weight for name, weight in weights.items() if words not in name}
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])

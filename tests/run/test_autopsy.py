@@ -77,7 +77,7 @@ def poison(workspace: Workspace, name: str) -> Path:
     with workspace.inside():
         listing = weigh_plan(parse_arguments([])).listing
         assert listing is not None
-        (entry,) = [each for each in listing.latents if each.sample.name == name]
+        (entry,) = [latent for latent in listing.latents if latent.sample.name == name]
         latents = CacheStore(entry.folder).read(entry.key.digest())["latents"]
         write_entry(entry, {"latents": torch.full_like(latents, 3e38)})
         return entry.folder.absolute()

@@ -215,7 +215,7 @@ def test_a_sweep_renders_the_checkpoints_of_the_branch(run: Workspace) -> None:
             "output", "samples", parse_arguments([]), ["a star"], checkpoints=["latest"]
         )
         _, sampled = plan_samples(latest)
-    assert [each.step for each in weights] == [1, 2, 3, 4]
+    assert [weight.step for weight in weights] == [1, 2, 3, 4]
     assert [each.step for each in sampled] == [4]
 
 

@@ -176,7 +176,7 @@ def test_versions_of_a_picture_are_near_duplicates_and_other_pictures_are_not(
         square,
         one.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
     ]
-    assert near_duplicates([colour_grid(each) for each in pictures]) == [[0, 2, 3]]
+    assert near_duplicates([colour_grid(picture) for picture in pictures]) == [[0, 2, 3]]
     assert near_duplicates([]) == []
 
 

@@ -88,7 +88,7 @@ def test_the_plan_counts_the_vae_beside_training_and_says_so(
     names = [[phase.name for phase in budget.phases] for budget in (plain, asked)]
     assert "encoding pictures" in names[0]
     assert "encoding pictures" not in names[1]
-    before, after = ({each.name: each.device for each in one.phases} for one in (plain, asked))
+    before, after = ({phase.name: phase.device for phase in one.phases} for one in (plain, asked))
     training = [name for name in before if name.startswith("training")]
     # One picture at a time beside the step, a batch of them before it.
     assert all(0 < after[name] - before[name] <= before["encoding pictures"] for name in training)

@@ -281,7 +281,7 @@ def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: 
 
     def second_epoch(event: Event) -> bool:
         return in_phase(CACHING)(event) and any(
-            isinstance(each, StepReport) for each in trigger.events
+            isinstance(event, StepReport) for event in trigger.events
         )
 
     trigger = Trigger(second_epoch, interrupt)

@@ -170,7 +170,7 @@ def test_a_state_that_was_changed_with_its_hash(
     state = folder / "training_state/state.pt"
     manifest = json.loads((folder / "manifest.json").read_text())
     torch.save({**torch.load(state, weights_only=True), "random": "x"}, state)
-    files = {name: list(each) for name, each in describe_files(folder).items()}
+    files = {name: list(file) for name, file in describe_files(folder).items()}
     (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
     assert trained.train("max_train_steps=5") == 2
     told = capsys.readouterr().err

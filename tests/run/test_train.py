@@ -93,7 +93,7 @@ def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(
     step4 = workspace.path("output/checkpoint-4")
     trained = load_file(step4 / "training_state/trainable.safetensors")
     folders = [workspace.path("output"), step4]
-    for folder in [*folders, *(each / "ema" for each in folders)]:
+    for folder in [*folders, *(folder / "ema" for folder in folders)]:
         weights = load_file(folder / "pytorch_lora_weights.safetensors")
         assert all(name.startswith("diffusion_model.") for name in weights)
         if folder.name != "ema":

@@ -81,7 +81,7 @@ def test_a_lora_with_its_checkpoints_is_uploaded(
     assert not any(
         "training_state" in path or path.endswith("manifest.json") for path in repository.files
     )
-    assert [each["summary"] for each in repository.commits] == [
+    assert [commit["summary"] for commit in repository.commits] == [
         "Trained for 1 epoch and 2 steps.",
         "Trained for 1 epoch and 4 steps.",
     ]
@@ -136,7 +136,9 @@ def test_what_failed_is_uploaded_later_without_training(
     assert (repository.commits, repository.files) == ([], {})
     hub.requests.clear()
     assert workspace.run("publish", "output") == 0
-    assert not [each for each in hub.requests if each.startswith("PUT")], "large files had arrived"
+    assert not [request for request in hub.requests if request.startswith("PUT")], (
+        "large files had arrived"
+    )
     assert repository.files[LORA_FILE] == workspace.path(f"output/{LORA_FILE}").read_bytes()
     assert len(repository.commits) == 1
     assert workspace.run("publish", "output") == 0

@@ -280,7 +280,7 @@ def test_other_threads_may_compile_as_often() -> None:
     assert graphs() == 1
     in_a_thread(lambda: piece(block, shapes[0]))
     assert graphs() == 1, "what one thread has compiled serves all"
-    in_a_thread(lambda: [piece(block, each) for each in shapes])
+    in_a_thread(lambda: [piece(block, shape) for shape in shapes])
     assert graphs() == len(shapes) > 8
 
 
@@ -460,7 +460,7 @@ def test_a_compiler_that_fails(strict: bool, caplog: pytest.LogCaptureFixture) -
     for _ in range(2):
         assert torch.equal(piece(nn.Identity(), x), 2 * x)
     (warning,) = [
-        each.message for each in caplog.records if each.name == "simpletuner.speed.compile"
+        record.message for record in caplog.records if record.name == "simpletuner.speed.compile"
     ]
     assert (
         warning == "double is not compiled: backend='backend' raised: ValueError: no such machine"

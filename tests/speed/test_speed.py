@@ -89,7 +89,9 @@ def loss_and_gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     losses = Losses()
     run_micro_step(assembly, batch, 0, 0, losses)
     gradients = {
-        name: each.grad for name, each in assembly.parameters.items() if each.grad is not None
+        name: parameter.grad
+        for name, parameter in assembly.parameters.items()
+        if parameter.grad is not None
     }
     assert len(gradients) == len(assembly.parameters)
     return {"loss": losses[0].total, **gradients}
@@ -237,7 +239,8 @@ def live_bytes() -> int:
     tensors = [each for each in gc.get_objects() if type(each) is Tensor]
     return sum(
         {
-            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tensors
         }.values()
     )
 

@@ -234,7 +234,7 @@ def test_without_weight_nothing_is_measured(deep: Path, batch: Batch) -> None:
     (metrics,) = train(assembly, batch, 1)
 
     assert "crepa_alignment_score" not in metrics
-    assert all(each.grad is None for each in assembly.modules["Crepa"].parameters()), (
+    assert all(parameter.grad is None for parameter in assembly.modules["Crepa"].parameters()), (
         "taken part, then cleared"
     )
 
@@ -250,7 +250,9 @@ def test_the_loss_is_added_with_its_weight(deep: Path, batch: Batch) -> None:
 
 def test_regularisation_data_is_not_aligned(deep: Path, batch: Batch) -> None:
     assembly = make_assembly(deep, crepa_of(regularised=frozenset({"known"})))
-    kept = {name: each.detach().clone() for name, each in assembly.module_parameters.items()}
+    kept = {
+        name: parameter.detach().clone() for name, parameter in assembly.module_parameters.items()
+    }
     (metrics,) = train(assembly, replace(batch, dataset_id="known", features={}), 1)
     assert (metrics["crepa_loss"], metrics["crepa_weight"]) == (0, 0)
     assert kept.keys() == assembly.module_parameters.keys()
@@ -294,12 +296,12 @@ def test_the_backbones_features_get_no_gradient(deep: Path, batch: Batch) -> Non
     plain, aligned = (make_assembly(deep, *given) for given in ((), (crepa_of(**BACKBONE),)))
     for assembly in (plain, aligned):
         rehearse_micro_step(assembly, batch)
-    for name, each in plain.parameters.items():
+    for name, parameter in plain.parameters.items():
         number = re.search(r"visual_transformer_blocks\.(\d+)\.", name)
         before = number is None or int(number[1]) <= BLOCK
         other = aligned.parameters[name].grad
-        if each.grad is not None and other is not None and each.grad.any():
-            assert torch.equal(each.grad, other) != before, name
+        if parameter.grad is not None and other is not None and parameter.grad.any():
+            assert torch.equal(parameter.grad, other) != before, name
 
 
 @pytest.mark.parametrize("settings", [{}, {"crepa_spatial_align": False}, BACKBONE])
@@ -400,7 +402,9 @@ def test_the_plan_counts_the_projector(deep: Path) -> None:
     )
     assembly = make_assembly(deep, crepa_of(**BACKBONE))
     found = spec.cost(cost, BatchShape(1, 1, 8, 8, 10))
-    assert found.parameters == sum(each.numel() for each in assembly.module_parameters.values())
+    assert found.parameters == sum(
+        parameter.numel() for parameter in assembly.module_parameters.values()
+    )
 
 
 def test_batches_need_their_place(batch: Batch) -> None:

@@ -107,9 +107,9 @@ def test_unequal_batches_in_one_window_are_one_batch(
 
 def gradients_of(assembly: Assembly) -> dict[str, Tensor]:
     return {
-        name: each.grad.clone()
-        for name, each in assembly.parameters.items()
-        if each.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in assembly.parameters.items()
+        if parameter.grad is not None
     }
 
 
@@ -141,13 +141,15 @@ def gradients(
     assembly = make_assembly(checkpoint, *techniques)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for each in assembly.parameters.values():
-            each += 0.1 * torch.randn(each.shape, generator=generator)
+        for parameter in assembly.parameters.values():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     losses = Losses()
     total = step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses)
     total.backward()
     return total.item(), {
-        name: each.grad for name, each in assembly.parameters.items() if each.grad is not None
+        name: parameter.grad
+        for name, parameter in assembly.parameters.items()
+        if parameter.grad is not None
     }
 
 
@@ -186,7 +188,7 @@ def test_the_prior_keeps_black_areas_as_the_base_predicts_them(t2i_checkpoint: P
     base = step.predict_now(assembly, noisy)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for each in assembly.parameters.values():
-            each += 0.1 * torch.randn(each.shape, generator=generator)
+        for parameter in assembly.parameters.values():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     distance = (step.predict_now(assembly, noisy) - base).square() * (1 - mask)
     assert prior == pytest.approx(distance.mean().item(), rel=1e-4)

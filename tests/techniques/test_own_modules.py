@@ -57,7 +57,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batch(deep: Path) -> Batch:
     batch = make_batch(deep, ["a star", "two blue circles"], SIDE)
     return replace(
-        batch, features={TEACHER.name: [PatchTeacher().encode(each) for each in batch.latents]}
+        batch, features={TEACHER.name: [PatchTeacher().encode(latent) for latent in batch.latents]}
     )
 
 
@@ -104,8 +104,8 @@ def test_its_start_follows_from_the_seed(deep: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
     plain = make_assembly(deep)
     assert all(
-        torch.equal(each, plain.parameters[name])
-        for name, each in make_assembly(deep, Alignment()).parameters.items()
+        torch.equal(parameter, plain.parameters[name])
+        for name, parameter in make_assembly(deep, Alignment()).parameters.items()
     ), "the LoRA starts as without it"
 
 
@@ -121,16 +121,16 @@ def test_its_gradient_is_clipped_apart(deep: Path, batch: Batch, method: str) ->
         for parameters in (assembly.parameters, assembly.module_parameters):
             found.append(
                 {
-                    name: each.grad.clone()
-                    for name, each in parameters.items()
-                    if each.grad is not None
+                    name: parameter.grad.clone()
+                    for name, parameter in parameters.items()
+                    if parameter.grad is not None
                 }
             )
 
     assembly.optimizer.register_step_pre_hook(look)
     step.optimizer_step(assembly, Batches(batch), 0)
     for gradients in found:
-        joined = torch.cat([each.flatten() for each in gradients.values()])
+        joined = torch.cat([gradient.flatten() for gradient in gradients.values()])
         size = joined.norm() if method == "norm" else joined.abs().max()
         assert size.item() == pytest.approx(limit, rel=1e-5)
     assert len(found) == 2
@@ -139,7 +139,9 @@ def test_its_gradient_is_clipped_apart(deep: Path, batch: Batch, method: str) ->
 @pytest.mark.parametrize("optimizer", ["muon", "optimi-lion", "torch-sgd"])
 def test_optimizers_take_its_group(deep: Path, batch: Batch, optimizer: str) -> None:
     assembly = make_assembly(deep, Alignment(), optimizer=optimizer)
-    before = [each.detach().clone() for each in assembly.modules["Alignment"].parameters()]
+    before = [
+        parameter.detach().clone() for parameter in assembly.modules["Alignment"].parameters()
+    ]
     for number in range(2):
         step.optimizer_step(assembly, Batches(batch), number)
     after = list(assembly.modules["Alignment"].parameters())

@@ -79,9 +79,9 @@ def gradients(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
     for micro_step, each in enumerate(batches):
         step.run_micro_step(assembly, each, 4, micro_step, losses)
     return {
-        name: each.grad.clone()
-        for name, each in assembly.parameters.items()
-        if each.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in assembly.parameters.items()
+        if parameter.grad is not None
     }
 
 
@@ -100,7 +100,8 @@ def by_hand(checkpoint: Path, batch: Batch, *others: Technique) -> dict[str, Ten
     assert change.square().mean() > 1e-4, "a LoRA that does nothing shows nothing"
     (WEIGHT * change.square().mean()).backward()
     return {
-        name: each.grad + plain.parameters[name].grad for name, each in assembly.parameters.items()
+        name: parameter.grad + plain.parameters[name].grad
+        for name, parameter in assembly.parameters.items()
     }
 
 
@@ -169,7 +170,9 @@ def test_accumulation_equals_a_larger_batch(
         report = step.optimizer_step(assembly, Batches(*given), 0)
         assert report.metrics["preservation_loss"] > 0
         assert report.passes == 3 * accumulation
-        runs.append({name: each.detach().clone() for name, each in assembly.parameters.items()})
+        runs.append(
+            {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
+        )
     assert distance(runs[1], runs[0]) < ROTATION
 
 

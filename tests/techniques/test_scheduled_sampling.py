@@ -57,7 +57,7 @@ def config_of(**settings: Any) -> ScheduledSamplingConfig:
         **settings,
     }
     return ScheduledSamplingConfig.model_validate(
-        {f"scheduled_sampling_{key}": each for key, each in settings.items()}
+        {f"scheduled_sampling_{key}": setting for key, setting in settings.items()}
     )
 
 
@@ -72,7 +72,7 @@ def technique_for(
 def noisy_of(batch: Batch, sigmas: list[float], place: Place = PLACE) -> NoisyBatch:
     generators = [torch.Generator().manual_seed(100 + slot) for slot in place.slots]
     noise = torch.stack(
-        [torch.randn(batch.latents.shape[1:], generator=each) for each in generators]
+        [torch.randn(batch.latents.shape[1:], generator=generator) for generator in generators]
     )
     noisy = make_noisy(batch, torch.tensor(sigmas), noise, place=place)
     return replace(noisy, host_sigmas=tuple(sigmas))
@@ -223,7 +223,11 @@ def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, T
     losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
     assert losses[0].extra["reflexflow_adr"] > 0.1
-    return {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in assembly.parameters.items()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize(

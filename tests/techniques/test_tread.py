@@ -257,7 +257,7 @@ def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Ba
             kept.append(tread.kept_tokens(1))
             (step.micro_loss(assembly, noisy, Losses()) / 2).backward()
         assert not torch.equal(*kept)
-        found.append({name: each.grad for name, each in assembly.parameters.items()})
+        found.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
     assert all(distance(other, found[0]) < ROTATION for other in found[1:])
     assert any(gradient.abs().max() > 1e-4 for gradient in found[0].values())
 

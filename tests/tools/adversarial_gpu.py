@@ -257,7 +257,7 @@ class LyingGpu(TorchDispatchMode):
         if target == GPU:
             kwargs["device"] = "cpu"
         known = [
-            memory for each in tree_leaves((args, kwargs)) if (memory := _memory(each)) is not None
+            memory for leaf in tree_leaves((args, kwargs)) if (memory := _memory(leaf)) is not None
         ]
         on_device = target == GPU or any(memory.home for memory in known)
         if not on_device and not known:  # no stream has used it yet
@@ -296,16 +296,17 @@ class LyingGpu(TorchDispatchMode):
 
         places, more = tree_map_only(Tensor, place, (args, kwargs))
         found = func(*args, **kwargs)
-        results = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
         if (
             results
             and not func._schema.is_mutable
-            and all(_memory(each) is not None for each in results)
+            and all(_memory(result) is not None for result in results)
         ):
             return found  # a view
-        touched += (_memory(each) or self._know(each, stream) for each in results)
+        touched += (_memory(result) or self._know(result, stream) for result in results)
         outputs = [
-            (touched[n - len(results)].view(each), each.clone()) for n, each in enumerate(results)
+            (touched[n - len(results)].view(result), result.clone())
+            for n, result in enumerate(results)
         ]
         act = partial(_repeat, func, places, more, touched, outputs)
         if self.host is not self.main:  # another thread keeps what it works on
@@ -418,7 +419,7 @@ def _repeat(
     """Do something again; `outputs` are the places of its results, and what they were at first."""
     if any(memory.is_freed for memory in touched):
         raise Violation(f"{func} uses freed memory")
-    results = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
+    results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
     for result, (place, expected) in zip(results, outputs, strict=True):
         if result.data_ptr() != place.data_ptr():
             place.copy_(result)

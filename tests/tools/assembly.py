@@ -84,9 +84,9 @@ def _encoded(checkpoint: Path, captions: tuple[str, ...]) -> list[TextEmbeds]:
 def fixed_noise(batch: Batch) -> NoisyBatch:
     """The batch at a noise level and with noise that depend on each sample alone."""
     noise = torch.cat(
-        [torch.randn(one[None].shape, generator=_generator(one)) for one in batch.latents]
+        [torch.randn(latent[None].shape, generator=_generator(latent)) for latent in batch.latents]
     )
-    sigmas = torch.cat([torch.rand(1, generator=_generator(one)) for one in batch.latents])
+    sigmas = torch.cat([torch.rand(1, generator=_generator(latent)) for latent in batch.latents])
     return make_noisy(batch, sigmas, noise)
 
 

@@ -119,10 +119,10 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int
             os.dup2(output.fileno(), 2)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
-        for name in [each for each in sys.modules if each.partition(".")[0] in PARTS]:
+        for name in [module for module in sys.modules if module.partition(".")[0] in PARTS]:
             del sys.modules[name]
         signal.alarm(LIMIT_SECONDS)  # which ends this process
-        names = [f"tests/{each}" for each in tests]
+        names = [f"tests/{test}" for test in tests]
         os._exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *options, *names]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

@@ -199,7 +199,10 @@ class Run:
         ]
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: sharding.gathered(each) for name, each in self.assembly.parameters.items()}
+        return {
+            name: sharding.gathered(parameter)
+            for name, parameter in self.assembly.parameters.items()
+        }
 
     def save(self, folder: Path, *, in_shards: bool, meanwhile: int = 0) -> None:
         """Save, and train some steps before the checkpoint is complete."""
@@ -232,7 +235,8 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
     """Train a case, and save some before the first step; returns what it did."""
     run = Run(checkpoint, CASES[name], world, folder)
     held = sum(
-        sharding.local(each).numel() for each in run.assembly.trained.transformer.parameters()
+        sharding.local(parameter).numel()
+        for parameter in run.assembly.trained.transformer.parameters()
     )
     if name in SAVED:
         run.save(folder / f"{name}-start-{world.size}" / "checkpoint-0", in_shards=True)

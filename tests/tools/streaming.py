@@ -165,7 +165,9 @@ class Trained:
         self.texts = tuple(text.to(device) for text in self.texts)
 
     def lora_weights(self) -> nn.ParameterList:
-        return nn.ParameterList([each for each in self.model.parameters() if each.requires_grad])
+        return nn.ParameterList(
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        )
 
     def predict(self, timestep: float = 300.0) -> Tensor:
         pairs = zip(self.texts, self.pooled, strict=True)

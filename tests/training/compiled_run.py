@@ -46,7 +46,11 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
 
     def note(parameters: Iterable[nn.Parameter], *limits: Any) -> None:
         gradients.append(
-            [sharding.gathered(each.grad).clone() for each in parameters if each.grad is not None]
+            [
+                sharding.gathered(parameter.grad).clone()
+                for parameter in parameters
+                if parameter.grad is not None
+            ]
         )
 
     counters.clear()
@@ -71,7 +75,11 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
     buckets = (
         model._get_ddp_logging_data()["rebuilt_bucket_sizes"] if hasattr(model, "reducer") else ""
     )
-    return {"gradients": [each for each in gradients if each], "graphs": graphs, "buckets": buckets}
+    return {
+        "gradients": [gradient for gradient in gradients if gradient],
+        "graphs": graphs,
+        "buckets": buckets,
+    }
 
 
 def results_of(name: str, checkpoint: Path, world: World, folder: Path) -> list[dict[str, Any]]:
@@ -83,8 +91,8 @@ def results_of(name: str, checkpoint: Path, world: World, folder: Path) -> list[
     ):
         backends = ("no", "aot_eager")
         return [
-            train(checkpoint, world, folder, CASES[name] | {"dynamo_backend": each})
-            for each in backends
+            train(checkpoint, world, folder, CASES[name] | {"dynamo_backend": backend})
+            for backend in backends
         ]
 
 

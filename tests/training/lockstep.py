@@ -129,8 +129,8 @@ def refused(run: Run, world: World) -> str:
     """The error of a step in which the last process has a loss of NaN, if that leaves the weights
     of this one alone.
     """
-    weights = [local(each) for each in run.assembly.parameters.values()]
-    before = [each.detach().clone() for each in weights]
+    weights = [local(parameter) for parameter in run.assembly.parameters.values()]
+    before = [weight.detach().clone() for weight in weights]
     if world.rank == world.size - 1:
         run.assembly.techniques.append(Constant(math.nan, later=False))
     try:

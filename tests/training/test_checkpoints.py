@@ -69,11 +69,11 @@ def test_training_goes_on_while_a_checkpoint_is_completed(
         manifest, "describe_files", lambda folder: go_on.wait(5) and describe_files(folder)
     )
     writer = make_writer(tmp_path, assembly, seen)
-    before = {name: each.detach().clone() for name, each in assembly.parameters.items()}
+    before = {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
     writer.save(assembly, TrainState(1))
     with torch.no_grad():
-        for each in assembly.parameters.values():
-            each.zero_()
+        for parameter in assembly.parameters.values():
+            parameter.zero_()
     writer.on_step_end(assembly, TrainState(2), StepReport(2, 1, {}, 0.0))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1-tmp"], "complete or absent"
     assert seen == []
@@ -89,7 +89,9 @@ def test_training_goes_on_while_a_checkpoint_is_completed(
     assert checkpoint is not None
     assert damaged_files(checkpoint) == []
     assembly.trained.load(checkpoint.path)
-    assert all(torch.equal(each, before[name]) for name, each in assembly.parameters.items())
+    assert all(
+        torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items()
+    )
 
 
 @pytest.mark.parametrize("kind", ["lora", "full", "lokr"])

@@ -110,7 +110,7 @@ def test_weights_are_those_of_from_pretrained(
         assert torch.equal(ours[key], tensor), key
     assert found.training is expected.training is False
     assert dict(found.config) == dict(expected.config)
-    assert not any(each.requires_grad for each in found.parameters())
+    assert not any(parameter.requires_grad for parameter in found.parameters())
     assert len(images) == (len(adapter.block_layout(found).blocks) - 1 if streamed else 0)
 
 
@@ -156,7 +156,7 @@ def test_a_block_is_on_the_device_before_the_next_is_read(
 
     def fill(weights: DeferredWeights, modules: Sequence[nn.Module]) -> None:
         tensors = [each for block in blocks for each in (*block.parameters(), *block.buffers())]
-        on_host.append(sum(not each.is_meta for each in tensors))
+        on_host.append(sum(not tensor.is_meta for tensor in tensors))
         blocks.extend(modules)
         read(weights, modules)
 
@@ -171,12 +171,12 @@ def test_a_full_model_is_that_of_from_pretrained(checkpoints: dict[str, Path]) -
     expected = dict(
         make_adapter(checkpoints["bf16"]).load_transformer(torch.bfloat16).named_parameters()
     )
-    assert {name: each.dtype for name, each in assembly.parameters.items()} == {
+    assert {name: parameter.dtype for name, parameter in assembly.parameters.items()} == {
         name: each.dtype for name, each in expected.items()
     }
     assert all(
-        each.requires_grad and torch.equal(each, expected[name])
-        for name, each in assembly.parameters.items()
+        parameter.requires_grad and torch.equal(parameter, expected[name])
+        for name, parameter in assembly.parameters.items()
     )
 
 

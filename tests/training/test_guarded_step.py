@@ -113,7 +113,7 @@ def test_a_step_is_what_plain_torch_does(
 
 def test_dropout_has_the_rate_that_was_asked_for(t2i_checkpoint: Path) -> None:
     layers = make_assembly(t2i_checkpoint, lora_dropout=0.3).transformer.modules()
-    assert {each.p for each in layers if isinstance(each, nn.Dropout)} == {0.3}
+    assert {layer.p for layer in layers if isinstance(layer, nn.Dropout)} == {0.3}
 
 
 @pytest.fixture
@@ -217,7 +217,8 @@ def test_a_loss_that_is_not_finite_reaches_every_process_and_no_weight(
             torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items()
         )
         assert all(
-            each.grad is None or each.grad.isnan().all() for each in assembly.parameters.values()
+            parameter.grad is None or parameter.grad.isnan().all()
+            for parameter in assembly.parameters.values()
         )
         assert not assembly.optimizer.state
 

@@ -258,7 +258,9 @@ def test_resume_is_exact(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> Non
     assert isinstance(one.trained, AdapterWeights)
     one.trained.exact().write_into(tmp_path)
     other.trained.load(tmp_path)
-    assert all(torch.equal(each, other.parameters[name]) for name, each in one.parameters.items())
+    assert all(
+        torch.equal(parameter, other.parameters[name]) for name, parameter in one.parameters.items()
+    )
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -270,7 +272,7 @@ def test_the_plan_counts_what_is_trained(t2i_checkpoint: Path, kind: str) -> Non
         config, assembly.adapter.spec, ["to_query", "to_key", "to_value"], shapes
     )
     assert sum(planned.products.values()) == sum(
-        each.numel() for each in assembly.parameters.values()
+        parameter.numel() for parameter in assembly.parameters.values()
     )
     assert planned.products == assembly.trained.adapters.products
 
@@ -379,10 +381,13 @@ def test_lora_plus_trains_b_at_a_multiple_of_the_rate(t2i_checkpoint: Path) -> N
     for ratio in (None, 1.0, 16.0):
         settings = {} if ratio is None else {"lora_plus_ratio": ratio}
         assembly = make_assembly(t2i_checkpoint, optimizer="torch-sgd", **settings)
-        before = {name: each.detach().clone() for name, each in assembly.parameters.items()}
+        before = {
+            name: parameter.detach().clone() for name, parameter in assembly.parameters.items()
+        }
         optimizer_step(assembly, Batches(batch), 0)
         moves[ratio] = {
-            name: each.detach() - before[name] for name, each in assembly.parameters.items()
+            name: parameter.detach() - before[name]
+            for name, parameter in assembly.parameters.items()
         }
     for name, plain in moves[None].items():
         assert torch.equal(moves[1.0][name], plain)

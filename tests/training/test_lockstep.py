@@ -53,7 +53,7 @@ def test_two_processes_do_what_one_does(
     results: list[dict[str, Any]], name: str, kind: str
 ) -> None:
     one, *two = (
-        each[key] for each, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
+        result[key] for result, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
     )
     assert two[0]["metrics"] == two[1]["metrics"]
     assert two[0]["exchanges"] == two[1]["exchanges"]
@@ -71,7 +71,7 @@ def test_a_loss_of_one_process_that_is_not_finite_updates_no_weight_of_any(
     results: list[dict[str, Any]], name: str, kind: str
 ) -> None:
     alone, *two = (
-        each[key] for each, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
+        result[key] for result, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
     )
     assert "The weights were not updated" in alone["refused"]
     assert two[0]["refused"] == two[1]["refused"]

@@ -48,7 +48,7 @@ def test_the_base_takes_half_the_bytes_of_what_is_trained(
     save_file(weights, file, metadata={"format": "pt"})
     settings = {"mixed_precision": "bf16", "optimizer": "adamw"}
     assembly = make_assembly(folder, **settings)
-    assert {each.dtype for each in assembly.parameters.values()} == {torch.float32}
+    assert {parameter.dtype for parameter in assembly.parameters.values()} == {torch.float32}
     base = {
         name: each.dtype
         for name, each in assembly.transformer.named_parameters()
@@ -279,7 +279,7 @@ def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: 
         t2i_checkpoint, lora_rank=4, lora_alpha=8, mixed_precision="bf16", optimizer="optimi-adamw"
     )
     assert rounding_error(exact, torch.bfloat16) == 0.0
-    assert {each.dtype for each in exact.file_weights().values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in exact.file_weights().values()} == {torch.bfloat16}
 
 
 def test_disabled_is_the_base_for_every_init(t2i_checkpoint: Path) -> None:

@@ -46,7 +46,7 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        given = [each for each in tree_leaves((args, named)) if isinstance(each, Tensor)]
+        given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         on_host = [each for each in given if each.device.type == "cpu" and each.dim()]
         if func is torch.ops.aten._to_copy.default:
             leaves = bool(on_host) and torch.device(named.get("device") or "cpu") == GPU

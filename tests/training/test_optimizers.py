@@ -54,7 +54,7 @@ def is_installed(name: str) -> bool:
 RUNNABLE = [name for name in NAMES if is_installed(name) and not name.startswith(HEAVY)]
 # Kernels that run everywhere, although they are chosen on GPUs only.
 CHOICES = [
-    (name, each) for name in RUNNABLE for each in OPTIMIZERS[name].kernels if each != "triton"
+    (name, kernel) for name in RUNNABLE for kernel in OPTIMIZERS[name].kernels if kernel != "triton"
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -484,7 +484,7 @@ def test_a_technique_may_leave_its_module_without_gradients(
     params = weights(dtype)
     others = weights(dtype)
     module = nn.Linear(3, 3)
-    before = [each.clone() for each in module.parameters()]
+    before = [parameter.clone() for parameter in module.parameters()]
     run(with_kernel(name, kernel, params, {"crepa": module}), params, 0, 6)
     run(with_kernel(name, "loop", others), others, 0, 6)
     assert all(map(torch.equal, module.parameters(), before))
@@ -514,7 +514,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += any(
-            isinstance(each, torch.Tensor) and each.ndim for each in tree_leaves(args)
+            isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(args)
         )
         return func(*args, **(kwargs or {}))
 

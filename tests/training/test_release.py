@@ -277,7 +277,7 @@ def test_a_rehearsal_only_drops_the_gradients(t2i_checkpoint: Path) -> None:
     before = copy_of(assembly)
     with unchanged(assembly.optimizer, assembly.techniques):
         rehearse_micro_step(assembly, make_batch(t2i_checkpoint, ["a star"]))
-        assert all(each.grad is None for each in assembly.parameters.values())
+        assert all(parameter.grad is None for parameter in assembly.parameters.values())
     assert_same(copy_of(assembly), before)
     assert not assembly.optimizer.state
 

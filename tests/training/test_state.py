@@ -29,7 +29,7 @@ def test_a_machine_with_fewer_gpus_takes_what_it_has_room_for(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        torch.cuda, "get_rng_state_all", lambda: [each.clone() for each in generators]
+        torch.cuda, "get_rng_state_all", lambda: [generator.clone() for generator in generators]
     )
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_all)
     saved = random_states()

@@ -82,7 +82,11 @@ def test_accumulation_equals_a_larger_batch(t2i_checkpoint: Path) -> None:
     assert any(gradient.abs().max() > 1e-4 for gradient in one.values()), (
         "a test on gradients of zero shows nothing"
     )
-    found = {name: each.grad for name, each in halves.parameters.items() if each.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in halves.parameters.items()
+        if parameter.grad is not None
+    }
     assert distance(found, one) < ROTATION
 
 
@@ -117,7 +121,9 @@ def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
     assert any(
         not torch.equal(before[name], parameter) for name, parameter in assembly.parameters.items()
     )
-    frozen = [each for each in assembly.transformer.parameters() if not each.requires_grad]
+    frozen = [
+        parameter for parameter in assembly.transformer.parameters() if not parameter.requires_grad
+    ]
     assert frozen
     assert all(each.grad is None for each in frozen)
 
@@ -195,8 +201,8 @@ def test_clipping(method: str) -> None:
 def test_a_process_may_hold_nothing_of_a_weight(method: str) -> None:
     """One with fewer rows than processes; its part counts as 0."""
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (0, 2)]
-    for each in parameters:
-        each.grad = torch.full_like(each, 3.0)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 3.0)
     config = OptimizerConfig(max_grad_norm=1.0, grad_clip_method=method)
     measured = {name: size.item() for name, size in gradient_size(parameters, config).items()}
     assert list(measured.values()) == [pytest.approx(3.0 if method == "value" else 18**0.5)]

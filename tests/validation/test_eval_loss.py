@@ -92,7 +92,7 @@ def test_it_is_the_mean_squared_error_at_even_noise_levels(
     assert losses["loss/val/d"] == pytest.approx(sum(errors) / 6, rel=1e-5)
     assert [round(noisy.sigmas.item(), 4) for noisy in seen] == [0.1667, 0.5, 0.8333] * 2
     noises = [noisy.noise for noisy in seen]
-    assert not any(torch.equal(noises[0], other) for other in noises[1:])
+    assert not any(torch.equal(noises[0], noise) for noise in noises[1:])
     assert evaluation(batch).evaluate(assembly, 9) == losses, (
         "the noise is that of the sample, at any step"
     )

@@ -262,8 +262,8 @@ class ProductAdapter(ConvertedAdapter):
     def native(self, note: Mapping[str, str]) -> Draft:
         form = self.config.lora_format
         trained = {
-            name.removesuffix(f".{ADAPTER}"): each.detach()
-            for name, each in self.parameters().items()
+            name.removesuffix(f".{ADAPTER}"): parameter.detach()
+            for name, parameter in self.parameters().items()
         }
         settings: dict[str, Any] = vars(self.settings)
         kept = {key: settings[key] for key in NATIVE_SETTINGS if key in settings}

@@ -161,9 +161,9 @@ def unread(files: Sequence[DatasetFile]) -> list[str]:
     """Notes about datasets that ignore caption files."""
     configs = (file.dataset.config for file in files)
     ignoring = {
-        each.id: each
-        for each in configs
-        if each.caption_strategy != "textfile" or each.only_instance_prompt
+        config.id: config
+        for config in configs
+        if config.caption_strategy != "textfile" or config.only_instance_prompt
     }
     advice = (
         "to train with the new captions, set caption_strategy to textfile and leave out "

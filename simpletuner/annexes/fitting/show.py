@@ -431,7 +431,7 @@ def plan_json(budget: Budget | None, problems: Sequence[Problem]) -> str:
     Bytes and seconds are plain numbers; unknown values are `null`.
     """
     # Checks of the plan and of the budget may report the same problem.
-    listed = [each.to_json() for each in dict.fromkeys(problems)]
+    listed = [problem.to_json() for problem in dict.fromkeys(problems)]
     judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
     described = _described(budget) if budget else {}
     return json.dumps(judged | described, indent=2, ensure_ascii=False)

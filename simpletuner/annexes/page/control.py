@@ -132,7 +132,7 @@ class Runs:
         """
         folders = {}
         for name in (
-            *(served.EXAMPLE + each for each in example_names()),
+            *(served.EXAMPLE + name for name in example_names()),
             *self.project.config_names(),
         ):
             with suppress(UserError, OSError):
@@ -348,7 +348,7 @@ def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
     for name, folders, files in os.walk(root):
         folder = Path(name)
         is_deep = len(folder.relative_to(root).parts) >= DEPTH
-        kept = [] if is_deep else [each for each in folders if not each.startswith(".")]
+        kept = [] if is_deep else [folder for folder in folders if not folder.startswith(".")]
         folders[:] = sorted(each for each in kept if re.split(r"-\d", each)[0] not in BULKY)
         yield folder, set(files)
 

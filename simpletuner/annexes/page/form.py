@@ -179,7 +179,9 @@ def memory(request: Request) -> Response:
 def tabs() -> list[dict[str, Any]]:
     """The tabs with their sections; "Start" and "Run" have no sections."""
     parts = {
-        tab: [{"id": each.id, "label": each.label} for each in SECTIONS if each.tab == tab]
+        tab: [
+            {"id": section.id, "label": section.label} for section in SECTIONS if section.tab == tab
+        ]
         for tab in TABS
     }
     return [
@@ -242,7 +244,7 @@ def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
         return tuple(FAMILIES)
     if option.name == "model_flavour":
         specs = [spec] if spec else FAMILIES.values()
-        return tuple(dict.fromkeys(name for each in specs for name in each.flavour_names))
+        return tuple(dict.fromkeys(name for spec in specs for name in spec.flavour_names))
     return option.choices
 
 

@@ -226,9 +226,9 @@ def roots_of(runs: Runs, run: Run) -> Iterator[Path]:
     with suppress(UserError, OSError):
         entries, _ = datasets_in(Configuration.saved(runs.project, run.config, run.settings))
         yield from (
-            runs.project.inside(each.instance_data_dir)
-            for each in entries
-            if each.instance_data_dir
+            runs.project.inside(entry.instance_data_dir)
+            for entry in entries
+            if entry.instance_data_dir
         )
 
 
@@ -251,10 +251,10 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
     preview = {
         "count": len(changes),
         "first": [
-            {"name": each.name, "before": each.before, "after": each.after}
-            for each in changes[:FIRST]
+            {"name": change.name, "before": change.before, "after": change.after}
+            for change in changes[:FIRST]
         ],
-        "emptied": sum(not each.after for each in changes),
+        "emptied": sum(not change.after for change in changes),
         "unreadable": unreadable[:FIRST],
         "linked": linked[:FIRST],
         "digest": digest,

@@ -144,8 +144,8 @@ class Sheet:
         width = (CELL + MARGIN) * len(self.steps) + MARGIN
         letters = int((width - MARGIN) / font.getlength("n"))
         labels = {
-            each.row: wrap(f"{each.short_name}: {each.prompt or '(empty prompt)'}", letters)
-            for each in records
+            record.row: wrap(f"{record.short_name}: {record.prompt or '(empty prompt)'}", letters)
+            for record in records
         }
         tops = list(
             accumulate((height + line * len(label) for label in labels.values()), initial=line)

@@ -96,7 +96,7 @@ def tokens_by_block(
         unit: number of tokens kept or dropped together.
     """
     counts = [tokens] * blocks
-    for route in (each.among(blocks) for each in routes):
+    for route in (route.among(blocks) for route in routes):
         kept = count_kept(route.ratio, tokens // unit)
         if kept < tokens // unit:
             counts = [kept * unit if route.holds(block) else n for block, n in enumerate(counts)]

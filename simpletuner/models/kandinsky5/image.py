@@ -179,9 +179,9 @@ def collate_text(
     """Embeddings of a batch: text `B L D`, pooled `B D2`, and the mask `B L` of real tokens; None
     without padding.
     """
-    prompts = [one["prompt_embeds"] for one in embeds]
+    prompts = [embed["prompt_embeds"] for embed in embeds]
     text = pad_sequence(prompts, batch_first=True).to(dtype)
-    pooled = torch.stack([one["pooled_prompt_embeds"] for one in embeds]).to(dtype)
+    pooled = torch.stack([embed["pooled_prompt_embeds"] for embed in embeds]).to(dtype)
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) == max(lengths):  # compared on the host: no synchronisation with the device
         return text, pooled, None

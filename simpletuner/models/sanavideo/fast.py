@@ -41,7 +41,7 @@ def run_block(
         torch._check(len(each) == len(hidden))  # else the batch would have a symbol in each of them
     grid = hidden.shape[1:4]
     tokens = hidden.flatten(1, 3)
-    tables = [each.flatten(1, 3) for each in tables]
+    tables = [table.flatten(1, 3) for table in tables]
     modulation = recomputed(_modulation, block.scale_shift_table, timestep.flatten(1, 3))
     shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation
     modulated = (block.norm1(tokens) * (1 + scale) + shift).to(tokens.dtype)

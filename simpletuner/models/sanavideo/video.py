@@ -206,7 +206,7 @@ class StockSanaPipelines(PreviewPipeline):
 
 def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Embeddings `B 300 D`, zero-padded on the right, and the mask `B 300` of real tokens."""
-    prompts = [one["prompt_embeds"] for one in embeds]
+    prompts = [embed["prompt_embeds"] for embed in embeds]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     text = torch.stack(
         [nn.functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts]

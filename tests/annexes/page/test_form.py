@@ -70,7 +70,7 @@ def test_page_shows_every_option_once(client: TestClient) -> None:
     assert "in-run" not in page
     tab = client.get("/tabs/training").text
     assert set(re.findall(r'data-key="(\w+)"', tab)) == {
-        each["name"] for each in fields() if each["tab"] == "training"
+        field["name"] for field in fields() if field["tab"] == "training"
     }
 
 

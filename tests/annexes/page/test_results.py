@@ -294,9 +294,11 @@ def test_every_preview_is_on_one_page(count: int, prompts: int, ema: bool) -> No
 def test_all_previews_can_be_reached(page: TestClient, finished: Path, project: Workspace) -> None:
     records = shots(40, 10)
     (finished / "shots").mkdir()
-    for each in records:
-        (finished / each.path).symlink_to(project.path("datasets/pictures/p1.png"))
-    (finished / MEDIA_FILE).write_text("".join(f"{json.dumps(asdict(each))}\n" for each in records))
+    for record in records:
+        (finished / record.path).symlink_to(project.path("datasets/pictures/p1.png"))
+    (finished / MEDIA_FILE).write_text(
+        "".join(f"{json.dumps(asdict(record))}\n" for record in records)
+    )
     first = page.get(f"/runs/{run_of(page)}/previews").text
     pages = re.findall(r'<option value="(\d+)"', first)
     assert "a selection of all 40 steps" in first
@@ -425,7 +427,7 @@ def test_a_sweep_shows_the_cells_that_there_are(
     folder = finished / "sweep"
     (folder / "cells").mkdir(parents=True)
     records = [MediaRecord(step, "p at 0.5", "p", f"cells/{step}.png", 64, 64) for step in (2, 3)]
-    (folder / "sheet.json").write_text(json.dumps([asdict(each) for each in records]))
+    (folder / "sheet.json").write_text(json.dumps([asdict(record) for record in records]))
     (folder / "cells" / "2.png").write_bytes(project.path("datasets/pictures/p1.png").read_bytes())
     with (finished / METRICS_FILE).open("a") as file:
         file.write(json.dumps({"step": 3, "loss/val/held": 0.5}) + "\n")

@@ -53,7 +53,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def skipped(page: Any) -> list[str]:
-    return [str(each) for each in page.locator("#start-skipped li").all_text_contents()]
+    return [str(content) for content in page.locator("#start-skipped li").all_text_contents()]
 
 
 @pytest.mark.slow(6)

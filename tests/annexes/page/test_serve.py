@@ -207,16 +207,16 @@ def test_streams_and_long_requests_hold_nobody_up_and_end_with_the_server(tmp_pa
         browsers = [
             socket.create_connection(("127.0.0.1", int(address[3])), PATIENCE) for _ in range(100)
         ]
-        for number, each in enumerate(browsers):
+        for number, browser in enumerate(browsers):
             path = "ticking" if number else "working"
-            each.sendall(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        assert all(each.recv(12) == b"HTTP/1.1 200" for each in browsers[1:])
+            browser.sendall(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert all(browser.recv(12) == b"HTTP/1.1 200" for browser in browsers[1:])
         assert b'"ok"' in fetch(address[3])
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=PATIENCE)
         assert (process.returncode, errors) == (130, "Interrupted.\n")
-        for each in browsers:
-            each.close()
+        for browser in browsers:
+            browser.close()
 
 
 @pytest.mark.parametrize(
