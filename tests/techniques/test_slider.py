@@ -197,7 +197,7 @@ def test_bad_input(
 def test_layers_of_a_slider_without_one(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = "slider_lora_target: is on, but no trained dataset has a slider_strength"
+    told = "slider_lora_target: has no effect: no dataset sets slider_strength."
     assert told in warnings(workspace, capsys, "slider_lora_target=true")
     workspace.write_datasets([{**DATASETS[0], "slider_strength": 1}, DATASETS[1]])
     assert told not in warnings(workspace, capsys, "slider_lora_target=true")
