@@ -104,9 +104,7 @@ class VideoConfig(Group):
     frame_interval: Integer | None = option(None, ge=1)
     """Round lengths down to a multiple."""
     color_matrix: Literal["bt601", "bt709"] | None = option(None)
-    """Colour matrix of untagged clips; unset: bt709 for widths from 1280 or heights from 720, else
-    bt601.
-    """
+    """Colour matrix of untagged clips; unset: bt709 if 1280 wide or 720 high, else bt601."""
     reader: Literal["pyav", "decord"] = option("pyav")
     """Decoder of frames; decord neither deinterlaces nor shows transparency."""
 
@@ -290,8 +288,7 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     """Texts or regular expressions to remove from captions."""
     timestep_sampling_offset: Number = trained(0.0, ge=-100, le=100)
     """Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0
-    on cleaner.
-    """
+    on cleaner."""
     is_regularisation_data: Flag = trained(False)
     """The target is the base model's own prediction."""
     slider_strength: Number | None = trained(None, ge=-100, le=100)

@@ -181,9 +181,9 @@ def _is_deep(value: Any) -> bool:
 JSON_FAULTS = (
     (r"//|/\*|#", "", "comments are not allowed"),
     (r"(True|False|None)\b", "", "true, false and null are written in lower case"),
-    (r"'", "", "keys and texts need double quotes"),
+    (r"'", "", "strings need double quotes"),
     (r"", "escape", "a backslash is written twice; paths may use / instead"),
-    (r"", "control character", "a text must end on the line on which it begins"),
+    (r"", "control character", "a string must end on the line on which it begins"),
     (r"\Z", "", "it ends too early"),
     (r"", "',' delimiter", "a comma or a closing bracket is missing"),
     (r"", "':' delimiter", "a colon is missing"),

@@ -11,9 +11,8 @@ from simpletuner.config.option import Group, common, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS
 from simpletuner.config.types import Flag, Integer, Number, Text, parse_text
 
-FsdpVersion = Annotated[
-    Literal["2", "1"], BeforeValidator(parse_text)
-]  # may be written as a number
+# May be written as a number.
+FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]
 sharded = partial(option, requires=when("fsdp_enable"))
 
 
@@ -24,14 +23,11 @@ class LaunchConfig(Group):
     """Number of processes on all machines, one per device; a multiple of num_machines."""
     num_machines: Integer = option(1, ge=1)
     """Number of machines; ACCELERATE_EXTRA_ARGS sets the rank of this machine and the address of
-    the first.
-    """
+    the first."""
     network_gbit: Number = option(100, gt=0, le=100_000, requires=unless(num_machines=1))
     """Network between machines in Gbit/s, for the plan's estimate."""
     start_timeout: Integer = option(600, ge=1, requires=unless(num_processes=1))
-    """Seconds to wait at the start for all processes; after that the run fails and lists the
-    missing ranks.
-    """
+    """Seconds that the start waits for all processes; then it fails and lists missing ranks."""
     dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = common(
         None, default_note="inductor on CUDA with speed auto, else no"
     )
@@ -87,7 +83,6 @@ class LaunchConfig(Group):
         )
     )
     """Weights are gathered block by block; other values are treated as this one."""
-
     sequence_parallel_size: Integer = option(
         1,
         ge=1,
@@ -107,9 +102,8 @@ class LaunchConfig(Group):
     @property
     def data_processes(self) -> int:
         """Number of data-parallel processes or sequence-parallel groups."""
-        return max(
-            self.num_processes // self.sequence_parallel_size, 1
-        )  # `check_sequence` refuses a remainder
+        # `check_sequence` refuses a remainder.
+        return max(self.num_processes // self.sequence_parallel_size, 1)
 
     @property
     def is_sharded(self) -> bool:
@@ -124,4 +118,5 @@ class LaunchConfig(Group):
     @property
     def local_processes(self) -> int:
         """Processes on each machine."""
-        return self.num_processes // self.num_machines  # `check_launch` refuses a remainder
+        # `check_launch` refuses a remainder.
+        return self.num_processes // self.num_machines

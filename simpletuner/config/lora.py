@@ -21,8 +21,7 @@ class LoraConfig(Group):
 
     lora_rank: Integer = ranked(16, ge=1, common=True)
     """Rank of the update matrices. For lokr, half the larger factor or more trains that factor in
-    full.
-    """
+    full."""
     lora_alpha: Number | None = ranked(None, gt=0, le=1e6, default_note="the rank", common=True)
     """Scale is alpha / rank."""
     lora_dropout: Number = common(
@@ -40,8 +39,7 @@ class LoraConfig(Group):
         },
     )
     """default and gaussian leave the model unchanged at step 0; other values change the base, which
-    must be fp32.
-    """
+    must be fp32."""
     lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common("standard")
     """Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or the algorithm in
     lycoris_config. Every kind is also published as a LoRA, see docs/ADAPTERS.md."""
@@ -49,11 +47,9 @@ class LoraConfig(Group):
         -1,
         ge=-1,
         requires=when(lora_type="lokr"),
-        refused={0: "is no size of a matrix; it must be -1, or 1 and more"},
+        refused={0: "is not a size; it must be -1 (automatic) or at least 1"},
     )
-    """lokr: size of the smaller factor, a divisor of the layers' widths; -1: near their square
-    root.
-    """
+    """lokr: the smaller factor, a divisor of the layers' widths; -1: near their square root."""
     lycoris_config: PathText | None = option(None, requires=when(lora_type="lycoris"))
     """Settings file of LyCORIS, JSON with algo, multiplier, and linear_dim or full_matrix."""
     # Energy: the sum of the squared singular values of a layer's update.
@@ -71,9 +67,7 @@ class LoraConfig(Group):
             when(optimizer="prodigy", because="it finds one rate for all groups"),
         ),
     )
-    """LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is
-    typical.
-    """
+    """LoRA+: learning rate of the B matrices divided by that of the A matrices; 16 is typical."""
     peft_lora_target_modules: Json | None = ranked(
         None, default_note="the family's attention projections"
     )
@@ -91,9 +85,7 @@ class LoraConfig(Group):
     )
     """Decompose weights into magnitude and direction (DoRA)."""
     lora_format: Literal["diffusers", "comfyui"] = option("diffusers")
-    """Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads
-    both.
-    """
+    """Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5). `init_lora` reads both."""
     init_lora: PathText | None = common(
         None,
         requires=(
@@ -109,9 +101,7 @@ class LoraConfig(Group):
             ),
         ),
     )
-    """LoRA to start from: a file, a folder, or `repo[:file]` on the hub; Kandinsky's official LoRAs
-    work too.
-    """
+    """LoRA to start from: a file, a folder or `repo[:file]` on the hub, such as Kandinsky's own."""
     init_lora_step: Integer = option(0, ge=0, requires=when("init_lora"))
     """Step number of that LoRA."""
 

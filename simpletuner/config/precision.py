@@ -113,8 +113,7 @@ class PrecisionConfig(Group):
     """Compute dtype of a quantised model, and dtype of its unquantised weights."""
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option("cpu")
     """Device that quantises; same results. accelerator moves one block at a time to the device,
-    pipeline one layer.
-    """
+    pipeline one layer."""
     gradient_checkpointing: Flag = common(True)
     """Recompute block activations in the backward pass; same gradients."""
     gradient_checkpointing_interval: Integer | None = recomputed(
@@ -136,9 +135,7 @@ class PrecisionConfig(Group):
     """Kernel of dense self-attention; diffusers uses torch's flash attention. All other kernels
     need their package; flash-attn-3 needs an H100, flash-attn-4 an H100 or B200."""
     disable_tf32: Flag = option(False)
-    """Disable TF32 for float32 matmuls on a GPU. A float32 VAE and modulation layers never use
-    TF32.
-    """
+    """Disable TF32 for float32 matmuls on a GPU. A float32 VAE and modulation never use it."""
 
     @property
     def checkpoint_interval(self) -> int | None:

@@ -54,9 +54,7 @@ class PublishConfig(Group):
     """Program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`,
     `{global_step}` and `{tracker_run_name}` expand."""
     post_upload_script: Text | None = on_hub(None)
-    """Program to run after each upload; also expands `{remote_checkpoint_path}`, the address of the
-    upload.
-    """
+    """Program to run after each upload; `{remote_checkpoint_path}` is the upload's address."""
 
     @property
     def trigger(self) -> str:

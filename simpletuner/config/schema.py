@@ -1,5 +1,4 @@
-"""Keys of config.json, grouped by the component that uses them, and all groups together:
-`RunConfig`.
+"""The keys of config.json, grouped by component, and all groups together: `RunConfig`.
 
 A class is the config group of one component and a section of the reference page. Options of a model
 family live in `models/*/options.py` and those of a technique in `config/techniques/`;
@@ -121,11 +120,10 @@ OptimizerName = Literal[
     "bnb-sgd8bit",
 ]
 
-
+# Keys whose default each family sets in its `spec.py`.
 of_family = partial(common, None, default_note="of the family")
-previewed = partial(
-    option, requires=unless("validation_disable")
-)  # keys that act only while previews are rendered
+# Keys that act only while previews are rendered.
+previewed = partial(option, requires=unless("validation_disable"))
 
 
 class ModelConfig(Group):
@@ -225,9 +223,7 @@ class CheckpointConfig(Group):
     )
     """Number of rolling checkpoints to keep."""
     disk_low_threshold: Gigabytes | None = option(None, gt=0, le=1e6)
-    """Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number
-    of GB.
-    """
+    """Save a checkpoint and stop if output_dir has less free space: 10G, 500M or a number of GB."""
 
 
 class OptimizerConfig(Group):
@@ -312,9 +308,7 @@ class SpeedConfig(Group):
     """Speed"""
 
     speed: Literal["auto", "reference"] = option("auto")
-    """auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified
-    diffusers code.
-    """
+    """auto: all optimizations that keep the results (docs/SPEED.md). reference: diffusers' code."""
     speed_keep_attention: Flag | None = option(
         None, default_note="as `speed` says", requires=when("gradient_checkpointing")
     )
@@ -355,8 +349,6 @@ class EmaConfig(Group):
 
 
 SLOTS = 2  # ring buffer of streamed blocks, in groups: one computes while the next is copied
-
-
 streamed = partial(
     option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae")
 )
@@ -384,9 +376,7 @@ class OffloadConfig(Group):
             ),
         ),
     )
-    """Keep frozen weights of the transformer in host memory and stream them block by block; same
-    results.
-    """
+    """Stream the transformer's frozen weights from host memory, block by block; same results."""
     group_offload_type: Literal["block_level", "leaf_level"] = streamed(
         "block_level",
         remarks={
@@ -399,15 +389,11 @@ class OffloadConfig(Group):
     group_offload_blocks_per_group: Integer = streamed(1, ge=1, common=True)
     """Number of blocks streamed together; two groups are on the device at a time."""
     group_offload_resident_blocks: Integer = option(0, ge=0, requires=when("enable_group_offload"))
-    """Number of blocks, evenly spaced, that stay on the device. Helps if copies are slower than
-    compute.
-    """
+    """Evenly spaced blocks that stay on the device; helps if copies are slower than compute."""
     group_offload_use_stream: Flag = streamed(False, common=True)
     """Overlap copies with compute (CUDA)."""
     group_offload_to_disk_path: PathText | None = streamed(None)
-    """Keep offloaded weights in this folder instead of in host memory; every step reads them
-    twice.
-    """
+    """Keep offloaded weights in this folder, not in host memory; every step reads them twice."""
     group_offload_text_encoder: Flag = option(False)
     """Stream the layers of text encoders while caching."""
     group_offload_vae: Flag = option(
@@ -416,9 +402,7 @@ class OffloadConfig(Group):
             "enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"
         ),
     )
-    """Stream the blocks of the VAE while caching and in previews; saves little, since VAEs are
-    small.
-    """
+    """Stream the VAE's blocks while caching and in previews; saves little: VAEs are small."""
     offload_block_inputs: Flag = recomputed(False, label="Offload Block Inputs")
     """Keep the block inputs saved by gradient checkpointing in host memory (CUDA)."""
     offload_optimizer_state: Flag = option(
@@ -432,9 +416,7 @@ class OffloadConfig(Group):
             ),
         ),
     )
-    """Keep optimizer state in host memory and copy it to the device for updates (CUDA); same
-    results.
-    """
+    """Keep optimizer state in host memory; updates copy it to the device (CUDA); same results."""
     enable_model_cpu_offload: Flag = previewed(False, common=True)
     """In previews, move the transformer off the device while the VAE decodes."""
 
@@ -451,15 +433,12 @@ class CachingConfig(Group):
     vae_enable_slicing: Flag = option(False)
     """Encode and decode the samples of a batch one by one."""
     vae_enable_tiling: Flag = common(False)
-    """Encode and decode in tiles; seams may differ slightly, so this is part of the cache
-    identity.
-    """
+    """Encode and decode in tiles; their seams differ slightly, so caches depend on this key."""
     vae_enable_patch_conv: Flag = option(False)
     """Run 3D convolutions in temporal slices (Kandinsky 5 Video's VAE)."""
     vae_enable_temporal_roll: Flag = option(False)
     """Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in
-    the others.
-    """
+    the others."""
     keep_vae_loaded: Flag | None = previewed(None, default_note="true where memory allows")
     """Keep the VAE on the device between validations."""
     vae_cache_ondemand: Flag = common(False)
@@ -471,9 +450,7 @@ class CachingConfig(Group):
     text_encoder_batch_size: Integer | None = option(
         None, ge=1, default_note="8; 32 with group_offload_text_encoder; 1 on a CPU"
     )
-    """Captions per text encoder batch, reduced if memory runs out; a batch changes only the
-    rounding.
-    """
+    """Captions per text encoder batch, reduced if memory runs out; changes only the rounding."""
     image_processing_batch_size: Integer = option(32, ge=1)
     """Number of pictures decoded ahead."""
     max_workers: Integer = option(32, ge=1)
@@ -494,7 +471,11 @@ class CachingConfig(Group):
 
         A CPU is compute-bound: batches save nothing, and padding costs time.
         """
-        return self.text_encoder_batch_size or (1 if device == "cpu" else 32 if streamed else 8)
+        if self.text_encoder_batch_size is not None:
+            return self.text_encoder_batch_size
+        if device == "cpu":
+            return 1
+        return 32 if streamed else 8
 
 
 beta = partial(option, requires=when("flow_use_beta_schedule"))
@@ -522,9 +503,7 @@ class FlowConfig(Group):
     flow_beta_schedule_beta: Number = beta(2.0, gt=0, le=1000)
     """Second parameter of the beta distribution."""
     disable_segmented_timestep_sampling: Flag = option(False)
-    """Draw sigmas independently; by default a batch is stratified over equal slices of the
-    schedule.
-    """
+    """Draw sigmas independently, not stratified over equal slices of the schedule."""
 
 
 class TextConfig(Group):
@@ -636,9 +615,7 @@ class ValidationConfig(Group):
             unless(validation_guidance=1, because="guidance of 1 is one pass"),
         ),
     )
-    """Batch the conditional and unconditional pass of guidance in previews, which changes only the
-    rounding.
-    """
+    """Run both passes of guidance in previews as one batch, which changes only the rounding."""
     validation_decode_in_background: Flag | None = option(
         None,
         default_note="true on a GPU whose memory allows it",
@@ -677,10 +654,9 @@ class EvaluationConfig(Group):
     @property
     def measures_loss(self) -> bool:
         """Whether an interval is set and evaluation is not disabled."""
-        return (
-            not self.eval_loss_disable
-            and (self.eval_steps_interval or self.eval_epoch_interval) is not None
-        )
+        if self.eval_loss_disable:
+            return False
+        return self.eval_steps_interval is not None or self.eval_epoch_interval is not None
 
 
 class SharedKeys(Group):
@@ -835,9 +811,10 @@ class RunConfig:
     @property
     def techniques_in_use(self) -> list[TechniqueGroup]:
         """The techniques that are on or have no switch; only their rules apply."""
-        groups = self.technique_groups
         return [
-            group for group in groups if group.requires is None or group.requires.holds(self.flat)
+            group
+            for group in self.technique_groups
+            if group.requires is None or group.requires.holds(self.flat)
         ]
 
     @property
@@ -850,14 +827,17 @@ class RunConfig:
         return self.origins.get(key, "default") not in NOT_SET_BY_USER
 
     def keys_set(self) -> list[str]:
-        """The keys that somebody set, in the order of this module. What the family chose counts
-        only where it has an effect, so not a block for a technique that is off."""
-        chosen = [key for key in all_options() if self.origins.get(key, "default") != "default"]
-        return [
-            key
-            for key in chosen
-            if self.is_explicit(key) or all_options()[key].has_effect(self.flat)
-        ]
+        """The keys that are set, in the order of this module.
+
+        The family's choice counts only where it has an effect: not its block for a technique that
+        is off.
+        """
+        chosen = []
+        for key, declared in all_options().items():
+            is_set = self.origins.get(key, "default") != "default"
+            if self.is_explicit(key) or (is_set and declared.has_effect(self.flat)):
+                chosen.append(key)
+        return chosen
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
         """The config with some keys replaced, and `origin` recorded as their source."""
@@ -877,18 +857,14 @@ class RunConfig:
             group: getattr(self, attribute) for attribute, group in GROUPS.items()
         }
         values |= {**self.techniques.groups, **self.family.groups}
-        groups = [values[group] for group in all_groups()]
-        return {
-            name: value
-            for group in groups
-            for name, value in group.model_dump(by_alias=True).items()
-        }
+        flat: dict[str, Any] = {}
+        for group in all_groups():
+            flat |= values[group].model_dump(by_alias=True)
+        return flat
 
 
 def _with_values(group: GroupType, values: Mapping[str, Any]) -> GroupType:
-    """A group with the values of its keys; they are not validated, since they come from this
-    program.
-    """
+    """A group with some values replaced, not validated: they come from this program."""
     changes = {name: value for name, value in values.items() if name in type(group).model_fields}
     return group.model_copy(update=changes) if changes else group
 
@@ -933,14 +909,13 @@ def family_groups() -> list[type[Group]]:
 
 
 def _declared(modules: Sequence[str], kind: type[GroupType]) -> list[type[GroupType]]:
-    """The groups of a kind that modules declare, which are imported by name: some of them import
-    this one.
-    """
+    """The groups of a kind that modules declare."""
     groups = []
     for name in modules:
+        # Imported here by name, since some of these modules import this one.
         for value in vars(importlib.import_module(name)).values():
-            # Not what a module imports, such as Group.
-            if isinstance(value, type) and issubclass(value, kind) and value.__module__ == name:
+            is_imported = getattr(value, "__module__", "") != name  # such as Group itself
+            if isinstance(value, type) and issubclass(value, kind) and not is_imported:
                 groups.append(value)
     return groups
 
@@ -959,8 +934,8 @@ def all_options() -> dict[str, Option]:
 def sections() -> dict[str, list[Option]]:
     """The options by the section of the reference page."""
     by_section: dict[str, list[Option]] = {}
-    for each in all_options().values():
-        by_section.setdefault(each.section, []).append(each)
+    for declared in all_options().values():
+        by_section.setdefault(declared.section, []).append(declared)
     return by_section
 
 
@@ -971,16 +946,18 @@ def main_name(written: str) -> str:
 
 
 def render_config(values: Mapping[str, Any]) -> str:
-    """Render a config.json in the order of the schema, with an empty line between groups and
-    unknown keys last.
+    """Render a config.json in the order of the schema, an empty line between groups.
+
+    Unknown keys come last.
     """
-    known = [[name for name in group.model_fields if name in values] for group in all_groups()]
-    unknown = [name for name in values if name not in all_options()]
-    blocks = [
-        ",\n".join(_json_entry(name, values[name]) for name in names)
-        for names in (*known, unknown)
-        if names
+    keys_by_group = [
+        [name for name in group.model_fields if name in values] for group in all_groups()
     ]
+    keys_by_group.append([name for name in values if name not in all_options()])
+    blocks = []
+    for names in keys_by_group:
+        if names:
+            blocks.append(",\n".join(_json_entry(name, values[name]) for name in names))
     return "{\n" + ",\n\n".join(blocks) + "\n}\n"
 
 

@@ -51,9 +51,7 @@ class TrackingConfig(Group):
     """Tracking"""
 
     report_to: Text = common("none")
-    """wandb, tensorboard, simpletuner (local files, always written), all, none, or a list of
-    names.
-    """
+    """wandb, tensorboard, simpletuner (local files, always written), all, none, or a list."""
     tracker_project_name: FolderName = common("simpletuner")
     """Project name for trackers."""
     tracker_run_name: FolderName = common("simpletuner-testing")

@@ -67,13 +67,9 @@ class WebhookConfig(Group):
     """Receivers of a run's events: an object with `webhook_type` (discord or raw) and `webhook_url`
     or `callback_url`, a list of objects, or a file with either."""
     webhook_reporting_interval: Integer = option(5, ge=1)
-    """Minimum seconds between messages about training steps; the first and last step are always
-    sent.
-    """
+    """Minimum seconds between messages about steps; the first and last step are always sent."""
     webhook_images: Literal["data_uri", "base64"] = option("data_uri")
-    """Encoding of pictures in raw webhooks: data URIs, or plain base64. Clips are always data
-    URIs.
-    """
+    """Encoding of pictures in raw webhooks: data URIs or base64. Clips are always data URIs."""
 
     @property
     def hooks(self) -> list[Hook]:
@@ -92,9 +88,7 @@ def check_webhooks(config: WebhookConfig, report: Problems) -> None:
                 f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address."
             )
         elif not (_host(hook.address) or REFERENCE.search(hook.address)):
-            report.error(
-                f"{where}.{key}", "is no address of the form https://host/path or http://host/path."
-            )
+            report.error(f"{where}.{key}", "must be a URL such as https://host/path.")
         elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
             report.error(
                 f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters."

@@ -362,7 +362,7 @@ def test_what_gives_way_in_a_full_queue() -> None:
         ),
         (
             {"webhook_type": "raw", "callback_url": "ftp://a/b"},
-            "webhook_config[0].callback_url: is no address",
+            "webhook_config[0].callback_url: must be a URL",
         ),
         ({"webhook_type": "slack"}, "is not one of: discord, raw."),
         (

@@ -59,9 +59,9 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
         ('{"a": 1', "it ends too early (line 1, column 8)"),
         ('{"a": 1 // half', "comments are not allowed (line 1, column 9)"),
         ('{"a": True}', "true, false and null are written in lower case"),
-        ("{'a': 1}", "keys and texts need double quotes"),
+        ("{'a': 1}", "strings need double quotes"),
         (r'{"a": "C:\data"}', "a backslash is written twice; paths may use / instead"),
-        ('{"a": "x\ny"}', "a text must end on the line on which it begins"),
+        ('{"a": "x\ny"}', "a string must end on the line on which it begins"),
         ("{a: 1}", "a key in double quotes is missing"),
         ('{"a" 1}', "a colon is missing"),
         (

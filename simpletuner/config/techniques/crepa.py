@@ -19,16 +19,14 @@ class CrepaConfig(TechniqueGroup):
 
     crepa_enabled: Flag = common(False, label="CREPA")
     """Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of
-    a later block.
-    """
+    a later block."""
     crepa_block_index: Integer | None = common(None, ge=0, default_note="8; Sana Video 10")
     """The aligned block, counted from 0."""
     crepa_lambda: Number = common(0.5, ge=0, le=1000, label="Weight")
     """Weight of the alignment in the loss; 0: plain training."""
     crepa_adjacent_distance: Integer = common(1, ge=0)
-    """Also align a frame with frames at this distance before and after, in latent frames; 0: only
-    with itself.
-    """
+    """Also align a frame with those this many latent frames before and after; 0: only with
+    itself."""
     crepa_adjacent_tau: Number = common(1.0, gt=0, le=1000, label="Temporal Decay")
     """A frame at distance d has the weight exp(-d / tau)."""
     crepa_cumulative_neighbors: Flag = option(False)
@@ -62,13 +60,11 @@ class CrepaConfig(TechniqueGroup):
     """The teacher's block, counted from 0, for crepa_feature_source backbone."""
     crepa_encoder: Text = common("dinov2_vitg14", aliases=("crepa_model",), label="Vision Encoder")
     """dinov2_vits14, _vitb14, _vitl14 or _vitg14, each also with _reg, or a folder or hub id in
-    transformers format.
-    """
+    transformers format."""
     # 37 patches per side, the final training resolution of DINOv2.
     crepa_encoder_image_size: Integer = common(518, ge=64, label="Vision Encoder Size")
     """Input size of the vision encoder in pixels per side, a multiple of 14. Smaller is faster and
-    coarser.
-    """
+    coarser."""
     crepa_encoder_frames_batch_size: Integer = option(-1, ge=-1)
     """Frames per encoder batch; -1: a whole clip."""
     crepa_cache: Literal["auto", "disk", "off"] = option("auto")

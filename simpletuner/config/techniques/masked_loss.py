@@ -26,5 +26,4 @@ class MaskedLossConfig(TechniqueGroup):
         ),
     )
     """Weight of a term that keeps the base model's prediction in black areas (LoRA only, one more
-    forward pass).
-    """
+    forward pass)."""

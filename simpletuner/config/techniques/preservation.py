@@ -31,18 +31,13 @@ class PreservationConfig(TechniqueGroup):
         ),
     )
     """LoRA only: weight of preserving the predictions for other captions; 0 disables it. See
-    docs/DREAMBOOTH.md.
-    """
+    docs/DREAMBOOTH.md."""
     preservation_probability: Number = option(0.5, ge=0, le=1)
-    """Share of micro-batches with preservation, which add two forward passes, one without
-    gradients.
-    """
+    """Share of micro-batches with preservation, each of which adds two forward passes."""
     preservation_prompt: Text | None = preserved(
         None, default_note="the empty caption", common=True
     )
-    """The class word that replaces preservation_trigger or, without a trigger, the whole
-    caption.
-    """
+    """Class word that replaces preservation_trigger or, without a trigger, the whole caption."""
     preservation_trigger: Text | None = preserved(None)
     """The words in captions that name the subject."""
 

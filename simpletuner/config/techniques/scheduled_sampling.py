@@ -36,8 +36,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
 
     scheduled_sampling_max_step_offset: Integer = common(0, ge=0)
     """Maximum number of sampler steps rolled out to make an input; see
-    docs/experimental/SCHEDULED_SAMPLING.md.
-    """
+    docs/experimental/SCHEDULED_SAMPLING.md."""
     scheduled_sampling_probability: Number = common(
         0.0,
         ge=0,

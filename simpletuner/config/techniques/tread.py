@@ -70,8 +70,7 @@ class TreadConfig(TechniqueGroup):
         None, form="JSON", label="TREAD Routes"
     )
     """Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see
-    docs/TREAD.md.
-    """
+    docs/TREAD.md."""
 
     @property
     def routes(self) -> tuple[Route, ...]:
