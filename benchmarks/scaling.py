@@ -28,7 +28,7 @@ from simpletuner.annexes.processes.joining import ConnectedWorld, connect, set_r
 from simpletuner.budget.device import this_cpu
 from simpletuner.budget.estimate import Step
 from simpletuner.budget.workload import Parts, kernels_on
-from simpletuner.distributed.world import Value, World, launched
+from simpletuner.distributed.world import Value, World, world_from_launcher
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES
@@ -142,7 +142,7 @@ def scale(case: Case, device: str, size: str, samples: int) -> Iterator[Line]:
     Args:
         samples: of the global batch that stays constant.
     """
-    place = launched(os.environ) or World()
+    place = world_from_launcher(os.environ) or World()
     connected: AbstractContextManager[World] = nullcontext(place)
     if place.size > 1:
         report = Problems()

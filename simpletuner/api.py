@@ -23,12 +23,12 @@ from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
 from simpletuner.cli.consent import with_consent
 from simpletuner.cli.process import configure_torch, set_environment
-from simpletuner.cli.sample import checked_samples, parse_strengths, write_out
-from simpletuner.cli.settings import ask_about, command_settings, prepare_output
+from simpletuner.cli.sample import checked_samples, expand_short_names, parse_strengths
+from simpletuner.cli.settings import command_settings, prepare_output, set_asked_device
 from simpletuner.cli.settings_command import SHORT
 from simpletuner.cli.train import recorded_events, run_checked
 from simpletuner.config.schema import all_options
-from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
+from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, config_from_values
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER
@@ -137,7 +137,7 @@ def plan(
         ConfigError: with all problems, if they prevent a plan.
     """
     arguments = _arguments(config)
-    ask_about(arguments, device, device_memory)
+    set_asked_device(arguments, device, device_memory)
     budget = weigh_plan(arguments)
     return json.loads(plan_json(budget, [*budget.plan.warnings, *arguments.problems]))
 
@@ -179,7 +179,7 @@ def sample(
         if not isinstance(prompt, str):
             raise ConfigError([Problem("prompts", f"is a list of texts; {prompt!r} is none.")])
     arguments = _arguments(settings, label="settings")
-    write_out(arguments)
+    expand_short_names(arguments)
     strengths = parse_strengths("strength", [strength], arguments.problems)
     asked = SampleRequest(
         source=None if source is None else str(source),
@@ -219,7 +219,7 @@ def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
     if arguments.selectors or label != ARGUMENTS:
         arguments.settings += plain.items()
     else:
-        arguments.base = configured(plain)
+        arguments.base = config_from_values(plain)
     return arguments
 
 

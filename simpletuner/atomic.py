@@ -138,7 +138,7 @@ def _mode_of(path: Path) -> int | None:
         return None
 
 
-def write_whole(file: RawIOBase, content: bytes) -> None:
+def write_fully(file: RawIOBase, content: bytes) -> None:
     """Write everything to an unbuffered file.
 
     At a limit, such as a full disk, one write may be short without an error; the next one fails
@@ -153,7 +153,7 @@ def write_whole(file: RawIOBase, content: bytes) -> None:
 
 
 @contextmanager
-def changing(path: Path) -> Iterator[None]:
+def locked_for_change(path: Path) -> Iterator[None]:
     """Lock a file for a read-modify-write in the block.
 
     The lock is a separate file, `.<name>.lock`, since writing replaces the file itself.
@@ -165,11 +165,11 @@ def changing(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_name(f".{path.name}.lock").open("ab")
     with file:
-        hold(file)
+        take_lock(file)
         yield
 
 
-def hold(file: BinaryIO, *, wait: bool = True) -> bool:
+def take_lock(file: BinaryIO, *, wait: bool = True) -> bool:
     """Take an exclusive lock on an open file, held until it is closed; does nothing on Windows or a
     disk without locks.
 
@@ -268,7 +268,7 @@ def writing_to(path: Path) -> Iterator[None]:
         raise
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -277,13 +277,13 @@ def existing(folder: Path) -> Path:
 
 def why_no_folder(folder: Path, written: str) -> str:
     """Why a path, as the user has `written` it, cannot be a folder; empty if it can."""
-    parent = existing(folder)
+    parent = nearest_existing(folder)
     return "" if parent.is_dir() else f"{written!r} cannot be a folder: {str(parent)!r} is a file."
 
 
 def why_not_writable(folder: Path) -> str:
     """Why a folder cannot be created or written to, before anything is written; empty if it can."""
-    parent = existing(folder)
+    parent = nearest_existing(folder)
     # X: without it, nothing in the folder can be opened.
     if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
         return f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r})."
@@ -395,7 +395,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def free_path(wanted: Path, number: str = "-{}") -> Path:
+def unused_path(wanted: Path, number: str = "-{}") -> Path:
     """The path, numbered if it already exists."""
     numbered = (wanted.with_stem(wanted.stem + number.format(each)) for each in count(2))
     return next(path for path in chain([wanted], numbered) if not os.path.lexists(path))

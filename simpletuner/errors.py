@@ -26,7 +26,7 @@ from typing import Any, Literal
 Kind = Literal["required", "captions", "unfetched"]
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape control characters: a file name or key could otherwise move the terminal's cursor."""
     # Cc: control characters; Cf: format characters, such as overrides of the writing direction.
     return "".join(
@@ -53,7 +53,7 @@ class Problem:
     entries: Sequence[str] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        return visible(f"{self.where}: {self.message}" if self.where else self.message)
+        return escape_controls(f"{self.where}: {self.message}" if self.where else self.message)
 
     def to_json(self) -> dict[str, Any]:
         """The problem as JSON, for programs."""

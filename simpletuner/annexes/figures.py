@@ -18,7 +18,7 @@ from simpletuner.reporting import events
 from simpletuner.reporting.intervals import Rounds
 from simpletuner.reporting.metrics import COMPUTE, DATA, EVALUATED, TIMESTEPS, WEIGHTS, shares
 from simpletuner.reporting.step_figures import FIGURES
-from simpletuner.reporting.wording import amount, clock, pace_text
+from simpletuner.reporting.wording import amount_text, clock_text, pace_text
 
 BARS = 20  # of the histogram of timesteps
 # The loss depends strongly on the sampled noise level; an average over about fifty steps shows the
@@ -194,9 +194,9 @@ class Pace:
                 f"No step was completed; the run is at step {self.start_step} of "
                 f"{self.total_steps}."
             )
-        time = f"{clock(self._spent)} ({pace_text(self._spent / max(1, self.steps_done))})"
+        time = f"{clock_text(self._spent)} ({pace_text(self._spent / max(1, self.steps_done))})"
         state = f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}"
-        return f"Trained {amount(self.steps_done, 'steps')} in {time}, {state}."
+        return f"Trained {amount_text(self.steps_done, 'steps')} in {time}, {state}."
 
 
 WORDED = {COMPUTE: "compute", WEIGHTS: "waiting for weights", DATA: "waiting for data"}
@@ -234,7 +234,7 @@ def ending(event: events.PhaseEnded) -> str:
     counts nothing.
     """
     if event.complete:
-        return f"{amount(event.done, event.phase.unit)} in {clock(event.seconds)}"
+        return f"{amount_text(event.done, event.phase.unit)} in {clock_text(event.seconds)}"
     return (
         f"stopped at {reached(event.phase, event.done)}"
         if event.phase.total or event.done
@@ -245,8 +245,8 @@ def ending(event: events.PhaseEnded) -> str:
 def reached(phase: events.PhaseStarted, done: int) -> str:
     """`12/40 pictures (30 %)`"""
     if not phase.total:
-        return amount(done, phase.unit)
-    return f"{done:,}/{amount(phase.total, phase.unit)} ({done * 100 // phase.total} %)"
+        return amount_text(done, phase.unit)
+    return f"{done:,}/{amount_text(phase.total, phase.unit)} ({done * 100 // phase.total} %)"
 
 
 @dataclass(eq=False)

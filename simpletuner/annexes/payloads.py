@@ -20,7 +20,7 @@ from typing import Any
 from weakref import finalize
 
 from simpletuner.annexes.figures import Pace, ending, line_of
-from simpletuner.atomic import write_whole, writing_to
+from simpletuner.atomic import write_fully, writing_to
 from simpletuner.errors import WriteError
 from simpletuner.redaction import redact_texts
 from simpletuner.reporting import events, metrics
@@ -325,7 +325,7 @@ def append_whole(path: Path, content: bytes) -> None:
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
-            write_whole(file, content)
+            write_fully(file, content)
         except OSError:
             file.truncate(size)
             raise

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.load import Layer, canonical
-from simpletuner.config.paths import absence_of, home_path
+from simpletuner.config.paths import home_path, missing_path
 from simpletuner.config.records import without_removed
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER
-from simpletuner.config.sources import Arguments, Located, configured, locate
+from simpletuner.config.sources import Arguments, Located, config_from_values, locate
 from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
@@ -216,7 +216,7 @@ def find_weights(
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
-        report.error("source", absence_of(path))
+        report.error("source", missing_path(path))
         return [], None
     return (
         _weights_in_file(request, path, report)
@@ -398,7 +398,7 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
     last = _checkpoints(run)[-1]
     settings = dict(_layer_of(last, Problems(), without=()).values)
     content = {**settings, "output_dir": str(last.path.parent)}
-    plan = plan_training(Arguments(collect=arguments.collect, base=configured(content)))
+    plan = plan_training(Arguments(collect=arguments.collect, base=config_from_values(content)))
     return replace(
         plan, datasets=[data for data in plan.datasets if not data.config.is_trained], prompts=[]
     )

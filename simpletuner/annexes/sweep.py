@@ -22,7 +22,7 @@ from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.fitting.ready import weigh
 from simpletuner.annexes.report.sheet import Sheet, cell
 from simpletuner.annexes.sampling import Sampled, plan_evaluation
-from simpletuner.atomic import free_path, write_json
+from simpletuner.atomic import unused_path, write_json
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import RunConfig
@@ -338,7 +338,7 @@ def render_samples(
         stem = f"{job.prompt.prompt.short_name}_{made['seed']}_{dimensions}"
         if len(strengths) > 1:
             stem += f"_strength-{made['strength']:g}"
-        return free_path(plan.output_dir / f"{stem}{renderer.suffix}")
+        return unused_path(plan.output_dir / f"{stem}{renderer.suffix}")
 
     return renderer.render(
         renderer.jobs([weights], strengths), name, events, f"Sampling {weights.name}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import PositiveFloat, RootModel
 
-from simpletuner.atomic import changing, write_atomically
+from simpletuner.atomic import locked_for_change, write_atomically
 from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Workload
 from simpletuner.config.json_reader import read_stored
@@ -54,7 +54,7 @@ def remember_densities(
         WriteError: no space left.
     """
     folder = machine_folder(plan)
-    with changing(folder / OUTCOMES_FILE):
+    with locked_for_change(folder / OUTCOMES_FILE):
         outcomes = _read(folder)  # read again, since other runs may have written
         runs = outcomes.root.setdefault(_machine(device), {})
         kind = kind_of_run(plan, workload)

@@ -24,7 +24,7 @@ from simpletuner.budget.drivers import (
 )
 from simpletuner.config.device import Card
 from simpletuner.config.json_reader import read_stored, read_toml
-from simpletuner.distributed.world import compute_threads, launched
+from simpletuner.distributed.world import compute_threads, world_from_launcher
 from simpletuner.reporting.wording import size_text
 
 RATES_FILE = "device_rates.json"
@@ -240,7 +240,7 @@ def find_device(
 def this_gpu(gpu: Gpu) -> Device:
     """The first GPU of this machine."""
     # Launched processes must decide alike, and already hold device memory themselves.
-    taken = gpu.taken if launched(os.environ) is None else 0.0
+    taken = gpu.taken if world_from_launcher(os.environ) is None else 0.0
     return Device(
         name=gpu.name,
         memory=gpu.memory,

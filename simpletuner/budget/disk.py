@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletuner.atomic import existing
+from simpletuner.atomic import nearest_existing
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.estimate import StepModel
@@ -134,9 +134,9 @@ def check_disk(plan: SamplePlan, writings: Iterable[Writing], report: Problems) 
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
         # Folders on one disk compete for its space.
-        by_disk.setdefault(existing(writing.folder).stat().st_dev, []).append(writing)
+        by_disk.setdefault(nearest_existing(writing.folder).stat().st_dev, []).append(writing)
     for group in by_disk.values():
-        place = existing(group[0].folder)
+        place = nearest_existing(group[0].folder)
         free = shutil.disk_usage(place).free
         total = sum(each.total for each in group)
         at_once = sum(each.at_once for each in group)

@@ -14,7 +14,7 @@ from simpletuner.budget import device
 from simpletuner.budget.estimate import StepModel
 from simpletuner.config.precision import quantised_bytes, text_encoder_dtype, vae_dtype
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.speed import compile_backend, plain_math
+from simpletuner.config.speed import compile_backend, uses_own_arithmetic
 from simpletuner.config.types import Size
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem
@@ -335,7 +335,9 @@ def kernels_on(config: RunConfig, spec: FamilySpec, torch_type: str) -> Kernels:
     elsewhere = is_cuda and not device.torch_uses_gpus()
     backend = compile_backend(config.speed, config.launch, torch_type, elsewhere=elsewhere)
     measured = (
-        plain_math(config.speed) if spec.fast_blocks else is_cuda and config.speed.speed == "auto"
+        uses_own_arithmetic(config.speed)
+        if spec.fast_blocks
+        else is_cuda and config.speed.speed == "auto"
     )
     return Kernels(backend == "inductor" and measured, tile_lists=is_cuda)
 

@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command, get_group
 
 from simpletuner.atomic import DISK_FULL_CODES, OCCUPIED_CODES, UNWRITABLE_CODES
-from simpletuner.cli.process import set_environment, uncollected
+from simpletuner.cli.process import set_environment, without_gc
 from simpletuner.errors import (
     ConfigError,
     SimpleTunerError,
@@ -137,7 +137,7 @@ class Commands(TyperGroup):
 def load_command(name: str) -> Any:
     """Import a command."""
     module, _ = COMMANDS[name]
-    with uncollected():
+    with without_gc():
         file = import_module(module)
     return get_group(file.app).commands[name]
 

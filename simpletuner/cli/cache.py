@@ -19,7 +19,7 @@ from simpletuner.annexes.inspection import (
     why_left_out,
 )
 from simpletuner.caching.catalogue import Share
-from simpletuner.cli.settings import logged_events, planned_caches
+from simpletuner.cli.settings import logged_events, plan_caches
 from simpletuner.cli.settings_command import PASS_THROUGH
 from simpletuner.errors import UserError, counted
 from simpletuner.planning.entries import Listing, cache_folders, list_entries, make_catalogue
@@ -46,7 +46,7 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
         raise UserError(
             f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last."
         )
-    plan = planned_caches(context.args)
+    plan = plan_caches(context.args)
     with logged_events() as events:
         # At the wall: torch takes seconds to import, so only after the plan's errors are reported.
         from simpletuner.encoding.caches import fill_caches
@@ -61,7 +61,7 @@ def verify(context: typer.Context) -> None:
     A verification stopped by Ctrl-C resumes where it stopped: verifying.json in each cache folder
     records its progress.
     """
-    plan = planned_caches(context.args)
+    plan = plan_caches(context.args)
     folders = cache_folders(plan)
     damaged = 0
     for folder in folders:
@@ -138,7 +138,7 @@ def explain_file(context: typer.Context, file: str) -> None:
 
 
 def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
-    plan = planned_caches(tokens)
+    plan = plan_caches(tokens)
     catalogue = make_catalogue(plan)
     # Keys contain the checkpoint's digests, which are unknown until it is downloaded.
     if catalogue is None:

@@ -8,8 +8,8 @@ import typer
 
 from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
 from simpletuner.annexes.report.html import thin
-from simpletuner.cli.process import uncollected
-from simpletuner.cli.settings import logged_events, surveyed
+from simpletuner.cli.process import without_gc
+from simpletuner.cli.settings import logged_events, plan_survey
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 
 PREVIEWED = 3
@@ -42,7 +42,7 @@ def caption(
     of train.
     """
     # A survey accepts files without captions; a plan for training does not.
-    survey = surveyed(context.args)
+    survey = plan_survey(context.args)
     wording = Wording(style, trigger)
     check_captions(survey, wording, dataset)
     files = list(uncaptioned(survey.datasets, dataset))[:limit]
@@ -53,7 +53,7 @@ def caption(
         if not files:
             events.say("Every picture and clip has a caption.")
             return
-        with events.phase("Loading torch"), uncollected():
+        with events.phase("Loading torch"), without_gc():
             # At the wall: torch comes with the model, so only once there is something to write.
             from simpletuner.annexes.captions.captioner import described, write_captions
         if preview:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from simpletuner.annexes.fitting.ready import check_gpu, needs_consent, with_warnings
 from simpletuner.budget.budget import Budget
-from simpletuner.cli.process import uncollected
+from simpletuner.cli.process import without_gc
 from simpletuner.errors import ConfigError, Problems
 
 
@@ -26,7 +26,7 @@ def with_consent(budget: Budget, *, yes: bool) -> Budget:
         return budget
     remaining = [warning for warning in budget.plan.warnings if warning not in slow]
     # At the wall: most runs on a machine without a GPU are refused here, and all others need torch.
-    with uncollected():
+    with without_gc():
         import torch
     # A GPU whose driver told the plan nothing, as in some containers.
     if torch.accelerator.is_available():

@@ -9,7 +9,7 @@ import typer
 
 from simpletuner.annexes.captions.dataset_page import write_page
 from simpletuner.annexes.display.progress import shown_events
-from simpletuner.cli.settings import Cached, surveyed
+from simpletuner.cli.settings import Cached, plan_survey
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")]
@@ -25,7 +25,7 @@ def dataset(
 
     Dataset files are not modified. Takes the settings of train.
     """
-    survey = surveyed(context.args, cached=cached)
+    survey = plan_survey(context.args, cached=cached)
     with shown_events() as events:
         write_page(survey, out, events)
         events.say(f"Saved {out}")

@@ -10,8 +10,14 @@ import typer
 from simpletuner.annexes.fitting.nominal import nominal_files
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import plan_json, show_plan
-from simpletuner.cli.process import uncollected
-from simpletuner.cli.settings import Cached, CardAsked, MemoryAsked, ask_about, command_settings
+from simpletuner.cli.process import without_gc
+from simpletuner.cli.settings import (
+    Cached,
+    CardAsked,
+    MemoryAsked,
+    command_settings,
+    set_asked_device,
+)
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 from simpletuner.config.sources import Arguments
 from simpletuner.errors import ConfigError
@@ -40,7 +46,7 @@ def plan(
     run.
     """
     arguments = command_settings(context.args, cached=cached)
-    ask_about(arguments, device, device_memory)
+    set_asked_device(arguments, device, device_memory)
     planned = {"num_processes": devices, "num_machines": machines}
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
     if as_json or not arguments.device.is_elsewhere:
@@ -60,7 +66,7 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
         ConfigError: lists all problems.
     """
     try:
-        with uncollected():
+        with without_gc():
             budget = weigh_plan(arguments)
     except ConfigError as error:
         if as_json:

@@ -31,7 +31,7 @@ def configure_torch() -> None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Import or plan without garbage collection, and exempt the result from it.
 
     Importing torch and listing many files create long-lived objects, which later collections would

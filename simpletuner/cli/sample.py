@@ -18,7 +18,7 @@ from simpletuner.annexes.fitting.ready import weigh
 from simpletuner.annexes.fitting.show import fit_line
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet
 from simpletuner.annexes.sampling import Sampled, SampleRequest, plan_samples
-from simpletuner.cli.process import uncollected
+from simpletuner.cli.process import without_gc
 from simpletuner.cli.settings import command_settings, logged_events, prepare_output
 from simpletuner.cli.settings_command import PASS_THROUGH, SHORT, SettingsCommand
 from simpletuner.config.load import unknown_key
@@ -131,7 +131,7 @@ def read_request(
             asked["prompts"] = [" ".join(words)]
             rest = rest[len(words) :]
     arguments = command_settings(rest)
-    write_out(arguments)
+    expand_short_names(arguments)
     asked["strengths"] = parse_strengths(key, strengths, arguments.problems)
     folder = str(output or sweep_folder(Path(source or "")))
     try:
@@ -155,7 +155,7 @@ def leading_words(tokens: list[str]) -> list[str]:
     return list(takewhile(lambda token: not re.match(SETTING, token), tokens))
 
 
-def write_out(arguments: Arguments) -> None:
+def expand_short_names(arguments: Arguments) -> None:
     """Replace the short names of settings; those of misspelt ones become problems."""
     names = {*option_names(), *SHORT}
     given = arguments.settings
@@ -232,7 +232,7 @@ def checked_samples(
         events.say(fit_line(budget))
         for decision in budget.decisions:
             events.say(f"  offload auto: {decision}")
-        with events.phase("Loading torch"), uncollected():
+        with events.phase("Loading torch"), without_gc():
             # The wall: torch and the classes of the family take seconds to import.
             from simpletuner.models.adapter import load_adapter
 

@@ -12,7 +12,7 @@ import typer
 
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import shown_events
-from simpletuner.cli.process import uncollected
+from simpletuner.cli.process import without_gc
 from simpletuner.config.device import read_asked_device
 from simpletuner.config.sources import Arguments, parse_arguments, secret_settings
 from simpletuner.data.discovery import Scan
@@ -49,14 +49,14 @@ def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
     return arguments
 
 
-def ask_about(arguments: Arguments, device: str | None, memory: str | float | None) -> None:
+def set_asked_device(arguments: Arguments, device: str | None, memory: str | float | None) -> None:
     """Let the arguments ask about a device; a wrong name or number becomes one of their
     problems.
     """
     arguments.device = read_asked_device(arguments.problems, device, memory)
 
 
-def refuse_question(device: str | None, memory: str | None) -> None:
+def refuse_asked_device(device: str | None, memory: str | None) -> None:
     """Refuse `--device` and `--device-memory` where nothing is planned only.
 
     Raises:
@@ -70,23 +70,23 @@ def refuse_question(device: str | None, memory: str | None) -> None:
             raise UserError(f"{flag} {value}: {advice}")
 
 
-def planned_caches(tokens: list[str], *, cached: bool = False) -> Plan:
+def plan_caches(tokens: list[str], *, cached: bool = False) -> Plan:
     """The plan of the caches of a run, for the settings on the command line.
 
     Raises:
         ConfigError: lists all problems.
     """
-    with uncollected():
+    with without_gc():
         return plan_training(command_settings(tokens, cached=cached), "caches")
 
 
-def surveyed(tokens: list[str], *, cached: bool = False) -> Survey:
+def plan_survey(tokens: list[str], *, cached: bool = False) -> Survey:
     """The datasets of the settings on the command line.
 
     Raises:
         ConfigError: lists all problems.
     """
-    with uncollected():
+    with without_gc():
         return survey_datasets(command_settings(tokens, cached=cached))
 
 

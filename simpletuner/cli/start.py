@@ -28,12 +28,12 @@ from simpletuner.annexes.start.verdict import plan_new_run, unwritten
 from simpletuner.cli.consent import with_consent
 from simpletuner.cli.plan import print_plan
 from simpletuner.cli.sample import sweep_folder
-from simpletuner.cli.settings import CardAsked, MemoryAsked, ask_about, refuse_question
+from simpletuner.cli.settings import CardAsked, MemoryAsked, refuse_asked_device, set_asked_device
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name
 from simpletuner.config.sources import parse_arguments
-from simpletuner.distributed.requests import handling
+from simpletuner.distributed.requests import signal_handlers
 from simpletuner.errors import ConfigError, UserError, counted
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.weights.lora_names import LORA_FILE
@@ -75,8 +75,8 @@ def start(
     """
     arguments = parse_arguments(context.args)
     if not dry_run:
-        refuse_question(device, device_memory)
-    ask_about(arguments, device, device_memory)
+        refuse_asked_device(device, device_memory)
+    set_asked_device(arguments, device, device_memory)
     canonical(arguments.layer(), arguments.problems)
     # Unexpanded: references to environment variables are written to the config as they are.
     settings = {main_name(key): value for key, value in arguments.settings}
@@ -228,7 +228,7 @@ def call(command: Sequence[str]) -> int:
         for child in children:
             child.send_signal(number)
 
-    with handling({signal.SIGTERM: pass_on}):
+    with signal_handlers({signal.SIGTERM: pass_on}):
         children.append(subprocess.Popen(command))
         if asked:  # while the command was being started
             pass_on(signal.SIGTERM, None)

@@ -25,19 +25,19 @@ from simpletuner.atomic import why_not_writable
 from simpletuner.budget.budget import Budget
 from simpletuner.cli.consent import with_consent
 from simpletuner.cli.plan import print_plan
-from simpletuner.cli.process import configure_torch, uncollected
+from simpletuner.cli.process import configure_torch, without_gc
 from simpletuner.cli.settings import (
-    ask_about,
     command_settings,
     logged_events,
     prepare_output,
-    refuse_question,
+    refuse_asked_device,
+    set_asked_device,
 )
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.requests import signals_as_interrupt
-from simpletuner.distributed.world import World, launched
+from simpletuner.distributed.world import World, world_from_launcher
 from simpletuner.errors import ConfigError, Interrupted, Problems, UserError, WriteError, counted
 from simpletuner.planning.build import resolve_layers
 from simpletuner.planning.entries import machine_folder
@@ -88,10 +88,10 @@ def train(
     _check_flags(replay=replay is not None, dry_run=dry_run, page=has_page, no_auth=no_auth)
     arguments = command_settings(context.args)
     if dry_run:
-        ask_about(arguments, device, device_memory)
+        set_asked_device(arguments, device, device_memory)
         print_plan(arguments)
         return
-    refuse_question(device, device_memory)
+    refuse_asked_device(device, device_memory)
     configure_torch()
     if replay is not None:
         _replay(replay, arguments)
@@ -126,14 +126,14 @@ def _start(arguments: Arguments, command: list[str], page: Page | None, *, yes: 
     """Train in this process, which may be one of several, or launch the run's processes with the
     same command.
     """
-    if (place := launched(os.environ)) is not None:
+    if (place := world_from_launcher(os.environ)) is not None:
         with process_group(place, start_limit(arguments)) as world:
             budget = plan_in_every_process(
                 world, lambda seed: plan_that_fits(arguments.with_seed(seed))
             )
             _train(world, with_consent(budget, yes=yes), page, yes=yes)
         return
-    with uncollected():
+    with without_gc():
         budget = plan_that_fits(arguments)
     budget = with_consent(budget, yes=yes)
     # The number of processes is part of the plan. Planning before the launch prints its problems
@@ -159,7 +159,7 @@ def _replay(folder: Path, arguments: Arguments) -> None:
     """Repeat a failed step; exits with 1 if it fails again."""
     failure, plan = prepare(folder, arguments)
     with logged_events(None) as events:
-        with events.phase("Loading torch"), uncollected():
+        with events.phase("Loading torch"), without_gc():
             # At the wall: torch comes with it, so only after the plan is checked.
             from simpletuner.annexes.replay.autopsy import replay_step
         if replay_step(failure, plan, events):
@@ -251,7 +251,7 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     summary = "\n".join(start_lines(budget))
     events.publish(StateChanged("starting", step, plan.length.total_steps, summary))
     keep_compiled(machine_folder(plan))
-    with events.phase("Loading torch", stage="init_torch"), uncollected():
+    with events.phase("Loading torch", stage="init_torch"), without_gc():
         # The wall: torch and the classes of the family take seconds to import, so they come after
         # all checks that do not need them.
         from simpletuner.cli.execute import execute

@@ -31,7 +31,7 @@ from simpletuner.config.option import (
     options_of,
     when,
 )
-from simpletuner.config.paths import no_file
+from simpletuner.config.paths import why_no_file
 from simpletuner.config.remote import SOURCES, RemoteKeys, Source, SourceName
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
@@ -384,7 +384,7 @@ def read_datasets(
     if not path.is_file():
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
         report.error(
-            "data_backend_config", f"the dataset file {str(path)!r} {no_file(path)}. {ways}"
+            "data_backend_config", f"the dataset file {str(path)!r} {why_no_file(path)}. {ways}"
         )
         return []
     fault = foreign_datasets(path, read_text(path, Problems()) or "")

@@ -101,7 +101,7 @@ def _first_difference(text: str, repaired: str) -> int:
 
 
 @contextmanager
-def named_by(key: str, path: Path, report: Problems) -> Iterator[Problems]:
+def reported_under(key: str, path: Path, report: Problems) -> Iterator[Problems]:
     """A report on a file, whose problems are filed under the key that names the file."""
     of_file = Problems()
     yield of_file
@@ -112,7 +112,7 @@ def named_by(key: str, path: Path, report: Problems) -> Iterator[Problems]:
 def read_text(path: Path, report: Problems) -> str | None:
     """A UTF-8 file as text, or None after a problem."""
     try:
-        if fault := unfit_to_read(path.stat(), LARGEST_TEXT):
+        if fault := why_unreadable(path.stat(), LARGEST_TEXT):
             report.error(str(path), f"{fault}.")
             return None
         # -sig: Windows editors write a byte order mark, which json rejects.
@@ -132,7 +132,7 @@ def read_toml(package: str, name: str) -> dict[str, Any]:
     return tomllib.loads((files(package) / name).read_text(encoding="utf-8"))
 
 
-def unfit_to_read(status: os.stat_result, most: int) -> str:
+def why_unreadable(status: os.stat_result, most: int) -> str:
     """Why a file must not be read whole, or an empty text: a pipe would block, a device may never
     end.
     """

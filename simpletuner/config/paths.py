@@ -8,7 +8,7 @@ from pathlib import Path
 from simpletuner.errors import nearest
 
 
-def no_file(path: Path) -> str:
+def why_no_file(path: Path) -> str:
     """Why there is no file at a path, as the end of a sentence."""
     return "is a folder, not a file" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - never raises
 
@@ -18,7 +18,7 @@ def home_path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
-def absence_of(path: Path) -> str:
+def missing_path(path: Path) -> str:
     """`'x' does not exist. Did you mean 'y'?`, with the nearest name beside it."""
     return f"{str(path)!r} does not exist.{similar_path(path)}"
 

@@ -224,7 +224,7 @@ def quantised_bytes(name: str) -> float:
     return stored.bytes_per_weight if stored else 0.0
 
 
-def check_products(config: PrecisionConfig, report: Problems) -> None:
+def check_quantized_matmul(config: PrecisionConfig, report: Problems) -> None:
     """Report weights that `quantized_matmul` cannot multiply as stored."""
     stored = quantisation(config.base_model_precision)
     if not config.quantized_matmul or (

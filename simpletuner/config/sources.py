@@ -100,7 +100,7 @@ class Located:
     extra_arguments: str = ""
 
 
-def configured(values: Mapping[str, Any]) -> Located:
+def config_from_values(values: Mapping[str, Any]) -> Located:
     """A configuration without a file."""
     return Located(
         [

@@ -60,17 +60,17 @@ ATTENTION_PACKAGES = {
 }
 
 
-def plain_math(config: SpeedConfig) -> bool:
+def uses_own_arithmetic(config: SpeedConfig) -> bool:
     """Whether blocks run our arithmetic instead of diffusers' code."""
     return config.speed == "auto"
 
 
 def keeps_attention(config: SpeedConfig) -> bool:
     """Whether activation checkpointing keeps the outputs of self-attention."""
-    return plain_math(config) and config.speed_keep_attention is not False
+    return uses_own_arithmetic(config) and config.speed_keep_attention is not False
 
 
-def bf16_modulation(config: SpeedConfig) -> bool:
+def stores_modulation_in_bf16(config: SpeedConfig) -> bool:
     """Whether frozen modulation weights are stored as bf16 if that is lossless."""
     return config.speed == "auto"
 
@@ -136,10 +136,10 @@ def check_speed(
     config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig, report: Problems
 ) -> None:
     """Report contradicting switches and missing packages."""
-    if not plain_math(config):
+    if not uses_own_arithmetic(config):
         message = "has no effect with speed reference, which runs diffusers' own blocks."
         report.no_effect("speed_keep_attention", message)
-    if launch.sequence_parallel_size > 1 and not plain_math(config):
+    if launch.sequence_parallel_size > 1 and not uses_own_arithmetic(config):
         message = (
             f"{launch.sequence_parallel_size} needs speed auto: diffusers' own blocks need "
             "all tokens."
@@ -160,7 +160,7 @@ def check_mechanism(config: SpeedConfig, mechanism: str, report: Problems) -> No
                 "is not installed, and has to be built from source (docs/INSTALL.md says how)."
             )
             report.error("attention_mechanism", f"{mechanism!r} {message}")
-        if not plain_math(config):
+        if not uses_own_arithmetic(config):
             report.error(
                 "attention_mechanism",
                 f"{mechanism!r} needs speed auto: diffusers' own blocks use torch's.",

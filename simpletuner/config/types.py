@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, PlainSerializer
 
 from simpletuner.config.json_reader import expand_environment, parse_json, read_json
-from simpletuner.config.paths import home_path, no_file
+from simpletuner.config.paths import home_path, why_no_file
 from simpletuner.errors import Problems
 from simpletuner.redaction import hide_secrets
 
@@ -79,7 +79,7 @@ def parse_text(value: object) -> object:
     return str(value)
 
 
-def typed(value: Any) -> str:
+def as_user_text(value: Any) -> str:
     """A value as users write it: text unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -132,7 +132,7 @@ def parse_objects(key: str, value: object) -> object:
         path = home_path(value)
         problems = Problems()
         if not os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
-            raise ValueError(f"{no_file(path)}; give a file, an object or a list of objects")
+            raise ValueError(f"{why_no_file(path)}; give a file, an object or a list of objects")
         # `canonical` expanded what config.json holds; this file is read later.
         value = expand_environment(
             read_json(path, problems), key, problems, secret=True, keep_unset=True

@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from simpletuner.config.datasets import ParquetConfig
-from simpletuner.config.json_reader import named_by, parse_json, read_text
+from simpletuner.config.json_reader import parse_json, read_text, reported_under
 from simpletuner.config.option import Package, check_installed
-from simpletuner.config.paths import no_file
+from simpletuner.config.paths import why_no_file
 from simpletuner.data.discovery import Folder
 from simpletuner.data.file_names import composed
 from simpletuner.errors import Problems, counted, did_you_mean, shorten
@@ -110,7 +110,7 @@ def read_parquet(config: ParquetConfig, report: Problems) -> list[Row]:
     of_table = Problems()
     check_installed(PYARROW, "metadata_backend", "parquet", of_table)
     if not path.is_file():  # checked without the package, too, so that one start reports both
-        of_table.error("parquet.path", f"{config.path!r} {no_file(path)}.")
+        of_table.error("parquet.path", f"{config.path!r} {why_no_file(path)}.")
     if not of_table:
         _check_table(path, config, of_table)
     report.extend(of_table)
@@ -200,7 +200,7 @@ def read_metadata(folder: Folder, report: Problems) -> list[Row]:
     rows: list[Row] = []
     for table in tables:
         path = folder.root / table
-        with named_by("caption_strategy", path, report) as of_file:
+        with reported_under("caption_strategy", path, report) as of_file:
             content = _read_records(path, of_file)
             rows += _captioned(content, folder, PurePosixPath(table).parent, of_file)
     return rows

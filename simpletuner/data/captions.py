@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig
-from simpletuner.config.json_reader import named_by, read_json, read_text
+from simpletuner.config.json_reader import read_json, read_text, reported_under
 from simpletuner.config.remote import SOURCES
 from simpletuner.data.caption_tables import CaptionTable, match_rows, read_metadata, read_parquet
 from simpletuner.data.chance import generator
@@ -350,7 +350,7 @@ def read_filters(value: Any, report: Problems) -> Edit | None:
 
 
 def _read_list(path: Path, report: Problems) -> list[Any]:
-    with named_by(FILTERS, path, report) as of_file:
+    with reported_under(FILTERS, path, report) as of_file:
         if path.suffix.lower() == ".json":
             content = read_json(path, of_file, list | str, "a JSON list of texts")
             return [content] if isinstance(content, str) else content or []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.config.json_reader import named_by, read_json
+from simpletuner.config.json_reader import read_json, reported_under
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.file_index import FileFacts, inspect_files, load_index
 from simpletuner.data.file_names import (
@@ -249,7 +249,7 @@ def read_excluded(config: DatasetConfig, report: Problems) -> frozenset[str]:
         return frozenset()
     if "exclude_files" not in config.model_fields_set and not path.is_file():
         return frozenset()
-    with named_by("exclude_files", path, report) as of_file:
+    with reported_under("exclude_files", path, report) as of_file:
         names = read_json(path, of_file, list, "a JSON list of file names") or []
     if not all(isinstance(name, str) for name in names):
         report.error(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from simpletuner.config.json_reader import unfit_to_read
+from simpletuner.config.json_reader import why_unreadable
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.hashing import hash_file
 
@@ -147,7 +147,7 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
         UnreadableError, DeviceError: as in `read_file`.
     """
     status = with_retries(path, path.stat)
-    if fault := unfit_to_read(status, most):
+    if fault := why_unreadable(status, most):
         raise UnreadableError(fault)
     return status.st_size, status.st_mtime_ns
 

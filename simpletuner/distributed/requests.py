@@ -26,7 +26,7 @@ FOLDER = "requests"
 Request = Literal["stop", "stop_at_epoch_end", "save", "preview"]
 REQUESTS: tuple[Request, ...] = get_args(Request)
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-ECHO_SECONDS = 1.0
+DEBOUNCE_SECONDS = 1.0
 STOPPING = (
     "Stopping after this step. Ctrl-C again stops at once and loses everything since the last "
     "checkpoint."
@@ -75,10 +75,10 @@ def signals_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    handlers: dict[int, Handler] = {signal.SIGTERM: without_echo(interrupt)}
+    handlers: dict[int, Handler] = {signal.SIGTERM: debounced(interrupt)}
     if sys.platform != "win32":
         handlers[signal.SIGHUP] = signal.SIG_IGN
-    with handling(handlers):
+    with signal_handlers(handlers):
         yield
 
 
@@ -99,16 +99,16 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
             # first did.
             again = signal.default_int_handler if handler is signal.SIG_IGN else handler
             if caught == signal.SIGTERM and callable(again):
-                again = without_echo(again, time.monotonic())
+                again = debounced(again, time.monotonic())
             signal.signal(caught, again)
         # In another thread: the signal may have interrupted this one in the middle of a write.
         threading.Thread(target=announce, daemon=True).start()
 
-    with handling(dict.fromkeys(previous, ask)):
+    with signal_handlers(dict.fromkeys(previous, ask)):
         yield
 
 
-def without_echo(
+def debounced(
     handler: Callable[[int, FrameType | None], object], last: float = -math.inf
 ) -> Handler:
     """A handler that ignores a signal shortly after the last one.
@@ -124,14 +124,14 @@ def without_echo(
         nonlocal last
         before = last
         last = time.monotonic()
-        if last - before > ECHO_SECONDS:
+        if last - before > DEBOUNCE_SECONDS:
             handler(number, frame)
 
     return handle
 
 
 @contextmanager
-def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+def signal_handlers(handlers: Mapping[int, Handler]) -> Iterator[None]:
     """Install signal handlers inside the block; does nothing outside the main thread, where Python
     forbids handlers.
     """

@@ -153,7 +153,7 @@ class World:
         """
         return self.broadcast(cast(Value, self.main_only(act)))
 
-    def named(self, name: str) -> str:
+    def unique_name(self, name: str) -> str:
         """The name with this process's rank appended to make it unique; unchanged in the main
         process.
         """
@@ -185,7 +185,7 @@ class World:
         """
         return lambda sign: None
 
-    def undisturbed(self) -> AbstractContextManager[object]:
+    def uninterrupted(self) -> AbstractContextManager[object]:
         """A context for writing, which the failure of another process does not interrupt."""
         return nullcontext()
 
@@ -240,7 +240,7 @@ LAUNCHERS = (
 )
 
 
-def launched(environment: Mapping[str, str]) -> World | None:
+def world_from_launcher(environment: Mapping[str, str]) -> World | None:
     """The world of processes started by a launcher; None without a launcher.
 
     Raises:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from simpletuner.atomic import free_path
+from simpletuner.atomic import unused_path
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.file_names import CAPTION_SUFFIXES, composed, pair_key, suffix_of
@@ -72,7 +72,7 @@ def _quarantine(dataset: Dataset, folder: Path, moved: list[str]) -> None:
             )
             continue
         for name in [file.name, *_own_captions(root, file.name)]:
-            target = free_path(folder / PurePosixPath(name), " ({})")
+            target = unused_path(folder / PurePosixPath(name), " ({})")
             origin = (root / name).absolute()
             target.parent.mkdir(parents=True, exist_ok=True)
             # Output and data may be on different file systems, between which a rename fails.

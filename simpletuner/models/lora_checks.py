@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.paths import absence_of, home_path, similar_path
+from simpletuner.config.paths import home_path, missing_path, similar_path
 from simpletuner.errors import Problems, counted, shorten
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_layers import Targets, matching_modules
@@ -126,7 +126,7 @@ def read_shapes(key: str, path: Path, report: Problems) -> dict[str, Shape]:
     used.
     """
     if not path.is_file():
-        report.error(key, absence_of(path))
+        report.error(key, missing_path(path))
         return {}
     try:
         shapes = tensor_shapes(path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.paths import absence_of, home_path, similar_path
+from simpletuner.config.paths import home_path, missing_path, similar_path
 from simpletuner.errors import Problems, shorten
 from simpletuner.models.spec import FamilySpec, Flavour, OriginalWeights
 from simpletuner.weights.files import Shape, Shapes
@@ -98,7 +98,7 @@ def _fault_at(location: str, parts: Sequence[Part]) -> str | None:
         is_id = HUB_ID.fullmatch(location) is not None
         return None if is_id else f"{location!r} is neither an existing folder nor a valid hub id."
     if not home_path(location).is_dir():
-        return f"the model folder {absence_of(home_path(location))}"
+        return f"the model folder {missing_path(home_path(location))}"
     unusable = []
     for part in parts:
         fault = part.fault()

@@ -17,7 +17,7 @@ from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.paths import home_path
 from simpletuner.config.precision import (
     check_packages,
-    check_products,
+    check_quantized_matmul,
     text_encoder_dtype,
     transformer_dtype,
 )
@@ -259,7 +259,7 @@ def check_rest(config: RunConfig, report: Problems) -> None:
     if (
         config.model.model_type == "lora"
     ):  # of a full fine-tune, no weight is multiplied as it is stored
-        check_products(config.precision, report)
+        check_quantized_matmul(config.precision, report)
     check_speed(config.speed, config.precision, config.launch, report)
     check_trackers(config.tracking, report)
     check_publishing(config.publish, config.tracking.tracker_project_name, report)

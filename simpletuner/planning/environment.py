@@ -16,7 +16,7 @@ from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_pr
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_keys
 from simpletuner.config.types import TRUE_WORDS, parse_flag
-from simpletuner.distributed.world import launched, number_in
+from simpletuner.distributed.world import number_in, world_from_launcher
 from simpletuner.errors import Problems, UserError, did_you_mean
 from simpletuner.rounding import ceil_div
 
@@ -67,7 +67,7 @@ def log_level(report: Problems) -> int:
 def as_launched(config: RunConfig, report: Problems) -> RunConfig:
     """The settings with the number of processes started by a launcher, if any."""
     try:
-        place = launched(os.environ)
+        place = world_from_launcher(os.environ)
     except UserError as error:
         report.error("", str(error))
         return config

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from simpletuner.atomic import free_path, write_atomically
+from simpletuner.atomic import unused_path, write_atomically
 from simpletuner.errors import counted, shorten
 from simpletuner.planning.checkpoint_folder import (
     AVERAGE_FOLDER,
@@ -265,7 +265,7 @@ def _move(path: Path, target: Path) -> None:
     """Rename a file or folder, if it exists. An existing target is kept."""
     if path.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(free_path(target))
+        path.rename(unused_path(target))
 
 
 def continuation(output_dir: Path, checkpoint: Checkpoint) -> str:

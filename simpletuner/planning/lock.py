@@ -24,9 +24,9 @@ from typing import Annotated, BinaryIO
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
-from simpletuner.atomic import hold
+from simpletuner.atomic import take_lock
 from simpletuner.errors import UserError, reached_limit
-from simpletuner.reporting.wording import clock
+from simpletuner.reporting.wording import clock_text
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Owner:
         file.flush()
 
     def __str__(self) -> str:
-        age = clock(max(0.0, time.time() - self.since))
+        age = clock_text(max(0.0, time.time() - self.since))
         return f"process {self.pid} on {self.host} (`{self.command}`, started {age} ago)"
 
 
@@ -127,7 +127,7 @@ def take(path: Path) -> BinaryIO | None:
     locked it.
     """
     file = path.open("a+b")
-    if not hold(file, wait=False):
+    if not take_lock(file, wait=False):
         file.close()
         return None
     if is_at(path, file):

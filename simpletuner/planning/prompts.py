@@ -13,7 +13,7 @@ from typing import Any
 
 from simpletuner.config.absent import REMOVED_IN
 from simpletuner.config.json_reader import json_kind, read_json
-from simpletuner.config.paths import no_file
+from simpletuner.config.paths import why_no_file
 from simpletuner.config.schema import ValidationConfig
 from simpletuner.config.types import Size
 from simpletuner.errors import Problems, did_you_mean
@@ -78,7 +78,7 @@ def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
     """
     key = "user_prompt_library"
     if not path.is_file():
-        report.error(key, f"{str(path)!r} {no_file(path)}.")
+        report.error(key, f"{str(path)!r} {why_no_file(path)}.")
         return []
     of_file = Problems()
     content = read_json(path, of_file)

@@ -27,7 +27,7 @@ from simpletuner.config.paths import home_path
 from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.records import LAST_WITH, trained_with_removed
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.types import typed
+from simpletuner.config.types import as_user_text
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.media_checks import is_converted
 from simpletuner.data.schedule import has_step_window
@@ -379,7 +379,7 @@ def _difference(key: str, old: Any, new: Any) -> str:
             ", ".join(size.removesuffix("@1") for size in sizes) for sizes in (old, new)
         )
         return f"{before}, and now there are {after}"
-    return f"{typed(old)}, not {typed(new)}"
+    return f"{as_user_text(old)}, not {as_user_text(new)}"
 
 
 def _check_start(

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.atomic import write_atomically, write_whole, writing_to
+from simpletuner.atomic import write_atomically, write_fully, writing_to
 from simpletuner.errors import WriteError
 
 METRICS_FILE = "training_metrics.jsonl"
@@ -145,7 +145,7 @@ class StepLines:
         }
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing_to(self.path):
-            write_whole(self._file, line)
+            write_fully(self._file, line)
 
     def close(self) -> None:
         self._file.close()
@@ -242,7 +242,7 @@ def _preview_in(row: Mapping[str, Any]) -> MediaRecord | None:
         return None
 
 
-def damage_in(path: Path) -> str:
+def describe_damage(path: Path) -> str:
     """A message about the lines of a record that cannot be read, which readers skip; empty without
     one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def clock(seconds: float) -> str:
+def clock_text(seconds: float) -> str:
     """`7.2 s`, `45 s`, `4:05` or `2:00:09`."""
     if seconds < 59.5:
         return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
@@ -25,7 +25,7 @@ def size_text(count: int) -> str:
     return f"{size:.0f} {unit}" if size >= 100 or power == 0 else f"{size:.1f} {unit}"
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """An estimated duration as text, with at most two digits."""
     if seconds < 10:
         return f"{seconds:.2g} s"
@@ -37,7 +37,7 @@ def duration(seconds: float) -> str:
     return f"{days:.0f} days" if days < 1000 else f"{days / 365.25:.0f} years"
 
 
-def amount(count: int, unit: str) -> str:
+def amount_text(count: int, unit: str) -> str:
     """`1,204 captions`; without a unit only the number, or `done` for 0."""
     if not unit:
         return f"{count:,}" if count else "done"

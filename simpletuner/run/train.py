@@ -35,7 +35,7 @@ from simpletuner.planning.length import length_key
 from simpletuner.planning.lineage import branch_folder, start_line
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, damage_in
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, describe_damage
 from simpletuner.reporting.record import Recorded, RunRecord
 from simpletuner.run.companions import Companion, Ledger, mark_done
 from simpletuner.run.rehearsal import rehearse
@@ -157,7 +157,7 @@ def begin_records(
     if branch is not None:
         events.say(f"Moved to {plan.output_dir / branch_folder(branch.line)}: {branch.rest}.")
     for file in (METRICS_FILE, MEDIA_FILE):
-        if step and (damage := damage_in(plan.output_dir / file)):
+        if step and (damage := describe_damage(plan.output_dir / file)):
             events.say(damage, warning=True)
     record = RunRecord(plan.output_dir, step)
     events.subscribe("The record", record, ends_run=Exception)

@@ -31,7 +31,12 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
-from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
+from simpletuner.config.speed import (
+    compile_backend,
+    keeps_attention,
+    stores_modulation_in_bf16,
+    uses_own_arithmetic,
+)
 from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.world import World
 from simpletuner.memory.heap import large_tensors_apart
@@ -237,7 +242,9 @@ def load_frozen(
     layers = adapter.spec.quantised_layers
     transformer = adapter.load_transformer(dtype, empty=True).requires_grad_(False)
     layout = adapter.block_layout(transformer)
-    in_bf16 = bf16_modulation(settings.speed) and _adapts_only(transformer, adapted, layers)
+    in_bf16 = stores_modulation_in_bf16(settings.speed) and _adapts_only(
+        transformer, adapted, layers
+    )
     weights = DeferredWeights(transformer, adapter.source["transformer"], dtype)
     offload = Offload(settings.offload, device, world)
     moving = blocks_to_stream(layout, settings.offload)
@@ -383,11 +390,11 @@ def _use_fast_blocks(
     precision = settings.precision
     if precision.quantized_matmul:
         use_quantised_products(transformer)
-    if bf16_modulation(settings.speed):
+    if stores_modulation_in_bf16(settings.speed):
         adapter.store_modulation_in_bf16(transformer)
     if device.type == "cuda" and not precision.disable_tf32:
         keep_full_float32(transformer)
-    fast = adapter.use_fast_blocks(transformer) if plain_math(settings.speed) else None
+    fast = adapter.use_fast_blocks(transformer) if uses_own_arithmetic(settings.speed) else None
     if fast is not None:
         fast.self_attention.kernel = attention_kernel(precision.attention_mechanism)
     return fast

@@ -313,14 +313,14 @@ class CheckpointWriter(Callback):
         step = state.global_step
         shared = assembly.trained.sharers.size > 1
         # Not if processes write together: if one fails, all others would wait for it forever.
-        with nullcontext() if shared else assembly.world.undisturbed():
+        with nullcontext() if shared else assembly.world.uninterrupted():
             unfinished = self.write(path, assembly, state)
         self.saved_step = step
         if unfinished is None:
             return
 
         def finish() -> CheckpointSaved:
-            with assembly.world.undisturbed():
+            with assembly.world.uninterrupted():
                 unfinished.complete()
             return CheckpointSaved(path, step, time.monotonic() - started)
 

@@ -31,7 +31,7 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.reporting.intervals import Rounds
-from simpletuner.reporting.wording import clock, pace_text, size_text
+from simpletuner.reporting.wording import clock_text, pace_text, size_text
 
 
 class Clock:
@@ -308,8 +308,13 @@ def test_a_terminal_that_dies_ends_the_display_and_nothing_else(
 
 
 def test_numbers_for_people() -> None:
-    assert [clock(7.21), clock(45.2), clock(59.6), clock(245)] == ["7.2 s", "45 s", "1:00", "4:05"]
-    assert clock(7209) == "2:00:09"
+    assert [clock_text(7.21), clock_text(45.2), clock_text(59.6), clock_text(245)] == [
+        "7.2 s",
+        "45 s",
+        "1:00",
+        "4:05",
+    ]
+    assert clock_text(7209) == "2:00:09"
     assert [pace_text(1.919), pace_text(0.0381)] == ["1.92 s/step", "0.038 s/step"]
     assert [size_text(0), size_text(512), size_text(1536), size_text(12_240_656_794)] == [
         "0 B",

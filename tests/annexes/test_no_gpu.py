@@ -13,7 +13,7 @@ from simpletuner.budget import device
 from simpletuner.budget.device import find_device
 from simpletuner.budget.drivers import Gpu, torch_uses_gpus
 from simpletuner.reporting.screen import in_red
-from simpletuner.reporting.wording import duration
+from simpletuner.reporting.wording import duration_text
 from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
@@ -155,7 +155,7 @@ def test_red_is_for_terminals_with_colour(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_long_durations() -> None:
-    assert [duration(days * 86400) for days in (3, 999, 1001, 31836)] == [
+    assert [duration_text(days * 86400) for days in (3, 999, 1001, 31836)] == [
         "72 h",
         "999 days",
         "3 years",

@@ -50,9 +50,9 @@ def test_switches_follow_speed_unless_set(
 ) -> None:
     group = make(**settings).speed
     switches = (
-        speed.plain_math(group),
+        speed.uses_own_arithmetic(group),
         speed.keeps_attention(group),
-        speed.bf16_modulation(group),
+        speed.stores_modulation_in_bf16(group),
     )
     assert switches == expected
 

@@ -26,7 +26,7 @@ from simpletuner.annexes.processes.joining import (
     take_device,
 )
 from simpletuner.annexes.processes.watch import GONE, EndReporter
-from simpletuner.distributed.world import World, launched
+from simpletuner.distributed.world import World, world_from_launcher
 from simpletuner.errors import UserError
 from tests.tools.processes import finish
 from tests.tools.reports import found_by
@@ -53,7 +53,7 @@ def agree(rank: int, folder: Path) -> None:
             "main": world.main_only(lambda: "here"),
             "on main": world.on_main(lambda: f"from {rank}"),
             "leaders": world.place_among_leaders(),
-            "names": [world.named("step-3"), world.label],
+            "names": [world.unique_name("step-3"), world.label],
         }
         (folder / f"{rank}.json").write_text(json.dumps(found))
         if rank == 0:
@@ -194,7 +194,7 @@ def test_one_process_asks_nobody() -> None:
     )
     assert world.broadcast("x") == "x"
     assert (world.main_only(lambda: 1), world.place_among_leaders()) == (1, (0, 1))
-    assert (world.named("step-3"), world.label) == ("step-3", "")
+    assert (world.unique_name("step-3"), world.label) == ("step-3", "")
     world.barrier()
     with pytest.raises(RuntimeError, match="not connected"):
         World(1, 2).barrier()
@@ -238,14 +238,14 @@ SLURM = {
     ],
 )
 def test_where_a_launcher_puts_a_process(environment: dict[str, str], place: World | None) -> None:
-    assert launched(environment) == place
+    assert world_from_launcher(environment) == place
 
 
 @pytest.mark.parametrize("rank", [None, "x", "2"])
 def test_a_launcher_that_names_no_rank(rank: str | None) -> None:
     environment = {"WORLD_SIZE": "2"} | ({} if rank is None else {"RANK": rank})
     with pytest.raises(UserError, match=f"RANK is {rank or 'not set'}"):
-        launched(environment)
+        world_from_launcher(environment)
 
 
 def test_where_processes_meet() -> None:

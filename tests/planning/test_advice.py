@@ -15,7 +15,7 @@ from simpletuner.config.datasets import dataset_options
 from simpletuner.config.option import Option, When
 from simpletuner.config.remote import SOURCES
 from simpletuner.config.schema import all_options
-from simpletuner.config.sources import Arguments, configured
+from simpletuner.config.sources import Arguments, config_from_values
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.build import plan_training
@@ -145,7 +145,7 @@ def test_what_a_message_about_a_dataset_proposes_is_not_refused_next(workspace: 
     def judge(entry: Settings) -> list[Problem]:
         workspace.write_datasets([dict(entry), DATASETS[1]])
         content = json.loads(workspace.path("config/config.json").read_text())
-        arguments = Arguments(base=configured({**CONFIG, **content}))
+        arguments = Arguments(base=config_from_values({**CONFIG, **content}))
         try:
             plan_training(arguments)
         except ConfigError as error:

@@ -20,7 +20,15 @@ import pytest
 
 from simpletuner.errors import UserError
 from simpletuner.planning import lock
-from simpletuner.planning.lock import LOCK_FILE, Owner, hold, is_at, lock_output, take, this_process
+from simpletuner.planning.lock import (
+    LOCK_FILE,
+    Owner,
+    is_at,
+    lock_output,
+    take,
+    take_lock,
+    this_process,
+)
 from tests.tools.processes import PATIENCE
 from tests.tools.workspace import Workspace
 
@@ -168,7 +176,7 @@ def test_a_lock_that_is_held_and_names_nobody(tmp_path: Path, content: bytes, wo
     with (tmp_path / LOCK_FILE).open("wb") as file:
         file.write(content)
         file.flush()
-        hold(file)
+        take_lock(file)
         with pytest.raises(UserError, match=words), lock_output(tmp_path):
             pass
 
@@ -237,9 +245,9 @@ def test_a_lock_that_was_removed_meanwhile_is_opened_again(
         if not held:
             path.unlink()
         held.append(file)
-        return hold(file, wait=wait)
+        return take_lock(file, wait=wait)
 
-    monkeypatch.setattr(lock, "hold", hold_too_late)
+    monkeypatch.setattr(lock, "take_lock", hold_too_late)
     file = take(path)
     assert file is held[1]
     with file:

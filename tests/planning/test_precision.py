@@ -12,7 +12,7 @@ import torch
 
 from simpletuner.config.precision import (
     check_packages,
-    check_products,
+    check_quantized_matmul,
     quantisation,
     text_encoder_storage,
     transformer_dtype,
@@ -145,7 +145,7 @@ def test_what_a_quantised_base_excludes(
 )
 def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
     config = PrecisionConfig(base_model_precision=base, quantized_matmul=True)
-    (problem,) = found_by(check_products, config)
+    (problem,) = found_by(check_quantized_matmul, config)
     assert str(problem).startswith(
         "quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not "
         f"'{base}': {reason}. Leave it out"

@@ -18,7 +18,7 @@ from simpletuner.reporting.metrics import (
     MediaRecord,
     MetricsFile,
     StepLines,
-    damage_in,
+    describe_damage,
     read_media,
     read_rows,
 )
@@ -177,7 +177,7 @@ def test_damaged_lines_are_named(tmp_path: Path, name: str, lines: list[str], da
     path = tmp_path / name
     path.write_text("".join(f"{line}\n" for line in [json.dumps(preview), *lines]) + '{"step": 2')
 
-    message = damage_in(path)
+    message = describe_damage(path)
 
     assert bool(message) == bool(lines)
     assert message.startswith(f"{name}: {damage}" if damage else "")
@@ -187,5 +187,5 @@ def test_a_row_that_is_no_preview_is_damage_of_the_previews_only(tmp_path: Path)
     for name in (METRICS_FILE, MEDIA_FILE):
         (tmp_path / name).write_text('{"step": 1, "path": 3}\n')
 
-    assert damage_in(tmp_path / METRICS_FILE) == ""
-    assert damage_in(tmp_path / MEDIA_FILE).startswith(f"{MEDIA_FILE}: line 1 is damaged")
+    assert describe_damage(tmp_path / METRICS_FILE) == ""
+    assert describe_damage(tmp_path / MEDIA_FILE).startswith(f"{MEDIA_FILE}: line 1 is damaged")

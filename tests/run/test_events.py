@@ -174,8 +174,8 @@ def test_the_other_subscribers_get_every_event(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     pytest.importorskip("tensorboard")
-    with monkeypatch.context() as undisturbed:
-        whole = Watched(undisturbed, ())
+    with monkeypatch.context() as uninterrupted:
+        whole = Watched(uninterrupted, ())
         assert workspace.train(*WITH_ALL) == 0
 
     watched = Watched(monkeypatch, [failing])

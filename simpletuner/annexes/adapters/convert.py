@@ -28,7 +28,7 @@ from simpletuner.annexes.adapters.forms import (
 from simpletuner.annexes.figures import is_number
 from simpletuner.atomic import open_atomically
 from simpletuner.config.json_reader import read_json
-from simpletuner.config.paths import absence_of
+from simpletuner.config.paths import missing_path
 from simpletuner.errors import Problems, UserError, shorten
 from simpletuner.headers import METADATA, join_header, read_head, read_header
 from simpletuner.models.lora_checks import read_shapes
@@ -92,7 +92,7 @@ def convert(
         UserError: the source cannot be converted, or the file exists.
     """
     if not source.exists():
-        raise UserError(absence_of(source))
+        raise UserError(missing_path(source))
     transformer = transformer_folder(source)
     target = target_file(source, form, output)
     if target.exists() and not overwrite:

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from simpletuner.annexes.captions.wording import Wording
-from simpletuner.atomic import free_path, write_atomically, write_json
+from simpletuner.atomic import unused_path, write_atomically, write_json
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.json_reader import read_json
 from simpletuner.data.captions import control_token, read_caption_text
@@ -184,7 +184,7 @@ def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
     """
     changes = list(changes)
     with _writing:
-        backup = free_path(folder / f".captions-{datetime.now().astimezone():%Y%m%d-%H%M%S}.json")
+        backup = unused_path(folder / f".captions-{datetime.now().astimezone():%Y%m%d-%H%M%S}.json")
         write_json(backup, {change.name: change.before for change in changes})
         for change in changes:
             _check_unchanged(change.path, tag_of(change.before))

@@ -24,7 +24,7 @@ from simpletuner.data.file_index import FileFacts, inspect_files
 from simpletuner.data.file_names import CAPTION_SUFFIXES, index_partners, pair_key, partners_of
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import LedgerEntry, Rejected
-from simpletuner.errors import Problems, visible
+from simpletuner.errors import Problems, escape_controls
 
 PATIENCE = 4.0  # seconds that a search may spend reading captions
 UNREADABLE = "?"  # not empty, so that an unreadable caption does not count as missing
@@ -83,7 +83,7 @@ class Shown:
     @property
     def name(self) -> str:
         """The file name, with control characters escaped."""
-        return visible(self.card.name)
+        return escape_controls(self.card.name)
 
 
 Planned = tuple[
@@ -195,7 +195,7 @@ class Library:
         """Why the first file of these that must not be shown is hidden; empty without one."""
         for name in names:
             if not self.may_show(self.root / name):
-                return f"{visible(name)} {LINKED}."
+                return f"{escape_controls(name)} {LINKED}."
         return ""
 
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:

@@ -96,7 +96,7 @@ class ConfigAnswers:
         self.recipe = purpose
         self.propose()
 
-    def ask_about(self, device: AskedDevice) -> None:
+    def set_asked_device(self, device: AskedDevice) -> None:
         """Estimate for a device."""
         self.device = device
         if self.run is not None:

@@ -117,7 +117,7 @@ class Gpu(AboutFiles):
         return [Problem(self.key, problem.message) for problem in problems]
 
     def store(self, value: Any, answers: ConfigAnswers, without: Sequence[str] = ()) -> None:
-        answers.ask_about(HERE if value is None else read_card_or_memory(value, Problems()))
+        answers.set_asked_device(HERE if value is None else read_card_or_memory(value, Problems()))
 
 
 class RecipeChoice(AboutFiles):

@@ -14,7 +14,7 @@ from simpletuner.annexes.configure.written import backup_of, writes_datasets
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.questions.dialogue import Dialogue
 from simpletuner.annexes.questions.interview import Back, ask
-from simpletuner.config.types import typed
+from simpletuner.config.types import as_user_text
 from simpletuner.errors import Problem
 from simpletuner.redaction import redact
 
@@ -139,7 +139,7 @@ def _show_settings(draft: Draft, dialogue: Dialogue) -> None:
     asked = [setting.key for setting in SETTINGS if setting.key in values]
     width = max(len(key) for key in values)
     for key in asked:
-        dialogue.show(f"  {key:<{width}}  {redact(typed(values[key]))}")
+        dialogue.show(f"  {key:<{width}}  {redact(as_user_text(values[key]))}")
     others = [key for key in values if key not in asked]
     _show_keys(
         "Follows from your answers",

@@ -15,10 +15,10 @@ from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.config.sources import DATASET_FILE, Arguments, configured
+from simpletuner.config.sources import DATASET_FILE, Arguments, config_from_values
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.errors import ConfigError, Problem, Problems, counted
-from simpletuner.reporting.wording import duration
+from simpletuner.reporting.wording import duration_text
 
 NO_GPU = (
     "There is no GPU here. For an estimate name device below, or later run simpletuner plan "
@@ -38,7 +38,7 @@ def judge(answers: ConfigAnswers) -> tuple[list[str], list[Problem]]:
         settings: list[tuple[str, object]] = [
             ("data_backend_config", _dataset_file(answers, Path(folder)))
         ]
-        base = configured(answers.draft.values)
+        base = config_from_values(answers.draft.values)
         try:
             budget = weigh_plan(
                 Arguments(settings, {}, collect_cached, problems, base, device=answers.device)
@@ -99,10 +99,10 @@ def _dataset_file(answers: ConfigAnswers, folder: Path) -> str:
 def run_time(budget: Budget, *, has_files: bool) -> str:
     """How long a step takes, and the run if its length is known."""
     steps = budget.plan.length.total_steps
-    time = f"about {duration(budget.step_seconds)} a step"
+    time = f"about {duration_text(budget.step_seconds)} a step"
     # Without files, the steps of an epoch are unknown.
     if has_files or budget.config.schedule.max_train_steps:
-        time += f", {duration(budget.step_seconds * steps)} for {counted(steps, 'step')}"
+        time += f", {duration_text(budget.step_seconds * steps)} for {counted(steps, 'step')}"
     samples = "" if has_files else ", for samples of the usual size"
     return f"{time}{samples}, without previews."
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simpletuner.annexes.configure.answers import ConfigAnswers
 from simpletuner.annexes.questions.dialogue import Dialogue
-from simpletuner.atomic import free_path, write_atomically, write_json
+from simpletuner.atomic import unused_path, write_atomically, write_json
 from simpletuner.config.schema import render_config
 
 
@@ -42,4 +42,4 @@ def backup_of(file: Path) -> Path:
     backup = file.with_name(f"{file.name}.bak")
     if backup.is_file() and backup.read_bytes() == file.read_bytes():
         return backup
-    return free_path(backup)
+    return unused_path(backup)

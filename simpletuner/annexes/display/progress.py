@@ -18,7 +18,7 @@ from simpletuner.errors import counted
 from simpletuner.reporting import events
 from simpletuner.reporting.screen import is_screen
 from simpletuner.reporting.step_figures import FIGURES
-from simpletuner.reporting.wording import clock
+from simpletuner.reporting.wording import clock_text
 from simpletuner.rounding import ceil_div
 
 # To keep logs readable: about this many lines per run, and at least one in this many seconds.
@@ -207,7 +207,7 @@ def step_line(pace: Pace, report: events.StepReport) -> str:
     figures = key_figures(pace, report)
     parts = [f"step {report.step}/{pace.total_steps}"]
     parts += [f"{name} {figures.pop(name)}" for name in ("epoch", "loss", "lr")]
-    parts += [figures.pop("pace"), f"{clock(pace.remaining_seconds)} left"]
+    parts += [figures.pop("pace"), f"{clock_text(pace.remaining_seconds)} left"]
     if "memory" in figures:
         parts.append(figures.pop("memory"))  # its unit says what it is
     parts += [f"{name} {text}" for name, text in figures.items()]

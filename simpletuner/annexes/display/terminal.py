@@ -17,7 +17,7 @@ from rich.text import Text
 from simpletuner.annexes.display.progress import Display, LastingStream, key_figures
 from simpletuner.annexes.figures import Pace, ending, line_of, reached
 from simpletuner.reporting import events
-from simpletuner.reporting.wording import clock
+from simpletuner.reporting.wording import clock_text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
@@ -121,7 +121,9 @@ def training_panel(pace: Pace) -> Panel:
     bar.add_column(justify="right")
     share = done / pace.total_steps if pace.total_steps else 1.0
     # Without a step, the remaining time would read 0.0 s.
-    left = f"{share:.0%}  {clock(pace.remaining_seconds)} left" if pace.last else f"{share:.0%}"
+    left = (
+        f"{share:.0%}  {clock_text(pace.remaining_seconds)} left" if pace.last else f"{share:.0%}"
+    )
     bar.add_row(ProgressBar(total=max(1, pace.total_steps), completed=done), Text(left))
     numbers = Table.grid(padding=(0, 3))
     figures = key_figures(pace, pace.last) if pace.last else {"waiting for": "the first step"}

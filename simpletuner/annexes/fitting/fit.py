@@ -19,8 +19,8 @@ from simpletuner.budget.device import gigabytes
 from simpletuner.budget.workload import Workload
 from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
-from simpletuner.config.speed import graph_key, keeps_attention, plain_math
-from simpletuner.config.types import typed
+from simpletuner.config.speed import graph_key, keeps_attention, uses_own_arithmetic
+from simpletuner.config.types import as_user_text
 from simpletuner.errors import Problem, Problems, counted
 from simpletuner.planning.checks import conflicts
 from simpletuner.planning.environment import check_launch, check_offload, may_shard
@@ -65,7 +65,7 @@ class Change:
 
     def __str__(self) -> str:
         return self.words or ", ".join(
-            f"{key} {typed(value)}" for key, value in self.values.items()
+            f"{key} {as_user_text(value)}" for key, value in self.values.items()
         )
 
     def of(self, budget: AnyBudget) -> AnyBudget:
@@ -274,7 +274,7 @@ def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
     if (
         budget.parts.spec.heads is None
         or size <= config.launch.sequence_parallel_size
-        or not plain_math(config.speed)
+        or not uses_own_arithmetic(config.speed)
     ):
         return
     change = Change(

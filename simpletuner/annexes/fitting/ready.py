@@ -17,7 +17,7 @@ from simpletuner.annexes.fitting.fit import (
     choose,
 )
 from simpletuner.annexes.fitting.show import MISSING_GPU
-from simpletuner.atomic import existing, why_not_writable
+from simpletuner.atomic import nearest_existing, why_not_writable
 from simpletuner.budget import device as devices
 from simpletuner.budget import drivers
 from simpletuner.budget.budget import (
@@ -37,12 +37,12 @@ from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.json_reader import check_unset
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
-from simpletuner.distributed.world import launched
+from simpletuner.distributed.world import world_from_launcher
 from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import plan_training
 from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
-from simpletuner.reporting.wording import duration
+from simpletuner.reporting.wording import duration_text
 
 FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
 FULL_SIZE = (
@@ -91,7 +91,7 @@ def check_devices(processes: int, report: Problems) -> None:
     """
     count = drivers.count_gpus()
     # 0 may mean that the driver does not respond, which torch reports.
-    if 0 < count < processes and launched(os.environ) is None:
+    if 0 < count < processes and world_from_launcher(os.environ) is None:
         gpus = counted(count, "GPU")
         message = f"{processes} processes need as many GPUs, but this machine has {gpus}."
         report.error("num_processes", message)
@@ -195,7 +195,7 @@ def _sparing(budget: Budget[SamplePlan]) -> dict[str, object]:
     features = feature_costs(budget.parts.spec, budget.listing).stored
     if not (features and sparing):
         return {}
-    latents = existing(budget.plan.datasets[0].latent_dir)
+    latents = nearest_existing(budget.plan.datasets[0].latent_dir)
     fits = features <= FEATURE_SHARE * shutil.disk_usage(latents).free
     return {} if fits else sparing
 
@@ -250,7 +250,7 @@ def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
             advice = REINSTALL[device.backend]
     if needs_consent(budget) and not yes:
         advice += f" {CONSENT}"
-    time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
+    time = f"about {duration_text(seconds)} on the CPU, {duration_text(budget.step_seconds)} a step"
     report.warn(MISSING_GPU, f"{why}: {time}.{advice}")
 
 

@@ -21,17 +21,17 @@ from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import LaunchConfig, OffloadConfig
-from simpletuner.config.types import typed
+from simpletuner.config.types import as_user_text
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problem, counted, visible
+from simpletuner.errors import Problem, counted, escape_controls
 from simpletuner.planning.entries import evaluated, previews_of_a_round
 from simpletuner.planning.lineage import continuation
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.screen import in_red
-from simpletuner.reporting.wording import duration
+from simpletuner.reporting.wording import duration_text
 
 logger = logging.getLogger(__name__)
 # Longer ledgers are reduced to counts and rejected files.
@@ -85,7 +85,9 @@ def plan_lines(budget: Budget) -> Iterator[str]:
     yield "Settings and their origins (without defaults):"
     changed = changed_settings(plan)
     width = max((len(name) for name, _, _ in changed), default=0)
-    yield from (f"  {name:<{width}}  {typed(value)}  ({origin})" for name, value, origin in changed)
+    yield from (
+        f"  {name:<{width}}  {as_user_text(value)}  ({origin})" for name, value, origin in changed
+    )
     for dataset in plan.datasets:
         yield ""
         yield from _ledger_lines(dataset)
@@ -154,7 +156,7 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     # In a long ledger, only unused files are of interest.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
-        yield visible(f"  {entry.name}: {_fate(entry)}")
+        yield escape_controls(f"  {entry.name}: {_fate(entry)}")
     if len(shown) > LONGEST_LEDGER:
         yield f"  and {len(shown) - LONGEST_LEDGER} more"
 
@@ -193,7 +195,9 @@ def _cache_lines(budget: Budget) -> Iterator[str]:
             "not counted below"
         )
     if listing.features:
-        seconds = duration(feature_costs(plan.spec, listing).flops / budget.device.rates.matmul)
+        seconds = duration_text(
+            feature_costs(plan.spec, listing).flops / budget.device.rates.matmul
+        )
         time = (
             f" (about {seconds}, and the time to decode them)" if listing.features.missing else ""
         )
@@ -319,7 +323,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
         tokens = str(step.load.samples * step.load.tokens)
         flops = f"{cost.executed.total / 1e12:.3g}"
         yield _row(
-            bucket.label, width, tokens, flops, *map(gigabytes, parts), duration(cost.seconds)
+            bucket.label, width, tokens, flops, *map(gigabytes, parts), duration_text(cost.seconds)
         )
     if len(buckets) > SHOWN_BUCKETS:
         yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
@@ -345,9 +349,9 @@ def _time_lines(budget: Budget) -> Iterator[str]:
         yield "  no steps remain: this run is finished"
         return
     training, previews = remaining_seconds(budget)
-    beside = f", and {duration(previews)} for previews" if previews else ""
-    step = duration(budget.step_seconds)
-    whole = duration(training)
+    beside = f", and {duration_text(previews)} for previews" if previews else ""
+    step = duration_text(budget.step_seconds)
+    whole = duration_text(training)
     steps = counted(remaining_steps(plan), "step")
     yield f"  about {step} a step, {whole} for {steps}{beside}; without filling the caches"
     if previews:
@@ -405,7 +409,7 @@ def start_lines(budget: Budget) -> Iterator[str]:
     after = f" after step {plan.resume.step}" if plan.resume else ""
     shown = f" and {counted(rounds, 'round')} of previews" if rounds else ""
     yield (
-        f"  {counted(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to "
+        f"  {counted(steps, 'step')}{after}{shown}, about {duration_text(seconds)}; saved to "
         f"{plan.output_dir}"
     )
     yield fit_line(budget)

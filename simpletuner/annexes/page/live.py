@@ -39,7 +39,7 @@ from simpletuner.errors import UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import MIME, REPORT_FILE, VIDEO_MIME, parse_row
 from simpletuner.reporting.step_figures import FIGURES
-from simpletuner.reporting.wording import clock
+from simpletuner.reporting.wording import clock_text
 
 # seconds
 POLL = 0.5
@@ -282,13 +282,13 @@ def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple
     total = f" of {progress['total']:,}" if progress["total"] else ""
     yield "Step", f"{progress['current']:,}{total}"
     if progress["eta_seconds"] is not None:
-        yield "Time left", clock(progress["eta_seconds"])
+        yield "Time left", clock_text(progress["eta_seconds"])
     for figure in FIGURES:
         value = progress["metrics"].get(figure.live_name)
         if figure.title and is_number(value):
             yield figure.title, figure.text(value)
     if hours := hours_of(columns):
-        yield "Time in steps", clock(hours[-1][1] * 3600)
+        yield "Time in steps", clock_text(hours[-1][1] * 3600)
 
 
 def log(run: Run) -> dict[str, Any]:

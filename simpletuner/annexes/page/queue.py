@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.annexes.page.results import SAMPLES_FOLDER
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER
 from simpletuner.annexes.runs.console import CONSOLE_FILE
-from simpletuner.atomic import changing, write_atomically
+from simpletuner.atomic import locked_for_change, write_atomically
 from simpletuner.errors import UserError
 from simpletuner.planning.lock import Owner
 
@@ -129,7 +129,7 @@ class Queue:
         """Lock the file against other servers; the list is written at the end, if it has
         changed.
         """
-        with changing(self.file):
+        with locked_for_change(self.file):
             before = self.read()
             jobs = list(before)
             yield jobs

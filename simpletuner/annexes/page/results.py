@@ -31,7 +31,7 @@ from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     REPORT_FILE,
     MediaRecord,
-    damage_in,
+    describe_damage,
     read_media,
 )
 from simpletuner.weights import lora_names
@@ -106,7 +106,7 @@ def previews(run: Run, page: str) -> dict[str, Any]:
         "page": page,
         "growing": unfinished(run),
         "steps": steps_of([records]),
-        "damage": damage_in(run.folder / MEDIA_FILE),
+        "damage": describe_damage(run.folder / MEDIA_FILE),
     }
 
 

@@ -35,7 +35,7 @@ from simpletuner.annexes.page.receive import (
 from simpletuner.annexes.start.media_folder import MediaFolder, read_media_folder
 from simpletuner.annexes.start.new_run import FILES, NewRun, run_name
 from simpletuner.annexes.start.recipe import PURPOSES, RECIPES, TRIGGER, find_models
-from simpletuner.atomic import free_path, writing_to
+from simpletuner.atomic import unused_path, writing_to
 from simpletuner.config.sources import example_names
 from simpletuner.data.file_names import UNREAD_CLIPS, UNREAD_PICTURES
 from simpletuner.errors import Problem, not_one_of
@@ -139,7 +139,7 @@ def answered(project: Project, media: MediaFolder, body: dict[str, Any]) -> NewR
     models = find_models(media.kind)
     purpose = one_of(PURPOSES[media.kind], body, "purpose")
     model = one_of([*models], body, "model")
-    free = free_path(project.folder / "config" / run_name(media.folder)).name
+    free = unused_path(project.folder / "config" / run_name(media.folder)).name
     return NewRun(
         name=str(body.get("name") or free).strip(),
         media=media,
@@ -178,7 +178,7 @@ def new_folder(request: Request, body: dict[str, Any]) -> Response:
         Path(safe_name(str(body.get("name", ""))) or "my-files")
     )
     while True:
-        folder = free_path(wanted)
+        folder = unused_path(wanted)
         with writing_to(folder), suppress(FileExistsError):  # created by a concurrent request
             folder.mkdir(parents=True)
             return JSONResponse({"name": folder.name, "folder": f"{FOLDER}/{folder.name}"}, 201)

@@ -129,7 +129,7 @@ class ConnectedWorld(World):
     def _on_progress(self, sign: object) -> None:
         self.watch.mark()
 
-    def undisturbed(self) -> AbstractContextManager[object]:
+    def uninterrupted(self) -> AbstractContextManager[object]:
         return self.watch.writing
 
 

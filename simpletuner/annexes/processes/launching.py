@@ -23,7 +23,7 @@ import typer
 from simpletuner.annexes.processes.group import LAUNCHER, RemoteError
 from simpletuner.annexes.processes.watch import GONE
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.distributed.requests import handling
+from simpletuner.distributed.requests import signal_handlers
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import UserError
 
@@ -153,5 +153,5 @@ def signals_passed_on() -> Iterator[None]:
             with suppress(psutil.Error):
                 child.send_signal(number)
 
-    with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)):
+    with signal_handlers(dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)):
         yield

@@ -14,7 +14,7 @@ from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.publishing.uploads import Uploads, open_hub
 from simpletuner.config.json_reader import check_unset, read_json
 from simpletuner.config.load import build_group, canonical
-from simpletuner.config.paths import absence_of
+from simpletuner.config.paths import missing_path
 from simpletuner.config.publishing import PublishConfig, check_publishing
 from simpletuner.config.records import without_removed
 from simpletuner.config.sources import Arguments
@@ -80,7 +80,7 @@ def _recorded(output_dir: Path, report: Problems) -> dict[str, Any]:
     checkpoints, _ = find_checkpoints(output_dir)
     if not checkpoints:
         if not output_dir.exists():
-            raise UserError(absence_of(output_dir))
+            raise UserError(missing_path(output_dir))
         raise UserError(
             f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint."
         )

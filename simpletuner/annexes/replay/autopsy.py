@@ -28,7 +28,7 @@ from simpletuner.annexes.replay.failure import (
     explicit_settings,
 )
 from simpletuner.annexes.report.environment import describe_device, describe_environment
-from simpletuner.atomic import build_folder, free_path, write_atomically, write_json
+from simpletuner.atomic import build_folder, unused_path, write_atomically, write_json
 from simpletuner.budget.advice import less_for_steps
 from simpletuner.budget.budget import Budget
 from simpletuner.data.sampler import PlannedBatch
@@ -95,7 +95,7 @@ class Autopsy(Companion):
             world = session.assembly.world
             if _is_reported_here(error, world):
                 try:
-                    with world.undisturbed():
+                    with world.uninterrupted():
                         error.add_note(self._leave(session, error))
                 except Exception as failed:  # noqa: BLE001 - it must not mask the run's error
                     session.events.say(
@@ -121,7 +121,9 @@ class Autopsy(Companion):
             facts=facts_of(plan, asked(describe_device) or "unknown"),
             metrics=[*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)],
         )
-        folder = free_path(plan.output_dir / session.assembly.world.named(f"{FOLDER}/step-{step}"))
+        folder = unused_path(
+            plan.output_dir / session.assembly.world.unique_name(f"{FOLDER}/step-{step}")
+        )
         with build_folder(folder) as unfinished:
             write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
             write_json(unfinished / CONFIG_FILE, explicit_settings(plan))

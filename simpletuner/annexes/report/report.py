@@ -33,12 +33,12 @@ from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     METRICS_FILE,
     REPORT_FILE,
-    damage_in,
+    describe_damage,
     read_media,
     read_rows,
     shares,
 )
-from simpletuner.reporting.wording import clock, pace_text
+from simpletuner.reporting.wording import clock_text, pace_text
 from simpletuner.run.companions import Companion, Ledger
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def time_facts(metrics: Columns) -> Iterator[tuple[str, str]]:
     seconds = [value for _, value in metrics.points("seconds")]
     if seconds:
         yield "Pace", pace_text(sum(seconds) / len(seconds))
-        yield "Time in steps", clock(sum(seconds))
+        yield "Time in steps", clock_text(sum(seconds))
         waited, streamed = (
             [value for _, value in metrics.points(key)]
             for key in ("data_seconds", "weights_seconds")
@@ -226,7 +226,7 @@ class RunReport(Companion):
         """
         plan = self.plan
         folder = self.plan.output_dir
-        damage = [damage_in(folder / file) for file in (METRICS_FILE, MEDIA_FILE)]
+        damage = [describe_damage(folder / file) for file in (METRICS_FILE, MEDIA_FILE)]
         kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
         return {
             "title": redact(plan.title),

@@ -20,7 +20,7 @@ from simpletuner.annexes.runs.state import ACTIVE, Status, Verdict, judge
 from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.reporting.wording import clock
+from simpletuner.reporting.wording import clock_text
 from simpletuner.weights.lora_names import LORA_FILE
 
 BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
@@ -138,7 +138,9 @@ class Run(RunFolder):
         silence = time.time() - max(logged, owner.since)
         seconds_per_step = history.progress.get("metrics", {}).get("seconds_per_step") or 0.0
         return (
-            f"No events for {clock(silence)}." if silence > max(QUIET, 3 * seconds_per_step) else ""
+            f"No events for {clock_text(silence)}."
+            if silence > max(QUIET, 3 * seconds_per_step)
+            else ""
         )
 
     def _beginnings(self, step: int) -> dict[str, bool]:

@@ -30,7 +30,7 @@ from simpletuner.planning.checkpoint_folder import find_checkpoints, result_step
 from simpletuner.planning.lineage import continuation
 from simpletuner.planning.lock import Owner
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.reporting.wording import clock
+from simpletuner.reporting.wording import clock_text
 
 Status = Literal[
     "idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"
@@ -95,7 +95,7 @@ def _state_of(
         silence = time.time() - folder.seen
         if is_alive or silence < SILENCE:
             return status, f"On {owner.host}. {history.message}"
-        return "interrupted", f"No heartbeat for {clock(silence)}. {owner}"
+        return "interrupted", f"No heartbeat for {clock_text(silence)}. {owner}"
     if is_alive:
         return status, history.message
     was_at_work = owner is not None or history.status in ("starting", *IN_LOOP)

@@ -21,7 +21,7 @@ from simpletuner.data.file_names import UNREAD
 from simpletuner.data.files import MediaError
 from simpletuner.data.pictures import probe
 from simpletuner.data.sample import ADVICE
-from simpletuner.errors import UserError, counted, shorten, visible
+from simpletuner.errors import UserError, counted, escape_controls, shorten
 from simpletuner.models.spec import FamilySpec
 
 # `pairs`: pictures before and after an edit.
@@ -219,7 +219,7 @@ class MediaFolder:
 
     def _about_unusable(self) -> Iterator[str]:
         for name, reason in list(self.unusable.items())[:MOST_NAMED]:
-            yield f"Not usable: {visible(name)} {reason.removesuffix('.')}."
+            yield f"Not usable: {escape_controls(name)} {reason.removesuffix('.')}."
         more = len(self.unusable) - MOST_NAMED
         if more > 0:
             yield (

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from simpletuner.annexes.fitting.ready import needs_consent, plan_that_fits
 from simpletuner.annexes.start.new_run import FILES, NewRun
 from simpletuner.budget.budget import Budget
-from simpletuner.config.sources import Arguments, configured
+from simpletuner.config.sources import Arguments, config_from_values
 from simpletuner.errors import ConfigError
-from simpletuner.reporting.wording import duration
+from simpletuner.reporting.wording import duration_text
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def unwritten(run: NewRun) -> Iterator[Arguments]:
     with TemporaryDirectory() as name:
         planned.write(Path(name))
         files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-        yield Arguments(files, base=configured(planned.config()), device=run.device)
+        yield Arguments(files, base=config_from_values(planned.config()), device=run.device)
 
 
 def plan_new_run(run: NewRun) -> Budget:
@@ -61,7 +61,7 @@ def judge_new_run(run: NewRun) -> Verdict:
         if any(problem.where == "memory" for problem in error.problems):
             return Verdict(False, "does not fit this machine")
         return Verdict(False, "cannot be planned")
-    time = duration(budget.step_seconds * budget.plan.length.total_steps)
+    time = duration_text(budget.step_seconds * budget.plan.length.total_steps)
     if not budget.device.is_gpu:
         return Verdict(
             not needs_consent(budget), f"no GPU here: about {time} on the CPU, without previews"
