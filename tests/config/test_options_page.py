@@ -52,11 +52,34 @@ def test_the_page_in_the_repository_is_not_stale(page: str) -> None:
     assert page == render_page(page), "./scripts/docs writes it anew"
 
 
+def test_the_page_begins_with_common_keys(page: str) -> None:
+    first = page.partition("## The keys that most people set\n")[2].partition("\n## ")[0]
+
+    keys = re.findall(r"\[`(\w+)`\]", first)
+
+    assert 30 <= len(keys) <= 40
+    assert [key for key in keys if not all_options()[key].common] == []
+
+
+def test_common_keys_come_first_in_their_section(page: str) -> None:
+    sections = page.partition("## Model\n")[2].split("\n## ")
+    parted = [section.split("\nRarely set:\n") for section in sections if "Rarely set:" in section]
+
+    assert len(parted) > 10
+    for common, rare in parted:
+        assert {all_options()[key].common for key in keys_of(common)} == {True}
+        assert {all_options()[key].common for key in keys_of(rare)} == {False}
+
+
+def keys_of(table: str) -> list[str]:
+    return re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+
+
 def test_every_key_and_alias_is_on_the_page_once(page: str) -> None:
     rows = re.findall(
         r"^\| `(\w+)` \|(.*)$", page.split("## Defaults of the model families")[0], re.MULTILINE
     )
-    assert [name for name, _ in rows] == list(all_options())
+    assert sorted(name for name, _ in rows) == sorted(all_options())
     meanings = dict(rows)
     for option in all_options().values():
         assert option.help in meanings[option.name].replace("\\|", "|")
