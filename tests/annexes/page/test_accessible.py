@@ -195,6 +195,6 @@ def test_runs_are_accessible(page: Any, workspace: Workspace) -> None:
 
 
 def test_documentation_and_datasets_are_accessible(page: Any) -> None:
-    for path in ("docs/", "docs/TUTORIAL.md", "dataset?config=large"):
+    for path in ("docs/", "docs/?q=memory", "docs/TUTORIAL.md", "dataset?config=large"):
         go(page, path)
         assert complaints(page) == "", path
