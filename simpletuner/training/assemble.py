@@ -1,15 +1,16 @@
 """Builds all objects that take part in a step.
 
     load and quantise, block by block ─► adapter ─► fast blocks ─► activation checkpointing ─►
-    compile ─► techniques ─► place or shard ─► optimizer ─► prepare ─► stream
+    compile ─► techniques ─► place or shard ─► optimizer ─► replicate ─► stream
 
 Weights are read a few blocks at a time, cast, quantised, then packed (streamed blocks), moved to
 the device, or shared with the processes of the machine (FSDP2 will shard them). Loading therefore
 takes the host memory of a few blocks, and packed or shared weights exist once per machine.
 
-The order matters: peft wraps the quantised layers, checkpointing and compilation replace the
-`forward` of blocks that already contain the LoRA, and the optimizer needs parameters on their final
-device.
+The order matters. peft wraps the quantised layers. Checkpointing and compilation replace the
+`forward` of blocks that already contain the LoRA, and hooks of techniques stay outside of compiled
+code. The optimizer needs parameters on their final device. Streaming wraps `forward` last, so that
+a block's weights arrive before anything else of it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype
@@ -85,6 +87,50 @@ def make_accelerator() -> Accelerator:
     return Accelerator(mixed_precision="no", cpu=on_cpus, kwargs_handlers=[exchange])
 
 
+@dataclass(frozen=True)
+class _Placement:
+    """Where a transformer computes.
+
+    Attributes:
+        device: the compute device of this process.
+        world: the processes that train together.
+        launch: how they share the weights.
+    """
+
+    device: torch.device
+    world: World
+    launch: LaunchConfig
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the weights."""
+        return self.launch.fsdp_enable and self.world.size > 1
+
+    @property
+    def sharers(self) -> World:
+        """The processes among which the weights are sharded; only this process without sharding."""
+        return self.world if self.is_sharded else World()
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A loaded transformer.
+
+    Attributes:
+        trained: its trained weights.
+        layout: its blocks.
+        images: packed weights of the blocks that will stream, in order; see `Offload.stream`.
+    """
+
+    trained: Trained
+    layout: BlockLayout
+    images: list[WeightImage]
+
+    @property
+    def transformer(self) -> nn.Module:
+        return self.trained.transformer
+
+
 def assemble(
     settings: AssemblySettings,
     adapter: FamilyAdapter,
@@ -92,123 +138,84 @@ def assemble(
     accelerator: Accelerator,
     world: World = World(),
 ) -> Assembly:
-    """Load the transformer and prepare it for training."""
+    """Load the transformer and prepare it for training; the order is that of the module's text."""
     launch = settings.transformer.launch
     device = accelerator.device
-    dtype = DTYPES[transformer_dtype(settings.transformer.precision)]
-    is_lora = settings.lora is not None
-    sharded = launch.fsdp_enable and world.size > 1
-    trained, packed = _load(settings, adapter, device, world, world if sharded else World())
-    transformer = trained.transformer
-    layout = adapter.block_layout(transformer)
+    placement = _Placement(device, world, launch)
+    model = _load(settings, adapter, placement)
+    transformer = model.transformer
+    layout = model.layout
+
     fast = _use_fast_blocks(transformer, settings.transformer, adapter, device)
     _checkpoint_and_compile(transformer, layout, fast, settings.transformer, device)
-    group = _share_tokens(layout, fast, launch.sequence_parallel_size, world)
-    hidden = HiddenStates(layout, group)
-    site = _site(settings, adapter, trained, layout, hidden, techniques, device, world, sharded)
-    modules, wrapped = _attach(techniques, site, settings.step.seed, accelerator)
-    if sharded:
-        shard(transformer, layout.blocks, launch, device, world, keep_trained=is_lora)
-    else:
-        place_model(transformer, blocks_to_stream(layout, settings.transformer.offload), device)
-    parameters = trained.parameters()
+    sequence_group = _share_tokens(layout, fast, launch.sequence_parallel_size, world)
+
+    hidden = HiddenStates(layout, sequence_group)
+    site = _site(settings, adapter, model, hidden, techniques, placement)
+    modules, wrapped_modules = _attach(techniques, site, settings.step.seed, accelerator)
+
+    _place(model, settings, placement)
+    parameters = model.trained.parameters()
     optimizer = _build_optimizer(settings, parameters, modules)
-    # FSDP2 reduces gradients of sharded weights. A LoRA is whole in every process and needs DDP.
-    prepared = transformer
-    if is_lora or not sharded:
-        prepared = replicate(transformer, accelerator, sharded=sharded)
+    prepared = _replicate(model, settings, accelerator, placement)
     streamer = None
-    if not sharded:
-        streamer = _stream(transformer, layout, settings.transformer, device, world, packed)
+    if not placement.is_sharded:
+        streamer = _stream(transformer, layout, settings.transformer, placement, model.images)
     if streamer is not None and fast is not None:
+        # The last function of a block may run outside of its checkpoint, where autograd would save
+        # views of slots.
         fast.outside_checkpoint = RememberedPlaces(streamer)
+
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,
         transformer=prepared,
-        trained=trained,
+        trained=model.trained,
         parameters=parameters,
         optimizer=optimizer,
-        # Only float16 gradients underflow without a loss scale.
-        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        scaler=_loss_scaler(settings, device),
         settings=settings.step,
         hidden=hidden,
         techniques=list(techniques),
         modules=modules,
-        wrapped_modules=wrapped,
+        wrapped_modules=wrapped_modules,
         streamer=streamer,
-        sample_flops=count_flops(transformer, adapter.spec.cost, trained.adapters, techniques),
+        sample_flops=count_flops(
+            transformer, adapter.spec.cost, model.trained.adapters, techniques
+        ),
         take_tiles=layout.take_tiles,
         release=_release(settings, parameters, optimizer, device),
         world=world,
         processes_per_sample=launch.sequence_parallel_size,
-        is_sharded=sharded,
+        is_sharded=placement.is_sharded,
     )
 
 
-def _build_optimizer(
-    settings: AssemblySettings,
-    parameters: Mapping[str, nn.Parameter],
-    modules: Mapping[str, nn.Module],
-) -> Optimizer:
-    # LoRA+ (Hayou et al., arXiv:2402.12354): B matrices at a multiple of the learning rate.
-    ratio = None if settings.lora is None else settings.lora.lora_plus_ratio
-    faster = [
-        weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name
-    ]
-    return build_optimizer(
-        parameters.values(),
-        settings.step.optimizer,
-        settings.transformer.precision.mixed_precision,
-        settings.step.learning_rate,
-        modules,
-        faster,
-        ratio,
-    )
-
-
-def _release(
-    settings: AssemblySettings,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    device: torch.device,
-) -> GradientRelease | None:
-    config = settings.step.optimizer
-    if not config.optimizer_release_gradients:
-        return None
-    host = (
-        HostState(optimizer, device)
-        if settings.transformer.offload.offload_optimizer_state
-        else None
-    )
-    return GradientRelease(parameters, optimizer, config, host)
-
-
-def _load(
-    settings: AssemblySettings,
-    adapter: FamilyAdapter,
-    device: torch.device,
-    world: World,
-    sharers: World,
-) -> tuple[Trained, list[WeightImage]]:
-    """Load the transformer with its trained weights, and the images of the blocks that will stream.
-
-    Args:
-        sharers: the processes that will shard its weights.
-    """
+def _load(settings: AssemblySettings, adapter: FamilyAdapter, placement: _Placement) -> _Model:
+    """Load the transformer with its trained weights."""
     trained_dtype = DTYPES[
         trained_precision(settings.step.optimizer, settings.transformer.precision)
     ]
-    load = partial(load_frozen, settings.transformer, adapter, device, world, sharers=sharers)
+    load = partial(
+        load_frozen,
+        settings.transformer,
+        adapter,
+        placement.device,
+        placement.world,
+        sharers=placement.sharers,
+    )
     lora = settings.lora
     with large_tensors_apart():
         if lora is None:
-            transformer, _ = load(adapted=r".+", dtype=trained_dtype)
-            return FullModel(transformer.requires_grad_(True), sharers), []
-        # A kind configured by a file may adapt any layer.
-        adapted = r".+" if adapter_kind(lora).layers else settings.step.lora_targets
-        transformer, packed = load(adapted=adapted, on_host=lora.starts_from_base)
-        return _add_adapter(transformer, lora, settings.step, adapter.spec, trained_dtype), packed
+            transformer, images = load(adapted=r".+", dtype=trained_dtype)
+            trained: Trained = FullModel(transformer.requires_grad_(True), placement.sharers)
+            images = []  # nothing is frozen, so nothing streams
+        else:
+            # A kind configured by a file may adapt any layer.
+            adapted = r".+" if adapter_kind(lora).layers else settings.step.lora_targets
+            transformer, images = load(adapted=adapted, on_host=lora.starts_from_base)
+            trained = _add_adapter(transformer, lora, settings.step, adapter.spec, trained_dtype)
+    return _Model(trained, adapter.block_layout(transformer), images)
 
 
 def load_frozen(
@@ -242,16 +249,11 @@ def load_frozen(
     layers = adapter.spec.quantised_layers
     transformer = adapter.load_transformer(dtype, empty=True).requires_grad_(False)
     layout = adapter.block_layout(transformer)
-    in_bf16 = stores_modulation_in_bf16(settings.speed) and _adapts_only(
-        transformer, adapted, layers
-    )
+    in_bf16 = stores_modulation_in_bf16(settings.speed)
+    in_bf16 = in_bf16 and _adapts_only(transformer, adapted, layers)
     weights = DeferredWeights(transformer, adapter.source["transformer"], dtype)
-    offload = Offload(settings.offload, device, world)
-    moving = blocks_to_stream(layout, settings.offload)
-    streamed = offload.groups(moving)
-    staying = [[block] for block in layout.blocks if block not in moving]
-    images: list[WeightImage] = []
-    for modules in [*streamed, *staying, [transformer]]:
+
+    def fill_and_quantise(modules: Sequence[nn.Module]) -> None:
         weights.fill(modules)
         if stored is not None:
             quantise(
@@ -265,18 +267,29 @@ def load_frozen(
         if in_bf16:
             for module in modules:
                 adapter.store_modulation_in_bf16(module)
-        if modules in streamed:
-            images.append(offload.pack(modules))
-        elif modules in staying and sharers.size > 1:
-            share_by_machine(modules, sharers)
-        elif modules in staying and not on_host:
-            modules[0].to(device)
+
+    offload = Offload(settings.offload, device, world)
+    streamed = blocks_to_stream(layout, settings.offload)
+    images: list[WeightImage] = []
+    for group in offload.groups(streamed):
+        fill_and_quantise(group)
+        images.append(offload.pack(group))
+    for block in layout.blocks:
+        if block in streamed:
+            continue
+        fill_and_quantise([block])
+        if sharers.size > 1:
+            share_by_machine([block], sharers)
+        elif not on_host:
+            block.to(device)
+    fill_and_quantise([transformer])  # the layers outside of blocks
     return transformer, images
 
 
 def _adapts_only(transformer: nn.Module, adapted: Targets, layers: str) -> bool:
-    """Whether all modules that get an adapter are quantisable layers; other modules keep their
-    dtype until then.
+    """Whether all modules that get an adapter are quantisable layers.
+
+    Modulation layers are not quantisable. One that gets an adapter keeps its dtype until then.
     """
     names = [name for name, _ in transformer.named_modules()]
     return all(re.fullmatch(layers, name) for name in matching_modules(names, adapted))
@@ -285,16 +298,15 @@ def _adapts_only(transformer: nn.Module, adapted: Targets, layers: str) -> bool:
 def load_for_sampling(
     settings: TransformerSettings, adapter: FamilyAdapter, device: torch.device
 ) -> nn.Module:
-    """Load a transformer for sampling only: frozen, quantised, with fast blocks, placed and
-    streamed as in training.
-    """
+    """Load a transformer for sampling only: frozen, and otherwise prepared as in training."""
     with large_tensors_apart():
-        transformer, packed = load_frozen(settings, adapter, device)
+        transformer, images = load_frozen(settings, adapter, device)
     transformer.eval()
     _use_fast_blocks(transformer, settings, adapter, device)
     layout = adapter.block_layout(transformer)
     place_model(transformer, blocks_to_stream(layout, settings.offload), device)
-    _stream(transformer, layout, settings, device, World(), packed)
+    placement = _Placement(device, World(), settings.launch)
+    _stream(transformer, layout, settings, placement, images)
     return transformer
 
 
@@ -305,59 +317,6 @@ def blocks_to_stream(layout: BlockLayout, config: OffloadConfig) -> list[nn.Modu
     return streamed_blocks(layout.blocks, config.group_offload_resident_blocks)
 
 
-def _site(
-    settings: AssemblySettings,
-    adapter: FamilyAdapter,
-    trained: Trained,
-    layout: BlockLayout,
-    hidden: HiddenStates,
-    techniques: Sequence[Technique],
-    device: torch.device,
-    world: World,
-    sharded: bool,
-) -> Site:
-    """What techniques are attached to."""
-    return Site(
-        adapter=adapter,
-        transformer=trained.transformer,
-        layout=layout,
-        device=device,
-        dtype=DTYPES[transformer_dtype(settings.transformer.precision)],
-        others=techniques,
-        disabled=trained.disabled,
-        hidden=hidden,
-        load_latent_encoder=partial(
-            adapter.load_latent_encoder, device, DTYPES[settings.vae_dtype]
-        ),
-        world=world,
-        is_sharded=sharded,
-    )
-
-
-def _attach(
-    techniques: Sequence[Technique], site: Site, seed: int, accelerator: Accelerator
-) -> tuple[dict[str, nn.Module], list[nn.Module]]:
-    """Attach the techniques.
-
-    Every technique has a separate seed, so that enabling one does not change the initialisation of
-    another.
-
-    Returns:
-        the techniques' modules on the device, by name, and the same modules wrapped for gradient
-        synchronisation.
-    """
-    modules: dict[str, nn.Module] = {}
-    wrapped: list[nn.Module] = []
-    for technique in techniques:
-        with seeded(step_seed(seed, 0, 0, 0, technique.name), [site.device]):
-            technique.attach(site)
-        if (module := technique.module()) is not None:
-            modules[technique.name] = module.to(site.device)
-            wrapped.append(replicate_whole(module, accelerator))
-            technique.adopt(wrapped[-1])
-    return modules, wrapped
-
-
 def _add_adapter(
     transformer: nn.Module,
     config: LoraConfig,
@@ -365,16 +324,19 @@ def _add_adapter(
     family: FamilySpec,
     dtype: torch.dtype,
 ) -> Trained:
+    """Add the configured kind of adapter to a frozen transformer."""
     seed = step_seed(spec.seed, 0, 0, 0, "lora")
-    add = adapter_kind(config).add
-    if add is not None:
-        return pkgutil.resolve_name(add)(
+    name_of_add = adapter_kind(config).add
+    if name_of_add is not None:
+        add = pkgutil.resolve_name(name_of_add)
+        trained: Trained = add(
             transformer, config, spec.lora_targets, family, seed=seed, dtype=dtype
         )
+        return trained
     lora = add_lora(transformer, config, spec.lora_targets, seed=seed, dtype=dtype)
     if config.init_lora is not None:
-        path = find_lora(config.init_lora)  # one of the hub is on this machine by now
-        start_from(lora, path or Path(config.init_lora))
+        # The plan has downloaded a LoRA of the hub.
+        start_from(lora, find_lora(config.init_lora) or Path(config.init_lora))
     return lora
 
 
@@ -384,9 +346,7 @@ def _use_fast_blocks(
     adapter: FamilyAdapter,
     device: torch.device,
 ) -> FastBlocks | None:
-    """Enable quantised matmuls and the family's fast blocks; None if the blocks remain those of
-    diffusers.
-    """
+    """Enable quantised matmuls and the family's fast blocks; None if diffusers' blocks remain."""
     precision = settings.precision
     if precision.quantized_matmul:
         use_quantised_products(transformer)
@@ -394,7 +354,9 @@ def _use_fast_blocks(
         adapter.store_modulation_in_bf16(transformer)
     if device.type == "cuda" and not precision.disable_tf32:
         keep_full_float32(transformer)
-    fast = adapter.use_fast_blocks(transformer) if uses_own_arithmetic(settings.speed) else None
+    if not uses_own_arithmetic(settings.speed):
+        return None
+    fast = adapter.use_fast_blocks(transformer)
     if fast is not None:
         fast.self_attention.kernel = attention_kernel(precision.attention_mechanism)
     return fast
@@ -411,7 +373,7 @@ def _checkpoint_and_compile(
 
     With `quantized_matmul`, the first visual block logs the error of its gradients, uncompiled.
     """
-    dropout = any(
+    has_dropout = any(
         isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules()
     )
     keeps = keeps_attention(settings.speed)
@@ -420,21 +382,26 @@ def _checkpoint_and_compile(
         transformer,
         layout,
         settings.precision,
-        dropout=dropout,
+        dropout=has_dropout,
         block_inputs=BlockInputs(device) if inputs_leave else None,
         keep=fast.self_attention if fast is not None and keeps else None,
     )
+    # Made before compilation, to keep the uncompiled `forward`; installed after it, outside of
+    # compiled code.
     comparison = _product_comparison(layout.visual_blocks[0], fast, settings.precision)
     backend = compile_backend(settings.speed, settings.launch, device.type)
     if backend is not None:
-        # The last functions of checkpointed blocks can recompute themselves if the output of
-        # attention is kept, inputs stay on the device, and no generator state is restored.
-        inside = keeps and not inputs_leave and not dropout
         if settings.speed.speed == "reference":
             layout = replace(layout, compiled=None)  # diffusers' code
-        sampling = settings.compiles_previews
         compile_blocks(
-            layout, fast, backend, settings.launch, sampling=sampling, recomputing=inside
+            layout,
+            fast,
+            backend,
+            settings.launch,
+            sampling=settings.compiles_previews,
+            # The last functions of checkpointed blocks can recompute themselves if the output of
+            # attention is kept, inputs stay on the device, and no generator state is restored.
+            recomputing=keeps and not inputs_leave and not has_dropout,
         )
     if comparison is not None:
         comparison.install()
@@ -469,18 +436,143 @@ def _share_tokens(
     return group
 
 
+def _site(
+    settings: AssemblySettings,
+    adapter: FamilyAdapter,
+    model: _Model,
+    hidden: HiddenStates,
+    techniques: Sequence[Technique],
+    placement: _Placement,
+) -> Site:
+    """What techniques are attached to."""
+    return Site(
+        adapter=adapter,
+        transformer=model.transformer,
+        layout=model.layout,
+        device=placement.device,
+        dtype=DTYPES[transformer_dtype(settings.transformer.precision)],
+        others=techniques,
+        disabled=model.trained.disabled,
+        hidden=hidden,
+        load_latent_encoder=partial(
+            adapter.load_latent_encoder, placement.device, DTYPES[settings.vae_dtype]
+        ),
+        world=placement.world,
+        is_sharded=placement.is_sharded,
+    )
+
+
+def _attach(
+    techniques: Sequence[Technique], site: Site, seed: int, accelerator: Accelerator
+) -> tuple[dict[str, nn.Module], list[nn.Module]]:
+    """Attach the techniques.
+
+    Every technique has a separate seed, so that enabling one does not change the initialisation of
+    another.
+
+    Returns:
+        the techniques' modules on the device, by name, and the same modules wrapped for gradient
+        synchronisation.
+    """
+    modules: dict[str, nn.Module] = {}
+    wrapped_modules: list[nn.Module] = []
+    for technique in techniques:
+        with seeded(step_seed(seed, 0, 0, 0, technique.name), [site.device]):
+            technique.attach(site)
+        module = technique.module()
+        if module is not None:
+            modules[technique.name] = module.to(site.device)
+            wrapped = replicate_whole(module, accelerator)
+            wrapped_modules.append(wrapped)
+            technique.adopt(wrapped)
+    return modules, wrapped_modules
+
+
+def _place(model: _Model, settings: AssemblySettings, placement: _Placement) -> None:
+    """Shard the weights, or move all but the streamed ones to the device."""
+    if placement.is_sharded:
+        shard(
+            model.transformer,
+            model.layout.blocks,
+            placement.launch,
+            placement.device,
+            placement.world,
+            keep_trained=settings.lora is not None,
+        )
+    else:
+        streamed = blocks_to_stream(model.layout, settings.transformer.offload)
+        place_model(model.transformer, streamed, placement.device)
+
+
+def _build_optimizer(
+    settings: AssemblySettings,
+    parameters: Mapping[str, nn.Parameter],
+    modules: Mapping[str, nn.Module],
+) -> Optimizer:
+    # LoRA+ (Hayou et al., arXiv:2402.12354): B matrices at a multiple of the learning rate.
+    ratio = None if settings.lora is None else settings.lora.lora_plus_ratio
+    faster: list[nn.Parameter] = []
+    if ratio is not None:
+        faster = [weight for name, weight in parameters.items() if ".lora_B." in name]
+    return build_optimizer(
+        parameters.values(),
+        settings.step.optimizer,
+        settings.transformer.precision.mixed_precision,
+        settings.step.learning_rate,
+        modules,
+        faster,
+        ratio,
+    )
+
+
+def _replicate(
+    model: _Model, settings: AssemblySettings, accelerator: Accelerator, placement: _Placement
+) -> nn.Module:
+    """The transformer as it is called in a step, which synchronises the gradients of replicas."""
+    # FSDP2 reduces the gradients of sharded weights. A LoRA is whole in every process and needs
+    # DDP.
+    if settings.lora is None and placement.is_sharded:
+        return model.transformer
+    return replicate(model.transformer, accelerator, sharded=placement.is_sharded)
+
+
 def _stream(
     transformer: nn.Module,
     layout: BlockLayout,
     settings: TransformerSettings,
-    device: torch.device,
-    world: World,
-    packed: list[WeightImage],
+    placement: _Placement,
+    images: list[WeightImage],
 ) -> Streamer | None:
+    """Stream the frozen weights of blocks, if configured."""
     if not settings.offload.enable_group_offload:
         return None
-    streamed = blocks_to_stream(layout, settings.offload)
-    # Without recomputation, autograd saves weights that are evicted before the backward pass.
-    keeps_saved = not settings.precision.checkpoints_all
-    offload = Offload(settings.offload, device, world)
-    return offload.attach(transformer, streamed, keeps_saved=keeps_saved, packed=packed)
+    offload = Offload(settings.offload, placement.device, placement.world)
+    return offload.attach(
+        transformer,
+        blocks_to_stream(layout, settings.offload),
+        # Without recomputation, autograd saves weights that are evicted before the backward pass.
+        keeps_saved=not settings.precision.checkpoints_all,
+        packed=images,
+    )
+
+
+def _loss_scaler(settings: AssemblySettings, device: torch.device) -> torch.amp.GradScaler:
+    """The loss scaler, enabled in float16: only its gradients underflow."""
+    dtype = DTYPES[transformer_dtype(settings.transformer.precision)]
+    return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+
+def _release(
+    settings: AssemblySettings,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer,
+    device: torch.device,
+) -> GradientRelease | None:
+    """Updates during the backward pass, if configured."""
+    config = settings.step.optimizer
+    if not config.optimizer_release_gradients:
+        return None
+    host = None
+    if settings.transformer.offload.offload_optimizer_state:
+        host = HostState(optimizer, device)
+    return GradientRelease(parameters, optimizer, config, host)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -23,23 +23,22 @@ logger = logging.getLogger(__name__)
 
 
 class Callback(Protocol):
-    """An observer of training. Calling order: EMA, evaluation, record, requests, checkpoints,
-    previews, companions.
+    """An observer of training; a run calls all of them, one after the other.
 
-    A step is recorded before its checkpoint, so that a resumed run has every line. Previews are
-    slow and follow the checkpoint; previews lost to a kill are rendered on resume. Uploads come
-    last, to include them.
+    The order is EMA, evaluation, record, requests, checkpoints, previews, companions. A step is
+    recorded before its checkpoint, so that a resumed run has every line. Previews are slow, so they
+    follow the checkpoint; those lost to a kill are rendered on resume. Uploads come last, so that
+    they include the previews.
     """
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        """Called before the first step of this process, after `state.global_step` steps of the
-        run.
-        """
+        """Called before the first step of this session, `state.global_step` steps into the run."""
         return
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        """Called after the update. `state.global_step` includes this step, `state.epochs_done` does
-        not yet.
+        """Called after the update.
+
+        `state.global_step` includes this step, `state.epochs_done` does not yet.
         """
         return
 
@@ -48,8 +47,7 @@ class Callback(Protocol):
         return
 
     def on_failure(self, assembly: Assembly, state: TrainState) -> None:
-        """Called before an error ends the run, with the weights of `state.global_step`, to save
-        what can be saved.
+        """Called before an error ends the run, to save the weights of `state.global_step`.
 
         Called in one process alone, so it must not wait for the others.
         """
@@ -77,7 +75,8 @@ def train(
     except Exception as error:
         _save_before_failure(assembly, loader, state, callbacks, error)
         raise
-    if assembly.world.any(stop.requested):  # also waits until all processes have finished writing
+    # Collective, so it also waits until all processes have finished writing.
+    if assembly.world.any(stop.requested):
         raise Interrupted(
             f"Stopped at step {state.global_step}; start again to continue from there."
         )
@@ -90,29 +89,54 @@ def _take_steps(
     callbacks: Sequence[Callback],
     stop: Stop,
 ) -> None:
-    """Take steps until the run is complete or a stop is requested, and notify the callbacks."""
-    _notify(callbacks, lambda callback: callback.on_train_start(assembly, state))
-    # All processes stop before the same step; otherwise, some would wait forever.
-    while state.global_step < assembly.settings.total_steps and not assembly.world.any(
-        stop.requested
-    ):
-        # The replay of a failed step reads its batches from here.
-        state.data_before = before = loader.state_dict()
-        # Not the states themselves: reading them would wait for the device.
-        state.techniques_before = [copy.copy(technique) for technique in assembly.techniques]
+    """Take steps until the run is complete or a stop is requested, and call the callbacks.
+
+    A stop request interrupts the previews or the evaluation of a callback. The callbacks after it
+    are still called, so that the step is saved.
+    """
+    total_steps = assembly.settings.total_steps
+    for callback in callbacks:
+        with suppress(Interrupted):
+            callback.on_train_start(assembly, state)
+
+    # Collective: all processes stop before the same step, or some would wait forever in the next.
+    while state.global_step < total_steps and not assembly.world.any(stop.requested):
         try:
-            report = optimizer_step(assembly, loader, state.global_step)
-        except Interrupted:  # while new crops of an epoch were being encoded, before the step
-            loader.load_state_dict(before)  # read its first micro-batches again
+            report = _take_step(assembly, loader, state)
+        except Interrupted:
             break
-        state.data_before = None
-        state.global_step = report.step
-        state.epoch = report.epoch
-        state.report = report
-        assembly.is_halfway = False
-        _notify(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
+        for callback in callbacks:
+            with suppress(Interrupted):
+                callback.on_step_end(assembly, state, report)
         state.epochs_done = report.epochs_done
-    _notify(callbacks, lambda callback: callback.on_train_end(assembly, state))
+
+    for callback in callbacks:
+        with suppress(Interrupted):
+            callback.on_train_end(assembly, state)
+
+
+def _take_step(assembly: Assembly, loader: BatchLoader, state: TrainState) -> StepReport:
+    """Take one step, and count it in the state.
+
+    Raises:
+        Interrupted: a stop was requested while new crops of an epoch were encoded, before the step.
+    """
+    # Where a replay of this step begins if it fails.
+    position = loader.state_dict()
+    state.data_before = position
+    # Shallow copies instead of their state dicts, whose numbers would have to leave the device.
+    state.techniques_before = [copy.copy(technique) for technique in assembly.techniques]
+    try:
+        report = optimizer_step(assembly, loader, state.global_step)
+    except Interrupted:
+        loader.load_state_dict(position)  # the step's first micro-batches are read again on resume
+        raise
+    state.data_before = None
+    state.global_step = report.step
+    state.epoch = report.epoch
+    state.report = report
+    assembly.is_halfway = False
+    return report
 
 
 def _save_before_failure(
@@ -122,9 +146,7 @@ def _save_before_failure(
     callbacks: Sequence[Callback],
     error: Exception,
 ) -> None:
-    """Let the callbacks save the last complete step, unless weights are partly updated or cannot be
-    written.
-    """
+    """Let the callbacks save the last complete step, if its weights are intact and can be saved."""
     # From now on, this process ends by its own error: its watch must not end it while it saves.
     assembly.world.first_failure(error)
     # Sharded weights could only be saved by all processes together.
@@ -138,13 +160,6 @@ def _save_before_failure(
     for callback in callbacks:
         try:
             callback.on_failure(assembly, state)
-        except Exception as another:  # noqa: BLE001 - it must not mask the run's error
-            logger.warning("Step %d could not be saved: %s", state.global_step, another)
+        except Exception as saving_error:  # noqa: BLE001 - it must not mask the run's error
+            logger.warning("Step %d could not be saved: %s", state.global_step, saving_error)
     assembly.techniques = current_techniques
-
-
-def _notify(callbacks: Sequence[Callback], call: Callable[[Callback], None]) -> None:
-    """Call every callback, even if a stop request interrupts the previews or evaluation of one."""
-    for callback in callbacks:
-        with suppress(Interrupted):
-            call(callback)
