@@ -49,7 +49,7 @@ from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.cost_table import numbered, product_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.speed.compile import settle_compiler
+from simpletuner.speed.compile import configure_compiler
 from tests.tools.peak_memory import Peak, attention
 from tests.tools.saved_tensors import saved_bytes
 
@@ -631,7 +631,7 @@ def metered_block(trial: Trial, *, backend: Any = GRAPHS_OF_INDUCTOR) -> Metered
 
 def _compile(trial: Trial, block: Any, backend: Any) -> None:
     torch._dynamo.reset()
-    settle_compiler(ones_are_sizes=False)
+    configure_compiler(ones_are_sizes=False)
     compiler = partial(torch.compile, backend=backend, dynamic=trial.spec.fast_blocks)
     if trial.spec.fast_blocks:
         pieces = trial.adapter.use_fast_blocks(trial.model).pieces

@@ -44,7 +44,7 @@ class CompiledPiece:
     Attributes:
         sampling: also run compiled code in calls without gradients, as in previews.
         strict: raise the compiler's errors instead of falling back.
-        ones_are_sizes: see `settle_compiler`.
+        ones_are_sizes: see `configure_compiler`.
         sizes: the dynamic sizes of its inputs so far.
     """
 
@@ -59,7 +59,7 @@ class CompiledPiece:
         # A single token, from an empty caption, is not worth another graph.
         if not (torch.is_grad_enabled() or self.sampling) or hidden.shape[1] == 1:
             return self.eager(block, hidden, *others)
-        settle_compiler(ones_are_sizes=self.ones_are_sizes)
+        configure_compiler(ones_are_sizes=self.ones_are_sizes)
         inputs = (with_gradient(hidden), *others)
         self.sizes.mark(inputs, sizes_of)
         try:
@@ -105,7 +105,7 @@ class CheckedForward:
             type(self.block),
             *(_shape(value) for value in (*inputs, *named.values())),
         )
-        settle_compiler(
+        configure_compiler(
             ones_are_sizes=False
         )  # dynamic ones would break the attention of Sana Video
         if case not in self.verdicts:
@@ -195,7 +195,7 @@ def sizes_of(tensor: Tensor) -> list[int]:
     return [0, 1] if tensor.ndim > 2 or tensor.dtype == torch.bool else [0]
 
 
-def settle_compiler(*, ones_are_sizes: bool) -> None:
+def configure_compiler(*, ones_are_sizes: bool) -> None:
     """Configure the compiler for this thread.
 
     Its settings are per thread, and on a GPU autograd recomputes checkpoints in separate threads.

@@ -113,7 +113,7 @@ class KeptAttention:
         passed: tuple[Tensor, ...] = Recomputed.apply(*inputs)
         if self.result is not None:
             return self.result.transpose(1, 2)
-        with LeftToRecomputation(passed):
+        with SavedAsRecipes(passed):
             out = kernel(*passed)
         # `B H S D`, for the same strides as `torch_attention`: other strides would need another
         # compiled version.
@@ -134,7 +134,7 @@ class Recomputed(torch.autograd.Function):
         return gradients
 
 
-class LeftToRecomputation(saved_tensors_hooks):
+class SavedAsRecipes(saved_tensors_hooks):
     """Hooks that save views of `Recomputed` outputs as recipes, and all other tensors as usual."""
 
     def __init__(self, passed: Sequence[Tensor]) -> None:

@@ -45,7 +45,7 @@ from simpletuner.memory.heap import large_tensors_apart
 from simpletuner.memory.offload.attach import Offload, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage, share_by_machine
-from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
+from simpletuner.memory.offload.streamer import SlotReferences, Streamer
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantisation.layers import quantise, use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
@@ -164,7 +164,7 @@ def assemble(
     if streamer is not None and fast is not None:
         # The last function of a block may run outside of its checkpoint, where autograd would save
         # views of slots.
-        fast.outside_checkpoint = RememberedPlaces(streamer)
+        fast.outside_checkpoint = SlotReferences(streamer)
 
     return Assembly(
         adapter=adapter,

@@ -52,7 +52,7 @@ from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_fin
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.loop import Callback
 from simpletuner.training.optimizer_state import load_state
-from simpletuner.training.sharding import is_part, load_shards, shard_moments, without_shards
+from simpletuner.training.sharding import is_shard, load_shards, shard_moments, without_shards
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.weight_note import WeightNote
 
@@ -116,7 +116,7 @@ def _restore(
         parameter for group in assembly.optimizer.param_groups for parameter in group["params"]
     ]
     # Memory-mapped if its tensors are copied elsewhere, one at a time.
-    mapped = any(map(is_part, parameters)) or assembly.accelerator.device.type != "cpu"
+    mapped = any(map(is_shard, parameters)) or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     step = content["global_step"]
     epoch = content["epoch"]
@@ -181,7 +181,7 @@ def _save_state(path: Path, content: Any) -> None:
 class Previews(Protocol):
     """Previews that may still be decoded in the background."""
 
-    def settle(self) -> None:
+    def publish_finished(self) -> None:
         """Wait until all of them are on disk."""
 
 
@@ -294,7 +294,7 @@ class CheckpointWriter(Callback):
             with suppress(
                 Exception
             ):  # whatever fails there must not keep the weights from being saved
-                previews.settle()
+                previews.publish_finished()
         self.on_train_end(assembly, state)
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
@@ -307,7 +307,7 @@ class CheckpointWriter(Callback):
             return
         self._settle()
         if self.previews is not None:
-            self.previews.settle()
+            self.previews.publish_finished()
         path = self.output_dir / f"checkpoint-{state.global_step}{ROLLING if rolling else ''}"
         started = time.monotonic()
         step = state.global_step

@@ -23,7 +23,7 @@ from simpletuner.models.cost import NO_ADAPTERS, Adapters
 from simpletuner.planning.checkpoint_folder import NOTE_FILE, PIPELINE_FOLDER
 from simpletuner.training.drafts import Draft
 from simpletuner.training.ema import Ema
-from simpletuner.training.sharding import gathered, is_part
+from simpletuner.training.sharding import gathered, is_shard
 from simpletuner.training.trained import Publication, load_parameters, open_weights
 from simpletuner.weights.part import INDEX_FILE
 
@@ -117,7 +117,7 @@ class FullModel:
             tensors: dict[str, Any] = {}
             for key in keys:
                 # Gathering is collective; only the main process keeps the result.
-                whole = gathered(weights[key]) if is_part(weights[key]) else weights[key].detach()
+                whole = gathered(weights[key]) if is_shard(weights[key]) else weights[key].detach()
                 tensors[key] = self.sharers.main_only(whole.contiguous)
             yield Draft.of_tensors(f"{name}/{file}", tensors, {"format": "pt"})
         if files.is_sharded:

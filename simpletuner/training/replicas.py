@@ -21,7 +21,7 @@ def replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool
     # accelerate assumes that DDP would synchronise sharded weights.
     assert accelerator.ddp_handler is not None
     replica = DistributedDataParallel(transformer, **accelerator.ddp_handler.to_kwargs())
-    settle_buckets(replica)
+    arrange_buckets(replica)
     return replica
 
 
@@ -31,11 +31,11 @@ def replicate_whole(module: nn.Module, accelerator: Accelerator) -> nn.Module:
     """
     replica: nn.Module = accelerator.prepare(module, device_placement=[False])
     if isinstance(replica, DistributedDataParallel):
-        settle_buckets(replica)
+        arrange_buckets(replica)
     return replica
 
 
-def settle_buckets(replica: DistributedDataParallel) -> None:
+def arrange_buckets(replica: DistributedDataParallel) -> None:
     """Let DDP arrange its buckets before the first step. Collective.
 
     After its first backward pass, DDP arranges the buckets anew, in the order in which the

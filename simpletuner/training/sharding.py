@@ -120,7 +120,7 @@ def _reshard_after_sampling(transformer: nn.Module, inputs: Any, output: Any) ->
                 module.reshard()
 
 
-def is_part(tensor: Tensor) -> bool:
+def is_shard(tensor: Tensor) -> bool:
     """Whether a tensor is sharded."""
     return isinstance(tensor, DTensor)
 
@@ -227,7 +227,7 @@ def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) ->
         # torch warns about loading in one process.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             # Without sharding, every process reads all values itself.
-            load(shards, checkpoint_id=folder / SHARDS_FOLDER, no_dist=not is_part(parameter))
+            load(shards, checkpoint_id=folder / SHARDS_FOLDER, no_dist=not is_shard(parameter))
     return whole
 
 
@@ -250,14 +250,14 @@ def _is_like(value: Any, parameter: nn.Parameter) -> bool:
 
 
 def _whole(path: str, tensor: Tensor, *, keep: bool) -> Tensor:
-    if not is_part(tensor):
+    if not is_shard(tensor):
         return tensor
     full = gathered(tensor)
     return full if keep else full.new_empty(0)
 
 
 def _set_aside(shards: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:
-    if not is_part(tensor):
+    if not is_shard(tensor):
         return tensor
     shards[path] = tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

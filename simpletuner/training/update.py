@@ -25,7 +25,7 @@ from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.training.own_optimizers import DecayingSquares
-from simpletuner.training.sharding import is_part
+from simpletuner.training.sharding import is_shard
 
 # Parameter group key: name of the technique whose module the group holds.
 OWNER = "owner"
@@ -91,7 +91,7 @@ def _choose_kernel(
         device=trained[0].device.type,
         weights=len(trained),
         numbers=sum(weight.numel() for weight in trained),
-        sharded=any(is_part(weight) for weight in trained),
+        sharded=any(is_shard(weight) for weight in trained),
         triton=runs_triton(trained),
         widened=has_wide_moment(optimizer, optimizer.param_groups[0]),
     )
@@ -113,7 +113,7 @@ def runs_triton(params: Sequence[nn.Parameter]) -> bool:
 
     They need whole parameters, so parameters must not be sharded.
     """
-    plain = all(weight.is_cuda and not is_part(weight) for weight in params)
+    plain = all(weight.is_cuda and not is_shard(weight) for weight in params)
     on_gpu = plain and torch.cuda.is_bf16_supported()
     return on_gpu and has_compiler() and importlib.util.find_spec("triton") is not None
 

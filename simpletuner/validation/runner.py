@@ -158,7 +158,7 @@ class ValidationRunner(Callback):
             self.render(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        self.settle(wait=False)
+        self.publish_finished(wait=False)
         if previews_are_due(self.config, state.global_step, state.epochs_done, report.epochs_done):
             self.render(assembly, state)
 
@@ -167,9 +167,9 @@ class ValidationRunner(Callback):
             if state.global_step >= assembly.settings.total_steps:
                 self.render(assembly, state)
         finally:
-            self.settle()
+            self.publish_finished()
 
-    def settle(self, *, wait: bool = True) -> None:
+    def publish_finished(self, *, wait: bool = True) -> None:
         """Publish previews decoded in the background; `wait` waits for all of them."""
         if self.decoding is not None and not self.decoding.is_idle:
             for record in self.decoding.finished(wait=wait):
@@ -205,7 +205,7 @@ class ValidationRunner(Callback):
         # A request, or the end of the run, may follow an interval in the same step.
         if not previews or self._rendered_at == step:
             return
-        self.settle()
+        self.publish_finished()
         world.main_only(lambda: discard_unfinished(self.output_dir))
         unit = "clips" if self.settings.frame_rate else "pictures"
         phase = PhaseStarted(

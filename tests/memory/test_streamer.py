@@ -165,7 +165,7 @@ def test_the_adversary_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_adversary_notices_weights_saved_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "RememberedPlaces", lambda streamer: nullcontext())
+    monkeypatch.setattr(attach, "SlotReferences", lambda streamer: nullcontext())
     plain = Trained(**KEPT)
     streamed = Trained(**KEPT)
     streamed.offloaded()

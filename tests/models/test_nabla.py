@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.models.kandinsky5 import flex, tile_attention
 from simpletuner.models.kandinsky5.nabla import TileAttention, tile_mask
-from simpletuner.speed.compile import settle_compiler
+from simpletuner.speed.compile import configure_compiler
 from tests.tools.saved_tensors import saved_bytes
 from tests.tools.tolerances import MODEL, assert_close
 
@@ -201,7 +201,7 @@ def test_an_autotuning_compiler_times_no_blocks(monkeypatch: pytest.MonkeyPatch)
 @needs_compiler
 @pytest.mark.usefixtures("usual_vectors")
 def test_compiled_flex_obeys() -> None:
-    settle_compiler(ones_are_sizes=True)  # as the compiled parts of a block leave it
+    configure_compiler(ones_are_sizes=True)  # as the compiled parts of a block leave it
     attend = flex.compiled_flex(torch.float32)
     assert tile_attention.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
     fault = tile_attention.find_fault(

@@ -21,7 +21,7 @@ from simpletuner.models.cost import BatchShape, Kernels
 from simpletuner.models.sanavideo.cost import COST
 from simpletuner.models.sanavideo.spec import ALL_LINEAR, SANA_VIDEO
 from simpletuner.models.sanavideo.video import CompiledOnGrid
-from simpletuner.speed.compile import settle_compiler
+from simpletuner.speed.compile import configure_compiler
 from tests.models.test_cost import adapters_of
 from tests.tools.saved_tensors import saved_bytes
 
@@ -134,7 +134,7 @@ def test_an_adapter_around_a_layer_is_not_passed_by() -> None:
 @pytest.fixture
 def fresh_compiler() -> None:
     torch._dynamo.reset()
-    settle_compiler(ones_are_sizes=False)
+    configure_compiler(ones_are_sizes=False)
 
 
 @pytest.mark.slow(8)

@@ -31,7 +31,7 @@ from simpletuner.models.kandinsky5.blocks import store_in_bf16
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.sanavideo.video import CompiledOnGrid
 from simpletuner.planning.techniques.tread import TreadSpec
-from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, settle_compiler
+from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, configure_compiler
 from simpletuner.speed.recomputation import checkpointed
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.losses import Losses
@@ -595,7 +595,7 @@ def test_ddp_does_not_split_compiled_functions() -> None:
     """In no thread: the compiler's settings belong to one."""
 
     def splits() -> bool:
-        settle_compiler(ones_are_sizes=True)
+        configure_compiler(ones_are_sizes=True)
         return bool(torch._dynamo.config.optimize_ddp)
 
     with ThreadPoolExecutor() as pool:

@@ -17,7 +17,7 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.run.settings import assembly_settings
-from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed
+from simpletuner.speed.recomputation import Recomputed, SavedAsRecipes
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.losses import Losses
 from simpletuner.training.settings import TrainingSpec
@@ -271,7 +271,7 @@ def test_saved_views_are_recomputed_where_they_lie() -> None:
     """Such as halves of queries: an offset of 0 would give the gradient of the first half twice."""
     inputs = torch.randn(3, 8, requires_grad=True)
     (passed,) = Recomputed.apply(inputs)
-    with LeftToRecomputation([passed]):
+    with SavedAsRecipes([passed]):
         product = passed[:, 4:] * passed[:, :4]
     product.square().sum().backward()
     found = inputs.grad

@@ -20,7 +20,7 @@ from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.copiers import Copier
 from simpletuner.memory.offload.side_stream import SideStream
-from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
+from simpletuner.memory.offload.streamer import SlotReferences, Streamer
 from simpletuner.memory.quantisation.layers import quantise, use_quantised_products
 from simpletuner.models.kandinsky5.blocks import mask_padding, use_fast_blocks
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
@@ -156,7 +156,7 @@ class Trained:
             )
         assert streamer is not None
         if self.fast is not None:
-            self.fast.outside_checkpoint = RememberedPlaces(streamer)
+            self.fast.outside_checkpoint = SlotReferences(streamer)
         return streamer
 
     def _move_inputs(self, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from simpletuner.memory.offload.image import (
     set_aside,
     shared_by_machine,
 )
-from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
+from simpletuner.memory.offload.streamer import SlotReferences, Streamer
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Offload:
         streamer = self.stream(blocks, packed)
         # Autograd would save views of slots, which later groups overwrite before the backward pass.
         if keeps_saved:
-            _wrap_forward(transformer, partial(RememberedPlaces, streamer))
+            _wrap_forward(transformer, partial(SlotReferences, streamer))
         where = "in host memory" if self.config.group_offload_to_disk_path is None else "on disk"
         total = sum(image.nbytes for image in streamer.images)
         logger.info(

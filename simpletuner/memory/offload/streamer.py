@@ -107,7 +107,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class RememberedPlaces(saved_tensors_hooks):
+class SlotReferences(saved_tensors_hooks):
     """Hooks that save views of slots by position instead of by value; all other tensors are saved
     as usual.
 

@@ -187,7 +187,7 @@ def compiled_flex(dtype: torch.dtype) -> Attend:
         with (
             V.set_choices_handler(block_choices()),
             config.patch(force_non_lazy_backward_lowering=True),
-            # See `settle_compiler`; flex attention does not compile with it.
+            # See `configure_compiler`; flex attention does not compile with it.
             shapes.patch(backed_size_oblivious=False),
             RebuiltLists(mask, tiles) if torch.is_grad_enabled() else nullcontext(),
         ):
