@@ -63,8 +63,8 @@ class LaunchConfig(Group):
             & when("use_dora"),
         ),
     )
-    """Shard weights, gradients and optimizer state across processes (FSDP2) instead of replicating
-    them (DDP). For runs that do not fit otherwise, such as full fine-tunes: docs/FSDP2.md."""
+    """Shard the model across processes (FSDP2) instead of replicating it (DDP), for runs that do
+    not fit otherwise: docs/FSDP2.md."""
     fsdp_version: FsdpVersion = sharded("2", remarks={"1": "is deprecated and treated as 2"})
     """1 is deprecated and treated as 2."""
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded(
@@ -73,7 +73,7 @@ class LaunchConfig(Group):
     """SHARDED_STATE_DICT: every process saves its shard; FULL_STATE_DICT: rank 0 saves all."""
     fsdp_reshard_after_forward: Flag = sharded(True)
     """Free a block's gathered weights after the forward pass and gather them again for the backward
-    pass; false communicates less but needs memory for all weights."""
+    pass; false sends less but needs memory for all weights."""
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = (
         sharded(
             "TRANSFORMER_BASED_WRAP",
@@ -96,8 +96,8 @@ class LaunchConfig(Group):
             ),
         ),
     )
-    """Number of processes that share the tokens of a sample (Ulysses), for long clips. It must
-    divide the processes of each machine and the model's attention heads."""
+    """Processes that share the tokens of a sample (Ulysses), for long clips. It must divide the
+    processes of each machine and the model's attention heads."""
 
     @property
     def data_processes(self) -> int:

@@ -42,7 +42,7 @@ class LoraConfig(Group):
     must be fp32."""
     lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common("standard")
     """Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or the algorithm in
-    lycoris_config. Every kind is also published as a LoRA, see docs/ADAPTERS.md."""
+    lycoris_config. Each also saves a LoRA: docs/ADAPTERS.md."""
     lokr_factor: Integer = option(
         -1,
         ge=-1,

@@ -83,8 +83,8 @@ class PrecisionConfig(Group):
         & unless(base_model_precision=PLAIN_PRECISIONS),
         common=True,
     )
-    """Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; all other
-    values quantise its linear layers, for LoRA only. Names without a library use optimum-quanto."""
+    """Precision of the frozen transformer. All values but no_change, bf16 and fp32 quantise its
+    linear layers, for LoRA only. Names without a library use optimum-quanto."""
     quantized_matmul: Flag = option(
         False,
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
@@ -92,9 +92,8 @@ class PrecisionConfig(Group):
             model_type="full", because="it multiplies frozen weights, and it has none; leave it out"
         ),
     )
-    """Multiply by the quantised weights of int8-quanto or fp8-quanto without unpacking them;
-    activations and gradients are rounded to the same type. Gradients differ by a percent or more; a
-    run prints the error."""
+    """Multiply by the weights of int8-quanto or fp8-quanto without unpacking them. Gradients differ
+    by a percent or more; a run prints the error."""
     text_encoder_1_precision: Precision = quantised(
         "no_change", label="First Text Encoder Precision", common=True
     )
@@ -132,8 +131,8 @@ class PrecisionConfig(Group):
             )
         },
     )
-    """Kernel of dense self-attention; diffusers uses torch's flash attention. All other kernels
-    need their package; flash-attn-3 needs an H100, flash-attn-4 an H100 or B200."""
+    """Kernel of dense self-attention; diffusers is torch's. All others need a package, flash-attn-3
+    also an H100, flash-attn-4 an H100 or B200."""
     disable_tf32: Flag = option(False)
     """Disable TF32 for float32 matmuls on a GPU. A float32 VAE and modulation never use it."""
 

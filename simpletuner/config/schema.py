@@ -178,16 +178,15 @@ class RunOptions(Group):
     """The dataset file."""
     # A seed is not a quantity, so LARGEST_NUMBER does not apply.
     seed: Integer | None = common(None, ge=-1, le=math.inf)
-    """The same seed gives the same data order, noise and initial weights. 0 takes the seed from the
-    clock, -1 or unset draws a random one; both are logged."""
+    """The same seed gives the same data order, noise and initial weights. 0 takes it from the
+    clock, -1 or unset draws one; both are logged."""
     seed_for_each_device: Flag = option(True, requires=unless(num_processes=1))
     """true: every sample of a step draws different noise, as in one process with a larger batch.
     false: every process draws the same noise as the first."""
     resume_from_checkpoint: PathText = common("latest")
-    """`latest`, the step, name or path of a checkpoint, or `none`. latest continues what was last
-    trained, or starts a new run if no checkpoint exists. An earlier checkpoint starts a branch:
-    what was trained after it moves to `branches/` in output_dir (docs/TUTORIAL.md). none starts at
-    step 0 and never overwrites an existing checkpoint."""
+    """`latest` continues what was last trained, or starts a new run. The step, name or path of a
+    checkpoint continues from there, in a branch if it is not the last one (docs/TUTORIAL.md).
+    `none` starts at step 0 and overwrites no checkpoint."""
     i_know_what_i_am_doing: Flag = option(False)
     """Downgrade safety errors that mention this key to warnings."""
 
@@ -315,8 +314,8 @@ class SpeedConfig(Group):
     """With gradient_checkpointing: keep the output of self-attention, tokens x width x 2 bytes per
     block, instead of recomputing it."""
     deterministic: Flag = option(False)
-    """Bit-identical repeats on a GPU: kernels with a fixed order of summation, none chosen by
-    timing. Slower; no effect on a CPU, where repeats are always identical."""
+    """The same bits in every run on a GPU, by kernels with a fixed order of summation. Slower; on a
+    CPU, runs are always identical."""
 
 
 class EmaConfig(Group):
@@ -605,8 +604,8 @@ class ValidationConfig(Group):
     validation_decoding: Decoding = option(
         "whole", default_note="`whole`; `strips` for clips that are too large for torch or the GPU"
     )
-    """Decoding of previews: `strips` of rows take less memory and change only the rounding; `tiles`
-    take the least, but slightly change pixels at the seams. Caches are unaffected."""
+    """How previews are decoded: `strips` take less memory and change only the rounding; `tiles`
+    take the least, but slightly change pixels at the seams."""
     validation_batched_guidance: Flag | None = option(
         None,
         default_note="true where memory allows and `speed` is auto",

@@ -68,8 +68,9 @@ class CrepaConfig(TechniqueGroup):
     crepa_encoder_frames_batch_size: Integer = option(-1, ge=-1)
     """Frames per encoder batch; -1: a whole clip."""
     crepa_cache: Literal["auto", "disk", "off"] = option("auto")
-    """disk: store features beside the latents, so that training loads neither encoder nor VAE; off:
-    compute them in every step; auto: disk if they fit into a fifth of the free space."""
+    """Where the teacher's features are kept. disk: beside the latents, so that training loads
+    neither encoder nor VAE; off: computed in every step; auto: disk if they fit into a fifth of the
+    free space."""
     crepa_drop_vae_encoder: Flag = common(False)
     """Drop the encoder half of the teacher's VAE, which saves memory."""
     crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option("constant")
