@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from simpletuner.annexes.adapters.kinds import check_lycoris, read_lycoris
+from simpletuner.annexes.start.recipe import RECIPES
 from simpletuner.cli.app import main
 from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
 from simpletuner.config.load import Layer, resolve
@@ -216,7 +217,7 @@ def test_python_block_runs(
         assert list(tmp_path.glob("*.png"))
 
 
-# What is wrong, for each message of the tutorial that settings alone bring about.
+# What is wrong, for messages of the page that settings alone bring about.
 MISTAKES = {
     "learning_rte": ["learning_rte=1e-4"],
     "no samples detected": ["train_batch_size=16"],
@@ -224,19 +225,75 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_messages_are_those_of_the_program(
+def test_errors_in_troubleshooting_are_those_of_the_program(
     words: str, t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (ROOT / "docs" / "TUTORIAL.md").read_text(encoding="utf-8")
-    [message] = [line for line in page.splitlines() if line.startswith("error: ") and words in line]
+    message = troubleshooting_line("error: ", words)
     workspace = Workspace.create(tmp_path, t2i_checkpoint, pictures=10, max_train_steps=24)
     workspace.write_datasets([{**DATASETS[0], "id": "my-image-dataset", "repeats": 0}])
+
     assert workspace.run("plan", *MISTAKES[words]) == 2
+
     assert message in capsys.readouterr().err.splitlines()
 
 
+def test_the_warning_about_captions_in_troubleshooting_is_that_of_the_program(
+    t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = troubleshooting_line("warning: ", "captions come from the file names")
+    workspace = Workspace.create(tmp_path, t2i_checkpoint, pictures=11, max_train_steps=24)
+    dataset = {**DATASETS[0], "id": "my-pictures"}
+    del dataset["caption_strategy"]
+    workspace.write_datasets([dataset, DATASETS[1]])
+
+    assert workspace.run("plan") == 0
+
+    assert message.removeprefix("warning: ") in capsys.readouterr().out
+
+
+def troubleshooting_line(kind: str, words: str) -> str:
+    """The message of this kind that the page shows and that contains the words."""
+    page = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith(kind) and words in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_steps_of_recipes_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "DATASETS.md").read_text(encoding="utf-8")
+    cells = []
+    for purpose in ("subject", "style", "motion"):
+        recipe = RECIPES[purpose]
+        cells.append(
+            f"{recipe.steps_per_file} a file, {recipe.fewest_steps} to {recipe.most_steps}"
+        )
+
+    assert f"| steps of `simpletuner start` | {' | '.join(cells)} |" in page
+
+
+def test_keys_named_for_users_of_other_programs_exist() -> None:
+    page = (ROOT / "docs" / "COMING_FROM.md").read_text(encoding="utf-8")
+    keys = {*all_options(), *DatasetConfig.model_fields, "position_start"}
+    values = {"eval", "image"}
+
+    named: set[str] = set()
+    for ours in re.findall(r"^\| .* \| (.*) \|$", page, re.MULTILINE):
+        named |= set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", ours))
+
+    assert len(named) > 40
+    assert named - keys - values == set()
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+
+    assert pages <= set(re.findall(r"\]\(([^)#]+)", readme))
+
+
 def test_the_tree_has_a_line_for_every_room() -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = page.partition("## The tree")[2]
     lines = [line.split()[0] for line in section.split("```")[1].splitlines() if line.strip()]
     package = ROOT / "simpletuner"
     rooms = {
@@ -253,7 +310,8 @@ def test_the_tree_has_a_line_for_every_room() -> None:
 
 
 def test_the_tree_names_what_exists() -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = page.partition("## The tree")[2]
     names = re.findall(r"[\w/]*\w(?:/|\.py)(?=[\s,;)])", section.split("```")[1])
     existing = {f"{path.name}/" if path.is_dir() else path.name for path in ROOT.glob("*")}
     existing |= {

@@ -10,7 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.docs.languages import DOCS, LANGUAGES
-from tests.docs.plans import SAMPLE, SAMPLED, excerpt, plan, printed, renewed, write_files
+from tests.docs.plans import (
+    CARD_EXAMPLES,
+    SAMPLE,
+    SAMPLED,
+    excerpt,
+    plan,
+    printed,
+    renewed,
+    write_files,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +38,7 @@ def _other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED"])
+@pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED", "TROUBLESHOOTING"])
 def test_plans_are_those_of_today(page: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     assert (
@@ -46,6 +55,34 @@ def test_memory_answers_before_there_are_files(
     monkeypatch.chdir(tmp_path)
     assert excerpt(command, shown) == shown
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("example", "gigabytes"), [*zip(CARD_EXAMPLES, (18, 7, 18, 52), strict=True)]
+)
+def test_the_computer_needs_no_more_memory_than_troubleshooting_says(
+    example: str, gigabytes: int, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files)
+    page = (DOCS / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
+
+    output, _ = printed("plan", f"example={example}", "offload=auto", "--device", "4060")
+
+    needed = [float(host) for host in re.findall(r" GB +([\d.]+) GB$", output, re.MULTILINE)]
+    assert f"{gigabytes} GB" in page
+    assert gigabytes - 1 < max(needed) <= gigabytes
+
+
+def test_troubleshooting_shows_the_shortage_of_today(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files)
+    page = (DOCS / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
+
+    _, errors = printed("plan", "example=kandinsky5-image-lora", "--device-memory", "12")
+
+    [error] = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert error in page.splitlines()
 
 
 def test_every_sample_of_an_estimate_is_regenerated() -> None:
