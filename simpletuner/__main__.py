@@ -6,9 +6,8 @@ import sys
 def run() -> None:
     """Run the command line of this process."""
     try:
-        from simpletuner.cli.app import (
-            run as run_commands,
-        )  # imported here, since Ctrl-C may come during the import
+        # Imported here, since Ctrl-C may come during the import.
+        from simpletuner.cli.app import run as run_commands
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)

@@ -73,12 +73,17 @@ class TrainResult:
         folder = plan.output_dir
         losses: dict[str, float] = {}
         for row in read_rows(folder / METRICS_FILE):
-            losses |= {
-                name: value for name, value in row.items() if "loss" in name and is_number(value)
-            }
-        file = folder / (PIPELINE_FOLDER if plan.config.model.model_type == "full" else LORA_FILE)
-        previews = [folder / media.path for media in read_media(folder / MEDIA_FILE)]
-        return cls(folder, file, step=plan.length.total_steps, losses=losses, previews=previews)
+            for name, value in row.items():
+                if "loss" in name and is_number(value):
+                    losses[name] = value
+        is_full = plan.config.model.model_type == "full"
+        return cls(
+            output_dir=folder,
+            file=folder / (PIPELINE_FOLDER if is_full else LORA_FILE),
+            step=plan.length.total_steps,
+            losses=losses,
+            previews=[folder / media.path for media in read_media(folder / MEDIA_FILE)],
+        )
 
 
 def train(
@@ -88,8 +93,9 @@ def train(
     show: bool = False,
     yes: bool = False,
 ) -> TrainResult:
-    """Train in this process, like `simpletuner train`: resumes an interrupted run, and returns a
-    finished one.
+    """Train in this process, like `simpletuner train`.
+
+    Resumes an interrupted run; of a finished one, returns the result.
 
     Args:
         config: keys of config.json. `data_backend_config` may also be a list of datasets, which is
@@ -107,9 +113,10 @@ def train(
     """
     configure_torch()
     budget = plan_that_fits(_arguments(config))
-    if (count := budget.config.launch.num_processes) > 1:
+    processes = budget.config.launch.num_processes
+    if processes > 1:
         message = (
-            f"{count}, but a function trains in its own process only; use the command "
+            f"{processes}, but a function trains in its own process only; use the command "
             "`simpletuner train`."
         )
         raise ConfigError([Problem("num_processes", message)])
@@ -174,14 +181,15 @@ def sample(
     """
     if isinstance(prompts, str):
         raise ConfigError([Problem("prompts", f"is a list: [{prompts!r}].")])
-    given: Sequence[object] = prompts  # programs are not always checked for types
-    for prompt in given:
+    unchecked: Sequence[object] = prompts  # callers may not run a type checker
+    for prompt in unchecked:
         if not isinstance(prompt, str):
-            raise ConfigError([Problem("prompts", f"is a list of texts; {prompt!r} is none.")])
+            message = f"is a list of texts; {prompt!r} is not a text."
+            raise ConfigError([Problem("prompts", message)])
     arguments = _arguments(settings, label="settings")
     expand_short_names(arguments)
     strengths = parse_strengths("strength", [strength], arguments.problems)
-    asked = SampleRequest(
+    request = SampleRequest(
         source=None if source is None else str(source),
         output=str(output),
         arguments=arguments,
@@ -193,7 +201,7 @@ def sample(
     )
     names = PARAMETERS | {SHORT[key]: key for key in settings if key in SHORT}
     try:
-        with checked_samples(asked, _events(on_event, show)) as samples:
+        with checked_samples(request, _events(on_event, show)) as samples:
             return samples.render()
     except ConfigError as error:
         # With the caller's parameter names.
@@ -207,19 +215,19 @@ def sample(
 def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
     """The settings in a function argument, called `label` in messages.
 
-    A `config` is a whole configuration, unless it selects one for its other keys to override. Other
-    arguments override.
+    A `config` is a whole configuration, unless it selects one (`example`, `env`, `config`), which
+    its other keys then override. The settings of a sample always override those of the run.
     """
     set_environment()
     plain = _as_json(config)
     arguments = replace(command_settings([]), label=label)
-    arguments.selectors = {
-        SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()
-    }
-    if arguments.selectors or label != ARGUMENTS:
-        arguments.settings += plain.items()
-    else:
+    for key in SELECTORS.keys() & plain.keys():
+        arguments.selectors[SELECTORS[key]] = str(plain.pop(key))
+    is_whole = label == ARGUMENTS and not arguments.selectors
+    if is_whole:
         arguments.base = config_from_values(plain)
+    else:
+        arguments.settings += plain.items()
     return arguments
 
 
@@ -230,25 +238,27 @@ def _as_json(config: object) -> dict[str, Any]:
             f"{config!r:.80} is not a dict; for a file write {{'config': 'config/config.json'}}."
         )
         raise ConfigError([Problem("config", message)])
-    plain = {
-        key: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for key, value in config.items()
-    }
-    if isinstance(datasets := plain.get("data_backend_config"), list):
-        plain["data_backend_config"] = _written(datasets, plain.get("output_dir"))
+    plain = {}
+    for key, value in config.items():
+        plain[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    datasets = plain.get("data_backend_config")
+    if isinstance(datasets, list):
+        plain["data_backend_config"] = _write_datasets(datasets, plain.get("output_dir"))
     return plain
 
 
-def _written(datasets: list[Any], output_dir: object) -> str:
-    """Write a list of datasets to a file, which the plan, the record and a resumed run refer to;
-    returns its path.
+def _write_datasets(datasets: list[Any], output_dir: object) -> str:
+    """Write a list of datasets to a file in the output folder; returns its path.
+
+    A file, since the plan, the record and a resumed run refer to one.
     """
-    folder = Path(
-        output_dir if isinstance(output_dir, str) else all_options()["output_dir"].default
-    ).expanduser()
+    default: str = all_options()["output_dir"].default
+    # The plan reports an output_dir that is not a text.
+    folder = Path(output_dir if isinstance(output_dir, str) else default).expanduser()
     prepare_output(folder)
-    write_json(folder / WRITTEN_DATASETS, datasets)
-    return str(folder / WRITTEN_DATASETS)
+    file = folder / WRITTEN_DATASETS
+    write_json(file, datasets)
+    return str(file)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from io import RawIOBase
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,18 +43,17 @@ UNWRITABLE_CODES = NOT_PERMITTED | {
     errno.ENOTCONN,
 }
 OCCUPIED_CODES = frozenset({errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST})
-# Of `chmod` on disks without permissions.
+# Errors of `chmod` on disks without permissions.
 NO_PERMISSIONS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-# Of disks without locks, such as some network volumes of rented machines.
+# Errors of `flock` on disks without locks, such as some network volumes of rented machines.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # Names created by `open_atomically`; temporary files of other programs are kept.
 STRAY_FILE = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(TEMPORARY_SUFFIX)}")
 # Native writers (safetensors, torch) report the system's error only as text.
 DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough space on the disk")
 
-
 PRIVATE = 0o600  # mode of a file that only its owner can read
-KEPT_MODES = 0o777  # what a replaced file hands on: who can read, write and execute it
+PERMISSION_BITS = 0o777  # who can read, write and execute a file; a replacement keeps them
 
 
 def write_atomically(
@@ -87,8 +85,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True, private: bool = 
 def open_atomically(
     path: Path, *, durable: bool = True, private: bool = False
 ) -> Iterator[BinaryIO]:
-    """A context with a writable binary file, renamed to `path` when the block ends without an
-    exception.
+    """A context with a writable binary file, renamed to `path` unless the block raises.
 
     The file has the permissions of the one that it replaces.
 
@@ -105,7 +102,7 @@ def open_atomically(
         try:
             with open(temporary, "xb", opener=opener) as file:
                 if mode is not None:
-                    _set_mode(temporary, mode)  # `os.open` subtracts the umask
+                    _set_mode(temporary, mode)  # again, since `os.open` subtracts the umask
                 yield file
                 file.flush()
                 if durable:
@@ -119,9 +116,7 @@ def open_atomically(
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """Set permissions, if the disk has any: FAT and some network volumes refuse other ones than
-    their own.
-    """
+    """Set permissions, if the disk has any: FAT and some network volumes have fixed ones."""
     try:
         path.chmod(mode)
     except OSError as error:
@@ -133,7 +128,7 @@ def _set_mode(path: Path, mode: int) -> None:
 def _mode_of(path: Path) -> int | None:
     """The permissions of a file; None if it does not exist."""
     try:
-        return path.stat().st_mode & KEPT_MODES
+        return path.stat().st_mode & PERMISSION_BITS
     except OSError:
         return None
 
@@ -170,8 +165,9 @@ def locked_for_change(path: Path) -> Iterator[None]:
 
 
 def take_lock(file: BinaryIO, *, wait: bool = True) -> bool:
-    """Take an exclusive lock on an open file, held until it is closed; does nothing on Windows or a
-    disk without locks.
+    """Take an exclusive lock on an open file, held until the file is closed.
+
+    Windows and disks without locks have none; the file then counts as locked.
 
     Args:
         wait: wait for the lock; otherwise return False if another process holds it.
@@ -179,8 +175,9 @@ def take_lock(file: BinaryIO, *, wait: bool = True) -> bool:
     if sys.platform != "win32":
         import fcntl
 
+        operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, operation)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -199,11 +196,11 @@ def _warn_of_no_locks(folder: Path) -> None:
 
 @contextmanager
 def build_folder(final: Path) -> Iterator[Path]:
-    """A context with an empty folder, renamed to `final` when the block ends without an exception.
+    """A context with an empty folder, renamed to `final` unless the block raises.
 
     Yields:
-        the folder `<final>-tmp`. It is removed after an exception; after a kill it remains until
-        the next build of the same folder.
+        the folder `<final>-tmp`. An exception removes it; after a kill it remains until the next
+        build of the same folder.
 
     Raises:
         DiskFullError: no space or quota left; an existing folder is kept.
@@ -257,14 +254,14 @@ def writing_to(path: Path) -> Iterator[None]:
                 "start again."
             )
             raise DiskFullError(message) from error
-        if limit := reached_limit(error):
-            raise WriteError(
-                f"{path}: cannot be written: {limit} Complete files are kept."
-            ) from error
-        if cause := _why_failed(error, path):
-            raise WriteError(
-                f"{path}: cannot be written ({cause}). Complete files are kept."
-            ) from error
+        limit = reached_limit(error)
+        if limit:
+            message = f"{path}: cannot be written: {limit} Complete files are kept."
+            raise WriteError(message) from error
+        reason = _why_failed(error, path)
+        if reason:
+            message = f"{path}: cannot be written ({reason}). Complete files are kept."
+            raise WriteError(message) from error
         raise
 
 
@@ -278,7 +275,9 @@ def nearest_existing(folder: Path) -> Path:
 def why_no_folder(folder: Path, written: str) -> str:
     """Why a path, as the user has `written` it, cannot be a folder; empty if it can."""
     parent = nearest_existing(folder)
-    return "" if parent.is_dir() else f"{written!r} cannot be a folder: {str(parent)!r} is a file."
+    if parent.is_dir():
+        return ""
+    return f"{written!r} cannot be a folder: {str(parent)!r} is a file."
 
 
 def why_not_writable(folder: Path) -> str:
@@ -296,24 +295,27 @@ def _why_failed(error: BaseException, path: Path) -> str:
     A source file that cannot be read does not count, even if it is in the same folder.
     """
     for cause in causes(error):
+        if not isinstance(cause, OSError):
+            continue
         if isinstance(cause, FileNotFoundError) and not path.parent.is_dir():
             return "its folder was moved or deleted"
-        if isinstance(cause, OSError) and cause.errno in UNWRITABLE_CODES:
-            is_ours = (
-                cause.errno not in NOT_PERMITTED
-            )  # other errors have no file name if the write itself fails
-            if cause.filename is not None:
-                is_ours = _belongs_to(Path(cause.filename), path)
-            return os.strerror(cause.errno or 0) if is_ours else ""
-        if isinstance(cause, OSError) and cause.errno in OCCUPIED_CODES and path.is_dir():
+        if cause.errno in UNWRITABLE_CODES:
+            return os.strerror(cause.errno or 0) if _is_about(cause, path) else ""
+        if cause.errno in OCCUPIED_CODES and path.is_dir():
             return "a folder is in its place; move it away"
     return ""
 
 
+def _is_about(error: OSError, path: Path) -> bool:
+    """Whether an error is about writing a path, and not about reading another file."""
+    if error.filename is None:
+        # A failing write has no file name. Lack of permission is found on opening, which has one.
+        return error.errno not in NOT_PERMITTED
+    return _belongs_to(Path(error.filename), path)
+
+
 def _belongs_to(name: Path, path: Path) -> bool:
-    """Whether a file name is that of a path, of its temporary files, of a folder above it, or of a
-    file below it.
-    """
+    """Whether a file is at a path, above or below it, or one of its temporary files."""
     if name.is_relative_to(path) or path.is_relative_to(name):
         return True
     return name.parent == path.parent and name.name.startswith((".", path.name))
@@ -325,11 +327,13 @@ def is_disk_full(error: BaseException) -> bool:
     torch.save fails a second time when it closes its archive, so the chain of causes is searched
     too.
     """
-    return any(
-        (isinstance(cause, OSError) and cause.errno in DISK_FULL_CODES)
-        or any(words in str(cause).lower() for words in DISK_FULL_WORDS)
-        for cause in causes(error)
-    )
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL_CODES:
+            return True
+        message = str(cause).lower()
+        if any(words in message for words in DISK_FULL_WORDS):
+            return True
+    return False
 
 
 def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) -> None:
@@ -340,9 +344,10 @@ def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) ->
         older_than: minimum age in seconds; another process may still be writing younger files.
     """
     for parent, _, names in os.walk(folder):
-        for path in (
-            Path(parent, name) for name in names if name[0] == "." and STRAY_FILE.fullmatch(name)
-        ):
+        for name in names:
+            if not name.startswith(".") or not STRAY_FILE.fullmatch(name):
+                continue
+            path = Path(parent, name)
             # In a shared cache, another process may have renamed the file since the listing.
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime <= time.time() - older_than:
@@ -352,19 +357,20 @@ def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) ->
 
 
 def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
-    """Remove unfinished folders with matching names, and restore a folder that a kill left between
-    two renames.
+    """Remove unfinished folders with matching names.
+
+    A kill between the two renames of `_replace_folder` left the old folder alone; it is restored.
     """
     for path in parent.glob(f"*{UNFINISHED_FOLDER_SUFFIX}"):
-        old = path.name.endswith(OLD_FOLDER_SUFFIX)
-        final = path.with_name(
-            path.name.removesuffix(OLD_FOLDER_SUFFIX if old else UNFINISHED_FOLDER_SUFFIX)
-        )
-        if name.fullmatch(final.name) and path.is_dir():
-            if old and not final.exists():
-                path.rename(final)
-            else:
-                shutil.rmtree(path)
+        is_old = path.name.endswith(OLD_FOLDER_SUFFIX)
+        suffix = OLD_FOLDER_SUFFIX if is_old else UNFINISHED_FOLDER_SUFFIX
+        final = path.with_name(path.name.removesuffix(suffix))
+        if not name.fullmatch(final.name) or not path.is_dir():
+            continue
+        if is_old and not final.exists():
+            path.rename(final)
+        else:
+            shutil.rmtree(path)
 
 
 def _flush_tree(folder: Path) -> None:
@@ -396,6 +402,14 @@ def _flush(path: Path) -> None:
 
 
 def unused_path(wanted: Path, number: str = "-{}") -> Path:
-    """The path, numbered if it already exists."""
-    numbered = (wanted.with_stem(wanted.stem + number.format(each)) for each in count(2))
-    return next(path for path in chain([wanted], numbered) if not os.path.lexists(path))
+    """The path, numbered from 2 if it already exists.
+
+    Args:
+        number: how the number is added to the file name.
+    """
+    path = wanted
+    counter = 1
+    while os.path.lexists(path):
+        counter += 1
+        path = wanted.with_stem(wanted.stem + number.format(counter))
+    return path

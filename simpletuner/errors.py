@@ -1,5 +1,4 @@
-"""Problems and the report that collects them, exceptions and their exit codes, and words that
-messages share.
+"""Problems and their report, exceptions and their exit codes, and the wording of messages.
 
 | exit code | meaning                                                        |
 |-----------|----------------------------------------------------------------|
@@ -28,21 +27,28 @@ Kind = Literal["required", "captions", "unfetched"]
 
 def escape_controls(text: str) -> str:
     """Escape control characters: a file name or key could otherwise move the terminal's cursor."""
-    # Cc: control characters; Cf: format characters, such as overrides of the writing direction.
-    return "".join(
-        repr(sign)[1:-1] if unicodedata.category(sign) in ("Cc", "Cf") else sign for sign in text
-    )
+    escaped = ""
+    for character in text:
+        # Cc: control characters; Cf: format characters, such as overrides of the writing direction.
+        if unicodedata.category(character) in ("Cc", "Cf"):
+            escaped += repr(character)[1:-1]
+        else:
+            escaped += character
+    return escaped
 
 
 @dataclass(frozen=True)
 class Problem:
     """An error or warning for the user, worded so that it can be fixed without reading the source.
 
-    `where` is the key or file; `message` has the wrong value and the allowed values.
-    A problem that does not prevent the run is a `warning`.
-    `remedy` holds settings that solve it, if known; None removes a key. Page and wizard can apply
-    it. `kind` is for programs that treat a problem in a way of its own, as the page does; `entries`
-    are the ids of the dataset entries that a joint problem is about.
+    Attributes:
+        where: the key or file.
+        message: has the wrong value and the allowed values.
+        fatal: prevents the run; otherwise it is a warning.
+        remedy: settings that solve it, if known, which page and wizard can apply; None removes a
+            key.
+        kind: marks problems that programs, such as the page, treat in a special way.
+        entries: ids of the dataset entries that a joint problem is about.
     """
 
     where: str
@@ -57,13 +63,14 @@ class Problem:
 
     def to_json(self) -> dict[str, Any]:
         """The problem as JSON, for programs."""
-        known = {"remedy": dict(self.remedy), "kind": self.kind, "entries": list(self.entries)}
-        more = {name: value for name, value in known.items() if value}
-        return {"key": self.where, "message": self.message, "fatal": self.fatal, **more}
+        details = {"remedy": dict(self.remedy), "kind": self.kind, "entries": list(self.entries)}
+        known = {name: value for name, value in details.items() if value}
+        return {"key": self.where, "message": self.message, "fatal": self.fatal, **known}
 
     def within(self, place: str) -> Problem:
-        """The problem prefixed with a part that has separate keys, such as a dataset; drops the
-        remedy.
+        """The problem prefixed with a part that has separate keys, such as a dataset.
+
+        Its remedy is dropped: it would set a key of the whole configuration.
         """
         return replace(self, where=f"{place}.{self.where}", remedy={})
 
@@ -81,9 +88,7 @@ def warning(
 
 @dataclass(frozen=True)
 class NoEffect(Problem):
-    """A key without effect under these settings: a greyed field, and a warning if the user set
-    it.
-    """
+    """A key without effect under these settings: a greyed field; a warning if the user set it."""
 
     fatal: bool = False
 
@@ -113,10 +118,10 @@ class ConfigError(UserError):
 
 
 class Problems(list[Problem]):
-    """A report: collects what readers and checks find, so that all of it can be said at once.
+    """A report that collects problems, so that all of them are printed at once.
 
-    Whatever reads or checks takes the report as its argument, adds to it and goes on with the best
-    value that it has.
+    Functions that read or check take the report as an argument, add to it, and go on with the best
+    value that they have.
     """
 
     def error(
@@ -148,9 +153,7 @@ class Problems(list[Problem]):
 
     @contextmanager
     def within(self, place: str) -> Iterator[Problems]:
-        """A report for a part that has separate keys, such as a dataset: its problems are prefixed
-        with `place`.
-        """
+        """A report for a part that has separate keys; its problems are prefixed with `place`."""
         part = Problems()
         try:
             yield part
@@ -178,9 +181,7 @@ class DiskFullError(WriteError):
 
 
 class NonFiniteError(SimpleTunerError):
-    """A loss, gradient or weight is NaN or infinite; raised before it is used for training or
-    stored.
-    """
+    """A loss, gradient or weight is NaN or infinite; raised before it is used or stored."""
 
 
 class Interrupted(SimpleTunerError):
@@ -191,17 +192,16 @@ class Interrupted(SimpleTunerError):
 
 # Messages of native code: torch's allocators, CUDA's libraries, and mapping of files and libraries.
 OUT_OF_MEMORY = re.compile(
-    "can(not|'t) allocate memory|not enough memory|out of "
-    "memory|alloc_failed|bad_alloc|failed to map segment",
+    "can(not|'t) allocate memory|not enough memory|out of memory"
+    "|alloc_failed|bad_alloc|failed to map segment",
     re.I,
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means out of memory, on any device."""
-    if (
-        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    ):  # torch's, without importing it
+    # By name, since torch may not be imported here.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     is_native = isinstance(error, RuntimeError | ImportError | OSError)
     return is_native and OUT_OF_MEMORY.search(str(error)) is not None
@@ -236,14 +236,13 @@ SYSTEM_LIMITS = (
 
 
 def reached_limit(error: BaseException) -> str:
-    """The system's limit that an error, or one of its causes, is about, with the remedy; empty for
-    other errors.
-    """
+    """The limit of the system that caused an error, with the remedy; empty for other errors."""
     for cause in causes(error):
         if not isinstance(cause, OSError | RuntimeError):
             continue
+        code = getattr(cause, "errno", None)
         for codes, words, advice in SYSTEM_LIMITS:
-            if getattr(cause, "errno", None) in codes or words.search(str(cause)):
+            if code in codes or words.search(str(cause)):
                 return advice
     return ""
 
@@ -261,22 +260,24 @@ SHORTEST_ABBREVIATION = 3  # letters; one or two letters occur in nearly every w
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word most similar to `word`, else the only word that it abbreviates (txt:
-    textfile), else None.
+    """The known word that was probably meant, or None.
+
+    It is the most similar one, else the only one that `word` abbreviates (txt: textfile).
     """
     if len(word) > LONGEST_GUESSED:
         return None
     words = list(islice(known, MOST_COMPARED))
-    if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
+    matches = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
+    if matches:
         return matches[0]
-    in_order = re.compile(".*".join(map(re.escape, word)))
     if len(word) < SHORTEST_ABBREVIATION:
         return None
+    in_order = re.compile(".*".join(map(re.escape, word)))
     abbreviated = [known_word for known_word in words if in_order.match(known_word)]
     return abbreviated[0] if len(abbreviated) == 1 else None
 
 
-def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` with a leading space, or an empty string."""
     guess = nearest(word, known)
     return f" Did you mean '{guess}'?" if guess else ""
@@ -289,10 +290,13 @@ def not_one_of(word: str, known: Iterable[str]) -> str:
 
 def counted(number: int, word: str, words: str = "") -> str:
     """`1 step`, `2 steps`; `words` is an irregular plural."""
-    return f"{number} {word if number == 1 else words or word + 's'}"
+    plural = words or f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
 
 
 def shorten(names: Sequence[str], most: int = 10) -> str:
     """Comma-separated names; a long list is cut to the first names and a count of the rest."""
     shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    if len(names) <= most:
+        return shown
+    return f"{shown} and {len(names) - most} more"

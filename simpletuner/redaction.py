@@ -27,9 +27,9 @@ FEWEST_CHARACTERS = 5
 LONGEST_WORD = 15
 WORD = re.compile(r"[A-Z]?[a-z]+(?:[ _.-][a-z]+)*")
 
-# Patterns of secrets anywhere in a text; the group `secret` is hidden.
-# Hugging Face, wandb, git hosts and OpenAI, AWS; user:password in an address, Discord, Slack;
-# headers and settings.
+# Patterns of secrets anywhere in a text; the group `secret` is hidden. In order: Hugging Face,
+# wandb, git hosts and OpenAI, AWS, user:password in an address, Discord, Slack, an Authorization
+# header, its value alone, and settings with secret-like names.
 SHAPES = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -55,12 +55,10 @@ _passing_secrets: ContextVar[set[str] | None] = ContextVar("_passing_secrets", d
 
 
 def hide(secret: str) -> None:
-    """Hide this exact text from now on, for secrets that no pattern can recognise, such as webhook
-    addresses.
-    """
-    passing = _passing_secrets.get()
+    """Hide this exact text from now on, for secrets that no pattern can recognise."""
     if not is_worth_hiding(secret):
         return
+    passing = _passing_secrets.get()
     if passing is None:
         _known_secrets.add(secret)
     elif not is_word(secret):
@@ -69,8 +67,9 @@ def hide(secret: str) -> None:
 
 @contextmanager
 def hidden_for_now() -> Iterator[None]:
-    """A context whose hidden texts are forgotten on exit; hides no words, which other responses may
-    contain.
+    """A context whose hidden texts are forgotten on exit.
+
+    It hides no words: a text being typed may be one that the page itself contains.
     """
     before = _passing_secrets.set(set())
     try:
@@ -97,10 +96,10 @@ def hide_secrets(settings: Mapping[str, Any]) -> None:
             hide_secrets(value)
         elif isinstance(value, list | tuple):
             hide_secrets({f"{key}.{number}": item for number, item in enumerate(value)})
-        elif (
-            isinstance(value, str) and SECRET_NAME.search(str(key)) and not REFERENCE.search(value)
-        ):
-            hide(value)
+        elif isinstance(value, str):
+            is_secret = SECRET_NAME.search(str(key)) is not None
+            if is_secret and not REFERENCE.search(value):
+                hide(value)
 
 
 def redact(text: str) -> str:
@@ -129,12 +128,15 @@ def _redacted(values: Mapping[str, Any], secrets: list[str], *, by_name: bool) -
             return _redacted(value, secrets, by_name=by_name)
         if isinstance(value, list | tuple):
             return [clean(item) for item in value]
-        return _hide_in(value, secrets) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return _hide_in(value, secrets)
+        return value
 
-    return {
-        key: HIDDEN if by_name and value and SECRET_NAME.search(str(key)) else clean(value)
-        for key, value in values.items()
-    }
+    redacted = {}
+    for key, value in values.items():
+        is_secret = by_name and bool(value) and SECRET_NAME.search(str(key)) is not None
+        redacted[key] = HIDDEN if is_secret else clean(value)
+    return redacted
 
 
 def _hide_in(text: str, secrets: list[str]) -> str:
@@ -147,16 +149,16 @@ def _hide_in(text: str, secrets: list[str]) -> str:
 
 def _secrets() -> list[str]:
     """All known secrets, longest first, since one may contain another."""
-    values = filter(
-        is_worth_hiding, (value for name, value in os.environ.items() if SECRET_NAME.search(name))
-    )
-    return sorted(
-        _known_secrets | (_passing_secrets.get() or set()) | {*values}, key=len, reverse=True
-    )
+    secrets = set(_known_secrets)
+    secrets |= _passing_secrets.get() or set()
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name) and is_worth_hiding(value):
+            secrets.add(value)
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _hide_group(match: re.Match[str]) -> str:
-    start, end = match.span("secret")
-    whole = match.group()
-    offset = match.start()
-    return whole[: start - offset] + HIDDEN + whole[end - offset :]
+    """The text of a match, with its group `secret` hidden."""
+    text = match.group()
+    start, end = (position - match.start() for position in match.span("secret"))
+    return text[:start] + HIDDEN + text[end:]

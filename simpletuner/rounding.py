@@ -5,6 +5,7 @@ from __future__ import annotations
 
 def ceil_div(number: int, divisor: int) -> int:
     """The quotient, rounded up."""
+    # Integer division rounds down, so that of the negative number rounds away from zero.
     return -(-number // divisor)
 
 

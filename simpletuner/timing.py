@@ -21,6 +21,7 @@ class HostClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """A context whose duration counts."""
         started = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - started
@@ -43,6 +44,7 @@ class StreamClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """A context whose work on the stream counts."""
         before = torch.cuda.Event(enable_timing=True)
         after = torch.cuda.Event(enable_timing=True)
         before.record()
@@ -53,9 +55,12 @@ class StreamClock:
     def read(self) -> float:
         """Seconds since the last reading."""
         milliseconds = 0.0
-        while self._pairs and self._pairs[0][1].query():
-            before, after = self._pairs.popleft()
+        while self._pairs:
+            before, after = self._pairs[0]
+            if not after.query():  # the device has not reached it yet, nor the later ones
+                break
             milliseconds += before.elapsed_time(after)
+            self._pairs.popleft()
         return milliseconds / 1000
 
 
@@ -70,6 +75,7 @@ def fastest(work: Callable[[], object], device: torch.device, rounds: int) -> fl
 
 
 def _now(device: torch.device) -> float:
+    """The time on the host when the device has finished all work."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
     return time.perf_counter()

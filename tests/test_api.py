@@ -85,7 +85,7 @@ def test_a_path_is_not_a_dict() -> None:
     with pytest.raises(ConfigError, match=r"prompts: is a list: \['a cat'\]"):
         simpletuner.sample("output", "a cat")
     no_text: Any = 3
-    with pytest.raises(ConfigError, match="prompts: is a list of texts; 3 is none"):
+    with pytest.raises(ConfigError, match="prompts: is a list of texts; 3 is not a text"):
         simpletuner.sample("output", ["a cat", no_text])
 
 
