@@ -100,8 +100,8 @@ COMMANDS = {
     ),
 }
 
-# What other programs call these commands.
-MEANT = {
+# Names of these commands in other programs.
+SYNONYMS = {
     **dict.fromkeys(("clear", "clean", "delete", "purge", "prune", "remove"), "cache gc --remove"),
     **dict.fromkeys(("generate", "infer", "inference", "render"), "sample"),
     **dict.fromkeys(("resume", "continue", "run", "finetune", "fine-tune", "fit"), "train"),
@@ -178,30 +178,15 @@ def options(version: Version = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0 success, 2 user error, 130 Ctrl-C, 1 any other
-    failure.
-    """
+    """Run a command line and return its exit code, see `simpletuner.errors`."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # Typer returns the exit code of Ctrl-C and `typer.Exit` instead of raising them.
-        code = get_command(app)(
-            list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False
-        )
+        code = get_command(app)(tokens, standalone_mode=False)
     except TyperException as error:
-        # Without a command the help has been printed already. Pydantic's error type means nothing
-        # to a user.
-        text = (
-            error.format_message()
-            .replace("Value error, ", "")
-            .replace("Input should be", "it must be")
-        )
-        text = re.sub(r"(, unable to parse.*|(?<=[^.?]))$", ".", text, count=1)
-        text += command_meant(text)
-        # Usage errors hold the context of their command; typer does not export their class.
-        if (context := vars(error).get("ctx")) is not None and "Did you mean" not in text:
-            text += f" See `{context.command_path} -h`."
-        return _complain(f"error: {text}", USAGE) if str(error) else USAGE
+        return _report_usage(error)
     except (typer.Abort, KeyboardInterrupt):
-        return _complain("Interrupted.", INTERRUPTED)
+        return _print_error("Interrupted.", INTERRUPTED)
     except typer.Exit as stop:
         return stop.exit_code
     except SimpleTunerError as error:
@@ -213,57 +198,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line
         return _report_unforeseen(error)
     if code == INTERRUPTED:
-        return _complain("Interrupted.", INTERRUPTED)
+        return _print_error("Interrupted.", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
-def command_meant(message: str) -> str:
-    """The command that people mean by the name of one that does not exist, as ` Did you mean ...?`;
-    else empty.
-    """
+def _report_usage(error: TyperException) -> int:
+    """Print an error in the command line itself; returns the exit code."""
+    if not str(error):  # no command was given, and the help has been printed
+        return USAGE
+    text = error.format_message()
+    # Pydantic's error types and the parser's detail mean nothing to a user.
+    text = text.replace("Value error, ", "").replace("Input should be", "it must be")
+    text = re.sub(r"(, unable to parse.*|(?<=[^.?]))$", ".", text, count=1)
+    text += suggest_command(text)
+    # Usage errors hold the context of their command; typer does not export their class.
+    context = vars(error).get("ctx")
+    if context is not None and "Did you mean" not in text:
+        text += f" See `{context.command_path} -h`."
+    return _print_error(f"error: {text}", USAGE)
+
+
+def suggest_command(message: str) -> str:
+    """` Did you mean ...?` for a command by its name in another program; empty for other errors."""
     unknown = re.search(r"No such command '([\w-]+)'", message)
-    meant = MEANT.get(unknown[1].lower()) if unknown else None
-    return f" Did you mean `simpletuner {meant}`?" if meant else ""
+    command = SYNONYMS.get(unknown[1].lower()) if unknown else None
+    return f" Did you mean `simpletuner {command}`?" if command else ""
 
 
 def _report(error: SimpleTunerError) -> int:
-    """Print an expected error; problems are listed with warnings first, so that errors are last on
-    the screen.
-    """
+    """Print an expected error; warnings come first, so that errors are last on the screen."""
     if not isinstance(error, ConfigError):
         text = full_text(error)
-        return _complain(f"error: {text}" if error.exit_code == USAGE else text, error.exit_code)
-    for problem in sorted(error.problems, key=lambda problem: problem.fatal):
-        text = redact(f"{'error' if problem.fatal else 'warning'}: {problem}")
-        print(in_red(text, sys.stderr) if problem.fatal else text, file=sys.stderr)
-    count = counted(sum(problem.fatal for problem in error.problems), "problem")
-    return _complain(f"{count} to fix; nothing was started.", error.exit_code)
+        if error.exit_code == USAGE:
+            text = f"error: {text}"
+        return _print_error(text, error.exit_code)
+    for problem in error.problems:
+        if not problem.fatal:
+            print(redact(f"warning: {problem}"), file=sys.stderr)
+    errors = [problem for problem in error.problems if problem.fatal]
+    for problem in errors:
+        print(in_red(redact(f"error: {problem}"), sys.stderr), file=sys.stderr)
+    count = counted(len(errors), "problem")
+    return _print_error(f"{count} to fix; nothing was started.", error.exit_code)
 
 
 def _report_unforeseen(error: Exception) -> int:
     """Print an error of the operating system, or a bug with its traceback."""
-    if limit := reached_limit(error):
+    limit = reached_limit(error)
+    if limit:
         # The notes of a failed run follow: how to continue it.
         notes = vars(error).get("__notes__", ())
-        return _complain(" ".join([f"error: {limit}", *notes]), USAGE)
-    if isinstance(error, OSError) and is_plain(error):
-        return _complain(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
+        return _print_error(" ".join([f"error: {limit}", *notes]), USAGE)
+    if isinstance(error, OSError) and needs_no_traceback(error):
+        return _print_error(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
     if is_out_of_memory(error):
+        reason = full_text(error).removesuffix(".")
         advice = "Free memory, or lift a limit on it (ulimit -v, or the container's)."
-        return _complain(f"error: out of memory: {full_text(error).removesuffix('.')}. {advice}", 1)
+        return _print_error(f"error: out of memory: {reason}. {advice}", 1)
     print(redact(traceback.format_exc()), file=sys.stderr, end="")
-    return _complain(f"{type(error).__name__}: {full_text(error)}", 1)
+    return _print_error(f"{type(error).__name__}: {full_text(error)}", 1)
 
 
-def is_plain(error: OSError) -> bool:
-    """Whether an error of the operating system says all that its user needs, without a
-    traceback.
-    """
-    of_names = {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-    return error.errno in of_names | UNWRITABLE_CODES | DISK_FULL_CODES | OCCUPIED_CODES
+def needs_no_traceback(error: OSError) -> bool:
+    """Whether the words of an operating system error are all that its user needs."""
+    codes_of_names = {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+    return error.errno in codes_of_names | UNWRITABLE_CODES | DISK_FULL_CODES | OCCUPIED_CODES
 
 
-def _complain(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
+    """Print a text to stderr; returns the exit code."""
     with suppress(OSError):  # stderr may be closed
         print(redact(text), file=sys.stderr)
     return code

@@ -40,18 +40,28 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
     """Encode every caption and picture that is not cached yet, then stop. Takes the settings of
     train.
     """
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
-    number, count = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= number <= count:
-        raise UserError(
-            f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last."
-        )
+    share = parse_shard(shard)
     plan = plan_caches(context.args)
     with logged_events() as events:
         # At the wall: torch takes seconds to import, so only after the plan's errors are reported.
         from simpletuner.encoding.caches import fill_caches
 
-        fill_caches(plan, events, Share(number - 1, count))
+        fill_caches(plan, events, share)
+
+
+def parse_shard(text: str) -> Share:
+    """The share of the entries that `I/N` means, with I counted from 1.
+
+    Raises:
+        UserError: it has another form, or I is above N.
+    """
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if match is not None:
+        number = int(match[1])
+        count = int(match[2])
+        if 1 <= number <= count:
+            return Share(number - 1, count)
+    raise UserError(f"--shard {text!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
 
 
 @cache.command(context_settings=PASS_THROUGH)
@@ -79,11 +89,10 @@ def verify(context: typer.Context) -> None:
     forget_verifications(folders)
     if damaged:
         raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
-    typer.echo(
-        f"Every entry in {', '.join(map(str, folders))} is intact."
-        if folders
-        else "There are no caches yet."
-    )
+    if folders:
+        typer.echo(f"Every entry in {', '.join(map(str, folders))} is intact.")
+    else:
+        typer.echo("There are no caches yet.")
 
 
 @cache.command(context_settings=PASS_THROUGH)
@@ -127,7 +136,8 @@ def explain_file(context: typer.Context, file: str) -> None:
     plan, listing = _listing(context.args)
     entries = entries_of(file, listing.latents, listing.texts, listing.catalogue)
     if not entries:
-        if reason := why_left_out(file, plan.datasets):
+        reason = why_left_out(file, plan.datasets)
+        if reason:
             raise UserError(f"{file!r} is not used: it {reason}.")
         raise UserError(
             f"{file!r} is not used by this configuration; `simpletuner plan` lists every file."
@@ -138,6 +148,11 @@ def explain_file(context: typer.Context, file: str) -> None:
 
 
 def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
+    """The plan of the caches, and all entries that it needs.
+
+    Raises:
+        UserError: the checkpoint is not downloaded yet.
+    """
     plan = plan_caches(tokens)
     catalogue = make_catalogue(plan)
     # Keys contain the checkpoint's digests, which are unknown until it is downloaded.

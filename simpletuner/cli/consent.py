@@ -11,8 +11,7 @@ from simpletuner.errors import ConfigError, Problems
 
 
 def with_consent(budget: Budget, *, yes: bool) -> Budget:
-    """The budget with the warnings that remain once torch was asked for a GPU, where the plan did
-    not find one.
+    """The budget, with its warnings about a missing GPU settled by torch and the user.
 
     Args:
         yes: consent was given on the command line.
@@ -28,7 +27,7 @@ def with_consent(budget: Budget, *, yes: bool) -> Budget:
     # At the wall: most runs on a machine without a GPU are refused here, and all others need torch.
     with without_gc():
         import torch
-    # A GPU whose driver told the plan nothing, as in some containers.
+    # There is a GPU that the plan did not see, since some containers have no nvidia-smi.
     if torch.accelerator.is_available():
         return with_warnings(budget, remaining)
     if needs_consent(budget) and not yes:

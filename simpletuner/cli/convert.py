@@ -40,7 +40,7 @@ def convert(
         factor = parse_number(strength)
     except ValueError as error:
         raise UserError(f"--strength: {strength!r} {error} such as 0.5 or 1.0.") from None
-    # At the wall: torch comes with it, so the command is checked before.
+    # At the wall: it imports torch, so the command line is checked before.
     from simpletuner.annexes.adapters.convert import convert as write_converted
 
     result = write_converted(source, to, output, factor, overwrite=overwrite)

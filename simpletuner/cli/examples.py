@@ -49,28 +49,28 @@ def copy_example(
     source = example_file(name, Problems()).parent
     chosen = folder or dest
     folder = chosen or Path("config") / name
-    # Prefix of a path to a file of the example. Paths to files of other examples still point into
-    # the package.
-    packaged = f'"{EXAMPLES_ALIAS}{name}/'
-    copied = json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
-    # The example's output folder may hold a run of it, which a copy could not resume.
-    output = f"output/{folder.name}" if folder.name != name else f"output/my-{name}"
-    old = f'"output_dir": "output/{name}"'
-    new = f'"output_dir": {json.dumps(output, ensure_ascii=False)}'
     if folder.exists() or folder.is_symlink():
         raise UserError(
             f"{folder} exists already; choose another folder: simpletuner examples copy "
             f"{name} FOLDER."
         )
+    # The example's output folder may hold a run of it, which a copy could not resume.
+    output = f"output/{folder.name}" if folder.name != name else f"output/my-{name}"
+    # Replaced in JSON, hence the quotation marks. Paths to files of other examples still point into
+    # the package.
+    replacements = {
+        f'"{EXAMPLES_ALIAS}{name}/': json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1],
+        f'"output_dir": "output/{name}"': f'"output_dir": {json.dumps(output, ensure_ascii=False)}',
+    }
+    ignored = shutil.ignore_patterns("__pycache__")
     try:
-        # All or nothing: a partial copy would make the next attempt fail, since its folder would
-        # exist.
+        # All or nothing: the folder of a partial copy would make the next attempt fail.
         with build_folder(folder) as unfinished:
-            shutil.copytree(
-                source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=ignored)
             for path in unfinished.glob("*.json"):
-                text = path.read_text(encoding="utf-8").replace(packaged, copied).replace(old, new)
+                text = path.read_text(encoding="utf-8")
+                for old, new in replacements.items():
+                    text = text.replace(old, new)
                 write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None

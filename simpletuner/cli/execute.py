@@ -1,6 +1,4 @@
-"""Executes a checked plan with its companions. It brings torch, so `train` imports it after all
-other checks.
-"""
+"""Executes a checked plan with its companions; imports torch, so only after all other checks."""
 
 from __future__ import annotations
 
@@ -61,12 +59,14 @@ def open_companions(
     """The companions of a run in this process, in the order in which they are called."""
     autopsy = Autopsy()
     events.subscribe("The report of failures", autopsy)  # early, because it records the phase
-    # Reports, trackers and uploads belong to the main process; any process may fail and write an
-    # autopsy.
-    return [autopsy, *(world.main_only(lambda: _companions_of_run(plan, hub, events)) or ())]
+    companions: list[Companion] = [autopsy]  # in every process, since any may fail
+    if world.is_main:
+        companions += _companions_of_run(plan, hub, events)
+    return companions
 
 
 def _companions_of_run(plan: Plan, hub: Hub | None, events: EventStream) -> Iterator[Companion]:
+    """The companions in the main process only: trackers, reports and uploads."""
     if {"all", *PACKAGES} & {*tracker_names(plan.config.tracking.report_to)}:
         yield Trackers(events)
     yield Comparison(events)

@@ -27,18 +27,19 @@ def show_help(
     context: typer.Context, words: Annotated[list[str] | None, typer.Argument()] = None
 ) -> None:
     """Explain a setting (help learning_rate), a section (help LoRA), or search (help offload)."""
-    if not words and context.parent is not None:
+    if words:
+        typer.echo("\n".join(settings_help(" ".join(words))))
+        return
+    if context.parent is not None:
         typer.echo(context.parent.get_help())
-    typer.echo("\n".join(settings_help(" ".join(words)) if words else sections_help()))
+    typer.echo("\n".join(sections_help()))
 
 
 def sections_help() -> Iterator[str]:
     """The sections of the settings, and how to look up a setting."""
     yield "\nSettings: key=value, --key value or --flag; they override the file. Sections:\n"
     names = [f"{name} ({len(options)})" for name, options in sections().items()]
-    yield textwrap.fill(
-        ", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-    )
+    yield "\n".join(_wrapped(", ".join(names), indent=2))
     yield "\nsimpletuner help KEY explains one, help SECTION a section, help WORD searches."
 
 
@@ -48,48 +49,68 @@ def settings_help(wanted: str) -> list[str]:
     Raises:
         UserError: no key matches.
     """
-    names = option_names()
-    of_datasets = dataset_options()
     by_section = sections()
+    section: list[Option] = []
+    for title, options in by_section.items():
+        if title.lower() == wanted.lower():
+            section = options
+    mentions = _search(wanted, [*chain(*by_section.values()), *dataset_options().values()])
+
+    same_name = _options_named(wanted)
+    if same_name:
+        return _explain_keys(same_name, section, mentions)
+    if section or mentions:
+        return [*chain(*map(summary, section or mentions))]
+    raise UserError(_why_unknown(wanted))
+
+
+def _options_named(wanted: str) -> list[Option]:
+    """The key of config.json and the dataset keys of a name, without the objects they are in."""
     name = wanted.lstrip("-").replace("-", "_").lower()
-    mentions = _search(wanted, [*chain(*by_section.values()), *of_datasets.values()])
-    section = next(
-        (options for title, options in by_section.items() if title.lower() == wanted.lower()), []
-    )
-    of_dataset = [
-        option for key, option in of_datasets.items() if name in (key, key.rpartition(".")[2])
-    ]
-    # A dataset key or a section of the same name is listed below the key.
-    if same_name := [*filter(None, [names.get(name)]), *of_dataset]:
-        section = [option for option in section if option not in same_name]
-        related = dict.fromkeys(
-            option.name for option in mentions if option not in (*section, *same_name)
-        )
-        first, *rest = same_name
-        return [
-            *explain_key(first, [*related]),
-            *chain(*map(explain_key, rest)),
-            *chain(*map(summary, section)),
-        ]
-    if not (options := section or mentions):
-        why = why_absent(name, "config") or why_absent(name, "datasets") or why_no_word(name)
-        if why:
-            raise UserError(f"{wanted!r} {why}.")
-        known = [*names, *of_datasets, *" ".join(EVERYDAY_WORDS).split()]
-        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, known)}")
-    return [*chain(*map(summary, options))]
+    options = []
+    if name in option_names():
+        options.append(option_names()[name])
+    for key, option in dataset_options().items():
+        if name in (key, key.rpartition(".")[2]):
+            options.append(option)
+    return options
+
+
+def _explain_keys(
+    keys: Sequence[Option], section: Sequence[Option], mentions: Sequence[Option]
+) -> list[str]:
+    """The help of keys of one name, and below them the section that is called like them.
+
+    Args:
+        mentions: keys that the first refers to, unless they are listed anyway.
+    """
+    listed = [option for option in section if option not in keys]
+    related = [option.name for option in mentions if option not in (*listed, *keys)]
+    first, *rest = keys
+    lines = [*explain_key(first, list(dict.fromkeys(related)))]
+    for key in rest:
+        lines += explain_key(key)
+    for option in listed:
+        lines += summary(option)
+    return lines
+
+
+def _why_unknown(wanted: str) -> str:
+    """The message about a word that no setting mentions."""
+    name = wanted.lstrip("-").replace("-", "_").lower()
+    why = why_absent(name, "config") or why_absent(name, "datasets") or why_no_word(name)
+    if why:
+        return f"{wanted!r} {why}."
+    known = [*option_names(), *dataset_options(), *" ".join(EVERYDAY_WORDS).split()]
+    return f"no setting mentions {wanted!r}.{did_you_mean(name, known)}"
 
 
 def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
     """Everything about one key."""
-    families = {} if option.section == DATASET_FILE else FAMILIES
-    by_family = {family: spec.defaults.get(option.name) for family, spec in families.items()}
     facts = {
         "Allowed": allowed(option),
         "Default": default_of(option),
-        "By family": ", ".join(
-            f"{family} {value}" for family, value in by_family.items() if value is not None
-        ),
+        "By family": ", ".join(_family_defaults(option)),
         **{title: ", ".join(names) for title, names in option.relations.items()},
         "See also": ", ".join(related),
     }
@@ -97,18 +118,35 @@ def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
     yield from textwrap.wrap(option.help, WIDTH, initial_indent="  ", subsequent_indent="  ")
     for title, text in facts.items():
         if text:
-            line = f"{title}: {text}"
-            yield textwrap.fill(
-                line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-            )
+            yield "\n".join(_wrapped(f"{title}: {text}", indent=2, hanging=2))
+
+
+def _family_defaults(option: Option) -> Iterator[str]:
+    """The defaults of the families that set a key, as `family value`."""
+    if option.section == DATASET_FILE:  # whose keys may have the name of a run's key
+        return
+    for family, spec in FAMILIES.items():
+        value = spec.defaults.get(option.name)
+        if value is not None:
+            yield f"{family} {value}"
+
+
+def _wrapped(text: str, *, indent: int, hanging: int = 0) -> list[str]:
+    """The lines of a text that may have long words with hyphens, such as names of options."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_on_hyphens=False,
+    )
 
 
 def summary(option: Option) -> Iterator[str]:
     """A key with its help, allowed values and default, in a few lines."""
     yield option.name if option.section == DATASET_FILE else f"--{option.name}"
-    text = f"{option.help} [{allowed(option)}; default {default_of(option)}]"
-    yield from textwrap.wrap(
-        text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    yield from _wrapped(
+        f"{option.help} [{allowed(option)}; default {default_of(option)}]", indent=4
     )
 
 
@@ -124,22 +162,22 @@ def default_of(option: Option) -> str:
 
 
 def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
-    """Options listed for an everyday word, most useful first; then options that mention all words,
-    in their names before those that mention them elsewhere."""
-    meant = [
-        key
-        for words, keys in EVERYDAY_WORDS.items()
-        if f" {wanted.lower()} " in f" {words} "
-        for key in keys
-    ]
-    first = sorted(
-        (option for option in options if option.name in meant),
-        key=lambda option: meant.index(option.name),
-    )
+    """The options about a word, the most useful first.
+
+    Those that sections.toml lists for an everyday word, in its order; then those that mention all
+    words, in their name before elsewhere.
+    """
+    keys: list[str] = []
+    for words, listed in EVERYDAY_WORDS.items():
+        if f" {wanted.lower()} " in f" {words} ":
+            keys += listed
+    meant = [option for option in options if option.name in keys]
+    meant.sort(key=lambda option: keys.index(option.name))
     mentioning = [
-        option for option in options if option.name not in meant and _mentions(option, wanted)
+        option for option in options if option.name not in keys and _mentions(option, wanted)
     ]
-    return [*first, *sorted(mentioning, key=lambda option: _distance(option, wanted))]
+    mentioning.sort(key=lambda option: _distance(option, wanted))
+    return meant + mentioning
 
 
 def _distance(option: Option, wanted: str) -> int:

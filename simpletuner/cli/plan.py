@@ -47,8 +47,10 @@ def plan(
     """
     arguments = command_settings(context.args, cached=cached)
     set_asked_device(arguments, device, device_memory)
-    planned = {"num_processes": devices, "num_machines": machines}
-    arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
+    if devices is not None:
+        arguments.settings.append(("num_processes", devices))
+    if machines is not None:
+        arguments.settings.append(("num_machines", machines))
     if as_json or not arguments.device.is_elsewhere:
         print_plan(arguments, as_json=as_json)
         return
@@ -78,7 +80,8 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
         print(plan_json(budget, [*plan.warnings, *arguments.problems]))
     else:
         show_plan(budget, sys.stdout)
-        if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
+        ledger = read_ledger(plan.output_dir) if plan.is_finished else None
+        if ledger:
             print(
                 f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does "
                 "this first."

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 
 
 def set_environment() -> None:
-    """Set environment variables that native libraries read when they are loaded, unless the user
-    has set them.
-    """
+    """Set variables that native libraries read when they are loaded, unless the user has."""
     # The order of nvidia-smi, which the plan reads; by default CUDA puts the fastest card first.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     # Waiting OpenMP threads spin, by default so long that on a busy CPU a step took 30 times as
@@ -23,7 +21,7 @@ def set_environment() -> None:
 
 
 def configure_torch() -> None:
-    """Set environment variables that torch reads on import, unless the user has set them."""
+    """Set variables that torch reads on import, unless the user has."""
     # Avoids fragmentation of GPU memory by buckets of many shapes.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,6 +1,4 @@
-"""`simpletuner sample` and `simpletuner sweep`: render from a run's result, or compare its
-checkpoints.
-"""
+"""`simpletuner sample` and `simpletuner sweep`: render from a result, or compare checkpoints."""
 
 from __future__ import annotations
 
@@ -64,10 +62,16 @@ def sample(
     --steps, --guidance, --seed, --negative-prompt, and those of train. Without a source, renders
     the base model of model_family=NAME or example=NAME.
     """
-    chosen = None if checkpoint is None else [checkpoint]
-    asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
-    folder = output or Path("samples")
-    request = read_request(context.args, folder, "--strength", strength.split(","), **asked)
+    request = read_request(
+        context.args,
+        output=output or Path("samples"),
+        key="--strength",
+        strengths=strength.split(","),
+        prompts=prompt or (),
+        images=image or (),
+        checkpoints=None if checkpoint is None else [checkpoint],
+        ema=ema,
+    )
     with checked_samples(request, logged_events()) as samples:
         for path in samples.render():
             samples.events.say(f"Saved {path}")
@@ -93,15 +97,20 @@ def sweep(
     By default it renders the run's prompts from the same seeds, into the folder sweep of the run.
     An interrupted sweep resumes where it stopped. Settings override those of the run, as in sample.
     """
-    chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
-    asked = {
-        "prompts": prompt or (),
-        "images": image or (),
-        "checkpoints": chosen,
-        "ema": ema,
-        "sweeps": True,
-    }
-    request = read_request(context.args, output, "--strengths", strengths.split(","), **asked)
+    chosen = None
+    if checkpoints is not None:
+        chosen = [name.strip() for name in checkpoints.split(",")]
+    request = read_request(
+        context.args,
+        output=output,
+        key="--strengths",
+        strengths=strengths.split(","),
+        prompts=prompt or (),
+        images=image or (),
+        checkpoints=chosen,
+        ema=ema,
+        sweeps=True,
+    )
     with checked_samples(request, logged_events()) as samples:
         sheet = samples.compare()
         samples.events.say(sheet.verdict)
@@ -147,7 +156,9 @@ def leading_source(tokens: list[str]) -> str | None:
     if not tokens:
         return None
     is_setting = re.match(SETTING, tokens[0]) is not None
-    return None if is_setting and not Path(tokens[0]).exists() else tokens[0]
+    if is_setting and not Path(tokens[0]).exists():
+        return None
+    return tokens[0]
 
 
 def leading_words(tokens: list[str]) -> list[str]:
@@ -158,13 +169,14 @@ def leading_words(tokens: list[str]) -> list[str]:
 def expand_short_names(arguments: Arguments) -> None:
     """Replace the short names of settings; those of misspelt ones become problems."""
     names = {*option_names(), *SHORT}
-    given = arguments.settings
-    arguments.settings = []
-    for key, value in given:
-        if (plain := plain_key(key)) not in names and nearest(plain, names) in SHORT:
+    expanded = []
+    for key, value in arguments.settings:
+        plain = plain_key(key)
+        if plain not in names and nearest(plain, names) in SHORT:
             arguments.problems.error(key, f"{unknown_key(plain, names)} ({arguments.label})")
         else:
-            arguments.settings.append((SHORT.get(plain, key), value))
+            expanded.append((SHORT.get(plain, key), value))
+    arguments.settings = expanded
 
 
 def parse_strengths(key: str, strengths: Iterable[object], problems: Problems) -> list[float]:
@@ -225,10 +237,8 @@ def checked_samples(
     with shown as events:
         for warning in plan.warnings:
             events.say(str(warning), warning=True)
-        events.say(
-            f"{plan.spec.title} {plan.flavour.name}, "
-            f"{', '.join(sampled.name for sampled in weights)}"
-        )
+        names = ", ".join(sampled.name for sampled in weights)
+        events.say(f"{plan.spec.title} {plan.flavour.name}, {names}")
         events.say(fit_line(budget))
         for decision in budget.decisions:
             events.say(f"  offload auto: {decision}")

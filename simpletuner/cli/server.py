@@ -82,14 +82,17 @@ def server(
     """Serve the web page of the project in this folder, on http://localhost:8001."""
     access = find_access(host, token_file, no_auth=no_auth)
     pair = certificate(ssl, ssl_key, ssl_cert)
-    if missing := [path for path in root or [] if not path.is_dir()]:
-        raise UserError(f"--root {missing[0]} is not a folder.")
+    for path in root or []:
+        if not path.is_dir():
+            raise UserError(f"--root {path} is not a folder.")
     project = Project(Path.cwd().resolve(), tuple(path.resolve() for path in root or []))
     if ssl_no_verify:
         os.environ["SIMPLETUNER_SSL_NO_VERIFY"] = "true"  # runs inherit it
     page = make_server(project, access, mode, **pair, reload_dirs=[str(Path(__file__).parents[1])])
+    if not port:
+        port = CALLBACK_PORT if mode == "callback" else PORT
     # Binds the port first: a started run would outlive a server that fails to listen.
-    with listen(host, port or (CALLBACK_PORT if mode == "callback" else PORT)) as listener:
+    with listen(host, port) as listener:
         if env is not None:
             typer.echo(f"Started {env}; its output is in {Runs(project).start(env, {}).folder}")
         announce(access, listener, secure=bool(pair))
@@ -123,19 +126,21 @@ class Page:
         Raises:
             UserError: the port is in use.
         """
-        access = replace(find_access(LOOPBACK, None, no_auth=self.no_auth), in_run=True)
-        self._opened = listen(LOOPBACK, self.port), access
+        access = find_access(LOOPBACK, token_file=None, no_auth=self.no_auth)
+        self._opened = listen(LOOPBACK, self.port), replace(access, in_run=True)
 
     def serving(self, output_dir: Path, events: EventStream) -> AbstractContextManager[None]:
-        """Serve the page of this output folder within a context, if this process has opened it."""
+        """A context that serves the page of this output folder, if this process has opened it."""
         if self._opened is None:
             return nullcontext()
-        return page_of_run(*self._opened, output_dir, events)
+        listener, access = self._opened
+        return page_of_run(listener, access, output_dir, events)
 
 
 def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
-    """Who may use a page on this address: token holders, and the server's user where the system can
-    identify them.
+    """Who may use a page on this address.
+
+    Token holders may, and the server's user where the system can identify them.
 
     Raises:
         UserError: the token cannot be read or created.
@@ -169,13 +174,12 @@ def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str,
 
 
 def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
-    """Print the address of the page, with the token if it is required; the token is printed nowhere
-    else.
-    """
+    """Print the address of the page; the token, if required, is printed nowhere else."""
     port = listener.getsockname()[1]
     query = f"/?token={access.token}" if access.needs_token(listener) else ""
     if not is_own(access.host):
-        print(NO_ACCOUNTS.format("" if secure else PLAIN, port, port), file=sys.stderr)
+        note = "" if secure else PLAIN
+        print(NO_ACCOUNTS.format(note, port, port), file=sys.stderr)
     scheme = "https" if secure else "http"
     typer.echo(f"{scheme}://{_browsable(access.host)}:{port}{query}")
 

@@ -50,14 +50,12 @@ def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
 
 
 def set_asked_device(arguments: Arguments, device: str | None, memory: str | float | None) -> None:
-    """Let the arguments ask about a device; a wrong name or number becomes one of their
-    problems.
-    """
+    """Plan for this device; a wrong name or number becomes one of the arguments' problems."""
     arguments.device = read_asked_device(arguments.problems, device, memory)
 
 
 def refuse_asked_device(device: str | None, memory: str | None) -> None:
-    """Refuse `--device` and `--device-memory` where nothing is planned only.
+    """Refuse `--device` and `--device-memory` in a command that trains.
 
     Raises:
         UserError: one of them is given.
@@ -107,8 +105,7 @@ def logged_events(debug_file: Path | None = Path("debug.log")) -> Iterator[Event
 
 
 def prepare_output(folder: Path) -> None:
-    """Create the output folder; on some file systems this is the only reliable check that it is
-    writable.
+    """Create the output folder: on some file systems the only sure check that it is writable.
 
     Raises:
         UserError: it cannot be created.
@@ -116,6 +113,5 @@ def prepare_output(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"output_dir: {str(folder)!r} cannot be created: {error.strerror}."
-        ) from None
+        message = f"output_dir: {str(folder)!r} cannot be created: {error.strerror}."
+        raise UserError(message) from None

@@ -46,12 +46,10 @@ class SettingsCommand(TyperCommand):
         Raises:
             UserError: an option is misspelt (the nearest is named), or lacks its value.
         """
-        options = {
-            name: param
-            for param in self.params
-            if isinstance(param, TyperOption)
-            for name in param.opts
-        }
+        options: dict[str, TyperOption] = {}
+        for param in self.params:
+            if isinstance(param, TyperOption):
+                options |= dict.fromkeys(param.opts, param)
         for name, following in pairwise(args):
             # Otherwise the next option would be taken for the value.
             if name in options and following in options and not options[name].is_flag:
@@ -64,10 +62,13 @@ class SettingsCommand(TyperCommand):
 
 
 def _check_spelling(word: str, options: Mapping[str, TyperOption]) -> None:
-    """Check the name of a setting; `options` are those of the command, by their flags.
+    """Check that the name of a setting is not a misspelt option of the command.
+
+    Args:
+        options: the options of the command, by their flags.
 
     Raises:
-        UserError: an option of the command is meant.
+        UserError: it is one.
     """
     key = plain_key(word)
     flags = {plain_key(name): name for name in options}

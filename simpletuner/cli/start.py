@@ -1,6 +1,4 @@
-"""`simpletuner start FOLDER`: from a folder of files to a trained LoRA, with at most three
-questions.
-"""
+"""`simpletuner start FOLDER`: from a folder of files to a LoRA, with at most three questions."""
 
 from __future__ import annotations
 
@@ -83,9 +81,14 @@ def start(
     for chosen in arguments.selectors:
         arguments.problems.error(chosen, "has no effect: start writes a config of its own.")
     arguments.problems.raise_if_fatal()
-    given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
-    dialogue = Dialogue(asks=not yes, unasked="--yes")
-    run = ask_run(folder, dialogue, given, settings, captions=caption, device=arguments.device)
+    run = ask_run(
+        folder,
+        Dialogue(asks=not yes, unasked="--yes"),
+        {"purpose": purpose, "trigger": trigger, "model": model, "name": name},
+        settings,
+        captions=caption,
+        device=arguments.device,
+    )
     if not dry_run:
         _check_training(run)
     run.save()
@@ -113,7 +116,8 @@ def _report_result(run: NewRun) -> None:
     """Print where the LoRA is, and what its checkpoints scored on files that were held out."""
     output = str(run.config()["output_dir"])
     print(f"The LoRA: {output}/{LORA_FILE}")
-    if run.held_out and (best := _best(Path(output))):
+    best = _best_checkpoint(Path(output)) if run.held_out else ""
+    if best:
         files = f"the {run.held_out} files that were held out, and so could not be memorised"
         print(f"Lowest loss on {files}: {best}")
     print(
@@ -151,8 +155,8 @@ def _commands(run: NewRun, *, captions: bool) -> list[list[str]]:
 
 def _caption_command(run: NewRun) -> list[str]:
     command = ["caption", f"env={run.name}"]
-    # If the dataset prepends the trigger words to captions, written captions must not begin with
-    # them.
+    # Without `captioned_as`, the dataset prepends the trigger words to captions, so written
+    # captions must not begin with them.
     return [*command, "--trigger", run.phrase] if run.phrase and run.captioned_as else command
 
 
@@ -163,11 +167,12 @@ def _check_training(run: NewRun) -> None:
         ConfigError: training would refuse it.
     """
     demo = find_demo(run.media.kind)
-    ways = f"--model {demo} (a tiny model that draws simple shapes, in minutes), " if demo else ""
-    ways += (
+    ways = (
         "--dry-run (only write the config, for another machine) or i_know_what_i_am_doing=true "
         "(train here anyway)"
     )
+    if demo:
+        ways = f"--model {demo} (a tiny model that draws simple shapes, in minutes), {ways}"
     try:
         with_consent(plan_new_run(run), yes=False)
     except ConfigError as error:
@@ -178,17 +183,17 @@ def _check_training(run: NewRun) -> None:
         raise
 
 
-def _best(output: Path) -> str:
-    """The LoRA file and strength with the lowest evaluation loss in the sweep; empty if no loss was
-    measured.
-    """
-    sheet = Sheet.read(
-        sweep_folder(output), output.name, Columns.of(read_rows(output / METRICS_FILE))
-    )
+def _best_checkpoint(output: Path) -> str:
+    """The LoRA file and strength with the lowest evaluation loss; empty if none was measured."""
+    columns = Columns.of(read_rows(output / METRICS_FILE))
+    sheet = Sheet.read(sweep_folder(output), output.name, columns)
     if sheet.best is None:
         return ""
-    strengths = sorted(sheet.losses, key=sheet.losses.__getitem__)[:1]
-    return " at strength ".join([f"{output}/checkpoint-{sheet.best}/{LORA_FILE}", *strengths])
+    file = f"{output}/checkpoint-{sheet.best}/{LORA_FILE}"
+    if not sheet.losses:
+        return file
+    strength = min(sheet.losses, key=sheet.losses.__getitem__)
+    return f"{file} at strength {strength}"
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
@@ -204,32 +209,31 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     try:
         for number, command in enumerate(commands):
             print(f"$ {shown[number]}", flush=True)
-            if code := call([sys.executable, "-m", "simpletuner", *command]):
-                when = (
-                    "Once that is fixed, go on with" if code == UserError.exit_code else "To go on"
-                )
-                print(f"Stopped. {when}: {' && '.join(shown[number:])}", file=sys.stderr)
-                raise typer.Exit(
-                    code if code > 0 else 128 - code
-                )  # negative: killed by that signal
+            code = run_command([sys.executable, "-m", "simpletuner", *command])
+            if code == 0:
+                continue
+            is_fixable = code == UserError.exit_code
+            advice = "Once that is fixed, go on with" if is_fixable else "To go on"
+            print(f"Stopped. {advice}: {' && '.join(shown[number:])}", file=sys.stderr)
+            # As in shells: a child that was killed by a signal has that signal's negative number.
+            raise typer.Exit(code if code > 0 else 128 - code)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def call(command: Sequence[str]) -> int:
-    """Run a command, pass SIGTERM on to it, and return its exit code once it has saved what it
-    does.
-    """
-    children: list[subprocess.Popen[bytes]] = []
-    asked: list[int] = []
+def run_command(command: Sequence[str]) -> int:
+    """Run a command and return its exit code; SIGTERM is passed on to it, so that it can save."""
+    child: subprocess.Popen[bytes] | None = None
+    was_terminated = False
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        for child in children:
+        nonlocal was_terminated
+        was_terminated = True
+        if child is not None:
             child.send_signal(number)
 
     with signal_handlers({signal.SIGTERM: pass_on}):
-        children.append(subprocess.Popen(command))
-        if asked:  # while the command was being started
-            pass_on(signal.SIGTERM, None)
-        return children[0].wait()
+        child = subprocess.Popen(command)
+        if was_terminated:  # possibly before there was a child to pass the signal on to
+            child.send_signal(signal.SIGTERM)
+        return child.wait()

@@ -123,14 +123,15 @@ def make_page(port: int | None, *, no_auth: bool) -> Page:
 
 
 def _start(arguments: Arguments, command: list[str], page: Page | None, *, yes: bool) -> None:
-    """Train in this process, which may be one of several, or launch the run's processes with the
-    same command.
-    """
-    if (place := world_from_launcher(os.environ)) is not None:
+    """Train in this process, or launch the run's processes with the same command."""
+    place = world_from_launcher(os.environ)
+    if place is not None:  # this process is one of several
+
+        def plan_with_seed(seed: int | None) -> Budget:
+            return plan_that_fits(arguments.with_seed(seed))
+
         with process_group(place, start_limit(arguments)) as world:
-            budget = plan_in_every_process(
-                world, lambda seed: plan_that_fits(arguments.with_seed(seed))
-            )
+            budget = plan_in_every_process(world, plan_with_seed)
             _train(world, with_consent(budget, yes=yes), page, yes=yes)
         return
     with without_gc():
@@ -145,14 +146,13 @@ def _start(arguments: Arguments, command: list[str], page: Page | None, *, yes: 
 
 
 def start_limit(arguments: Arguments) -> float:
-    """`start_timeout` of the configuration, or its default; configuration errors are reported
-    later.
-    """
+    """`start_timeout` of the configuration; its default if there are errors, reported later."""
     try:
         layers, _ = arguments.layers(Problems())
-        return resolve_layers(layers, Problems())[0].launch.start_timeout
+        config, _ = resolve_layers(layers, Problems())
     except ConfigError:
         return LaunchConfig().start_timeout
+    return config.launch.start_timeout
 
 
 def _replay(folder: Path, arguments: Arguments) -> None:
@@ -185,13 +185,16 @@ def _train(world: World, budget: Budget, page: Page | None, *, yes: bool) -> Non
 def recorded_events(
     plan: Plan, world: World, shown: AbstractContextManager[EventStream]
 ) -> Iterator[EventStream]:
-    """Lock the output folder and yield a stream whose events are displayed, logged there and sent
-    to webhooks.
+    """Lock the output folder; events are displayed, logged there and sent to webhooks.
 
     Only the main process does so; events of the other processes are dropped.
+
+    Args:
+        shown: a stream that the display has subscribed to.
     """
 
-    def ended(message: str, code: int) -> None:
+    def on_ended(message: str, code: int) -> None:
+        """Record why another process ends this one, since no exception will."""
         state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
         events.publish(StateChanged(state, events.step, plan.length.total_steps, message))
         stack.close()
@@ -199,15 +202,14 @@ def recorded_events(
 
     if not world.is_main:
         events = EventStream()
-        events.subscribe("The watch", world.follow(events.stop, ended), ends_run=Exception)
+        events.subscribe("The watch", world.follow(events.stop, on_ended), ends_run=Exception)
         yield events
         return
     # Handle signals before taking the lock, which SIGTERM must release; take the lock before
     # writing to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
-        stack.enter_context(
-            lock_output(plan.output_dir, partial(last_id, plan.output_dir / EVENTS_FILE))
-        )
+        last_event = partial(last_id, plan.output_dir / EVENTS_FILE)
+        stack.enter_context(lock_output(plan.output_dir, last_event))
         events = stack.enter_context(shown)
         payloads = Payloads()
         events.subscribe(EVENTS_FILE, EventLog(plan.output_dir, payloads), ends_run=WriteError)
@@ -220,7 +222,7 @@ def recorded_events(
             stack.enter_context(
                 delivered(config.webhooks, project, plan.output_dir, events, payloads.job_id)
             )
-        events.subscribe("The watch", world.follow(events.stop, ended), ends_run=Exception)
+        events.subscribe("The watch", world.follow(events.stop, on_ended), ends_run=Exception)
         yield events
 
 
@@ -230,19 +232,21 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     say_warnings(events, plan.warnings)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
-    ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
-    if plan.is_finished and ledger is None:
-        done = counted(plan.length.total_steps, "step is done", "steps are done")
-        more = f"To train longer, raise {length_key(plan)}; for another run, change output_dir."
-        events.say(f"This run is finished: {done}. Results: {plan.output_dir}. {more}")
-        return
+    ledger = None  # what an earlier session has left to do after its last step
+    if plan.is_finished:
+        ledger = world.main_only(lambda: read_ledger(plan.output_dir))
+        if ledger is None:
+            done = counted(plan.length.total_steps, "step is done", "steps are done")
+            more = f"To train longer, raise {length_key(plan)}; for another run, change output_dir."
+            events.say(f"This run is finished: {done}. Results: {plan.output_dir}. {more}")
+            return
     hub = None
     # Credentials without write access fail now instead of after hours of training.
     if ledger is None or "uploads" in ledger.tasks:
         project = plan.config.tracking.tracker_project_name
         hub = world.main_only(lambda: open_hub(plan.config.publish, project, events))
     if ledger is not None:
-        # At the wall, as below; nothing is trained here, so torch is no phase of its own.
+        # At the wall, as below. Nothing is trained, so importing torch does not need its own phase.
         from simpletuner.cli.execute import finish
 
         finish(plan, ledger, hub, events, world)
@@ -262,13 +266,12 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
 
 
 def keep_compiled(folder: Path) -> None:
-    """Set the caches of inductor and triton to subfolders of `folder`, unless the user has set
-    them.
+    """Let inductor and triton cache in subfolders of `folder`, unless the user has chosen others.
 
     By default inductor caches below /tmp, which rented machines lose; this default stays if
     `folder` is not writable. torch reads the variables when it compiles.
     """
     if why_not_writable(folder):
         return
-    for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
-        os.environ.setdefault(key, str((folder / name).absolute()))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "inductor").absolute()))
+    os.environ.setdefault("TRITON_CACHE_DIR", str((folder / "triton").absolute()))

@@ -36,7 +36,7 @@ from tests.tools.clips import write_clip
 from tests.tools.processes import PATIENCE
 
 Capture = pytest.CaptureFixture[str]
-CALL = start.call
+CALL = start.run_command
 
 
 def put_pictures(
@@ -62,7 +62,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
         called.append(list(command[3:]))
         return 0
 
-    monkeypatch.setattr(start, "call", call)
+    monkeypatch.setattr(start, "run_command", call)
     return called
 
 
@@ -564,7 +564,7 @@ def test_a_failed_command_ends_it_and_says_how_to_go_on(
     put_pictures(Path("cat"), 1)
     rest = "simpletuner train env={0} && simpletuner sweep output/{0} --strengths 0.75,1.0\n"
     for name, code, when in (("a", 130, "To go on"), ("b", 2, "Once that is fixed, go on with")):
-        monkeypatch.setattr(start, "call", lambda command, code=code: code)
+        monkeypatch.setattr(start, "run_command", lambda command, code=code: code)
         assert main(["start", "cat", "--yes", "--name", name]) == code
         assert f"Stopped. {when}: {rest.format(name)}" in capsys.readouterr().err
 
@@ -612,7 +612,7 @@ def test_ctrl_c_waits_for_the_checkpoint(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """A terminal sends it to both; killed too early, training would lose what it saves."""
-    monkeypatch.setattr(start, "call", CALL)
+    monkeypatch.setattr(start, "run_command", CALL)
     put_pictures(Path("cat"), 1)
     stub = tmp_path / "python"
     # Longer than the quarter of a second that subprocess waits after a KeyboardInterrupt.
@@ -628,7 +628,7 @@ def test_sigterm_reaches_the_training(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job scheduler ends `start` alone; the training must not go on without it."""
-    monkeypatch.setattr(start, "call", CALL)
+    monkeypatch.setattr(start, "run_command", CALL)
     put_pictures(Path("cat"), 1)
     stub = tmp_path / "python"
     stub.write_text(
