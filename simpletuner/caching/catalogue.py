@@ -26,15 +26,18 @@ from simpletuner.hashing import hash_json
 from simpletuner.models.vision import VisionEncoder
 
 FEATURES = "features"  # the tensor in an entry of features
-# When latents are encoded: before training; on first use, then cached; or at every use, never
-# cached.
+# When latents are encoded: before training, on first use, or at every use without being cached.
 Storage = Literal["ahead", "ondemand", "never"]
 
 
 @dataclass(frozen=True)
 class FeatureCost:
-    """Cost of the features of a sample: bytes on disk, FLOPs of the encoder, and the encoder's
-    bytes in memory.
+    """Cost of the features of a sample.
+
+    Attributes:
+        stored: bytes on disk.
+        flops: FLOPs of the encoder.
+        memory: bytes of the encoder in memory.
     """
 
     stored: float = 0.0
@@ -48,7 +51,7 @@ class FeatureKind:
     The technique's class loads what computes it (`Technique.load_encoder`).
 
     Attributes:
-        name: key in `Batch.features`; each technique has names of its own.
+        name: key in `Batch.features`, unique among all techniques.
         encoder: the model that computes the features.
         unneeded: ids of datasets that do not need the features.
         is_cached: computed once, before training; otherwise in every step, by the technique.
@@ -76,10 +79,12 @@ class FeatureKind:
     @cached_property
     def identity(self) -> tuple[tuple[str, str | float], ...]:
         """All dependencies besides the latents; the encoder must be on this machine."""
-        # By content, since another checkpoint may have the same name.
-        place = self.encoder.local() if self.encoder else None
-        content = {"encoder": checkpoint_identity(place)} if place else {}
-        return tuple(sorted({**self.maker, **content}.items()))
+        dependencies = dict(self.maker)
+        folder = self.encoder.local() if self.encoder else None
+        if folder:
+            # By content, since another checkpoint may have the same name.
+            dependencies["encoder"] = checkpoint_identity(folder)
+        return tuple(sorted(dependencies.items()))
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, for speed, like keys
@@ -201,13 +206,18 @@ class Catalogue:
 
     def latent(self, sample: Sample) -> LatentEntry:
         """The entry of a sample's latents, existing or not."""
-        place = sample.geometry
+        geometry = sample.geometry
         caches = self.datasets[sample.dataset_id]
-        # A single frame is independent of the rate.
-        time = sample.frames, sample.frame_rate if sample.frames > 1 else None, sample.read_as
-        reader = sample.clip.reader if sample.clip else None
         key = LatentKey(
-            sample.content, place.size, place.resized, place.crop, self.vae, *time, reader
+            content=sample.content,
+            size=geometry.size,
+            resized=geometry.resized,
+            crop=geometry.crop,
+            encoder=self.vae,
+            frames=sample.frames,
+            rate=sample.frame_rate if sample.frames > 1 else None,  # a single frame has none
+            read_as=sample.read_as,
+            reader=sample.clip.reader if sample.clip else None,
         )
         return LatentEntry(key, caches.latents, sample, caches.compress, caches.storage)
 
@@ -218,13 +228,13 @@ class Catalogue:
         return FeatureEntry(key, latents.folder, latents.source, latents.compress, kind, latents)
 
     def condition(self, sample: Sample) -> LatentEntry | None:
-        """The latents that a sample is conditioned on: the latents of its partner, or frame 0
-        encoded alone (i2v).
-        """
+        """The latents that a sample is conditioned on: its partner's, or those of frame 0 (i2v)."""
         if sample.partner is not None:
             return self.latent(sample.partner)
-        # Alone, as pipelines encode the user's picture: latent 0 of a whole clip is different.
-        return self.latent(sample.first_frame) if sample.is_i2v else None
+        if not sample.is_i2v:
+            return None
+        # Encoded alone, as pipelines encode the user's picture: latent 0 of a clip is different.
+        return self.latent(sample.first_frame)
 
     def text(
         self,
@@ -245,8 +255,8 @@ class Catalogue:
         """
         folder = self.prompts
         compress = self.compress
-        # Without pictures in the prompt, samples with the same caption share an entry.
-        picture = picture if self.prompt_holds_picture else None
+        if not self.prompt_holds_picture:
+            picture = None  # samples with the same caption share an entry
         if dataset_id is not None:
             caches = self.datasets[dataset_id]
             folder = caches.texts
@@ -256,14 +266,22 @@ class Catalogue:
         cleaned = self.clean(caption)
         if cleaned == caption:
             cleaned = caption  # shares one string in memory
-        # A dropped caption plays the negative prompt of guidance; an empty validation prompt is an
-        # ordinary prompt.
-        bare = negative or (dataset_id is not None and not cleaned)
-        template = (self.bare_template if bare else None) or self.template
+        # A dropped caption stands for the negative prompt of guidance; an empty validation prompt
+        # is an ordinary prompt.
+        is_dropped = dataset_id is not None and not cleaned
+        bare = negative or is_dropped
+        template = self.template
+        if bare and self.bare_template:
+            template = self.bare_template
         fingerprint = None if picture is None else picture_fingerprint(picture)
-        key = TextKey(cleaned, template, self.max_length, self.text_encoder, fingerprint)
         return TextEntry(
-            key, folder, caption, source or repr(caption[:60]), compress, picture, bare
+            key=TextKey(cleaned, template, self.max_length, self.text_encoder, fingerprint),
+            folder=folder,
+            caption=caption,
+            source=source or repr(caption[:60]),
+            compress=compress,
+            picture=picture,
+            bare=bare,
         )
 
     def latents_of(self, datasets: Iterable[Dataset]) -> Iterator[LatentEntry]:
@@ -279,14 +297,11 @@ class Catalogue:
         self, datasets: Iterable[Dataset], kinds: Iterable[FeatureKind]
     ) -> Iterator[FeatureEntry]:
         """All features of datasets."""
-        needed = [
-            (kind, dataset)
-            for kind in kinds
-            for dataset in datasets
-            if dataset.id not in kind.unneeded
-        ]
-        for kind, dataset in needed:
-            yield from (self.feature(kind, sample) for sample in dataset.samples)
+        datasets = list(datasets)
+        for kind in kinds:
+            for dataset in datasets:
+                if dataset.id not in kind.unneeded:
+                    yield from (self.feature(kind, sample) for sample in dataset.samples)
 
     def texts_of(self, datasets: Iterable[Dataset], *, with_empty: bool) -> Iterator[TextEntry]:
         """All embeddings of datasets, possibly with duplicates.
@@ -298,14 +313,15 @@ class Catalogue:
         for dataset in datasets:
             preserve = self.datasets[dataset.id].preserve
             for sample in dataset.samples:
-                for caption in (
-                    *sample.captions,
-                    *(map(preserve, sample.captions) if preserve else ()),
-                ):
+                captions = list(sample.captions)
+                if preserve:
+                    captions += map(preserve, sample.captions)
+                for caption in captions:
                     yield self.text(dataset.id, caption, sample.partner, sample.full_name)
-            # With a picture in the prompt, the empty caption differs between samples.
             if with_empty:
-                for sample in dataset.samples if self.prompt_holds_picture else dataset.samples[:1]:
+                # With a picture in the prompt, the empty caption differs between samples.
+                samples = dataset.samples if self.prompt_holds_picture else dataset.samples[:1]
+                for sample in samples:
                     yield self.text(dataset.id, "", sample.partner, sample.full_name)
 
 
@@ -322,10 +338,10 @@ class Entries(Generic[CacheEntry]):
     def __iter__(self) -> Iterator[CacheEntry]:
         seen: set[tuple[str, Path]] = set()
         for entry in self.make():
-            # Datasets may have the same caption in different caches.
-            mark = entry.key.digest(), entry.folder
-            if mark not in seen:
-                seen.add(mark)
+            # With the folder, since datasets may have the same caption in different caches.
+            place = entry.key.digest(), entry.folder
+            if place not in seen:
+                seen.add(place)
                 yield entry
 
     def __len__(self) -> int:
@@ -344,8 +360,9 @@ class Entries(Generic[CacheEntry]):
 def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
     """The number of distinct entries, and the missing entries; every folder is listed once."""
     # One listing per folder instead of one `stat` per entry, which is a round trip on a network
-    # disk.
-    folders: dict[Path, dict[str, bool]] = {}  # key -> is one of these entries
+    # disk. A key's value is whether it was already counted.
+    folders: dict[Path, dict[str, bool]] = {}
+    distinct = 0
     absent = []
     for entry in entries:
         if entry.folder not in folders:
@@ -354,8 +371,10 @@ def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
         key = entry.key.digest()
         if key not in keys:
             absent.append(entry)
+        if not keys.get(key, False):
+            distinct += 1
         keys[key] = True
-    return sum(sum(keys.values()) for keys in folders.values()), absent
+    return distinct, absent
 
 
 def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
@@ -365,13 +384,13 @@ def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
 
 def picture_fingerprint(sample: Sample) -> str:
     """Identity of a resized and cropped picture, independent of its encoder."""
-    place = sample.geometry
-    shown = {
+    geometry = sample.geometry
+    dependencies = {
         "content": sample.content,
-        "size": place.size,
-        "resized": place.resized,
-        "crop": place.crop,
+        "size": geometry.size,
+        "resized": geometry.resized,
+        "crop": geometry.crop,
     }
     if sample.conversions:  # left out if empty, so that older entries stay valid
-        shown["conversions"] = sample.conversions
-    return hash_json(shown)
+        dependencies["conversions"] = sample.conversions
+    return hash_json(dependencies)

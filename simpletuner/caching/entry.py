@@ -42,9 +42,8 @@ class DamagedEntryError(SimpleTunerError):
 
 
 def entry_path(folder: Path, key: str) -> Path:
-    """The path of an entry, in one of 256 subfolders by the first two digits of its key, which
-    keeps folders small.
-    """
+    """The path of an entry, below the first two digits of its key."""
+    # 256 subfolders, since file systems and programs are slow in folders of many files.
     return folder / key[:2] / (key + ENTRY_SUFFIX)
 
 
@@ -53,11 +52,14 @@ def list_keys(folder: Path) -> Iterator[str]:
 
     A missing folder has none.
     """
-    for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
-        names = map(ENTRY_NAME.fullmatch, os.listdir(fan))  # noqa: PTH208 - iterdir takes far longer
-        start = fan.name
-        # `entry_path` would not find an entry in the wrong subfolder.
-        yield from sorted(name[1] for name in names if name and name[1].startswith(start))
+    for subfolder in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
+        keys = []
+        for name in os.listdir(subfolder):  # noqa: PTH208 - iterdir takes far longer
+            match = ENTRY_NAME.fullmatch(name)
+            # `entry_path` would not find an entry in the wrong subfolder.
+            if match is not None and match[1].startswith(subfolder.name):
+                keys.append(match[1])
+        yield from sorted(keys)
 
 
 def store_entry(
@@ -78,9 +80,8 @@ def store_entry(
     header[METADATA][CHECKSUM] = _checksum(header, data)
     # A frame in both cases, so that readers need not distinguish them.
     packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL)
-    write_atomically(
-        entry_path(folder, key), packer.compress(join_header(header, data)), durable=False
-    )
+    content = packer.compress(join_header(header, data))
+    write_atomically(entry_path(folder, key), content, durable=False)
 
 
 def _damaged(path: Path, error: Exception) -> DamagedEntryError:
@@ -101,10 +102,8 @@ def read_entry(folder: Path, key: str) -> bytes:
         source = zstandard.ZstdDecompressor().stream_reader(path.read_bytes())
         head, header = read_head(source)
         # Check first: a frame of a few kilobytes can decompress to gigabytes.
-        end = max(
-            (entry["data_offsets"][1] for name, entry in header.items() if name != METADATA),
-            default=0,
-        )
+        tensors = [entry for name, entry in header.items() if name != METADATA]
+        end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
         if end > LARGEST_ENTRY:
             raise ValueError(f"it claims {end:,} bytes")
         data = source.read(end + 1)  # one extra byte, so that trailing data fails the checksum
@@ -127,14 +126,16 @@ def read_provenance(path: Path) -> dict[str, str]:
     """
     try:
         with path.open("rb") as file:
-            metadata = read_head(zstandard.ZstdDecompressor().stream_reader(file))[1][METADATA]
+            _, header = read_head(zstandard.ZstdDecompressor().stream_reader(file))
+        metadata = header[METADATA]
         return {name: text for name, text in metadata.items() if name not in (KEY, CHECKSUM)}
     except (IsADirectoryError, *UNREADABLE) as error:
         raise _damaged(path, error) from error
 
 
 def _checksum(header: dict[str, Any], data: bytes | memoryview) -> str:
-    """CRC-32 of the header (without the checksum) and the data; fast, and sufficient against
-    accidental damage.
-    """
-    return f"{zlib.crc32(data, zlib.crc32(canonical_json(header).encode())):08x}"
+    """CRC-32 of the header (without the checksum) and the data, as 8 hexadecimal digits."""
+    # Fast, and enough against accidental damage; nobody forges a cache.
+    crc = zlib.crc32(canonical_json(header).encode())
+    crc = zlib.crc32(data, crc)
+    return f"{crc:08x}"

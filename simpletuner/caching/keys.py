@@ -48,11 +48,13 @@ class EncoderIdentity:
     @cached_property
     def text(self) -> str:
         """The encoder's part of a key's text."""
-        values = {f"encoder.{field.name}": getattr(self, field.name) for field in fields(self)}
+        values = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                values[f"encoder.{field.name}"] = value
         # Without braces, to be spliced into a key's text at the sorted position of `encoder.`.
-        return canonical_json({name: value for name, value in values.items() if value is not None})[
-            1:-1
-        ]
+        return canonical_json(values)[1:-1]
 
 
 # Not frozen, which halves the time to build the keys of 100,000 files at every start, but treated
@@ -107,21 +109,27 @@ class LatentKey(CacheKey):
         # The exact bytes of `canonical_json`, keys sorted: any change would orphan every cached
         # latent.
         left, top = self.crop
-        wide, high = self.resized
+        resized_width, resized_height = self.resized
         width, height = self.size
         rate = "null" if self.rate is None else canonical_json(self.rate)
         read_as = f'"read_as":{canonical_json(self.read_as)},' if self.read_as else ""
         reader = f'"reader":{quoted(self.reader)},' if self.reader else ""
         return (
-            f'{{"content":"{self.content}","crop":[{left},{top}],{self.encoder.text},"frames":{self.frames},'
-            f'"kind":"latent","rate":{rate},{read_as}{reader}"resized":[{wide},{high}],"size":[{width},{height}],'
+            f'{{"content":"{self.content}",'
+            f'"crop":[{left},{top}],'
+            f"{self.encoder.text},"
+            f'"frames":{self.frames},'
+            '"kind":"latent",'
+            f'"rate":{rate},'
+            f"{read_as}"
+            f"{reader}"
+            f'"resized":[{resized_width},{resized_height}],'
+            f'"size":[{width},{height}],'
             f'"version":{VERSION}}}'
         )
 
     def seed(self) -> int:
-        """A seed in [0, 2^63) for sampling the VAE's posterior, so that an entry always gets the
-        same draw.
-        """
+        """A seed in [0, 2^63) for sampling the VAE's posterior: always the same for an entry."""
         return int(self.digest()[:16], 16) >> 1  # torch takes signed 64-bit seeds
 
 
@@ -147,8 +155,13 @@ class TextKey(CacheKey):
         """Written out for speed."""
         picture = "null" if self.picture is None else quoted(self.picture)
         return (
-            f'{{"caption":{quoted(self.caption)},{self.encoder.text},"kind":"text","max_length":{self.max_length},'
-            f'"picture":{picture},"template":{quoted(self.template)},"version":{VERSION}}}'
+            f'{{"caption":{quoted(self.caption)},'
+            f"{self.encoder.text},"
+            '"kind":"text",'
+            f'"max_length":{self.max_length},'
+            f'"picture":{picture},'
+            f'"template":{quoted(self.template)},'
+            f'"version":{VERSION}}}'
         )
 
 
@@ -168,8 +181,15 @@ class FeatureKey(CacheKey):
 
     def text(self) -> str:
         """The JSON of the fields."""
-        fields = {"feature": self.feature, "latents": self.latents, "maker": self.maker}
-        return canonical_json({"kind": "feature", "version": VERSION, **fields})
+        return canonical_json(
+            {
+                "feature": self.feature,
+                "kind": "feature",
+                "latents": self.latents,
+                "maker": self.maker,
+                "version": VERSION,
+            }
+        )
 
 
 def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
@@ -195,11 +215,10 @@ SLICES_PER_FILE = 256
 
 
 def checkpoint_identity(*folders: Path) -> str:
-    """Identity of component folders (a text encoder and its tokenizer) or weight files, as 64
-    hexadecimal digits.
+    """Identity of component folders or weight files, such as a text encoder and its tokenizer.
 
-    Depends on the order of the folders but not on their paths. Links, as in a hub snapshot, are
-    followed.
+    It has 64 hexadecimal digits and depends on the order of the folders but not on their paths.
+    Links, as in a hub snapshot, are followed.
 
     Raises:
         FileNotFoundError: a folder is missing or contains no model files.
@@ -209,21 +228,18 @@ def checkpoint_identity(*folders: Path) -> str:
 
 def _folder_identity(folder: Path) -> str:
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
-    files = [(path, _file_identity(path)) for path in paths if path.is_file()]
-    parts = [
-        [path.relative_to(folder).as_posix(), identity]
-        for path, identity in files
-        if identity is not None
-    ]
+    parts = []
+    for path in paths:
+        identity = _file_identity(path) if path.is_file() else None
+        if identity is not None:
+            parts.append([path.relative_to(folder).as_posix(), identity])
     if not parts:
         raise FileNotFoundError(f"{folder}: no checkpoint here")
     return hash_json(parts)
 
 
 def _file_identity(path: Path) -> str | None:
-    """Hash of the relevant content of a file; None for files that are not part of a model (README,
-    pictures).
-    """
+    """Hash of the relevant content of a file; None if it is not part of a model (README)."""
     if path.suffix == ".json":
         return _json_identity(path)
     if path.suffix in WHOLE_FILES:
@@ -237,6 +253,7 @@ def _file_identity(path: Path) -> str | None:
 
 
 def _json_identity(path: Path) -> str:
+    """Hash of a config, without what the program that saved it wrote about itself."""
     content = path.read_bytes()
     try:
         value = json.loads(content)
@@ -263,10 +280,10 @@ def _safetensors_identity(path: Path) -> str:
             ]
         except ValueError:
             offsets = []
-        # In file order.
-        spans = [(8 + length + start, 8 + length + end) for start, end in sorted(offsets)] or [
-            (0, size)
-        ]
+        data = 8 + length  # where the data begins, to which offsets refer
+        spans = [(data + start, data + end) for start, end in sorted(offsets)]  # in file order
+        if not spans:
+            spans = [(0, size)]
         return _slices_identity(file, header + str(size).encode(), spans, SLICES_PER_TENSOR)
 
 
@@ -275,9 +292,12 @@ def _slices_identity(
 ) -> str:
     """Hash of `count` evenly spaced slices per span, including its first and last bytes."""
     parts = [prefix]
+    gaps = max(count - 1, 1)
     for start, end in spans:
-        room = max(end - start - SLICE_BYTES, 0)
-        for position in sorted({start + room * n // max(count - 1, 1) for n in range(count)}):
+        room = max(end - start - SLICE_BYTES, 0)  # between the starts of the first and last slice
+        # A set, since the slices of a small span coincide.
+        positions = {start + room * number // gaps for number in range(count)}
+        for position in sorted(positions):
             file.seek(position)
             parts.append(file.read(min(SLICE_BYTES, end - position)))
         # Spans of different sizes may have the same slices.

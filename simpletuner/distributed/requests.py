@@ -1,5 +1,4 @@
-"""Requests to a running session, made by creating files. Signals and other processes can also
-request a stop.
+"""Requests to a running session, made by creating files; signals also request a stop.
 
 touch output/requests/stop                 stop after the current step, like Ctrl-C
 touch output/requests/stop_at_epoch_end    stop after the last step of the epoch
@@ -44,7 +43,7 @@ class Stop:
         self._sources = list(sources)
         self.requested = False
 
-    def look_at(self, source: Callable[[], bool]) -> None:
+    def add_source(self, source: Callable[[], bool]) -> None:
         """Add a source to poll."""
         self._sources.append(source)
 
@@ -84,27 +83,26 @@ def signals_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[None]:
-    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; the second
-    interrupts immediately.
+    """Turn the first Ctrl-C (or SIGTERM) into a request to stop; the second one interrupts.
 
     Args:
         announce: called in a thread when a stop is requested.
     """
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def request_stop(number: int, frame: FrameType | None) -> None:
         stop.request()
         for caught, handler in previous.items():
-            # Ignored by the parent, as in a script's background job: the second must work as the
-            # first did.
-            again = signal.default_int_handler if handler is signal.SIG_IGN else handler
-            if caught == signal.SIGTERM and callable(again):
-                again = debounced(again, time.monotonic())
-            signal.signal(caught, again)
+            # A script's background job ignores Ctrl-C by default. Since the first one had an
+            # effect, the second must have one too.
+            second = signal.default_int_handler if handler is signal.SIG_IGN else handler
+            if caught == signal.SIGTERM and callable(second):
+                second = debounced(second, time.monotonic())
+            signal.signal(caught, second)
         # In another thread: the signal may have interrupted this one in the middle of a write.
         threading.Thread(target=announce, daemon=True).start()
 
-    with signal_handlers(dict.fromkeys(previous, ask)):
+    with signal_handlers(dict.fromkeys(previous, request_stop)):
         yield
 
 
@@ -113,11 +111,11 @@ def debounced(
 ) -> Handler:
     """A handler that ignores a signal shortly after the last one.
 
-    A signal to a whole group of processes reaches a process twice if its parent, such as a
-    launcher, passes it on.
+    A signal to a group of processes reaches a process twice if its parent, such as a launcher,
+    passes it on.
 
     Args:
-        last: when there was one, on the monotonic clock.
+        last: time of the last signal on the monotonic clock.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -132,9 +130,7 @@ def debounced(
 
 @contextmanager
 def signal_handlers(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Install signal handlers inside the block; does nothing outside the main thread, where Python
-    forbids handlers.
-    """
+    """Install signal handlers inside the block; only in the main thread, as Python requires."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

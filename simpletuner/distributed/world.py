@@ -37,9 +37,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes the files, the record and the terminal output of the
-        run.
-        """
+        """Whether this is rank 0, which writes the run's files and its terminal output."""
         return self.rank == 0
 
     @property
@@ -93,17 +91,15 @@ class World:
         return [value]
 
     def counters(self) -> Callable[[str, int], int]:
-        """A function `(name, count) -> sum` that adds to a counter shared by all processes, without
-        waiting.
+        """A function `(name, count) -> sum` that adds to a counter shared by all processes.
 
-        Every call creates new counters, so all processes must make these calls in the same order.
+        The sum is read without waiting for the others. Every call creates new counters, so all
+        processes must make these calls in the same order.
         """
         raise RuntimeError("only connected processes share counters; see `connect`")
 
     def leader_first(self, work: Callable[[], Value]) -> Value:
-        """Run work that writes files, such as downloads, first in one process per machine, then in
-        all others.
-        """
+        """Run work that writes files, such as downloads, in one process per machine first."""
         if not self.is_leader:
             self.barrier()
         value = work()
@@ -114,9 +110,9 @@ class World:
     def in_turn(self, work: Callable[[], Value]) -> Value:
         """Run work that needs much host memory in one process at a time per machine."""
         value: Value | None = None
-        # As many turns as the largest machine has processes, since every barrier needs all
-        # processes.
-        for turn in range(max(self.gather(self.local_size))):
+        # Every barrier needs all processes, so all take as many turns as the largest machine.
+        turns = max(self.gather(self.local_size))
+        for turn in range(turns):
             if turn == self.local_rank:
                 value = work()
             self.barrier()
@@ -128,12 +124,11 @@ class World:
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """The elementwise mean over the processes, bit-identical in all of them. Collective."""
-        return [sum(column) / self.size for column in zip(*self.gather(list(values)), strict=True)]
+        gathered = self.gather(list(values))
+        return [sum(column) / self.size for column in zip(*gathered, strict=True)]
 
     def broadcast(self, value: Value) -> Value:
-        """The main process's value, in every process. For decisions, not for tensors.
-        Collective.
-        """
+        """The main process's value, in every process; for decisions, not tensors. Collective."""
         return self.gather(value)[0]
 
     def main_only(self, act: Callable[[], Value]) -> Value | None:
@@ -141,22 +136,20 @@ class World:
         return act() if self.is_main else None
 
     def on_leader(self, act: Callable[[], Value]) -> Value:
-        """Call `act` in one process per machine; all processes of that machine return its result.
-        Collective.
+        """Call `act` in one process per machine; all of the machine return its result. Collective.
+
+        Ranks of a machine are consecutive, so its leader is `local_rank` ranks before this process.
         """
-        made = self.gather(act() if self.is_leader else None)
-        return cast(Value, made[self.rank - self.local_rank])
+        results = self.gather(act() if self.is_leader else None)
+        leader = self.rank - self.local_rank
+        return cast(Value, results[leader])
 
     def on_main(self, act: Callable[[], Value]) -> Value:
-        """Call `act` in the main process; every process returns its result, which must be small.
-        Collective.
-        """
+        """Call `act` in the main process; all return its (small) result. Collective."""
         return self.broadcast(cast(Value, self.main_only(act)))
 
     def unique_name(self, name: str) -> str:
-        """The name with this process's rank appended to make it unique; unchanged in the main
-        process.
-        """
+        """The name with the rank appended; unchanged in the main process."""
         return name if self.is_main else f"{name}-process-{self.rank}"
 
     def place_among_leaders(self) -> tuple[int, int] | None:
@@ -210,8 +203,10 @@ class DataParallelWorld(World):
 
 def usable_cores() -> int:
     """Cores that this process may use."""
-    # `cpu_count` ignores the limits of Slurm and containers.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # `cpu_count` ignores the limits of Slurm and containers, but macOS has nothing else.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def compute_threads(wanted: int | None = None) -> int:
@@ -219,9 +214,13 @@ def compute_threads(wanted: int | None = None) -> int:
 
     More threads than cores would wait for each other in every operation.
     """
-    usable = usable_cores()
+    threads = usable_cores()
+    if wanted:
+        threads = min(threads, wanted)
     limit = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(wanted or usable, usable, int(limit) if limit.isdecimal() else usable))
+    if limit.isdecimal():
+        threads = min(threads, int(limit))
+    return max(1, threads)
 
 
 # Variables with which launchers pass rank, size, local rank and local size.
@@ -248,22 +247,23 @@ def world_from_launcher(environment: Mapping[str, str]) -> World | None:
     """
     for names in LAUNCHERS:
         rank_name, size_name, *_ = names
-        # A launcher with a single process changes nothing.
-        if environment.get(size_name, "").strip() not in ("", "0", "1"):
-            rank, size, local_rank, local_size = (number_in(environment, name) for name in names)
-            if rank is None or size is None or rank >= size:
-                raise UserError(
-                    f"{size_name} is {environment[size_name]}, as if a launcher had started "
-                    f"several processes, but {rank_name} is "
-                    f"{environment.get(rank_name, 'not set')}. Let one launcher set both, or "
-                    f"unset {size_name}."
-                )
-            # Kubernetes sets no local variables: it starts one process per machine.
-            return World(rank, size, local_rank or 0, local_size or 1)
+        if environment.get(size_name, "").strip() in ("", "0", "1"):
+            continue  # a launcher with a single process changes nothing
+        rank, size, local_rank, local_size = (number_in(environment, name) for name in names)
+        if rank is None or size is None or rank >= size:
+            raise UserError(
+                f"{size_name} is {environment[size_name]}, as if a launcher had started "
+                f"several processes, but {rank_name} is "
+                f"{environment.get(rank_name, 'not set')}. Let one launcher set both, or "
+                f"unset {size_name}."
+            )
+        # Kubernetes sets no local variables: it starts one process per machine.
+        return World(rank, size, local_rank or 0, local_size or 1)
     return None
 
 
 def number_in(environment: Mapping[str, str], name: str) -> int | None:
-    """A variable as a number; Slurm lists the tasks of all machines, such as 4(x2)."""
+    """The number at the start of a variable; None if it has none."""
+    # Slurm lists the tasks of all machines, such as 4(x2).
     digits = re.match(r"\d+", environment.get(name, "").strip())
     return int(digits[0]) if digits else None

@@ -171,7 +171,7 @@ def _divided(world: World, events: EventStream, phase: PhaseStarted) -> Iterator
     with EventStream(events.publish, stop=stop).phase(**vars(phase)) as running:
         # Only now, since all processes must enter the phase, even if one has just been asked to
         # stop.
-        stop.look_at(events.stop.is_due)
+        stop.add_source(events.stop.is_due)
         yield SharedPhase(running, world.counters())
 
 

@@ -1,5 +1,4 @@
-"""Everything that a run says: the types of its events, and the stream that hands them to
-subscribers.
+"""The events of a run, and the stream that delivers them to subscribers.
 
 Encoding, training, rendering and saving publish events; the display, the record, the trackers and
 the report subscribe. Subscribers are independent of each other and of training: one that raises is
@@ -220,8 +219,11 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 @dataclass(frozen=True, eq=False)
 class Subscription:
-    """A subscriber, its name in the log, and which of its errors reach the code that publishes an
-    event.
+    """A subscriber of a stream.
+
+    Attributes:
+        name: its name in the log.
+        ends_run: errors that reach the code that publishes an event.
     """
 
     name: str
@@ -307,18 +309,19 @@ class EventStream:
             yield running
             complete = True
         finally:
-            self.publish(
-                PhaseEnded(running.phase, running.done, time.monotonic() - started, complete)
-            )
+            seconds = time.monotonic() - started
+            self.publish(PhaseEnded(running.phase, running.done, seconds, complete))
 
 
 def log_failure(name: str, error: Exception) -> None:
-    """Log that a subscriber gets no more events, with the first line of its error; the rest goes to
-    debug.log.
-    """
-    first = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
-    reason = redact(f"({type(error).__name__}{first})")
-    logger.warning("%s stopped working; training continues without it. %s", name, reason)
+    """Log that a subscriber gets no more events, and why; the traceback goes to debug.log."""
+    reason = type(error).__name__
+    lines = str(error).strip().splitlines()
+    if lines:
+        reason += f": {lines[0]}"
+    logger.warning(
+        "%s stopped working; training continues without it. %s", name, redact(f"({reason})")
+    )
     logger.debug("%s failed", name, exc_info=error)
 
 

@@ -1,5 +1,4 @@
-"""The record of a run: `training_metrics.jsonl` and `validation_media.jsonl`, one JSON object per
-line.
+"""The record of a run: `training_metrics.jsonl` and `validation_media.jsonl`, a JSON object a line.
 
 Both are appended and flushed line by line, so that a killed run loses at most the line being
 written. A run that resumes at step S first drops the rows after S, because it will record those
@@ -80,8 +79,9 @@ class MediaRecord:
         return f"{stem}_ema" if self.ema else stem
 
     def benchmark_stem(self, clip_frames: int | None = None) -> str:
-        """The file name of a preview of the untrained model: `star_768x512`, `star_768x512_1`,
-        `star_768x512@61_0`.
+        """The file name of a preview of the untrained model, without its suffix.
+
+        `star_768x512` and `star_768x512_1` for pictures, `star_768x512@61_0` for clips.
         """
         stem = f"{self.short_name}_{file_dimensions(self.width, self.height, clip_frames)}"
         # Names of the first picture have no index, those of clips always have one.
@@ -89,9 +89,7 @@ class MediaRecord:
 
 
 def file_dimensions(width: int, height: int, clip_frames: int | None = None) -> str:
-    """A size for file names (`768x512`); that of a clip with its number of frames
-    (`768x512@61`).
-    """
+    """A size in file names: `768x512`, or `768x512@61` with the number of frames of a clip."""
     size = f"{width}x{height}"
     return size if clip_frames is None else f"{size}@{clip_frames}"
 
@@ -118,13 +116,17 @@ class StepLines:
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
         """Remove the rows for which `unwanted` is true, and torn lines."""
         before = self.path.read_bytes()
-        rows = ((line, parse_row(line)) for line in before.splitlines(keepends=True))
-        kept = b"".join(line for line, row in rows if row is not None and not unwanted(row))
-        if kept != before:
+        kept = []
+        for line in before.splitlines(keepends=True):
+            row = parse_row(line)
+            if row is not None and not unwanted(row):
+                kept.append(line)
+        after = b"".join(kept)
+        if after != before:
             self._file.close()
             # Replaced, not truncated, so that a kill keeps the old record. The old handle would
             # write to a deleted file.
-            write_atomically(self.path, kept)
+            write_atomically(self.path, after)
             self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -139,10 +141,10 @@ class StepLines:
                 f"{self.path} is gone: its folder was moved or deleted during the run, which "
                 "ends here."
             )
-        row = {
-            "step": step,
-            **{key: _finite(value) for key, value in values.items() if key != "step"},
-        }
+        row: dict[str, Any] = {"step": step}
+        for key, value in values.items():
+            if key != "step":
+                row[key] = _finite(value)
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing_to(self.path):
             write_fully(self._file, line)
@@ -152,14 +154,10 @@ class StepLines:
 
 
 class MetricsFile(StepLines):
-    """`training_metrics.jsonl`: the step, the time in seconds since 1970, and the metrics of that
-    step.
-    """
+    """`training_metrics.jsonl`: the metrics of every step, and its time in seconds since 1970."""
 
     def append(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Record the metrics of one optimizer step. NaN and infinity, which JSON cannot represent,
-        become null.
-        """
+        """Record the metrics of a step; NaN and infinity, which JSON lacks, become null."""
         self.write(step, {"time": round(time.time(), 3), **metrics})
 
 
@@ -193,23 +191,22 @@ def shares(
     """
     if seconds <= 0:
         return {}
-    waits = (
-        {DATA: data_seconds}
-        if weights_seconds is None
-        else {WEIGHTS: weights_seconds, DATA: data_seconds}
-    )
+    waits = {} if weights_seconds is None else {WEIGHTS: weights_seconds}
+    waits[DATA] = data_seconds
     # Waits are measured separately and may be slightly longer than the step.
     parts = {name: min(1.0, wait / seconds) for name, wait in waits.items()}
     return {COMPUTE: max(0.0, 1.0 - sum(parts.values())), **parts}
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file, oldest first; empty if the file is missing. Skips a torn last
-    line.
-    """
-    if Path(path).is_file():
-        with Path(path).open("rb") as file:
-            yield from filter(None, map(parse_row, file))
+    """The valid rows of a file of JSON lines, oldest first; none if the file is missing."""
+    if not Path(path).is_file():
+        return
+    with Path(path).open("rb") as file:
+        for line in file:
+            row = parse_row(line)
+            if row is not None:
+                yield row
 
 
 def last_recorded_step(path: Path) -> int:
@@ -220,7 +217,8 @@ def last_recorded_step(path: Path) -> int:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         lines = file.read().splitlines(keepends=True)
     for line in reversed(lines):
-        if row := parse_row(line):
+        row = parse_row(line)
+        if row is not None:
             return int(row["step"])
     return 0
 
@@ -243,10 +241,9 @@ def _preview_in(row: Mapping[str, Any]) -> MediaRecord | None:
 
 
 def describe_damage(path: Path) -> str:
-    """A message about the lines of a record that cannot be read, which readers skip; empty without
-    one.
+    """A message about the lines of a record that readers skip; empty if there are none.
 
-    A torn last line is no damage: it was being written when the run was killed.
+    A torn last line is not damage: it was being written when the run was killed.
     """
     if not path.is_file():
         return ""
@@ -257,29 +254,36 @@ def describe_damage(path: Path) -> str:
                 numbers.append(number)
     if not numbers:
         return ""
-    what = (
-        f"line {numbers[0]:,} is"
-        if len(numbers) == 1
-        else f"{len(numbers):,} lines (the first is {numbers[0]:,}) are"
-    )
-    return f"{path.name}: {what} damaged and skipped; the other lines are used."
+    if len(numbers) == 1:
+        lines = f"line {numbers[0]:,} is"
+    else:
+        lines = f"{len(numbers):,} lines (the first is {numbers[0]:,}) are"
+    return f"{path.name}: {lines} damaged and skipped; the other lines are used."
 
 
 def _is_valid(line: bytes, *, is_preview: bool) -> bool:
     row = parse_row(line)
-    return row is not None and not (is_preview and _preview_in(row) is None)
+    if row is None:
+        return False
+    return not is_preview or _preview_in(row) is not None
 
 
 def parse_row(line: bytes, number: str = "step") -> dict[str, Any] | None:
-    """The row of a complete line with the integer `number`, else None. A line without newline was
-    torn by a kill.
+    """The object in a line of JSON; None if the line is damaged.
+
+    Args:
+        number: the key that must hold a count, such as the step.
     """
+    if not line.endswith(b"\n"):  # torn by a kill
+        return None
     try:
-        row = json.loads(line) if line.endswith(b"\n") else None
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    # Columns store steps in 64 bits.
-    count = row.get(number) if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        return None
+    count = row.get(number)
+    # Columns store steps in 64 bits. Not isinstance, since True is an int too.
     return row if type(count) is int and 0 <= count < 2**63 else None
 
 

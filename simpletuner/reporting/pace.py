@@ -19,13 +19,12 @@ RECOVERED = 1.2
 RECENT = 5  # steps whose median is compared; a single slow step does not count
 ENOUGH = 20  # steps of a shape needed for its usual pace
 HISTORY = 1000  # steps of a shape, whose median is the usual pace
-# A gap between two steps of at least this many seconds and steps was a checkpoint, previews or an
-# evaluation.
-LEAST_PAUSE = 0.1
-PAUSE = 0.5
+# A gap between two steps that is longer than both was a checkpoint, previews or an evaluation.
+PAUSE_SECONDS = 0.1
+PAUSE_STEPS = 0.5  # as a share of the step
 AFTER_A_PAUSE = 2  # steps ignored after a pause
 
-WHOLE = "whole"
+TOTAL = "total"
 REASONS = {
     COMPUTE: "compute; another program uses the device, or it is throttled by heat or power",
     WEIGHTS: (
@@ -59,18 +58,13 @@ class SlowSteps:
             return None
         # Techniques add passes in some steps, which are slower by design, like larger shapes.
         kind = report.shapes, report.passes
-        waits = {WEIGHTS: report.weights_seconds or 0.0, DATA: report.data_seconds}
-        parts = {COMPUTE: max(0.0, report.seconds - sum(waits.values())), **waits}
         history = self._histories[kind]
-        history.append({WHOLE: sum(parts.values()), **parts})
-
-        def pace(part: str, steps: int = RECENT) -> float:
-            """The median of the latest steps, which is robust to single slow ones."""
-            return median(step[part] for step in islice(reversed(history), steps))
-
-        recent = pace(WHOLE)
-        usual = pace(WHOLE, HISTORY)
-        slowdown = recent / usual if usual and len(history) >= ENOUGH else 1.0
+        history.append(_parts_of(report))
+        recent = _pace(history, TOTAL, RECENT)
+        usual = _pace(history, TOTAL, HISTORY)
+        slowdown = 1.0
+        if usual and len(history) >= ENOUGH:
+            slowdown = recent / usual
         if slowdown < RECOVERED:
             self._slow.discard(kind)
         if slowdown < SLOWER:
@@ -78,25 +72,48 @@ class SlowSteps:
         # One notice per episode, however many shapes slow down.
         begins = not self._slow
         self._slow.add(kind)
-        reason = REASONS[max(parts, key=lambda part: pace(part) - pace(part, HISTORY))]
+        if not begins:
+            return None
         slower = (
             f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of "
             "this size"
         )
-        return (
-            f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}."
-            if begins
-            else None
-        )
+        reason = REASONS[_slowest_part(history)]
+        return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}."
 
     def _follows_a_pause(self, seconds: float) -> bool:
-        """Whether other work ran just before; a cold allocator and moved weights then slow down a
-        step or two.
+        """Whether other work ran just before a step of this duration.
+
+        A cold allocator and moved weights then slow down a step or two.
         """
-        ended = self._ended
+        previous = self._ended
         self._ended = self._now()
-        if ended is not None and self._ended - ended - seconds > max(LEAST_PAUSE, PAUSE * seconds):
-            self._skip = AFTER_A_PAUSE
-        skipped = self._skip > 0
-        self._skip = max(0, self._skip - 1)
-        return skipped
+        if previous is not None:
+            gap = self._ended - previous - seconds
+            if gap > max(PAUSE_SECONDS, PAUSE_STEPS * seconds):
+                self._skip = AFTER_A_PAUSE
+        if self._skip == 0:
+            return False
+        self._skip -= 1
+        return True
+
+
+def _parts_of(report: events.StepReport) -> dict[str, float]:
+    """The seconds of a step by what they were spent on, and their total."""
+    weights = report.weights_seconds or 0.0
+    data = report.data_seconds
+    # Waits are measured separately and may be slightly longer than the step.
+    compute = max(0.0, report.seconds - (weights + data))
+    return {TOTAL: compute + weights + data, COMPUTE: compute, WEIGHTS: weights, DATA: data}
+
+
+def _pace(history: deque[dict[str, float]], part: str, steps: int) -> float:
+    """The median seconds of the latest steps, which is robust to single slow ones."""
+    return median(step[part] for step in islice(reversed(history), steps))
+
+
+def _slowest_part(history: deque[dict[str, float]]) -> str:
+    """The part of a step that has slowed down most."""
+    return max(
+        REASONS, key=lambda part: _pace(history, part, RECENT) - _pace(history, part, HISTORY)
+    )

@@ -12,8 +12,7 @@ from simpletuner.reporting.step_figures import row_of
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records of the step from which a session resumes; the main process sends them to all
-    other processes.
+    """The records of the step from which a session resumes; sent to all processes.
 
     Attributes:
         evaluated: whether the step has an evaluation loss.
@@ -22,6 +21,14 @@ class Recorded:
 
     evaluated: bool
     previews: list[metrics.MediaRecord]
+
+
+def _was_evaluated(folder: Path, step: int) -> bool:
+    """Whether the record has an evaluation loss of a step."""
+    for row in metrics.read_rows(folder / metrics.METRICS_FILE):
+        if row["step"] == step and any(name.startswith(metrics.EVALUATED) for name in row):
+            return True
+    return False
 
 
 class RunRecord:
@@ -38,16 +45,13 @@ class RunRecord:
         self._metrics = metrics.MetricsFile(folder / metrics.METRICS_FILE, step)
         self._media = metrics.MediaFile(folder / metrics.MEDIA_FILE, step)
         # Read after both files are opened, which drops rows of an earlier run for step 0.
-        here = [
-            row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step
-        ]
-        previews = [
-            record
-            for record in metrics.read_media(folder / metrics.MEDIA_FILE)
-            if record.step == step
-        ]
         self.recorded = Recorded(
-            any(name.startswith(metrics.EVALUATED) for row in here for name in row), previews
+            evaluated=_was_evaluated(folder, step),
+            previews=[
+                record
+                for record in metrics.read_media(folder / metrics.MEDIA_FILE)
+                if record.step == step
+            ],
         )
         self._step = step
         self._losses: Mapping[str, float] = {}

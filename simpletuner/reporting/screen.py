@@ -12,9 +12,7 @@ def is_screen(stream: TextIO) -> bool:
 
 
 def in_red(text: str, stream: TextIO) -> str:
-    """The text in red where the stream shows colours and NO_COLOR does not forbid them
-    (https://no-color.org).
-    """
-    return (
-        f"\x1b[31m{text}\x1b[0m" if is_screen(stream) and not os.environ.get("NO_COLOR") else text
-    )
+    """The text in red, if the stream shows colours and NO_COLOR (https://no-color.org) is unset."""
+    if not is_screen(stream) or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[31m{text}\x1b[0m"

@@ -1,4 +1,4 @@
-"""The figures of a step: how each is recorded, and how people see it."""
+"""The figures of a step: how they are recorded, and how they are shown."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ class Figure:
     Attributes:
         name: its name in `training_metrics.jsonl` and for trackers.
         value: computes it; None if it is one of the step's metrics already.
-        unit, digits: it is recorded in this unit, rounded to so many decimals.
+        unit, digits: it is recorded in this unit, rounded to this number of decimals.
         title: its name at the head of a run on the page; empty if it is not shown while the run
             trains.
-        text: words it there.
+        text: formats it on the page.
         live: its name in events, if it differs: they have averages over recent steps, and sizes in
             bytes.
-        short, short_text: its name in the terminal, and what words it there if not `text`.
+        short, short_text: its name in the terminal, and its format if not `text`.
         curve: its chart in the report; by default one of those that are shown on request.
-        has_curve: false for figures whose chart is drawn in a way of its own, and for those without
-            one.
+        has_curve: false for figures whose chart is drawn separately, and for those without one.
     """
 
     name: str
@@ -132,9 +131,7 @@ FIGURES = [
 
 
 def row_of(step: StepReport) -> dict[str, Value]:
-    """The line of a step in the record, which trackers get too: its metrics, the figures that are
-    known, timesteps.
-    """
+    """The line of a step in the record and for trackers: metrics, known figures, timesteps."""
     row: dict[str, Value] = dict(step.metrics)
     for figure in FIGURES:
         if figure.value is None:

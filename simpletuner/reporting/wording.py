@@ -5,8 +5,10 @@ from __future__ import annotations
 
 def clock_text(seconds: float) -> str:
     """`7.2 s`, `45 s`, `4:05` or `2:00:09`."""
-    if seconds < 59.5:
-        return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 59.5:  # rounds to less than a minute
+        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -14,7 +16,7 @@ def clock_text(seconds: float) -> str:
 
 def pace_text(seconds: float) -> str:
     """`1.92 s/step`, or `0.038 s/step` for fast steps."""
-    return f"{seconds:.{2 if seconds >= 0.1 else 3}f} s/step"
+    return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{seconds:.3f} s/step"
 
 
 def size_text(count: int) -> str:
@@ -22,7 +24,9 @@ def size_text(count: int) -> str:
     power = min(4, (len(str(count)) - 1) // 3)
     size = count / 1000**power
     unit = ("B", "kB", "MB", "GB", "TB")[power]
-    return f"{size:.0f} {unit}" if size >= 100 or power == 0 else f"{size:.1f} {unit}"
+    if power == 0 or size >= 100:  # three digits are enough
+        return f"{size:.0f} {unit}"
+    return f"{size:.1f} {unit}"
 
 
 def duration_text(seconds: float) -> str:

@@ -118,7 +118,7 @@ class RequestHandler(Callback):
         # Only the main process takes the file; its watch forwards the stop to all others.
         if assembly.world.is_main:
             total_steps = assembly.settings.total_steps
-            self.events.stop.look_at(lambda: self._is_asked_to_stop(state, total_steps))
+            self.events.stop.add_source(lambda: self._is_asked_to_stop(state, total_steps))
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         total_steps = assembly.settings.total_steps

@@ -14,7 +14,7 @@ from simpletuner.errors import Interrupted
 def test_a_source_is_looked_at_until_it_asks() -> None:
     answers = iter([False, True])
     stop = Stop(lambda: False)
-    stop.look_at(lambda: next(answers))
+    stop.add_source(lambda: next(answers))
     stop.check()
     assert not stop.requested, "only its request counts"
     with pytest.raises(Interrupted, match="A stop was requested"):
