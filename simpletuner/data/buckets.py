@@ -1,5 +1,4 @@
-"""Aspect buckets: the training size and crop of a picture, and the checks of the keys that set
-them.
+"""Aspect buckets: the training size and crop of a picture, and the checks of their keys.
 
 The arithmetic is documented in the section *Sizes* of the dataset reference. a is
 `aspect_bucket_alignment`, R rounds half to even to a multiple of a (at least a), ar is width /
@@ -7,8 +6,9 @@ height rounded to `aspect_bucket_rounding` decimals:
 
     pixel_area  E = R(resolution)                       W = R(E sqrt(ar))   H = R(E / sqrt(ar))
     area        E = R(floor(sqrt(resolution 10^6)))     the same
-    pixel       short edge R(resolution), long edge R(floor(resolution ar)) or R(floor(resolution /
-    ar)) square      W = H = E, with E = R(resolution) for pixel
+    pixel       short edge R(resolution)
+                long edge R(floor(resolution ar)) if ar >= 1, else R(floor(resolution / ar))
+    square      W = H = E, with E = R(resolution) for pixel
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ UNITS: Mapping[ResolutionType, str] = {
     "pixel_area": "pixels",
 }
 UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
-# A maximum of this many megapixels or more, or an edge of this few pixels or fewer, is probably in
-# the wrong unit.
+# A maximum of so many megapixels or more, or a side of fewer pixels, is probably in the wrong unit.
 SUSPICIOUS_AREA = 20
 SUSPICIOUS_EDGE = 512
 
@@ -64,9 +63,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class PixelGrid:
-    """What `resolution` means: an edge or an area, and the multiple that both sides are rounded
-    to.
-    """
+    """What `resolution` means: an edge or an area, and the multiple that both sides round to."""
 
     resolution: float
     resolution_type: ResolutionType
@@ -86,17 +83,16 @@ class PixelGrid:
         return self.rounded(size[0] / size[1])
 
     def area(self, length: float) -> float:
-        """Converts a size in the unit of the resolution to a number of pixels (`area` and
-        `pixel_area`).
-        """
-        return length * 1e6 if self.resolution_type == "area" else length**2
+        """Pixels of a size in the unit of the resolution, for `area` and `pixel_area`."""
+        if self.resolution_type == "area":
+            return length * 1e6
+        return length**2
 
     @property
     def square(self) -> int:
         """Edge E of the square."""
         if self.resolution_type == "area":
-            # Rounded first: a product just below a square number would lose a whole pixel to the
-            # floor.
+            # Rounded first: a product just below a square number would lose a whole pixel.
             return self.snap(math.isqrt(round(self.resolution * 1e6)))
         return self.snap(self.resolution)
 
@@ -120,9 +116,7 @@ class Aspect:
     weight: float = 1.0
 
     def enlargement(self, picture: Size) -> float:
-        """Relative enlargement of a picture that covers this bucket; negative if the picture
-        shrinks.
-        """
+        """Relative enlargement of a picture to cover this bucket; negative if it shrinks."""
         return max(self.size[0] / picture[0], self.size[1] / picture[1]) - 1
 
 
@@ -133,19 +127,21 @@ def listed_aspects(grid: PixelGrid, ratios: Sequence[tuple[float, float]]) -> li
 
 
 def native_aspects(grid: PixelGrid, native: Mapping[int, Sequence[Size]]) -> list[Aspect]:
-    """The model's native sizes if resolution and grid allow them, else their ratios on the
-    dataset's grid.
-    """
+    """The model's native sizes if the grid allows them, else their ratios on the dataset's grid."""
     if not native:
         return []
-    edge = math.sqrt(grid.resolution * 1e6) if grid.resolution_type == "area" else grid.resolution
-    nearest = min(native, key=lambda known: abs(known - edge))
-    exact = grid.resolution_type != "pixel" and math.isclose(nearest, edge)
-    aspects = []
+    edge = grid.resolution
+    if grid.resolution_type == "area":
+        edge = math.sqrt(grid.resolution * 1e6)
+    nearest = min(native, key=lambda native_edge: abs(native_edge - edge))
+    is_native = grid.resolution_type != "pixel" and math.isclose(nearest, edge)
+    aspects: list[Aspect] = []
     for size in native[nearest]:
-        fits = exact and all(length % grid.alignment == 0 for length in size)
+        is_on_grid = all(length % grid.alignment == 0 for length in size)
         ratio = grid.ratio(size)
-        aspects.append(Aspect(str(ratio), size if fits else grid.size(ratio)))
+        if not (is_native and is_on_grid):
+            size = grid.size(ratio)
+        aspects.append(Aspect(str(ratio), size))
     return aspects
 
 
@@ -179,58 +175,64 @@ class BucketRules:
         Raises:
             LeftOutError: the picture is outside the limits.
         """
-        if self.config.crop and "random" in (self.config.crop_aspect, self.config.crop_style):
+        has_random_crops = "random" in (self.config.crop_aspect, self.config.crop_style)
+        if self.config.crop and has_random_crops:
             return self._place(picture, token)
         if picture not in self._placed:  # pictures of one size share their geometry
             self._placed[picture] = self._place(picture, token)
         return self._placed[picture]
 
     def _place(self, picture: Size, token: tuple[object, ...]) -> Geometry:
-        self._check_limits(picture)
+        self._require_within_limits(picture)
         bucket, size = self._bucket(picture, token)
         if max(size) > self.largest_side:
-            raise outside_limits(f"needs {size}; the model's limit is {self.largest_side} a side")
+            limit = f"{self.largest_side} pixels per side"
+            raise outside_limits(f"needs {size}; the model's limit is {limit}")
         resized = self._resized(picture, size)
         return Geometry(bucket, size, resized, self._position(resized, size, token))
 
     def follow(self, picture: Size, source: Geometry, *token: object) -> Geometry:
-        """Geometry of a partner with other content than its source: the same size, with its own
-        crop.
-        """
+        """Geometry of a partner with other content than its source: its size, cropped by itself."""
         resized = cover(picture, source.size)
-        return Geometry(
-            source.bucket, source.size, resized, self._position(resized, source.size, token)
-        )
+        crop = self._position(resized, source.size, token)
+        return Geometry(source.bucket, source.size, resized, crop)
 
-    def _check_limits(self, picture: Size) -> None:
+    def _require_within_limits(self, picture: Size) -> None:
         smallest = self.config.minimum_image_size or 0
         if smallest and self._is_small(picture, smallest):
             raise outside_limits(f"{picture} is smaller than minimum_image_size {smallest:g}")
         ratio = self.grid.ratio(picture)
         low = self.config.minimum_aspect_ratio
         high = self.config.maximum_aspect_ratio
-        if (low and ratio < low) or (high and ratio > high):
-            limit = "minimum" if low and ratio < low else "maximum"
-            raise outside_limits(f"{picture} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
+        limit = None
+        if low and ratio < low:
+            limit = "minimum_aspect_ratio"
+        elif high and ratio > high:
+            limit = "maximum_aspect_ratio"
+        if limit is not None:
+            raise outside_limits(f"{picture} has the ratio {ratio:g}, outside {limit}")
 
     def _is_small(self, picture: Size, smallest: float) -> bool:
         if self.grid.resolution_type == "pixel":
             return min(picture) < smallest
         least = self.grid.area(smallest)
+        if picture.width * picture.height < least:
+            return True
         # A square crop uses only the short side of a long picture, whatever the area.
-        square = self.config.crop and self.config.crop_aspect == "square"
-        return picture[0] * picture[1] < least or (square and min(picture) < math.sqrt(least))
+        is_square = self.config.crop and self.config.crop_aspect == "square"
+        return is_square and min(picture) < math.sqrt(least)
 
     def _bucket(self, picture: Size, token: tuple[object, ...]) -> tuple[str, Size]:
         if self.config.crop and self.config.crop_aspect == "square":
             return "1.0", Size(self.grid.square, self.grid.square)
         if self.config.crop and self.config.crop_aspect in CHOSEN:
-            aspect = self._listed(picture, token)
+            aspect = self._choose_aspect(picture, token)
             return aspect.bucket, aspect.size
         ratio = self.grid.ratio(picture)
         return str(ratio), self.grid.size(ratio)
 
-    def _listed(self, picture: Size, token: tuple[object, ...]) -> Aspect:
+    def _choose_aspect(self, picture: Size, token: tuple[object, ...]) -> Aspect:
+        """The aspect of the list that is closest to the picture, or one drawn by weight."""
         most = self.config.max_upscale_threshold
         allowed = [
             aspect for aspect in self.aspects if most is None or aspect.enlargement(picture) <= most
@@ -240,48 +242,52 @@ class BucketRules:
             message = f"would be enlarged by {least:.0%}, more than max_upscale_threshold {most:g}"
             raise outside_limits(f"{picture} {message}")
         if self.config.crop_aspect == "closest":
-            # Distance in log space treats wide and tall alike and crops the least.
-            ratio = math.log(picture[0] / picture[1])
-            return min(
-                allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - ratio)
-            )
+            return min(allowed, key=lambda aspect: _log_distance(aspect.size, picture))
         # A weighted draw. `min` guards against a product that rounds up to the sum of all weights.
-        ends = [*accumulate(aspect.weight for aspect in allowed)]
-        return allowed[min(bisect(ends, fraction(*token, "aspect") * ends[-1]), len(allowed) - 1)]
+        ends = list(accumulate(aspect.weight for aspect in allowed))
+        index = bisect(ends, fraction(*token, "aspect") * ends[-1])
+        return allowed[min(index, len(allowed) - 1)]
 
     def _resized(self, picture: Size, size: Size) -> Size:
-        """The smallest size that covers the bucket, or the target size if the picture exceeds the
-        maximum.
-        """
+        """The size that covers the bucket, or the target size of a picture above the maximum."""
         covering = cover(picture, size)
-        area = picture[0] * picture[1]
         largest = self.config.maximum_image_size or 0
         target = self.config.target_downsample_size or 0
-        if (
-            self.grid.resolution_type == "pixel"
-        ):  # the maximum measures the long edge, the target the short one
+        if not self.config.crop or not largest:
+            return covering
+        # In pixels, the maximum measures the long edge and the target the short one.
+        if self.grid.resolution_type == "pixel":
             is_large = max(picture) > largest
             scale = target / min(picture)
         else:
+            area = picture.width * picture.height
             is_large = area > self.grid.area(largest)
             scale = math.sqrt(self.grid.area(target) / area)
         smaller = Size(round(picture.width * scale), round(picture.height * scale))
         # A target too small to cover the bucket is ignored.
-        fits = scale < 1 and smaller[0] >= covering[0] and smaller[1] >= covering[1]
-        return smaller if self.config.crop and largest and is_large and fits else covering
+        covers = smaller.width >= covering.width and smaller.height >= covering.height
+        return smaller if is_large and scale < 1 and covers else covering
 
     def _position(self, resized: Size, size: Size, token: tuple[object, ...]) -> tuple[int, int]:
-        spare_x = resized[0] - size[0]
-        spare_y = resized[1] - size[1]
+        """Left and top of the crop in the resized picture."""
+        width, height = size
+        spare_x = resized.width - width
+        spare_y = resized.height - height
         style = self.config.crop_style if self.config.crop else "center"
         if style == "corner":
             return 0, 0
         if style == "random":
             # `+ 1` includes the position at the far edge.
-            return int(fraction(*token, "x") * (spare_x + 1)), int(
-                fraction(*token, "y") * (spare_y + 1)
-            )
+            left = int(fraction(*token, "x") * (spare_x + 1))
+            top = int(fraction(*token, "y") * (spare_y + 1))
+            return left, top
         return spare_x // 2, spare_y // 2
+
+
+def _log_distance(size: Size, picture: Size) -> float:
+    """Distance of two ratios in log space, which treats wide and tall alike and crops the least."""
+    width, height = size
+    return abs(math.log(width / height) - math.log(picture.width / picture.height))
 
 
 def cover(picture: Size, size: Size) -> Size:
@@ -306,21 +312,30 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, report: Problems) -> Bu
         return None
     alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
     grid = PixelGrid(
-        config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2
+        resolution=config.resolution,
+        resolution_type=config.resolution_type,
+        alignment=alignment,
+        rounding=config.aspect_bucket_rounding or 2,
     )
     _check_grid(grid, spec, report)
     # Every bucket has a side at least as long as the square's, so no picture could be placed.
     if grid.square > spec.largest_side:
         return None
-    aspects: list[Aspect] = []
-    if config.crop and config.crop_aspect in CHOSEN:
-        if config.crop_aspect_buckets is not None:
-            aspects = listed_aspects(grid, config.crop_aspect_buckets)
-        elif config.crop_aspect == "closest":
-            aspects = native_aspects(grid, spec.native_sizes)
-    _check_limits(config, grid, report)
+    aspects = _aspects_of(config, grid, spec)
+    _check_limit_keys(config, grid, report)
     _check_crop(config, aspects, spec, report)
     return BucketRules(grid, spec.largest_side, config, tuple(aspects))
+
+
+def _aspects_of(config: DatasetConfig, grid: PixelGrid, spec: FamilySpec) -> list[Aspect]:
+    """The aspects that an entry chooses from: those of its list, or the model's own."""
+    if not config.crop or config.crop_aspect not in CHOSEN:
+        return []
+    if config.crop_aspect_buckets is not None:
+        return listed_aspects(grid, config.crop_aspect_buckets)
+    if config.crop_aspect == "closest":
+        return native_aspects(grid, spec.native_sizes)
+    return []
 
 
 def _check_grid(grid: PixelGrid, spec: FamilySpec, report: Problems) -> None:
@@ -335,20 +350,18 @@ def _check_grid(grid: PixelGrid, spec: FamilySpec, report: Problems) -> None:
             f"{grid.resolution:g} {UNITS[grid.resolution_type]} (resolution_type "
             f"{grid.resolution_type})"
         )
-        limit = f"the limit of {spec.name}, {spec.largest_side} pixels a side"
+        limit = f"the limit of {spec.name}, {spec.largest_side} pixels per side"
         report.error("resolution", f"{given} is above {limit}.")
 
 
-def _check_limits(config: DatasetConfig, grid: PixelGrid, report: Problems) -> None:
+def _check_limit_keys(config: DatasetConfig, grid: PixelGrid, report: Problems) -> None:
     if config.maximum_image_size:
         _check_maximum(config.maximum_image_size, config, grid, report)
     low = config.minimum_aspect_ratio
     high = config.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
-        report.error(
-            "minimum_aspect_ratio",
-            f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits.",
-        )
+        message = f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits."
+        report.error("minimum_aspect_ratio", message)
 
 
 def _check_maximum(
@@ -357,16 +370,14 @@ def _check_maximum(
     """A maximum needs a target, and a number that is plausible in the unit of the resolution."""
     key = "maximum_image_size"
     if not config.target_downsample_size:
-        report.error(
-            key,
-            f"{maximum:g} needs target_downsample_size, the size that larger pictures are "
-            "resized to.",
-        )
+        message = "needs target_downsample_size, the size that larger pictures are resized to."
+        report.error(key, f"{maximum:g} {message}")
     unit = grid.resolution_type
-    in_megapixels = unit == "area" and maximum >= SUSPICIOUS_AREA
-    on_an_edge = unit == "pixel" and maximum < SUSPICIOUS_EDGE
+    is_suspicious = (unit == "area" and maximum >= SUSPICIOUS_AREA) or (
+        unit == "pixel" and maximum < SUSPICIOUS_EDGE
+    )
     is_allowed = os.environ.get(UNIT_CHECK_OVERRIDE, "").lower() not in (*FALSE_WORDS, "")
-    if (in_megapixels or on_an_edge) and not is_allowed:
+    if is_suspicious and not is_allowed:
         message = f"{maximum:g}: wrong unit? With resolution_type {unit} it is in {UNITS[unit]}."
         report.error(key, f"{message} {UNIT_CHECK_OVERRIDE}=1 allows it.")
 
@@ -387,6 +398,6 @@ def _check_crop(
         if max(aspect.size) > spec.largest_side:
             message = (
                 f"{aspect.bucket} means {aspect.size}; the limit of {spec.name} is "
-                f"{spec.largest_side} a side."
+                f"{spec.largest_side} pixels per side."
             )
             report.error(where, message)

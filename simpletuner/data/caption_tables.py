@@ -44,34 +44,34 @@ def match_rows(
 ) -> CaptionTable:
     """The captions of each picture or clip that has a row.
 
-    A row names a file by its path below the dataset's folder, or by its bare name if no other file
-    has that.
+    A row names a file by its path below the dataset's folder, or by its bare name if that belongs
+    to one file only.
 
     Args:
         names: all files of the dataset.
-        where: the key of problems.
+        where: the key that problems are reported under.
     """
     paths = {composed(name): name for name in names}
-    same_bare: dict[str, list[str]] = {}
+    by_bare_name: dict[str, list[str]] = {}
     for name in names:
-        same_bare.setdefault(composed(PurePosixPath(name).name), []).append(name)
+        by_bare_name.setdefault(composed(PurePosixPath(name).name), []).append(name)
     matched: dict[str, tuple[str, ...]] = {}
     unused: set[str] = set()
     repeated: set[str] = set()
     ambiguous: dict[str, list[str]] = {}
     for row, captions in rows:
-        candidates = [paths[row]] if row in paths else same_bare.get(row, [])
+        candidates = [paths[row]] if row in paths else by_bare_name.get(row, [])
         if not candidates:
             unused.add(row)
         elif len(candidates) > 1:
             ambiguous[row] = candidates
         elif matched.setdefault(candidates[0], captions) != captions:
             repeated.add(row)
-    _report(where, sorted(unused), sorted(repeated), ambiguous, report)
+    _report_rows(where, sorted(unused), sorted(repeated), ambiguous, report)
     return matched
 
 
-def _report(
+def _report_rows(
     where: str,
     unused: Sequence[str],
     repeated: Sequence[str],
@@ -80,53 +80,49 @@ def _report(
 ) -> None:
     """Report the rows of a table that belong to no file, or to no certain one."""
     if ambiguous:
-        listed = shorten(
-            [f"{row} is {' and '.join(names)}" for row, names in ambiguous.items()], MOST_LISTED
-        )
+        names = [f"{row} is {' and '.join(files)}" for row, files in ambiguous.items()]
         message = (
-            f"{counted(len(ambiguous), 'name')} in the table could be several files: {listed}. "
+            f"{counted(len(ambiguous), 'name')} in the table could be several files: "
+            f"{shorten(names, MOST_LISTED)}. Write their paths below the dataset's folder into the "
+            "table."
         )
-        report.error(
-            where, message + "Write their paths below the dataset's folder into the table."
-        )
+        report.error(where, message)
     if repeated:
         message = (
             f"several rows with different captions for {counted(len(repeated), 'file')}: "
-            f"{shorten(repeated)}. "
+            f"{shorten(repeated)}. Keep one row, or write paths below the dataset's folder into "
+            "the table."
         )
-        report.error(
-            where,
-            message + "Keep one row, or write paths below the dataset's folder into the table.",
-        )
+        report.error(where, message)
     if unused:
-        report.warn(
-            where, f"no picture for {counted(len(unused), 'name')} in the table: {shorten(unused)}."
-        )
+        names_without_file = f"{counted(len(unused), 'name')} in the table: {shorten(unused)}"
+        report.warn(where, f"no picture for {names_without_file}.")
 
 
 def read_parquet(config: ParquetConfig, report: Problems) -> list[Row]:
     """The file names (NFC) and captions of a parquet table; no captions if a row has none."""
     path = Path(config.path)
-    of_table = Problems()
-    check_installed(PYARROW, "metadata_backend", "parquet", of_table)
+    table_report = Problems()
+    check_installed(PYARROW, "metadata_backend", "parquet", table_report)
     if not path.is_file():  # checked without the package, too, so that one start reports both
-        of_table.error("parquet.path", f"{config.path!r} {why_no_file(path)}.")
-    if not of_table:
-        _check_table(path, config, of_table)
-    report.extend(of_table)
-    if of_table:
+        table_report.error("parquet.path", f"{config.path!r} {why_no_file(path)}.")
+    if not table_report:
+        _check_table(path, config, table_report)
+    report.extend(table_report)
+    if table_report:
         return []
     from pyarrow import parquet
 
+    caption_columns = (config.caption_column, config.fallback_caption_column)
+    captions = [column for column in caption_columns if column]
     # Read only these columns: a table may hold the pictures themselves.
-    columns = [
-        column for column in (config.caption_column, config.fallback_caption_column) if column
-    ]
-    table = parquet.read_table(
-        path, columns=list(dict.fromkeys([config.filename_column, *columns]))
-    ).to_pylist()
-    named = [(row[config.filename_column], row) for row in table if row[config.filename_column]]
-    return [(_name(str(name), config), first_texts(row, *columns)) for name, row in named]
+    columns = list(dict.fromkeys([config.filename_column, *captions]))
+    rows: list[Row] = []
+    for record in parquet.read_table(path, columns=columns).to_pylist():
+        name = record[config.filename_column]
+        if name:
+            rows.append((_file_name(str(name), config), first_texts(record, *captions)))
+    return rows
 
 
 def _check_table(path: Path, config: ParquetConfig, report: Problems) -> None:
@@ -157,12 +153,13 @@ def check_columns(
             report.error(f"{where}.{key}", message + did_you_mean(column, known))
 
 
-def _name(name: str, config: ParquetConfig) -> str:
-    return _path(name if config.identifier_includes_extension else f"{name}.png")
+def _file_name(name: str, config: ParquetConfig) -> str:
+    return _normalised(name if config.identifier_includes_extension else f"{name}.png")
 
 
-def _path(name: str) -> str:
-    return composed(str(PurePosixPath(name.replace("\\", "/"))))
+def _normalised(path: str) -> str:
+    """A path with `/`, in NFC."""
+    return composed(str(PurePosixPath(path.replace("\\", "/"))))
 
 
 def first_texts(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
@@ -189,8 +186,8 @@ def read_metadata(folder: Folder, report: Problems) -> list[Row]:
             "neither."
         )
         report.error("caption_strategy", message)
-    places = [str(PurePosixPath(table).parent) for table in tables]
-    if len({*places}) < len(places):
+    folders = [PurePosixPath(table).parent for table in tables]
+    if len({*folders}) < len(folders):
         message = (
             f"a folder contains both metadata.jsonl and metadata.csv: {shorten(tables)}. Move one "
             "of them away."
@@ -200,9 +197,9 @@ def read_metadata(folder: Folder, report: Problems) -> list[Row]:
     rows: list[Row] = []
     for table in tables:
         path = folder.root / table
-        with reported_under("caption_strategy", path, report) as of_file:
-            content = _read_records(path, of_file)
-            rows += _captioned(content, folder, PurePosixPath(table).parent, of_file)
+        with reported_under("caption_strategy", path, report) as file_report:
+            records = _read_records(path, file_report)
+            rows += _captioned(records, folder, PurePosixPath(table).parent, file_report)
     return rows
 
 
@@ -217,7 +214,7 @@ def _read_records(path: Path, report: Problems) -> list[dict[str, Any]]:
         except csv.Error as error:
             report.error("", f"is not a CSV table: {error}.")
             return []
-    records = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             record = parse_json(line) if line.strip() else {}
@@ -232,12 +229,12 @@ def _read_records(path: Path, report: Problems) -> list[dict[str, Any]]:
 
 
 def _captioned(
-    records: Sequence[Mapping[str, Any]], folder: Folder, place: PurePosixPath, report: Problems
+    records: Sequence[Mapping[str, Any]], folder: Folder, parent: PurePosixPath, report: Problems
 ) -> list[Row]:
     """The rows of a table that name a file.
 
     Args:
-        place: the table's folder, below the dataset's.
+        parent: the table's folder, below the dataset's.
     """
     if not records:
         return []
@@ -246,39 +243,38 @@ def _captioned(
         columns |= dict.fromkeys(record)
     for needed in ((NAME_COLUMN, *PATH_COLUMNS), CAPTION_COLUMNS):
         if columns.keys().isdisjoint(needed):
-            hint = " Columns must be separated by commas." if len(columns) == 1 else ""
             names = ", ".join(map(str, columns))
-            report.error(
-                "", f"needs one of the columns {', '.join(needed)}; it has: {names}.{hint}"
-            )
+            hint = " Columns must be separated by commas." if len(columns) == 1 else ""
+            message = f"needs one of the columns {', '.join(needed)}; it has: {names}.{hint}"
+            report.error("", message)
             return []
-    captioned = [column for column in CAPTION_COLUMNS if column in columns]
+    caption_columns = [column for column in CAPTION_COLUMNS if column in columns]
     known = {composed(name) for name in folder.listing.files}
     rows: list[Row] = []
     for record in records:
-        name = _named(record, folder.root, place, known)
+        name = _file_of(record, folder.root, parent, known)
         if name is not None:
-            rows.append((name, first_texts(record, *captioned)))
+            rows.append((name, first_texts(record, *caption_columns)))
     return rows
 
 
-def _named(
-    record: Mapping[str, Any], root: Path, place: PurePosixPath, known: Set[str]
+def _file_of(
+    record: Mapping[str, Any], root: Path, parent: PurePosixPath, known: Set[str]
 ) -> str | None:
     """The path below the dataset's folder of the file that a row names; None if it names none.
 
     Args:
-        place: the table's folder, below the dataset's.
+        parent: the table's folder, below the dataset's.
         known: the files of the dataset.
     """
     for column in (NAME_COLUMN, *PATH_COLUMNS):
         name = record.get(column)
         if not isinstance(name, str) or not name:
             continue
-        beside = _path(str(place / _path(name)))
+        beside = _normalised(str(parent / _normalised(name)))
         if column == NAME_COLUMN or beside in known:
             return beside
-        return _below(_path(name), root)
+        return _below(_normalised(name), root)
     return None
 
 

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import regex
 
-from simpletuner.config.datasets import CaptionShuffle, DatasetConfig
+from simpletuner.config.datasets import FIXED_PROMPTS, CaptionShuffle, DatasetConfig
 from simpletuner.config.json_reader import read_json, read_text, reported_under
 from simpletuner.config.remote import SOURCES
 from simpletuner.data.caption_tables import CaptionTable, match_rows, read_metadata, read_parquet
 from simpletuner.data.chance import generator
 from simpletuner.data.charsets import encoding_advice
 from simpletuner.data.discovery import Folder
-from simpletuner.data.file_index import FileFacts
+from simpletuner.data.file_index import NO_FACTS, FileFacts
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.data.sample import UNCAPTIONED
 from simpletuner.errors import Problems, UserError
@@ -36,22 +36,21 @@ FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take
 FILTERS = "caption_filter_list"
 EMPTY = "has an empty caption file"
 LONGEST_SHOWN = 200  # characters of a caption in a message
-UNKNOWN = FileFacts(0, 0, "")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 no_caption, bad_caption = (partial(LeftOutError, reason) for reason in UNCAPTIONED)
 
 PARAGRAPH = 80  # characters; shorter lines are captions
-# A line that cannot be a caption by itself: brackets, an item of a list, a heading, a line that
-# ends in a colon, JSON.
+# A line that cannot be a caption by itself: only punctuation, an item of a list, a heading, a line
+# that ends in a colon, JSON.
 FRAGMENT = re.compile(
     r"[\W_]+$|[-*•]\s|\d{1,2}[.)]\s|#{1,6}\s|\*\*|```|.*:$|\{?\s*[\"'][\w ]+[\"']\s*:"
 )
 
 Edit = Callable[[str], Sequence[str]]  # maps a caption to its replacements
 
-# Control tokens of tokenizers: in a caption they would end the prompt or refer to a missing
-# picture.
+# Tokenizers read these as control tokens: in a caption they would end the prompt or refer to a
+# missing picture.
 CONTROL_TOKEN = re.compile(
     r"<\|\w+\|>|</?(?:s|bos|eos|pad|unk|mask|start_of_turn|end_of_turn|image|start_of_image)>"
 )
@@ -59,7 +58,9 @@ CONTROL_TOKEN = re.compile(
 
 def control_token(text: str) -> str | None:
     """The first control token in a text, or None."""
-    match = CONTROL_TOKEN.search(text) if "<" in text else None
+    if "<" not in text:  # saves the search in nearly all captions
+        return None
+    match = CONTROL_TOKEN.search(text)
     return match.group() if match else None
 
 
@@ -103,12 +104,14 @@ def caption_source(
     elif entry.caption_strategy == "metadata":
         rows = read_metadata(folder, report)
         table = match_rows(rows, names, "caption_strategy", report)
-    edits = tuple(
-        edit
-        for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle))
-        if edit is not None
+    edits = [text_filter(entry), shuffle_edit(entry.caption_shuffle)]
+    return CaptionSource(
+        config=entry,
+        folder=folder,
+        table=table,
+        edits=tuple(edit for edit in edits if edit is not None),
+        facts={**folder.facts},
     )
-    return CaptionSource(entry, folder, table, edits, {**folder.facts})
 
 
 def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
@@ -126,36 +129,42 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
     # Without a stamp, the captions in the index are already edited.
     if known and name in source.folder.gone and known.captions and not known.stamp:
         return known.captions
-    captions = _edited(_written(name, source), source.edits, str(source.folder.root / name))
+    path = str(source.folder.root / name)
+    captions = _edited(_written(name, source), source.edits, path)
     for caption in captions:
         token = control_token(caption)
         if token is not None:
-            raise no_caption(
-                f"has a caption with {token}, a control token of the tokenizer; remove it"
-            )
+            detail = f"has a caption with {token}, a control token of the tokenizer; remove it"
+            raise no_caption(detail)
     return captions
 
 
 def _written(name: str, source: CaptionSource) -> tuple[str, ...]:
+    """The captions of a picture as they are written, with the instance prompts."""
     config = source.config
-    prompts = tuple(source.config.instance_prompt or ())
-    if config.only_instance_prompt or config.caption_strategy in (
-        "instanceprompt",
-        "instance_prompt",
-    ):
+    prompts = tuple(config.instance_prompt or ())
+    if config.only_instance_prompt or config.caption_strategy in FIXED_PROMPTS:
         return prompts
-    captions = _own_captions(name, source)
+    captions = _captions_without_prompt(name, source)
     if not config.prepend_instance_prompt:
         return captions
     return tuple(f"{prompt} {caption}" for prompt in prompts for caption in captions)
 
 
 def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tuple[str, ...]:
+    """The captions after all edits, each of which may yield several.
+
+    Args:
+        path: of the file, for the error.
+    """
     for edit in edits:
-        try:
-            captions = tuple(edited for caption in captions for edited in edit(caption))
-        except TimeoutError as error:
-            raise UserError(f"{path!r}: {error}.") from None
+        edited: list[str] = []
+        for caption in captions:
+            try:
+                edited += edit(caption)
+            except TimeoutError as error:
+                raise UserError(f"{path!r}: {error}.") from None
+        captions = tuple(edited)
     if not all(captions):
         captions = tuple(filter(None, captions))
     if not captions:
@@ -163,23 +172,28 @@ def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tupl
     return captions
 
 
-def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
-    if source.config.caption_strategy == "filename":
+def _captions_without_prompt(name: str, source: CaptionSource) -> tuple[str, ...]:
+    strategy = source.config.caption_strategy
+    if strategy == "filename":
         return (caption_of_name(name),)
-    if source.config.caption_strategy in ("parquet", "metadata", *SOURCES):
+    if strategy in ("parquet", "metadata", *SOURCES):
         captions = source.table.get(name, ())
         if not captions:
             raise no_caption("has no caption in the table")
         return captions
+    return _captions_of_file(name, source)
+
+
+def _captions_of_file(name: str, source: CaptionSource) -> tuple[str, ...]:
+    """The captions in the text file of a picture, which is read only if it has changed."""
     folder = source.folder
-    known = source.facts.get(name, UNKNOWN)
+    known = source.facts.get(name, NO_FACTS)
     file = folder.listing.captions.get(name)
-    if file is None and name in folder.gone and known.stamp:
-        return known.captions
     if file is None:
-        raise no_caption(
-            f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it"
-        )
+        if name in folder.gone and known.stamp:
+            return known.captions
+        expected = PurePosixPath(name).with_suffix(".txt").name
+        raise no_caption(f"has no caption file {expected!r} beside it")
     whole = source.config.disable_multiline_split
     stamp = caption_stamp(f"{folder.root}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
@@ -193,8 +207,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
 
 
 def caption_stamp(path: str, *, whole: bool) -> str | None:
-    """A stamp that changes if the captions may have: how the file is split, its size, times and
-    inode.
+    """A stamp that changes if the captions may have: how the file is split, its size, times, inode.
 
     The ctime cannot be set, so an edit that restores the mtime is noticed too. None if the file is
     missing, or so new that a later change could have the same times.
@@ -216,9 +229,8 @@ def caption_of_name(name: str) -> str:
         LeftOutError: it is empty.
     """
     # macOS stores names decomposed (NFD), which tokenizers split differently.
-    caption = " ".join(
-        unicodedata.normalize("NFC", PurePosixPath(name).stem).replace("_", " ").split()
-    )
+    stem = unicodedata.normalize("NFC", PurePosixPath(name).stem)
+    caption = " ".join(stem.replace("_", " ").split())
     if not caption:
         raise no_caption("has a name that yields no caption")
     return caption
@@ -240,16 +252,17 @@ def read_caption_file(path: Path, *, whole: bool = False) -> CaptionFile:
     """
     # Not `splitlines`, which also breaks at form feeds, U+0085 and U+2028 inside a caption.
     lines = [line.strip() for line in read_caption_text(path).split("\n")]
-    captions = ("\n".join(lines).strip(),) if whole else tuple(lines)
-    captions = tuple(caption for caption in captions if caption)
+    captions = ["\n".join(lines).strip()] if whole else lines
+    captions = [caption for caption in captions if caption]
     if not captions:
         raise no_caption(EMPTY)
-    return CaptionFile(captions, is_one_text(lines))
+    return CaptionFile(tuple(captions), is_one_text(lines))
 
 
 def is_one_text(lines: Sequence[str]) -> bool:
-    """Whether lines seem to be parts of one text, such as JSON, a list or paragraphs, instead of
-    alternative captions.
+    """Whether lines seem to be parts of one text instead of alternative captions.
+
+    Such texts are JSON, a list or paragraphs.
 
     Args:
         lines: without spaces at their ends; blank ones separate paragraphs.
@@ -259,14 +272,15 @@ def is_one_text(lines: Sequence[str]) -> bool:
         return False
     if any(FRAGMENT.match(text) for text in texts):
         return True
-    is_long = max(map(len, texts)) >= PARAGRAPH
+    if max(len(text) for text in texts) < PARAGRAPH:
+        return False
     first = lines.index(texts[0])
     last = len(lines) - lines[::-1].index(texts[-1])
     has_paragraphs = "" in lines[first:last]
-    return is_long and (has_paragraphs or any(_goes_on(*pair) for pair in pairwise(texts)))
+    return has_paragraphs or any(_continues(*pair) for pair in pairwise(texts))
 
 
-def _goes_on(line: str, following: str) -> bool:
+def _continues(line: str, following: str) -> bool:
     """Whether a sentence continues on the next line, as in a text with hard line breaks."""
     return len(line) >= PARAGRAPH // 2 and line[-1] not in ".!?。！？।" and following[0].islower()
 
@@ -282,17 +296,17 @@ def read_caption_text(path: Path) -> str:
     """
     try:
         content = read_file(path, LARGEST_CAPTION)
-        text = content.decode("utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig")
     except UnreadableError as error:
         raise bad_caption(f"has a caption file that {error}") from error
+    encoding = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig"
+    try:
+        text = content.decode(encoding)
     except UnicodeDecodeError as error:
         advice = encoding_advice(content)
-        raise bad_caption(
-            f"has a caption file that is not UTF-8 text (byte {error.start}): {advice}"
-        ) from error
-    if (
-        "\0" in text
-    ):  # UTF-16 without a mark decodes as UTF-8, with a NUL next to every Latin letter
+        detail = f"has a caption file that is not UTF-8 text (byte {error.start}): {advice}"
+        raise bad_caption(detail) from error
+    # UTF-16 without a mark decodes as UTF-8, with a NUL next to every Latin letter.
+    if "\0" in text:
         raise bad_caption(
             "has a caption file with NUL characters: UTF-16 without a byte order mark? Save "
             "it as UTF-8"
@@ -300,36 +314,31 @@ def read_caption_text(path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-SEPARATORS = {
-    "comma": (",", ", "),
-    "space": (" ", " "),
-    "period": (".", ". "),
-}  # (split at, join with)
+# (split at, join with)
+SEPARATORS = {"comma": (",", ", "), "space": (" ", " "), "period": (".", ". ")}
 REPLACEMENT = re.compile(r"s/((?:[^/\\]|\\.)*)/((?:[^/\\]|\\.)*)/?")
 
 
 def shuffle_edit(settings: CaptionShuffle | None) -> Edit | None:
     """The edit that a dataset's `caption_shuffle` asks for, or None."""
-    return partial(_shuffle, settings) if settings and settings.enable else None
+    if settings is None or not settings.enable:
+        return None
+    return partial(_shuffle, settings)
 
 
 def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
-    """The caption and its shuffled forms, without duplicates; a function of the text and the seed
-    only.
-    """
+    """The caption and its shuffled forms, without duplicates; depends on text and seed only."""
     splitter, joiner = SEPARATORS[settings.split_on]
     parts = [part.strip() for part in caption.split(splitter) if part.strip()]
     fixed = parts[: settings.position_start]
     movable = parts[settings.position_start :]
     forms = [caption] if settings.include_original else []
+    # Splitting removes the final period.
+    end = "." if settings.split_on == "period" and caption.endswith(".") else ""
     for number in range(settings.count):
         order = list(movable)
         generator("caption shuffle", settings.seed, caption, number).shuffle(order)
-        text = joiner.join(fixed + order)
-        # Restore the final period, which splitting removed.
-        forms.append(
-            text + "." if settings.split_on == "period" and caption.endswith(".") else text
-        )
+        forms.append(joiner.join(fixed + order) + end)
     return list(dict.fromkeys(forms))
 
 
@@ -341,7 +350,9 @@ def read_filters(value: Any, report: Problems) -> Edit | None:
     """
     if value is None:
         return None
-    entries = _read_list(Path(value), report) if isinstance(value, str) else value
+    entries = value
+    if isinstance(value, str):
+        entries = _read_list(Path(value), report)
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         report.error(FILTERS, f"{value!r} is neither a list of texts nor a file that holds one.")
         return None
@@ -350,53 +361,60 @@ def read_filters(value: Any, report: Problems) -> Edit | None:
 
 
 def _read_list(path: Path, report: Problems) -> list[Any]:
-    with reported_under(FILTERS, path, report) as of_file:
+    with reported_under(FILTERS, path, report) as file_report:
         if path.suffix.lower() == ".json":
-            content = read_json(path, of_file, list | str, "a JSON list of texts")
+            content = read_json(path, file_report, list | str, "a JSON list of texts")
             return [content] if isinstance(content, str) else content or []
-        text = read_text(path, of_file) or ""
+        text = read_text(path, file_report) or ""
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _read_filter(entry: str, report: Problems) -> tuple[str | None, regex.Pattern[str] | None, str]:
-    """Literal text, regular expression and replacement; one of the first two may be missing."""
-    replacement = REPLACEMENT.fullmatch(entry)
+class CaptionFilter(NamedTuple):
+    """One entry of `caption_filter_list`: plain text to remove, or an expression to replace.
+
+    Most entries may be either, and only the caption shows which is meant.
+    """
+
+    literal: str | None
+    expression: regex.Pattern[str] | None
+    replacement: str
+
+
+def _read_filter(entry: str, report: Problems) -> CaptionFilter:
+    substitution = REPLACEMENT.fullmatch(entry)
     pattern = entry
-    new = ""
-    if replacement:
-        pattern = replacement[1]
-        new = replacement[2].replace(r"\/", "/")
+    replacement = ""
+    if substitution:
+        pattern = substitution[1]
+        replacement = substitution[2].replace(r"\/", "/")
     try:
-        re.compile(pattern).sub(
-            new, ""
-        )  # raises if the replacement refers to a group that does not exist
+        # Raises if the replacement refers to a group that does not exist.
+        re.compile(pattern).sub(replacement, "")
         expression = regex.compile(pattern)  # the same syntax, with a time limit
     except (re.error, regex.error, IndexError) as error:
-        if replacement:
+        if substitution:
             report.error(FILTERS, f"{entry!r} is not a regular expression: {error}.")
         # Plain text such as "(wide shot" need not be a regular expression.
-        return entry, None, ""
-    return None if replacement else entry, expression, new
+        return CaptionFilter(entry, None, "")
+    literal = None if substitution else entry
+    return CaptionFilter(literal, expression, replacement)
 
 
-def _filter(
-    filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]], caption: str
-) -> Sequence[str]:
+def _filter(filters: Sequence[CaptionFilter], caption: str) -> Sequence[str]:
     """Treat each entry as plain text if the caption contains it, else as a regular expression.
 
     Raises:
         TimeoutError: an expression takes too long.
     """
-    for literal, expression, new in filters:
+    for literal, expression, replacement in filters:
         if literal is not None and literal in caption:
             caption = caption.replace(literal, "")
         elif expression is not None:
             try:
-                caption = expression.sub(new, caption, timeout=FILTER_SECONDS)
+                caption = expression.sub(replacement, caption, timeout=FILTER_SECONDS)
             except TimeoutError:
-                filtering = (
-                    f"{expression.pattern!r} of caption_filter_list on {caption[:LONGEST_SHOWN]!r}"
-                )
+                shown = caption[:LONGEST_SHOWN]
+                filtering = f"{expression.pattern!r} of caption_filter_list on {shown!r}"
                 raise TimeoutError(f"{filtering} takes more than {FILTER_SECONDS:g} s") from None
     # Removed words leave two spaces.
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]

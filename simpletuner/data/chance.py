@@ -14,8 +14,9 @@ from simpletuner.hashing import hash_text
 
 def fraction(*parts: object) -> float:
     """A number in [0, 1), uniform over different parts and the same for equal ones."""
+    number = int.from_bytes(order_key(*parts)[:7], "big")
     # A float has 53 bits: the largest 56-bit numbers would round up to 1.
-    return min(int.from_bytes(order_key(*parts)[:7], "big") / 2**56, math.nextafter(1.0, 0.0))
+    return min(number / 2**56, math.nextafter(1.0, 0.0))
 
 
 def generator(*parts: object) -> random.Random:

@@ -1,41 +1,47 @@
-"""Guesses the encoding of a text that is not UTF-8, for a message: older editors of Windows wrote
-others.
-"""
+"""Guesses the encoding of a text that is not UTF-8, as older editors of Windows wrote it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
-# A text in which no more of the bytes are beyond ASCII is in a language with accents.
+# Largest share of bytes beyond ASCII in a text of a language with accents.
 FEW = 0.3
 SHOWN = 20  # characters of the text
 
-# (name for iconv, name for Python, whether a character is one of its language)
-EAST_ASIAN: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
-    (
-        "SHIFT_JIS",
-        "shift_jis",
-        lambda character: "\u3041" <= character <= "\u30fe",
-    ),  # kana; no Japanese lacks them
-    ("EUC-KR", "euc_kr", lambda character: "\uac00" <= character <= "\ud7a3"),
-    ("GB18030", "gb18030", lambda character: "\u4e00" <= character <= "\u9fff"),
+
+class EastAsianEncoding(NamedTuple):
+    """An encoding, and the first and last of the characters that texts in it contain."""
+
+    name: str  # as iconv calls it
+    codec: str  # as Python calls it
+    first: str
+    last: str
+
+
+EAST_ASIAN = (
+    EastAsianEncoding("SHIFT_JIS", "shift_jis", "\u3041", "\u30fe"),  # kana: all Japanese has them
+    EastAsianEncoding("EUC-KR", "euc_kr", "\uac00", "\ud7a3"),  # hangul
+    EastAsianEncoding("GB18030", "gb18030", "\u4e00", "\u9fff"),  # Chinese characters
 )
-SHARE = 0.1  # of the characters beyond ASCII that are letters of the language
+SHARE = 0.1  # of the characters beyond ASCII that must be characters of the language
 CYRILLIC = frozenset({*range(0xC0, 0x100), 0xA8, 0xB8})  # bytes of letters in Windows-1251
 
 
 def likely_encoding(content: bytes) -> str | None:
-    """The encoding that iconv calls so; None without a plausible one."""
+    """The encoding that a text seems to have, as iconv calls it; None without a plausible one."""
     high = [byte for byte in content if byte > 0x7F]
     if len(high) <= FEW * len(content):
         return "WINDOWS-1252" if _decoded(content, "cp1252") is not None else None
     if CYRILLIC.issuperset(high):
         return "WINDOWS-1251"
-    for name, codec, is_letter in EAST_ASIAN:
-        text = _decoded(content, codec)
-        beyond = [character for character in text or "" if ord(character) > 0x7F]
-        if beyond and sum(map(is_letter, beyond)) > SHARE * len(beyond):
-            return name
+    for encoding in EAST_ASIAN:
+        text = _decoded(content, encoding.codec) or ""
+        beyond_ascii = [character for character in text if ord(character) > 0x7F]
+        expected = [
+            character for character in beyond_ascii if encoding.first <= character <= encoding.last
+        ]
+        if len(expected) > SHARE * len(beyond_ascii):
+            return encoding.name
     return None
 
 
@@ -45,10 +51,8 @@ def encoding_advice(content: bytes) -> str:
     if name is None:
         return "save it as UTF-8"
     start = content.decode(name, "replace").strip()[:SHOWN]
-    return (
-        f"it seems to be {name} ({start!r}); save it as UTF-8, for example with iconv -f {name} "
-        "-t UTF-8"
-    )
+    advice = f"save it as UTF-8, for example with iconv -f {name} -t UTF-8"
+    return f"it seems to be {name} ({start!r}); {advice}"
 
 
 def _decoded(content: bytes, codec: str) -> str | None:

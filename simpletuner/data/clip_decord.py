@@ -1,5 +1,4 @@
-"""The second reader of clips, decord: for files that PyAV cannot read, and for datasets that ask
-for it.
+"""The second reader of clips, decord: for files that PyAV cannot read, or at the user's request.
 
 decord is unmaintained and not available everywhere. It neither deinterlaces nor shows transparency,
 and rounds colours differently, so its frames are never cached under the same key as PyAV's. It
@@ -32,13 +31,13 @@ from simpletuner.data.clips import (
     choose_frames,
     clip_suffix,
 )
-from simpletuner.data.files import MediaError, UnsuitableError
+from simpletuner.data.files import MediaError, UnsuitableError, describe
 
 # Frames per call to decord; 200 frames at 1280x720 would take half a gigabyte.
 SLICE = 8
 # First byte of each packet of an MPEG transport stream.
 TRANSPORT_SYNC = b"G"
-# What a process runs that reads the facts of a clip, and how many seconds it may take.
+# The program of a process that reads the facts of a clip, and the seconds that it may take.
 PROBE = (
     "import pathlib, sys; from simpletuner.data.clip_decord import probe; "
     "print(probe(pathlib.Path(sys.argv[1])))"
@@ -48,35 +47,34 @@ REMEDY = "set video.reader of its dataset to pyav, or re-encode it with ffmpeg"
 
 
 def read_facts_with_decord(path: Path) -> ClipFacts | None:
-    """Size, length and rate of a clip that PyAV cannot read; None if decord cannot read it
-    either.
-    """
+    """Size, length and rate of a clip that PyAV cannot read; None if decord fails as well."""
     # Only what begins like a clip: of a playlist, decord would open other files.
     if clip_suffix(head_of(path)) is None or _decord() is None:
         return None
-    # In a process of its own: on most of these files decord writes to the terminal, and it may
-    # crash.
+    # In a separate process: on most of these files decord writes to the terminal, and it may crash.
     command = [sys.executable, "-c", PROBE, str(path)]
     try:
-        answer = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=LONGEST_PROBE, check=True
-        ).stdout
-        return ClipFacts(**json.loads(answer))
-    # It cannot read the clip, or it wrote something else than the facts (UnicodeError is a
-    # ValueError).
+        )
+        return ClipFacts(**json.loads(process.stdout))
+    # decord cannot read the clip, or its output is not the facts (UnicodeError is a ValueError).
     except (subprocess.SubprocessError, ValueError):
         return None
 
 
 def probe(path: Path) -> str:
-    """The facts of a clip as JSON; on errors of decord, as `read_with_decord`."""
-    with _opened(path) as reader:
+    """The facts of a clip as JSON; raises as `read_with_decord` if decord fails."""
+    with _open_reader(path) as reader:
         spans = _spans(reader)
         height, width, _ = reader[0].shape
-    start = spans[0][0]
+    start, _ = spans[0]
     last, end = spans[-1]
     rate = (len(spans) - 1) / (last - start) if last > start else 0.0
-    return json.dumps(asdict(ClipFacts(width, height, end - start, rate, reader="decord")))
+    facts = ClipFacts(
+        width=width, height=height, seconds=end - start, source_rate=rate, reader="decord"
+    )
+    return json.dumps(asdict(facts))
 
 
 def read_with_decord(
@@ -85,8 +83,9 @@ def read_with_decord(
     matrix: ColorMatrix | None = None,
     background: str = "white",
 ) -> Iterator[Image.Image]:
-    """The frames shown at `moments`, as `clip_frames.read_with_av`; untagged colours are read as
-    BT.601.
+    """The frames shown at `moments`, as `clip_frames.read_with_av`.
+
+    Untagged colours are read as BT.601.
 
     Raises:
         UnsuitableError: decord is not installed, cannot read the clip, or would read it wrongly.
@@ -96,13 +95,16 @@ def read_with_decord(
             f"names no colours and counts as BT.709, which decord cannot read; {REMEDY}"
         )
     _check_container(path)
-    with _opened(path) as reader:
-        indices = deque(choose_frames(enumerate(_times(reader, moments[-1])), moments))
+    with _open_reader(path) as reader:
+        times = _times(reader, moments[-1])
+        indices = deque(choose_frames(enumerate(times), moments))
+        stop = indices[-1] + 1
         # Decode every frame: decord seeks to skip frames, and after a seek some codecs return wrong
         # ones.
-        for start in range(0, indices[-1] + 1, SLICE):
-            numbers = range(start, min(start + SLICE, indices[-1] + 1))
-            for number, frame in zip(numbers, reader.get_batch(numbers).asnumpy(), strict=True):
+        for start in range(0, stop, SLICE):
+            numbers = range(start, min(start + SLICE, stop))
+            frames = reader.get_batch(numbers).asnumpy()
+            for number, frame in zip(numbers, frames, strict=True):
                 picture = Image.fromarray(frame)
                 while indices and indices[0] == number:
                     indices.popleft()
@@ -110,25 +112,24 @@ def read_with_decord(
 
 
 def _check_container(path: Path) -> None:
+    """Refuse containers whose frames decord skips or confuses."""
     head = head_of(path)
     # The files of cameras begin with a time stamp of four bytes.
     if TRANSPORT_SYNC in (head[:1], head[4:5]):
-        raise UnsuitableError(
-            f"is a transport stream, of which decord skips the first frames; {REMEDY}"
-        )
+        detail = "is a transport stream, of which decord skips the first frames"
+        raise UnsuitableError(f"{detail}; {REMEDY}")
     try:
         with open_container(path) as container:
             count = len(streams_of_frames(container))
-    except (av.FFmpegError, MediaError):  # PyAV cannot open it, which is why decord is asked
+    except (av.FFmpegError, MediaError):  # PyAV cannot open it, which is why decord is used
         return
     if count > 1:
-        raise UnsuitableError(
-            f"holds {count} streams of frames, and decord may read the wrong one; {REMEDY}"
-        )
+        detail = f"holds {count} streams of frames, and decord may read the wrong one"
+        raise UnsuitableError(f"{detail}; {REMEDY}")
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_reader(path: Path) -> Iterator[Any]:
     """A reader of decord; its errors in the block become `UnsuitableError`."""
     decord = _decord()
     if decord is None:
@@ -137,8 +138,7 @@ def _opened(path: Path) -> Iterator[Any]:
         # One reader per call: sharing a reader between threads crashes the process.
         yield decord.VideoReader(str(path), num_threads=1)
     except (decord.base.DECORDError, RuntimeError, IndexError, ValueError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UnsuitableError(f"cannot be read by decord: {reason}; {REMEDY}") from error
+        raise UnsuitableError(f"cannot be read by decord: {describe(error)}; {REMEDY}") from error
 
 
 def _spans(reader: Any) -> list[tuple[float, float]]:
@@ -148,11 +148,10 @@ def _spans(reader: Any) -> list[tuple[float, float]]:
         UnsuitableError: they are wrong: with edit lists they start below 0, in AVI and MPEG they do
             not increase.
     """
-    spans = [
-        (float(begin), float(end)) for begin, end in reader.get_frame_timestamp(range(len(reader)))
-    ]
-    grows = all(earlier < later for (earlier, _), (later, _) in pairwise(spans))
-    if len(spans) != len(reader) or not spans or spans[0][0] < 0 or not grows:
+    stamps = reader.get_frame_timestamp(range(len(reader)))
+    spans = [(float(start), float(end)) for start, end in stamps]
+    increases = all(earlier < later for (earlier, _), (later, _) in pairwise(spans))
+    if not spans or len(spans) != len(reader) or spans[0][0] < 0 or not increases:
         raise UnsuitableError(f"has times that decord reads wrongly; {REMEDY}")
     return spans
 
@@ -164,11 +163,11 @@ def _times(reader: Any, last: float) -> list[float]:
         UnsuitableError: the clip ends before the last moment, or its times are wrong.
     """
     spans = _spans(reader)
-    start = spans[0][0]
-    end = spans[-1][1]
+    start, _ = spans[0]
+    _, end = spans[-1]
     if last > end - start + MISSING_SECONDS:
         raise UnsuitableError(f"ends too early for decord; {REMEDY}")
-    return [begin - start for begin, _ in spans]
+    return [frame_start - start for frame_start, _ in spans]
 
 
 @functools.cache

@@ -1,9 +1,8 @@
-"""Facts of a clip: size, length and rate, read from the packets of its container; most clips are
-not decoded for that.
+"""Facts of a clip: size, length and rate, read from the packets of its container.
 
-Frames are counted by the times at which they are shown. Packets are not frames: some are hidden by
-an edit list, some are only a reference for later frames (VP8, VP9), and some hold one field of an
-interlaced frame, or a comment.
+Most clips are not decoded for that. Frames are counted by the times at which they are shown.
+Packets are not frames: some are hidden by an edit list, some are only a reference for later frames
+(VP8, VP9), and some hold one field of an interlaced frame, or a comment.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from simpletuner.data.clip_file import ClipFile, UndecodableError, opened
-from simpletuner.data.clip_frames import held_until, timed
-from simpletuner.data.clip_truncation import misses_its_end
+from simpletuner.data.clip_file import ClipFile, UndecodableError, open_clip
+from simpletuner.data.clip_frames import end_of_last_frame, frames_with_times
+from simpletuner.data.clip_truncation import is_truncated
 from simpletuner.data.clips import ClipFacts, ColorMatrix
-from simpletuner.data.colour import check_range
+from simpletuner.data.colour import refuse_hdr
 from simpletuner.data.files import MediaError, UnsuitableError
 
 # H.273 number of a colour matrix (table 4) that is not specified.
@@ -32,8 +31,8 @@ UNSPECIFIED = 2
 # Display matrices are 16.16 fixed point; RIGHT_ANGLE is the tolerance in quarter turns.
 UNIT = 1 << 16
 RIGHT_ANGLE = 0.01
-# The last byte of a VP9 packet of several frames, of which the last is shown: its upper three bits,
-# and their mask.
+# The last byte of a VP9 packet that holds several frames, of which only the last is shown: its
+# upper three bits, and their mask.
 SUPERFRAME = 0xC0
 SUPERFRAME_MASK = 0xE0
 
@@ -44,7 +43,7 @@ def read_facts(path: Path) -> ClipFacts:
     Raises:
         MediaError: empty, not a clip, without frames, damaged or truncated.
     """
-    with opened(path) as clip:
+    with open_clip(path) as clip:
         packets = _read_packets(clip)
         first = packets.first
         _check_complete(clip, is_corrupt=packets.is_corrupt)
@@ -52,7 +51,7 @@ def read_facts(path: Path) -> ClipFacts:
         width, height = _shown_size(first, clip.stream)
         guessed_rate = float(clip.stream.guessed_rate or 1)
         spans = packets.shown_from_first(clip.format)
-        held = held_until(clip) - min(spans)
+        declared_seconds = end_of_last_frame(clip) - min(spans)
         # A packet may hold one of two fields; in a GIF, it may hold a comment.
         counts_frames = not first.interlaced_frame and clip.format != "gif"
     if not counts_frames:
@@ -62,15 +61,19 @@ def read_facts(path: Path) -> ClipFacts:
     rate = (len(spans) - 1) / (last - start) if last > start else 0.0
     # Some containers have no duration for the last frame.
     end = last + (spans[last] or 1 / (rate or guessed_rate))
-    seconds = max(end - start, held)
     return ClipFacts(
-        width, height, seconds, rate, _guessed_matrix(first), is_interlaced=first.interlaced_frame
+        width=width,
+        height=height,
+        seconds=max(end - start, declared_seconds),
+        source_rate=rate,
+        matrix=_guessed_matrix(first),
+        is_interlaced=first.interlaced_frame,
     )
 
 
 @dataclass
 class _Packets:
-    """What the packets of a clip say.
+    """What the packets of a clip contain.
 
     Attributes:
         first: the first frame that can be decoded.
@@ -83,17 +86,17 @@ class _Packets:
     is_corrupt: bool = False
 
     def shown_from_first(self, container_format: str) -> dict[float, float]:
-        """`spans` without frames before the first that can be decoded, as in a recording that
-        starts late.
+        """`spans` without frames before the first that can be decoded.
+
+        A recording that starts late has such frames.
         """
         start = self.first.time
         # The packets of an AVI are numbered as they are stored: the first frame may have a later
         # number.
         if start is None or container_format == "avi":
             return self.spans
-        return {
-            time: seconds for time, seconds in self.spans.items() if time >= start
-        } or self.spans
+        spans = {time: seconds for time, seconds in self.spans.items() if time >= start}
+        return spans or self.spans
 
 
 def _read_packets(clip: ClipFile) -> _Packets:
@@ -103,7 +106,8 @@ def _read_packets(clip: ClipFile) -> _Packets:
     codec = clip.stream.codec_context.name
     for packet in clip.packets():
         if first is None:
-            first = _first_of(clip.decode(packet))
+            frames = clip.decode(packet)
+            first = frames[0] if frames else None
         is_corrupt |= packet.is_corrupt
         span = _shown_span(packet, codec)
         if span is not None:
@@ -117,17 +121,15 @@ def _read_packets(clip: ClipFile) -> _Packets:
     raise UnsuitableError("holds no frames")
 
 
-def _first_of(frames: list[VideoFrame]) -> VideoFrame | None:
-    return frames[0] if frames else None
-
-
 def _shown_span(packet: av.Packet, codec: str) -> tuple[float, float] | None:
     """(start, duration) of a packet in seconds; None if it is not shown."""
     stamp = packet.dts if packet.pts is None else packet.pts
     # Packets hidden by an edit list are decoded but never shown.
     if stamp is None or packet.is_discard or _is_reference_only(packet, codec):
         return None
-    return float(stamp * packet.time_base), float((packet.duration or 0) * packet.time_base)
+    start = float(stamp * packet.time_base)
+    duration = float((packet.duration or 0) * packet.time_base)
+    return start, duration
 
 
 def _is_reference_only(packet: av.Packet, codec: str) -> bool:
@@ -149,43 +151,44 @@ def _is_reference_only(packet: av.Packet, codec: str) -> bool:
 
 def _decoded_spans(path: Path) -> dict[float, float]:
     """Duration of every frame by its time, in seconds; decodes the whole clip."""
-    with opened(path) as clip:
-        frames = timed(clip, 0.0)
-        return {
-            time: float((frame.duration or 0) * (frame.time_base or 0)) for frame, time in frames
-        }
+    spans: dict[float, float] = {}
+    with open_clip(path) as clip:
+        for frame, time in frames_with_times(clip, 0.0):
+            spans[time] = float((frame.duration or 0) * (frame.time_base or 0))
+    return spans
 
 
 def _check_complete(clip: ClipFile, *, is_corrupt: bool) -> None:
-    """Detect truncation: an incomplete packet, an index that points past the end, or a declared
-    size.
+    """Check for an incomplete packet, an index that points past the end, or a declared size.
 
     Raises:
         MediaError: truncated.
     """
-    indexed = max((entry.pos + entry.size for entry in clip.stream.index_entries), default=0)
-    is_cut = is_corrupt or indexed > clip.path.stat().st_size
-    if is_cut or misses_its_end(clip.path, clip.format):
+    indexed_end = max((entry.pos + entry.size for entry in clip.stream.index_entries), default=0)
+    is_cut = is_corrupt or indexed_end > clip.path.stat().st_size
+    if is_cut or is_truncated(clip.path, clip.format):
         raise MediaError("is truncated: a part of its frames is missing")
 
 
 def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
-    """Refuse clips that players show correctly but that would be decoded with wrong colours or
-    orientation.
+    """Refuse clips that players show correctly but that would be decoded wrongly.
 
     Raises:
         UnsuitableError: HDR or wide colours, mirrored, or not rotated by a multiple of 90 degrees.
     """
     codec = stream.codec_context
     curves = (frame.color_trc, codec.color_trc)
-    check_range(curves, (frame.color_primaries, codec.color_primaries), "frames", "BT.709")
+    primaries = (frame.color_primaries, codec.color_primaries)
+    refuse_hdr(curves, primaries, "frames", "BT.709")
     side_data: Any = frame.side_data  # its type hints do not fit its keys
     matrix = side_data.get(SideDataType.DISPLAYMATRIX)
     if matrix is not None:
-        _check_turn(np.frombuffer(bytes(matrix)[:20], dtype=np.int32) / UNIT)
+        numbers = np.frombuffer(bytes(matrix)[:20], dtype=np.int32)
+        _check_rotation(numbers / UNIT)
 
 
 def _name_unknown(kind: type[SideDataType], number: int) -> SideDataType:
+    """The value of an enumeration for a type of side data that it lacks."""
     member: Any = object.__new__(kind)
     member._name_ = f"TYPE_{number}"
     member._value_ = number
@@ -197,29 +200,32 @@ def _name_unknown(kind: type[SideDataType], number: int) -> SideDataType:
 SideDataType._missing_ = classmethod(_name_unknown)  # type: ignore[assignment]
 
 
-def _check_turn(matrix: NDArray[np.float64]) -> None:
+def _check_rotation(matrix: NDArray[np.float64]) -> None:
     """Check the first five numbers of a display matrix, row by row: a, b, u, c, d."""
     a, b, _, c, d = matrix
-    remedy = "; re-encode it with ffmpeg to store it the way it is shown"
-    if a * d - b * c < 0:
-        raise UnsuitableError(f"is shown mirrored, by its display matrix{remedy}")
+    remedy = "re-encode it with ffmpeg to store it the way it is shown"
+    if a * d - b * c < 0:  # the determinant
+        raise UnsuitableError(f"is shown mirrored, by its display matrix; {remedy}")
     quarters = math.atan2(b, a) / (math.pi / 2)
     if abs(quarters - round(quarters)) > RIGHT_ANGLE:
-        raise UnsuitableError(
-            f"is shown rotated by {quarters * 90:.0f} degrees, by its display matrix{remedy}"
-        )
+        degrees = f"{quarters * 90:.0f} degrees"
+        raise UnsuitableError(f"is shown rotated by {degrees}, by its display matrix; {remedy}")
 
 
 def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
+    """Width and height as shown: upright, in square pixels."""
     # Before rotation, since the pixel aspect ratio applies to stored pixels.
     width = round(frame.width * float(stream.sample_aspect_ratio or 1))
     height = frame.height
-    return (height, width) if frame.rotation % 180 else (width, height)
+    if frame.rotation % 180:
+        return height, width
+    return width, height
 
 
 def _guessed_matrix(frame: VideoFrame) -> ColorMatrix | None:
-    """The colour matrix that players assume for an untagged clip, by its stored size; None if it is
-    tagged.
+    """The colour matrix that players assume for an untagged clip, by its stored size.
+
+    None if it is tagged.
     """
     if frame.format.is_rgb or frame.colorspace != UNSPECIFIED:
         return None

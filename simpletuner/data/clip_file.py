@@ -1,6 +1,4 @@
-"""Opens a clip with PyAV: its container, its stream of frames, and the decoder that reads all of
-it.
-"""
+"""Opens a clip with PyAV: its container, its stream of frames, and the decoder that fits it."""
 
 from __future__ import annotations
 
@@ -33,22 +31,21 @@ from simpletuner.data.files import (
 
 # Tags may be in any encoding. PyAV 19 decodes them all; older releases need an option to skip what
 # is not UTF-8.
-TAGS: dict[str, Any] = (
-    {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
-)
+PYAV_VERSION = int(av.__version__.split(".")[0])
+TAGS: dict[str, Any] = {} if PYAV_VERSION >= 19 else {"metadata_errors": "ignore"}
 # FFmpeg's formats for clips and, for a better message, for pictures and sound. No playlists: they
 # open further files.
 CLIP_FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,rm,mxf,dv,ivf,nut,gif"
 FORMATS = f"{CLIP_FORMATS},wav,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
-# First boxes of an MP4 that is a part of a stream; it is described in another file.
+# First boxes of an MP4 that is a part of a stream, and whose header is in another file.
 SEGMENTS = (b"styp", b"sidx", b"moof")
 # Decoders that read transparency; those that FFmpeg prefers for the same codecs skip it.
 TRANSPARENT = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-# Bytes by which a format is recognised, and control characters of texts: containers hold others in
-# these bytes.
+# Bytes by which a format is recognised.
 HEAD = 64
+# Control characters of texts; containers hold others in these bytes.
 WHITESPACE = b"\t\n\f\r"
-# Answers of FFmpeg to an intact file that it is not able to read.
+# Errors of FFmpeg about an intact file that it cannot read.
 NOT_IMPLEMENTED = (DecoderNotFoundError, PatchWelcomeError, UnknownCodecError)
 
 
@@ -80,8 +77,9 @@ class ClipFile:
         return self.container.format.name
 
     def packets(self) -> Iterator[av.Packet]:
-        """The packets of the stream in the order of the file; an empty one ends them, which flushes
-        the decoder.
+        """The packets of the stream in the order of the file.
+
+        The last one is empty, which flushes the decoder.
         """
         return self.container.demux(self.stream)
 
@@ -95,28 +93,29 @@ class ClipFile:
             yield from self.decode(packet)
 
     def declared_seconds(self) -> float:
-        """End of the stream from its Matroska tag, else of a container with one stream; 0 if
-        unknown.
+        """End of the stream from its Matroska tag, else of a container with one stream.
 
-        With several streams, the container's duration may be that of the sound.
+        With several streams, the container's duration may be that of the sound. 0 if unknown.
         """
         tag = _tag(self.stream, "duration")
         try:
             hours, minutes, seconds = (float(part) for part in tag.strip("\0").split(":"))
         except ValueError:
-            streams = len(self.container.streams)
-            return (self.container.duration or 0) / av.time_base if streams == 1 else 0.0
+            if len(self.container.streams) != 1:
+                return 0.0
+            return (self.container.duration or 0) / av.time_base
         return hours * 3600 + minutes * 60 + seconds
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[ClipFile]:
+def open_clip(path: Path) -> Iterator[ClipFile]:
     """The open clip; PyAV's errors in the block become `MediaError` if the file is the cause.
 
     Raises:
         MediaError: empty, not a clip, without frames, or not decodable.
     """
-    if check_regular(path, LARGEST_CLIP)[0] == 0:
+    size, _ = check_regular(path, LARGEST_CLIP)
+    if size == 0:
         raise MediaError("is empty")
     if _is_text(head_of(path)):
         raise UnsuitableError("is named like a clip, but holds text")
@@ -127,24 +126,23 @@ def opened(path: Path) -> Iterator[ClipFile]:
     except MemoryError:
         raise
     except NOT_IMPLEMENTED as error:
-        raise UnsupportedError(
-            f"is in a format that cannot be decoded here: {_reason(error)}"
-        ) from error
+        raise _unsupported(error) from error
     except av.FFmpegError as error:
         if error.errno in EXHAUSTED:
             raise
         if error.errno == errno.ENOSYS:
-            raise UnsupportedError(
-                f"is in a format that cannot be decoded here: {_reason(error)}"
-            ) from error
+            raise _unsupported(error) from error
         if head_of(path)[4:8] in SEGMENTS:
-            raise UnsuitableError(
-                "is a segment of a stream, which cannot be decoded without its beginning"
-            ) from error
+            detail = "is a segment of a stream, which cannot be decoded without its beginning"
+            raise UnsuitableError(detail) from error
         # FFmpeg reports damaged data as I/O errors too: if the whole file can be read, the data is
         # damaged.
         content_hash(path)
         raise UndecodableError(f"cannot be decoded: {_reason(error)}") from error
+
+
+def _unsupported(error: Exception) -> UnsupportedError:
+    return UnsupportedError(f"is in a format that cannot be decoded here: {_reason(error)}")
 
 
 def head_of(path: Path) -> bytes:
@@ -158,9 +156,7 @@ def head_of(path: Path) -> bytes:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether a file begins like text: a script in TypeScript (.ts, .mts), a web page in place of a
-    download.
-    """
+    """Whether a file begins like text, such as a script in TypeScript (.ts, .mts) or a web page."""
     return all(byte >= ord(" ") or byte in WHITESPACE for byte in head)
 
 
@@ -194,15 +190,15 @@ def _stream_of(container: InputContainer) -> VideoStream:
         raise UnsuitableError("is a picture, not a clip")
     streams = streams_of_frames(container)
     if not streams:
-        raise UnsuitableError(
-            "holds no frames, only sound" if container.streams.audio else "holds no frames"
-        )
+        detail = "holds no frames, only sound" if container.streams.audio else "holds no frames"
+        raise UnsuitableError(detail)
     if not streams[0].codec_context:
         raise UnsupportedError("is in a format that cannot be decoded here")
     return streams[0]
 
 
 def _decoder_of(stream: VideoStream) -> VideoCodecContext:
+    """The decoder of a stream; one that reads transparency if the stream has it."""
     decoder: CodecContext = stream.codec_context
     if _tag(stream, "alpha_mode") == "1" and decoder.name in TRANSPARENT:
         decoder = CodecContext.create(TRANSPARENT[decoder.name], "r")

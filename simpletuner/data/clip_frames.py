@@ -1,6 +1,4 @@
-"""Frames of a clip, decoded by PyAV: deinterlaced, chosen by the time at which they are shown,
-upright, in RGB.
-"""
+"""Frames of a clip, decoded by PyAV: deinterlaced, chosen by display time, upright, in RGB."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from av.video.plane import VideoPlane
 from av.video.reformatter import VideoReformatter
 from PIL import Image
 
-from simpletuner.data.clip_file import ClipFile, opened
+from simpletuner.data.clip_file import ClipFile, open_clip
 from simpletuner.data.clips import MISSING_SECONDS, ColorMatrix, choose_frames
 from simpletuner.data.files import MediaError
 
@@ -55,30 +53,32 @@ def read_with_av(
     Raises:
         MediaError: the clip is damaged, or it ends before the last moment.
     """
-    paint = _Painter(matrix, background)
-    with opened(path) as clip:
-        for frame in choose_frames(timed(clip, moments[-1]), moments):
-            yield paint(frame)
+    converter = PictureConverter(matrix, background)
+    with open_clip(path) as clip:
+        for frame in choose_frames(frames_with_times(clip, moments[-1]), moments):
+            yield converter.picture_of(frame)
 
 
-def timed(clip: ClipFile, last: float) -> Iterator[tuple[VideoFrame, float]]:
+def frames_with_times(clip: ClipFile, last: float) -> Iterator[tuple[VideoFrame, float]]:
     """Frames in display order, with their times in seconds after the first frame.
 
     Raises:
         MediaError: the clip ends before the last moment.
     """
     start: float | None = None
-    begin = end = 0.0
+    previous = 0.0
+    end = 0.0
     for frame, clock in _in_order(clip):
         if start is None:
             start = clock
         time = clock - start
         # A frame lasts for its declared duration, or at least as long as its predecessor.
-        end = time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
-        begin = time
+        duration = float((frame.duration or 0) * (frame.time_base or 0))
+        end = time + max(duration, time - previous)
+        previous = time
         yield frame, time
     if start is not None:
-        end = max(end, held_until(clip) - start)
+        end = max(end, end_of_last_frame(clip) - start)
     if start is None or last > end + MISSING_SECONDS:
         raise MediaError(f"ends after {end:.2f} seconds, and a frame at {last:.2f} is needed")
 
@@ -90,7 +90,7 @@ def _in_order(clip: ClipFile) -> Iterator[tuple[VideoFrame, float]]:
     although the decoder returns frames in display order. Each frame gets the earliest remaining
     time.
     """
-    held_back = REORDERED if clip.format == "avi" else 0
+    delay = REORDERED if clip.format == "avi" else 0
     frames: deque[VideoFrame] = deque()
     times: list[float] = []
     for frame in _deinterlaced(clip.frames()):
@@ -98,17 +98,20 @@ def _in_order(clip: ClipFile) -> Iterator[tuple[VideoFrame, float]]:
             raise MediaError("holds frames without a time")
         frames.append(frame)
         heapq.heappush(times, frame.time)
-        if len(frames) > held_back:
+        if len(frames) > delay:
             yield frames.popleft(), heapq.heappop(times)
     while frames:
         yield frames.popleft(), heapq.heappop(times)
 
 
-def held_until(clip: ClipFile) -> float:
-    """The time until which the last frame is shown, in seconds of the container; 0 if its duration
-    tells.
+def end_of_last_frame(clip: ClipFile) -> float:
+    """The time until which the last frame is shown, in seconds of the container.
+
+    0 for containers with durations of frames.
     """
-    return clip.declared_seconds() if clip.format in WITHOUT_DURATIONS else 0.0
+    if clip.format not in WITHOUT_DURATIONS:
+        return 0.0
+    return clip.declared_seconds()
 
 
 def _deinterlaced(frames: Iterable[VideoFrame]) -> Iterator[VideoFrame]:
@@ -136,6 +139,7 @@ def _layout_of(frame: VideoFrame) -> str:
 
 
 def _deinterlacer(frame: VideoFrame) -> Graph:
+    """A filter graph for frames of this size and format: one frame for two fields."""
     graph = Graph()
     graph.threads = 1
     # Frames that are not marked as interlaced pass unchanged.
@@ -149,16 +153,16 @@ def _deinterlacer(frame: VideoFrame) -> Graph:
 
 
 def _pushed(graph: Graph, frame: VideoFrame | None) -> Iterator[VideoFrame]:
-    """The frames that are finished after another one; None ends them."""
+    """The frames that are finished after this one; None flushes the graph."""
     graph.vpush(frame)
     while True:
         try:
             yield graph.vpull()
-        except (av.BlockingIOError, av.EOFError):  # it needs the next frame, or has no more
+        except (av.BlockingIOError, av.EOFError):  # it needs the next frame, or is at its end
             return
 
 
-class _Painter:
+class PictureConverter:
     """Converts frames to pictures; a repeated frame is converted once."""
 
     def __init__(self, matrix: ColorMatrix | None, background: str) -> None:
@@ -168,38 +172,37 @@ class _Painter:
         self.frame: VideoFrame | None = None
         self.picture = Image.new("RGB", (1, 1))
 
-    def __call__(self, frame: VideoFrame) -> Image.Image:
+    def picture_of(self, frame: VideoFrame) -> Image.Image:
         """A picture, 8-bit RGB, upright."""
         if frame is not self.frame:
-            self.picture = self._paint(frame)
+            self.picture = self._convert(frame)
             self.frame = frame
         return self.picture
 
-    def _paint(self, frame: VideoFrame) -> Image.Image:
+    def _convert(self, frame: VideoFrame) -> Image.Image:
         if self.matrix is not None:
             frame.colorspace = MATRICES[self.matrix]
-        picture = self._converted(frame, "RGBA" if _may_be_transparent(frame.format) else "RGB")
+        picture = self._to_rgb(frame, "RGBA" if _may_be_transparent(frame.format) else "RGB")
         if picture.mode == "RGBA":
             behind = Image.new("RGBA", picture.size, self.background)
             picture = Image.alpha_composite(behind, picture).convert("RGB")
         turn = TURNS.get(round(frame.rotation / 90) % 4)
         return picture if turn is None else picture.transpose(turn)
 
-    def _converted(self, frame: VideoFrame, mode: str) -> Image.Image:
+    def _to_rgb(self, frame: VideoFrame, mode: str) -> Image.Image:
         # Clips are decoded in parallel, so one thread each.
         frame = self.reformatter.reformat(
             frame, format=PIXELS[mode], interpolation=CONVERSION, threads=1
         )
-        green, blue, red, *opacity = map(_plane, frame.planes)
+        green, blue, red, *opacity = map(_channel, frame.planes)
         return Image.merge(mode, (red, green, blue, *opacity))
 
 
-def _plane(plane: VideoPlane) -> Image.Image:
-    """One channel; its pixels are not copied."""
+def _channel(plane: VideoPlane) -> Image.Image:
+    """One channel as a greyscale picture; its pixels are not copied."""
     pixels: Any = memoryview(plane)
-    return Image.frombuffer(
-        "L", (plane.width, plane.height), pixels, "raw", "L", plane.line_size, 1
-    )
+    size = (plane.width, plane.height)
+    return Image.frombuffer("L", size, pixels, "raw", "L", plane.line_size, 1)
 
 
 def _may_be_transparent(pixels: VideoFormat) -> bool:

@@ -1,4 +1,4 @@
-"""Finds out whether the end of a clip is missing, from the sizes that its container declares.
+"""Detects that the end of a clip is missing, from the sizes that its container declares.
 
 A clip is never called truncated because it seems too short: the last frame of a screen recording
 may be shown for minutes, an edit list may hide frames, and containers round their durations. Only
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-# Element numbers of Matroska, and a size of which all bits are set: unknown, as in a live
-# recording.
+# Element numbers of Matroska.
 EBML_HEADER = b"\x1aE\xdf\xa3"
 SEGMENT = b"\x18S\x80g"
 # Bytes of headers: of a chunk in AVI and its list, of a tag in FLV, of an object in ASF, of a GIF.
@@ -22,16 +21,17 @@ LIST = 12
 TAG = 11
 OBJECT = 24
 GIF_HEADER = 13
-FLV_HEADER_SIZE = 5
-FLV_FOOTER = 4
-# Blocks of a GIF.
+FLV_HEADER_SIZE = 5  # position of the header's size in the file
+FLV_FOOTER = 4  # bytes behind each tag, which repeat its size
+# First bytes of a GIF's blocks.
 IMAGE = 0x2C
 EXTENSION = 0x21
+# Bits of the flags in front of a GIF's colour table.
 COLOUR_TABLE = 0x80
 COLOUR_TABLE_SIZE = 0x07
 
 
-def misses_its_end(path: Path, container_format: str) -> bool:
+def is_truncated(path: Path, container_format: str) -> bool:
     """Whether bytes are missing at the end of a clip.
 
     Args:
@@ -63,16 +63,19 @@ def _end_of_matroska(file: BinaryIO, size: int) -> int:
 
 
 def _ebml_number(file: BinaryIO) -> int | None:
-    """A number of 1 to 8 bytes, whose first byte has as many leading zeros as bytes follow; None if
-    it is unknown.
+    """A number of 1 to 8 bytes, whose first byte has as many leading zeros as bytes follow.
+
+    None if all its bits are set: the size is unknown, as in a live recording.
     """
     first = int.from_bytes(file.read(1), "big")
     following = 8 - first.bit_length()
     if following > 7:
         return None
+    # The zeros and the one behind them are not part of the number.
     bits = 7 * (following + 1)
-    value = int.from_bytes(bytes([first]) + file.read(following), "big") & ((1 << bits) - 1)
-    return None if value == (1 << bits) - 1 else value
+    mask = (1 << bits) - 1
+    number = int.from_bytes(bytes([first]) + file.read(following), "big") & mask
+    return None if number == mask else number
 
 
 def _end_of_avi(file: BinaryIO, size: int) -> int:
@@ -82,13 +85,13 @@ def _end_of_avi(file: BinaryIO, size: int) -> int:
     while position + LIST <= size:
         name, length, kind = _chunk_at(file, position)
         if name == b"RIFF" and kind in (b"AVI ", b"AVIX"):
-            position += LIST  # into it
+            position += LIST  # to the chunks that it contains
             continue
         if name == b"LIST" and kind == b"movi":
             end = position + CHUNK + length
         if not name.strip().isalnum():
             break
-        position += CHUNK + length + length % 2
+        position += CHUNK + length + length % 2  # chunks are padded to even sizes
     return end
 
 
@@ -131,18 +134,20 @@ def _end_of_gif(file: BinaryIO, size: int) -> int:
         file.seek(position)
         block = file.read(10).ljust(10, b"\0")
         if block[0] == IMAGE:
-            position += 11 + _colour_table(block[9])  # the byte behind it is the width of codes
+            # A descriptor of 10 bytes, its colour table, and a byte with the width of codes.
+            position += 11 + _colour_table(block[9])
         elif block[0] == EXTENSION:
             position += 2
         else:
             break
-        position = _end_of_parts(file, position)
+        position = _end_of_sub_blocks(file, position)
     return position
 
 
-def _end_of_parts(file: BinaryIO, position: int) -> int:
-    """The end of the parts of a block: each begins with its size in a byte, and an empty one ends
-    them.
+def _end_of_sub_blocks(file: BinaryIO, position: int) -> int:
+    """The end of a chain of sub-blocks.
+
+    Each begins with its size in a byte, and an empty one ends them.
     """
     while True:
         file.seek(position)
@@ -155,12 +160,14 @@ def _end_of_parts(file: BinaryIO, position: int) -> int:
 
 
 def _colour_table(flags: int) -> int:
-    """Size in bytes of a colour table by the flags in front of it."""
-    return 3 << ((flags & COLOUR_TABLE_SIZE) + 1) if flags & COLOUR_TABLE else 0
+    """Size in bytes of a colour table, by the flags in front of it."""
+    if not flags & COLOUR_TABLE:
+        return 0
+    colours = 2 << (flags & COLOUR_TABLE_SIZE)
+    return 3 * colours
 
 
-# The position in the file at which its frames end, by FFmpeg's name of the format; 0 if it is not
-# declared.
+# Reads the position at which the frames end, by FFmpeg's name of the format; 0 if not declared.
 DECLARED_ENDS: dict[str, Callable[[BinaryIO, int], int]] = {
     "matroska,webm": _end_of_matroska,
     "avi": _end_of_avi,

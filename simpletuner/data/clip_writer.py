@@ -40,7 +40,7 @@ def write_mp4(path: Path, frames: Sequence[Image.Image], rate: float) -> None:
 
 
 def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:
-    width, height = (side // 2 * 2 for side in frames[0].size)
+    width, height = (side // 2 * 2 for side in frames[0].size)  # even
     # With the index first, a browser can start playing before the download is complete.
     with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=rate, options={"crf": QUALITY})
@@ -49,12 +49,13 @@ def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:
         stream.height = height
         stream.pix_fmt = "yuv420p"
         context = stream.codec_context
-        context.colorspace = context.color_primaries = context.color_trc = BT709
+        context.colorspace = BT709
+        context.color_primaries = BT709
+        context.color_trc = BT709
         context.color_range = LIMITED_RANGE
         for picture in frames:
-            container.mux(
-                stream.encode(_to_yuv(picture.convert("RGB").crop((0, 0, width, height))))
-            )
+            even = picture.convert("RGB").crop((0, 0, width, height))
+            container.mux(stream.encode(_to_yuv(even)))
         container.mux(stream.encode(None))
 
 

@@ -29,8 +29,8 @@ from simpletuner.data.files import (
     MediaError,
     UnreadableError,
     UnsuitableError,
-    guarded,
-    last_barrier,
+    unknown_errors_as_unsuitable,
+    with_known_errors,
 )
 from simpletuner.data.picture_formats import AVIF_BRANDS, HEIF_BRANDS
 from simpletuner.data.pictures import decode, fit
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 CLIP_SUFFIXES = frozenset(
     {".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".ogv"}
+    | {".gif", ".3gp", ".ts", ".mts", ".m2ts"}
 )
-CLIP_SUFFIXES |= {".gif", ".3gp", ".ts", ".mts", ".m2ts"}
 
 # (first bytes of a file, its extension)
 CLIP_MAGIC = (
@@ -67,12 +67,11 @@ TOLERANCE = 0.002
 REPEAT_TOLERANCE = 3 * TOLERANCE
 # Seconds missing at the end before a clip counts as truncated; declared durations are not exact.
 MISSING_SECONDS = 0.25
-# Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 frames a second are
-# the same rate.
+# Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 fps are one rate.
 SAME_RATE = 0.002
-# Relative; to a viewer 23.976 and 24 frames a second are the same speed.
+# Relative; to a viewer 23.976 and 24 fps are the same speed.
 SAME_SPEED = 0.02
-# The length that the models were made for: 121 frames at 24 a second, 81 at 16.
+# The length that the models were made for: 121 frames at 24 fps, 81 at 16.
 DEFAULT_SECONDS = 5
 
 
@@ -84,7 +83,10 @@ def clip_suffix(head: bytes) -> str | None:
         return ".mov"
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
         return ".avi"
-    return next((suffix for magic, suffix in CLIP_MAGIC if head.startswith(magic)), None)
+    for magic, suffix in CLIP_MAGIC:
+        if head.startswith(magic):
+            return suffix
+    return None
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ class ClipFacts:
         """How the frames are decoded, for the plan; empty for the usual way."""
         if self.reader == "decord":
             return "decoded by decord"
-        return "deinterlaced" if self.is_interlaced else ""
+        if self.is_interlaced:
+            return "deinterlaced"
+        return ""
 
     def frames_at(self, rate: float) -> int:
         """Number of frames at a rate, at least one."""
@@ -137,13 +141,15 @@ class ClipFacts:
         if abs(source / rate - 1) <= SAME_RATE:
             return rate / source
         # Different rates keep their nominal ratio: 29.97 to 24 is read as 30 to 24.
-        return _whole(source) / source * rate / _whole(rate)
+        return _nominal(source) / source * rate / _nominal(rate)
 
 
-def _whole(rate: float) -> float:
+def _nominal(rate: float) -> float:
     """The whole number within `SAME_RATE` of a rate, or the rate itself."""
     whole = round(rate)
-    return float(whole) if whole and abs(rate / whole - 1) <= SAME_RATE else rate
+    if whole and abs(rate / whole - 1) <= SAME_RATE:
+        return float(whole)
+    return rate
 
 
 def moments_of(frames: int, rate: float) -> list[float]:
@@ -164,12 +170,12 @@ def choose_frames(frames: Iterable[tuple[T, float]], moments: Iterable[float]) -
     wanted = deque(moments)
     end = (None, math.inf)
     pairs: Iterable[Any] = pairwise(chain(frames, [end]))
-    for (frame, _), (_, following) in pairs:
+    for (frame, _), (_, next_start) in pairs:
         tolerance = TOLERANCE
-        while wanted and wanted[0] + tolerance < following:
+        while wanted and wanted[0] + tolerance < next_start:
             wanted.popleft()
             yield frame
-            tolerance = REPEAT_TOLERANCE
+            tolerance = REPEAT_TOLERANCE  # from here on the frame is repeated
         if not wanted:
             return
 
@@ -185,13 +191,10 @@ def probe_clip(path: Path) -> ClipFacts:
     Raises:
         MediaError: empty, not a clip, without frames, damaged or truncated.
     """
-    from simpletuner.data import (
-        clip_decord,
-        clip_facts,
-        clip_file,
-    )  # late: runs on pictures do not need PyAV
+    # Imported late: runs on pictures do not need PyAV.
+    from simpletuner.data import clip_decord, clip_facts, clip_file
 
-    with last_barrier():
+    with unknown_errors_as_unsuitable():
         try:
             return retry_once(lambda: clip_facts.read_facts(path))
         except (clip_file.UndecodableError, clip_file.UnsupportedError):
@@ -220,8 +223,10 @@ def frames_of(
         return
     from simpletuner.data import clip_decord, clip_frames  # late, as above
 
-    read = clip_decord.read_with_decord if clip.reader == "decord" else clip_frames.read_with_av
-    yield from guarded(read(path, clip.moments(frames, rate), clip.matrix, background))
+    read = clip_frames.read_with_av
+    if clip.reader == "decord":
+        read = clip_decord.read_with_decord
+    yield from with_known_errors(read(path, clip.moments(frames, rate), clip.matrix, background))
 
 
 def retry_once(attempt: Callable[[], T]) -> T:
@@ -247,7 +252,8 @@ def fit_clip(frames: Iterable[Image.Image], geometry: Geometry) -> NDArray[np.ui
     previous: Image.Image | None = None
     for frame in frames:
         # A repeated frame is resized once.
-        fitted.append(fitted[-1] if frame is previous else fit(frame, geometry))
+        pixels = fitted[-1] if frame is previous else fit(frame, geometry)
+        fitted.append(pixels)
         previous = frame
     return np.stack(fitted)
 
@@ -278,12 +284,12 @@ class ClipRules:
         return self.keys.bucket_strategy == "resolution_frames"
 
     def read(self, clip: ClipFacts) -> ClipFacts:
-        """The clip's facts with the dataset's reader, and its colour matrix if the clip is
-        untagged.
-        """
+        """The clip's facts with the dataset's reader, and with its colour matrix if untagged."""
         if clip.matrix and self.keys.color_matrix:
             clip = replace(clip, matrix=self.keys.color_matrix)
-        return replace(clip, reader="decord") if self.keys.reader == "decord" else clip
+        if self.keys.reader == "decord":
+            clip = replace(clip, reader="decord")
+        return clip
 
     def frames_of(self, clip: ClipFacts) -> int:
         """How many frames of a clip are trained.
@@ -293,7 +299,7 @@ class ClipRules:
         """
         length = clip.frames_at(self.rate)
         longest = self.keys.max_frames
-        has = f"has {counted(length, 'frame')} at {self.rate:g} a second"
+        has = f"has {counted(length, 'frame')} at {self.rate:g} fps"
         if length < self.minimum:
             best = fitting_frames(length, self.stride)
             message = (
@@ -302,27 +308,26 @@ class ClipRules:
             )
             raise LeftOutError("too short", message)
         if longest is not None and length > longest:
-            raise LeftOutError(
-                "too long", f"{has}, more than video.max_frames {longest}; {length} would work"
-            )
+            message = f"{has}, more than video.max_frames {longest}; {length} would work"
+            raise LeftOutError("too long", message)
+        if self.num_frames:
+            return self.num_frames
         interval = self.keys.frame_interval or 1
-        # A clip shorter than one interval keeps its own length.
-        return self.num_frames or fitting_frames(
-            length // interval * interval or length, self.stride
-        )
+        whole_intervals = length // interval * interval
+        # A clip shorter than one interval keeps its length.
+        return fitting_frames(whole_intervals or length, self.stride)
 
     def label(self, geometry: Geometry, frames: int) -> Geometry:
-        """The geometry with size and length as its bucket, or unchanged if buckets are labelled by
-        ratio.
-        """
-        return (
-            replace(geometry, bucket=f"{geometry.size}@{frames}") if self.names_size else geometry
-        )
+        """The geometry with size and length as its bucket, unless buckets are labelled by ratio."""
+        if not self.names_size:
+            return geometry
+        return replace(geometry, bucket=f"{geometry.size}@{frames}")
 
 
 def fitting_frames(frames: int, stride: int) -> int:
-    """The largest length up to `frames` that the VAE maps to whole latent frames: 4k+1 for a stride
-    of 4.
+    """The largest length up to `frames` that the VAE maps to whole latent frames.
+
+    4k + 1 for a stride of 4.
     """
     return frames - (frames - 1) % stride
 
@@ -339,69 +344,67 @@ def build_clip_rules(
     native = context.frame_rate
     if not config.holds_clips or native is None:
         # Pictures may set `is_i2v: false`, which is correct.
-        if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
+        keys = video.model_copy(update={"is_i2v": video.is_i2v or None})
+        if keys != VideoConfig():
             report.warn("video", "has no effect: it is for datasets of clips (dataset_type video).")
         return None
     rules = _rules_of(video, native, context)
-    with report.within("video") as of_video:
-        _check_reader(video, of_video)
-        _check_length(rules, of_video)
-        _check_condition(rules, context, of_video)
-    # Besides the condition, at least one latent frame must be left to train.
-    return replace(rules, minimum=max(rules.minimum, rules.stride + 1)) if rules.is_i2v else rules
+    with report.within("video") as video_report:
+        _check_reader(video, video_report)
+        _check_length(rules, video_report)
+        _check_condition(rules, context, video_report)
+    if rules.is_i2v:
+        # Besides the condition, at least one latent frame must be left to train.
+        rules = replace(rules, minimum=max(rules.minimum, rules.stride + 1))
+    return rules
 
 
 def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRules:
     """The rules that the keys set; rate and task default to the model's."""
     stride = context.spec.frame_stride
-    # `+ 1`: the VAEs encode the first frame separately.
-    wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
-    keeps_length = (
-        video.bucket_strategy == "resolution_frames"
-        and video.frame_interval
-        and not video.num_frames
+    has_own_lengths = video.bucket_strategy == "resolution_frames" and video.frame_interval
+    num_frames: int | None = None
+    if video.num_frames or not has_own_lengths:
+        # `+ 1`: the VAEs encode the first frame separately.
+        wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
+        num_frames = fitting_frames(wanted, stride)
+    return ClipRules(
+        keys=video,
+        rate=video.frame_rate or native,
+        stride=stride,
+        num_frames=num_frames,
+        minimum=video.min_frames or num_frames or video.frame_interval or 1,
+        is_i2v=context.task == "i2v" if video.is_i2v is None else video.is_i2v,
     )
-    num_frames = None if keeps_length else fitting_frames(wanted, stride)
-    minimum = video.min_frames or num_frames or video.frame_interval or 1
-    is_i2v = context.task == "i2v" if video.is_i2v is None else video.is_i2v
-    return ClipRules(video, video.frame_rate or native, stride, num_frames, minimum, is_i2v)
 
 
 def _check_reader(video: VideoConfig, report: Problems) -> None:
     if video.reader == "decord" and importlib.util.find_spec("decord") is None:
-        report.error(
-            "reader",
-            "decord is not installed: pip install decord, or use pyav, which reads more files.",
+        message = (
+            "decord is not installed: pip install decord, or use pyav, which reads more files."
         )
+        report.error("reader", message)
 
 
 def _check_length(rules: ClipRules, report: Problems) -> None:
     video = rules.keys
     length = rules.num_frames
-    wanted = rules.keys.num_frames
+    wanted = video.num_frames
     if video.frame_interval and not rules.names_size:
         report.warn("frame_interval", "has no effect without bucket_strategy resolution_frames.")
     elif video.frame_interval and wanted:
-        report.warn(
-            "frame_interval",
-            f"has no effect: num_frames {wanted} gives every clip the same length.",
-        )
+        message = f"has no effect: num_frames {wanted} gives every clip the same length."
+        report.warn("frame_interval", message)
     if wanted and length != wanted:
-        report.warn(
-            "num_frames",
-            f"{wanted} is not a multiple of {rules.stride} plus 1: {length} are trained.",
-        )
+        message = f"{wanted} is not a multiple of {rules.stride} plus 1: {length} are trained."
+        report.warn("num_frames", message)
     if length is not None and rules.minimum < length:
         origin = "" if wanted else f" (the default of {DEFAULT_SECONDS} seconds)"
-        report.error(
-            "min_frames",
-            f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter.",
-        )
+        message = f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter."
+        report.error("min_frames", message)
     if video.max_frames is not None and video.max_frames < rules.minimum:
-        report.error(
-            "max_frames",
-            f"{video.max_frames} is below the {rules.minimum} frames a clip needs: none fits.",
-        )
+        message = f"{video.max_frames} is below the {rules.minimum} frames a clip needs: none fits."
+        report.error("max_frames", message)
 
 
 def _check_condition(rules: ClipRules, context: DataContext, report: Problems) -> None:
@@ -410,10 +413,10 @@ def _check_condition(rules: ClipRules, context: DataContext, report: Problems) -
         return
     if context.task != "i2v":
         names = [flavour.name for flavour in context.spec.flavours if flavour.task == "i2v"]
-        report.error(
-            "is_i2v",
-            f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}.",
+        message = (
+            f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}."
         )
+        report.error("is_i2v", message)
     shortest = rules.stride + 1
     if rules.num_frames is not None and rules.num_frames < shortest:
         message = (

@@ -1,8 +1,8 @@
-"""Colours: what a file says about the meaning of its numbers, and their conversion to sRGB.
+"""Colours: how a file defines its numbers, and their conversion to sRGB.
 
-Models are trained on sRGB, and a colour profile is how cameras and editors say that a file holds
-something else: phones write Display P3, print shops CMYK. Profiles are applied as viewers do:
-relative to white, with colours that sRGB lacks moved to its edge.
+Models are trained on sRGB. A colour profile declares that a file holds something else: phones write
+Display P3, print shops CMYK. Profiles are applied as viewers do: relative to white, with colours
+that sRGB lacks moved to its edge.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ WIDE_COLOURS = {9: "BT.2020"}
 # How Pillow's modes count colours, and what a profile for them calls its colours.
 SPACES = {"RGB": "RGB ", "L": "GRAY", "CMYK": "CMYK", "LAB": "Lab "}
 DEEP_GREY = ("I", "F")  # first letters of modes with more than 8 bits
-# Levels of 255. A profile that changes no colour by more is sRGB: rounding alone changes some by
-# one.
+# Levels of 255. A profile that changes no colour by more is sRGB: rounding alone may change one
+# level.
 SAME_COLOURS = 1
 LATTICE = 17  # colours along each side of the cube that a profile is tried on
 HDR_NAMES = re.compile(r"\b(PQ|HLG)\b|(2084)", re.IGNORECASE)
+# H.273 numbers of these curves.
+PQ = 16
+HLG = 18
 
 
-def check_range(curves: Iterable[int], primaries: Iterable[int], shown: str, remedy: str) -> None:
+def refuse_hdr(curves: Iterable[int], primaries: Iterable[int], shown: str, remedy: str) -> None:
     """Refuse colours that players and viewers show correctly but that would be decoded wrongly.
 
     Args:
@@ -44,19 +47,20 @@ def check_range(curves: Iterable[int], primaries: Iterable[int], shown: str, rem
     Raises:
         UnsuitableError: HDR or wide colours.
     """
-    kinds = [f"HDR ({HDR_CURVES[curve]})" for curve in curves if curve in HDR_CURVES]
-    kinds += [
-        f"in wide colours ({WIDE_COLOURS[number]})"
-        for number in primaries
-        if number in WIDE_COLOURS
-    ]
+    kinds: list[str] = []
+    for curve in curves:
+        if curve in HDR_CURVES:
+            kinds.append(f"HDR ({HDR_CURVES[curve]})")
+    for number in primaries:
+        if number in WIDE_COLOURS:
+            kinds.append(f"in wide colours ({WIDE_COLOURS[number]})")
     if kinds:
         raise UnsuitableError(
             f"is {kinds[0]}, which 8-bit {shown} cannot represent; convert it to SDR ({remedy})"
         )
 
 
-def check_profile_range(profile: bytes) -> None:
+def refuse_hdr_profile(profile: bytes) -> None:
     """Refuse a profile for HDR, by its colour codes or its name.
 
     Raises:
@@ -67,19 +71,19 @@ def check_profile_range(profile: bytes) -> None:
     curves = {codes[9]} if len(codes) > 9 else set()
     name = HDR_NAMES.search(profile_name(profile))
     if name is not None:
-        curves.add(18 if name[0].upper() == "HLG" else 16)
-    check_range(curves, (), "pictures", "sRGB")
+        curves.add(HLG if name[0].upper() == "HLG" else PQ)
+    refuse_hdr(curves, (), "pictures", "sRGB")
 
 
 def _tag(profile: bytes, wanted: bytes) -> bytes:
-    """The content of a tag of a profile; empty if there is none."""
+    """The content of a tag of a profile; empty if it is missing."""
     try:
-        (count,) = struct.unpack_from(">I", profile, 128)
+        (count,) = struct.unpack_from(">I", profile, 128)  # the tag table follows the header
         for number in range(min(count, 200)):
             name, offset, size = struct.unpack_from(">4sII", profile, 132 + 12 * number)
             if name == wanted:
                 return profile[offset : offset + size]
-    except struct.error:
+    except struct.error:  # the profile ends too early
         pass
     return b""
 
@@ -92,27 +96,26 @@ def profile_name(profile: bytes) -> str:
         UnsuitableError: the profile is broken.
     """
     try:
-        return (ImageCms.getProfileDescription(_opened(profile)) or "").strip()
+        return (ImageCms.getProfileDescription(_open_profile(profile)) or "").strip()
     except (ImageCms.PyCMSError, OSError, ValueError) as error:
         raise _broken(error) from error
 
 
 def space_of(mode: str) -> str:
-    """Which of `SPACES` the colours of a picture are in, by its mode; empty for one without
-    profiles.
-    """
+    """The key of `SPACES` for a picture's mode; empty for a mode without profiles."""
     if mode.startswith(DEEP_GREY) or mode in ("L", "LA", "La"):
         return "L"
     if mode in ("CMYK", "LAB"):
         return mode
-    return "" if mode == "1" else "RGB"
+    if mode == "1":
+        return ""
+    return "RGB"
 
 
 # The profiles of a folder are few: one for each camera or editor.
 @lru_cache(maxsize=64)
 def to_srgb(profile: bytes, space: str) -> ImageCms.ImageCmsTransform | None:
-    """The conversion of colours to sRGB; None if a profile changes nothing, or is for other colours
-    than these.
+    """The conversion of colours to sRGB; None if a profile changes nothing or does not apply.
 
     A profile for other colours, such as that of a photo in a picture that was made grey, is ignored
     by viewers too.
@@ -124,22 +127,22 @@ def to_srgb(profile: bytes, space: str) -> ImageCms.ImageCmsTransform | None:
         UnsuitableError: the profile is broken.
     """
     try:
-        source = _opened(profile)
+        source = _open_profile(profile)
         if source.profile.xcolor_space != SPACES.get(space):
             return None
         transform = ImageCms.buildTransform(
             source,
             ImageCms.createProfile("sRGB"),
-            space,
-            "RGB",
-            ImageCms.Intent.RELATIVE_COLORIMETRIC,
+            inMode=space,
+            outMode="RGB",
+            renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
         )
         return transform if _changes_colours(transform, space) else None
     except (ImageCms.PyCMSError, OSError, ValueError) as error:
         raise _broken(error) from error
 
 
-def _opened(profile: bytes) -> ImageCms.ImageCmsProfile:
+def _open_profile(profile: bytes) -> ImageCms.ImageCmsProfile:
     return ImageCms.ImageCmsProfile(io.BytesIO(profile))
 
 
@@ -151,13 +154,19 @@ def _broken(error: Exception) -> UnsuitableError:
 
 
 def _changes_colours(transform: ImageCms.ImageCmsTransform, space: str) -> bool:
+    """Whether a conversion changes a colour by more than `SAME_COLOURS`.
+
+    It is tried on a lattice of colours, or on all greys.
+    """
     if space not in ("RGB", "L"):
         return True
-    levels = np.linspace(0, 255, LATTICE if space == "RGB" else 256).round().astype(np.uint8)
     if space == "RGB":
+        levels = np.linspace(0, 255, LATTICE).round().astype(np.uint8)
         cube = np.stack(np.meshgrid(levels, levels, levels), axis=-1)
         colours = Image.fromarray(cube.reshape(LATTICE, -1, 3))
     else:
-        colours = Image.fromarray(levels[None])
+        greys = np.arange(256, dtype=np.uint8)
+        colours = Image.fromarray(greys[None])
     converted = np.asarray(transform.apply(colours), dtype=int)
-    return int(np.abs(converted - np.asarray(colours.convert("RGB"))).max()) > SAME_COLOURS
+    difference = np.abs(converted - np.asarray(colours.convert("RGB")))
+    return int(difference.max()) > SAME_COLOURS

@@ -1,7 +1,6 @@
 """Datasets: samples, rejected files, partners of pictures, and the warnings about them.
 
-`build.build_datasets` reads every file once and collects all problems; nothing is decoded and
-nothing is written.
+`build.build_datasets` reads every file once and collects all problems.
 """
 
 from __future__ import annotations
@@ -48,11 +47,9 @@ STRETCH_TOLERANCE = 0.02
 
 
 def is_stretched(source: tuple[int, int], partner: tuple[int, int]) -> bool:
-    """Whether the ratios differ, so that a partner that takes over the source's crop is
-    stretched.
-    """
-    # the source's ratio divided by the partner's
-    return abs(source[0] * partner[1] / (source[1] * partner[0]) - 1) > STRETCH_TOLERANCE
+    """Whether a partner that takes over the source's crop is stretched: their ratios differ."""
+    relative_ratio = source[0] * partner[1] / (source[1] * partner[0])
+    return abs(relative_ratio - 1) > STRETCH_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -113,24 +110,23 @@ class Dataset:
     @cached_property
     def masks(self) -> Dataset | None:
         """The dataset of the masks, or None."""
-        return next(
-            (partner for partner in self.partners if partner.config.conditioning_type in MASKS),
-            None,
-        )
+        for partner in self.partners:
+            if partner.config.conditioning_type in MASKS:
+                return partner
+        return None
 
     @cached_property
     def _partner_index(self) -> dict[str, list[str]]:
         return index_partners(self.facts)
 
     def names_for(self, source: str) -> Sequence[str]:
-        """Names of the files that may be the partner of a file in another dataset, see
-        `partners_of`.
-        """
+        """Names of the possible partners of a file in another dataset, see `partners_of`."""
         return partners_of(source, self._partner_index)
 
     def name_for(self, source: str) -> str | None:
         """Name of the partner of a file in another dataset, or None."""
-        return next(iter(self.names_for(source)), None)
+        names = self.names_for(source)
+        return names[0] if names else None
 
     def facts_for(self, source: str) -> FileFacts | None:
         """Facts of the partner of a file in another dataset, or None."""
@@ -147,8 +143,15 @@ class Dataset:
         facts = self.facts[name]
         if self.config.conditioning_type == "reference_loose":
             geometry = self.rules.follow(facts.picture_size, geometry, *token)
-        file = (self.id, name, self.root, facts.content, facts.picture_size)
-        return Sample(*file, geometry, conversions=facts.conversions)
+        return Sample(
+            dataset_id=self.id,
+            name=name,
+            root=self.root,
+            content=facts.content,
+            original_size=facts.picture_size,
+            geometry=geometry,
+            conversions=facts.conversions,
+        )
 
     def mask_for(self, sample: Sample) -> Sample:
         """The mask of a sample in another dataset; a mask clip has the frames of the sample.
@@ -164,20 +167,25 @@ class Dataset:
         return replace(mask, is_segmentation=self.config.conditioning_type == "segmentation")
 
     @property
-    def white(self) -> dict[str, float]:
+    def white_shares(self) -> dict[str, float]:
         """White share of each mask within the trained area, by the name of the mask."""
-        facts = self.masks.facts if self.masks else {}
-        used = {
-            sample.mask.name: facts[sample.mask.name].white
-            for sample in self.samples
-            if sample.mask
-        }
-        return {name: white[1] for name, white in used.items() if white}
+        if self.masks is None:
+            return {}
+        shares: dict[str, float] = {}
+        for sample in self.samples:
+            if sample.mask is None:
+                continue
+            white = self.masks.facts[sample.mask.name].white
+            if white is not None:
+                _, shares[sample.mask.name] = white
+        return shares
 
     def clip_for(self, name: str) -> ClipFacts | None:
         """Facts of a clip, as it is read for training; None for pictures."""
         clip = self.facts[name].clip
-        return self.clips.read(clip) if self.clips and clip else None
+        if clip is None or self.clips is None:
+            return None
+        return self.clips.read(clip)
 
     @property
     def batch_size(self) -> int:
@@ -193,10 +201,12 @@ class Dataset:
         """The dataset of an epoch, counted from 1: the same pictures with new random crops."""
         if not self.changes_each_epoch or epoch == self.epoch:
             return self
-        samples = []
+        samples: list[Sample] = []
         for sample in self.samples:
             geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
-            mask = sample.mask and replace(sample.mask, geometry=geometry)
+            mask = sample.mask
+            if mask is not None:
+                mask = replace(mask, geometry=geometry)
             samples.append(replace(sample, geometry=geometry, partner=partner, mask=mask))
         # A new object also drops the cached buckets with the old crops.
         return replace(self, samples=tuple(samples), epoch=epoch)
@@ -223,9 +233,10 @@ class Dataset:
         references = self.references
         if not references:
             return geometry, None
-        # Independent of the epoch: a picture keeps its partner.
-        choice = references[int(fraction(*token[:3], "partner") * len(references))]
-        return geometry, choice.partner_for(name, geometry, *token)
+        # Drawn without the epoch: a picture keeps its partner.
+        draw = fraction(self.seed, self.id, name, "partner")
+        reference = references[int(draw * len(references))]
+        return geometry, reference.partner_for(name, geometry, *token)
 
     @cached_property
     def buckets(self) -> dict[str, list[Sample]]:
@@ -250,17 +261,11 @@ class Dataset:
             for name, problem in problems.items()
             if name in names
         ]
-        failed = problems if reason in UNDECODABLE else {}
-        facts = {
-            name: replace(self.facts[name], problem=why, reason=reason)
-            for name, why in failed.items()
-        }
-        return replace(
-            self,
-            samples=samples,
-            rejected=(*self.rejected, *rejected),
-            facts={**self.facts, **facts},
-        )
+        facts = dict(self.facts)
+        if reason in UNDECODABLE:
+            for name, problem in problems.items():
+                facts[name] = replace(facts[name], problem=problem, reason=reason)
+        return replace(self, samples=samples, rejected=(*self.rejected, *rejected), facts=facts)
 
     def without_failures(self, failures: Reasons) -> Dataset:
         """The dataset without files that failed to decode."""
@@ -274,25 +279,36 @@ class Dataset:
 
     def ledger(self) -> list[LedgerEntry]:
         """Every file below the folder, sorted by name."""
-        return sorted([*map(self.used, self.samples), *self.unused()], key=lambda entry: entry.name)
+        lines = [self.used_line(sample) for sample in self.samples] + self.unused_lines()
+        return sorted(lines, key=lambda line: line.name)
 
-    def used(self, sample: Sample) -> LedgerEntry:
+    def used_line(self, sample: Sample) -> LedgerEntry:
         """The line of a sample."""
-        verb = "counts as" if sample.clip else "is"
-        read_as = f"{verb} {' and '.join(sample.read_as)}" if sample.read_as else ""
-        decoding = sample.clip.decoding if sample.clip else ""
-        note = ", ".join(
-            filter(None, (self.folder.listing.origins.get(sample.name), read_as, decoding))
+        notes: list[str] = []
+        origin = self.folder.listing.origins.get(sample.name)
+        if origin:
+            notes.append(origin)
+        if sample.read_as:
+            verb = "counts as" if sample.clip else "is"
+            notes.append(f"{verb} {' and '.join(sample.read_as)}")
+        if sample.clip and sample.clip.decoding:
+            notes.append(sample.clip.decoding)
+        return LedgerEntry(
+            dataset_id=self.id,
+            name=sample.name,
+            note=", ".join(notes),
+            original_size=sample.original_size,
+            geometry=sample.geometry,
+            captions=len(sample.captions),
+            frames=sample.frames,
         )
-        trained = sample.original_size, sample.geometry, len(sample.captions), sample.frames
-        return LedgerEntry(self.id, sample.name, "", note, *trained)
 
-    def unused(self) -> list[LedgerEntry]:
+    def unused_lines(self) -> list[LedgerEntry]:
         """The lines of the files that are left out, sorted by name."""
         origins = self.folder.listing.origins
         left_out = sorted(self.rejected, key=lambda file: file.name)
         return [
-            LedgerEntry(self.id, file.name, file.detail, origins.get(file.name, ""))
+            LedgerEntry(self.id, file.name, use=file.detail, note=origins.get(file.name, ""))
             for file in left_out
         ]
 
@@ -325,10 +341,11 @@ class Dataset:
         # Captions from names, tables and prompts have no stamp; the last ones are kept for
         # `ignore_missing_files`.
         if any(not fact.stamp for fact in files.values()):
-            used = {sample.name: sample.captions for sample in self.samples}
+            last_captions = {sample.name: sample.captions for sample in self.samples}
             for name, fact in files.items():
-                if not fact.stamp and fact.captions != used.get(name, ()):
-                    files[name] = replace(fact, captions=used.get(name, ()))
+                captions = last_captions.get(name, ())
+                if not fact.stamp and fact.captions != captions:
+                    files[name] = replace(fact, captions=captions)
         if except_for or files != self.folder.indexed:
             save_index(self.latent_dir, self.root, files)
 
@@ -348,11 +365,9 @@ class DatasetFile:
     def caption_path(self) -> Path:
         """The caption file that is read, or else the one to write."""
         caption = self.dataset.folder.listing.captions.get(self.name)
-        return (
-            self.path.with_suffix(CAPTION_SUFFIXES[0])
-            if caption is None
-            else self.dataset.root / caption
-        )
+        if caption is None:
+            return self.path.with_suffix(CAPTION_SUFFIXES[0])
+        return self.dataset.root / caption
 
     @property
     def clip(self) -> ClipFacts | None:
@@ -361,15 +376,18 @@ class DatasetFile:
 
     @property
     def seconds(self) -> float | None:
-        """Trained length of a clip from its start; the whole length if it is left out. None for
-        pictures.
+        """Trained length of a clip from its start, or the whole length if it is left out.
+
+        None for pictures.
         """
         clip = self.clip
         rules = self.dataset.clips
         if clip is None or rules is None:
             return None
         frames = rules.num_frames or rules.keys.max_frames
-        return min(clip.seconds, frames / rules.rate) if frames else clip.seconds
+        if not frames:
+            return clip.seconds
+        return min(clip.seconds, frames / rules.rate)
 
     def frames(self, count: int) -> list[Image.Image]:
         """The picture, or frames of a clip at equal intervals of the trained part.
@@ -377,15 +395,18 @@ class DatasetFile:
         Raises:
             MediaError: it is damaged or cannot be read.
         """
-        return retry_once(
-            lambda: list(frames_of(self.path, count, count / (self.seconds or 1), self.clip))
-        )
+
+        def read_frames() -> list[Image.Image]:
+            rate = count / (self.seconds or 1)
+            return list(frames_of(self.path, count, rate, self.clip))
+
+        return retry_once(read_frames)
 
 
 def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
     """The first lines of the ledgers, unused files first."""
-    unused = (entry for dataset in datasets for entry in dataset.unused())
-    used = (dataset.used(sample) for dataset in datasets for sample in dataset.samples)
+    unused = (line for dataset in datasets for line in dataset.unused_lines())
+    used = (dataset.used_line(sample) for dataset in datasets for sample in dataset.samples)
     return list(islice(chain(unused, used), most))
 
 
@@ -396,18 +417,18 @@ def without_failures(datasets: Sequence[Dataset], failures: Failures) -> list[Da
     for dataset in datasets:
         # By folder: the index of a dataset also records damage to its held-out samples.
         unusable = {
-            name: why
-            for (owner, name), why in failures.items()
+            name: failure
+            for (owner, name), failure in failures.items()
             if folders.get(owner) is dataset.folder
         }
-        whole = dataset.without_failures(unusable)
-        single = {}
-        for sample in whole.samples:
+        dataset = dataset.without_failures(unusable)
+        unpaired: dict[str, str] = {}
+        for sample in dataset.samples:
             partner = sample.partner
             if partner is not None and (partner.dataset_id, partner.name) in failures:
                 _, detail = failures[partner.dataset_id, partner.name]
-                single[sample.name] = f"its partner {partner.name} {detail}"
-        reduced.append(whole.without(single, "partner unusable"))
+                unpaired[sample.name] = f"its partner {partner.name} {detail}"
+        reduced.append(dataset.without(unpaired, "partner unusable"))
     return reduced
 
 
@@ -417,20 +438,21 @@ def summarise_rejected(dataset: Dataset, report: Problems, expected: Set[str] = 
     Args:
         expected: reasons without a warning.
     """
-    names = defaultdict(list)
+    names: dict[str, list[str]] = defaultdict(list)
     for file in dataset.rejected:
         if file.reason not in expected:
             names[file.reason].append(file.name)
     # Without any sample, the error of `_nothing_usable` has the reasons.
-    if names and dataset.samples:
-        left_out = "; ".join(
-            f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items()
-        )
-        total = sum(map(len, names.values()))
-        files_are = "file is" if total == 1 else "files are"
-        advice = [ADVICE[reason] for reason in names if reason in ADVICE]
-        message = f"{total} {files_are} left out: {left_out}. The plan lists each with its reason."
-        report.warn(dataset.id, " ".join([message, *advice]), kind=_kind(names))
+    if not names or not dataset.samples:
+        return
+    left_out = "; ".join(
+        f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items()
+    )
+    total = sum(len(files) for files in names.values())
+    verb = "file is" if total == 1 else "files are"
+    message = f"{total} {verb} left out: {left_out}. The plan lists each with its reason."
+    advice = [ADVICE[reason] for reason in names if reason in ADVICE]
+    report.warn(dataset.id, " ".join([message, *advice]), kind=_kind(names))
 
 
 def _kind(reasons: Collection[str]) -> Kind | None:
@@ -445,9 +467,7 @@ def has_error(name: str, report: Problems) -> bool:
 
 
 def check_amount(dataset: Dataset, context: DataContext, report: Problems) -> Dataset:
-    """Report a dataset that cannot fill one optimizer step, or raise its repeats if that is
-    allowed.
-    """
+    """Report a dataset that cannot fill one optimizer step, or raise its repeats if allowed."""
     count = len(dataset.samples)
     if not count:
         if not has_error(dataset.id, report):  # which explains it
@@ -475,17 +495,20 @@ def check_amount(dataset: Dataset, context: DataContext, report: Problems) -> Da
 
 
 def _nothing_usable(dataset: Dataset) -> str:
-    counts = ", ".join(f"{number} {reason}" for reason, number in dataset.counts().most_common())
-    message = (
-        f"no samples detected in dataset {dataset.id} ({dataset.config.instance_data_dir!r}): "
-    )
-    message += f"none of its files can be used ({counts})." if counts else "the folder is empty."
-    details = {
-        file.reason: file for file in reversed(dataset.rejected) if file.reason not in EXPECTED
-    }
-    for reason, _ in dataset.counts().most_common():
-        if reason in details:
-            return f"{message} For instance {details[reason].name} {details[reason].detail}."
+    """Why a dataset has no samples: the number of files by reason, and one of them in detail."""
+    folder = dataset.config.instance_data_dir
+    message = f"no samples detected in dataset {dataset.id} ({folder!r}): "
+    reasons = dataset.counts().most_common()
+    if not reasons:
+        return f"{message}the folder is empty."
+    counts = ", ".join(f"{number} {reason}" for reason, number in reasons)
+    message += f"none of its files can be used ({counts})."
+    for reason, _ in reasons:
+        if reason in EXPECTED:
+            continue
+        for file in dataset.rejected:
+            if file.reason == reason:
+                return f"{message} For instance {file.name} {file.detail}."
     return message
 
 
@@ -503,13 +526,14 @@ def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -
 
 def _warn_of_small_buckets(dataset: Dataset, batch: int, report: Problems) -> None:
     counts = {label: len(samples) for label, samples in dataset.buckets.items()}
-    small = {
-        label: count for label, count in counts.items() if count * (dataset.repeats + 1) < batch
-    }
-    if small:
-        shown = shorten([f"{label} ({count})" for label, count in small.items()])
-        enough = ceil_div(batch, min(small.values())) - 1
-        message = (
-            f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}."
-        )
-        report.warn(dataset.id, f"{message} repeats {enough} would fill them.")
+    passes = dataset.repeats + 1
+    small = {label: count for label, count in counts.items() if count * passes < batch}
+    if not small:
+        return
+    shown = shorten([f"{label} ({count})" for label, count in small.items()])
+    enough = ceil_div(batch, min(small.values())) - 1
+    message = (
+        f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}. "
+        f"repeats {enough} would fill them."
+    )
+    report.warn(dataset.id, message)

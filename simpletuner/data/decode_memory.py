@@ -1,6 +1,4 @@
-"""Bounds the memory of threads that decode pictures at the same time, whatever the size of the
-pictures.
-"""
+"""Bounds the memory of threads that decode pictures at the same time, however large these are."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of a picture and of what it is converted to.
+# Four bytes of the picture, and four of its conversion.
 BYTES_PER_PIXEL = 8
 # A photo of 24 megapixels takes 0.2 GB, and the largest picture that is read 1.4 GB.
 MOST_BYTES = 2 << 30
@@ -33,7 +31,7 @@ class DecodeMemory:
 
         A thread that holds memory already gets no more: what it decodes inside is the same picture.
         """
-        if getattr(self._thread, "holds_memory", False):
+        if getattr(self._thread, "holds_memory", False):  # unset in a new thread
             yield
             return
         width, height = size

@@ -1,6 +1,4 @@
-"""Lists a dataset folder: its pictures or clips, their caption files, and why other files are not
-used.
-"""
+"""Lists a dataset folder: pictures or clips, caption files, and why other files are unused."""
 
 from __future__ import annotations
 
@@ -89,10 +87,9 @@ def classify(names: Iterable[tuple[str, Reason | None]], wanted: frozenset[str])
     media: list[str] = []
     texts: list[str] = []
     metadata: list[str] = []
-    foreign: list[str] = []
+    unknown: list[str] = []
     ignored: dict[str, Reason] = {}
-    # Sorted, since listings depend on the file system and the first of several caption files is
-    # used.
+    # Listings depend on the file system, and the first of several caption files is used.
     for name, problem in sorted(names, key=itemgetter(0)):
         suffix = suffix_of(name)
         if problem is not None:
@@ -105,15 +102,20 @@ def classify(names: Iterable[tuple[str, Reason | None]], wanted: frozenset[str])
         elif name.rpartition("/")[2].lower() in METADATA_NAMES:
             metadata.append(name)
         else:
-            foreign.append(name)
-    if foreign:
+            unknown.append(name)
+    if unknown:
         stems = {pair_key(name) for name in media}
-        ignored |= {name: _foreign(name, wanted, stems) for name in foreign}
+        ignored |= {name: _why_unused(name, wanted, stems) for name in unknown}
     captions, unread = match_captions(media, texts)
-    return Scan(tuple(media), captions, tuple(metadata), {**ignored, **unread})
+    return Scan(
+        files=tuple(media),
+        captions=captions,
+        metadata=tuple(metadata),
+        ignored={**ignored, **unread},
+    )
 
 
-def _foreign(name: str, wanted: frozenset[str], stems: Set[str]) -> Reason:
+def _why_unused(name: str, wanted: frozenset[str], stems: Set[str]) -> Reason:
     """Why a file that is neither wanted nor a caption is not used.
 
     Args:
@@ -138,10 +140,8 @@ def _media_reason(name: str, *, wants_clips: bool) -> Reason | None:
     if advice is not None:
         return UNREAD, advice
     if wants_clips and suffix == ".webp":
-        return (
-            PICTURE,
-            "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif",
-        )
+        detail = "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif"
+        return PICTURE, detail
     if wants_clips and suffix in PICTURE_SUFFIXES:
         return PICTURE, "is a picture; pictures need a separate dataset (dataset_type image)"
     if not wants_clips and suffix in CLIP_SUFFIXES:
@@ -173,18 +173,16 @@ def _walk(root: Path) -> Iterator[tuple[str, Reason | None]]:
     for error in failed:
         if error.filename == top:
             raise error
-        yield (
-            f"{os.path.relpath(error.filename, top)}/",
-            ("unreadable", f"cannot be listed: {error.strerror}"),
-        )
+        folder = f"{os.path.relpath(error.filename, top)}/"
+        yield folder, ("unreadable", f"cannot be listed: {error.strerror}")
 
 
 def _why_not_listed(folder: str, visited: set[tuple[int, int]]) -> str | None:
     """Why a folder is skipped, or None.
 
     Args:
-        visited: folders by device and inode, which grows: links to folders are followed and may
-            form a cycle.
+        visited: folders by device and inode, extended by this one: links to folders are followed
+            and may form a cycle.
     """
     try:
         status = Path(folder).stat()
@@ -242,19 +240,16 @@ def read_excluded(config: DatasetConfig, report: Problems) -> frozenset[str]:
     """The files named in the entry's `exclude_files`; empty without that list."""
     path = Path(config.instance_data_dir or "", config.exclude_files)
     if path.name != config.exclude_files:
-        report.error(
-            "exclude_files",
-            f"{config.exclude_files!r} must be the name of a file in the dataset's folder.",
-        )
+        message = f"{config.exclude_files!r} must be the name of a file in the dataset's folder."
+        report.error("exclude_files", message)
         return frozenset()
     if "exclude_files" not in config.model_fields_set and not path.is_file():
         return frozenset()
-    with reported_under("exclude_files", path, report) as of_file:
-        names = read_json(path, of_file, list, "a JSON list of file names") or []
+    with reported_under("exclude_files", path, report) as file_report:
+        names = read_json(path, file_report, list, "a JSON list of file names") or []
     if not all(isinstance(name, str) for name in names):
-        report.error(
-            "exclude_files", f'{str(path)!r} must be a JSON list of file names, such as ["a.png"].'
-        )
+        message = f'{str(path)!r} must be a JSON list of file names, such as ["a.png"].'
+        report.error("exclude_files", message)
     return frozenset(name for name in names if isinstance(name, str))
 
 
@@ -271,7 +266,9 @@ def read_folder(
     root = Path(config.instance_data_dir or "")
     known = load_index(Path(config.cache_dir_vae or ""), root)
     if listing is None:
-        listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
+        listing = Scan()
+        if is_readable(root):
+            listing = scan(root, wanted_suffixes(config, context))
     left_out = {**listing.ignored, **_not_chosen(config, listing.files, excluded, known)}
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
@@ -284,8 +281,10 @@ def read_folder(
         facts |= lost
     else:
         left_out |= dict.fromkeys(lost, ("gone", "was here in the last run and is gone"))
-    left_out |= {name: (fact.reason, fact.problem) for name, fact in facts.items() if fact.problem}
-    rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
+    for name, fact in facts.items():
+        if fact.problem:
+            left_out[name] = (fact.reason, fact.problem)
+    rejected = tuple(Rejected(config.id, name, *reason) for name, reason in left_out.items())
     # Files with a problem stay in the index too; otherwise every start would read them again.
     return Folder(
         root=root,
@@ -301,22 +300,22 @@ def _not_chosen(
     config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]
 ) -> Reasons:
     """Files left out by the user, with `exclude_files` or by keeping the list of the last run."""
-    reason = "not chosen", f"is left out by {config.exclude_files}"
-    left_out = dict.fromkeys(sorted(excluded & {*names}), reason)
+    detail = f"is left out by {config.exclude_files}"
+    left_out = dict.fromkeys(sorted(excluded & {*names}), ("not chosen", detail))
+    skipped = config.skip_file_discovery or ()
+    keeps_list = config.preserve_data_backend_cache or "metadata" in skipped or "aspect" in skipped
     # Without an index, no list exists to keep.
-    if known and (
-        config.preserve_data_backend_cache
-        or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}
-    ):
+    if known and keeps_list:
         detail = "was added after the list of files was made, and that list is kept"
-        left_out |= {name: ("not chosen", detail) for name in names if name not in known}
+        added = [name for name in names if name not in known]
+        left_out |= dict.fromkeys(added, ("not chosen", detail))
     return left_out
 
 
 def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:
     """File extensions that an entry uses; the mask of a clip may be a picture."""
-    if context.spec.media == "video" and config.conditioning_type in MASKS:
+    if context.spec.media != "video":
+        return PICTURE_SUFFIXES
+    if config.conditioning_type in MASKS:
         return PICTURE_SUFFIXES | CLIP_SUFFIXES
-    return (
-        CLIP_SUFFIXES if context.spec.media == "video" and config.holds_clips else PICTURE_SUFFIXES
-    )
+    return CLIP_SUFFIXES if config.holds_clips else PICTURE_SUFFIXES

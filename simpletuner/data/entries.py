@@ -1,6 +1,4 @@
-"""Entries of a dataset file: their defaults from the run, the links between them, and checks that
-open no picture.
-"""
+"""Entries of a dataset file: their defaults, their links, and checks that open no picture."""
 
 from __future__ import annotations
 
@@ -52,10 +50,10 @@ class DataContext:
         download_root: default parent folder of downloads.
         output_dir: output folder of the run.
         frame_rate: default frames per second of clips; None for picture families.
-        train_batch_size, gradient_accumulation_steps, num_processes: their product is the samples
-            of one optimizer step; a sequence-parallel group of processes counts once.
+        train_batch_size, gradient_accumulation_steps, num_processes: their product is the number
+            of samples of an optimizer step; a sequence-parallel group of processes counts once.
         collect: downloads remote datasets; None refuses them.
-        seed: for crop positions and random aspects. If the user set no seed, it is None and crops
+        seed: for crop positions and random aspects; None if the user set no seed. Then crops
             depend on file names only, so that the next run, which draws a new seed, can reuse the
             cached latents.
         caching: the run's settings for caches, for moving files, and for the number of reader
@@ -78,8 +76,9 @@ class DataContext:
     caching: CachingConfig = field(default_factory=CachingConfig)
 
     def fill(self, entry: DatasetConfig) -> DatasetConfig:
-        """The entry with all defaults filled in except `repeats`, where None means that the user
-        did not set it.
+        """The entry with all defaults filled in.
+
+        Except `repeats`, where None means that the user did not set it.
         """
         unset = {key for key, value in entry if value is None}
         values = {key: value for key, value in self._defaults(entry).items() if key in unset}
@@ -95,27 +94,26 @@ class DataContext:
         return entry.model_copy(update=values)
 
     def _defaults(self, entry: DatasetConfig) -> dict[str, Any]:
-        """Values of unset keys: defaults of the family and the run, and values derived from other
-        keys.
+        """Values of unset keys: of the family, of the run, and derived from other keys.
+
+        A later value replaces an earlier one of the same key.
         """
         is_eval = entry.dataset_type == "eval"
-        random_crops = "random" in (entry.crop_aspect, entry.crop_style)
-        return {
-            # The run's defaults override those of the family.
-            **{
-                key: self.spec.defaults.get(key)
-                for key in ("resolution", "aspect_bucket_alignment")
-            },
-            **{key: value for key, value in self.defaults if value is not None},
-            **({"caption_strategy": entry.type} if entry.source else {}),
-            # Evaluation reads single samples (`BatchReader.read_sample`).
-            "train_batch_size": 1 if is_eval else self.train_batch_size,
-            "compress_cache": self.caching.compress_disk_cache,
-            **self.caching.model_dump(include=SAME_AS_OF_THE_RUN),
-            "cache_dir_vae": str(self.latent_root / _folder_name(entry.id)),
-            # With new crops, evaluation losses of different epochs would not be comparable.
-            "vae_cache_clear_each_epoch": entry.crop and random_crops and not is_eval,
-        }
+        defaults: dict[str, Any] = {}
+        for key in ("resolution", "aspect_bucket_alignment"):
+            defaults[key] = self.spec.defaults.get(key)
+        defaults |= {key: value for key, value in self.defaults if value is not None}
+        if entry.source:
+            defaults["caption_strategy"] = entry.type
+        # Evaluation reads single samples (`BatchReader.read_sample`).
+        defaults["train_batch_size"] = 1 if is_eval else self.train_batch_size
+        defaults["compress_cache"] = self.caching.compress_disk_cache
+        defaults |= self.caching.model_dump(include=SAME_KEYS_AS_RUN)
+        defaults["cache_dir_vae"] = str(self.latent_root / _folder_name(entry.id))
+        # With new crops, evaluation losses of different epochs would not be comparable.
+        has_random_crops = entry.crop and "random" in (entry.crop_aspect, entry.crop_style)
+        defaults["vae_cache_clear_each_epoch"] = has_random_crops and not is_eval
+        return defaults
 
 
 def _folder_name(dataset_id: str) -> str:
@@ -124,7 +122,7 @@ def _folder_name(dataset_id: str) -> str:
 
 
 # Keys of an entry whose default is the run's key of the same name.
-SAME_AS_OF_THE_RUN = {"vae_cache_disable", "delete_problematic_images", "delete_unwanted_images"}
+SAME_KEYS_AS_RUN = {"vae_cache_disable", "delete_problematic_images", "delete_unwanted_images"}
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 SKIPPABLE = ("vae", "aspect", "metadata", "text")
 REFERENCES = ("reference_strict", "reference_loose")
@@ -136,9 +134,7 @@ def holds_files(entry: DatasetConfig) -> bool:
 
 
 def text_entry_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> DatasetConfig | None:
-    """The text_embeds entry of a dataset: the one it names, else the default, else the first, else
-    None.
-    """
+    """The text_embeds entry of a dataset: the one it names, else the default, else the first."""
     texts = [text_entry for text_entry in entries if text_entry.is_text_embeds]
     for text_entry in texts:
         if text_entry.id == entry.text_embeds:
@@ -150,9 +146,7 @@ def text_entry_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> Dat
 
 
 def latent_dir_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> str | None:
-    """Latent folder of an entry with its defaults filled in; taken from the image_embeds entry if
-    it names one.
-    """
+    """Latent folder of an entry with its defaults filled in, or of its image_embeds entry."""
     for cache_entry in entries:
         if cache_entry.id == entry.image_embeds:
             # cache_dir first, since `fill` gives every entry a cache_dir_vae.
@@ -174,20 +168,19 @@ def check_dataset_file(
     """
     for as_written, entry in zip(written, filled, strict=True):
         _check_entry(entry, context, report)
-        with report.within(entry.id) as of_entry:
-            without_effect(as_written, entry, of_entry)
+        with report.within(entry.id) as entry_report:
+            without_effect(as_written, entry, entry_report)
             # Only written keys: a default for another type is not the user's mistake.
             keys = {key: getattr(as_written, key) for key in as_written.model_fields_set}
-            check_source(entry.type, keys, of_entry)
+            check_source(entry.type, keys, entry_report)
     with_files = [entry for entry in filled if holds_files(entry)]
     texts = [entry for entry in filled if entry.is_text_embeds]
     _check_folders(with_files, context, report)
     _check_caches(with_files, texts, context, report)
     _check_start([entry for entry in filled if entry.is_trained], report)
     if len(texts) > 1 and not any(entry.default for entry in texts):
-        report.warn(
-            "default", f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
-        )
+        message = f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
+        report.warn("default", message)
 
 
 def _check_entry(entry: DatasetConfig, context: DataContext, report: Problems) -> None:
@@ -207,53 +200,51 @@ def _check_entry(entry: DatasetConfig, context: DataContext, report: Problems) -
     if entry.hold_out and not entry.is_trained:
         report.error(f"{entry.id}.hold_out", "needs a dataset that is trained.")
     if not entry.is_conditioning:
-        with report.within(entry.id) as of_entry:
-            _check_captions(entry, of_entry)
-            _check_windows(entry, of_entry)
-            _check_prompts(entry, of_entry)
+        with report.within(entry.id) as entry_report:
+            _check_captions(entry, entry_report)
+            _check_windows(entry, entry_report)
+            _check_prompts(entry, entry_report)
 
 
 def _check_kind(entry: DatasetConfig, context: DataContext, report: Problems) -> None:
+    """The kind of an entry must exist for its type and its family; only one mistake is reported."""
     kind = entry.dataset_type
+    is_known = kind in (*FILE_KINDS, *CACHE_KINDS)
+    is_video_without_model = kind == "video" and context.spec.media != "video"
     if entry.type != "local" and kind in CACHE_KINDS:
-        report.error(
-            f"{entry.id}.type", f"{entry.type!r} is for pictures and clips; caches are local."
-        )
+        message = f"{entry.type!r} is for pictures and clips; caches are local."
+        report.error(f"{entry.id}.type", message)
     elif entry.is_conditioning and entry.source and entry.source.unpaired:
         message = (
             f"{entry.type!r} {entry.source.unpaired}, so they have no partners; use another type."
         )
         report.error(f"{entry.id}.type", message)
-    elif kind not in (*FILE_KINDS, *CACHE_KINDS) or (
-        kind == "video" and context.spec.media != "video"
-    ):
+    elif not is_known or is_video_without_model:
         message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
         report.error(f"{entry.id}.dataset_type", message)
     elif holds_files(entry) and not entry.instance_data_dir:
-        report.error(
-            f"{entry.id}.instance_data_dir", "is required: the folder of the pictures or clips."
-        )
+        message = "is required: the folder of the pictures or clips."
+        report.error(f"{entry.id}.instance_data_dir", message)
 
 
 def _families_for(kind: str) -> str:
     """The families that support a kind of dataset, as text after "not available"."""
     families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == kind)
-    return f"; for clips set model_family {families}" if families else " yet"
+    if not families:
+        return " yet"
+    return f"; for clips set model_family {families}"
 
 
 def _check_captions(entry: DatasetConfig, report: Problems) -> None:
-    """Captions must come from what the entry's type and tables supply; one mistake is reported
-    once.
-    """
+    """Captions must come from what the entry's type and tables supply; one report per mistake."""
     strategy = entry.caption_strategy
     reads_parquet = entry.metadata_backend == "parquet"
     if entry.metadata_backend == "huggingface" and entry.type != "huggingface":
         message = f"'huggingface' is for type huggingface, not {entry.type}; use discovery."
         report.error("metadata_backend", message)
     if reads_parquet and entry.parquet is None:
-        report.error(
-            "metadata_backend", "'parquet' needs the object parquet with the path of the table."
-        )
+        message = "'parquet' needs the object parquet with the path of the table."
+        report.error("metadata_backend", message)
     if strategy == "parquet" and not reads_parquet:
         needed = "metadata_backend parquet"
         if entry.parquet is None:
@@ -297,6 +288,7 @@ def _check_prompts(entry: DatasetConfig, report: Problems) -> None:
     """Keys that use instance_prompt need it, and none of its texts may be blank."""
     prompts = entry.instance_prompt or []
     blank = [number for number, prompt in enumerate(prompts, start=1) if not prompt.strip()]
+    # The keys that use instance_prompt, with the message if it is missing.
     users: dict[str, str] = {}
     if entry.prepend_instance_prompt:
         users["prepend_instance_prompt"] = "needs instance_prompt."
@@ -316,9 +308,7 @@ def _check_prompts(entry: DatasetConfig, report: Problems) -> None:
 def _check_folders(
     entries: Sequence[DatasetConfig], context: DataContext, report: Problems
 ) -> None:
-    """Folders must exist, unless an index may stand in, and must not contain the previews, which
-    are pictures.
-    """
+    """Folders must exist, unless an index may stand in, and must not contain the previews."""
     local = [entry for entry in entries if entry.type == "local" and entry.instance_data_dir]
     missing: dict[str, Path] = {}
     for entry in local:
@@ -339,25 +329,25 @@ def _check_folders(
 
 
 def _is_missing(entry: DatasetConfig, folder: Path, context: DataContext) -> bool:
+    """Whether a folder is missing, and no index may stand in for it."""
     if is_readable(folder):
         return False
-    return not (
-        context.defaults.ignore_missing_files
-        and load_index(Path(entry.cache_dir_vae or ""), folder)
-    )
+    if not context.defaults.ignore_missing_files:
+        return True
+    return not load_index(Path(entry.cache_dir_vae or ""), folder)
 
 
 def _report_missing(folders: Mapping[str, Path], report: Problems) -> None:
     """Report folders, by the id of their entry, in one error."""
     listed: list[str] = []
     for name, folder in folders.items():
-        listed.append(f"{name}: {str(folder)!r}{' is a file' if folder.is_file() else ''}")
+        kind = " is a file" if folder.is_file() else ""
+        listed.append(f"{name}: {str(folder)!r}{kind}")
     # Once, if several folders look like the same one.
     guesses = dict.fromkeys(similar_path(folder, "*/") for folder in folders.values())
-    hint = "paths are relative to the working directory"
     message = (
-        f"these folders do not exist or cannot be listed ({hint}): "
-        f"{'; '.join(listed)}.{''.join(guesses)}"
+        "these folders do not exist or cannot be listed (paths are relative to the working "
+        f"directory): {'; '.join(listed)}.{''.join(guesses)}"
     )
     report.error("instance_data_dir", message, entries=[*folders])
 
@@ -374,16 +364,14 @@ def _check_caches(
         if entry.cache_dir_vae:
             owners[Path(entry.cache_dir_vae).resolve()].append(entry.id)
     text_folders = {context.text_root.resolve()}
-    text_folders |= {
-        Path(text_entry.cache_dir).resolve() for text_entry in texts if text_entry.cache_dir
-    }
+    for text_entry in texts:
+        if text_entry.cache_dir:
+            text_folders.add(Path(text_entry.cache_dir).resolve())
     for folder, names in owners.items():
         # Datasets in one folder would overwrite each other's index.
         if len(names) > 1:
-            report.error(
-                "cache_dir_vae",
-                f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}.",
-            )
+            message = f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}."
+            report.error("cache_dir_vae", message)
         if folder in text_folders:
             message = f"{str(folder)!r} is a text cache; latents need a separate folder."
             report.error(f"{names[0]}.cache_dir_vae", message)
@@ -393,16 +381,13 @@ def _check_start(trained: Sequence[DatasetConfig], report: Problems) -> None:
     """At least one dataset must be trained from the first step."""
     drawn = [entry for entry in trained if entry.probability > 0]
     if not trained:
-        report.error(
-            "dataset_type", "no entry is a dataset to train on (dataset_type image or video)."
-        )
+        message = "no entry is a dataset to train on (dataset_type image or video)."
+        report.error("dataset_type", message)
     elif not drawn:
         report.error("probability", "is 0 for every dataset: nothing would be trained on.")
     elif not any(entry.start_epoch <= 1 and entry.start_step <= 1 for entry in drawn):
-        report.error(
-            "start_epoch",
-            "no dataset takes part at the start; one must start at epoch 1 and step 0.",
-        )
+        message = "no dataset takes part at the start; one must start at epoch 1 and step 0."
+        report.error("start_epoch", message)
     for entry in trained:
         if entry.probability == 0:
             report.warn(f"{entry.id}.probability", "is 0: the dataset is not used.")
@@ -413,7 +398,9 @@ def link_partners(
 ) -> dict[str, list[DatasetConfig]]:
     """The conditioning entries of each dataset, by its id; only those that the flavour can use."""
     conditioning = {entry.id: entry for entry in entries if entry.is_conditioning}
-    usable = (*MASKS, *(REFERENCES if context.task == "i2i" else ()))
+    usable: list[str] = [*MASKS]
+    if context.task == "i2i":
+        usable += REFERENCES
     links: dict[str, list[DatasetConfig]] = {}
     unused = dict.fromkeys(conditioning)
     for entry in entries:
@@ -421,9 +408,7 @@ def link_partners(
             continue
         links[entry.id] = []
         for partner in _conditions_of(entry, conditioning):
-            _check_link(
-                partner, entry, usable, report
-            )  # warns about partners that the flavour cannot use
+            _check_link(partner, entry, usable, report)
             unused.pop(partner.id, None)
             if partner.conditioning_type in usable:
                 links[entry.id].append(partner)
@@ -440,17 +425,18 @@ def _conditions_of(
     entry: DatasetConfig, conditioning: Mapping[str, DatasetConfig]
 ) -> list[DatasetConfig]:
     """The conditioning entries that a dataset names, and those that name it."""
-    belonging = [
-        partner.id for partner in conditioning.values() if partner.source_dataset_id == entry.id
-    ]
     # Either side may name the link.
-    names = dict.fromkeys([*(entry.conditioning_data or []), *belonging])
-    return [conditioning[name] for name in names if name in conditioning]
+    names = list(entry.conditioning_data or [])
+    for partner in conditioning.values():
+        if partner.source_dataset_id == entry.id:
+            names.append(partner.id)
+    return [conditioning[name] for name in dict.fromkeys(names) if name in conditioning]
 
 
 def _check_link(
     partner: DatasetConfig, source: DatasetConfig, usable: Sequence[str], report: Problems
 ) -> None:
+    """A conditioning entry must have a type; warns about a type that the flavour cannot use."""
     kind = partner.conditioning_type
     if kind is None:
         message = (
@@ -473,18 +459,17 @@ def _check_partners(
     where = f"{entry.id}.conditioning_data"
     masks = [partner.id for partner in partners if partner.conditioning_type in MASKS]
     if len(masks) > 1:
-        report.error(
-            where, f"names several datasets of masks ({', '.join(masks)}); a picture has one."
-        )
+        message = f"names several datasets of masks ({', '.join(masks)}); a picture has one."
+        report.error(where, message)
     if not entry.is_trained:
         return
     references = len(partners) - len(masks)
     if context.task == "i2i" and references == 0:
         message = (
             "is required: this flavour edits pictures, so it needs a conditioning dataset with "
-            "source pictures"
+            f"source pictures (conditioning_type {' or '.join(REFERENCES)})."
         )
-        report.error(where, f"{message} (conditioning_type {' or '.join(REFERENCES)}).")
+        report.error(where, message)
     if references > 1 and context.defaults.conditioning_multidataset_sampling == "combined":
         message = (
             f"{context.spec.name} takes one source picture at a time; use random instead of "

@@ -27,7 +27,8 @@ from simpletuner.hashing import hash_bytes
 
 INDEX_NAME = "index.json"
 # Increment it when files must be read again.
-# 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips.
+# 2: clips with HDR or a mirroring matrix are refused.
+# 3: checksums of PNG files; colours of clips.
 # 4: AVIF and HEIC.
 # 5: colours of pictures, and clean apertures; HDR pictures are refused; clips are read by PyAV.
 INDEX_VERSION = 5
@@ -47,8 +48,8 @@ class FileFacts:
         width, height: pixels as shown, after any rotation; 0 with a problem.
         problem: why the file cannot be used, or None.
         reason: category of the problem, as in `Rejected`.
-        captions: content of the caption file at `stamp`; without a stamp the last captions used, in
-            case the file is gone.
+        captions: content of the caption file at `stamp`; without a stamp the captions that were
+            used last, in case the file is gone.
         clip: length and rate; None for pictures.
         white: for a mask, the settings it was last read with and its white share.
         stamp: `captions.caption_stamp` of the caption file when it was read, or None.
@@ -73,6 +74,9 @@ class FileFacts:
     @property
     def picture_size(self) -> Size:
         return Size(self.width, self.height)
+
+
+NO_FACTS = FileFacts(size=0, mtime_ns=0, content="")  # of a file that was not read
 
 
 @dataclass(frozen=True)
@@ -102,53 +106,57 @@ def inspect_files(
     names = list(names)
     folder = str(root)
     parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
+
+    def inspect_part(part: list[str]) -> list[FileFacts]:
+        return [_facts_of(f"{folder}/{name}", known.get(name)) for name in part]
+
     # Threads suffice: reading and hashing release the GIL.
     with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
-        facts = pool.map(
-            lambda part: [_facts_of(f"{folder}/{name}", known.get(name)) for name in part], parts
-        )
-        return dict(zip(names, chain.from_iterable(facts), strict=True))
+        facts = chain.from_iterable(pool.map(inspect_part, parts))
+        return dict(zip(names, facts, strict=True))
 
 
 def _facts_of(path: str, known: FileFacts | None) -> FileFacts:
+    """The known facts of an unchanged file, else those of the file as it is now."""
     if known is not None:
         with suppress(OSError):  # `_inspect` reports it
             status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
-            same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
+            is_unchanged = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
             # Indexes of earlier versions have problems without a reason.
-            if same and stat.S_ISREG(status.st_mode) and (known.reason or not known.problem):
+            is_complete = bool(known.reason) or not known.problem
+            if is_unchanged and is_complete and stat.S_ISREG(status.st_mode):
                 return known
     return _inspect(Path(path))
 
 
 def _inspect(path: Path) -> FileFacts:
-    clip = is_clip(path)
-    facts = FileFacts(0, 0, "")
+    """Read a file and check that it can be trained."""
+    facts = NO_FACTS
     try:
-        size, mtime_ns = files.check_regular(
-            path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE
-        )
-        # A picture is read once for hash and size. A clip may not fit into memory, so it is hashed
-        # in chunks.
-        data = b"" if clip else files.read_file(path, files.LARGEST_PICTURE)
-        facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hash_bytes(data))
-        if clip:
-            shown = probe_clip(path)
-            return replace(facts, width=shown.width, height=shown.height, clip=shown)
+        if is_clip(path):
+            size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP)
+            # In chunks, since a clip may not fit into memory.
+            facts = FileFacts(size, mtime_ns, files.content_hash(path))
+            clip = probe_clip(path)
+            return replace(facts, width=clip.width, height=clip.height, clip=clip)
+        size, mtime_ns = files.check_regular(path, files.LARGEST_PICTURE)
+        # One read for the hash and the inspection.
+        data = files.read_file(path, files.LARGEST_PICTURE)
+        facts = FileFacts(size, mtime_ns, hash_bytes(data))
         picture = inspect(data)
         return replace(
             facts, width=picture.width, height=picture.height, conversions=picture.conversions
         )
     except files.MediaError as error:
-        # Facts without size, time and content match no file and are not saved, so the next run
-        # retries.
-        known = FileFacts(0, 0, "") if isinstance(error, files.UnreadableError) else facts
-        return replace(known, problem=str(error), reason=error.reason)
+        if isinstance(error, files.UnreadableError):
+            facts = NO_FACTS  # is not saved, so the next run tries again
+        return replace(facts, problem=str(error), reason=error.reason)
 
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
-    """Read the index of a latent cache folder; empty if it is missing, damaged or belongs to
-    another dataset folder.
+    """Read the index of a latent cache folder.
+
+    Empty if it is missing, damaged or belongs to another dataset folder.
     """
     facts: dict[str, FileFacts] = {}
     try:
@@ -183,7 +191,5 @@ def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None
     with open_atomically(folder / INDEX_NAME, durable=False) as index:
         for start in range(0, len(names), PER_LINE):
             part = {name: facts[name] for name in names[start : start + PER_LINE]}
-            content = _INDEX.dump_json(
-                _Index(INDEX_VERSION, str(root.absolute()), part), exclude_defaults=True
-            )
-            index.write(content + b"\n")
+            line = _Index(INDEX_VERSION, str(root.absolute()), part)
+            index.write(_INDEX.dump_json(line, exclude_defaults=True) + b"\n")

@@ -1,6 +1,4 @@
-"""What a file is, by its name alone: captions, formats that are not read, and what systems leave in
-folders.
-"""
+"""What a file name reveals: captions, formats that are not read, and files of operating systems."""
 
 from __future__ import annotations
 
@@ -95,8 +93,8 @@ SYSTEM_FOLDERS = frozenset(
     }
 )
 
-# Folders of kohya's scripts: repeats and words. Cameras name folders 100_FUJI, by three digits and
-# five characters.
+# Folders of kohya's scripts: repeats and words. Cameras name folders by three digits and five
+# characters, such as 100_FUJI.
 CONCEPT_FOLDER = re.compile(r"([1-9]\d{0,2})_(\S.*)")
 CAMERA_FOLDER = re.compile(r"\d{3}_[0-9A-Z]{4}")
 
@@ -117,22 +115,21 @@ def composed(name: str) -> str:
 
 
 def pair_key(name: str) -> str:
-    """The path in NFC without its extension, shared by a picture or clip, its caption file and its
-    partner.
-    """
+    """The path in NFC without its extension: shared by a file, its caption file and its partner."""
     stem, _, suffix = name.rpartition(".")
     return composed(stem if stem and "/" not in suffix else name)
 
 
 def index_partners(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of possible partners, by their names in NFC with and without their extension; see
-    `partners_of`.
+    """Names of possible partners, by their names in NFC with and without extension.
+
+    `partners_of` searches the result.
     """
     ordered = sorted(names)
     index: dict[str, list[str]] = {}
     for name in ordered:
         index.setdefault(pair_key(name), []).append(name)
-    # Last, since a file may be called like another one without its extension.
+    # Full names last, since a file may be called like another one without its extension.
     return index | {composed(name): [name] for name in ordered}
 
 
@@ -162,8 +159,9 @@ def name_problem(name: str) -> Reason | None:
 
 
 def unread_format(name: str) -> str | None:
-    """What to do with a picture or clip in a format that is not read, as a text that continues its
-    name; else None.
+    """What to do with a picture or clip in a format that is not read; None for any other file.
+
+    The text continues the file's name.
     """
     suffix = suffix_of(name)
     if suffix in UNREAD_PICTURES:
@@ -184,8 +182,7 @@ def concept_of(folder: str) -> tuple[int, str] | None:
 def match_captions(
     media: Sequence[str], texts: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, Reason]]:
-    """The caption file of each picture or clip, and the reasons why other caption files are not
-    read.
+    """The caption file of each picture or clip, and why other caption files are not read.
 
     `cat.jpg.txt` is for `cat.jpg` alone and wins over `cat.txt`, which is for all files with that
     stem.
@@ -198,16 +195,17 @@ def match_captions(
     for text in texts:
         by_key.setdefault(pair_key(text), []).append(text)
     captions: dict[str, str] = {}
-    used: dict[str, str] = {}  # the caption file that is read, by all keys that are a file's
+    # The caption file that is read, by both keys that a caption file of this picture may have.
+    used: dict[str, str] = {}
     for name in media:
         exact = composed(name)
         stem = pair_key(name)
         candidates = by_key.get(exact) or by_key.get(stem)
         if candidates:
-            captions[name] = (
-                candidates[0] if len(candidates) == 1 else min(candidates, key=_precedence)
-            )
-            used[exact] = used[stem] = captions[name]
+            caption = min(candidates, key=_precedence)
+            captions[name] = caption
+            used[exact] = caption
+            used[stem] = caption
     return captions, _unread_texts(by_key, {*captions.values()}, used)
 
 
@@ -218,16 +216,14 @@ def _precedence(text: str) -> int:
 def _unread_texts(
     by_key: Mapping[str, Sequence[str]], read: set[str], used: Mapping[str, str]
 ) -> dict[str, Reason]:
+    """Why the caption files that no picture or clip uses are not read."""
     reasons: dict[str, Reason] = {}
     for key, texts in by_key.items():
         for text in texts:
             if text in read:
                 continue
+            reason = ("caption without a file", "has no picture or clip of the same name")
             if key in used:
-                reasons[text] = ("unused caption", f"is not read: {used[key]} has precedence")
-            else:
-                reasons[text] = (
-                    "caption without a file",
-                    "has no picture or clip of the same name",
-                )
+                reason = ("unused caption", f"is not read: {used[key]} has precedence")
+            reasons[text] = reason
     return reasons

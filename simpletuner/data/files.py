@@ -34,11 +34,11 @@ FILE_ERRORS = {
 }
 # This process or machine ran out of a resource: neither the file nor the device is at fault.
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
-# Of errors that Python raises without an `errno`.
+# Part of an error of Python without an `errno`.
 NO_THREAD = "can't start new thread"
-# The package whose errors pass `last_barrier`.
+# Modules of this program, whose errors pass `unknown_errors_as_unsuitable`.
 PROGRAM = f"{__name__.partition('.')[0]}."
-# Seconds to wait before each further attempt.
+# Pauses in seconds before each further attempt.
 RETRY_DELAYS = (0.05, 0.5)
 
 T = TypeVar("T")
@@ -53,8 +53,9 @@ class LeftOutError(Exception):
 
 
 class MediaError(Exception):
-    """A file cannot be used; the text gives the cause and continues the file's name. `reason` is as
-    in `Rejected`.
+    """A file cannot be used; the text gives the cause and continues the file's name.
+
+    `reason` is as in `Rejected`.
     """
 
     reason = "damaged"
@@ -77,12 +78,11 @@ class DeviceError(UserError):
 
 
 @contextmanager
-def last_barrier() -> Iterator[None]:
-    """Turn an error that no decoder is known to raise into a reason beside the file, so that the
-    other files go on.
+def unknown_errors_as_unsuitable() -> Iterator[None]:
+    """Turn an error that no decoder is known to raise into a reason to leave out this file alone.
 
-    Such a file may be intact, so it is unsuitable and not damaged. Errors of this program say what
-    they mean, and errors of the machine are no fault of the file; both pass.
+    Such a file may be intact, so it is unsuitable and not damaged. Errors of this program have a
+    meaning of their own, and errors of the machine are not the file's fault; both pass.
 
     Raises:
         UnsuitableError: the file cannot be decoded.
@@ -95,18 +95,16 @@ def last_barrier() -> Iterator[None]:
         raise UnsuitableError(f"cannot be decoded: {describe(error)}") from error
 
 
-def guarded(frames: Iterator[T]) -> Iterator[T]:
-    """The frames of one file, decoded inside the `last_barrier`."""
-    with last_barrier():
+def with_known_errors(frames: Iterator[T]) -> Iterator[T]:
+    """The frames of one file, decoded inside the `unknown_errors_as_unsuitable`."""
+    with unknown_errors_as_unsuitable():
         yield from frames
 
 
 def is_of_machine(error: Exception) -> bool:
-    """Whether an error is about this machine, such as a full disk or exhausted memory, and not
-    about a file.
-    """
-    is_of_system = isinstance(error, OSError) and error.errno is not None
-    return is_of_system or is_out_of_memory(error) or NO_THREAD in str(error)
+    """Whether an error is about this machine, such as a full disk, and not about a file."""
+    has_errno = isinstance(error, OSError) and error.errno is not None
+    return has_errno or is_out_of_memory(error) or NO_THREAD in str(error)
 
 
 def describe(error: Exception) -> str:
@@ -147,7 +145,8 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
         UnreadableError, DeviceError: as in `read_file`.
     """
     status = with_retries(path, path.stat)
-    if fault := why_unreadable(status, most):
+    fault = why_unreadable(status, most)
+    if fault:
         raise UnreadableError(fault)
     return status.st_size, status.st_mtime_ns
 
@@ -176,14 +175,17 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
 
 
 def _device_message(path: Path, error: OSError) -> str:
-    mount = next(
-        folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent
-    )
-    failed = (
-        f"{path}: {error.strerror or error}; {len(RETRY_DELAYS) + 1} times, the disk or network "
-        f"at {mount} failed."
-    )
+    attempts = len(RETRY_DELAYS) + 1
     return (
-        f"{failed} The file may be intact: no file is marked as damaged. Start again when it can "
-        "be read."
+        f"{path}: {error.strerror or error}; {attempts} times, the disk or network at "
+        f"{_mount_of(path)} failed. The file may be intact: no file is marked as damaged. Start "
+        "again when it can be read."
     )
+
+
+def _mount_of(path: Path) -> Path:
+    """The folder at which the file system of a file is mounted."""
+    folder = path.absolute().parent
+    while not folder.is_mount() and folder != folder.parent:
+        folder = folder.parent
+    return folder

@@ -1,7 +1,7 @@
 """Turns a decoded picture into 8-bit RGB on a background: depth, transparency and colour profile.
 
-Large pictures are converted strip by strip, so that a picture takes 8 bytes a pixel at most: its
-own, and those of the result.
+Large pictures are converted strip by strip, so that a picture takes 8 bytes per pixel at most: 4 of
+its own, and 4 of the result.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def flatten(
     for box in _strips(picture.size):
         strip = picture.crop(box)
         if is_deep:
-            rgb.paste(_deep_strip(strip, background, transform, white), box)
+            rgb.paste(_flatten_deep_strip(strip, background, transform, white), box)
         else:
-            rgb.paste(_strip(strip, background, transform), box)
+            rgb.paste(_flatten_strip(strip, background, transform), box)
     return rgb
 
 
@@ -57,22 +57,22 @@ def _strips(size: tuple[int, int]) -> Iterator[BoxOfPixels]:
         yield 0, top, width, min(top + rows, height)
 
 
-def _strip(
+def _flatten_strip(
     strip: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None
 ) -> Image.Image:
-    shown = strip.convert("RGBA") if strip.has_transparency_data else None
-    if transform is None:
-        rgb = strip if shown is None else shown
-    else:
-        rgb = transform.apply(_as_counted(strip))
-    if shown is None:
+    rgb = strip if transform is None else transform.apply(_in_space(strip))
+    if not strip.has_transparency_data:
         return rgb.convert("RGB")
-    rgb.putalpha(shown.getchannel("A"))
-    return Image.alpha_composite(Image.new("RGBA", strip.size, background), rgb).convert("RGB")
+    transparent = strip.convert("RGBA")
+    if transform is None:
+        rgb = transparent
+    rgb.putalpha(transparent.getchannel("A"))
+    behind = Image.new("RGBA", strip.size, background)
+    return Image.alpha_composite(behind, rgb).convert("RGB")
 
 
-def _as_counted(strip: Image.Image) -> Image.Image:
-    """The colours without transparency, in the mode that a conversion takes."""
+def _in_space(strip: Image.Image) -> Image.Image:
+    """The colours without transparency, in the mode that a conversion takes (`space_of`)."""
     space = space_of(strip.mode)
     if strip.mode == space:
         return strip
@@ -103,7 +103,7 @@ def _white_level(picture: Image.Image) -> float:
     return top
 
 
-def _deep_strip(
+def _flatten_deep_strip(
     strip: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None, white: float
 ) -> Image.Image:
     """Scale grey values of more than 8 bits to 0..255; Pillow's conversion clips them."""

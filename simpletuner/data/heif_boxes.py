@@ -1,8 +1,6 @@
-"""The boxes of AVIF and HEIC files (ISO/IEC 14496-12 and 23008-12): whether they are complete, and
-their properties.
+"""The boxes of AVIF and HEIF files (ISO/IEC 14496-12, 23008-12): completeness and properties.
 
-Pillow reports neither the colour codes of such a picture nor its clean aperture, so they are read
-here.
+Pillow reports neither the colour codes of such a picture nor its clean aperture.
 """
 
 from __future__ import annotations
@@ -14,12 +12,12 @@ from fractions import Fraction
 
 from simpletuner.data.files import MediaError
 
-# Boxes at the top of a file. Phones append data of their own, which is no box.
+# Boxes at the top of a file. Phones append data of their own, which is not a box.
 TOP_LEVEL = frozenset(
     {b"ftyp", b"meta", b"mdat", b"moov", b"free", b"skip", b"uuid", b"idat", b"styp"}
 )
-# Boxes on the way to the description of a sequence's frames: bytes of their own before the first
-# inner box.
+# Boxes on the way to the description of a sequence's frames, with the bytes that each has before
+# its first inner box.
 DESCRIBED_IN = {
     b"moov": 0,
     b"trak": 0,
@@ -36,8 +34,9 @@ FULL_BOX = 4  # bytes of version and flags before the content of some boxes
 
 @dataclass(frozen=True)
 class Box:
-    """A box: its type, and where its content begins and ends, which may lie beyond the end of a
-    truncated file.
+    """A box: its type, and where its content begins and ends.
+
+    The end may lie beyond that of a truncated file.
     """
 
     kind: bytes
@@ -60,27 +59,29 @@ class Aperture:
     down: Fraction
 
     def within(self, size: tuple[int, int]) -> tuple[int, int, int, int] | None:
-        """Left, top, right and bottom edge in a picture; None if they are not whole pixels inside
-        of it.
+        """Left, top, right and bottom edge in a picture.
+
+        None if they are not whole pixels inside of it.
         """
-        left = (size[0] - self.width) / 2 + self.right
-        top = (size[1] - self.height) / 2 + self.down
+        width, height = size
+        left = (width - self.width) / 2 + self.right
+        top = (height - self.height) / 2 + self.down
         right = left + self.width
         bottom = top + self.height
         if any(edge.denominator != 1 for edge in (left, top, right, bottom)):
             return None
-        if not (0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]):
+        is_inside = 0 <= left < right <= width and 0 <= top < bottom <= height
+        if not is_inside:
             return None
         return int(left), int(top), int(right), int(bottom)
 
 
 @dataclass(frozen=True)
 class Properties:
-    """What a file says about the picture that it shows.
+    """What a file declares about the picture that it shows.
 
     Attributes:
-        codes: colour primaries and transfer curve, as numbers of ITU-T H.273; None if there are
-            none.
+        codes: colour primaries and transfer curve, as numbers of ITU-T H.273, or None.
         aperture: the part to show; None shows everything.
     """
 
@@ -94,7 +95,7 @@ def boxes(data: bytes, start: int = 0, end: int | None = None) -> Iterator[Box]:
     while start + 8 <= end:
         size, kind = struct.unpack_from(">I4s", data, start)
         header = 8
-        if size == 1 and start + 16 <= end:
+        if size == 1 and start + 16 <= end:  # the size follows, in eight bytes
             (size,) = struct.unpack_from(">Q", data, start + 8)
             header = 16
         if size == 0:  # up to the end of the file
@@ -124,16 +125,19 @@ def holds_whole_boxes(data: bytes) -> bool:
 
 
 def shown_properties(data: bytes) -> Properties:
-    """The properties of the primary picture, or of the frames of a sequence; empty if the boxes are
-    damaged.
+    """The properties of the primary picture, or of the frames of a sequence.
+
+    Empty if the boxes are damaged.
     """
     try:
-        return _parsed(_primary_properties(data) or _frame_properties(data, 0, len(data)))
+        properties = _primary_properties(data) or _frame_properties(data, 0, len(data))
+        return _parsed(properties)
     except (struct.error, IndexError, ZeroDivisionError):
         return Properties()
 
 
 def _parsed(properties: list[tuple[bytes, bytes]]) -> Properties:
+    """Colour codes and aperture among the properties, which are given as (type, content)."""
     codes: tuple[int, int] | None = None
     aperture: Aperture | None = None
     for kind, content in properties:
@@ -176,24 +180,27 @@ def _associated(data: bytes, box: Box, item: int) -> list[int]:
     """Numbers of the properties that an `ipma` box gives to an item, counted from 1."""
     has_long_ids = data[box.start] > 0
     is_wide = bool(data[box.start + 3] & 1)
+    id_size, id_layout = (4, ">I") if has_long_ids else (2, ">H")
+    number_size, number_layout = (2, "H") if is_wide else (1, "B")
+    # The highest bit marks a property as essential.
+    number_mask = 0x7FFF if is_wide else 0x7F
     (count,) = struct.unpack_from(">I", data, box.start + FULL_BOX)
     position = box.start + FULL_BOX + 4
     for _ in range(count):
-        (owner,) = struct.unpack_from(">I" if has_long_ids else ">H", data, position)
-        position += 4 if has_long_ids else 2
+        (owner,) = struct.unpack_from(id_layout, data, position)
+        position += id_size
         length = data[position]
         position += 1
-        numbers = struct.unpack_from(f">{length}{'H' if is_wide else 'B'}", data, position)
-        position += length * (2 if is_wide else 1)
+        numbers = struct.unpack_from(f">{length}{number_layout}", data, position)
+        position += length * number_size
         if owner == item:
-            # The highest bit says that the property is essential.
-            return [number & (0x7FFF if is_wide else 0x7F) for number in numbers]
+            return [number & number_mask for number in numbers]
     return []
 
 
 def _frame_properties(data: bytes, start: int, end: int) -> list[tuple[bytes, bytes]]:
-    """The colours of the frames of a sequence."""
-    properties = []
+    """(type, content) of the colours of a sequence's frames."""
+    properties: list[tuple[bytes, bytes]] = []
     for box in boxes(data, start, end):
         if box.kind in DESCRIBED_IN:
             properties += _frame_properties(data, box.start + DESCRIBED_IN[box.kind], box.end)

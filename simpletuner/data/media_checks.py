@@ -66,12 +66,11 @@ def _check_enlarged(dataset: Dataset, report: Problems) -> None:
 
 
 def _check_twins(dataset: Dataset, report: Problems) -> None:
-    """Warn once about files that seem to be the same picture or clip in two formats, such as a
-    phone's HEIC and JPG.
-    """
+    """Warn once about files that seem to be one in two formats, such as a phone's HEIC and JPG."""
     groups: dict[tuple[str, Size], list[str]] = {}
     for sample in dataset.samples:
-        groups.setdefault((pair_key(sample.name), sample.original_size), []).append(sample.name)
+        key = (pair_key(sample.name), sample.original_size)
+        groups.setdefault(key, []).append(sample.name)
     twins = [names for names in groups.values() if len(names) > 1]
     if not dataset.config.is_trained or not twins:
         return
@@ -95,21 +94,18 @@ def _check_conversions(dataset: Dataset, report: Problems) -> None:
     pictures = [sample.name for sample in dataset.samples if is_converted(sample)]
     if pictures:
         named = f"{counted(len(pictures), 'picture')} ({shorten(pictures, 3)})"
-        cause = (
-            "is applied, which earlier versions did not do. They are encoded again; what was "
-            "cached is not used."
+        message = (
+            f"the colour profile or crop stored in {named} is applied, which earlier versions did "
+            "not do. They are encoded again; what was cached is not used."
         )
-        report.warn(dataset.id, f"the colour profile or crop stored in {named} {cause} {REMOVE}")
+        report.warn(dataset.id, f"{message} {REMOVE}")
     clips = sum(sample.clip is not None for sample in dataset.samples)
     if clips:
         message = (
             f"the latents of {counted(clips, 'clip')} are made again: colours are exact now, and "
-            "were up to three"
+            "were up to three levels off. What earlier versions cached of them is not used."
         )
-        report.warn(
-            dataset.id,
-            f"{message} levels off. What earlier versions cached of them is not used. {REMOVE}",
-        )
+        report.warn(dataset.id, f"{message} {REMOVE}")
 
 
 def _check_speed(dataset: Dataset, model_rate: float, report: Problems) -> None:
@@ -120,7 +116,7 @@ def _check_speed(dataset: Dataset, model_rate: float, report: Problems) -> None:
     reasons: list[str] = []
     if abs(rules.rate / model_rate - 1) > SAME_SPEED:
         reasons.append(
-            f"frames are taken at {rules.rate:g} a second and the model plays {model_rate:g}: "
+            f"frames are taken at {rules.rate:g} fps and the model plays {model_rate:g}: "
             f"what it learns moves {model_rate / rules.rate:.2f} times as fast"
         )
     rates = {sample.name: sample.clip.source_rate for sample in dataset.samples if sample.clip}
@@ -129,7 +125,7 @@ def _check_speed(dataset: Dataset, model_rate: float, report: Problems) -> None:
     if slow:
         slowest = min(slow, key=lambda name: slow[name])
         reasons.append(
-            f"fewer than the {rules.rate:g} frames a second that are taken, in {len(slow)} of "
+            f"fewer than the {rules.rate:g} frames per second that are taken, in {len(slow)} of "
             f"{counted(len(rates), 'clip')} ({slowest} has {slow[slowest]:.4g}): frames are seen "
             f"up to {rules.rate / slow[slowest]:.2f} times"
         )

@@ -1,7 +1,7 @@
-"""Formats of pictures: recognised by their first bytes, and checked for a missing end without
-decoding.
+"""Formats of pictures: recognised by their first bytes, and checked for a missing end.
 
-Decoders of JPEG and PNG do not notice every missing or damaged byte, so these are checked here.
+Decoders of JPEG and PNG do not notice every missing or damaged byte, so these are checked here,
+without decoding.
 """
 
 from __future__ import annotations
@@ -79,16 +79,14 @@ def sniff(head: bytes) -> str:
     if head[4:8] == b"ftyp" and head[8:12] in AVIF_BRANDS + HEIF_BRANDS:
         brands = head[8 : int.from_bytes(head[:4], "big")]
         return "AVIF" if any(brand in brands for brand in AVIF_BRANDS) else "HEIF"
-    name = _foreign(head)
+    name = _other_format(head)
     if name is not None:
         raise UnsuitableError(f"is {name}, whatever its extension; convert it to PNG or JPEG")
     raise MediaError("is not a picture")
 
 
-def _foreign(head: bytes) -> str | None:
-    """What a file is that has the extension of a picture and another format; None if that is
-    unknown.
-    """
+def _other_format(head: bytes) -> str | None:
+    """What a file is that has the extension of a picture and another format, or None."""
     for name, beginning in FOREIGN:
         if head.startswith(beginning):
             return name
@@ -116,9 +114,7 @@ def reader_problem(kind: str) -> str | None:
 
 
 def _silence_libtiff() -> None:
-    """Keep libtiff from printing what it thinks of a damaged file; Pillow raises an error, which
-    names the file.
-    """
+    """Keep libtiff from printing errors of damaged files; Pillow's error names the file."""
     package = Path(PIL.__file__).parent
     # Where the wheels of Linux and of macOS keep it.
     bundled = [*package.parent.glob("pillow.libs/libtiff*"), *package.glob(".dylibs/libtiff*")]
@@ -128,9 +124,7 @@ def _silence_libtiff() -> None:
 
 
 def png_has_orientation(data: bytes) -> bool:
-    """Whether a PNG chunk may hold an orientation; Pillow's `getexif` would decode the whole
-    picture.
-    """
+    """Whether a PNG chunk may hold an orientation, without decoding as Pillow's `getexif` would."""
     for kind, covered, _ in _png_chunks(data):
         if kind == b"eXIf" or (kind in PNG_TEXTS and PNG_EXIF.search(covered[:64])):
             return True
@@ -138,8 +132,9 @@ def png_has_orientation(data: bytes) -> bool:
 
 
 def png_codes(data: bytes) -> tuple[int, int] | None:
-    """Colour primaries and transfer curve of a PNG's cICP chunk, as numbers of ITU-T H.273; None
-    without one.
+    """Colour primaries and transfer curve of a PNG's cICP chunk, as numbers of ITU-T H.273.
+
+    None without such a chunk.
     """
     for kind, covered, _ in _png_chunks(data):
         if kind == b"cICP" and len(covered) >= 6:
@@ -150,20 +145,22 @@ def png_codes(data: bytes) -> tuple[int, int] | None:
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, memoryview, int]]:
-    """Type, bytes covered by the checksum (type and data), and checksum of every complete chunk, up
-    to the end mark.
+    """Every complete chunk, up to the end mark.
+
+    Yields:
+        its type, the bytes that the checksum covers (type and data), and the checksum.
     """
-    # after the signature
-    position = 8
+    position = 8  # after the signature
     kind = b""
-    while kind != b"IEND" and position + 12 <= len(
-        data
-    ):  # length, type and checksum, of four bytes each
+    # A chunk has 12 bytes besides its data: length, type and checksum, of four bytes each.
+    while kind != b"IEND" and position + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, position)
         end = position + 8 + length
         if end + 4 > len(data):
             return
-        yield kind, memoryview(data)[position + 4 : end], int.from_bytes(data[end : end + 4], "big")
+        covered = memoryview(data)[position + 4 : end]
+        checksum = int.from_bytes(data[end : end + 4], "big")
+        yield kind, covered, checksum
         position = end + 4
 
 
@@ -172,9 +169,8 @@ def _png_ends(data: bytes) -> bool:
     kind = b""
     for kind, covered, checksum in _png_chunks(data):
         if kind in PNG_SHOWN and zlib.crc32(covered) != checksum:
-            raise MediaError(
-                f"is damaged: the checksum of its {kind.decode()} chunk does not match"
-            )
+            chunk = f"the checksum of its {kind.decode()} chunk"
+            raise MediaError(f"is damaged: {chunk} does not match")
     return kind == b"IEND"
 
 
@@ -191,13 +187,18 @@ def _jpeg_ends(data: bytes) -> bool:
             position += 1
             continue
         position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        if marker == JPEG_START_OF_SCAN:
-            following = JPEG_MARKER_IN_DATA.search(data, position)
-            if following is None:
+        if marker == JPEG_START_OF_SCAN:  # compressed data follows, up to the next marker
+            next_marker = JPEG_MARKER_IN_DATA.search(data, position)
+            if next_marker is None:
                 return False
-            position = following.start()
+            position = next_marker.start()
     return data[position : position + 2] == JPEG_END
 
 
 # Checks for formats whose decoders do not notice a missing end, or report it as something else.
-ENDS = {"JPEG": _jpeg_ends, "PNG": _png_ends, "AVIF": holds_whole_boxes, "HEIF": holds_whole_boxes}
+END_CHECKS = {
+    "JPEG": _jpeg_ends,
+    "PNG": _png_ends,
+    "AVIF": holds_whole_boxes,
+    "HEIF": holds_whole_boxes,
+}

@@ -1,5 +1,4 @@
-"""Pictures: checks that a file is complete, reads its size, and decodes, resizes and crops its
-pixels.
+"""Pictures: checks that a file is complete, reads its size, and decodes, resizes and crops it.
 
 Truncated files come from broken downloads or full disks. In most formats decoding detects them;
 JPEG and PNG are checked when the run is planned. A file is damaged only if something proves it,
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageCms, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.colour import check_profile_range, check_range, space_of, to_srgb
+from simpletuner.data.colour import refuse_hdr, refuse_hdr_profile, space_of, to_srgb
 from simpletuner.data.decode_memory import DECODE_MEMORY
 from simpletuner.data.display_p3 import DISPLAY_P3, display_p3
 from simpletuner.data.files import (
@@ -35,13 +34,13 @@ from simpletuner.data.files import (
     UnreadableError,
     UnsuitableError,
     describe,
-    last_barrier,
     read_file,
+    unknown_errors_as_unsuitable,
 )
 from simpletuner.data.flatten import flatten, is_deep_and_transparent
 from simpletuner.data.heif_boxes import shown_properties
 from simpletuner.data.picture_formats import (
-    ENDS,
+    END_CHECKS,
     png_codes,
     png_has_orientation,
     reader_problem,
@@ -92,7 +91,7 @@ XMP_KEYS = ("xmp", "XML:com.adobe.xmp")
 XMP_DROPPED = "dropped xmp"
 XMP_TURN = re.compile(rb"tiff:Orientation(=\"|>)[2-8]")
 
-# tags of TIFF
+# Tags of TIFF.
 IMAGE_WIDTH = 256
 IMAGE_LENGTH = 257
 SIDEWAYS = frozenset({5, 6, 7, 8})
@@ -111,7 +110,7 @@ UPRIGHT = {orientation: Image.Transpose[name] for orientation, name in enumerate
 
 @dataclass(frozen=True)
 class PictureFacts:
-    """What the header of a picture says.
+    """What the header of a picture declares.
 
     Attributes:
         width, height: pixels as shown, after any crop and rotation that the file asks for.
@@ -139,7 +138,7 @@ def inspect(source: Path | bytes) -> PictureFacts:
         MediaError: unreadable, empty, not a picture, damaged or truncated.
         UnsuitableError: of a kind that would be decoded wrongly.
     """
-    with _opened(source) as (data, picture, kind):
+    with _open_picture(source) as (data, picture, kind):
         width, height = picture.size
         if width < 1 or height < 1:
             raise MediaError(f"is damaged: its size is {width}x{height}")
@@ -150,9 +149,8 @@ def inspect(source: Path | bytes) -> PictureFacts:
             left, top, right, bottom = aperture
             width = right - left
             height = bottom - top
+        # Some versions of Pillow rotate the size of a TIFF on opening, others when decoding it.
         if isinstance(picture, TiffImagePlugin.TiffImageFile):
-            # Some versions of Pillow rotate the size of a TIFF on opening, others when it is
-            # decoded.
             width = picture.tag_v2[IMAGE_WIDTH]
             height = picture.tag_v2[IMAGE_LENGTH]
         if orientation in SIDEWAYS:
@@ -184,12 +182,14 @@ def decode(source: Path | bytes, background: str = "white") -> Image.Image:
     """
     # Another package may have enabled this option, which hides damage.
     ImageFile.LOAD_TRUNCATED_IMAGES = False
-    with _opened(source) as (data, picture, kind), DECODE_MEMORY.reserved(picture.size):
+    with _open_picture(source) as (data, picture, kind), DECODE_MEMORY.reserved(picture.size):
         transform = _conversion(data, picture, kind)
         aperture = _aperture(data, picture, kind)
         picture.load()
         # Pillow applies the orientation tag of a TIFF when it decodes the file.
-        turn = None if kind == "TIFF" else UPRIGHT.get(_orientation(data, picture, kind) or 1)
+        turn = None
+        if kind != "TIFF":
+            turn = UPRIGHT.get(_orientation(data, picture, kind) or 1)
         shown = picture if aperture is None else picture.crop(aperture)
         rgb = flatten(shown, background, transform)
         return rgb if turn is None else rgb.transpose(turn)
@@ -207,34 +207,34 @@ def fit(
     """
     left, top = geometry.crop
     width, height = geometry.size
-    across, down = (
-        original / resized for original, resized in zip(picture.size, geometry.resized, strict=True)
-    )
-    box = (left * across, top * down, (left + width) * across, (top + height) * down)
+    # Pixels of the picture for each pixel of the resized one.
+    resized_width, resized_height = geometry.resized
+    across = picture.width / resized_width
+    down = picture.height / resized_height
     # Pillow rejects a box that rounding has moved beyond the picture.
-    box = (box[0], box[1], min(box[2], picture.width), min(box[3], picture.height))
+    right = min((left + width) * across, picture.width)
+    bottom = min((top + height) * down, picture.height)
+    box = (left * across, top * down, right, bottom)
     return np.asarray(picture.resize(geometry.size, resampling, box=box), dtype=np.uint8)
 
 
 @contextmanager
-def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
-    """(content, picture, format) of a complete file; decoding errors inside the block become
-    MediaErrors.
-    """
+def _open_picture(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
+    """(content, picture, format) of a complete file; its errors in the block become MediaErrors."""
     data = source if isinstance(source, bytes) else read_file(source, LARGEST_PICTURE)
-    with last_barrier():
+    with unknown_errors_as_unsuitable():
         kind = sniff(data[:64])
         problem = reader_problem(kind)
         if problem is not None:
             raise UnreadableError(problem)  # the file may be intact
-        if kind in ENDS and not ENDS[kind](data):
+        if kind in END_CHECKS and not END_CHECKS[kind](data):
             raise MediaError(f"is truncated: the {kind} data ends too early")
-        with _opened_as(kind, data) as picture:
+        with _open_as(kind, data) as picture:
             yield data, picture, kind
 
 
 @contextmanager
-def _opened_as(kind: str, data: bytes) -> Iterator[Image.Image]:
+def _open_as(kind: str, data: bytes) -> Iterator[Image.Image]:
     """A picture of a known format; errors of its reader become MediaErrors."""
     picture: Image.Image | None = None
     try:
@@ -243,40 +243,32 @@ def _opened_as(kind: str, data: bytes) -> Iterator[Image.Image]:
             _drop_xmp(picture)
             yield picture
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UnsuitableError(
-            f"has too many pixels to be a training picture; make it smaller ({error})"
-        ) from error
+        detail = "has too many pixels to be a training picture; make it smaller"
+        raise UnsuitableError(f"{detail} ({error})") from error
     except UnidentifiedImageError as error:
         if kind in FULLY_READ:
             raise MediaError("is damaged: its header cannot be read") from error
-        raise UnsuitableError(
-            f"has a header ({kind}) that is damaged or of a kind that is not read; {RESAVE}"
-        ) from error
+        detail = f"has a header ({kind}) that is damaged or of a kind that is not read"
+        raise UnsuitableError(f"{detail}; {RESAVE}") from error
     except DAMAGE as error:
-        raise _blame(error, picture) from error
+        raise _translated(error, picture) from error
 
 
-def _blame(error: Exception, picture: Image.Image | None) -> Exception:
-    """Translate a reader's error: a damaged file, one that is not supported, or a machine out of
-    some resource.
-    """
-    if (
-        isinstance(error, OSError) and error.errno is not None
-    ):  # the bytes of the file are already in memory
+def _translated(error: Exception, picture: Image.Image | None) -> Exception:
+    """A reader's error as one that names the cause: the file, the reader, or the machine."""
+    # The bytes of the file are in memory already, so an error of the system is not about the file.
+    if isinstance(error, OSError) and error.errno is not None:
         return error
     if is_out_of_memory(error):
         return MemoryError(str(error))
     reason = describe(error)
     compression = picture.info.get("compression") if picture else None
     if compression in OPTIONAL_COMPRESSIONS:
-        return UnsuitableError(
-            f"is damaged, or its compression {compression} is not supported here; {RESAVE} "
-            f"({reason})"
-        )
+        detail = f"is damaged, or its compression {compression} is not supported here"
+        return UnsuitableError(f"{detail}; {RESAVE} ({reason})")
     if UNSUPPORTED.search(reason):
-        return UnsuitableError(
-            f"cannot be decoded here, although it may be intact; {RESAVE} ({reason})"
-        )
+        detail = "cannot be decoded here, although it may be intact"
+        return UnsuitableError(f"{detail}; {RESAVE} ({reason})")
     if "truncated" in reason.lower():
         return MediaError(f"is truncated: {reason}")
     return MediaError(f"is damaged: {reason}")
@@ -294,8 +286,9 @@ def _orientation(data: bytes, picture: Image.Image, kind: str) -> int | None:
 
 
 def _drop_xmp(picture: Image.Image) -> None:
-    """Pillow would take an orientation from XMP, which editors leave behind when they turn the
-    pixels.
+    """Hide XMP from Pillow, which would take an orientation from it.
+
+    Editors leave that behind when they turn the pixels.
     """
     for key in XMP_KEYS:
         if key in picture.info:
@@ -316,18 +309,20 @@ def _conversion(data: bytes, picture: Image.Image, kind: str) -> ImageCms.ImageC
         UnsuitableError: HDR, colours that sRGB cannot represent, or a broken profile.
     """
     profile = picture.info.get("icc_profile")
-    codes = png_codes(data) if kind == "PNG" else None
-    if kind in ("AVIF", "HEIF"):
+    codes = None
+    if kind == "PNG":
+        codes = png_codes(data)
+    elif kind in ("AVIF", "HEIF"):
         codes = shown_properties(data).codes
     if codes is not None:
         primaries, curve = codes
         # A profile, if there is one, describes the colours more exactly than the number.
-        check_range([curve], [] if profile else [primaries], "pictures", "sRGB")
+        refuse_hdr([curve], [] if profile else [primaries], "pictures", "sRGB")
         if primaries == DISPLAY_P3:
             profile = profile or display_p3()
     if not profile:
         return None
-    check_profile_range(profile)
+    refuse_hdr_profile(profile)
     return to_srgb(profile, space_of(picture.mode))
 
 
@@ -337,7 +332,9 @@ def _aperture(data: bytes, picture: Image.Image, kind: str) -> tuple[int, int, i
     Raises:
         UnsuitableError: a part that is not made of whole pixels, or not within the picture.
     """
-    aperture = shown_properties(data).aperture if kind == "AVIF" else None
+    if kind != "AVIF":
+        return None
+    aperture = shown_properties(data).aperture
     if aperture is None:
         return None
     box = aperture.within(picture.size)

@@ -13,7 +13,8 @@ from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
 from simpletuner.data.file_names import UNREAD
 
-UNCAPTIONED = ("no caption", "unreadable caption")  # reasons
+# Reasons of files whose caption is missing or cannot be read.
+UNCAPTIONED = ("no caption", "unreadable caption")
 # Reasons of files that another dataset would train.
 CLIP = "clip among pictures"
 PICTURE = "picture among clips"
@@ -23,8 +24,8 @@ ADVICE = {
     CLIP: "Clips are trained by a video model, from a dataset of dataset_type video.",
     PICTURE: "Pictures are trained from a dataset of dataset_type image.",
 }
-# Reasons that are normal in any folder or follow from the config: listed in the ledger without a
-# warning.
+# Reasons that are normal in any folder or follow from the config; the ledger lists such files, and
+# no warning names them.
 EXPECTED = {
     "not a picture",
     "not a clip",
@@ -38,9 +39,8 @@ EXPECTED = {
 RATE_TOLERANCE = 5e-4
 
 
-@dataclass(
-    slots=True
-)  # not frozen: a start may create 100,000, and a frozen dataclass takes twice as long
+# Not frozen: a start may create 100,000, and a frozen dataclass takes twice as long.
+@dataclass(slots=True)
 class Sample:
     """One picture or clip as it is trained.
 
@@ -108,26 +108,28 @@ class Sample:
         if size == self.geometry.size:
             return self
         resized = cover(self.original_size, size)
-        corner = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
-        return replace(self, geometry=Geometry(self.geometry.bucket, size, resized, corner))
+        width, height = size
+        left = (resized.width - width) // 2
+        top = (resized.height - height) // 2
+        return replace(self, geometry=Geometry(self.geometry.bucket, size, resized, (left, top)))
 
     @property
     def read_as(self) -> tuple[str, ...]:
-        """Of a picture its `conversions`; of a clip assumptions that override its metadata: a
-        corrected speed, BT.709 for untagged colours.
+        """Assumptions about the file that differ from its metadata or from earlier versions.
 
-        Empty for BT.601, the default for untagged colours.
+        For a picture its `conversions`; for a clip a corrected speed, and BT.709 for untagged
+        colours. Empty for BT.601, the default for untagged colours.
         """
         if self.clip is None or self.frame_rate is None:
             return self.conversions
+        assumptions: list[str] = []
         slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
         # Part of the cache key: a change of wording or digits would re-encode these clips.
-        speed = (
-            (f"{self.clip.source_rate * slowed:.6g} frames a second",)
-            if abs(slowed - 1) > RATE_TOLERANCE
-            else ()
-        )
-        return (*speed, "BT.709") if self.clip.matrix == "bt709" else speed
+        if abs(slowed - 1) > RATE_TOLERANCE:
+            assumptions.append(f"{self.clip.source_rate * slowed:.6g} frames a second")
+        if self.clip.matrix == "bt709":
+            assumptions.append("BT.709")
+        return tuple(assumptions)
 
     @property
     def full_name(self) -> str:
@@ -137,8 +139,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A file that is left out: `reason` is the category, `detail` a text that continues the file's
-    name.
+    """A file that is left out: the category of the reason, and a detail.
+
+    The detail continues the file's name.
     """
 
     dataset_id: str
@@ -167,14 +170,12 @@ class LedgerEntry:
     @property
     def trained_size(self) -> str:
         """`shape_text` of its geometry."""
-        return (
-            shape_text(self.geometry.bucket, self.geometry.size, self.frames)
-            if self.geometry
-            else ""
-        )
+        if self.geometry is None:
+            return ""
+        return shape_text(self.geometry.bucket, self.geometry.size, self.frames)
 
 
 def shape_text(bucket: str, size: Size, frames: int) -> str:
-    """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is omitted if it is the same text."""
+    """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; a bucket of the same text is omitted."""
     text = size.of_frames(frames)
     return text if bucket == text else f"{text} ({bucket})"

@@ -24,6 +24,7 @@ from simpletuner.rounding import ceil_div
 # Sides of a slider, in the order in which their batches alternate; without sliders every dataset is
 # neutral.
 POSITIVE, NEGATIVE, NEUTRAL = range(3)
+SIDES = 3
 
 Sampling = Literal["auto-weighting", "uniform"]
 
@@ -74,8 +75,9 @@ class Epoch(Sequence[PlannedBatch]):
 
 @dataclass(eq=False)
 class Sampler:
-    """Plans batches of one shape each; an epoch ends after every sample has been seen `repeats` + 1
-    times.
+    """Plans batches of one shape each.
+
+    An epoch ends after every sample has been seen `repeats` + 1 times.
 
     Attributes:
         datasets: the datasets to train on; those with probability 0 are dropped.
@@ -135,8 +137,10 @@ class Sampler:
         return self._batches[epoch]
 
     def _plan(self, epoch: int, before: int) -> list[tuple[str, list[Sample]]]:
-        """Dataset and samples of each global batch of an epoch that follows `before` batches of the
-        run.
+        """Dataset and samples of each global batch of an epoch.
+
+        Args:
+            before: batches of the run before the epoch.
         """
         active = self.schedule.active(epoch)
         queues = [
@@ -154,19 +158,22 @@ class Sampler:
             if not ready:  # even if a dataset is waiting for its start_step: an epoch never stalls
                 break
             ready = next_side(ready, side)
-            queue = ready[0] if len(ready) == 1 else random.choices(ready, self._weights(ready))[0]
+            queue = ready[0]
+            if len(ready) > 1:
+                queue = random.choices(ready, self._weights(ready))[0]
             side = queue.side
             batches.append((queue.dataset.id, queue.groups.pop()))
         return batches
 
     def _group_count(self, dataset: Dataset, epoch: int) -> int:
-        """Number of groups from `_groups`; depends on the epoch only if random aspects change the
-        buckets.
+        """Number of groups from `_groups`.
+
+        It depends on the epoch only if random aspects change the buckets.
         """
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
         size = self._global_size(dataset)
-        # `passes` pads every bucket to whole batches.
+        # `shuffled_passes` pads every bucket to whole batches.
         passes = dataset.repeats + 1
         return sum(ceil_div(len(samples) * passes, size) for samples in dataset.buckets.values())
 
@@ -175,11 +182,10 @@ class Sampler:
         return dataset.batch_size * self.world.size
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
-        is_uniform = self.sampling == "uniform"
-        return [
-            queue.dataset.config.probability * (1 if is_uniform else queue.remaining)
-            for queue in queues
-        ]
+        """Weights of the draw of the next batch's dataset, see `sampling`."""
+        if self.sampling == "uniform":
+            return [queue.dataset.config.probability for queue in queues]
+        return [queue.dataset.config.probability * queue.remaining for queue in queues]
 
     def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
         """The global batches of a dataset in an epoch, each from one bucket."""
@@ -188,7 +194,7 @@ class Sampler:
         # One generator per bucket, so that its order does not depend on the other buckets.
         for label, samples in dataset.buckets.items():
             random = generator(self.seed, epoch, dataset.id, label)
-            order = passes(samples, dataset.repeats + 1, size, random)
+            order = shuffled_passes(samples, dataset.repeats + 1, size, random)
             groups += [order[start : start + size] for start in range(0, len(order), size)]
         generator(self.seed, epoch, dataset.id, "batches").shuffle(groups)
         return groups
@@ -199,17 +205,22 @@ class Sampler:
         """This process's share of a group."""
         slots = self.world.slots(len(group) // self.world.size)
         samples = tuple(group[slots.start : slots.stop])
-        # By the position in the global batch, so that captions do not depend on the number of
-        # processes.
-        captions = tuple(
-            sample.captions[
-                int(fraction(self.seed, epoch, index, slot, "caption") * len(sample.captions))
-            ]
-            for slot, sample in zip(slots, samples, strict=True)
-        )
+        captions: list[str] = []
+        for slot, sample in zip(slots, samples, strict=True):
+            # By the position in the global batch, so that captions do not depend on the number of
+            # processes.
+            draw = fraction(self.seed, epoch, index, slot, "caption")
+            captions.append(sample.captions[int(draw * len(sample.captions))])
         geometry = samples[0].geometry
         return PlannedBatch(
-            epoch, index, dataset_id, geometry.bucket, geometry.size, samples, captions, slots
+            epoch=epoch,
+            index=index,
+            dataset_id=dataset_id,
+            bucket=geometry.bucket,
+            size=geometry.size,
+            samples=samples,
+            captions=tuple(captions),
+            slots=slots,
         )
 
 
@@ -231,17 +242,22 @@ class _Queue:
         strength = self.dataset.config.slider_strength or 0
         if strength > 0:
             return POSITIVE
-        return NEGATIVE if strength < 0 else NEUTRAL
+        if strength < 0:
+            return NEGATIVE
+        return NEUTRAL
 
 
 def next_side(ready: Sequence[_Queue], last: int) -> list[_Queue]:
     """The queues of the side after `last`; a side without queues is skipped."""
-    # 0 for the side that is due, 2 for the side used last
-    turns = [(queue.side - last - 1) % (NEUTRAL + 1) for queue in ready]
-    return [queue for queue, turn in zip(ready, turns, strict=True) if turn == min(turns)]
+    # Turns to wait: 0 for the side that is due, 2 for the side used last.
+    turns = [(queue.side - last - 1) % SIDES for queue in ready]
+    first = min(turns)
+    return [queue for queue, turn in zip(ready, turns, strict=True) if turn == first]
 
 
-def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) -> list[Sample]:
+def shuffled_passes(
+    samples: Sequence[Sample], times: int, batch: int, random: Random
+) -> list[Sample]:
     """Every sample `times` times, in shuffled passes, padded to whole batches.
 
     No batch holds a sample twice, not even across passes, unless the bucket is smaller than a
@@ -251,7 +267,8 @@ def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) ->
     for _ in range(times):
         order += _next_pass(samples, order, batch, random)
     # Loops more than once only for buckets smaller than a batch.
-    while missing := -len(order) % batch:
+    while len(order) % batch:
+        missing = batch - len(order) % batch
         order += _next_pass(samples, order, batch, random)[:missing]
     return order
 
@@ -260,9 +277,10 @@ def _next_pass(
     samples: Sequence[Sample], order: Sequence[Sample], batch: int, random: Random
 ) -> list[Sample]:
     """A shuffled pass that starts with samples that are not in the unfinished batch."""
-    fresh = random.sample(samples, len(samples))
-    begun = len(order) % batch
+    shuffled = random.sample(samples, len(samples))
+    begun = len(order) % batch  # samples in the unfinished batch
     present = {sample.name for sample in order[len(order) - begun :]}
-    head = [sample for sample in fresh if sample.name not in present][: batch - begun]
+    absent = [sample for sample in shuffled if sample.name not in present]
+    head = absent[: batch - begun]
     chosen = {sample.name for sample in head}
-    return head + [sample for sample in fresh if sample.name not in chosen]
+    return head + [sample for sample in shuffled if sample.name not in chosen]

@@ -61,8 +61,7 @@ class Schedule:
         datasets: those with a probability above 0.
         origin: where the data begins.
         accumulation: micro-batches per optimizer step, which the windows count.
-        count: (dataset, epoch) -> micro-batches, if the whole epoch lies within the dataset's
-            window.
+        count: (dataset, epoch) -> micro-batches of an epoch within the dataset's window.
         plan: (epoch, micro-batches of the run before it) -> micro-batches of an epoch that an edge
             divides.
     """
@@ -80,10 +79,11 @@ class Schedule:
 
     @property
     def has_windows(self) -> bool:
+        """Whether a dataset takes part in some steps or epochs only."""
+        if self.has_step_windows:
+            return True
         always = range(1, FOREVER)
-        return self.has_step_windows or any(
-            epochs_of(dataset) != always for dataset in self.datasets
-        )
+        return any(epochs_of(dataset) != always for dataset in self.datasets)
 
     def step_at(self, batches: int) -> int:
         """The step, counted from 1, that follows so many micro-batches of the run."""
@@ -94,9 +94,7 @@ class Schedule:
         return [dataset for dataset in self.datasets if epoch in epochs_of(dataset)]
 
     def stretches(self) -> Iterator[Stretch]:
-        """All epochs from the origin on; ends after the first epoch in which no dataset takes
-        part.
-        """
+        """All epochs from the origin on, up to the first in which no dataset takes part."""
         index = 0
         while index == 0 or self._known[index - 1].length > 0:
             if index == len(self._known):
@@ -105,9 +103,7 @@ class Schedule:
             index += 1
 
     def length(self, epoch: int) -> int:
-        """Micro-batches of an epoch; 0 if no dataset takes part in it, or none in an epoch
-        between.
-        """
+        """Micro-batches of an epoch; 0 if no dataset takes part in it or in an earlier epoch."""
         if not self.has_step_windows:  # the epochs before do not matter
             return sum(self.count(dataset, epoch) for dataset in self.active(epoch))
         stretch = self._stretch_with(epoch)
@@ -118,7 +114,9 @@ class Schedule:
         stretch = self._stretch_with(epoch)
         if stretch is not None:
             return stretch.before_epoch(epoch)
-        return self.origin.batches if epoch < self.origin.epoch else self._known[-1].after
+        if epoch < self.origin.epoch:
+            return self.origin.batches
+        return self._known[-1].after
 
     def epoch_after(self, batches: int) -> int:
         """The epoch of the micro-batch that follows so many micro-batches of the run.
@@ -127,13 +125,14 @@ class Schedule:
         change the length of every epoch, it would take minutes to count them all.
         """
         if not self.has_windows:
-            done = max(0, batches - self.origin.batches)
-            return self.origin.epoch + done // self.length(self.origin.epoch)
+            after_origin = max(0, batches - self.origin.batches)
+            return self.origin.epoch + after_origin // self.length(self.origin.epoch)
         for stretch in self.stretches():
             if stretch.length == 0:
                 return stretch.epochs.start
             if batches < stretch.after:
-                return stretch.epochs.start + max(0, batches - stretch.before) // stretch.length
+                after_start = max(0, batches - stretch.before)
+                return stretch.epochs.start + after_start // stretch.length
         raise AssertionError("schedules end with an empty epoch or never")
 
     def gap(self, *, batches: int = FOREVER, epochs: int = FOREVER) -> Stretch | None:
@@ -152,15 +151,13 @@ class Schedule:
         for stretch in self.stretches():
             if stretch.before >= batches or stretch.length == 0:
                 return False
+            # All epochs of a stretch lie on the same side of the edges of windows of epochs.
+            if stretch.epochs.start not in epochs_of(dataset):
+                continue
             first = self.step_at(stretch.before)
             last = self.step_at(min(stretch.after, batches) - 1)
             steps = steps_of(dataset)
-            # All epochs of a stretch lie on the same side of the edges of windows of epochs.
-            if (
-                stretch.epochs.start in epochs_of(dataset)
-                and first < steps.stop
-                and steps.start <= last
-            ):
+            if first < steps.stop and steps.start <= last:
                 return True
         return False
 
@@ -173,6 +170,7 @@ class Schedule:
         return None
 
     def _next_stretch(self) -> Stretch:
+        """The epochs after the known ones, up to an edge that may change their length."""
         epoch = self.origin.epoch
         before = self.origin.batches
         if self._known:
@@ -185,9 +183,9 @@ class Schedule:
             return Stretch(range(epoch, epoch + 1), before, 0)
         length = sum(self.count(dataset, epoch) for dataset in ready)
         undivided = (self._next_step_edge(active, step) - before) // length
-        if undivided == 0:
+        if undivided == 0:  # an edge lies within the next epoch
             return Stretch(range(epoch, epoch + 1), before, self.plan(epoch, before))
-        if any(has_random_aspects(dataset) for dataset in ready):
+        if any(has_random_aspects(dataset) for dataset in ready):  # every epoch has its own length
             undivided = 1
         stop = min(epoch + undivided, self._next_epoch_edge(epoch), FOREVER)
         return Stretch(range(epoch, stop), before, length)
@@ -204,9 +202,7 @@ class Schedule:
 
 
 def _next_edge(windows: Sequence[range], number: int) -> int:
-    """The first number after this one at which a window opens or has closed; `FOREVER` without
-    one.
-    """
+    """The first number after this one at which a window opens or has closed, or `FOREVER`."""
     first = FOREVER
     for window in windows:
         for edge in (window.start, window.stop):
@@ -218,15 +214,15 @@ def _next_edge(windows: Sequence[range], number: int) -> int:
 def epochs_of(dataset: Dataset) -> range:
     """The epochs in which a dataset takes part."""
     config = dataset.config
-    return range(config.start_epoch, FOREVER if config.end_epoch is None else config.end_epoch + 1)
+    stop = FOREVER if config.end_epoch is None else config.end_epoch + 1
+    return range(config.start_epoch, stop)
 
 
 def steps_of(dataset: Dataset) -> range:
     """The optimizer steps, counted from 1, in which a dataset takes part."""
     config = dataset.config
-    return range(
-        max(config.start_step, 1), FOREVER if config.end_step is None else config.end_step + 1
-    )
+    stop = FOREVER if config.end_step is None else config.end_step + 1
+    return range(max(config.start_step, 1), stop)
 
 
 def has_random_aspects(dataset: Dataset) -> bool:
@@ -235,4 +231,5 @@ def has_random_aspects(dataset: Dataset) -> bool:
 
 
 def has_step_window(dataset: Dataset) -> bool:
+    """Whether a dataset takes part in some steps only."""
     return dataset.config.start_step > 1 or dataset.config.end_step is not None

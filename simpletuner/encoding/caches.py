@@ -46,10 +46,11 @@ class CacheFiller(Generic[AnyPlan]):
     """Keeps the caches of a run complete.
 
     Attributes:
+        encoding: encodes the entries.
         listing: the entries of the epoch filled last.
         world: the processes that fill the caches together.
         share: the part of the entries to encode.
-        plan: the plan without files found to be damaged.
+        plan: the plan without files whose decoding failed.
     """
 
     encoding: Encoding[AnyPlan]
@@ -72,16 +73,15 @@ class CacheFiller(Generic[AnyPlan]):
             UserError: too few samples are left, or an entry could not be encoded.
         """
         if remove_damaged(self.plan, self.listing, self.share):
-            self.listing = replace(
-                self.listing
-            )  # drops `ahead`, which lists the removed entries as cached
-        try:  # one encoder at a time in memory
-            self.encoding.texts(self._texts_here(), self.world)
+            # A new object drops `ahead`, which lists the removed entries as cached.
+            self.listing = replace(self.listing)
+        try:
+            # One after the other: only one encoder fits into memory.
+            self.encoding.texts(self._texts_to_encode(), self.world)
             failures = self.encoding.latents(self.share.of(self.listing.ahead.missing), self.world)
         except ChangedFileError as error:
-            for dataset in (
-                self.plan.datasets
-            ):  # makes the next start read the file even if size and time are unchanged
+            # Makes the next start read the file, even if its size and time are unchanged.
+            for dataset in self.plan.datasets:
                 if dataset.id == error.sample.dataset_id:
                     dataset.save_index(except_for={error.sample.name})
             raise
@@ -93,33 +93,40 @@ class CacheFiller(Generic[AnyPlan]):
         self.encoding.features(self.share.of(self.listing.features.missing), self.world)
         self._check_complete()
 
-    def _texts_here(self) -> list[TextEntry]:
+    def _texts_to_encode(self) -> list[TextEntry]:
         """The missing texts that this process encodes.
 
         Streamed text encoders stay in host memory, so only one process per machine loads them.
         """
-        if not (self.plan.config.offload.group_offload_text_encoder and self.world.size > 1):
-            return self.share.of(self.listing.texts.missing)
+        texts = self.listing.texts.missing
+        is_streamed = self.plan.config.offload.group_offload_text_encoder
+        if not is_streamed or self.world.size == 1:
+            return self.share.of(texts)
         place = self.world.place_among_leaders()
-        return Share(*place).of(self.listing.texts.missing) if place else []
+        if place is None:
+            return []
+        return Share(*place).of(texts)
 
     def _check_complete(self) -> None:
         """Check that no entry is missing: of all entries, or of a share that is encoded alone."""
-        listing = self.listing
-        together = self.world.size > 1
-        holes: list[AnyEntry] = [
-            *listing.texts.missing,
-            *listing.ahead.missing,
-            *listing.features.missing,
+        is_shared = self.world.size > 1
+        entries: list[AnyEntry] = [
+            *self.listing.texts.missing,
+            *self.listing.ahead.missing,
+            *self.listing.features.missing,
         ]
-        end = time.monotonic() + (SECONDS_TO_APPEAR if together else 0)
-        # A share that is encoded alone leaves gaps for other shares.
-        while holes := [entry for entry in missing(holes) if together or self.share.holds(entry)]:
+        if not is_shared:  # the other shares are encoded by other runs
+            entries = self.share.of(entries)
+        end = time.monotonic() + (SECONDS_TO_APPEAR if is_shared else 0)
+        while True:
+            entries = missing(entries)
+            if not entries:
+                return
             if time.monotonic() >= end:
-                advice = " All machines must use the same folders." if together else ""
-                first = holes[0].key.digest()
+                advice = " All machines must use the same folders." if is_shared else ""
+                first = entries[0].key.digest()
                 raise UserError(
-                    f"{len(holes)} cache entries are still missing, the first is {first}.{advice}"
+                    f"{len(entries)} cache entries are still missing, the first is {first}.{advice}"
                 )
             time.sleep(1)
 
@@ -131,29 +138,30 @@ class CacheFiller(Generic[AnyPlan]):
 
 
 def remove_damaged(plan: SamplePlan, listing: Listing, share: Share) -> int:
-    """Verify the entries of datasets with `scan_for_errors`; removes damaged entries and returns
-    their number.
-    """
+    """Remove the damaged entries of datasets with `scan_for_errors`; returns their number."""
     scanned = {dataset.id for dataset in plan.datasets if dataset.config.scan_for_errors}
+    if not scanned:
+        return 0
     removed = 0
-    for entry in listing.latents if scanned else ():
-        if entry.sample.dataset_id in scanned and share.holds(entry):
-            try:
-                read_entry(entry.folder, entry.key.digest())
-            except FileNotFoundError:
-                continue
-            except DamagedEntryError as error:
-                logger.warning("%s: %s It is encoded again.", entry.source, error)
-                entry_path(entry.folder, entry.key.digest()).unlink(missing_ok=True)
-                removed += 1
+    for entry in listing.latents:
+        if entry.sample.dataset_id not in scanned or not share.holds(entry):
+            continue
+        digest = entry.key.digest()
+        try:
+            read_entry(entry.folder, digest)
+        except FileNotFoundError:
+            continue
+        except DamagedEntryError as error:
+            logger.warning("%s: %s It is encoded again.", entry.source, error)
+            entry_path(entry.folder, digest).unlink(missing_ok=True)
+            removed += 1
     return removed
 
 
 def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
     """Download the model and fill a share of the caches."""
-    filler = prepare_caches(
-        Encoding(plan, build_adapter(plan), make_accelerator().device, events), 1, share=share
-    )
+    encoding = Encoding(plan, build_adapter(plan), make_accelerator().device, events)
+    filler = prepare_caches(encoding, epoch=1, share=share)
     for dataset in filler.plan.datasets:
         left_out = Problems()
         summarise_rejected(dataset, left_out)
@@ -163,8 +171,8 @@ def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
         events.say("The caches are complete.")
         return
     listing = filler.listing
-    whole: list[AnyEntry] = [*listing.texts, *listing.ahead, *listing.features]
-    part = f"{len(share.of(whole))} of {len(whole)} entries"
+    entries: list[AnyEntry] = [*listing.texts, *listing.ahead, *listing.features]
+    part = f"{len(share.of(entries))} of {len(entries)} entries"
     events.say(f"Share {share.index + 1} of {share.count} is complete: {part}.")
 
 
@@ -192,9 +200,8 @@ def prepare_caches(
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
     filler = CacheFiller(encoding, listing, world, share)
-    world.main_only(
-        lambda: save_indexes(plan.datasets)
-    )  # an interrupted start need not read the files again
+    # Now, so that an interrupted start need not read the files again.
+    world.main_only(lambda: save_indexes(plan.datasets))
     filler.fill()
     return filler
 
@@ -229,9 +236,8 @@ def without_undecodable(plan: AnyPlan, failures: Failures, world: World) -> AnyP
     world.main_only(lambda: save_indexes(datasets))
     problems = Problems()
     context = data_context(plan.config, plan.spec, plan.flavour.task)
-    reduced = replace(
-        plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets]
-    )
+    datasets = [check_amount(dataset, context, problems) for dataset in datasets]
+    reduced = replace(plan, datasets=datasets)
     if problems.are_fatal:
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))

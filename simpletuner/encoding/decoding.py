@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 
 import numpy as np
 from PIL import Image
@@ -20,7 +20,7 @@ from simpletuner.hashing import hash_bytes
 
 Decoded = tuple[LatentEntry, np.ndarray]
 Decoding = tuple[LatentEntry, Future[np.ndarray]]
-NewFailures = dict[tuple[str, str], tuple[str, str]]  # `Failures` that grow
+NewFailures = dict[tuple[str, str], tuple[str, str]]  # `Failures` to add to
 
 # Bytes of decoded pictures and clips in the queue, without those being decoded.
 WAITING_BYTES = 1 << 30
@@ -41,15 +41,23 @@ def name_and_shape(sample: Sample) -> str:
 
 def prepared_picture(sample: Sample) -> Image.Image:
     """The picture of a sample, or frame 0 of its clip, resized and cropped to its geometry."""
-    return Image.fromarray(clips.fit_clip(sample.first_frame.images(), sample.geometry)[0])
+    frames = clips.fit_clip(sample.first_frame.images(), sample.geometry)
+    return Image.fromarray(frames[0])
 
 
 def batches_of_one_shape(
     decoding: Iterable[Decoding], size: int, failures: NewFailures
 ) -> Iterator[list[Decoded]]:
     """Groups of at most `size` entries of the same shape."""
-    for _, alike in groupby(_decoded(decoding, failures), key=lambda decoded: decoded[1].shape):
-        while group := [*islice(alike, size)]:
+    samples = _decoded(decoding, failures)
+    for _, alike in groupby(samples, key=lambda sample: sample[1].shape):
+        group: list[Decoded] = []
+        for sample in alike:
+            group.append(sample)
+            if len(group) == size:
+                yield group
+                group = []
+        if group:
             yield group
 
 
@@ -59,38 +67,43 @@ def _decoded(decoding: Iterable[Decoding], failures: NewFailures) -> Iterator[De
         try:
             yield entry, decoded.result()
         except files.UnreadableError as error:
-            again = "It was readable when the run was planned; start again."
-            raise UserError(f"{entry.sample.path} {error}. {again}") from error
+            advice = "It was readable when the run was planned; start again."
+            raise UserError(f"{entry.sample.path} {error}. {advice}") from error
         except files.MediaError as error:
             failures[(entry.sample.dataset_id, entry.sample.name)] = (error.reason, str(error))
         except MemoryError as error:
-            less = "lower max_workers and image_processing_batch_size"
-            raise UserError(
-                f"{name_and_shape(entry.sample)}: not enough memory to decode it; {less}."
-            ) from error
+            name = name_and_shape(entry.sample)
+            advice = "lower max_workers and image_processing_batch_size"
+            raise UserError(f"{name}: not enough memory to decode it; {advice}.") from error
 
 
 def decode_ahead(
     entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor
 ) -> Iterator[Decoding]:
-    """Entries grouped by shape, with the future of their pixels; decodes ahead up to `most` or
-    `WAITING_BYTES`.
+    """Entries grouped by shape, with the future of their pixels.
+
+    Decodes ahead up to `most` entries or `WAITING_BYTES`.
     """
     # Grouped, since the VAE encodes batches of one shape.
     shapes: dict[tuple[Size, int], list[LatentEntry]] = defaultdict(list)
     for entry in entries:
         shapes[entry.sample.geometry.size, entry.sample.frames].append(entry)
     waiting: deque[Decoding] = deque()
-    held = 0
-    for entry in chain.from_iterable(shapes.values()):
+    waiting_bytes = 0
+
+    def is_full(sample: Sample) -> bool:
         # At least two, however large, so that one is decoded while another is encoded.
-        while len(waiting) > 1 and (
-            len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES
-        ):
-            held -= _bytes(waiting[0][0].sample)
-            yield waiting.popleft()
+        if len(waiting) < 2:
+            return False
+        return len(waiting) >= most or waiting_bytes + _bytes(sample) > WAITING_BYTES
+
+    for entry in chain.from_iterable(shapes.values()):
+        while is_full(entry.sample):
+            first = waiting.popleft()
+            waiting_bytes -= _bytes(first[0].sample)
+            yield first
         waiting.append((entry, decoders.submit(decode_sample, entry.sample)))
-        held += _bytes(entry.sample)
+        waiting_bytes += _bytes(entry.sample)
     yield from waiting
 
 
@@ -115,13 +128,16 @@ def decode_sample(sample: Sample) -> np.ndarray:
             return pictures.fit(pictures.decode(data), sample.geometry)[None]
     try:
         return clips.retry_once(lambda: clips.fit_clip(sample.images(), sample.geometry))
-    finally:  # afterwards, since readers open a clip by name; the hash reveals changes in between
+    finally:
+        # Afterwards, since readers open a clip by name; the hash reveals changes in between.
         _check_same(sample, files.content_hash(sample.path))
 
 
 def _check_same(sample: Sample, content: str) -> None:
-    """Raise if a file has changed, so that latents are not stored under the hash of an earlier
-    version.
+    """Keep latents from being stored under the hash of an earlier version of their file.
+
+    Raises:
+        ChangedFileError: the file has changed.
     """
     if content != sample.content:
         raise ChangedFileError(sample)
@@ -134,6 +150,5 @@ def prompt_picture(sample: Sample | None) -> Image.Image | None:
     try:
         return Image.fromarray(decode_sample(sample.first_frame)[0])
     except files.MediaError as error:
-        raise UserError(
-            f"{sample.path} {error}. It is part of a prompt; replace it or remove the pair."
-        ) from error
+        advice = "It is part of a prompt; replace it or remove the pair."
+        raise UserError(f"{sample.path} {error}. {advice}") from error

@@ -1,6 +1,4 @@
-"""Downloads the parts of a model and the LoRA that a run starts from, and checks what the plan
-could not.
-"""
+"""Downloads the parts of a model and an initial LoRA, and checks what the plan could not."""
 
 from __future__ import annotations
 
@@ -24,18 +22,19 @@ def fetch(plan: SamplePlan, events: EventStream) -> None:
         UserError: a part is not available, or the parts do not match.
     """
     absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
-    encoders = [
-        kind.encoder for technique in plan.techniques for kind in technique.features if kind.encoder
-    ]
+    encoders = []
+    for technique in plan.techniques:
+        for kind in technique.features:
+            if kind.encoder:
+                encoders.append(kind.encoder)
     absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
         download(absent, events)
-        # The plan could check only parts that were already on this machine.
+        # The plan could check only parts that were already on this machine. Now the number of
+        # blocks is known, too.
         problems = Problems()
         check_parts(plan.spec, plan.flavour, plan.source, problems)
-        check_block_numbers(
-            plan.config, plan.spec, plan.source, problems
-        )  # the number of blocks is known now
+        check_block_numbers(plan.config, plan.spec, plan.source, problems)
         for encoder in encoders:
             encoder.check(problems)
         problems.raise_if_fatal()
@@ -49,7 +48,7 @@ def fetch_lora(plan: Plan, *, check_again: bool) -> None:
     """Download the LoRA that the run starts from, and check what the plan could not.
 
     Args:
-        check_again: the plan did not know the model's layers.
+        check_again: the model's layers were unknown when the plan was made.
 
     Raises:
         UserError: the LoRA cannot be downloaded, or does not fit.
@@ -57,7 +56,7 @@ def fetch_lora(plan: Plan, *, check_again: bool) -> None:
     lora = plan.config.lora
     if lora.init_lora is not None and is_on_hub(lora.init_lora):
         find_lora(lora.init_lora, fetch=True)
-        check_again = True  # with the file at hand
+        check_again = True  # now that the file is on this machine
     if check_again:
         modules = linear_modules(plan.source["transformer"].weight_shapes())
         problems = Problems()
@@ -67,9 +66,8 @@ def fetch_lora(plan: Plan, *, check_again: bool) -> None:
 
 def download(parts: Sequence[Part], events: EventStream) -> None:
     """Download parts of a model."""
-    with events.phase(
-        "Downloading the model", len(parts), "parts", stage="init_download_model"
-    ) as phase:
+    title = "Downloading the model"
+    with events.phase(title, len(parts), "parts", stage="init_download_model") as phase:
         for part in parts:
             part.fetch()
             phase.advance(1, f"{part.location}/{part.folder}")

@@ -66,16 +66,19 @@ class Encoding(Generic[AnyPlan]):
 
     Attributes:
         plan: selects the encoders and their precision.
+        adapter: loads the encoders of the family.
+        device: runs the encoders.
+        events: receives the progress.
     """
 
     plan: AnyPlan
     adapter: FamilyAdapter
     device: torch.device
     events: EventStream
-    _vae: LatentEncoder | None = field(
-        default=None, init=False
-    )  # stays loaded once training has used it
-    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
+    # Stays loaded once training has used it.
+    _vae: LatentEncoder | None = field(default=None, init=False)
+    # The prefetch thread and evaluation share the VAE.
+    _vae_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def texts(self, entries: list[TextEntry], world: World) -> None:
         """Encode captions; every process of `world` has a different share."""
@@ -86,8 +89,10 @@ class Encoding(Generic[AnyPlan]):
     def latents(self, entries: list[LatentEntry], world: World) -> Failures:
         """Encode pictures and clips; returns the files that cannot be decoded, with the reason."""
         shares = self._share(LatentJob(self, entries), world)
-        failures = {key: reason for share in shares for key, reason in share.items()}
-        if len(shares) > 1:  # equal for any number of processes
+        failures: dict[tuple[str, str], tuple[str, str]] = {}
+        for share in shares:
+            failures |= share
+        if len(shares) > 1:  # in one order for any number of processes
             failures = dict(sorted(failures.items()))
         return failures
 
@@ -117,11 +122,12 @@ class Encoding(Generic[AnyPlan]):
         """
         # Libraries patch torch while they load a model, so this must happen in the loop's thread.
         encoder = self._vae or in_loop(self._kept_latent_encoder)
-        with self._turn:  # the prefetch thread and evaluation share the VAE
+        with self._vae_lock:
             return encode_now(entry, encoder, self.plan.config.caching)
 
     def _kept_latent_encoder(self) -> LatentEncoder:
-        self._vae = self._vae or self.load_latent_encoder()
+        if self._vae is None:
+            self._vae = self.load_latent_encoder()
         return self._vae
 
     def restore(self, entry: AnyEntry) -> None:
@@ -132,16 +138,15 @@ class Encoding(Generic[AnyPlan]):
             in_loop(partial(self._restore_damaged, entry))
 
     def _restore_damaged(self, entry: AnyEntry) -> None:
-        logger.warning(
-            "The cache entry of %s was damaged and is encoded again.", entry.key.digest()
-        )
+        digest = entry.key.digest()
+        logger.warning("The cache entry of %s was damaged and is encoded again.", digest)
+        # This process alone: other processes have not seen the damage and would not take part.
+        world = World()
         if isinstance(entry, TextEntry):
-            # `World()` is this process alone: other processes have not seen the damage and would
-            # not take part.
-            self.texts([entry], World())
+            self.texts([entry], world)
         elif isinstance(entry, FeatureEntry):
-            self.features([entry], World())
-        elif self.latents([entry], World()):
+            self.features([entry], world)
+        elif self.latents([entry], world):
             raise UserError(
                 f"{entry.source}: its cache entry is damaged and so is the file itself."
             )
@@ -156,9 +161,8 @@ class Encoding(Generic[AnyPlan]):
     def load_latent_encoder(self) -> LatentEncoder:
         """Load the VAE's encoder in the configured precision, onto the device or streamed to it."""
         config = self.plan.config
-        encoder = self.adapter.load_latent_encoder(
-            self.device, DTYPES[vae_dtype(config.precision, config.caching)]
-        )
+        dtype = DTYPES[vae_dtype(config.precision, config.caching)]
+        encoder = self.adapter.load_latent_encoder(self.device, dtype)
         if config.offload.group_offload_vae:
             Offload(config.offload, self.device).attach_to_stacks(encoder.vae)
         return encoder
@@ -198,14 +202,18 @@ class TextJob(EncodingJob[list[str]]):
     def fill(self, bar: ProgressBar) -> list[str]:
         # In turn, since weights pass through host memory while they are cast or quantised.
         # Processes without entries take a turn too: `in_turn` is collective.
-        load = self.encoding.load_text_encoder if self.entries else lambda: None
-        encoder = self.world.in_turn(load)
+        encoder = self.world.in_turn(self._load)
         if encoder is None:
             return []
         config = self.encoding.plan.config
         streams = config.offload.group_offload_text_encoder
         size = config.caching.captions_at_once(self.encoding.device.type, streamed=streams)
         return fill_texts(self.entries, encoder, size, bar)
+
+    def _load(self) -> TextEncoder | None:
+        if not self.entries:
+            return None
+        return self.encoding.load_text_encoder()
 
 
 @dataclass
@@ -217,12 +225,12 @@ class LatentJob(EncodingJob[Failures]):
     stage = "init_vae_cache"
 
     def __post_init__(self) -> None:
-        self.what = self.unit = self.encoding.plan.spec.media_noun
+        self.what = self.encoding.plan.spec.media_noun
+        self.unit = self.what
 
     def fill(self, bar: ProgressBar) -> Failures:
-        return fill_latents(
-            self.entries, self.encoding.load_latent_encoder, self.encoding.plan.config.caching, bar
-        )
+        caching = self.encoding.plan.config.caching
+        return fill_latents(self.entries, self.encoding.load_latent_encoder, caching, bar)
 
 
 @dataclass
@@ -269,28 +277,27 @@ def load_encoder(
     """Load a text encoder in the configured precision, onto the device or streamed to it."""
     dtype = DTYPES[text_encoder_dtype(precision)]
     streams = offload.group_offload_text_encoder
-    waiting: dict[nn.Module, LayerQuantiser] = {}
+    quantisers: dict[nn.Module, LayerQuantiser] = {}
 
     def quantise_encoder(model: nn.Module, layers: str, *, encoder: int) -> None:
-        name = (
-            precision.text_encoder_1_precision
-            if encoder == 1
-            else precision.text_encoder_2_precision
-        )
+        name = precision.text_encoder_2_precision
+        if encoder == 1:
+            name = precision.text_encoder_1_precision
         stored = quantisation(name)
-        if stored is not None:
-            waiting[model] = partial(
-                quantise, model, layers, stored, via=precision.quantize_via, accelerator=device
-            )
-            if not streams:
-                waiting[model](within=[model])
+        if stored is None:
+            return
+        quantisers[model] = partial(
+            quantise, model, layers, stored, via=precision.quantize_via, accelerator=device
+        )
+        if not streams:
+            quantisers[model](within=[model])
 
     if not streams:
         return load(device, dtype, quantise_encoder)
     # Loaded on the CPU, since it may not fit on the device; quantised during packing.
     encoder = load(torch.device("cpu"), dtype, quantise_encoder)
     for model in encoder.models:
-        Offload(offload, device).attach_to_stacks(model, waiting.get(model))
+        Offload(offload, device).attach_to_stacks(model, quantisers.get(model))
     encoder.device = device
     return encoder
 

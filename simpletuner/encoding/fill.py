@@ -60,9 +60,9 @@ def fill_texts(
         UserError: a caption does not fit into memory, or the encoder's output is not finite.
     """
     encode = TextBatches(encoder)
-    notes = []
+    notes: list[str] = []
     with _writing() as write:
-        for group in _of_one_length(entries, encoder, size):
+        for group in _groups_of_one_length(entries, encoder, size):
             # Padded to a fixed batch size: kernels round differently by batch size, and an entry
             # must not depend on the rest of its batch, so that an interrupted fill continues with
             # the same bytes.
@@ -71,9 +71,8 @@ def fill_texts(
                 write(entry, embeds, encode.most or size)
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
-                    notes.append(
-                        f"{entry.source}: the caption is too long; this part is cut off: {cut!r}"
-                    )
+                    note = f"the caption is too long; this part is cut off: {cut!r}"
+                    notes.append(f"{entry.source}: {note}")
             bar.advance(len(group), group[-1].source)
     return notes
 
@@ -105,13 +104,13 @@ def fill_latents(
         for group in batches_of_one_shape(decoding, config.vae_batch_size, failures):
             for (entry, _), latent in zip(group, encode(group), strict=True):
                 write(entry, {"latents": latent}, encode.at_once(group))
-            bar.advance(len(group), group[-1][0].sample.name)
+            last, _ = group[-1]
+            bar.advance(len(group), last.sample.name)
     return failures
 
 
 def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig) -> Tensor:
-    """Decode and encode one sample; the same latents as `fill_latents` with a `vae_batch_size` of
-    1.
+    """Decode and encode one sample: the latents of `fill_latents` with a `vae_batch_size` of 1.
 
     Raises:
         UserError: the sample cannot be decoded or does not fit into memory, or the VAE's output is
@@ -120,10 +119,8 @@ def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig
     try:
         pixels = decode_sample(entry.sample)
     except files.MediaError as error:
-        remedy = (
-            "remove it, or let the caches be filled before training, which leaves such files out"
-        )
-        raise UserError(f"{entry.sample.path} {error}; {remedy}.") from error
+        advice = "or let the caches be filled before training, which leaves such files out"
+        raise UserError(f"{entry.sample.path} {error}; remove it, {advice}.") from error
     return LatentBatches(encoder, config)([(entry, pixels)])[0]
 
 
@@ -214,51 +211,60 @@ def _stop_if_not_finite(
     Raises:
         UserError: a tensor holds NaN or infinity.
     """
-    pairs = zip(entries, encoded, strict=True)
-    bad = [
-        entry.source
-        for entry, tensors in pairs
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors)
-    ]
-    if bad:
-        raise UserError(
-            f"The {encoder}'s output is not finite for {shorten(list(dict.fromkeys(bad)))}; "
-            f"try {remedy}."
-        )
+    failed: list[str] = []
+    for entry, tensors in zip(entries, encoded, strict=True):
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            failed.append(entry.source)
+    if failed:
+        names = shorten(list(dict.fromkeys(failed)))
+        raise UserError(f"The {encoder}'s output is not finite for {names}; try {remedy}.")
 
 
 def to_pixels(frames: np.ndarray, device: torch.device = CPU) -> Tensor:
-    """Convert frames `... F H W 3` (or one frame, `H W 3`) of 0..255 to `... 3 F H W` in [-1, 1],
-    float32.
+    """Convert frames of 0..255 to float32 in [-1, 1], rounded as in the pipelines.
 
-    Rounds as the pipelines do. Frames are uploaded as bytes.
+    Frames are uploaded as bytes.
+
+    Args:
+        frames: `... F H W 3`, or one frame, `H W 3`.
+
+    Returns:
+        `... 3 F H W`.
     """
-    pixels = upload(torch.tensor(frames if frames.ndim > 3 else frames[None]), device).float()
+    if frames.ndim == 3:
+        frames = frames[None]
+    pixels = upload(torch.tensor(frames), device).float()
+    # A tensor, since CUDA divides by a number with its reciprocal, which rounds differently.
+    levels = torch.full((), 255.0, device=device)
     # In place, since a clip of 10 seconds takes a gigabyte in float32; the operations are in the
-    # pipelines' order. Divided by a tensor: for a number, CUDA multiplies by the reciprocal, which
-    # rounds differently.
-    return pixels.div_(torch.full((), 255.0, device=device)).mul_(2.0).sub_(1.0).movedim(-1, -4)
+    # pipelines' order.
+    return pixels.div_(levels).mul_(2.0).sub_(1.0).movedim(-1, -4)
 
 
-def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) -> None:
-    """Write the output of an encoder to the cache; `together` is the batch size of the encoding."""
+def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], batch_size: int = 1) -> None:
+    """Write the output of an encoder to the cache.
+
+    Args:
+        batch_size: of the encoding.
+    """
     provenance = provenance_of(entry.key, entry.source)
     # Not part of the key, since another batch size changes only the rounding.
-    if together > 1:
-        provenance["encoded_together"] = str(together)
+    if batch_size > 1:
+        provenance["encoded_together"] = str(batch_size)
     CacheStore(entry.folder, entry.compress).write(entry.key.digest(), tensors, provenance)
 
 
 @contextmanager
 def _writing() -> Iterator[Callable[[AnyEntry, dict[str, Tensor], int], None]]:
-    """`write_entry` in threads; the error of a failed write, such as a full disk, is raised later
-    or at the end.
+    """`write_entry` in threads.
+
+    The error of a failed write, such as a full disk, is raised by a later write or at the end.
     """
     pending = deque[Future[None]]()
     with ThreadPoolExecutor(WRITERS) as writers:
 
-        def write(entry: AnyEntry, tensors: dict[str, Tensor], together: int) -> None:
-            pending.append(writers.submit(write_entry, entry, tensors, together))
+        def write(entry: AnyEntry, tensors: dict[str, Tensor], batch_size: int) -> None:
+            pending.append(writers.submit(write_entry, entry, tensors, batch_size))
             while pending and pending[0].done():
                 pending.popleft().result()
 
@@ -267,7 +273,7 @@ def _writing() -> Iterator[Callable[[AnyEntry, dict[str, Tensor], int], None]]:
         written.result()
 
 
-def _of_one_length(
+def _groups_of_one_length(
     entries: Sequence[TextEntry], encoder: TextEncoder, size: int
 ) -> Iterator[list[TextEntry]]:
     """Groups of at most `size` prompts of one length, with pictures of one size.
@@ -275,18 +281,14 @@ def _of_one_length(
     The longest prompts come first, so that running out of memory shows immediately.
     """
 
-    def order(entry: TextEntry) -> tuple[int, int, int, bool]:
+    def shape_of(entry: TextEntry) -> tuple[int, int, int, bool]:
         width, height = (0, 0) if entry.picture is None else entry.picture.geometry.size
-        return (
-            width,
-            height,
-            encoder.padded_length(TextRequest(entry.caption, None, entry.bare)),
-            entry.bare,
-        )
+        length = encoder.padded_length(TextRequest(entry.caption, None, entry.bare))
+        return width, height, length, entry.bare
 
-    lengths = {entry: order(entry) for entry in entries}
-    for _, alike in groupby(
-        sorted(entries, key=lengths.__getitem__, reverse=True), lengths.__getitem__
-    ):
-        members = [*alike]
-        yield from (members[start : start + size] for start in range(0, len(members), size))
+    shapes = {entry: shape_of(entry) for entry in entries}
+    ordered = sorted(entries, key=lambda entry: shapes[entry], reverse=True)
+    for _, alike in groupby(ordered, key=lambda entry: shapes[entry]):
+        group = list(alike)
+        for start in range(0, len(group), size):
+            yield group[start : start + size]

@@ -58,20 +58,19 @@ def _quarantine(dataset: Dataset, folder: Path, moved: list[str]) -> None:
     root = dataset.root.expanduser()
     if config.type != "local":  # a moved download would be downloaded again
         return
-    asked = {
+    is_moved = {
         "damaged": config.delete_problematic_images,
         "outside the limits": config.delete_unwanted_images,
     }
     for file in dataset.rejected:
-        if not asked.get(file.reason) or not os.path.lexists(root / file.name):
+        path = root / file.name
+        if not is_moved.get(file.reason) or not os.path.lexists(path):
             continue
         # Resolve the folder, not the file: a link to a file outside is moved as a link.
-        if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
-            logger.warning(
-                "%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail
-            )
+        if not path.parent.resolve().is_relative_to(root.resolve()):
+            logger.warning("%s is outside of %s and is not moved: it %s", path, root, file.detail)
             continue
-        for name in [file.name, *_own_captions(root, file.name)]:
+        for name in [file.name, *_unshared_captions(root, file.name)]:
             target = unused_path(folder / PurePosixPath(name), " ({})")
             origin = (root / name).absolute()
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +80,7 @@ def _quarantine(dataset: Dataset, folder: Path, moved: list[str]) -> None:
         moved.append(file.name)
 
 
-def _own_captions(root: Path, name: str) -> list[str]:
+def _unshared_captions(root: Path, name: str) -> list[str]:
     """The caption files of a picture or clip, without those that another file shares."""
     path = PurePosixPath(name)
     folder = (root / name).parent
@@ -100,6 +99,7 @@ def _own_captions(root: Path, name: str) -> list[str]:
 
 
 def _record(folder: Path, file: Rejected, origin: Path, target: Path) -> None:
+    """Add a line to the list of reasons."""
     line = {
         "dataset": file.dataset_id,
         "file": str(target.relative_to(folder).as_posix()),

@@ -1,6 +1,4 @@
-"""Cache entries as tensors, written atomically and verified on reading, and batches read from
-them.
-"""
+"""Cache entries as tensors: written atomically, verified on reading, and read in batches."""
 
 from __future__ import annotations
 
@@ -63,9 +61,8 @@ class CacheStore:
             name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()
         }
-        store_entry(
-            self.folder, key, safetensors.torch.save(copies), provenance, compress=self.compress
-        )
+        content = safetensors.torch.save(copies)
+        store_entry(self.folder, key, content, provenance, compress=self.compress)
 
 
 @dataclass
@@ -73,10 +70,12 @@ class BatchReader:
     """Reads the entries of a batch; features are read only for training.
 
     Attributes:
+        catalogue: knows the entry of every sample and caption.
         caption_dropout: probability of training a sample with the empty caption.
         seed: seed of the run; together with the position, determines which captions are dropped.
         restore: encodes a damaged or missing entry again.
         encode: encodes latents that are never cached.
+        features: the kinds of features that techniques need.
     """
 
     catalogue: Catalogue
@@ -88,50 +87,57 @@ class BatchReader:
 
     def __call__(self, planned: PlannedBatch) -> Batch:
         embeds = [self._embeds(planned, index) for index in range(len(planned.samples))]
-        features = {
-            kind.name: [
-                self.read(self.catalogue.feature(kind, sample))[FEATURES]
-                for sample in planned.samples
-            ]
-            for kind in self.features
-            # A batch comes from one dataset.
-            if planned.samples[0].dataset_id not in kind.unneeded
-        }
+        features = self._features(planned)
         batch = self._batch(planned.samples, embeds)
         return replace(batch, other_embeds=self._other_embeds(planned), features=features)
 
     def read_sample(self, sample: Sample) -> Batch:
         """A batch of one sample with its first caption, without caption dropout."""
-        caption = sample.captions[0]
-        return self._batch(
-            [sample], [self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))]
-        )
+        text = self.catalogue.text(sample.dataset_id, sample.captions[0], sample.partner)
+        return self._batch([sample], [self.read(text)])
 
     def _batch(self, samples: Sequence[Sample], embeds: list[TextEmbeds]) -> Batch:
-        # All samples of a dataset have a condition, or none; likewise for masks.
-        conditions = [
-            entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None
-        ]
         latents = torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples])
-        condition = (
-            torch.stack([self._latents(entry) for entry in conditions]) if conditions else None
+        # All samples of a dataset have a condition, or none; likewise for masks.
+        conditions: list[Tensor] = []
+        masks: list[Tensor] = []
+        for sample in samples:
+            entry = self.catalogue.condition(sample)
+            if entry is not None:
+                conditions.append(self._latents(entry))
+            if sample.mask is not None:
+                masks.append(mask_weights(sample.mask, latents))
+        return Batch(
+            latents=latents,
+            embeds=embeds,
+            names=[sample.full_name for sample in samples],
+            dataset_id=samples[0].dataset_id,
+            condition=torch.stack(conditions) if conditions else None,
+            loss_mask=torch.stack(masks) if masks else None,
         )
-        masks = [mask_weights(sample.mask, latents) for sample in samples if sample.mask]
-        names = [sample.full_name for sample in samples]
-        mask = torch.stack(masks) if masks else None
-        return Batch(latents, embeds, names, samples[0].dataset_id, condition, mask)
+
+    def _features(self, planned: PlannedBatch) -> dict[str, list[Tensor]]:
+        """The features of the samples, by kind."""
+        features: dict[str, list[Tensor]] = {}
+        dataset_id = planned.samples[0].dataset_id  # a batch comes from one dataset
+        for kind in self.features:
+            if dataset_id in kind.unneeded:
+                continue
+            entries = [self.catalogue.feature(kind, sample) for sample in planned.samples]
+            features[kind.name] = [self.read(entry)[FEATURES] for entry in entries]
+        return features
 
     def _latents(self, entry: LatentEntry) -> Tensor:
-        return self.encode(entry) if entry.storage == "never" else self.read(entry)["latents"]
+        if entry.storage == "never":
+            return self.encode(entry)
+        return self.read(entry)["latents"]
 
     def _embeds(self, planned: PlannedBatch, index: int) -> TextEmbeds:
         sample = planned.samples[index]
-        slot = planned.slots[index]
         # By the position in the global batch, as the sampler draws captions.
-        dropped = (
-            fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout")
-            < self.caption_dropout
-        )
+        slot = planned.slots[index]
+        draw = fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout")
+        dropped = draw < self.caption_dropout
         caption = "" if dropped else planned.captions[index]
         return self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
 
@@ -139,11 +145,11 @@ class BatchReader:
         preserve = self.catalogue.datasets[planned.dataset_id].preserve
         if preserve is None:
             return None
-        pairs = zip(planned.samples, planned.captions, strict=True)
-        return [
-            self.read(self.catalogue.text(each.dataset_id, preserve(one), each.partner))
-            for each, one in pairs
-        ]
+        embeds: list[TextEmbeds] = []
+        for sample, caption in zip(planned.samples, planned.captions, strict=True):
+            entry = self.catalogue.text(sample.dataset_id, preserve(caption), sample.partner)
+            embeds.append(self.read(entry))
+        return embeds
 
     def read(self, entry: AnyEntry) -> dict[str, Tensor]:
         """The tensors of an entry."""
@@ -167,8 +173,9 @@ def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dic
 
 
 def mask_weights(mask: Sample, latents: Tensor) -> Tensor:
-    """A mask averaged to latent positions, `1 F H W`; read from its file, not cached, since it is
-    small.
+    """A mask averaged to latent positions, `1 F H W`.
+
+    Read from its file and not cached, since it is small.
 
     Raises:
         UserError: the file can no longer be read.
@@ -177,6 +184,5 @@ def mask_weights(mask: Sample, latents: Tensor) -> Tensor:
     try:
         return torch.from_numpy(latent_mask(mask, (frames, height, width)))
     except MediaError as error:
-        raise UserError(
-            f"{mask.path} {error}. It was readable when the run was planned; start again."
-        ) from error
+        advice = "It was readable when the run was planned; start again."
+        raise UserError(f"{mask.path} {error}. {advice}") from error

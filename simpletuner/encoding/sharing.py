@@ -49,18 +49,19 @@ class SharedPhase:
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Report `count` more finished units in this process."""
-        self.phase.advance(self.count("done", count) - self.phase.done, note)
+        total = self.count("done", count)
+        self.phase.advance(total - self.phase.done, note)
 
     def wait(self, size: int) -> None:
-        """Report the progress of other processes until all have finished; forwards stop requests to
-        them.
+        """Report the progress of other processes until all have finished.
+
+        Stop requests are forwarded to them.
         """
         finished = self.count("finished", 1)
         while True:
+            # Even if this process is the last: the shared counter has advanced since.
             with suppress(Interrupted):
-                self.advance(
-                    0
-                )  # even if this process is the last: the shared counter has advanced since
+                self.advance(0)
             if finished >= size:
                 return
             time.sleep(POLL_SECONDS)
@@ -69,8 +70,10 @@ class SharedPhase:
     def run(
         self, world: World, work: Callable[[ProgressBar], Iterable[Result]]
     ) -> list[FinishedPart[Result]]:
-        """Do this process's part and wait for the others; returns the parts of all processes, by
-        rank. Collective.
+        """Do this process's part and wait for the others. Collective.
+
+        Returns:
+            the parts of all processes, by rank.
         """
         part = FinishedPart[Result]()
         with suppress(Interrupted):
@@ -90,8 +93,9 @@ def share_items(
     *,
     in_lockstep: bool = False,
 ) -> Generator[Result]:
-    """Split a list among the processes, and wait for all of them; the main process reports the
-    phase.
+    """Split a list among the processes, and wait for all of them.
+
+    The main process reports the phase.
 
     Args:
         phase: its total counts the work of all processes.
@@ -119,8 +123,9 @@ def share_items(
 def share_work(
     world: World, events: EventStream, phase: PhaseStarted, work: Callable[[ProgressBar], Result]
 ) -> list[Result]:
-    """Do this process's part of some work, and wait for all other parts; the main process reports
-    the phase.
+    """Do this process's part of some work, and wait for all other parts.
+
+    The main process reports the phase.
 
     Args:
         phase: its total counts the work of all processes.
@@ -148,9 +153,7 @@ def _is_alone(world: World) -> bool:
 
 @contextmanager
 def _undivided(world: World, events: EventStream, phase: PhaseStarted) -> Iterator[RunningPhase]:
-    """A phase in which every process does all of the work, and all of them stop at the same
-    place.
-    """
+    """A phase in which every process does all of the work, and all stop at the same place."""
     stop = Stop(partial(_agree, world, events.stop))
     with EventStream(events.publish, stop=stop).phase(**vars(phase)) as running:
         yield running
@@ -176,8 +179,9 @@ def _divided(world: World, events: EventStream, phase: PhaseStarted) -> Iterator
 
 
 def _in_order(parts: Sequence[FinishedPart[Result]]) -> Iterator[Result]:
-    """The results in the order of the items, of which the processes took turns; interrupted parts
-    are shorter.
+    """The results in the order of the items, of which the processes took turns.
+
+    Interrupted parts are shorter.
     """
     for position in range(max(len(part.results) for part in parts)):
         for part in parts:

@@ -40,8 +40,10 @@ class ShrinkingEncoder(ABC, Generic[Item, Encoded]):
         """The name of an item, for messages."""
 
     def relieve(self) -> bool:
-        """Lower the peak memory of a single item that does not fit, without changing results; False
-        if impossible.
+        """Lower the peak memory of a single item, without changing results.
+
+        Returns:
+            False if that is impossible.
         """
         return False
 
@@ -55,21 +57,20 @@ class ShrinkingEncoder(ABC, Generic[Item, Encoded]):
         while len(done) < len(items):
             # Items encoded before memory ran out are kept.
             part = items[len(done) : len(done) + (self.most or len(items))]
-            made = self._tried(part)
-            if made is None:
+            encoded = self._try_to_encode(part)
+            if encoded is None:
                 self._shrink(part)
             else:
-                done += made
+                done += encoded
         return done
 
     def at_once(self, items: Sequence[Item]) -> int:
         """Batch size for these items, as far as known."""
         return min(len(items), self.most or len(items))
 
-    def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
-        """The results, or None if memory ran out. Drops the error, whose frames keep tensors
-        alive.
-        """
+    def _try_to_encode(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
+        """The results, or None if memory ran out."""
+        # The error is dropped, since its frames keep tensors alive.
         try:
             return self.encode(items)
         except (RuntimeError, MemoryError) as error:
@@ -79,6 +80,7 @@ class ShrinkingEncoder(ABC, Generic[Item, Encoded]):
         return None
 
     def _shrink(self, items: Sequence[Item]) -> None:
+        """Choose smaller batches, or slices of a single item, after memory ran out."""
         gc.collect()  # cycles of exceptions and frames may keep tensors alive
         # Blocks cached for the larger batch do not fit the smaller one.
         if torch.cuda.is_available():

@@ -23,9 +23,7 @@ NO_WEIGHTS = "it contains no weights"
 
 
 class WeightsError(ValueError):
-    """A weight file that cannot be used; the message continues a sentence that starts with its
-    name.
-    """
+    """A weight file that cannot be used; the message continues the file's name."""
 
 
 def tensor_shapes(path: Path) -> dict[str, Shape]:
@@ -56,7 +54,7 @@ def _header(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[str, Shape]
     try:
         with safe_open(path, "np") as file:
             header = {}
-            for name in file.keys():  # noqa: SIM118 - no mapping
+            for name in file.keys():  # noqa: SIM118 - the file is not a mapping
                 weight = file.get_slice(name)
                 header[name] = (weight.get_dtype(), tuple(weight.get_shape()))
             return header
@@ -72,10 +70,12 @@ def weights_fault(folder: Path) -> str | None:
     files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
     if not files:
         return NO_WEIGHTS
-    faults = chain(
-        map(_index_fault, sorted(folder.glob(f"*{INDEX_SUFFIX}"))), map(_file_fault, files)
-    )
-    return next(filter(None, faults), None)
+    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    faults = chain(map(_index_fault, indexes), map(_file_fault, files))
+    for fault in faults:
+        if fault:
+            return fault
+    return None
 
 
 def _index_fault(index: Path) -> str | None:
@@ -84,7 +84,9 @@ def _index_fault(index: Path) -> str | None:
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         return f"{index.name} cannot be read"
     absent = sorted({shard for shard in shards.values() if not index.with_name(shard).is_file()})
-    return f"it lacks {', '.join(absent)}" if absent else None
+    if not absent:
+        return None
+    return f"it lacks {', '.join(absent)}"
 
 
 def _file_fault(path: Path) -> str | None:
@@ -98,7 +100,7 @@ def _file_fault(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or None."""
+    """The JSON object in a file; None if it cannot be read, or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -107,8 +109,10 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def pickled_shapes(path: Path) -> dict[str, Shape]:
-    """Names and shapes in a torch.save file, without executing its code; empty for files from
-    before torch 1.6, and for other content."""
+    """Names and shapes in a torch.save file, without executing its code.
+
+    Empty for files from before torch 1.6, and for other content.
+    """
     status = path.stat()
     return _pickled_shapes(path, status.st_size, status.st_mtime_ns)
 
@@ -120,22 +124,25 @@ def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, Shape]:
         with zipfile.ZipFile(path) as archive:
             # torch.save writes a zip: archive/data.pkl has names and shapes, archive/data/… the
             # values.
-            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            with archive.open(name) as file:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            with archive.open(names[0]) as file:
                 weights = _Shapes(file).load()
-    except Exception:  # noqa: BLE001 - damaged archives and opcodes may raise any error; loading reports the fault
+    except Exception:  # noqa: BLE001 - damaged archives may raise any error; loading reports the fault
         return {}
-    shapes = list(weights.values()) if isinstance(weights, dict) else [None]
-    are_shapes = all(
-        isinstance(shape, tuple) and all(type(side) is int for side in shape) for shape in shapes
-    )
-    return dict(weights) if are_shapes else {}
+    if not isinstance(weights, dict) or not all(map(_is_shape, weights.values())):
+        return {}
+    return dict(weights)
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(side) is int for side in value)
 
 
 class _Shapes(pickle.Unpickler):
     """Reads shapes instead of tensors, and refuses everything that weights do not need."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name in the file; a name that is not listed is an error."""
         if module == "torch" and name.endswith("Storage"):
             return None
         return {

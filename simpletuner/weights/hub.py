@@ -11,7 +11,7 @@ SAFETENSORS = ".safetensors"
 PICKLED = ".bin"
 # Files of a model, tokenizer or scheduler that are not weights.
 SETTINGS_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-# How long a plan waits for the hub; it can do without.
+# How long a plan waits for the hub, whose answer it can do without.
 ANSWER_SECONDS = 3.0
 OFFLINE = "the hub is offline (HF_HUB_OFFLINE)"
 
@@ -32,6 +32,7 @@ class Selection:
 
     @property
     def allowed(self) -> list[str]:
+        """Patterns of all files to select."""
         return [*self.settings, *self.weights]
 
     def pick(self, files: Iterable[str]) -> list[str]:
@@ -39,14 +40,13 @@ class Selection:
         return _filter(files, self.allowed, self.ignored)
 
     def has_weights(self, files: Iterable[str]) -> bool:
+        """Whether any of these files are weights to select."""
         return bool(_filter(files, list(self.weights), self.ignored))
 
 
 def _filter(files: Iterable[str], allowed: list[str], ignored: tuple[str, ...]) -> list[str]:
-    """The files that match a pattern of the first and none of the second, as `snapshot_download`
-    selects them.
-    """
-    selected = []
+    """The files that match an allowed pattern and no ignored one, as `snapshot_download` does."""
+    selected: list[str] = []
     for file in files:
         is_allowed = any(fnmatch(file, pattern) for pattern in allowed)
         is_ignored = any(fnmatch(file, pattern) for pattern in ignored)
@@ -69,14 +69,18 @@ def part_files(folder: str, variant: str | None, suffix: str = SAFETENSORS) -> S
     settings = tuple(f"{prefix}{pattern}" for pattern in SETTINGS_FILES)
     if variant is None:
         # A further dot in the name begins a variant.
-        return Selection(settings, (f"{prefix}*{suffix}",), (f"{prefix}*.*{suffix}",))
-    whole = f"{prefix}*.{variant}{suffix}"
+        return Selection(
+            settings=settings,
+            weights=(f"{prefix}*{suffix}",),
+            ignored=(f"{prefix}*.*{suffix}",),
+        )
+    single_file = f"{prefix}*.{variant}{suffix}"
     shards = f"{prefix}*.{variant}-*{suffix}"
-    return Selection(settings, (whole, shards), ())
+    return Selection(settings=settings, weights=(single_file, shards), ignored=())
 
 
 def best_selection(files: Iterable[str], folder: str, variant: str | None) -> Selection:
-    """`part_files` in safetensors, or pickled if the repository has the part's weights only so."""
+    """`part_files` in safetensors, or pickled if the part's weights exist only in that format."""
     names = list(files)
     selection = part_files(folder, variant)
     pickled = part_files(folder, variant, PICKLED)
@@ -95,7 +99,9 @@ def repository_files(repository: str, revision: str | None) -> Mapping[str, int]
     """
     from huggingface_hub import is_offline_mode
 
-    return None if is_offline_mode() else ask_hub(repository, revision)
+    if is_offline_mode():
+        return None
+    return ask_hub(repository, revision)
 
 
 @cache
@@ -109,7 +115,7 @@ def ask_hub(repository: str, revision: str | None) -> Mapping[str, int] | None:
             repository, revision=revision, files_metadata=True, timeout=ANSWER_SECONDS
         )
     except GatedRepoError:
-        return None  # it is there, and the download says what to do
+        return None  # it exists, and the download reports how to get access
     except RepositoryNotFoundError:
         return {}
     except Exception:  # noqa: BLE001 - releases of the client raise different errors; a plan can do without an answer
@@ -122,11 +128,13 @@ def hub_fault(error: Exception) -> str:
     from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    is_unreached = isinstance(error, LocalEntryNotFoundError)
-    if is_unreached and is_offline_mode():
+    is_unreachable = isinstance(error, LocalEntryNotFoundError)
+    if is_unreachable and is_offline_mode():
         return OFFLINE
     cause: BaseException = error
-    if is_unreached and error.__cause__ is not None:
+    if is_unreachable and error.__cause__ is not None:
         cause = error.__cause__
     reason = " ".join(str(cause).split()).rstrip(".")
-    return f"the hub cannot be reached ({reason})" if is_unreached else reason
+    if is_unreachable:
+        return f"the hub cannot be reached ({reason})"
+    return reason

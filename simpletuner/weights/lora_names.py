@@ -1,6 +1,4 @@
-"""Key names and metadata of LoRA files, in the forms of diffusers, ComfyUI, peft and kohya's
-scripts.
-"""
+"""Key names and metadata of LoRA files, in the forms of diffusers, ComfyUI, peft and kohya."""
 
 from __future__ import annotations
 
@@ -12,20 +10,13 @@ from typing import Any, Literal
 from simpletuner.headers import METADATA
 from simpletuner.weights.files import Shape, Shapes
 
-FLOATS = (
-    "F64",
-    "F32",
-    "F16",
-    "BF16",
-    "F8_E5M2",
-    "F8_E4M3",
-)  # dtypes of the format that a LoRA may have
-STEP_NOTE = "simpletuner.step"  # metadata of a result: its step
-# metadata of a result: `family/flavour`, for a LoRA `family/flavour/lora`
+# Dtypes of the format that a LoRA may have.
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3")
+# Metadata of a result: its step, and `family/flavour`, for a LoRA `family/flavour/lora`.
+STEP_NOTE = "simpletuner.step"
 ARCHITECTURE = "modelspec.architecture"
-LORA_FILE = (
-    "pytorch_lora_weights.safetensors"  # the name that `load_lora_weights` of diffusers expects
-)
+# The name that `load_lora_weights` of diffusers expects.
+LORA_FILE = "pytorch_lora_weights.safetensors"
 METADATA_KEY = "lora_adapter_metadata"  # the adapter's settings in the header of diffusers' files
 # Key prefix of a file. diffusers loads no keys with another prefix, and only logs a warning.
 LoraForm = Literal["diffusers", "comfyui"]
@@ -60,10 +51,11 @@ def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]
 
 
 def plain_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
-    """peft's settings of a LoRA with these ranks by layer, whose scale is multiplied into its
-    matrices.
+    """peft's settings of a LoRA with these ranks by layer and a scale of 1.
+
+    The matrices already contain its strength.
     """
-    usual = Counter(ranks.values()).most_common(1)[0][0]
+    ((usual, _),) = Counter(ranks.values()).most_common(1)
     # Anchored: peft would also match the end of a longer path.
     exceptions = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
     return {
@@ -78,30 +70,31 @@ def plain_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
 
 
 def rename(header: Mapping[str, Any], form: LoraForm) -> dict[str, Any]:
-    """The header of this program's LoRA file in another form; the data that follow are
-    unchanged.
-    """
+    """The header of this program's LoRA file in another form; the data that follow are the same."""
     notes: dict[str, str] = header[METADATA]
-    settings = {
-        without_prefix(key): value for key, value in json.loads(notes[METADATA_KEY]).items()
-    }
+    settings: dict[str, Any] = json.loads(notes[METADATA_KEY])
+    settings = {without_prefix(key): value for key, value in settings.items()}
     tensors = {
-        PREFIXES[form] + without_prefix(name): each
-        for name, each in header.items()
+        PREFIXES[form] + without_prefix(name): tensor
+        for name, tensor in header.items()
         if name != METADATA
     }
     return {METADATA: {**notes, **file_settings(settings, form)}, **tensors}
 
 
 def module_of(key: str, modules: Sequence[str]) -> str:
-    """The module that a key of a LoRA file belongs to. Kohya's keys have no dots and are looked up
-    in `modules`.
+    """The module that a key of a LoRA file belongs to.
+
+    Kohya's keys have no dots and are looked up in `modules`.
     """
     if key.startswith(KOHYA_PREFIX):
         stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
-        # In lora_unet_transformer_blocks_0_attn1_to_q, underscores replace dots too, so compare
-        # whole names.
-        return next((name for name in modules if name.replace(".", "_") == stem), stem)
+        for name in modules:
+            # In lora_unet_transformer_blocks_0_attn1_to_q, underscores replace dots too, so compare
+            # whole names.
+            if name.replace(".", "_") == stem:
+                return name
+        return stem
     key = without_prefix(key)
     for marker in (".lora_", ".alpha", COMFYUI_MAGNITUDE):
         key = key.partition(marker)[0]
@@ -122,6 +115,7 @@ def layers_in(shapes: Shapes, modules: Sequence[str] = ()) -> dict[str, dict[str
     """The tensors of a LoRA file with these shapes, by module and role; see `module_of`."""
     layers: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
-        if role := role_of(name):
+        role = role_of(name)
+        if role is not None:
             layers.setdefault(module_of(name, modules), {})[role] = shape
     return layers

@@ -1,8 +1,8 @@
-"""Transformers that are published as one file in their original form, with diffusers' names and
-shapes of weights.
+"""Transformers that are published as one file in their original form.
 
-diffusers loads a folder with a config.json. `OriginalTransformer` makes one beside the downloaded
-file, of a link to it and the config.json of a related checkpoint.
+The names and shapes of their weights are those of diffusers, but diffusers loads a folder with a
+config.json. `OriginalTransformer` makes one beside the downloaded file, of a link to it and the
+config.json of a related checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OriginalTransformer(Part):
     def absence(self) -> str | None:
         config = self._cached_file(self.related, f"{self.related.folder}/{CONFIG}")
         if config is not None and self._cached_file(self, self.file) is not None:
-            return None  # `fetch` makes the folder of these
+            return None  # `fetch` makes the folder from these
         if self._is_published():
             return self.diffusers_form.absence()
         return super().absence() or self.related.absence()
@@ -79,7 +79,8 @@ class OriginalTransformer(Part):
         folder.mkdir(exist_ok=True)
         _link(weights.resolve(), folder / f"{DIFFUSERS_WEIGHTS}.safetensors")
         write_json(folder / CONFIG, {**settings, **self.changes})
-        if fault := folder_fault(folder):
+        fault = folder_fault(folder)
+        if fault:
             raise UserError(f"{self.location!r} was downloaded, but cannot be used: {fault}.")
         return folder
 
@@ -106,9 +107,9 @@ class OriginalTransformer(Part):
         with part.downloading():
             return Path(hf_hub_download(part.location, path, revision=part.revision))
 
-    def _absent(self, why: str) -> str:
+    def _absent(self, reason: str) -> str:
         return (
-            f"is not on this machine, and {why}. On another one, download it with `hf download "
+            f"is not on this machine, and {reason}. On another one, download it with `hf download "
             f"{self.location} {self.file}` and `hf download {self.related.location}`, and copy "
             "its hub cache here."
         )
@@ -117,7 +118,7 @@ class OriginalTransformer(Part):
 def _link(target: Path, link: Path) -> None:
     """Make a link to a file; a hard link where the system allows no symbolic ones.
 
-    The link is relative, as those in the hub's cache, so that a copied cache holds together.
+    The link is relative, as those in the hub's cache, so that a copied cache stays complete.
     """
     if link.exists():
         return

@@ -53,10 +53,15 @@ SETTINGS = (*MARKERS[1:], "processor_config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class Part:
-    """A component: `folder` inside `location`, a local folder or hub id that the config key `key`
-    set.
+    """A component of a checkpoint.
 
     Attributes:
+        role: of the component in the pipeline, such as `vae`.
+        key: the config key that sets `location`.
+        location: a local folder or a hub id.
+        folder: the component's folder inside `location`; empty if that is the component.
+        revision: branch, tag or commit on the hub; None for the default.
+        variant: the word before the suffix of weight files, such as `fp16`; None for plain files.
         published: hub ids of the family's checkpoints.
     """
 
@@ -99,10 +104,9 @@ class Part:
         if folder is None:
             return {}
         # safetensors first, as the libraries load them.
-        for pattern, shapes_of in (
-            ("*.safetensors", tensor_shapes),
-            ("*pytorch_model*.bin", pickled_shapes),
-        ):
+        formats = (("*.safetensors", tensor_shapes), ("*pytorch_model*.bin", pickled_shapes))
+        # safetensors first, as the libraries load them.
+        for pattern, shapes_of in formats:
             files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)]
             if not files:
                 continue
@@ -113,18 +117,21 @@ class Part:
         return {}
 
     def weight_files(self) -> dict[str, Path]:
-        """The safetensors file of each weight, as selected by diffusers; empty if it loads another
-        format.
+        """The safetensors file of each weight, as diffusers selects them.
+
+        Empty if diffusers loads another format.
         """
         folder = self.fetch()
         variant = f".{self.variant}" if self.variant else ""
-        # diffusion_pytorch_model.safetensors.index.fp16.json
+        # With a variant: diffusion_pytorch_model.safetensors.index.fp16.json.
         index = folder / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX.removesuffix('.json')}{variant}.json"
         if index.is_file():
             listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: folder / file for name, file in listed.items()}
         file = folder / f"{DIFFUSERS_WEIGHTS}{variant}.safetensors"
-        return dict.fromkeys(tensor_shapes(file), file) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        return dict.fromkeys(tensor_shapes(file), file)
 
     def read_config(self) -> dict[str, Any] | None:
         """The config.json of a model or scheduler; None if it is not on this machine."""
@@ -137,22 +144,26 @@ class Part:
     def tokens(self) -> int | None:
         """The number of tokens of a tokenizer; None if it has no tokenizer.json on this machine."""
         folder = self.local_folder()
-        content = read_object(folder / "tokenizer.json") if folder else None
+        if folder is None:
+            return None
+        content = read_object(folder / "tokenizer.json")
         if content is None:
             return None
+        count = len(content["model"]["vocab"])
         # Added tokens may have ids beyond the vocabulary, with gaps.
-        return max(
-            len(content["model"]["vocab"]),
-            *(token["id"] + 1 for token in content["added_tokens"]),
-            0,
-        )
+        for token in content["added_tokens"]:
+            count = max(count, token["id"] + 1)
+        return count
 
     def _has_variant(self, path: Path) -> bool:
-        """Whether a weight file has the chosen variant: `model.fp16.safetensors`,
-        `model.fp16-00001-of-…`.
+        """Whether a weight file has the chosen variant.
+
+        With the variant fp16, it is called `model.fp16.safetensors` or `model.fp16-00001-of-…`.
         """
         _, dot, suffix = path.stem.partition(".")
-        return suffix.partition("-")[0] == self.variant if self.variant else not dot
+        if not self.variant:
+            return not dot
+        return suffix.partition("-")[0] == self.variant
 
     def _fault_of_variant(self, folder: Path) -> str | None:
         files = [path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES]
@@ -170,20 +181,22 @@ class Part:
         return None
 
     def absence(self) -> str | None:
-        """Why a part that is not on this machine cannot be downloaded either; None if a download
-        can be tried.
+        """Why a part that is not on this machine cannot be downloaded either.
+
+        None if a download can be tried.
         """
         from huggingface_hub import is_offline_mode
 
         if is_offline_mode():
             return f"{self._absent(OFFLINE)} Or unset HF_HUB_OFFLINE."
-        is_on_hub = repository_files(self.location, self.revision) != {}
-        return None if is_on_hub else self._not_found()
+        if repository_files(self.location, self.revision) == {}:
+            return self._not_found()
+        return None
 
-    def _absent(self, why: str) -> str:
+    def _absent(self, reason: str) -> str:
         revision = f" --revision {self.revision}" if self.revision else ""
         return (
-            f"is not on this machine, and {why}. Download it on another one with `hf download "
+            f"is not on this machine, and {reason}. Download it on another one with `hf download "
             f"{self.location}{revision} --local-dir FOLDER`, and set {self.key} to that folder."
         )
 
@@ -197,7 +210,7 @@ class Part:
         return f"is not on the hub, or not public.{did_you_mean(self.location, self.published)}"
 
     def download_size(self) -> int | None:
-        """Bytes still to download; None if the hub does not say."""
+        """Bytes still to download; None if the hub does not answer."""
         if self.local_folder() is not None:
             return 0
         sizes = repository_files(self.location, self.revision)
@@ -225,20 +238,20 @@ class Part:
         Raises:
             UserError: the hub lacks the repository or part, or cannot be reached.
         """
-        if local := self.local_folder():
+        local = self.local_folder()
+        if local is not None:
             return local
         if self.is_local:
             raise UserError(f"{self.location!r} has no {self.folder!r} folder with a model in it.")
         with self.downloading():
             folder = self._download(self._selection(SAFETENSORS)) / self.folder
-            if (
-                folder_fault(folder) == NO_WEIGHTS
-            ):  # the repository has them in the older format alone
+            if folder_fault(folder) == NO_WEIGHTS:  # the repository has only the older format
                 self._download(self._selection(PICKLED))
-        if fault := folder_fault(folder) or _unreadable(folder):
+        fault = folder_fault(folder) or _unreadable(folder)
+        if fault:
+            part = f"its part {self.folder!r}"
             raise UserError(
-                f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be "
-                f"used: {fault}."
+                f"{self.location!r} was downloaded, but {part} cannot be used: {fault}."
             )
         return folder
 
@@ -263,13 +276,11 @@ class Part:
         except RepositoryNotFoundError:
             raise UserError(f"{self.location!r} {self._not_found()}") from None
         except LocalEntryNotFoundError as error:
-            raise UserError(
-                f"{self.location!r} {self.absence() or self._absent(hub_fault(error))}"
-            ) from error
+            reason = self.absence() or self._absent(hub_fault(error))
+            raise UserError(f"{self.location!r} {reason}") from error
         except (HfHubHTTPError, OSError) as error:
-            raise UserError(
-                f"{self.location!r} could not be downloaded: {hub_fault(error)}."
-            ) from error
+            message = f"{self.location!r} could not be downloaded: {hub_fault(error)}."
+            raise UserError(message) from error
 
     def fetch_index(self) -> Path:
         """The file that lists the parts of the pipeline, downloaded if necessary.
@@ -285,25 +296,25 @@ class Part:
         try:
             return Path(hf_hub_download(self.location, INDEX_FILE, revision=self.revision))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise UserError(
-                f"{INDEX_FILE} of {self.location!r} {self._absent(hub_fault(error))}"
-            ) from error
+            absent = self._absent(hub_fault(error))
+            raise UserError(f"{INDEX_FILE} of {self.location!r} {absent}") from error
 
 
 def looks_like_path(location: str) -> bool:
-    """Whether a model location is a folder: hub ids have exactly one slash and do not start like a
-    path.
-    """
-    return (
-        location.startswith(("/", ".", "~")) or location.count("/") != 1 or Path(location).is_dir()
-    )
+    """Whether a model location is a folder, not a hub id."""
+    # Hub ids have exactly one slash and do not start like a path.
+    if location.startswith(("/", ".", "~")) or location.count("/") != 1:
+        return True
+    return Path(location).is_dir()
 
 
 def folder_fault(folder: Path) -> str | None:
     """The fault of a component's folder visible in its files, or None."""
     if not any((folder / marker).is_file() for marker in MARKERS):
         return "it is not there"
-    return weights_fault(folder) if (folder / MARKERS[0]).is_file() else None
+    if not (folder / MARKERS[0]).is_file():  # not a model, so it has no weights
+        return None
+    return weights_fault(folder)
 
 
 def _unreadable(folder: Path) -> str | None:
@@ -323,6 +334,6 @@ def _unreadable(folder: Path) -> str | None:
 def _is_tokenizer(content: Mapping[str, Any]) -> bool:
     """Whether the content of a tokenizer.json has the entries that loading needs."""
     model = content.get("model")
-    added = content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)
+    has_vocabulary = isinstance(vocabulary, dict | list) and len(vocabulary) > 0
+    return has_vocabulary and isinstance(content.get("added_tokens"), list)

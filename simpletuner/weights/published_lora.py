@@ -1,6 +1,6 @@
 """Where a LoRA is, and how strongly it acts: the file, its header, and the settings file beside it.
 
-The matrices of a LoRA alone do not say their strength. It is stated in one of four places:
+The matrices of a LoRA alone do not determine its strength. It is stated in one of four places:
 
 a tensor `alpha` per layer           files of Kohya's scripts and of ComfyUI
 `lora_adapter_metadata`              header of diffusers' files
@@ -67,13 +67,13 @@ class LoraSettings:
         origin: where they are stated, for messages; empty if they are not stated.
         alpha: None means the rank.
         alphas: alphas of layers by pattern, for layers whose alpha differs.
-        by_root: rank-stabilised (`use_rslora`): the scale is alpha / √rank instead of alpha / rank.
+        is_rank_stabilised: `use_rslora`: the scale is alpha / √rank instead of alpha / rank.
     """
 
     origin: str = ""
     alpha: float | None = None
     alphas: Mapping[str, float] = field(default_factory=dict)
-    by_root: bool = False
+    is_rank_stabilised: bool = False
 
     def scale(self, layer: str, rank: int) -> float:
         """The factor on B A in a layer."""
@@ -84,7 +84,7 @@ class LoraSettings:
                 break
         if alpha is None:
             return 1.0
-        return alpha / (math.sqrt(rank) if self.by_root else rank)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
 def lora_file(path: Path) -> Path:
@@ -115,18 +115,18 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
     if not is_on_hub(location):
         return lora_file(home_path(location))
     repository, _, name = location.partition(":")
-    return _fetched(repository, name) if fetch else _cached(repository, name)
+    if fetch:
+        return _fetched(repository, name)
+    return _cached(repository, name)
 
 
 def is_on_hub(location: str) -> bool:
     """Whether the location of a LoRA is `repo[:file]` on the hub, not a path."""
     repository, colon, _ = location.partition(":")
+    if home_path(location).exists():
+        return False
     is_file = location.endswith(".safetensors") and not colon
-    return (
-        not home_path(location).exists()
-        and not is_file
-        and HUB_ID.fullmatch(repository) is not None
-    )
+    return not is_file and HUB_ID.fullmatch(repository) is not None
 
 
 def _cached(repository: str, name: str) -> Path | None:
@@ -143,7 +143,7 @@ def _cached(repository: str, name: str) -> Path | None:
 
 
 def _fetched(repository: str, name: str) -> Path:
-    """Download a LoRA from the hub; if that fails, the file on this machine will do."""
+    """Download a LoRA from the hub; without a connection, the file on this machine is used."""
     try:
         return _download(repository, name)
     except UserError:
@@ -163,7 +163,7 @@ def _download(repository: str, name: str) -> Path:
 
     names = HfApi().list_repo_files(repository)
     file = name or _choose(repository, names)
-    # First, so that a file that is on this machine always has its settings beside it.
+    # Settings first, so that a file that is on this machine always has them beside it.
     for companion in COMPANIONS:
         beside = str(Path(file).with_name(companion))
         if beside in names:
@@ -182,10 +182,8 @@ def _choose(repository: str, names: Collection[str]) -> str:
     if not files:
         raise UserError(f"{repository!r} on the hub holds no safetensors file.")
     shown = shorten(sorted(files), 5)
-    raise UserError(
-        f"{repository!r} on the hub holds several LoRAs: {shown}. Choose one with "
-        f"{repository}:FILE."
-    )
+    message = f"{repository!r} on the hub holds several LoRAs: {shown}."
+    raise UserError(f"{message} Choose one with {repository}:FILE.")
 
 
 def lora_settings(path: Path) -> LoraSettings:
@@ -202,10 +200,9 @@ def lora_settings(path: Path) -> LoraSettings:
     if METADATA_KEY in notes:
         settings = _parse(str(notes[METADATA_KEY]), METADATA_KEY)
     elif not has_alphas:
-        settings = _settings_beside(
-            path, {parts["A"][0] for parts in layers.values() if parts.get("A")}
-        )
-    if has_alphas and settings.by_root:
+        ranks = {parts["A"][0] for parts in layers.values() if parts.get("A")}
+        settings = _settings_beside(path, ranks)
+    if has_alphas and settings.is_rank_stabilised:
         message = f"has an alpha for each layer, and {settings.origin} asks for use_rslora"
         raise WeightsError(f"{message}; they contradict each other, so its strength is unknown")
     if not settings.origin and not has_alphas and KOHYA_ALPHA in notes:
@@ -214,46 +211,46 @@ def lora_settings(path: Path) -> LoraSettings:
 
 
 def _number(text: Any) -> Any:
+    """A number from a header; another text is returned as it is, and `_parse` reports it."""
     try:
         return float(text)
     except (TypeError, ValueError):
-        return text  # `_parse` reports it
+        return text
 
 
 def _settings_beside(path: Path, ranks: Collection[int]) -> LoraSettings:
     """The settings in a file beside a LoRA whose layers have these ranks."""
-    stated = []
+    stated: list[LoraSettings] = []
     for name in COMPANIONS:
         companion = path.with_name(name)
         if not companion.is_file():
             continue
         text = companion.read_text(encoding="utf-8", errors="replace")
         settings = _parse(text, f"{name} beside it")
-        claimed = _ranks(json.loads(text))
-        if claimed and not claimed >= {*ranks}:
-            shown = ", ".join(map(str, sorted(claimed)))
-            message = (
-                f"has rank {', '.join(map(str, sorted(ranks)))}, and {name} beside it says {shown}"
-            )
-            raise WeightsError(
-                f"{message}: that file belongs to another LoRA; move one of them to its own folder"
-            )
+        stated_ranks = _ranks(json.loads(text))
+        if stated_ranks and not stated_ranks.issuperset(ranks):
+            own_ranks = ", ".join(map(str, sorted(ranks)))
+            other_ranks = ", ".join(map(str, sorted(stated_ranks)))
+            message = f"has rank {own_ranks}, and {name} beside it says {other_ranks}"
+            advice = "that file belongs to another LoRA; move one of them to its own folder"
+            raise WeightsError(f"{message}: {advice}")
         stated.append(settings)
     if not stated:
         return LoraSettings()
     first = stated[0]
     if any(replace(settings, origin=first.origin) != first for settings in stated):
-        message = (
-            f"lies beside {PEFT_SETTINGS} and {OFFICIAL_SETTINGS}, which state different strengths"
-        )
+        files = f"{PEFT_SETTINGS} and {OFFICIAL_SETTINGS}"
+        message = f"lies beside {files}, which state different strengths"
         raise WeightsError(f"{message}; remove the one that belongs to another LoRA")
     return first
 
 
 def _ranks(settings: Mapping[str, Any]) -> set[int]:
     """The ranks that settings name; empty if they name none."""
+    ranks = [settings.get("r")]
     pattern = settings.get("rank_pattern")
-    ranks = [settings.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+    if isinstance(pattern, dict):
+        ranks += pattern.values()
     return {rank for rank in ranks if isinstance(rank, int)}
 
 
@@ -273,23 +270,27 @@ def _parse(text: str, origin: str) -> LoraSettings:
             re.compile(pattern)
         if not all(map(math.isfinite, (alpha, *alphas.values()))):
             raise ValueError
-    # Settings of any program may have lists, nulls, numbers beyond float, deep nesting, invalid
-    # patterns.
+    # Other programs may write lists, nulls, numbers beyond float, deep nesting, invalid patterns.
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error):
-        raise WeightsError(
-            f"holds settings of the adapter that cannot be read ({origin})"
-        ) from None
+        message = f"holds settings of the adapter that cannot be read ({origin})"
+        raise WeightsError(message) from None
     _refuse_other_kinds(settings, origin)
-    return LoraSettings(origin, alpha, alphas, bool(settings.get("use_rslora")))
+    return LoraSettings(
+        origin=origin,
+        alpha=alpha,
+        alphas=alphas,
+        is_rank_stabilised=bool(settings.get("use_rslora")),
+    )
 
 
 def _refuse_other_kinds(settings: Mapping[str, Any], origin: str) -> None:
+    """Refuse peft's settings of anything but a plain LoRA."""
     kind = str(settings.get("peft_type") or "LORA")
     if kind.upper() != "LORA":
         raise WeightsError(f"is a {kind}, as {origin} says, not a LoRA")
-    asked = [name for name in REFUSED if settings.get(name)]
-    if asked:
-        raise WeightsError(f"needs {', '.join(asked)} ({origin}), which a plain LoRA does not have")
+    used = [name for name in REFUSED if settings.get(name)]
+    if used:
+        raise WeightsError(f"needs {', '.join(used)} ({origin}), which a plain LoRA does not have")
     start = settings.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(BASE_CHANGING):
         message = f"was trained on a base model changed by init_lora_weights {start!r} ({origin})"
@@ -297,9 +298,7 @@ def _refuse_other_kinds(settings: Mapping[str, Any], origin: str) -> None:
 
 
 def model_in_header(path: Path) -> tuple[str, str]:
-    """Family and flavour in the header of a LoRA that this program trained; empty if the header has
-    none.
-    """
+    """Family and flavour in the header of a LoRA that this program trained, else empty texts."""
     notes = read_header(path)[METADATA]
     if STEP_NOTE not in notes:
         return "", ""

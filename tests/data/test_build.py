@@ -216,7 +216,7 @@ def test_other_names_of_jpeg_files_are_read(
                 "crop_aspect_buckets": [9],
             },
             "crop_aspect_buckets",
-            "is 2048 a side",
+            "is 2048 pixels per side",
         ),
         ({"resolution": 4096}, "resolution", "2048"),
         ({"resolution": 1024, "resolution_type": "area"}, "resolution", "megapixels"),

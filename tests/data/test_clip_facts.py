@@ -13,7 +13,7 @@ from av.error import PatchWelcomeError
 
 from simpletuner.data import clip_facts
 from simpletuner.data.clip_file import ClipFile
-from simpletuner.data.clip_truncation import DECLARED_ENDS, misses_its_end
+from simpletuner.data.clip_truncation import DECLARED_ENDS, is_truncated
 from simpletuner.data.clips import probe_clip
 from simpletuner.data.files import MediaError, UnsuitableError
 from tests.tools.clips import (
@@ -74,14 +74,14 @@ def test_a_clip_that_lost_any_part_of_its_last_frame_misses_its_end(
         write_clip(path, seconds=0.5)
     with av.open(str(path)) as container:
         kind = container.format.name
-    assert not misses_its_end(path, kind)
+    assert not is_truncated(path, kind)
     content = path.read_bytes()
     end = len(content)
     with path.open("rb") as file:
         end = DECLARED_ENDS[kind](file, end) or end
     for lost in (2, 40):
         path.write_bytes(content[: end - lost])
-        assert misses_its_end(path, kind), lost
+        assert is_truncated(path, kind), lost
 
 
 @pytest.mark.parametrize("kind", DECLARED_ENDS)
@@ -100,7 +100,7 @@ def test_arbitrary_bytes_are_checked_for_truncation_without_an_error(
         for size in (0, 5, 300):
             path = tmp_path / "noise"
             path.write_bytes(start + numbers.bytes(size) + b"\xff" * size)
-            assert misses_its_end(path, kind) in (True, False)
+            assert is_truncated(path, kind) in (True, False)
 
 
 def test_a_packet_of_vp9_with_a_reference_and_a_frame_is_shown() -> None:

@@ -20,8 +20,8 @@ from PIL import Image
 from simpletuner.config.types import Size
 from simpletuner.data import clip_decord, clip_facts, clips
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.clip_file import ClipFile, UndecodableError, UnsupportedError, opened
-from simpletuner.data.clip_frames import CONVERSION, _deinterlaced, _Painter, read_with_av
+from simpletuner.data.clip_file import ClipFile, UndecodableError, UnsupportedError, open_clip
+from simpletuner.data.clip_frames import CONVERSION, PictureConverter, _deinterlaced, read_with_av
 from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, probe_clip
 from simpletuner.data.files import MediaError, UnsuitableError
 from tests.tools.clips import (
@@ -71,11 +71,13 @@ def plain_frame(levels: tuple[int, int, int], pixel_format: str, matrix: int) ->
 )
 def test_colours_are_those_of_an_exact_computation(pixel_format: str, matrix: int) -> None:
     numbers = np.random.default_rng(0)
-    paint = _Painter(None, "white")
+    converter = PictureConverter(None, "white")
     errors = []
     for _ in range(30):
         levels = tuple(map(int, numbers.integers((60, 100, 100), (190, 156, 156))))
-        seen = np.asarray(paint(plain_frame(levels, pixel_format, matrix)))[8, 16].astype(float)
+        seen = np.asarray(converter.picture_of(plain_frame(levels, pixel_format, matrix)))[
+            8, 16
+        ].astype(float)
         errors.append(seen - exact_rgb(levels, matrix, is_full=pixel_format.startswith("yuvj")))
     assert np.abs(errors).max() <= 0.6
     assert abs(np.mean(errors)) < 0.1, "no bias towards dark"
@@ -90,7 +92,7 @@ def test_planar_conversion_gives_the_values_of_packed_pixels(pixel_format: str) 
     packed = (
         VideoReformatter().reformat(frame, format="rgb24", interpolation=CONVERSION).to_ndarray()
     )
-    assert np.array_equal(_Painter(None, "white")(frame), packed)
+    assert np.array_equal(PictureConverter(None, "white").picture_of(frame), packed)
 
 
 def test_a_repeated_frame_is_converted_and_resized_once(
@@ -168,7 +170,7 @@ def test_an_interlaced_clip_may_change_its_size(tmp_path: Path) -> None:
         write_interlaced(path, codec, size=size, **options)
         parts += path.read_bytes()
     path.write_bytes(parts)
-    with opened(path) as clip:
+    with open_clip(path) as clip:
         sizes = [(frame.width, frame.height) for frame in _deinterlaced(clip.frames())]
     assert sizes == [(WIDTH, HEIGHT)] * 25 + [(WIDTH // 2, HEIGHT // 2)] * 25
 

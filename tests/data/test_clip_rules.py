@@ -223,9 +223,7 @@ def test_lengths_count_after_resampling(context: DataContext, tmp_path: Path) ->
     dataset, _ = build(context, root, {"num_frames": 21})
     assert lengths_of(dataset.samples) == [21]
     _, problems = build(context, root, {"num_frames": 29})
-    assert "has 24 frames at 24 a second" in str(
-        next(problem for problem in problems if problem.fatal)
-    )
+    assert "has 24 frames at 24 fps" in str(next(problem for problem in problems if problem.fatal))
 
 
 def test_clips_outside_the_lengths_are_counted_with_what_would_do(
@@ -239,10 +237,10 @@ def test_clips_outside_the_lengths_are_counted_with_what_would_do(
     assert dataset.counts() == {"too short": 2, "too long": 1}
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert uses["film_016.mp4"] == (
-        "has 16 frames at 24 a second, fewer than video.min_frames 17; num_frames and "
+        "has 16 frames at 24 fps, fewer than video.min_frames 17; num_frames and "
         "min_frames 13 would work"
     )
-    assert uses["film_001.mp4"].startswith("has 1 frame at 24 a second, ")
+    assert uses["film_001.mp4"].startswith("has 1 frame at 24 fps, ")
     assert uses["film_040.mp4"].endswith("more than video.max_frames 30; 40 would work")
     (problem,) = problems
     assert (
@@ -297,9 +295,11 @@ def test_one_warning_for_speed_with_the_factors(context: DataContext, tmp_path: 
     _, problems = build(context, root, {"num_frames": 17, "frame_rate": 30})
     (problem,) = problems
     assert problem.where == "films.video.frame_rate"
-    assert "taken at 30 a second and the model plays 24" in problem.message
+    assert "taken at 30 fps and the model plays 24" in problem.message
     assert "0.80 times as fast" in problem.message
-    assert "fewer than the 30 frames a second that are taken, in 2 of 2 clips (" in problem.message
+    assert (
+        "fewer than the 30 frames per second that are taken, in 2 of 2 clips (" in problem.message
+    )
     assert "film_024.mp4 has 12): frames are seen up to 2.50 times" in problem.message
     _, problems = build(
         context, films(tmp_path / "usual", [24], rate=24000 / 1001), {"num_frames": 17}

@@ -293,7 +293,7 @@ def test_memory_is_never_blamed_on_a_clip(folder: Path, monkeypatch: pytest.Monk
     def fail(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(clip_frames._Painter, "_paint", fail)
+    monkeypatch.setattr(clip_frames.PictureConverter, "_convert", fail)
     with pytest.raises(MemoryError):
         read_clip(folder / "h264.mp4", 2, 24)
 

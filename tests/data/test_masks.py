@@ -214,10 +214,7 @@ def test_masks_of_clips_have_their_length(tmp_path: Path) -> None:
     film(tmp_path / "masks" / "fine.mkv", [1.0] * 4, rate=4)
     _, problems = build(tmp_path, task="i2v")
     misfit, black = sorted(problem.message for problem in problems if problem.fatal)
-    assert (
-        "do not fit the files of files: long.mkv has 9 frames at 8 a second and long.mp4 8."
-        in misfit
-    )
+    assert "do not fit the files of files: long.mkv has 9 frames at 8 fps and long.mp4 8." in misfit
     assert (
         "black, frame 0 aside, wherever it is trained, so nothing is learned: 1 mask, dark.mkv"
         in black
@@ -236,7 +233,7 @@ def test_a_picture_is_not_masked_by_a_clip_nor_twice(tmp_path: Path) -> None:
     }
     _, problems = build(tmp_path, "mask", "t2v", pictures)
     assert [problem.message for problem in problems if problem.fatal] == [
-        "1 masks do not fit the files of pictures: b.mkv has 8 frames at 8 a second and b.png 1."
+        "1 masks do not fit the files of pictures: b.mkv has 8 frames at 8 fps and b.png 1."
     ]
     second = {
         "id": "more",
@@ -253,14 +250,14 @@ def test_masks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     paint(tmp_path / "files" / "a.png")
     paint(tmp_path / "masks" / "a.png", (0, 0, 48, 64))
     (files, found), _ = build(tmp_path)
-    assert files.white == {"a.png": 0.5}
+    assert files.white_shares == {"a.png": 0.5}
     found.save_index()
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("the mask is read again")
 
     monkeypatch.setattr(masks, "latent_mask", refuse)
-    assert build(tmp_path)[0][0].white == {"a.png": 0.5}
+    assert build(tmp_path)[0][0].white_shares == {"a.png": 0.5}
     with pytest.raises(AssertionError, match="again"):
         build(tmp_path, crop=True)
-    assert replace(files, samples=()).white == {}
+    assert replace(files, samples=()).white_shares == {}

@@ -331,7 +331,7 @@ def test_text_encoders_that_stream_are_on_a_machine_once(
     fillers = [
         CacheFiller(encoding, budget.listing, world, Share(world.rank, 4)) for world in worlds
     ]
-    found = [filler._texts_here() for filler in fillers]
+    found = [filler._texts_to_encode() for filler in fillers]
     assert found[1] == found[3] == []
     assert sorted(each.source for each in found[0] + found[2]) == sorted(
         text.source for text in budget.listing.texts

@@ -50,7 +50,7 @@ class Mask:
         """The mask of a dataset's file; None if it has none."""
         if (masks := dataset.masks) is None or (mask := masks.name_for(name)) is None:
             return None
-        return cls(masks.root / mask, stamp_of(masks.facts[mask]), dataset.white.get(mask))
+        return cls(masks.root / mask, stamp_of(masks.facts[mask]), dataset.white_shares.get(mask))
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     for label, count in sorted(dataset.sizes().items()):
         yield f"  bucket {label}: {count}"
     # In a long ledger, only unused files are of interest.
-    shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
+    shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused_lines()
     for entry in shown[:LONGEST_LEDGER]:
         yield escape_controls(f"  {entry.name}: {_fate(entry)}")
     if len(shown) > LONGEST_LEDGER:
@@ -541,12 +541,12 @@ def _described_time(budget: Budget) -> dict[str, float]:
 
 def _learned(dataset: Dataset) -> float | None:
     """The mean share of a file that its mask leaves to learn; None without masks."""
-    white = dataset.white.values()
+    white = dataset.white_shares.values()
     return sum(white) / len(white) if white else None
 
 
 def _dataset(dataset: Dataset) -> dict[str, Any]:
-    left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused()]
+    left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused_lines()]
     return {
         "id": dataset.id,
         "files": len(dataset.samples) + len(left_out),
