@@ -11,7 +11,7 @@ from simpletuner.annexes.page.jobs import queue_of
 from simpletuner.annexes.page.library import editable
 from simpletuner.annexes.page.project import Refusal, chosen_by, project_of
 from simpletuner.annexes.page.queue import RUNNING, WAITING, Job
-from simpletuner.annexes.runs.console import PROMPT, printed
+from simpletuner.annexes.runs.console import PROMPT, output_end
 from simpletuner.atomic import why_not_writable
 from simpletuner.errors import Problem
 
@@ -23,7 +23,8 @@ def start_captioning(request: Request, body: dict[str, Any]) -> Response:
     library = editable(request, body)
     project = project_of(request)
     name = str(body.get("config") or "config")
-    if (job := captioning_job(request)) and job.state in (WAITING, RUNNING):
+    job = captioning_job(request)
+    if job is not None and job.state in (WAITING, RUNNING):
         raise Refusal(409, "A captioning job is already running or queued.")
     folder = project.inside(library.context.output_dir)
     if reason := why_not_writable(folder):
@@ -37,16 +38,21 @@ def start_captioning(request: Request, body: dict[str, Any]) -> Response:
 
 def captioning_state(request: Request) -> Response:
     """The state of the captioning job: its id, dataset and output."""
-    if (job := captioning_job(request)) is None:
+    job = captioning_job(request)
+    if job is None:
         return JSONResponse({"running": False})
     message = job.message or "Waiting in the queue on the tab Run."
     if job.state == RUNNING:
-        message = printed(job.log).rpartition(PROMPT)[2].partition("\n")[2].strip()
-    dataset = job.options[0].removeprefix("--dataset=")
-    is_running = job.state in (WAITING, RUNNING)
-    return JSONResponse(
-        {"job": job.id, "dataset": dataset, "running": is_running, "message": message}
-    )
+        _, _, newest = output_end(job.log).rpartition(PROMPT)
+        _command, _, output = newest.partition("\n")
+        message = output.strip()
+    state = {
+        "job": job.id,
+        "dataset": job.options[0].removeprefix("--dataset="),
+        "running": job.state in (WAITING, RUNNING),
+        "message": message,
+    }
+    return JSONResponse(state)
 
 
 def captioning_job(request: Request) -> Job | None:

@@ -1,5 +1,6 @@
-"""The processes that the page starts. Runs outlive the server, which finds, stops and continues
-them; plans and dataset pages are killed when their client disconnects.
+"""The processes that the page starts, finds, stops and continues.
+
+Runs outlive the server; plans and dataset pages are killed when their client disconnects.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,9 +25,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from simpletuner.annexes.page import project as served
 from simpletuner.annexes.page.files import Configuration
-from simpletuner.annexes.page.project import Project, Refusal, project_of, read_object
+from simpletuner.annexes.page.project import (
+    EXAMPLE,
+    Project,
+    Refusal,
+    chosen_by,
+    problems_json,
+    project_of,
+    read_object,
+)
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.runs.console import CONSOLE_FILE, PROMPT
 from simpletuner.annexes.runs.run import Run
@@ -53,8 +61,9 @@ from simpletuner.weights.lora_names import LORA_FILE
 
 # Limits of the search for runs below a folder; a --root may be a whole disk.
 DEPTH = 4
-FOLDERS = 2000
-BULKY = frozenset(
+MOST_FOLDERS = 2000
+# Folders with many files and no runs.
+SKIPPED_FOLDERS = frozenset(
     {
         "branches",
         "cache",
@@ -75,8 +84,9 @@ PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
 class Runs:
-    """The runs of a project. `Run` objects are cached per folder only to avoid reading files
-    again.
+    """The runs of a project.
+
+    `Run` objects are kept by folder only to avoid reading files again.
     """
 
     def __init__(self, project: Project) -> None:
@@ -86,12 +96,13 @@ class Runs:
 
     def all(self) -> list[Run]:
         """All runs: active ones first, then the newest."""
-        folders = (
-            {self.project.run: ""} if self.project.run else self._recorded() | self._configured()
-        )
-        runs = [self.at(folder) for folder in folders]
+        if self.project.run:
+            configs = {self.project.run: ""}
+        else:
+            configs = self._recorded() | self._configured()
+        runs = [self.at(folder) for folder in configs]
         for run in runs:
-            run.written_by = folders[run.folder]
+            run.written_by = configs[run.folder]
         # Runs started here whose folder the search does not reach, or whose config names another
         # folder by now.
         runs += [run for run in self._runs.values() if run not in runs and run.child]
@@ -116,28 +127,22 @@ class Runs:
 
     def _recorded(self) -> dict[Path, str]:
         """Folders with the files of a run, near the top of the project."""
-        walked = islice(
-            (found for root in (self.project.folder, *self.project.roots) for found in walk(root)),
-            FOLDERS,
-        )
-        return {
-            folder: ""
-            for folder, files in walked
-            if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files
-        }
+        roots = (self.project.folder, *self.project.roots)
+        walked = islice(chain.from_iterable(map(walk, roots)), MOST_FOLDERS)
+        files_of_runs = {METRICS_FILE, LOCK_FILE, CONSOLE_FILE}
+        return {folder: "" for folder, files in walked if files_of_runs & files}
 
     def _configured(self) -> dict[Path, str]:
-        """The output folders of all configs; output folders of packaged examples only if they
-        exist.
+        """The output folders of all configs, by which a later name replaces an earlier one.
+
+        Those of packaged examples are included only if they exist.
         """
         folders = {}
-        for name in (
-            *(served.EXAMPLE + name for name in example_names()),
-            *self.project.config_names(),
-        ):
+        examples = [EXAMPLE + name for name in example_names()]
+        for name in (*examples, *self.project.config_names()):
             with suppress(UserError, OSError):
                 folder = self.project.inside(output_dir_of(self.project.config_file(name)))
-                if folder.is_dir() or not name.startswith(served.EXAMPLE):
+                if folder.is_dir() or not name.startswith(EXAMPLE):
                     folders[folder] = name
         return folders
 
@@ -163,11 +168,11 @@ class Runs:
         # Two concurrent clicks must not both see a free folder.
         with self._lock:
             refuse_if_busy(run)
-            after = last_id(run.folder / EVENTS_FILE)
             # Read before the process starts: later events belong to the new session.
+            after = last_id(run.folder / EVENTS_FILE)
             started = {"config": name, "settings": dict(settings), "after": after}
             write_json(run.folder / STARTED_FILE, started, private=True)
-            arguments = ["train", served.chosen_by(name, file), *options]
+            arguments = ["train", chosen_by(name, file), *options]
             run.child = self.spawn(run.folder / CONSOLE_FILE, arguments, secrets)
         return run
 
@@ -183,11 +188,13 @@ class Runs:
             )
         self._existing(name)
         judgement, outside, _ = Configuration.saved(self.project, name, settings).judge()
-        if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
-            raise Refusal(422, fatal)
+        fatal = [problem for problem in judgement.problems if problem.fatal]
+        if outside or fatal:
+            raise Refusal(422, [*outside, *fatal])
         return self.at(self.project.inside(judgement.config.run.output_dir))
 
     def _existing(self, config: str) -> Path:
+        """The file of a config, which must exist."""
         file = self.project.config_file(config)
         if not file.is_file():
             guess = did_you_mean(config, self.project.config_names())
@@ -195,25 +202,24 @@ class Runs:
         return file
 
     def settings_of(self, run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that restart a run in its folder, even if its config names another folder by
-        now.
+        """The settings that restart a run in its folder, with `more` settings.
 
         Raises:
             Refusal: 400 if the run's config is unknown, 404 if it was deleted.
         """
         if not run.config:
             raise Refusal(400, f"No config of this project writes to {run.folder}.")
-        written = self.project.inside(output_dir_of(self._existing(run.config)))
-        here: dict[str, str] = {}
+        config_folder = self.project.inside(output_dir_of(self._existing(run.config)))
+        changes: dict[str, str] = {}
         if run.status()["can"]["continue"]:
-            if written != run.folder:
-                here["output_dir"] = str(run.folder)
+            # The config may name another folder by now.
+            if config_folder != run.folder:
+                changes["output_dir"] = str(run.folder)
             saved = Configuration.saved(self.project, run.config, run.settings).values
-            if (
-                saved.get(RESUME, "latest") != "latest"
-            ):  # otherwise it would start the same branch again
-                here[RESUME] = "latest"
-        return {**run.settings, **here, **more}
+            # A step that the config names would start the same branch again.
+            if saved.get(RESUME, "latest") != "latest":
+                changes[RESUME] = "latest"
+        return {**run.settings, **changes, **more}
 
     def spawn(
         self, console: Path, arguments: list[str], secrets: Mapping[str, str] | None = None
@@ -231,21 +237,20 @@ class Runs:
             file.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
             file.flush()
             child = subprocess.Popen(
-                # In a new session, so that Ctrl-C in the server's terminal does not reach the run.
                 [*PROGRAM, *arguments],
                 cwd=self.project.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                # So that Ctrl-C in the server's terminal does not reach the run.
                 start_new_session=True,
             )
         threading.Thread(target=child.wait, daemon=True).start()  # reaps the zombie
         return child
 
     def renew(self, run: Run, name: str) -> str:
-        """Write config/NAME/config.json: a run's config with another output folder, initialised
-        with the run's LoRA.
+        """Write config/NAME/config.json, which trains a run's LoRA further in a new folder.
 
         Raises:
             Refusal: 400 if the run has no config or LoRA, 409 if the new config exists, 422 if its
@@ -254,28 +259,27 @@ class Runs:
         if not run.status()["can"]["new"]:
             raise Refusal(400, "A new run needs the config and the LoRA of a run that has ended.")
         file = self.project.new_config(name)
+        # The default, which is beside the config, would be beside the new config.
         datasets = {"data_backend_config": str(self._existing(run.config).with_name(DATASET_FILE))}
-        # Secrets that were given to the run are not copied into a file.
-        given = {
+        # Secrets that were passed to the run are not copied into a file.
+        overrides = {
             key: value
             for key, value in run.settings.items()
             if redact_settings({key: value}) == {key: value}
         }
-        settings = datasets | Configuration.saved(self.project, run.config, given).values
+        settings = datasets | Configuration.saved(self.project, run.config, overrides).values
         settings = without_removed(settings, str(file), Problems())
-        write_json(
-            file,
-            {**settings, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"},
-        )
+        settings["init_lora"] = str(run.folder / LORA_FILE)
+        settings["output_dir"] = f"output/{name}"
+        write_json(file, settings)
         return name
 
 
 def ask(run: Run, request: requests.Request) -> None:
-    """Send a request to the training loop of a run; before the loop starts, only `stop`. Repeated
-    requests are ignored.
+    """Send a request to the training loop of a run; a repeated request is ignored.
 
     Raises:
-        Refusal: 400 if the run has ended, or is not in its loop.
+        Refusal: 400 if the run has ended, or is not in its loop; `stop` needs no loop.
     """
     status = run.status()
     if not status["can"][request]:
@@ -283,9 +287,11 @@ def ask(run: Run, request: requests.Request) -> None:
             raise Refusal(400, NOTHING_RUNS)
         if request != "stop" and request not in status["asked"]:
             raise Refusal(400, NOT_IN_LOOP)
-    elif status["status"] == "running" or run.pid is None:
+        return
+    if status["status"] == "running" or run.pid is None:
         requests.make_request(run.folder, request)
     else:
+        # The loop, which reads requests, has not started.
         send(run.pid, signal.SIGINT)
 
 
@@ -295,7 +301,8 @@ def cancel(run: Run) -> None:
     Raises:
         Refusal: 400 if the run is not active on this machine.
     """
-    if (pid := run.pid) is None:
+    pid = run.pid
+    if pid is None:
         raise Refusal(400, NOTHING_RUNS)
     # SIGINT requests a stop, SIGTERM then interrupts; two equal signals might be merged.
     send(pid, signal.SIGINT, signal.SIGTERM)
@@ -324,7 +331,8 @@ def refuse_if_busy(run: Run) -> None:
     """
     try:
         # For a lock of another machine, the new process waits, and takes it over if it is stale.
-        if (owner := run.owner) is not None:
+        owner = run.owner
+        if owner is not None:
             refuse_if_alive(run.folder / LOCK_FILE, owner)
         status = run.judge().status
     except (UserError, OSError) as error:
@@ -344,13 +352,19 @@ def output_dir_of(file: Path) -> str:
 
 
 def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Walk folders and their files, skipping hidden folders, bulky folders and links."""
-    for name, folders, files in os.walk(root):
-        folder = Path(name)
+    """Walk folders and the names of their files, without links, hidden and skipped folders."""
+    for path, folders, files in os.walk(root):
+        folder = Path(path)
         is_deep = len(folder.relative_to(root).parts) >= DEPTH
-        kept = [] if is_deep else [folder for folder in folders if not folder.startswith(".")]
-        folders[:] = sorted(each for each in kept if re.split(r"-\d", each)[0] not in BULKY)
+        # `os.walk` visits the folders that are left in this list.
+        folders[:] = [] if is_deep else sorted(filter(_is_searched, folders))
         yield folder, set(files)
+
+
+def _is_searched(name: str) -> bool:
+    """Whether the search for runs visits a folder of this name."""
+    kind, *_ = re.split(r"-\d", name)  # `checkpoint` of `checkpoint-100`
+    return not name.startswith(".") and kind not in SKIPPED_FOLDERS
 
 
 def run_id(folder: Path) -> str:
@@ -359,30 +373,30 @@ def run_id(folder: Path) -> str:
     return f"{name}-{hash_bytes(os.fsencode(folder))[:6]}"
 
 
-GONE = 499  # nginx's status for a disconnected client; never received
-LOOK = 0.25  # seconds between checks that the client is connected
+DISCONNECTED = 499  # nginx's status for a disconnected client, which never receives it
+POLL_SECONDS = 0.25  # between checks that the client is connected
 
 
 async def plan_unsaved(request: Request) -> Response:
     """The document of `simpletuner plan --json` for settings that need not be saved.
 
-    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from
-    downloaded files; `fetch` downloads missing files first. A separate process makes the plan and
-    is killed when the client disconnects: the page requests a new plan after every change.
+    `device_memory_gb` and `device` in the body plan for another GPU. Remote datasets are planned
+    from downloaded files; `fetch` downloads missing files first. A separate process makes the plan
+    and is killed when the client disconnects: the page requests a new plan after every change.
     """
     body = await read_object(request)
     project = project_of(request)
     unsaved = await run_in_threadpool(Configuration.sent, project, body)
     _, outside, _ = await run_in_threadpool(unsaved.judge)
     if outside:
-        return JSONResponse({"ok": False, "problems": served.problems_json(outside)})
+        return JSONResponse({"ok": False, "problems": problems_json(outside)})
     with TemporaryDirectory(prefix="simpletuner-plan-") as folder:
         command = [*PROGRAM, "plan", "--json", *unsaved.write(Path(folder))]
         if body.get("fetch") is not True:
             command.append("--cached")
-        for sent, flag in (("device_memory_gb", "--device-memory"), ("device", "--device")):
-            if body.get(sent) is not None:
-                command.append(f"{flag}={body[sent]}")
+        for key, flag in (("device_memory_gb", "--device-memory"), ("device", "--device")):
+            if body.get(key) is not None:
+                command.append(f"{flag}={body[key]}")
         output, messages = await run_while_wanted(request, command, project.folder)
     return JSONResponse(document_in(output, messages, folder))
 
@@ -399,9 +413,12 @@ async def run_while_wanted(
     child = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=pipe, stderr=pipe)
     reading = asyncio.create_task(child.communicate())
     try:
-        while not (await asyncio.wait([reading], timeout=LOOK))[0]:
+        while True:
+            done, _ = await asyncio.wait([reading], timeout=POLL_SECONDS)
+            if done:
+                break
             if await request.is_disconnected():
-                raise Refusal(GONE, "The client has disconnected.")
+                raise Refusal(DISCONNECTED, "The client has disconnected.")
         output, messages = reading.result()
         return output.decode(errors="replace"), messages.decode(errors="replace")
     finally:
@@ -413,19 +430,14 @@ async def run_while_wanted(
 
 def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
     """The document printed by the command, without the names of temporary files."""
+    for source in (f" ({folder}/config.json)", f"{folder}/", " (command line)"):
+        output = output.replace(source, "")
     try:
-        document: dict[str, Any] = json.loads(
-            output.replace(f" ({folder}/config.json)", "")
-            .replace(f"{folder}/", "")
-            .replace(" (command line)", "")
-        )
-        document["problems"] = [
-            {**each, "message": redact(each["message"])} for each in document["problems"]
-        ]
-        return document
+        document: dict[str, Any] = json.loads(output)
     except json.JSONDecodeError:
-        last = redact(messages.strip().rpartition("\n")[2])
-        return {
-            "ok": False,
-            "problems": [{"key": "", "message": f"The plan failed: {last}", "fatal": True}],
-        }
+        last_line = redact(messages.strip().rpartition("\n")[2])
+        problem = {"key": "", "message": f"The plan failed: {last_line}", "fatal": True}
+        return {"ok": False, "problems": [problem]}
+    for problem in document["problems"]:
+        problem["message"] = redact(problem["message"])
+    return document

@@ -54,7 +54,9 @@ def links_out(saved: Configuration, report: Problems) -> None:
         names = sorted({*listing.files, *listing.captions.values(), *listing.metadata})
         linked = [name for name in names if not saved.project.may_show(folder / name)]
         if linked:
-            more = f" (and {len(linked) - 1:,} more)" if len(linked) > 1 else ""
+            more = ""
+            if len(linked) > 1:
+                more = f" (and {len(linked) - 1:,} more)"
             message = (
                 f"{linked[0]}{more} is behind a link out of the project. Start the server with "
                 "--root and its folder, or run `simpletuner dataset` in a terminal."

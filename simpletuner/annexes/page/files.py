@@ -84,7 +84,7 @@ class Configuration:
     def saved(
         cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})
     ) -> Configuration:
-        """The settings in the files of a config, with changes."""
+        """The settings in the file of a config, with changes."""
         file = project.config_file(name)
         values = {main_name(key): value for key, value in settings_in(file).items()}
         return cls(project, name, file, {**values, **changes})
@@ -96,26 +96,27 @@ class Configuration:
         Raises:
             Refusal: the request is malformed.
         """
-        file = project.config_file(name := str(body.get("config") or "config"))
+        name = str(body.get("config") or "config")
+        file = project.config_file(name)
         try:
             saved = cls.saved(project, name)
         except ConfigError:  # the user is repairing its text on the page
             saved = cls(project, name, file, {})
-        sent = replace(saved, values=unmasked(wanted(body, "values", dict), saved.values))
+        values = unmasked(wanted(body, "values", dict), saved.values)
+        sent = replace(saved, values=values)
         if body.get("datasets") is None:
             return sent
-        return replace(
-            sent, entries=unmasked(wanted(body, "datasets", list), sent.saved_entries, "datasets")
-        )
+        # Of the dataset file that the sent values name.
+        entries = unmasked(wanted(body, "datasets", list), sent.saved_entries, "datasets")
+        return replace(sent, entries=entries)
 
     @property
     def datasets(self) -> Path:
         """The path of the dataset file, whether or not it exists."""
         path = self.values.get("data_backend_config")
-        file = sources.dataset_file(
-            path if isinstance(path, str) else None, self.file.parent, Problems()
-        )
-        return self.project.folder / file
+        if not isinstance(path, str):
+            path = None
+        return self.project.folder / sources.dataset_file(path, self.file.parent, Problems())
 
     @property
     def saved_entries(self) -> Any:
@@ -130,22 +131,21 @@ class Configuration:
         return self.file.with_name("config.env")
 
     def judge(self) -> tuple[Judgement, Problems, Problems]:
-        """The judgement of the settings, problems of paths outside the project, and problems of the
-        datasets that the page sent.
+        """The judgement of the settings, and two lists of problems.
 
-        Paths outside the project and dataset folders are not accessed.
+        The first list has the paths outside the project, the second the problems of the datasets
+        that the page sent. Paths outside the project and dataset folders are not accessed.
         """
         values, outside = self.project.without_outside(self.values)
         if self.environment.is_file():
             # Commands that use this config also read options from its config.env.
-            extra = sources.read_env_file(self.environment, Problems()).get(
-                sources.EXTRA_ARGUMENTS, ""
-            )
-            beside = [
+            variables = sources.read_env_file(self.environment, Problems())
+            extra = variables.get(sources.EXTRA_ARGUMENTS, "")
+            environment_settings = [
                 *sources.read_env_layer(self.environment, Problems()).values,
                 *sources.parse_arguments([], extra).settings,
             ]
-            outside += self.project.without_outside(dict(beside))[1]
+            outside += self.project.without_outside(dict(environment_settings))[1]
         judgement = Draft(self.file).judge(values)
         problems = Problems()
         names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
@@ -160,9 +160,7 @@ class Configuration:
         return judgement, paths, problems
 
     def write(self, folder: Path) -> list[str]:
-        """Write the settings into an empty folder; returns the arguments with which a command uses
-        them.
-        """
+        """Write the settings into an empty folder; returns the arguments of a command for them."""
         write_json(folder / "config.json", self.values)
         if self.environment.is_file():
             # Commands read config.env beside the config.
@@ -183,29 +181,28 @@ def configs(request: Request) -> Response:
             path = project.config_file(name)
             settings_in(path)
             entries.append({"name": name, "path": shown(project, path), "problem": None})
-        # One unreadable config must not hide the others.
         except ConfigError as error:
+            # An unreadable config must not hide the other ones.
             entries.append({"name": name, "path": None, "problem": redact(str(error))})
     return JSONResponse(entries)
 
 
 def examples(request: Request) -> Response:
     """The packaged configs, which can be viewed and run but not changed."""
-    keys = ("model_family", "model_flavour", "model_type")
-    named = {
-        EXAMPLE + name: settings_in(sources.EXAMPLES / name / "config.json")
-        for name in sources.example_names()
-    }
-    return JSONResponse(
-        [{"name": name, **{key: values.get(key) for key in keys}} for name, values in named.items()]
-    )
+    content = []
+    for name in sources.example_names():
+        settings = settings_in(sources.EXAMPLES / name / "config.json")
+        model = {key: settings.get(key) for key in ("model_family", "model_flavour", "model_type")}
+        content.append({"name": EXAMPLE + name, **model})
+    return JSONResponse(content)
 
 
 def config(request: Request) -> Response:
     """The settings and datasets of a config, as written."""
     project = project_of(request)
     name = request.path_params["name"]
-    if not (path := project.config_file(name)).is_file():
+    path = project.config_file(name)
+    if not path.is_file():
         raise Refusal(404, f"There is no config {name!r} yet.")
     return in_file(path, lambda: config_json(Configuration.saved(project, name)))
 
@@ -226,9 +223,8 @@ def put_config(request: Request, body: dict[str, Any]) -> Response:
 def datasets(request: Request) -> Response:
     """The entries of a config's dataset file, with their problems; `?config=NAME`."""
     saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
-    return in_file(
-        saved.project.inside(saved.datasets, packaged=True), lambda: datasets_json(saved)
-    )
+    path = saved.project.inside(saved.datasets, packaged=True)
+    return in_file(path, lambda: datasets_json(saved))
 
 
 def put_datasets(request: Request, body: dict[str, Any]) -> Response:
@@ -244,12 +240,15 @@ def add_dataset(saved: Configuration, entry: Mapping[str, Any]) -> None:
     path = writable(saved.project, saved.datasets)
     with _saving:
         entries = read(path)
-        write_json(path, entries if entry in entries else [*entries, entry])
+        if entry not in entries:
+            entries = [*entries, entry]
+        write_json(path, entries)
 
 
 def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
-    """The content of a file; if unreadable, its problems, and its text for repair unless it may
-    contain secrets.
+    """The content of a file; of an unreadable one the problems, and its text for repair.
+
+    The text is left out if it may contain secrets.
     """
     headers = {"ETag": etag(path)} if path.is_file() else None
     try:
@@ -258,9 +257,8 @@ def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
         if isinstance(error, Refusal) or headers is None:
             raise
         text = path.read_bytes()[:LARGEST_BODY].decode(errors="replace")
-        is_secret = redact(text) != text or any(
-            map(SECRET_NAME.search, re.findall(r"[\w.-]+", text))
-        )
+        names = re.findall(r"[\w.-]+", text)
+        is_secret = redact(text) != text or any(map(SECRET_NAME.search, names))
         damaged = {"problems": problems_json(error.problems), "text": None if is_secret else text}
         return JSONResponse(damaged, 422, headers)
 
@@ -272,10 +270,13 @@ def replace_file(
     change: Callable[[Any], Any],
     answer: Callable[[], Any],
 ) -> Response:
-    """Replace the content of a JSON file by `change(content)`, or by `change(None)` if the file is
-    new or the request contains all of it (`"whole": true`).
+    """Replace the content of a JSON file; 412 if its ETag differs from the request's.
 
-    Responds with 412 if the file's ETag differs from the request's.
+    Args:
+        body: has `"whole": true` if the request contains all of the content.
+        change: returns the new content for the present one, which is None if the file is new or
+            is replaced whole.
+        answer: the content of the response.
 
     Raises:
         ConfigError: the file is not JSON, and the request contains only a part of it; the file is
@@ -285,18 +286,18 @@ def replace_file(
         # Both are None for a new file: a PUT that creates it has no If-Match.
         current = etag(path) if path.is_file() else None
         if current != request.headers.get("if-match"):
-            content = {
-                **answer(),
-                "problems": problems_json([Problem("", f"{path.name} {CHANGED}")]),
-            }
-            return JSONResponse(content, 412, {"ETag": current} if current else None)
-        write_json(path, change(read(path) if current and body.get("whole") is not True else None))
+            problems = problems_json([Problem("", f"{path.name} {CHANGED}")])
+            headers = {"ETag": current} if current else None
+            return JSONResponse({**answer(), "problems": problems}, 412, headers)
+        is_kept = current is not None and body.get("whole") is not True
+        content = read(path) if is_kept else None
+        write_json(path, change(content))
         return JSONResponse(answer(), headers={"ETag": etag(path)})
 
 
 def etag(path: Path) -> str:
     """The ETag of a file."""
-    # A hash of the content: times are coarse on some file systems, and saving unchanged content is
+    # A hash of the content: times are coarse on some file systems, and saving the same content is
     # not a conflict.
     return f'"{hash_file(path)[:32]}"'
 
@@ -331,16 +332,17 @@ def writable(project: Project, path: Path) -> Path:
         raise Refusal(
             403, f"{path.name!r} was not written: configs and dataset files end in .json."
         )
-    if reason := why_not_writable(path.parent):
+    reason = why_not_writable(path.parent)
+    if reason:
         raise Refusal(403, [Problem("", reason)])
     return project.inside(path)
 
 
 def shown(project: Project, path: Path) -> str:
     """A path for display, relative to the project's folder if it is inside."""
-    return (
-        str(path.relative_to(project.folder)) if path.is_relative_to(project.folder) else str(path)
-    )
+    if path.is_relative_to(project.folder):
+        path = path.relative_to(project.folder)
+    return str(path)
 
 
 def config_json(saved: Configuration) -> dict[str, Any]:
@@ -385,14 +387,16 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 
 def with_values(values: Mapping[str, Any], content: Any) -> Any:
-    """The content of a config file with keys set, added or (None) removed; spellings of keys are
-    kept.
+    """The content of a config file with changed settings; None removes one.
+
+    Keys keep the spelling of the file.
     """
     content = {} if content is None else content
     settings = sources.unwrapped(content)
     for key, value in values.items():
         # Changes all spellings of a key, since a stale alias would contradict the new value.
-        for name in [name for name in settings if main_name(name) == main_name(key)] or [key]:
+        spellings = [name for name in settings if main_name(name) == main_name(key)]
+        for name in spellings or [key]:
             settings[name] = unmasked(value, settings.get(name), key)
             if value is None:
                 del settings[name]
@@ -400,8 +404,9 @@ def with_values(values: Mapping[str, Any], content: Any) -> Any:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A value with its secrets replaced by `SECRET`; references such as `{env:HF_TOKEN}` are not
-    secret.
+    """A value with its secrets replaced by `SECRET`.
+
+    References such as `{env:HF_TOKEN}` are not secret.
     """
     if isinstance(value, dict):
         return {key: masked(inner, key) for key, inner in value.items()}
@@ -411,7 +416,8 @@ def masked(value: Any, name: str = "") -> Any:
         return str(value)  # JSON cannot represent it
     if not isinstance(value, str) or not value or REFERENCE.fullmatch(value):
         return value
-    return SECRET if SECRET_NAME.search(name) or redact(value) != value else value
+    is_secret = SECRET_NAME.search(name) or redact(value) != value
+    return SECRET if is_secret else value
 
 
 def unmasked(value: Any, old: Any, key: str = "") -> Any:
@@ -427,8 +433,8 @@ def unmasked(value: Any, old: Any, key: str = "") -> Any:
         hide(old)
         return old
     if isinstance(value, dict):
-        known = old if isinstance(old, dict) else {}
-        return {name: unmasked(inner, known.get(name), name) for name, inner in value.items()}
+        old_values = old if isinstance(old, dict) else {}
+        return {name: unmasked(inner, old_values.get(name), name) for name, inner in value.items()}
     if isinstance(value, list):
         return [
             unmasked(inner, counterpart(inner, index, old), key)
@@ -438,57 +444,56 @@ def unmasked(value: Any, old: Any, key: str = "") -> Any:
 
 
 def counterpart(entry: Any, index: int, old: Any) -> Any:
-    """The entry of an old list with the same id, or else at the same index; None if there is
-    none.
+    """The entry of an old list with the id of an entry; if it has no id, with its index.
+
+    None if there is no such entry.
     """
-    entries = old if isinstance(old, list) else []
+    old_entries = old if isinstance(old, list) else []
     if isinstance(entry, dict) and "id" in entry:
         # By id, since the page may have moved or removed entries.
-        return next(
-            (each for each in entries if isinstance(each, dict) and each.get("id") == entry["id"]),
-            None,
-        )
-    return entries[index] if index < len(entries) else None
+        for old_entry in old_entries:
+            if isinstance(old_entry, dict) and old_entry.get("id") == entry["id"]:
+                return old_entry
+        return None
+    return old_entries[index] if index < len(old_entries) else None
 
 
 def validate(request: Request, body: dict[str, Any]) -> Response:
-    """The problems of settings, effective values other than defaults, and keys without effect
-    (except errors).
-    """
-    judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
-    defaults = {key: option.default for key, option in all_options().items()}
+    """The problems of settings, effective values other than defaults, and keys without effect."""
+    sent = Configuration.sent(project_of(request), body)
+    judgement, outside, of_datasets = sent.judge()
+    options = all_options()
     effective = {
-        key: value for key, value in judgement.config.flat.items() if value != defaults[key]
+        key: value for key, value in judgement.config.flat.items() if value != options[key].default
     }
+    # A key with an error is not greyed: the user has to change it.
     invalid = {problem.where for problem in judgement.problems if problem.fatal}
+    greyed = {key: reason for key, reason in judgement.without_effect.items() if key not in invalid}
     content = {
         "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
         "effective": redact_settings(effective),
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
         "flavours": {flavour.name: about_flavour(flavour) for flavour in judgement.spec.flavours},
-        "greyed": {
-            key: reason for key, reason in judgement.without_effect.items() if key not in invalid
-        },
+        "greyed": greyed,
     }
     return JSONResponse(content)
 
 
 def browse(request: Request) -> Response:
-    """List the subfolders of an allowed folder, and count its pictures, clips and captions;
-    `?path=FOLDER`.
-    """
+    """The subfolders of a folder, and how many files of which kind it has: `?path=FOLDER`."""
     project = project_of(request)
     folder = project.inside(request.query_params.get("path", "."))
     if not folder.is_dir():
         raise Refusal(404, f"{str(folder)!r} is not a folder.")
     try:
         with os.scandir(folder) as scan:
-            # One more than listed, to detect truncation.
+            # One more than is listed, which shows that there are more.
             entries = list(islice(scan, MOST_NAMES + 1))
     except OSError as error:
         raise Refusal(403, f"{str(folder)!r} cannot be read: {error.strerror}.") from None
     visible = [entry for entry in entries[:MOST_NAMES] if not entry.name.startswith(".")]
+    suffixes = [Path(entry.name).suffix.lower() for entry in visible if entry.is_file()]
     roots = (project.folder, *project.roots)
     content = {
         "path": str(folder),
@@ -496,11 +501,7 @@ def browse(request: Request) -> Response:
         "parent": None if folder in roots else str(folder.parent),
         "roots": [str(root) for root in roots],
         "folders": sorted(entry.name for entry in visible if entry.is_dir()),
-        "files": Counter(
-            KINDS.get(Path(entry.name).suffix.lower(), "others")
-            for entry in visible
-            if entry.is_file()
-        ),
+        "files": Counter(KINDS.get(suffix, "others") for suffix in suffixes),
         "complete": len(entries) <= MOST_NAMES,
     }
     return JSONResponse(content)

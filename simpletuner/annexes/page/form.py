@@ -1,6 +1,4 @@
-"""The form of the page: every option as a field, with model families and the GPUs of this
-machine.
-"""
+"""The form of the page: every option as a field, the model families, and this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import functools
 import json
 import re
 from inspect import isfunction
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -88,11 +87,10 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 
 def page(request: Request) -> Response:
     """The page with all tabs; inside a run, only the run."""
-    card = start_card.card_content(request.headers.get("accept-language", ""))
-    shown = {"tabs": tabs(), "pane": pane, "dataset_fields": dataset_fields(), "prose": prose}
-    return HTMLResponse(
-        render("page/page.html.jinja", in_run=project_of(request).run is not None, **shown, **card)
-    )
+    content = start_card.card_content(request.headers.get("accept-language", ""))
+    content |= {"tabs": tabs(), "pane": pane, "dataset_fields": dataset_fields(), "prose": prose}
+    in_run = project_of(request).run is not None
+    return HTMLResponse(render("page/page.html.jinja", in_run=in_run, **content))
 
 
 def tab(request: Request) -> Response:
@@ -113,8 +111,10 @@ def pane(tab: str) -> Markup:
 
 def prose(help_text: str) -> Markup:
     """A help text as HTML: backticks become code, and names of documentation pages become links."""
-    coded = re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(help_text)))
-    return Markup(re.sub(r"docs/[\w/]+\.md", r'<a href="/\g<0>" target="_blank">\g<0></a>', coded))
+    html = str(escape(help_text))
+    html = re.sub(r"`([^`]*)`", r"<code>\1</code>", html)
+    html = re.sub(r"docs/[\w/]+\.md", r'<a href="/\g<0>" target="_blank">\g<0></a>', html)
+    return Markup(html)
 
 
 def field_tabs(request: Request) -> Response:
@@ -130,19 +130,32 @@ def field_metadata(request: Request) -> Response:
 
 def models(request: Request) -> Response:
     """The model families with the names of their flavours."""
-    keys = ("name", "title", "media", "license")
-    named = (
-        {key: vars(spec)[key] for key in keys} | {"flavours": spec.flavour_names}
+    families = [
+        {
+            "name": spec.name,
+            "title": spec.title,
+            "media": spec.media,
+            "license": spec.license,
+            "flavours": spec.flavour_names,
+        }
         for spec in FAMILIES.values()
-    )
-    return JSONResponse([*named])
+    ]
+    return JSONResponse(families)
 
 
 def family_flavours(request: Request) -> Response:
     """The published checkpoints of a family, the default first."""
-    keys = ("name", "repository", "task", "needs")
     spec = spec_named(request.path_params["family"])
-    return JSONResponse([{key: vars(flavour)[key] for key in keys} for flavour in spec.flavours])
+    flavours = [
+        {
+            "name": flavour.name,
+            "repository": flavour.repository,
+            "task": flavour.task,
+            "needs": flavour.needs,
+        }
+        for flavour in spec.flavours
+    ]
+    return JSONResponse(flavours)
 
 
 def spec_named(family: str) -> FamilySpec:
@@ -158,10 +171,11 @@ def spec_named(family: str) -> FamilySpec:
 
 
 def gpus(request: Request) -> Response:
-    """Every NVIDIA GPU with its memory in bytes, None if it is not reported; an empty list without
-    a driver.
+    """Every NVIDIA GPU with its memory in bytes, None if it is not reported.
+
+    The list is empty without a driver. A broken driver is reported when a run starts.
     """
-    lines = ask_driver(*GPU_QUERY)  # a broken driver is reported when a run starts
+    lines = ask_driver(*GPU_QUERY)
     return JSONResponse([gpu_json(*map(str.strip, line.split(","))) for line in lines])
 
 
@@ -178,58 +192,62 @@ def memory(request: Request) -> Response:
 
 def tabs() -> list[dict[str, Any]]:
     """The tabs with their sections; "Start" and "Run" have no sections."""
-    parts = {
-        tab: [
+    content = []
+    for tab in ("start", *TABS, "run"):
+        sections = [
             {"id": section.id, "label": section.label} for section in SECTIONS if section.tab == tab
         ]
-        for tab in TABS
-    }
-    return [
-        {"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])}
-        for tab in ("start", *TABS, "run")
-    ]
+        content.append({"id": tab, "label": tab.capitalize(), "sections": sections})
+    return content
 
 
 @functools.cache
 def fields(family: str | None = None) -> tuple[Field, ...]:
     """Every option, in the order of the page, with the defaults of a family."""
     spec = FAMILIES[family] if family else None
-    placed = ((all_options()[key], section) for key, section in section_of().items())
-    return tuple(
-        _field(option, spec, section.id, "" if option.name in section.keys else option.section)
-        for option, section in placed
-    )
+    content = []
+    for key, section in section_of().items():
+        option = all_options()[key]
+        # A key that the section names stands at its top, without a heading.
+        heading = "" if option.name in section.keys else option.section
+        content.append(_field(option, spec, section.id, heading))
+    return tuple(content)
 
 
 @functools.cache
 def dataset_fields() -> tuple[Field, ...]:
-    """The keys on a dataset's card, with keys of clips as `video.KEY`; other keys are edited as
-    JSON.
+    """The keys on a dataset's card, of which those of clips are named `video.KEY`.
+
+    All other keys are edited as JSON.
     """
-    options = []
+    content = []
     for key in DATASET_KEYS:
         group: type[Group] = VideoConfig if key.startswith("video.") else DatasetConfig
-        options.append(describe(key, group, group.model_fields[key.removeprefix("video.")]))
-    return tuple(_field(option, None, DATASETS, "") for option in options)
+        option = describe(key, group, group.model_fields[key.removeprefix("video.")])
+        content.append(_field(option, None, DATASETS, ""))
+    return tuple(content)
 
 
-def _field(option: Option, spec: FamilySpec | None, section: str, group: str) -> Field:
-    """An option as JSON for the page; `group` is its heading."""
-    by_family = {**spec.defaults, **spec.fixed} if spec else {}
+def _field(option: Option, spec: FamilySpec | None, section: str, heading: str) -> Field:
+    """An option as JSON for the page."""
+    family_defaults = {**spec.defaults, **spec.fixed} if spec else {}
     choices = _choices(option, spec)
     options = _options(option.name, choices)
+    default_note = option.default_note
+    if not default_note and options and not choices:
+        default_note = "none"  # presets are offered, and none of them is the default
     return {
         "name": option.name,
         "label": label_of(option),
         "type": "choice" if choices else _type(option),
-        "default": by_family.get(option.name, option.default),
-        "default_note": option.default_note or ("none" if options and not choices else ""),
+        "default": family_defaults.get(option.name, option.default),
+        "default_note": default_note,
         "choices": choices,
         "options": options,
         "limits": option.limits,
         "tab": section.partition("/")[0],
         "section": section,
-        "group": group,
+        "group": heading,
         "help": option.help,
         "requires": option.relations["Requires"],
         "secret": option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
@@ -240,39 +258,47 @@ def _field(option: Option, spec: FamilySpec | None, section: str, group: str) ->
 
 
 def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
+    """The only values of an option; empty if it has no list of them."""
     if option.name == "model_family":
         return tuple(FAMILIES)
     if option.name == "model_flavour":
         specs = [spec] if spec else FAMILIES.values()
-        return tuple(dict.fromkeys(name for spec in specs for name in spec.flavour_names))
+        names = chain.from_iterable(spec.flavour_names for spec in specs)
+        return tuple(dict.fromkeys(names))  # without duplicates
     return option.choices
 
 
 def _options(key: str, choices: tuple[str, ...]) -> dict[str, str]:
-    """The values of a list, as JSON unless they are words, with their labels."""
-    notes = CHOICES.get(key, {})
-    presets = ROUTES if key == "tread_config" else {}
-    values = {
-        word: json.dumps(value, separators=(",", ":"))
-        for word, value in presets.items()
-        if value is not None
-    }
+    """The values that the page offers, with their labels; presets are JSON."""
+    values: dict[str, str] = {}  # by word
+    if key == "tread_config":
+        for preset, routes in ROUTES.items():
+            if routes is not None:
+                values[preset] = json.dumps(routes, separators=(",", ":"))
     values |= {choice: choice for choice in choices}
-    return {
-        value: f"{word}: {notes[word]}" if word in notes else word for word, value in values.items()
-    }
+
+    notes = CHOICES.get(key, {})
+    labels = {}
+    for word, value in values.items():
+        labels[value] = f"{word}: {notes[word]}" if word in notes else word
+    return labels
 
 
 def _type(option: Option) -> str:
-    names = [*(parser.__name__ for parser in option.parsers if isfunction(parser)), option.form]
-    return next((TYPES[name] for name in names if name in TYPES), "json")
+    """The type of an option's field, one of `TYPES` or `json`."""
+    parsers = [parser.__name__ for parser in option.parsers if isfunction(parser)]
+    for name in (*parsers, option.form):
+        if name in TYPES:
+            return TYPES[name]
+    return "json"
 
 
 def label_of(option: Option) -> str:
     """The label of a key, without the name of its heading: `crepa_block_index` is Block Index."""
     if option.label:
         return option.label
-    prefix = option.section.lower().replace(" ", "_") + "_"
-    words = option.name.rpartition(".")[2].removeprefix(prefix).split("_")
-    text = " ".join(filter(None, (SPELLINGS.get(word, word.capitalize()) for word in words)))
+    heading = option.section.lower().replace(" ", "_")
+    key = option.name.rpartition(".")[2].removeprefix(f"{heading}_")
+    words = (SPELLINGS.get(word, word.capitalize()) for word in key.split("_"))
+    text = " ".join(word for word in words if word)
     return text[:1].upper() + text[1:]

@@ -50,8 +50,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# Key in the request's state: a function that returns whether the connection belongs to the user of
-# this process.
+# Key in a request's state: a function that returns whether the client is the user of this process.
 OWN_USER = "is_own_user"
 NEEDS_TOKEN = (
     "This page is for the user who started it. Open /?token=TOKEN with the token in {}; programs "
@@ -59,10 +58,10 @@ NEEDS_TOKEN = (
 )
 # Not a redirect: browsers coming from another site would follow it without the new cookie.
 WELCOME = '<!DOCTYPE html><meta http-equiv="refresh" content="0; url=/"><title>simpletuner</title>'
+# All sockets of the machine with their users, on Linux.
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-# in a container, every unmapped user is nobody
 ROOT = 0
-NOBODY = 65534
+NOBODY = 65534  # in a container, every user that is not mapped
 VARIABLE = "SIMPLETUNER_PAGE_TOKEN"
 # Unreserved characters, since the token is part of a URL.
 TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
@@ -91,24 +90,26 @@ class Access:
         Raises:
             Refusal: 401, 403, 413 or 415.
         """
-        headers = request.headers
-        is_own_user = request.scope.get("state", {}).get(OWN_USER, lambda: False)
-        if not self.knows(headers.get("host", "")):
-            raise Refusal(
-                403,
-                f"This page is not {headers.get('host', '')!r}; open it as localhost or "
-                f"{self.host}.",
-            )
-        if not (
-            self.token is None or self.has_token(request) or (is_own(self.host) and is_own_user())
-        ):
+        host = request.headers.get("host", "")
+        if not self.is_named(host):
+            raise Refusal(403, f"This page is not {host!r}; open it as localhost or {self.host}.")
+        if not self.admits(request):
             # Paths, which may contain the user's name, are not revealed to other machines.
-            place = self.source if is_own(self.host) else "the address that the server printed"
+            place = "the address that the server printed"
+            if is_own(self.host):
+                place = self.source
             raise Refusal(401, NEEDS_TOKEN.format(place))
         if is_foreign(request):
             raise Refusal(403, "The request comes from another site.")
         if request.method not in SAFE:
             self.check_change(request)
+
+    def admits(self, request: Request) -> bool:
+        """Whether a request has the token, or needs none."""
+        if self.token is None or self.has_token(request):
+            return True
+        is_own_user = request.scope.get("state", {}).get(OWN_USER, lambda: False)
+        return is_own(self.host) and is_own_user()
 
     def check_change(self, request: Request) -> None:
         """Check that a request that changes something is allowed.
@@ -116,66 +117,67 @@ class Access:
         Raises:
             Refusal: 403, 413 or 415.
         """
-        if self.in_run and request.scope["path"] not in BUTTONS:
+        path = request.scope["path"]
+        if self.in_run and path not in BUTTONS:
             raise Refusal(
                 403,
                 "This page belongs to a run; to edit files or start runs, use `simpletuner "
                 "server`.",
             )
-        is_upload = request.method == "PUT" and request.scope["path"].startswith(UPLOADS)
-        kind, most = (
-            ("application/octet-stream", LARGEST_FILE)
-            if is_upload
-            else ("application/json", LARGEST_BODY)
-        )
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
-            raise Refusal(415, f"The request must be sent as Content-Type: {kind}.")
+        allowed_type = "application/json"
+        most = LARGEST_BODY
+        if request.method == "PUT" and path.startswith(UPLOADS):
+            allowed_type = "application/octet-stream"
+            most = LARGEST_FILE
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != allowed_type:
+            raise Refusal(415, f"The request must be sent as Content-Type: {allowed_type}.")
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > most:
             raise too_large(most)
 
-    def knows(self, host: str) -> bool:
-        """Whether a `Host` header names this server; a server that listens on all addresses accepts
-        any name.
+    def is_named(self, host_header: str) -> bool:
+        """Whether a `Host` header names this server.
+
+        A server that listens on all addresses has any name.
         """
-        name = (
-            host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
-        )
-        return name in OWN_NAMES | {self.host.lower(), f"[{self.host.lower()}]"} or is_everywhere(
-            self.host
-        )
+        if is_everywhere(self.host):
+            return True
+        name = host_header.lower()
+        if not name.endswith("]"):  # else an IPv6 address without a port
+            name = name.rpartition(":")[0] or name
+        own_host = self.host.lower()
+        return name in OWN_NAMES or name in (own_host, f"[{own_host}]")
 
     def has_token(self, request: Request) -> bool:
         """Whether a request has the token, as a cookie, X-API-Key or bearer token."""
+        key = request.headers.get("x-api-key", "")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return any(
-            map(
-                self.is_token,
-                (request.headers.get("x-api-key", ""), bearer, *request.cookies.values()),
-            )
-        )
+        return any(self.is_token(text) for text in (key, bearer, *request.cookies.values()))
 
     def needs_token(self, listener: socket.socket) -> bool:
         """Whether even the server's own user needs the token."""
-        return self.token is not None and not (is_own(self.host) and can_tell_users(listener))
+        return self.token is not None and not (is_own(self.host) and reports_users(listener))
 
     def is_token(self, text: str) -> bool:
         """Whether a text is the token, in constant time."""
         return self.token is not None and secrets.compare_digest(text.encode(), self.token.encode())
 
     def first_visit(self, request: Request) -> Response | None:
-        """The response to the printed URL, which stores its token as a cookie; None for other
-        URLs.
-        """
+        """The response to the printed URL, which stores its token as a cookie; else None."""
         scope = request.scope
         token = request.query_params.get("token", "")
         if scope["path"] != "/" or not self.is_token(token):
             return None
-        # browsers send cookies to all ports of a machine
-        name = f"simpletuner-{(scope.get('server') or ('', 0))[1]}"
+        _, port = scope.get("server") or ("", 0)
         response = HTMLResponse(WELCOME)
         response.set_cookie(
-            name, token, httponly=True, samesite="strict", secure=scope["scheme"] == "https"
+            # Browsers send a cookie to all ports of a machine, so the name contains the port.
+            f"simpletuner-{port}",
+            token,
+            httponly=True,
+            samesite="strict",
+            secure=scope["scheme"] == "https",
         )
         return response
 
@@ -214,16 +216,15 @@ class Guard:
 
 
 def is_foreign(request: Request) -> bool:
-    """Whether another site made the browser send this request; following a link to the page is
-    allowed.
-    """
+    """Whether another site made the browser send this request."""
     headers = request.headers
-    origin = headers.get("origin")
-    site = headers.get("sec-fetch-site", "none")
     if request.method in SAFE and headers.get("sec-fetch-dest") == "document":
-        return False
-    same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
-    return not same or site not in ("same-origin", "none")
+        return False  # a link to the page, which other sites may have
+    origin = headers.get("origin")
+    host = headers.get("host", "").lower()
+    if origin is not None and urlsplit(origin).netloc.lower() != host:
+        return True
+    return headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
 
 
 def is_everywhere(host: str) -> bool:
@@ -245,10 +246,8 @@ def is_own_user(client: End, server: End) -> bool:
     return user is not None and user in {ROOT, os.geteuid()} - {NOBODY}
 
 
-def can_tell_users(listener: socket.socket) -> bool:
-    """Whether the system reports the users of connections to a listening socket, tested with a
-    connection to it.
-    """
+def reports_users(listener: socket.socket) -> bool:
+    """Whether the system reports the users of connections to a socket, tested by connecting."""
     end = listener.getsockname()[:2]
     with suppress(OSError), socket.create_connection(end, timeout=5) as probe:
         return is_own_user(probe.getsockname()[:2], end)
@@ -256,51 +255,53 @@ def can_tell_users(listener: socket.socket) -> bool:
 
 
 def socket_user(client: End, server: End) -> int | None:
-    """The id of the user whose socket connects `client` to `server`; None if no such socket is
-    listed.
-    """
-    local = spellings(*client)
-    remote = spellings(*server)
+    """The user id of the socket that connects `client` to `server`; None if it is not listed."""
+    clients = spellings(*client)
+    servers = spellings(*server)
     for table in TABLES:
         with suppress(OSError):  # not Linux, or the table is hidden
             for line in table.read_text(encoding="ascii").splitlines()[1:]:
-                # Columns of proc(5): 1 local address, 2 remote address, 7 user, 9 inode.
-                columns = line.split()
+                # The columns of proc(5), of which the first one numbers the sockets.
+                _, local, remote, _, _, _, _, user, _, inode, *_ = line.split()
                 # A closed socket is listed for a while, as root's and without an inode.
-                if columns[1] in local and columns[2] in remote and columns[9] != "0":
-                    return int(columns[7])
+                if local in clients and remote in servers and inode != "0":
+                    return int(user)
     return None
 
 
 def spellings(host: str, port: int) -> set[str]:
-    """An address in the format of the tables: hex words in native byte order; IPv4 also embedded in
-    IPv6.
-    """
+    """An address as the tables may spell it; IPv4 also embedded in IPv6 (`::ffff:127.0.0.1`)."""
     address: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
-    plain = (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
-    packed = [
-        plain.packed,
-        *([IPv6Address(f"::ffff:{plain}").packed] if isinstance(plain, IPv4Address) else []),
-    ]
-    step = -1 if sys.byteorder == "little" else 1
-    return {
-        "".join(form[start : start + 4][::step].hex() for start in range(0, len(form), 4)).upper()
-        + f":{port:04X}"
-        for form in packed
-    }
+    if isinstance(address, IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    addresses = [address]
+    if isinstance(address, IPv4Address):
+        addresses.append(IPv6Address(f"::ffff:{address}"))
+    return {f"{_native_hex(address.packed)}:{port:04X}" for address in addresses}
+
+
+def _native_hex(packed: bytes) -> str:
+    """Bytes of an address as upper-case hex; each word of 4 bytes in native byte order."""
+    words = [packed[start : start + 4] for start in range(0, len(packed), 4)]
+    if sys.byteorder == "little":
+        words = [word[::-1] for word in words]
+    return b"".join(words).hex().upper()
 
 
 def page_token(file: Path | None) -> tuple[str, str]:
-    """The token of this user's pages and its source: the file, else the variable, else a file in
-    the home folder.
+    """The token of this user's pages, and the file or variable that contains it.
 
-    A missing file is created, so that the token and browsers' cookies outlive a server.
+    Without a file, the variable is read, then a file in the home folder. A missing file is
+    created, so that the token and browsers' cookies outlive a server.
 
     Raises:
         UserError: the token is too short, readable by others, or cannot be stored.
     """
-    from_variable = file is None and VARIABLE in os.environ
-    token, source = (os.environ[VARIABLE], VARIABLE) if from_variable else _kept_token(file)
+    if file is None and VARIABLE in os.environ:
+        token = os.environ[VARIABLE]
+        source = VARIABLE
+    else:
+        token, source = _stored_token(file)
     if not TOKEN.fullmatch(token):
         raise UserError(
             f"{source} must contain a token of at least 16 letters, digits or any of . _ ~ -"
@@ -320,7 +321,8 @@ def _create(path: Path, token: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _kept_token(file: Path | None) -> tuple[str, str]:
+def _stored_token(file: Path | None) -> tuple[str, str]:
+    """The token in a file, which is created if it is missing; and the path of the file."""
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         path = file or state / "simpletuner" / "page-token"

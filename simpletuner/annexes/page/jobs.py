@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.page.control import ask, send
-from simpletuner.annexes.page.live import asked_for, runs_of
+from simpletuner.annexes.page.live import runs_of, training_in
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import Refusal, project_of, wanted
 from simpletuner.annexes.page.queue import RUNNING, Job, Queue
 from simpletuner.annexes.page.runner import Runner
 from simpletuner.annexes.report import html
-from simpletuner.annexes.runs.console import PROMPT, printed
+from simpletuner.annexes.runs.console import PROMPT, output_end
 from simpletuner.errors import Problem, UserError
 
 # Options of the commands that render from a run, besides prompts and pictures.
@@ -32,10 +32,8 @@ def queue_of(request: Request) -> Queue:
 
 
 def add(request: Request, body: dict[str, Any]) -> Response:
-    """Queue a training: `{"run": ID, "settings": {...}}` or
-    `{"config": NAME, "settings": {...}}`.
-    """
-    config, settings = asked_for(request, body)
+    """Queue a training: `{"config": NAME, "settings": {...}}`, or `"run": ID` for a config."""
+    config, settings = training_in(request, body)
     run = runs_of(request).started_by(config, settings)
     job = queue_of(request).add("train", str(run.folder), config=config, settings=settings)
     return JSONResponse({"job": job.id, "run": run.id}, 202)
@@ -53,12 +51,14 @@ def add_rendering(request: Request, body: dict[str, Any]) -> Response:
         )
     prompts = [str(prompt).strip() for prompt in wanted({"prompts": [], **body}, "prompts", list)]
     options = [f"--prompt={prompt}" for prompt in prompts if prompt]
-    if image := str(body.get("image") or ""):
+    image = str(body.get("image") or "")
+    if image:
         options.append(f"--image={project_of(request).inside(image)}")
     # The command checks the other options; the page shows its output.
-    options += [
-        f"--{key}={text}" for key in OPTIONS[command] if (text := str(body.get(key) or "").strip())
-    ]
+    for key in OPTIONS[command]:
+        text = str(body.get(key) or "").strip()
+        if text:
+            options.append(f"--{key}={text}")
     job = queue_of(request).add(command, str(run.folder), options=options)
     return JSONResponse({"job": job.id, "run": run.id}, 202)
 
@@ -79,9 +79,7 @@ def again(request: Request, body: dict[str, Any]) -> Response:
 
 
 def remove(request: Request, body: dict[str, Any]) -> Response:
-    """Remove a job from the queue: `{"job": ID}`; a running job is stopped instead, as by
-    Ctrl-C.
-    """
+    """Remove a job from the queue, or stop a running one as Ctrl-C does: `{"job": ID}`."""
     job = queue_of(request).find(str(body.get("job")))
     if job.state != RUNNING:
         queue_of(request).remove(job.id)
@@ -110,15 +108,14 @@ def queue_content(runner: Runner) -> dict[str, Any]:
     except (UserError, OSError) as error:
         problem = str(error)
     running = [job.title for job in jobs if job.state == RUNNING]
-    busy = running[0] if running else Path(runner.at_work()).name
+    busy = running[0] if running else Path(runner.busy_folder()).name
     # Commands append to the same file: only the newest one's output is shown.
     newest = {job.log: job.id for job in jobs if job.command != "train"}
-    rows = [
-        {
-            "job": job,
-            "run": runner.runs.at(Path(job.folder)).id,
-            "log": printed(job.log).rpartition(PROMPT)[2] if newest.get(job.log) == job.id else "",
-        }
-        for job in jobs
-    ]
+    rows = []
+    for job in jobs:
+        log = ""
+        if newest.get(job.log) == job.id:
+            log = output_end(job.log).rpartition(PROMPT)[2]
+        run = runner.runs.at(Path(job.folder))
+        rows.append({"job": job, "run": run.id, "log": log})
     return {"rows": rows, "problem": problem, "busy": busy}

@@ -35,15 +35,14 @@ from simpletuner.planning.build import settle_task
 from simpletuner.planning.entries import data_context
 from simpletuner.rounding import ceil_div
 
-PAGE = 60
-PAINTED_SIDE = (
-    1024  # of the picture under a painted mask; a latent position averages 8x8 pixels of it
-)
+PAGE = 60  # files on a page
+# Of the picture under a painted mask; a latent position averages 8x8 pixels of it.
+PAINTED_SIDE = 1024
 FIRST = 5  # changes shown in a preview
-FOR_EVER = {
-    "Cache-Control": "private, max-age=31536000, immutable"
-}  # the URL changes with the file
-_decoding = threading.Semaphore(usable_cores())  # decoding a picture may take hundreds of megabytes
+# For thumbnails, whose URL changes with the file.
+CACHE_FOREVER = {"Cache-Control": "private, max-age=31536000, immutable"}
+# Decoding a picture may take hundreds of megabytes.
+_decoding = threading.Semaphore(usable_cores())
 
 
 def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]:
@@ -56,9 +55,8 @@ def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]
     if outside:
         raise Refusal(422, outside)
     names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
-    flavour, entries = settle_task(
-        judgement.flavour, read_datasets(saved.datasets, Problems(), placeholders=names)
-    )
+    entries = read_datasets(saved.datasets, Problems(), placeholders=names)
+    flavour, entries = settle_task(judgement.flavour, entries)
     return entries, data_context(judgement.config, judgement.spec, flavour.task)
 
 
@@ -70,9 +68,8 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
     """
     project = project_of(request)
     name = str(asked.get("dataset"))
-    entries, context = datasets_in(
-        Configuration.saved(project, str(asked.get("config") or "config"))
-    )
+    saved = Configuration.saved(project, str(asked.get("config") or "config"))
+    entries, context = datasets_in(saved)
     for entry in map(context.fill, entries):
         if entry.id == name and entry.instance_data_dir:
             folder = project.inside(entry.instance_data_dir, packaged=True)
@@ -87,36 +84,36 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
 
 
 def show_files(request: Request) -> Response:
-    """A page of the files of a dataset, as HTML:
-    `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`.
-    """
+    """A page of a dataset's files: `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`."""
     asked = request.query_params
-    library = opened(request, request.query_params)
+    library = opened(request, asked)
     words = asked.get("words", "")
     only = asked.get("only", "")
-    number = asked.get("page", "1")
     names, missed = library.find(words, only)
     pages = max(1, ceil_div(len(names), PAGE))
-    page = min(max(1, int(number[:9]) if number.isdecimal() else 1), pages)
-    files = library.show(names[PAGE * (page - 1) : PAGE * page])
-    shown = {
-        "words": words,
-        "only": only,
-        "found": len(names),
-        "missed": missed,
-        "page": page,
-        "pages": pages,
-    }
-    return HTMLResponse(
-        render("page/library.html.jinja", part="all", library=library, files=files, **shown)
+    page = 1
+    number = asked.get("page", "1")
+    if number.isdecimal():
+        page = min(max(1, int(number[:9])), pages)
+    html = render(
+        "page/library.html.jinja",
+        part="all",
+        library=library,
+        files=library.show(names[PAGE * (page - 1) : PAGE * page]),
+        words=words,
+        only=only,
+        found=len(names),
+        missed=missed,
+        page=page,
+        pages=pages,
     )
+    return HTMLResponse(html)
 
 
 def card_html(library: Library, name: str) -> str:
     """The card of a file, as HTML."""
-    return render(
-        "page/library.html.jinja", part="files", library=library, files=library.show([name])
-    )
+    files = library.show([name])
+    return render("page/library.html.jinja", part="files", library=library, files=files)
 
 
 def name_in(library: Library, asked: Mapping[str, Any]) -> str:
@@ -125,7 +122,8 @@ def name_in(library: Library, asked: Mapping[str, Any]) -> str:
     Raises:
         Refusal: 404 if the dataset has no such file.
     """
-    if (name := asked.get("file")) not in library.listing.files:
+    name = asked.get("file")
+    if name not in library.listing.files:
         raise Refusal(404, f"{name!r} is not a file of {library.entry.id}.")
     return str(name)
 
@@ -143,8 +141,9 @@ def editable(request: Request, asked: Mapping[str, Any]) -> Library:
 
 
 def put_caption(request: Request, body: dict[str, Any]) -> Response:
-    """Save a caption: `{"config", "dataset", "file", "text"}`, with the tag of the replaced text in
-    If-Match.
+    """Save a caption: `{"config", "dataset", "file", "text"}`.
+
+    The tag of the replaced text is in If-Match.
     """
     library = editable(request, body)
     name = name_in(library, body)
@@ -159,10 +158,8 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
 
 def changed_meanwhile(library: Library, name: str, error: ChangedMeanwhileError) -> Response:
     """The response to a change of a stale version, with a card of the current version."""
-    return JSONResponse(
-        {"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)},
-        412,
-    )
+    problems = problems_json([Problem("", str(error))])
+    return JSONResponse({"problems": problems, "card": card_html(library, name)}, 412)
 
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
@@ -189,8 +186,10 @@ def mask_included(request: Request, body: Mapping[str, Any]) -> int:
 def after_change(
     request: Request, body: Mapping[str, Any], *notes: str, is_mask: bool = False
 ) -> Response:
-    """The card of a changed file, with notes: when training uses the change, and other files
-    changed with it.
+    """The card of a changed file, with a note when training uses the change.
+
+    Args:
+        notes: about other files that changed with it.
     """
     library = opened(request, body)
     note = when_used(request, library, is_mask=is_mask)
@@ -203,33 +202,28 @@ def after_change(
 
 
 def when_used(request: Request, library: Library, *, is_mask: bool = False) -> str:
-    """A note that says when training begins to use a change."""
+    """A note about the time at which training begins to use a change."""
     runs = runs_of(request)
-    busy = [
-        run.name
-        for run in runs.all()
-        if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run)
-    ]
+    busy = []
+    for run in runs.all():
+        if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run):
+            busy.append(run.name)
     if not busy:
         return "Saved. Training will use it from its next start."
     # Captions were encoded before the first step; masks are not cached.
-    until = (
-        "may use it at once"
-        if is_mask
-        else "keeps using the captions read at its start until it is restarted"
-    )
-    return f"Saved. {', '.join(busy)} {until}."
+    effect = "keeps using the captions read at its start until it is restarted"
+    if is_mask:
+        effect = "may use it at once"
+    return f"Saved. {', '.join(busy)} {effect}."
 
 
 def roots_of(runs: Runs, run: Run) -> Iterator[Path]:
     """The folders of a run's datasets; none if its config is unknown or unreadable."""
     with suppress(UserError, OSError):
         entries, _ = datasets_in(Configuration.saved(runs.project, run.config, run.settings))
-        yield from (
-            runs.project.inside(entry.instance_data_dir)
-            for entry in entries
-            if entry.instance_data_dir
-        )
+        for entry in entries:
+            if entry.instance_data_dir:
+                yield runs.project.inside(entry.instance_data_dir)
 
 
 def edit(request: Request, body: dict[str, Any]) -> Response:
@@ -248,13 +242,14 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
             linked.append(name)
     changes, unreadable = editing.changes_of(files, edit_in(library, body))
     digest = editing.digest_of(changes)
+    first = [
+        {"name": change.name, "before": change.before, "after": change.after}
+        for change in changes[:FIRST]
+    ]
     preview = {
         "count": len(changes),
-        "first": [
-            {"name": change.name, "before": change.before, "after": change.after}
-            for change in changes[:FIRST]
-        ],
-        "emptied": sum(not change.after for change in changes),
+        "first": first,
+        "emptied": len([change for change in changes if not change.after]),
         "unreadable": unreadable[:FIRST],
         "linked": linked[:FIRST],
         "digest": digest,
@@ -265,9 +260,8 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
         message = "The captions have changed since the preview. Nothing was saved."
         return JSONResponse({**preview, "problems": problems_json([Problem("", message)])}, 412)
     backup = editing.apply(changes, library.root)
-    return JSONResponse(
-        {"count": len(changes), "backup": backup, "note": when_used(request, library)}
-    )
+    note = when_used(request, library)
+    return JSONResponse({"count": len(changes), "backup": backup, "note": note})
 
 
 def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
@@ -302,15 +296,17 @@ def media_file(project: Project, path: str) -> Path:
 
 
 def send_thumbnail(request: Request) -> Response:
-    """A thumbnail of a picture, or of a clip's first frame: `?path=FILE&stamp=TEXT`; larger with
-    `&large=1`.
+    """A thumbnail of a picture, or of a clip's first frame: `?path=FILE&stamp=TEXT`.
+
+    It is larger with `&large=1`.
     """
     file = media_file(project_of(request), request.query_params.get("path", ""))
     side = PAINTED_SIDE if "large" in request.query_params else THUMBNAIL_SIDE
     try:
         with _decoding:
-            frame = next(iter(frames_of(file, 1, 1.0, probe_clip(file) if is_clip(file) else None)))
-            return Response(webp(frame, side), media_type="image/webp", headers=FOR_EVER)
+            facts = probe_clip(file) if is_clip(file) else None
+            frame = next(iter(frames_of(file, 1, 1.0, facts)))
+            return Response(webp(frame, side), media_type="image/webp", headers=CACHE_FOREVER)
     except MediaError as error:
         raise Refusal(422, f"{file.name} {error}.") from None
 
@@ -321,9 +317,11 @@ def send_original(request: Request) -> Response:
 
 
 def put_mask(request: Request, body: dict[str, Any]) -> Response:
-    """Save a mask: `{"config", "dataset", "file", "mask"}`, a PNG file as a data URI, with the
-    stamp of the replaced mask in If-Match. The first mask adds a dataset of masks to the dataset
-    file."""
+    """Save a mask, a PNG file as a data URI: `{"config", "dataset", "file", "mask"}`.
+
+    The stamp of the replaced mask is in If-Match. The first mask adds a dataset of masks to the
+    dataset file.
+    """
     library = opened(request, body)
     project = project_of(request)
     if library.unpaintable:
@@ -331,21 +329,20 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
     name = name_in(library, body)
     seen = request.headers.get("if-match", "").strip('"')
     saved = Configuration.saved(project, str(body.get("config") or "config"))
-    if library.masks is None:
-        writable(
-            project, saved.datasets
-        )  # raises before a mask is written that cannot be referenced
-    entry = library.masks.model_dump() if library.masks else entry_of_masks(project, library)
+    if library.masks is not None:
+        entry = library.masks.model_dump()
+    else:
+        # Raises before a mask is written that the dataset file cannot name.
+        writable(project, saved.datasets)
+        entry = entry_of_masks(project, library)
     try:
         folder = project.inside(entry["instance_data_dir"])
         filled = write_mask(library, folder, name, str(body.get("mask", "")), seen)
     except ChangedMeanwhileError as error:
         return changed_meanwhile(library, name, error)
-    notes = (
-        [f"Other files got white masks ({filled}), so they are still learned whole."]
-        if filled
-        else []
-    )
+    notes = []
+    if filled:
+        notes.append(f"Other files got white masks ({filled}), so they are still learned whole.")
     if library.masks is None:
         add_dataset(saved, entry)
         notes.append(f"{shown(project, saved.datasets)} has a new dataset, {entry['id']}.")
@@ -358,6 +355,12 @@ def entry_of_masks(project: Project, library: Library) -> dict[str, Any]:
     name = f"{library.entry.id}-masks"
     while name in ids:
         name += "-2"
-    folder = shown(project, project.inside(library.root.with_name(f"{library.root.name}_masks")))
-    kind = {"type": "local", "dataset_type": "conditioning", "conditioning_type": "mask"}
-    return {"id": name, **kind, "source_dataset_id": library.entry.id, "instance_data_dir": folder}
+    folder = project.inside(library.root.with_name(f"{library.root.name}_masks"))
+    return {
+        "id": name,
+        "type": "local",
+        "dataset_type": "conditioning",
+        "conditioning_type": "mask",
+        "source_dataset_id": library.entry.id,
+        "instance_data_dir": shown(project, folder),
+    }

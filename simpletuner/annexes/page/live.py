@@ -1,6 +1,4 @@
-"""Runs on the page: state, events, metrics as numbers and buttons; and events received from remote
-runs.
-"""
+"""Runs on the page: state, events, metrics and buttons; and events from runs on other machines."""
 
 from __future__ import annotations
 
@@ -41,10 +39,9 @@ from simpletuner.reporting.metrics import MIME, REPORT_FILE, VIDEO_MIME, parse_r
 from simpletuner.reporting.step_figures import FIGURES
 from simpletuner.reporting.wording import clock_text
 
-# seconds
-POLL = 0.5
-HEARTBEAT = 15.0
-# points of a curve in a response: default and maximum
+POLL_SECONDS = 0.5
+HEARTBEAT_SECONDS = 15.0  # proxies close idle streams
+# Points of a curve in a response: default and maximum.
 POINTS = 2000
 MAX_POINTS = 20_000
 LOG_LINES = 300
@@ -78,17 +75,14 @@ def get_statuses(request: Request) -> Response:
 
 
 def post_start(request: Request, body: dict[str, Any]) -> Response:
-    """Start a config, or restart a run: `{"config": NAME, "settings": {...}}` or
-    `{"run": ID, "settings": {...}}`.
-    """
-    run = runs_of(request).start(*asked_for(request, body))
+    """Start a config, `{"config": NAME, "settings": {...}}`, or restart a run, `{"run": ID}`."""
+    config, settings = training_in(request, body)
+    run = runs_of(request).start(config, settings)
     return JSONResponse({"run": run.id}, 202)
 
 
-def asked_for(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The config and additional settings in a request to train; for a run, those of its last
-    start.
-    """
+def training_in(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The config and the further settings in a request to train; of a run, those of its start."""
     runs = runs_of(request)
     settings = wanted({"settings": {}, **body}, "settings", dict)
     if "run" not in body:
@@ -100,9 +94,9 @@ def asked_for(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, An
 def post_new_run(request: Request, body: dict[str, Any]) -> Response:
     """Write a config that starts from the LoRA of a run: `{"run": ID, "name": NAME}`."""
     runs = runs_of(request)
-    return JSONResponse(
-        {"config": runs.renew(runs.find(str(body.get("run", ""))), str(body.get("name", "")))}, 201
-    )
+    run = runs.find(str(body.get("run", "")))
+    config = runs.renew(run, str(body.get("name", "")))
+    return JSONResponse({"config": config}, 201)
 
 
 def post_button(act: Callable[[Run], None], request: Request, body: dict[str, Any]) -> Response:
@@ -124,32 +118,37 @@ BUTTONS: Mapping[str, Callable[[Run], None]] = {
 async def get_events(request: Request) -> Response:
     """Stream the events of a run."""
     run = await run_in_threadpool(chosen, request)
-    last = request.headers.get("last-event-id", "")
     path = run.folder / EVENTS_FILE
-    # A browser that reconnects sends the id of the last event it received; a new one starts with
-    # the next event.
     newest = await run_in_threadpool(last_id, path)
-    after = int(last[:18]) if last.isdecimal() else newest
-    after = after if after <= newest else 0  # of an earlier run in this folder
+    after = newest
+    # A browser that reconnects sends the id of the last event it received.
+    received = request.headers.get("last-event-id", "")
+    if received.isdecimal():
+        after = int(received[:18])
+        if after > newest:  # of an earlier run in this folder
+            after = 0
+    last_parts = partial(parts_at_end, runs_of(request), run)
+    stream = event_stream(path, after, request.app.state.over, last_parts)
     headers = {"Cache-Control": "no-store"}
-    stream = event_stream(
-        path, after, request.app.state.over, partial(last_parts, runs_of(request), run)
-    )
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
-def last_parts(runs: Runs, run: Run) -> dict[str, str]:
-    """The HTML parts that show how a run ended. Previews are not included: they could no longer be
-    loaded.
-    """
-    return {"list": listed(runs), **{part: drawn(run, part) for part in ("head", "log")}}
+def parts_at_end(runs: Runs, run: Run) -> dict[str, str]:
+    """The HTML parts that show how a run ended; previews could no longer be loaded."""
+    return {"list": listed(runs), "head": drawn(run, "head"), "log": drawn(run, "log")}
 
 
 async def event_stream(
-    path: Path, after: int, over: threading.Event, last: Callable[[], dict[str, str]]
+    path: Path, after: int, over: threading.Event, last_parts: Callable[[], dict[str, str]]
 ) -> AsyncIterator[str]:
-    """Server-sent events: all after an id, then new ones, until the client disconnects or the run
-    is over. `last` returns the final event, since the port is about to close."""
+    """Server-sent events, until the client disconnects or the run is over.
+
+    Args:
+        path: the log of events.
+        after: the id of the event after which the stream begins.
+        over: is set before the port closes; then the stream ends.
+        last_parts: draws what the final event contains, since nothing can be requested later.
+    """
     tail = Tail(path, "id")
     yield ": connected\n\n"
     sent_at = time.monotonic()
@@ -160,27 +159,30 @@ async def event_stream(
         is_over = over.is_set()
         # A part at a time, so that a slow client does not fill memory.
         lines = await run_in_threadpool(tail.lines)
-        after = after if lines else 0  # all that follows is new, also the small ids of another run
+        if not lines:
+            after = 0  # what follows is new, also the small ids of another run
         for event in events_after(lines, after):
             sent_at = time.monotonic()
             yield f"id: {event['id']}\nevent: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
-        # Proxies close idle streams.
-        if time.monotonic() - sent_at > HEARTBEAT:
+        if time.monotonic() - sent_at > HEARTBEAT_SECONDS:
             sent_at = time.monotonic()
             yield ": alive\n\n"
-        await asyncio.sleep(0 if lines else POLL)
-    yield f"event: end\ndata: {json.dumps(await run_in_threadpool(last))}\n\n"
+        await asyncio.sleep(0 if lines else POLL_SECONDS)
+    parts = await run_in_threadpool(last_parts)
+    yield f"event: end\ndata: {json.dumps(parts)}\n\n"
 
 
 def events_after(lines: Sequence[bytes], after: int) -> Iterator[dict[str, Any]]:
-    """The events after an id in lines of a log; lines before it are not parsed, but for the
-    last.
-    """
-    newest = parse_row(lines[-1], "id") if lines else None
-    if newest is None or newest["id"] > after:
-        yield from (
-            event for line in lines if (event := parse_row(line, "id")) and event["id"] > after
-        )
+    """The events in lines of a log whose ids are above `after`."""
+    if not lines:
+        return
+    last = parse_row(lines[-1], "id")
+    if last is not None and last["id"] <= after:
+        return  # ids grow, so the other lines need not be parsed
+    for line in lines:
+        event = parse_row(line, "id")
+        if event and event["id"] > after:
+            yield event
 
 
 def get_recent_events(request: Request) -> Response:
@@ -189,19 +191,21 @@ def get_recent_events(request: Request) -> Response:
 
 
 def get_metrics(request: Request) -> Response:
-    """The curves of a run as numbers, thinned to the extremes of intervals:
-    `?metric=NAME&max_points=N`.
+    """The curves of a run as numbers: `?metric=NAME&max_points=N`.
+
+    Longer curves are thinned to the extremes of intervals.
     """
     run = chosen(request)
-    asked = request.query_params
     columns = run.metrics
-    limit = asked.get("max_points", "")
-    count = max(2, min(int(limit[:18]) if limit.isdecimal() else POINTS, MAX_POINTS))
+    count = POINTS
+    limit = request.query_params.get("max_points", "")
+    if limit.isdecimal():
+        count = max(2, min(int(limit[:18]), MAX_POINTS))
     with drawing:
-        names = asked.getlist("metric") or columns.names
+        names = request.query_params.getlist("metric") or columns.names
         curves = {name: thin_extremes(columns.points(name), count) for name in names}
-        shown = {name: points for name, points in curves.items() if points}
-        return JSONResponse({"run": run.id, "metrics": shown, "hours": hours_of(columns)})
+        not_empty = {name: points for name, points in curves.items() if points}
+        return JSONResponse({"run": run.id, "metrics": not_empty, "hours": hours_of(columns)})
 
 
 def get_media(request: Request) -> Response:
@@ -235,13 +239,12 @@ def get_list(request: Request) -> Response:
 
 def listed(runs: Runs) -> str:
     """The list of all runs, as HTML."""
-    template = "page/run_parts.html.jinja"
-    return draw_part("Runs", lambda: html.render(template, part="list", runs=with_status(runs)))
 
+    def draw() -> str:
+        with_status = [(run, run.status()) for run in runs.all()]
+        return html.render("page/run_parts.html.jinja", part="list", runs=with_status)
 
-def with_status(runs: Runs) -> list[tuple[Run, dict[str, Any]]]:
-    """All runs with their status."""
-    return [(run, run.status()) for run in runs.all()]
+    return draw_part("Runs", draw)
 
 
 def get_part(request: Request) -> Response:
@@ -254,9 +257,12 @@ def get_part(request: Request) -> Response:
 
 def drawn(run: Run, part: str) -> str:
     """A part of a run's view that depends only on the run, as HTML."""
-    title, values = PARTS[part]
-    template = "page/run_parts.html.jinja"
-    return draw_part(title, lambda: html.render(template, part=part, run=run, **values(run)))
+    title, values_of = PARTS[part]
+
+    def draw() -> str:
+        return html.render("page/run_parts.html.jinja", part=part, run=run, **values_of(run))
+
+    return draw_part(title, draw)
 
 
 def head(run: Run) -> dict[str, Any]:
@@ -287,18 +293,21 @@ def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple
         value = progress["metrics"].get(figure.live_name)
         if figure.title and is_number(value):
             yield figure.title, figure.text(value)
-    if hours := hours_of(columns):
-        yield "Time in steps", clock_text(hours[-1][1] * 3600)
+    hours = hours_of(columns)
+    if hours:
+        _step, total_hours = hours[-1]
+        yield "Time in steps", clock_text(total_hours * 3600)
 
 
 def log(run: Run) -> dict[str, Any]:
     """The end of a run's console output, or else the messages of its events."""
-    messages = (
-        f"{event.get('timestamp')!s:.19}  {event['message']}"
-        for event in run.recent
-        if event.get("message")
-    )
-    lines = run.console.splitlines() or list(messages)
+    lines = run.console.splitlines()
+    if not lines:
+        lines = [
+            f"{event.get('timestamp')!s:.19}  {event['message']}"  # up to the second
+            for event in run.recent
+            if event.get("message")
+        ]
     return {"lines": lines[-LOG_LINES:]}
 
 
@@ -312,7 +321,7 @@ PARTS: Mapping[str, tuple[str, Callable[[Run], dict[str, Any]]]] = {
 def post_event(request: Request, event: dict[str, Any]) -> Response:
     """Append an event of a run on another machine as one line.
 
-    A full file is rotated and replaces the previous one.
+    A full file is renamed; it replaces the one before it.
     """
     if not isinstance(event.get("type"), str):
         raise Refusal(422, "This is not an event: it has no type.")
@@ -320,6 +329,7 @@ def post_event(request: Request, event: dict[str, Any]) -> Response:
     with _writing:
         if file.is_file() and file.stat().st_size > LARGEST_FILE:
             file.replace(file.with_name(f"{file.name}.1"))
+        line = redact(json.dumps(event, ensure_ascii=False)) + "\n"
         with writing_to(file):
-            append_whole(file, redact(json.dumps(event, ensure_ascii=False)).encode() + b"\n")
+            append_whole(file, line.encode())
     return JSONResponse({"status": "ok"}, 202)

@@ -102,9 +102,10 @@ class Project:
             real = (self.folder / Path(path).expanduser()).resolve()
         except (OSError, RuntimeError, ValueError):
             raise Refusal(400, f"{str(path)!r} is not a path.") from None
-        if not any(
-            map(real.is_relative_to, (self.folder, *self.roots, *([EXAMPLES] if packaged else [])))
-        ):
+        allowed = [self.folder, *self.roots]
+        if packaged:
+            allowed.append(EXAMPLES)
+        if not any(real.is_relative_to(folder) for folder in allowed):
             raise Refusal(
                 403, f"{str(path)!r} is outside the project; allow its folder with --root."
             )
@@ -119,8 +120,10 @@ class Project:
         return True
 
     def config_file(self, name: str) -> Path:
-        """The file of a config: `config`, `NAME` of config/NAME/config.json, or a packaged
-        `examples/NAME`.
+        """The file of a config, which need not exist.
+
+        Args:
+            name: `config`, the `NAME` of config/NAME/config.json, or a packaged `examples/NAME`.
 
         Raises:
             Refusal: 404 if the name is invalid, 403 if it is a link out of the project.
@@ -132,7 +135,7 @@ class Project:
             raise Refusal(404, f"{name!r} is not the name of a config.")
         if name != "config":
             return self.inside(Path("config") / name / "config.json")
-        first = self.inside("config.json")  # as in training, it takes precedence
+        first = self.inside("config.json")  # takes precedence, as in training
         return first if first.is_file() else self.inside("config/config.json")
 
     def new_config(self, name: str) -> Path:
@@ -154,13 +157,15 @@ class Project:
         """The names of all configs, including unreadable ones."""
         # Unlike Path.is_file, os.path.isfile does not raise for an inaccessible folder.
         files = filter(os.path.isfile, self.folder.glob("config/*/config.json"))
-        main_files = filter(os.path.isfile, map(self.folder.joinpath, MAIN_FILES))
-        has_main = any(main_files)
         named = sorted(path.parent.name for path in files)
-        return [*(["config"] if has_main else []), *filter(CONFIG_NAME.fullmatch, named)]
+        names = list(filter(CONFIG_NAME.fullmatch, named))
+        main_files = [self.folder / path for path in MAIN_FILES]
+        if any(map(os.path.isfile, main_files)):
+            names.insert(0, "config")
+        return names
 
     def may_access(self, value: object) -> bool:
-        """Whether a value is no path, or one that may be accessed."""
+        """Whether a value is not a path, or a path that may be accessed."""
         report = Problems()
         self.check_path("", value, report)
         return not report
@@ -175,20 +180,19 @@ class Project:
             report.error(where, refusal.problems[0].message)
 
     def without_outside(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """The settings without paths that the page may not access, and a problem for every such
-        path.
-        """
-        kept: dict[str, Any] = {}
+        """The settings without the paths that the page may not access, and problems of these."""
+        allowed: dict[str, Any] = {}
         problems = Problems()
         for key, value in values.items():
             outside = Problems()
+            # By its main name, since the key may be an alias.
             for name, path in canonical(Layer("", [(key, value)]), Problems()).items():
                 if name in path_keys():
                     self.check_path(name, path, outside)
             if not outside:
-                kept[key] = value
+                allowed[key] = value
             problems += outside
-        return kept, problems
+        return allowed, problems
 
     def check_dataset_paths(self, entries: Iterable[DatasetConfig], report: Problems) -> None:
         """Report every dataset path that the page may not access."""
@@ -203,19 +207,19 @@ class Project:
 @cache
 def path_keys() -> frozenset[str]:
     """The settings that name a file or folder, except weights."""
-    paths = (
-        option
-        for option in all_options().values()
-        if parse_path in option.parsers or option.form == JSON_OR_FILE
-    )
-    return frozenset(option.name for option in paths if not option.name.endswith(WEIGHTS))
+    keys = set()
+    for option in all_options().values():
+        is_path = parse_path in option.parsers or option.form == JSON_OR_FILE
+        if is_path and not option.name.endswith(WEIGHTS):
+            keys.add(option.name)
+    return frozenset(keys)
 
 
 def chosen_by(name: str, file: Path) -> str:
     """The argument with which a command uses a config."""
-    return (
-        f"example={name.removeprefix(EXAMPLE)}" if name.startswith(EXAMPLE) else f"--config={file}"
-    )
+    if name.startswith(EXAMPLE):
+        return f"example={name.removeprefix(EXAMPLE)}"
+    return f"--config={file}"
 
 
 def project_of(request: Request) -> Project:
@@ -229,7 +233,8 @@ def wanted(body: Mapping[str, Any], key: str, kind: type[dict] | type[list]) -> 
     Raises:
         Refusal: 400 if the value has another type.
     """
-    if not isinstance(value := body.get(key), kind):
+    value = body.get(key)
+    if not isinstance(value, kind):
         raise Refusal(400, [Problem(key, f"must be {json_kind(kind())}, not {json_kind(value)}.")])
     return value
 

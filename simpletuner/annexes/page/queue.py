@@ -82,7 +82,7 @@ class Job:
         """Whether the process exists."""
         return self.owner is not None and self.owner.lives_here
 
-    def anew(self) -> Job:
+    def requeued(self) -> Job:
         """The same job, waiting again; a run continues from its newest checkpoint."""
         settings = {
             key: value for key, value in self.settings.items() if key != "resume_from_checkpoint"
@@ -98,8 +98,8 @@ def in_state(jobs: Sequence[Job], state: str) -> list[Job]:
     return [job for job in jobs if job.state == state]
 
 
-def begun(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs that do not wait: the last ended ones, then those that run."""
+def started_jobs(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs that do not wait: the last ended ones, then the running ones."""
     ended = [job for job in jobs if job.state not in (WAITING, RUNNING)]
     return [*ended[-KEPT:], *in_state(jobs, RUNNING)]
 
@@ -116,8 +116,10 @@ class Queue:
         Raises:
             UserError: the file is damaged; it is kept.
         """
+        if not self.file.is_file():
+            return []
         try:
-            return JOBS.validate_json(self.file.read_bytes()) if self.file.is_file() else []
+            return JOBS.validate_json(self.file.read_bytes())
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise UserError(
@@ -126,9 +128,7 @@ class Queue:
 
     @contextmanager
     def _changing(self) -> Iterator[list[Job]]:
-        """Lock the file against other servers; the list is written at the end, if it has
-        changed.
-        """
+        """Lock the file against other servers; a changed list is written at the end."""
         with locked_for_change(self.file):
             before = self.read()
             jobs = list(before)
@@ -161,8 +161,9 @@ class Queue:
             waiting = in_state(jobs, WAITING)
             for place, job in enumerate(waiting):
                 if job.id == name:
-                    waiting.insert(max(0, place + by), waiting.pop(place))
-                    jobs[:] = [*begun(jobs), *waiting]
+                    waiting.pop(place)
+                    waiting.insert(max(0, place + by), job)
+                    jobs[:] = [*started_jobs(jobs), *waiting]
                     return
 
     def again(self, name: str) -> None:
@@ -171,7 +172,7 @@ class Queue:
             for job in list(jobs):
                 if job.id == name and job.state not in (WAITING, RUNNING):
                     jobs.remove(job)
-                    jobs[:] = [*begun(jobs), job.anew(), *in_state(jobs, WAITING)]
+                    jobs[:] = [*started_jobs(jobs), job.requeued(), *in_state(jobs, WAITING)]
 
     def remove(self, name: str) -> None:
         """Remove a job, unless it is running."""
@@ -179,9 +180,7 @@ class Queue:
             jobs[:] = [job for job in jobs if job.id != name or job.state == RUNNING]
 
     def replace(self, job: Job, new: Job) -> bool:
-        """Put a job in the place of another one; false if that has been changed or removed
-        meanwhile.
-        """
+        """Replace a job; False if it has been changed or removed meanwhile."""
         with self._changing() as jobs:
             if job not in jobs:
                 return False
@@ -189,6 +188,6 @@ class Queue:
             return True
 
     def tidy(self) -> None:
-        """Sort the jobs: ended, of which the last ones are kept, running, waiting."""
+        """Sort the jobs: ended, running, waiting; only the last `KEPT` ended jobs are kept."""
         with self._changing() as jobs:
-            jobs[:] = [*begun(jobs), *in_state(jobs, WAITING)]
+            jobs[:] = [*started_jobs(jobs), *in_state(jobs, WAITING)]

@@ -52,9 +52,8 @@ UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # devices of Windows
 SEPARATORS = re.compile(r"[/\\]")
 LONGEST_LIST = MOST_FILES * 1024  # bytes of the list of files in a zip, which is read into memory
-LEFT_SECONDS = (
-    3600.0  # seconds without data after which an upload counts as abandoned by a killed server
-)
+# An upload without data for this time was abandoned by a killed server.
+ABANDONED_SECONDS = 3600.0
 
 
 def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str], dict[str, str]]:
@@ -72,32 +71,40 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
         DiskFullError: no space left.
     """
     is_zip = name.lower().endswith(ZIP)
-    received = 0
     if not is_zip and (reason := why_unused(name)):
         return [], {name: reason}
-    _sweep(folder)
+    _remove_abandoned(folder)
     with writing_to(folder / name), TemporaryDirectory(prefix=HIDDEN, dir=folder) as hidden:
-        # Not fsynced: training detects files damaged by a power cut.
+        # Unpacked files are numbered from 1.
         file = Path(hidden, f"0{Path(name).suffix.lower()}")
-        with file.open("xb") as target:
-            for part in parts:
-                received += len(part)
-                if received > LARGEST_FILE:
-                    raise UserError(f"{name} is larger than {gigabytes(LARGEST_FILE)}.")
-                target.write(part)
-        files, skipped = unpack(file, name) if is_zip else ({name: file}, {})
+        _write(file, parts, name)
+        files = {name: file}
+        skipped: dict[str, str] = {}
+        if is_zip:
+            files, skipped = unpack(file, name)
         return _place(files, folder, skipped)
 
 
-def _sweep(folder: Path) -> None:
+def _write(file: Path, parts: Iterable[bytes], name: str) -> None:
+    """Write chunks to a new file; `name` is for the error of a file that is too large."""
+    received = 0
+    # Not fsynced: training detects files damaged by a power cut.
+    with file.open("xb") as target:
+        for part in parts:
+            received += len(part)
+            if received > LARGEST_FILE:
+                raise UserError(f"{name} is larger than {gigabytes(LARGEST_FILE)}.")
+            target.write(part)
+
+
+def _remove_abandoned(folder: Path) -> None:
     """Remove unfinished uploads of a killed server."""
-    for left in folder.glob(f"{HIDDEN}*/"):
+    oldest = time.time() - ABANDONED_SECONDS
+    for unfinished in folder.glob(f"{HIDDEN}*/"):
         with suppress(FileNotFoundError):  # the upload has just ended
-            if (
-                max(path.stat().st_mtime for path in (left, *left.iterdir()))
-                < time.time() - LEFT_SECONDS
-            ):
-                shutil.rmtree(left)
+            paths = (unfinished, *unfinished.iterdir())
+            if max(path.stat().st_mtime for path in paths) < oldest:
+                shutil.rmtree(unfinished)
 
 
 def _place(
@@ -106,20 +113,26 @@ def _place(
     """Move files into a folder, except damaged files and names that are taken."""
     saved = []
     for name, path in files.items():
-        facts = inspect_files(path.parent, [path.name], {}) if path.suffix in MEDIA else {}
-        if reason := next((fact.problem for fact in facts.values()), None):
+        if reason := _damage(path):
             skipped[name] = reason
-        elif _keep(path, folder, name):
+        elif _move(path, folder, name):
             saved.append(name)
         else:
             skipped[name] = "exists already; the existing file was kept"
     return saved, skipped
 
 
-def _keep(path: Path, folder: Path, name: str) -> bool:
-    """Move a file to a name below a folder; False if the name is taken or leads out of the
-    folder.
-    """
+def _damage(path: Path) -> str | None:
+    """Why a picture or clip cannot be used; None if it can be, and for other files."""
+    if path.suffix not in MEDIA:
+        return None
+    for fact in inspect_files(path.parent, [path.name], {}).values():
+        return fact.problem
+    return None
+
+
+def _move(path: Path, folder: Path, name: str) -> bool:
+    """Move a file below a folder; False if the name is taken or leads out of the folder."""
     target = folder / name
     if not target.parent.resolve().is_relative_to(folder.resolve()):
         return False  # through a link
@@ -136,15 +149,16 @@ def _keep(path: Path, folder: Path, name: str) -> bool:
 
 
 class Archive(FileIO):
-    """A zip file. `ZipFile` reads its list of files at once, so a forged list could fill the
-    memory.
+    """A zip file with a list of files of limited size.
+
+    `ZipFile` reads this list at once, so a forged one could fill the memory.
     """
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read at most `size` bytes.
 
         Raises:
-            BadZipFile: these are too many.
+            BadZipFile: the size is larger than a list may be.
         """
         if size and size > LONGEST_LIST:
             allowed = f"at most {gigabytes(LONGEST_LIST)} are allowed"
@@ -176,7 +190,8 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
     # RuntimeError: an unknown method, or a password.
     except (BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError) as error:
         raise UserError(f"{title} cannot be unpacked: {error}.") from None
-    if len({name.partition("/")[0] for name in files}) == 1 and all("/" in name for name in files):
+    top_names = {name.partition("/")[0] for name in files}
+    if len(top_names) == 1 and all("/" in name for name in files):
         # A folder was zipped: drop its name.
         files = {name.partition("/")[2]: path for name, path in files.items()}
     return files, skipped
@@ -185,16 +200,18 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
 def _unpack(
     content: ZipFile, members: Sequence[ZipInfo], archive: Path
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Unpack members into numbered files; a link becomes a file, and names cannot lead out of the
-    target.
+    """Unpack members into numbered files beside the zip.
+
+    A link becomes a file, and no name can lead out of the folder.
     """
     files: dict[str, Path] = {}
     skipped: dict[str, str] = {}
     for number, member in enumerate(members, start=1):
         name = safe_name(member.filename)
-        if reason := why_unused(name) or (
-            name in files and "is in the zip twice; the first was used"
-        ):
+        reason = why_unused(name)
+        if not reason and name in files:
+            reason = "is in the zip twice; the first was used"
+        if reason:
             skipped[name] = reason
             continue
         files[name] = archive.with_name(f"{number}{Path(name).suffix.lower()}")
@@ -219,27 +236,35 @@ def why_unused(name: str) -> str | None:
 
 def safe_name(name: str) -> str:
     """A relative path whose names are valid on every system."""
-    parts = (safe_part(part) for part in SEPARATORS.split(unicodedata.normalize("NFC", name)))
+    # macOS decomposes letters with accents, which would be other names than composed ones.
+    composed = unicodedata.normalize("NFC", name)
+    parts = (safe_part(part) for part in SEPARATORS.split(composed))
     return "/".join(part for part in parts if part.strip("."))
 
 
 def safe_part(part: str) -> str:
     """A file or folder name that is valid on every system, with the same extension."""
     part = UNSAFE.sub("-", part).strip().rstrip(".")
-    path = Path(f"_{part}" if RESERVED.match(part) else part)
-    return (
-        path.stem.encode()[: LONGEST_NAME - len(path.suffix.encode())].decode(errors="ignore")
-        + path.suffix
-    )
+    if RESERVED.match(part):
+        part = f"_{part}"
+    path = Path(part)
+    longest_stem = LONGEST_NAME - len(path.suffix.encode())
+    # Ignores a character that is cut in two.
+    stem = path.stem.encode()[:longest_stem].decode(errors="ignore")
+    return stem + path.suffix
 
 
 def check_space(folder: Path, needed: int) -> None:
     """Check that files fit on the disk; a full one would also stop runs from saving.
 
+    Args:
+        needed: bytes.
+
     Raises:
         DiskFullError: the disk has too little space.
     """
-    if needed > (free := shutil.disk_usage(folder).free):
+    free = shutil.disk_usage(folder).free
+    if needed > free:
         raise DiskFullError(
             f"{folder}: {gigabytes(needed)} do not fit on the disk, which has "
             f"{gigabytes(free)} free."

@@ -1,6 +1,4 @@
-"""What a run has made, on the page: curves, previews, its result, samples and sweep; and
-downloads.
-"""
+"""The results of a run on the page: curves, previews, LoRA files, samples and sweep."""
 
 from __future__ import annotations
 
@@ -37,18 +35,18 @@ from simpletuner.reporting.metrics import (
 from simpletuner.weights import lora_names
 from simpletuner.weights.lora_names import LORA_FILE
 
-# not compressed: that would be slow, and hide the size from the browser
-AS_IT_IS = "application/octet-stream"
-PART = 1 << 20
+# Not compressed by the server: that would be slow, and hide the size from the browser.
+BINARY = "application/octet-stream"
+PART = 1 << 20  # bytes of a download that are in memory
 SAMPLES_FOLDER = "samples"  # of the page's samples, in the output folder
 
 
 def address(run: Run, path: str) -> str:
-    """The URL of a preview; empty if the file is missing. The URL changes when the file is rendered
-    again.
-    """
+    """The URL of a preview, which changes when the file does; empty if the file is missing."""
     file = run.folder / path
-    return f"/media/{run.id}/{quote(path)}?{file.stat().st_mtime_ns}" if file.is_file() else ""
+    if not file.is_file():
+        return ""
+    return f"/media/{run.id}/{quote(path)}?{file.stat().st_mtime_ns}"
 
 
 def draw(run: Run, part: str, title: str, values: Callable[[], dict[str, Any]]) -> str:
@@ -66,30 +64,31 @@ def show_curves(request: Request) -> Response:
     """The curves of a run, overlaid with the curves of another run: `?beside=ID`."""
     run = chosen(request)
     name = request.query_params.get("beside")
-    others = [runs_of(request).find(name)] if name else []
+    compared = runs_of(request).find(name) if name else None
 
     def values() -> dict[str, Any]:
-        return html.curves(run.metrics, beside={other.name: other.metrics for other in others})
+        beside = {compared.name: compared.metrics} if compared else {}
+        return html.curves(run.metrics, beside=beside)
 
     with drawing:
         return HTMLResponse(draw(run, "curves", "Curves", values))
 
 
 def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> PreviewGrid:
-    """A grid of pictures loaded by URL; their paths are relative to the folder `below` in the run's
-    folder.
+    """A grid of pictures loaded by URL.
+
+    Args:
+        below: the folder in the run's folder to which the paths of the records are relative.
     """
-    return build_grid(
-        records,
-        run.folder,
-        lambda record: address(run, f"{below}/{record.path}".removeprefix("./")),
-    )
+
+    def source(record: MediaRecord) -> str:
+        return address(run, f"{below}/{record.path}".removeprefix("./"))
+
+    return build_grid(records, run.folder, source)
 
 
 def show_previews(request: Request) -> Response:
-    """Previews of a run: a selection, or a page of all previews (`?page=3`), and unfinished ones
-    with progress.
-    """
+    """Previews of a run: a selection or a page of all (`?page=3`), and unfinished ones."""
     run = chosen(request)
     page = request.query_params.get("page", "")
     return HTMLResponse(draw(run, "previews", "Previews", lambda: previews(run, page)))
@@ -99,7 +98,9 @@ def previews(run: Run, page: str) -> dict[str, Any]:
     """Template values for the previews of a run."""
     records = read_media(run.folder / MEDIA_FILE)
     pages = {str(number): content for number, content in enumerate(pages_of(records))}
-    shown = pages[page][1] if page in pages else records
+    shown = records
+    if page in pages:
+        _title, shown = pages[page]
     return {
         "grid": grid_of(run, shown),
         "pages": pages,
@@ -123,11 +124,11 @@ def unfinished(run: Run) -> list[dict[str, Any]]:
 def show_pair(request: Request) -> Response:
     """The previews of two steps: `?before=0&after=300`."""
     run = chosen(request)
-    asked = {request.query_params.get(key) for key in ("before", "after")}
+    steps = {request.query_params.get(key) for key in ("before", "after")}
 
     def values() -> dict[str, Any]:
         records = read_media(run.folder / MEDIA_FILE)
-        return {"grid": grid_of(run, [record for record in records if str(record.step) in asked])}
+        return {"grid": grid_of(run, [record for record in records if str(record.step) in steps])}
 
     return HTMLResponse(draw(run, "pair", "Before and after", values))
 
@@ -146,17 +147,25 @@ def show_results(request: Request) -> Response:
 def result(run: Run) -> dict[str, Any]:
     """Template values for the files of a run, and how to use them."""
     folder = run.folder
-    step = result_step(run.folder, "lora")
-    saves = find_checkpoints(folder)[0]
+    step = result_step(folder, "lora")
+    saves, _incomplete = find_checkpoints(folder)
     checkpoints = [save for save in saves if (save.path / LORA_FILE).is_file()]
-    newest = checkpoints[-1].path / LORA_FILE if checkpoints else None
-    file = newest if step is None else folder / LORA_FILE
-    form, obstacle = ("", "") if file is None else other_form(file)
+    file: Path | None = None
+    megabytes = 0.0
+    if step is not None:
+        file = folder / LORA_FILE
+        megabytes = file.stat().st_size / 1e6
+    elif checkpoints:
+        file = checkpoints[-1].path / LORA_FILE
+    form = ""
+    obstacle = ""
+    if file is not None:
+        form, obstacle = other_form(file)
     pipeline = folder / PIPELINE_FOLDER
     return {
         "name": file_name(run),
         "step": step,
-        "size": 0.0 if step is None else (folder / LORA_FILE).stat().st_size / 1e6,
+        "size": megabytes,
         "form": form,
         "obstacle": obstacle,
         "other_name": file_name(run, form=form),
@@ -183,19 +192,19 @@ def sweep(run: Run, project: Project) -> dict[str, Any]:
 
 
 def earlier_sheet(run: Run, project: Project) -> str:
-    """The contact sheet where an earlier version put that of a run, outside its output folder;
-    empty without one.
-    """
+    """The contact sheet of an earlier version, outside the output folder; empty without one."""
     path = Path(SAMPLES_FOLDER) / f"sweep-{run.folder.name}" / SHEET_PAGE
     return str(path) if (project.folder / path).is_file() else ""
 
 
 def file_name(run: Run, step: str = "", form: str = "") -> str:
     """The name under which a browser saves a LoRA, more specific than `pytorch_lora_weights`."""
-    name = "-".join(
-        filter(None, (re.sub(r"[^\w.-]+", "-", run.name), step and f"step{step}", form))
-    )
-    return f"{name}.safetensors"
+    parts = [re.sub(r"[^\w.-]+", "-", run.name)]
+    if step:
+        parts.append(f"step{step}")
+    if form:
+        parts.append(form)
+    return f"{'-'.join(parts)}.safetensors"
 
 
 def send_lora(request: Request) -> Response:
@@ -203,27 +212,49 @@ def send_lora(request: Request) -> Response:
     run = chosen(request)
     step = request.query_params.get("step", "")
     form = request.query_params.get("form", "")
-    saves = [save.path for save in find_checkpoints(run.folder)[0] if str(save.step) == step]
-    folders = saves if step else [run.folder]
-    if not folders or not (path := folders[-1] / LORA_FILE).is_file():
-        raise Refusal(404, f"{run.name} has no LoRA{f' of step {step}' if step else ''}.")
-    whole = FileResponse(path, filename=file_name(run, step, form), media_type=AS_IT_IS)
+    path = lora_file(run, step)
+    response = FileResponse(path, filename=file_name(run, step, form), media_type=BINARY)
     if not form:
-        return whole
-    other, obstacle = other_form(path)
-    if form != other or obstacle:
+        return response
+    possible_form, obstacle = other_form(path)
+    if obstacle:
+        raise Refusal(404, obstacle)
+    if form != possible_form:
         raise Refusal(
             404,
-            obstacle or f"form: {form!r} is not {other}; the file can be converted only to that.",
+            f"form: {form!r} is not {possible_form}; the file can be converted only to that.",
         )
+    # The forms differ only in the header, which names the tensors.
     file = path.open("rb")
-    head = join_header(lora_names.rename(read_head(file)[1], other), b"")
-    length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
-    headers = {**whole.headers, "accept-ranges": "none", "content-length": str(length)}
+    header = read_head(file)[1]
+    head = join_header(lora_names.rename(header, possible_form), b"")
+    tensor_bytes = os.fstat(file.fileno()).st_size - file.tell()
+    length = len(head) + tensor_bytes
+    headers = {**response.headers, "accept-ranges": "none", "content-length": str(length)}
     return StreamingResponse(_in_parts(head, file), headers=headers)
 
 
+def lora_file(run: Run, step: str) -> Path:
+    """The LoRA of a run, or of its checkpoint of a step.
+
+    Raises:
+        Refusal: 404 if there is no such file.
+    """
+    folders = [run.folder]
+    missing = f"{run.name} has no LoRA."
+    if step:
+        saves, _incomplete = find_checkpoints(run.folder)
+        folders = [save.path for save in saves if str(save.step) == step]
+        missing = f"{run.name} has no LoRA of step {step}."
+    # Of two checkpoints of a step, the last one is the regular one.
+    file = folders[-1] / LORA_FILE if folders else None
+    if file is None or not file.is_file():
+        raise Refusal(404, missing)
+    return file
+
+
 def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
+    """A header, then the rest of a file, which is closed at the end."""
     with rest:
         yield head
         while part := rest.read(PART):

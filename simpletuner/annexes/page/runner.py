@@ -1,5 +1,4 @@
-"""Runs the jobs of a queue, one at a time: a thread of one server starts the next when nothing else
-runs.
+"""Runs the jobs of a queue, one at a time, from a thread of the server.
 
 Every job is a process of its own, which outlives the server.
 """
@@ -11,18 +10,18 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.page.queue import RUNNING, WAITING, Job, Queue, in_state
-from simpletuner.annexes.runs.console import INTERRUPTED, printed, said_at_the_end
+from simpletuner.annexes.runs.console import INTERRUPTED, last_message, output_end
 from simpletuner.annexes.runs.state import ACTIVE
 from simpletuner.errors import UserError, full_text
 from simpletuner.planning.lock import owner_of, take
 
 SERVER_FILE = ".queue.server"  # locked by the server that starts jobs
-PAUSE = 1.0  # seconds between polls of running jobs
+POLL_SECONDS = 1.0  # between looks at running jobs
 CHECK_SECONDS = 10.0  # between checks of a waiting job's settings
 # Prefixes of the last line of commands other than `train` that succeeded.
 DONE = ("Saved ", "Captions written: ", "Every picture and clip has a caption")
@@ -40,15 +39,15 @@ class Runner:
         self.runs = runs
         self.problem = ""
         self._lock: BinaryIO | None = None
-        self._problems: dict[
-            str, tuple[float, str]
-        ] = {}  # by id of a waiting job, with the time of the check
+        # By the id of a waiting job: the time of its last check, and what it found.
+        self._problems: dict[str, tuple[float, str]] = {}
 
     def serve(self, over: threading.Event) -> None:
-        """Start jobs until `over` is set. Only one server of a project does so; when it exits,
-        another takes over.
+        """Start jobs until `over` is set.
+
+        Only one server of a project does so; when it exits, another takes over.
         """
-        while not over.wait(PAUSE):
+        while not over.wait(POLL_SECONDS):
             try:
                 # Without a queue, no file is created in the project.
                 if self.queue.file.is_file() and self._is_server():
@@ -60,6 +59,7 @@ class Runner:
             self._lock.close()
 
     def _is_server(self) -> bool:
+        """Whether this server starts the jobs; it does once it holds the lock."""
         if self._lock is None:
             self._lock = take(self.queue.file.with_name(SERVER_FILE))
         return self._lock is not None
@@ -67,10 +67,11 @@ class Runner:
     def step(self) -> None:
         """Update jobs that have ended, and start the first job that can start if nothing runs."""
         for job in in_state(self.queue.read(), RUNNING):
-            self.queue.replace(job, self.look(job))
+            self.queue.replace(job, self.updated(job))
         jobs = self.queue.read()
         waiting = in_state(jobs, WAITING)
-        is_busy = bool(waiting and (in_state(jobs, RUNNING) or self.at_work()))
+        # The search for a run takes a while, so it is left out if no job waits.
+        is_busy = bool(waiting and (in_state(jobs, RUNNING) or self.busy_folder()))
         for job in waiting:
             problem = self._problem(job)
             if is_busy or problem:
@@ -81,18 +82,19 @@ class Runner:
 
     def _problem(self, job: Job) -> str:
         """Why a job cannot start; empty if it can."""
-        checked, problem = self._problems.get(job.id, (-math.inf, ""))
-        if time.monotonic() - checked > CHECK_SECONDS:
-            try:
-                self.check(job)
-                problem = ""
-            except (UserError, OSError) as error:
-                problem = str(error)
-            self._problems[job.id] = time.monotonic(), problem
+        checked_at, problem = self._problems.get(job.id, (-math.inf, ""))
+        if time.monotonic() - checked_at <= CHECK_SECONDS:
+            return problem
+        try:
+            self.check(job)
+            problem = ""
+        except (UserError, OSError) as error:
+            problem = str(error)
+        self._problems[job.id] = time.monotonic(), problem
         return problem
 
     def _start(self, job: Job) -> bool:
-        """Start a job; returns whether it runs. One that is refused waits on, with the reason."""
+        """Start a job; returns whether it runs. A refused job waits on, with the reason."""
         running = replace(job, state=RUNNING, message="")
         # Written before the process starts: if this server is killed, no job is started twice.
         if not self.queue.replace(job, running):
@@ -118,35 +120,31 @@ class Runner:
         if job.command == "train":
             run = self.runs.start(job.config, job.settings)
             assert run.child is not None
-            return replace(
-                job, folder=str(run.folder), owner=owner_of(run.child.pid, "simpletuner train")
-            )
+            owner = owner_of(run.child.pid, "simpletuner train")
+            return replace(job, folder=str(run.folder), owner=owner)
         job.log.parent.mkdir(exist_ok=True)
         child = self.runs.spawn(job.log, job.arguments)
         return replace(job, owner=owner_of(child.pid, f"simpletuner {job.command}"))
 
-    def look(self, job: Job) -> Job:
-        """A started job with its present state, read from files so that it survives a restart of
-        the server.
-        """
-        is_alive = (
-            job.is_alive
-        )  # read before the files, which are complete once the process has ended
-        status = self.runs.at(Path(job.folder)).status() if job.command == "train" else {}
+    def updated(self, job: Job) -> Job:
+        """A started job with its present state, which also another server can read from files."""
+        # Read before the files, which are complete once the process has ended.
+        is_alive = job.is_alive
+        status: dict[str, Any] = {}
+        if job.command == "train":
+            status = self.runs.at(Path(job.folder)).status()
         if is_alive or status.get("status") in ACTIVE:
             # The view of a run shows its message.
-            return replace(job, message="" if status else said_at_the_end(printed(job.log)))
+            message = "" if status else last_message(output_end(job.log))
+            return replace(job, message=message)
         if job.owner is None:
-            return replace(
-                job,
-                state="interrupted",
-                message="The server exited while it was starting this job.",
-            )
+            message = "The server exited while it was starting this job."
+            return replace(job, state="interrupted", message=message)
         if status:
             return replace(job, state=status["status"], message=status["message"])
         return _ended(job)
 
-    def at_work(self) -> str:
+    def busy_folder(self) -> str:
         """The output folder of a run in progress on this machine; empty if there is none."""
         for run in self.runs.all():
             if run.pid is not None:
@@ -155,14 +153,13 @@ class Runner:
 
 
 def _ended(job: Job) -> Job:
-    """A command other than `train` whose process has ended; its last line says how."""
-    output = printed(job.log)
-    last = said_at_the_end(output)
+    """A command other than `train` whose process has ended, as its last line reports it."""
+    output = output_end(job.log)
+    last = last_message(output)
     if last.startswith(DONE):
         return replace(job, state="completed", message=last)
     if last in INTERRUPTED:
         return replace(job, state="cancelled", message=last)
-    errors = said_at_the_end(output, only_errors=True)
-    return replace(
-        job, state="error", message=errors or f"Ended unexpectedly. Its last line: {last.strip()}"
-    )
+    errors = last_message(output, only_errors=True)
+    message = errors or f"Ended unexpectedly. Its last line: {last.strip()}"
+    return replace(job, state="error", message=message)

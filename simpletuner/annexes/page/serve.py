@@ -24,7 +24,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
@@ -57,8 +57,9 @@ from simpletuner.reporting.events import EventStream
 Mode = Literal["unified", "trainer", "callback"]
 # A client that does not complete the head of a request is dropped after once to twice this time.
 HEAD_SECONDS = 10.0
-END_SECONDS = 1
-UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, results.AS_IT_IS)
+# How long a shutdown waits for open streams and requests.
+SHUTDOWN_SECONDS = 1
+UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, results.BINARY)
 
 
 def health(request: Request) -> Response:
@@ -66,27 +67,26 @@ def health(request: Request) -> Response:
     return JSONResponse({"status": "ok", "version": version("simpletuner")})
 
 
-def taking(
-    path: str, act: Callable[[Request, dict[str, Any]], Response], method: str = "POST"
+def json_route(
+    path: str, handle: Callable[[Request, dict[str, Any]], Response], method: str = "POST"
 ) -> Route:
-    """A route to a function of a request and the JSON object in its body; the function runs in a
-    thread.
-    """
+    """A route to a function of a request and the JSON object in its body, called in a thread."""
 
     async def endpoint(request: Request) -> Response:
-        return await run_in_threadpool(act, request, await read_object(request))
+        body = await read_object(request)
+        return await run_in_threadpool(handle, request, body)
 
     return Route(path, endpoint, methods=[method])
 
 
-def shared(name: str) -> Route:
-    """A route to a static file of the HTML report."""
+def report_file_route(name: str) -> Route:
+    """A route to a static file of the HTML report, which the page uses too."""
     return Route(f"/static/{name}", lambda request: FileResponse(REPORT / name))
 
 
-ALWAYS = [Route("/health", health), Route("/api/metrics/health/live", health)]
-ELSEWHERE = [taking("/callback", live.post_event)]
-PAGE = [
+HEALTH_ROUTES = [Route("/health", health), Route("/api/metrics/health/live", health)]
+CALLBACK_ROUTES = [json_route("/callback", live.post_event)]
+PAGE_ROUTES = [
     Route("/", form.page),
     Route("/tabs/{tab}", form.tab),
     Route("/api/fields/tabs", form.field_tabs),
@@ -98,36 +98,36 @@ PAGE = [
     Route("/api/configs/", files.configs),
     Route("/api/configs/examples", files.examples),
     Route("/api/configs/{name:path}", files.config),
-    taking("/api/configs/{name:path}", files.put_config, "PUT"),
+    json_route("/api/configs/{name:path}", files.put_config, "PUT"),
     Route("/api/datasets/plan", files.datasets),
-    taking("/api/datasets/plan", files.put_datasets, "PUT"),
+    json_route("/api/datasets/plan", files.put_datasets, "PUT"),
     Route("/api/datasets/browse", files.browse),
-    taking("/api/training/validate", files.validate),
-    taking("/api/configuration/check", files.validate),
+    json_route("/api/training/validate", files.validate),
+    json_route("/api/configuration/check", files.validate),
     Route("/api/plan", control.plan_unsaved, methods=["POST"]),
-    taking("/api/start/look", start_card.look),
-    taking("/api/start/write", start_card.write),
-    taking("/api/uploads", start_card.new_folder),
+    json_route("/api/start/look", start_card.look),
+    json_route("/api/start/write", start_card.write),
+    json_route("/api/uploads", start_card.new_folder),
     Route(f"{UPLOADS}{{name}}/{{file:path}}", start_card.put_file, methods=["PUT"]),
     Route("/dataset", datasets.show_datasets),
     Route("/library", library.show_files),
     Route("/library/thumbnail", library.send_thumbnail),
     Route("/library/media", library.send_original),
-    taking("/api/library/caption", library.put_caption, "PUT"),
-    taking("/api/library/excluded", library.put_excluded, "PUT"),
-    taking("/api/library/mask", library.put_mask, "PUT"),
-    taking("/api/library/edit", library.edit),
+    json_route("/api/library/caption", library.put_caption, "PUT"),
+    json_route("/api/library/excluded", library.put_excluded, "PUT"),
+    json_route("/api/library/mask", library.put_mask, "PUT"),
+    json_route("/api/library/edit", library.edit),
     Route("/api/library/describe", captioning.captioning_state),
-    taking("/api/library/describe", captioning.start_captioning),
+    json_route("/api/library/describe", captioning.start_captioning),
     Route("/api/training/status", live.get_status),
-    taking("/api/training/start", live.post_start),
-    taking("/api/training/new", live.post_new_run),
-    *(taking(path, partial(live.post_button, act)) for path, act in live.BUTTONS.items()),
-    taking("/api/training/queue", jobs.add),
-    taking("/api/training/render", jobs.add_rendering),
-    taking("/api/training/queue/move", jobs.move),
-    taking("/api/training/queue/again", jobs.again),
-    taking("/api/training/queue/remove", jobs.remove),
+    json_route("/api/training/start", live.post_start),
+    json_route("/api/training/new", live.post_new_run),
+    *(json_route(path, partial(live.post_button, act)) for path, act in live.BUTTONS.items()),
+    json_route("/api/training/queue", jobs.add),
+    json_route("/api/training/render", jobs.add_rendering),
+    json_route("/api/training/queue/move", jobs.move),
+    json_route("/api/training/queue/again", jobs.again),
+    json_route("/api/training/queue/remove", jobs.remove),
     Route("/queue", jobs.show_queue),
     Route("/api/training/events", live.get_events),
     Route("/api/events/recent", live.get_recent_events),
@@ -137,10 +137,10 @@ PAGE = [
     Route("/report/{run}", live.get_report),
     Route("/docs/{path:path}", docs.show),
     Route("/runs", live.get_list),
-    *(Route(f"/runs/{{run}}/{name}", act) for name, act in results.VIEWS.items()),
+    *(Route(f"/runs/{{run}}/{name}", show) for name, show in results.VIEWS.items()),
     Route("/download/{run}", results.send_lora),
     Route("/runs/{run}/{part}", live.get_part),
-    *map(shared, ("page.css", "curves.js", "viewer.js")),
+    *map(report_file_route, ("page.css", "curves.js", "viewer.js")),
     Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
 ]
 
@@ -148,22 +148,25 @@ PAGE = [
 def create_app(
     project: Project, mode: Mode = "unified", over: threading.Event | None = None
 ) -> Starlette:
-    """The application that serves a project, without the guard; event streams end once `over` is
-    set.
+    """The application that serves a project, without the guard.
+
+    Args:
+        over: event streams end once it is set.
     """
+    routes: list[BaseRoute] = [*HEALTH_ROUTES]
+    if mode != "trainer":
+        routes += CALLBACK_ROUTES
+    if mode != "callback":
+        routes += PAGE_ROUTES
+    serves_queue = project.run is None and mode != "callback"
+    # Does not compress pictures, clips, weights, ranges and event streams. Level 6 of 9
+    # compresses the form in a third of the time, to a size 4 % larger.
+    gzip = Middleware(GZipMiddleware, compresslevel=9, exclude_content_types=UNCOMPRESSED)
     app = Starlette(
-        routes=[
-            *ALWAYS,
-            *(ELSEWHERE if mode != "trainer" else []),
-            *(PAGE if mode != "callback" else []),
-        ],
-        # Does not compress pictures, clips, weights, ranges and event streams. Level 6 of 9
-        # compresses the form in a third of the time, to a size 4 % larger.
-        middleware=[
-            Middleware(GZipMiddleware, compresslevel=9, exclude_content_types=UNCOMPRESSED)
-        ],
+        routes=routes,
+        middleware=[gzip],
         exception_handlers={UserError: refused, OSError: refused, HTTPException: refused},
-        lifespan=serving_queue if project.run is None and mode != "callback" else None,
+        lifespan=serving_queue if serves_queue else None,
     )
     app.state.runs = Runs(project)
     app.state.over = over or threading.Event()
@@ -181,17 +184,17 @@ async def serving_queue(app: Starlette) -> AsyncIterator[None]:
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """The response to a `Refusal`, to another user error, to an unreadable file, and to wrong URLs
-    and methods.
-    """
+    """The response to a user error, an unreadable file, or a wrong URL or method."""
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, error.detail).answer(error.headers)
+    if isinstance(error, Refusal):
+        return error.answer()
     if isinstance(error, OSError):
-        error = UserError(reason_for(error))
-    if not isinstance(error, Refusal):
-        status = 507 if isinstance(error, DiskFullError) else 422
-        error = Refusal(status, error.problems if isinstance(error, ConfigError) else str(error))
-    return error.answer()
+        return Refusal(422, reason_for(error)).answer()
+    if isinstance(error, ConfigError):
+        return Refusal(422, error.problems).answer()
+    status = 507 if isinstance(error, DiskFullError) else 422
+    return Refusal(status, str(error)).answer()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -201,17 +204,14 @@ def listen(host: str, port: int) -> socket.socket:
         UserError: the port is in use, or the machine does not have this address.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[
-            0
-        ]
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
         return socket.create_server(cast(tuple[str, int], address[:2]), family=family, backlog=128)
     except OSError as error:
-        # The error's text would repeat the address.
-        reason = (
-            os.strerror(error.errno)
-            if error.errno and error.errno in errno.errorcode
-            else str(error)
-        )
+        reason = str(error)
+        if error.errno and error.errno in errno.errorcode:
+            # The error's own text would repeat the address.
+            reason = os.strerror(error.errno)
         raise UserError(
             f"port {port} of {host} cannot be used ({reason}); choose another with --port."
         ) from None
@@ -231,51 +231,46 @@ def make_server(
     **more: Any,
 ) -> PageServer:
     """A server, not yet running; `more` are options of uvicorn."""
-    # A factory, so that a process restarted by --reload can create the application.
     config = Config(
+        # A factory, so that a process restarted by --reload can create the application.
         partial(guarded, project, access, mode, over),
         factory=True,
         http=Connection,
         ws="none",
         lifespan="on",
-        # uvicorn's config would replace the run's log handlers.
-        log_config=None,
+        log_config=None,  # uvicorn's would replace the run's log handlers
         log_level="error",
         access_log=False,
         server_header=False,
-        # X-Forwarded-For can be forged.
-        proxy_headers=False,
+        proxy_headers=False,  # X-Forwarded-For can be forged
         limit_concurrency=400,
-        timeout_graceful_shutdown=END_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         **more,
     )
     return PageServer(config)
 
 
 class PageServer(Server):
-    """Aborts event streams and long requests at shutdown, without logging them; logs a limit of
-    open files once.
-    """
+    """Aborts event streams and long requests at shutdown, without logging them."""
 
-    _limit = ""  # that was logged
+    _logged_limit = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self.report)
         await super().startup(sockets)
 
     def report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error outside a request, but a limit of the machine only once and without its
-        traceback.
+        """Log an error outside a request.
 
-        asyncio meets a limit of open files again for every connection that waits, thousands of
-        times a second.
+        A limit of the machine is logged only once, without a traceback: asyncio reaches the limit
+        of open files again for every waiting connection, thousands of times a second.
         """
         error = context.get("exception")
         limit = reached_limit(error) if error is not None else ""
         if not limit:
             loop.default_exception_handler(context)
-        elif limit != self._limit:
-            self._limit = limit
+        elif limit != self._logged_limit:
+            self._logged_limit = limit
             logging.getLogger(__name__).warning("Connections wait: %s", limit)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -292,24 +287,23 @@ class PageServer(Server):
 class Connection(H11Protocol):
     """Looks up the user of a connection, and drops clients that send nothing or trickle bytes."""
 
-    last: object = None
+    last_cycle: object = None  # uvicorn's request and response at the last check
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.client and self.server:
-            ends = self.client, cast(End, self.server)
-            self.app_state = {**self.app_state, OWN_USER: cache(partial(is_own_user, *ends))}
+            # Cached: the lookup reads a table of all sockets, and the answer stays the same.
+            look_up = cache(partial(is_own_user, self.client, cast(End, self.server)))
+            self.app_state = {**self.app_state, OWN_USER: look_up}
         self.loop.call_later(HEAD_SECONDS, self.drop_if_silent)
 
     def drop_if_silent(self) -> None:
-        """Close the connection if it is still waiting for the head of the same request as at the
-        last call.
-        """
+        """Close the connection if it has waited since the last call for the same request."""
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.IDLE and self.cycle is self.last:
+        if self.conn.their_state is h11.IDLE and self.cycle is self.last_cycle:
             self.transport.close()
-        self.last = self.cycle
+        self.last_cycle = self.cycle
         self.loop.call_later(HEAD_SECONDS, self.drop_if_silent)
 
 
@@ -318,24 +312,26 @@ def page_of_run(
     listener: socket.socket, access: Access, output_dir: Path, events: EventStream
 ) -> Iterator[None]:
     """Serve the page of a run from a thread of its process, within a context."""
-    project = Project(Path.cwd().resolve(), (output_dir.resolve(),), run=output_dir.resolve())
+    folder = output_dir.resolve()
+    project = Project(Path.cwd().resolve(), roots=(folder,), run=folder)
     over = threading.Event()
     server = make_server(project, access, "trainer", over)
     # Outside the main thread, uvicorn does not handle signals.
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
-    hint = (
-        f"/?token=TOKEN with the token in {access.source}" if access.needs_token(listener) else ""
-    )
-    events.say(f"Page: http://localhost:{listener.getsockname()[1]}{hint}")
+    port = listener.getsockname()[1]
+    hint = ""
+    if access.needs_token(listener):
+        hint = f"/?token=TOKEN with the token in {access.source}"
+    events.say(f"Page: http://localhost:{port}{hint}")
     try:
         yield
     finally:
         over.set()
         # Open browsers receive the end of the run before the port closes.
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
         while server.server_state.tasks and time.monotonic() < deadline:
             time.sleep(0.02)
         server.should_exit = True
         # With a timeout: a hanging request must not keep the run from ending.
-        thread.join(2 * END_SECONDS)
+        thread.join(2 * SHUTDOWN_SECONDS)

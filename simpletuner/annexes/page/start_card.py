@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from simpletuner.annexes.captions.editing import BACKUP
 from simpletuner.annexes.guide import about_example
 from simpletuner.annexes.page import files
-from simpletuner.annexes.page.control import GONE
+from simpletuner.annexes.page.control import DISCONNECTED
 from simpletuner.annexes.page.project import Project, Refusal, project_of
 from simpletuner.annexes.page.receive import (
     LARGEST_FILE,
@@ -40,6 +40,8 @@ from simpletuner.config.sources import example_names
 from simpletuner.data.file_names import UNREAD_CLIPS, UNREAD_PICTURES
 from simpletuner.errors import Problem, not_one_of
 
+FOLDER = Path("datasets")  # of uploads
+IDLE_SECONDS = 30.0  # timeout without data; an upload may take hours
 MOST_SKIPPED = 20  # skipped files that are listed
 # Translations of the card's texts, by language and English text.
 LANGUAGES = Path(__file__).parent / "static" / "languages.json"
@@ -48,48 +50,59 @@ LANGUAGES = Path(__file__).parent / "static" / "languages.json"
 def card_content(accepted: str) -> dict[str, Any]:
     """Template values of the empty card, in the browser's first language that has a translation."""
     tables = json.loads(LANGUAGES.read_text(encoding="utf-8"))
-    wanted = (
-        each.partition(";")[0].partition("-")[0].strip().lower() for each in accepted.split(",")
-    )
-    language = next((each for each in wanted if each in {*tables, "en"}), "en")
+    language = choose_language(accepted, {*tables, "en"})
     words = tables.get(language, {})
 
     def say(text: str, **values: object) -> str:
         return words.get(text, text).format(**values)
 
-    unread = sorted(UNREAD_PICTURES | UNREAD_CLIPS)
     limits = {
         "suffixes": sorted({*USED, ZIP}),
-        "unread": unread,
+        "unread": sorted(UNREAD_PICTURES | UNREAD_CLIPS),
         "files": MOST_FILES,
         "bytes": LARGEST_FILE,
     }
-    examples = sorted(example_names(), key=lambda name: not name.startswith("demo"))
-    shown = {"language": language, "words": words, "say": say, "limits": limits, "trigger": TRIGGER}
-    return {**shown, "examples": {name: about_example(name) for name in examples}}
+    demos_first = sorted(example_names(), key=lambda name: not name.startswith("demo"))
+    return {
+        "language": language,
+        "words": words,
+        "say": say,
+        "limits": limits,
+        "trigger": TRIGGER,
+        "examples": {name: about_example(name) for name in demos_first},
+    }
+
+
+def choose_language(accepted: str, languages: set[str]) -> str:
+    """The first language of an `Accept-Language` header that is available; else English."""
+    for wish in accepted.split(","):
+        tag = wish.partition(";")[0]  # without its weight, as in `de-CH;q=0.9`
+        language = tag.partition("-")[0].strip().lower()
+        if language in languages:
+            return language
+    return "en"
 
 
 def look(request: Request, body: dict[str, Any]) -> Response:
-    """The content of a folder, possible purposes, and for every model a draft for `POST /api/plan`.
+    """The content of a folder, its possible purposes, and a draft for `POST /api/plan` per model.
 
     The body contains the `folder`, and the answers so far: `purpose`, `trigger` and `name`.
     """
     project = project_of(request)
-    drafts: dict[str, Any] = {}
     media = media_in(project, body)
     models = [*find_models(media.kind)]
     runs = {model: answered(project, media, {**body, "model": model}) for model in models}
     proposed = runs[models[0]]
+    drafts: dict[str, Any] = {}
     for model, run in runs.items():
         # Without keys of files beside the config, which a draft's plan does not have.
         values = {key: value for key, value in run.config().items() if key not in FILES}
         drafts[model] = {"config": run.name, "values": values, "datasets": run.datasets()}
-    others = {
-        file: reason
+    ignored = [
+        {"file": file, "reason": reason}
         for file, (_, reason) in media.files.ignored.items()
         if not BACKUP.fullmatch(file)
-    }
-    ignored = [{"file": file, "reason": reason} for file, reason in others.items()]
+    ]
     content = {
         "folder": files.shown(project, media.folder),
         "name": proposed.name,
@@ -139,17 +152,19 @@ def answered(project: Project, media: MediaFolder, body: dict[str, Any]) -> NewR
     models = find_models(media.kind)
     purpose = one_of(PURPOSES[media.kind], body, "purpose")
     model = one_of([*models], body, "model")
-    free = unused_path(project.folder / "config" / run_name(media.folder)).name
+    free_name = unused_path(project.folder / "config" / run_name(media.folder)).name
+    trigger = ""
+    if purpose != "edit":
+        trigger = str(body.get("trigger") or media.words or TRIGGER).strip()
+    # Files of a concept without captions are captioned by its words.
+    has_captions = bool(media.captioned) and not media.concepts
     return NewRun(
-        name=str(body.get("name") or free).strip(),
+        name=str(body.get("name") or free_name).strip(),
         media=media,
         purpose=purpose,
-        trigger=str(body.get("trigger") or media.words or TRIGGER).strip()
-        if purpose != "edit"
-        else "",
+        trigger=trigger,
         example=models[model],
-        # Files of a concept without captions are captioned by its words.
-        captions=body.get("captions") is True or (bool(media.captioned) and not media.concepts),
+        captions=body.get("captions") is True or has_captions,
         root=project.folder,
     )
 
@@ -166,39 +181,35 @@ def one_of(choices: Sequence[str], body: dict[str, Any], key: str) -> str:
     return answer
 
 
-FOLDER = Path("datasets")
-IDLE_SECONDS = 30.0  # timeout without data; an upload may take hours
-
-
 def new_folder(request: Request, body: dict[str, Any]) -> Response:
-    """Create a folder for uploads: `{"name": NAME}`; the name is sanitised, and numbered if it
-    exists.
+    """Create a folder for uploads: `{"name": NAME}`.
+
+    The name is sanitised, and numbered if it exists.
     """
-    wanted = project_of(request).inside(FOLDER) / run_name(
-        Path(safe_name(str(body.get("name", ""))) or "my-files")
-    )
+    name = safe_name(str(body.get("name", ""))) or "my-files"
+    path = project_of(request).inside(FOLDER) / run_name(Path(name))
     while True:
-        folder = unused_path(wanted)
+        folder = unused_path(path)
         with writing_to(folder), suppress(FileExistsError):  # created by a concurrent request
             folder.mkdir(parents=True)
             return JSONResponse({"name": folder.name, "folder": f"{FOLDER}/{folder.name}"}, 201)
 
 
 async def put_file(request: Request) -> Response:
-    """Save the body of a request as a file, or unpack a zip; the response lists saved and skipped
-    files.
-    """
-    folder = project_of(request).inside(FOLDER / request.path_params["name"])
-    name = request.path_params["file"]
-    if folder.parent != project_of(request).inside(FOLDER) or not folder.is_dir():
-        raise Refusal(404, f"There is no folder {FOLDER}/{request.path_params['name']}.")
+    """Save the body of a request as a file, or unpack it if it is a zip."""
+    project = project_of(request)
+    name = request.path_params["name"]
+    folder = project.inside(FOLDER / name)
+    if folder.parent != project.inside(FOLDER) or not folder.is_dir():
+        raise Refusal(404, f"There is no folder {FOLDER}/{name}.")
     check_space(folder, int(request.headers.get("content-length", 0)))
-    saved, skipped = await run_in_threadpool(receive, folder, safe_name(name), following(request))
+    file = safe_name(request.path_params["file"])
+    saved, skipped = await run_in_threadpool(receive, folder, file, chunks_of(request))
     reasons = [{"file": file, "reason": reason} for file, reason in skipped.items()]
     return JSONResponse({"saved": saved, "skipped": reasons}, 201)
 
 
-def following(request: Request) -> Iterator[bytes]:
+def chunks_of(request: Request) -> Iterator[bytes]:
     """Iterate over the chunks of a body from a thread.
 
     Raises:
@@ -215,7 +226,7 @@ def following(request: Request) -> Iterator[bytes]:
                 408, f"No data for {IDLE_SECONDS:g} s; the upload was discarded."
             ) from None
         except ClientDisconnect:
-            raise Refusal(GONE, "The connection broke.") from None
+            raise Refusal(DISCONNECTED, "The connection broke.") from None
 
     while (part := from_thread.run(next_part)) is not None:
         yield part

@@ -1,4 +1,4 @@
-"""The end of `console.log`: what a command printed, and its errors."""
+"""The end of `console.log`: the output of a command, and its errors."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from simpletuner.redaction import redact
 CONSOLE_FILE = "console.log"
 CONSOLE_PART = 1 << 16  # bytes at the end of the log that are read
 PROMPT = "$ simpletuner "  # prefix of the line with the command of a session
-INTERRUPTED = (
-    "Interrupted.",
-    "KeyboardInterrupt",
-)  # last line; the second if Python was still starting
+# The last line of an interrupted command; the second one if Python was still starting.
+INTERRUPTED = ("Interrupted.", "KeyboardInterrupt")
 
 
-def printed(file: Path) -> str:
+def output_end(file: Path) -> str:
     """The end of a command's output, without secrets and overwritten progress bars."""
-    lines = b"".join(last_lines(file, CONSOLE_PART)).decode(errors="replace").split("\n")
-    return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
+    text = b"".join(last_lines(file, CONSOLE_PART)).decode(errors="replace")
+    # A progress bar overwrites its line after a carriage return.
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return redact("\n".join(lines))
 
 
-def said_at_the_end(console: str, *, only_errors: bool = False) -> str:
+def last_message(console: str, *, only_errors: bool = False) -> str:
     """The errors of the newest session in a console.log, or else its last line."""
-    lines = (
-        re.split(rf"^{re.escape(PROMPT)}.*$", console, flags=re.MULTILINE)[-1].strip().splitlines()
-    )
+    sessions = re.split(rf"^{re.escape(PROMPT)}.*$", console, flags=re.MULTILINE)
+    lines = sessions[-1].strip().splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return "\n".join(errors or ([] if only_errors else lines[-1:]))
+    if errors or only_errors:
+        return "\n".join(errors)
+    return "\n".join(lines[-1:])

@@ -1,4 +1,4 @@
-"""What the output folder of a run and its process say about it."""
+"""A run as its output folder and its process show it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.payloads import EVENTS_FILE, last_lines
-from simpletuner.annexes.runs.console import CONSOLE_FILE, printed
+from simpletuner.annexes.runs.console import CONSOLE_FILE, output_end
 from simpletuner.annexes.runs.history import RunHistory
 from simpletuner.annexes.runs.log_files import PART, Tail, record_in
 from simpletuner.config.json_reader import read_json
@@ -62,7 +62,8 @@ class RunFolder:
     def recent(self) -> list[dict[str, Any]]:
         """The newest events."""
         lines = last_lines(self.folder / EVENTS_FILE, PART)[-RECENT:]
-        return [event for line in lines if (event := parse_row(line, "id"))]
+        events = (parse_row(line, "id") for line in lines)
+        return [event for event in events if event]
 
     @property
     def name(self) -> str:
@@ -71,8 +72,9 @@ class RunFolder:
 
     @property
     def started(self) -> Mapping[str, Any]:
-        """The page's last start: `config`, `settings`, and `after`, the id of the event before it;
-        else empty.
+        """The last start from the page; empty if there was none.
+
+        Its keys are `config`, `settings`, and `after`, the id of the last event before it.
         """
         return read_json(self.folder / STARTED_FILE, Problems(), dict) or {}
 
@@ -119,7 +121,7 @@ class RunFolder:
     @property
     def console(self) -> str:
         """The end of console.log."""
-        return printed(self.folder / CONSOLE_FILE)
+        return output_end(self.folder / CONSOLE_FILE)
 
 
 def as_text(path: str | Path) -> str:

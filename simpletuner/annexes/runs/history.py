@@ -1,4 +1,4 @@
-"""The newest session of a run, as its events tell it."""
+"""The newest session of a run, as its events report it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,17 @@ class RunHistory:
     def follow(self, tail: Tail) -> None:
         """Add the new events of a log."""
         while lines := tail.lines():
-            for line, after in zip(lines, [*lines[1:], b""], strict=True):
-                # Step events, nearly all events of a long run, are parsed only if no other step
-                # event follows.
-                if not (is_step(line) and is_step(after)) and (event := tail.parse(line)):
-                    try:
-                        self.add(event)
-                    except Exception:  # noqa: BLE001 - an invalid event may raise any error
-                        tail.reject(line)
+            for line, next_line in zip(lines, [*lines[1:], b""], strict=True):
+                # Nearly all events of a long run are steps: only the last of a row is parsed.
+                if is_step(line) and is_step(next_line):
+                    continue
+                event = tail.parse(line)
+                if event is None:
+                    continue
+                try:
+                    self.add(event)
+                except Exception:  # noqa: BLE001 - an invalid event may raise any error
+                    tail.reject(line)
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Add an event; raises if a field that the page computes with is not a number."""
@@ -67,16 +70,15 @@ class RunHistory:
         match event["type"]:
             case "training.status" if "progress" in event:
                 self.status = str(event["data"]["status"])
-                self.progress = self.progress | progress_of(
-                    event["progress"]
-                )  # some events have no metrics
+                # Merged, since some events have no metrics.
+                self.progress = self.progress | progress_of(event["progress"])
                 self.message = str(event.get("message", self.message))
             case "lifecycle.stage":
                 stage = {name: str(event["stage"][name]) for name in ("key", "label", "status")}
-                done = event["stage"]["progress"]
+                progress = event["stage"]["progress"]
                 self.stages[stage["key"] or stage["label"]] = {
                     **stage,
-                    "progress": done and progress_of(done),
+                    "progress": progress and progress_of(progress),
                     "message": str(event.get("message", "")),
                 }
                 if stage["status"] != "running":
@@ -85,11 +87,11 @@ class RunHistory:
                 self.growing[shot_of(event)] = growing_preview(event)
             case "training.validation":
                 self.growing.pop(shot_of(event), None)
-            # Warnings and confirmed requests; other notices repeat the message of the run.
-            case "notification" if event["severity"] == "warning" or str(
-                event["message"]
-            ).startswith(STOPS_LATER):
-                self.notices = [*self.notices, str(event["message"])][-NOTICES:]
+            case "notification":
+                message = str(event["message"])
+                # Other notices repeat the message of the run.
+                if event["severity"] == "warning" or message.startswith(STOPS_LATER):
+                    self.notices = [*self.notices, message][-NOTICES:]
 
 
 def is_step(line: bytes) -> bool:
@@ -98,21 +100,32 @@ def is_step(line: bytes) -> bool:
 
 
 def progress_of(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """The progress in an event; raises a TypeError if a value is not a number."""
-    numbers = {
-        name: progress[name] and progress[name] + 0 for name in ("total", "percent", "eta_seconds")
-    }
-    metrics = {"metrics": dict(progress["metrics"])} if "metrics" in progress else {}
-    return {**progress, "current": progress["current"] + 0, **numbers, **metrics}
+    """The progress in an event.
+
+    Raises:
+        TypeError: a value is not a number.
+    """
+    # Adding 0 raises for anything else.
+    checked = {**progress, "current": progress["current"] + 0}
+    for name in ("total", "percent", "eta_seconds"):  # may be None
+        checked[name] = progress[name] and progress[name] + 0
+    if "metrics" in progress:
+        checked["metrics"] = dict(progress["metrics"])
+    return checked
 
 
 def growing_preview(event: Mapping[str, Any]) -> dict[str, Any]:
     """The unfinished preview in an event."""
     data = event["data"]
-    path = (event["images"] or [event["videos"][0]["src"]])[0]
+    path = event["images"][0] if event["images"] else event["videos"][0]["src"]
     width, height = map(int, data["resolution"])
-    named = {name: str(data[name]) for name in ("name", "step_label")}
-    return {**named, "path": str(path), "width": width, "height": height}
+    return {
+        "name": str(data["name"]),
+        "step_label": str(data["step_label"]),
+        "path": str(path),
+        "width": width,
+        "height": height,
+    }
 
 
 def shot_of(event: Mapping[str, Any]) -> tuple[str, str, int]:

@@ -20,8 +20,7 @@ PART = 1 << 18  # bytes read at a time; maximum length of a line
 
 @dataclass(eq=False)
 class Tail:
-    """Follows a growing file of JSON lines: returns every line once, reading at most `PART` bytes
-    at a time.
+    """Follows a growing file of JSON lines: returns every line once, a part at a time.
 
     Attributes:
         number: a key that every object must have, with an integer value.
@@ -54,8 +53,10 @@ class Tail:
                 self._restart(status.st_ino)
             file.seek(self._offset)
             part = file.read(PART)
-        # A line longer than PART is not an event: it is returned in pieces that do not parse.
-        end = part.rfind(b"\n") + 1 or (PART if len(part) == PART else 0)
+        end = part.rfind(b"\n") + 1
+        if end == 0 and len(part) == PART:
+            # A line longer than PART is not an event: it is returned in pieces that do not parse.
+            end = PART
         self._offset += end
         return part[:end].splitlines(keepends=True)
 

@@ -1,4 +1,4 @@
-"""A run as the page shows it: its state, its progress, and what can be asked of it."""
+"""A run as the page shows it: its state, its progress, and the buttons that work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from simpletuner.weights.lora_names import LORA_FILE
 
 BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
 BETWEEN_STEPS = ("save", "preview", "stop_at_epoch_end")  # buttons that need a next step
-# seconds without events after which the page reports silence; the run may be loading a large model
+# Seconds without events after which the page reports silence; the run may be loading a large model.
 QUIET = 60.0
 
 
@@ -42,8 +42,9 @@ class Run(RunFolder):
         return judge(self)
 
     def status(self) -> dict[str, Any]:
-        """The response of `GET /api/training/status`. Never raises: a broken run must not hide the
-        others.
+        """The response of `GET /api/training/status`.
+
+        Never raises: a broken run must not hide the other ones.
         """
         blank = {
             "status": "idle",
@@ -63,18 +64,16 @@ class Run(RunFolder):
             "asked": [],
         }
         try:
-            known = self._status(blank)
-            json.dumps(
-                known, allow_nan=False, ensure_ascii=False
-            ).encode()  # fails for NaN and lone surrogates
+            status = self._status(blank)
+            # The response is JSON: this fails for NaN and lone surrogates.
+            json.dumps(status, allow_nan=False, ensure_ascii=False).encode()
         except Exception as error:  # noqa: BLE001 - damaged files may raise any error
-            return blank | {
-                "status": "broken",
-                "message": redact(str(error) or type(error).__name__),
-            }
-        return known
+            message = redact(str(error) or type(error).__name__)
+            return blank | {"status": "broken", "message": message}
+        return status
 
     def _status(self, blank: dict[str, Any]) -> dict[str, Any]:
+        """The status, in which `blank` has the keys and their values of a run without files."""
         verdict = self.judge()
         history = verdict.history
         last, damage_of_record = last_step(self.folder / METRICS_FILE)
@@ -86,9 +85,8 @@ class Run(RunFolder):
             status = "broken"
             message = "\n".join(filter(None, (damage, message)))
         idle = self._why_idle(status, history)
-        progress = advanced(
-            blank["progress"] | history.progress, last, goes_on=status == "running" and not idle
-        )
+        goes_on = status == "running" and not idle
+        progress = advanced(blank["progress"] | history.progress, last, goes_on=goes_on)
         in_loop = status == "running" and history.status == "running"
         asked = requested(self.folder / FOLDER) if in_loop else []
         if idle:
@@ -97,20 +95,22 @@ class Run(RunFolder):
             message = "Stops after this step and its previews."
         else:
             message = redact(message)
+        can = dict(blank["can"])
+        can |= self._requests(history, progress, asked, in_loop=in_loop, is_active=is_active)
+        if not is_active:
+            can |= self._starts(last.get("step", 0))
         return blank | {
             "status": status,
             "job_id": history.job_id,
             "progress": progress,
-            "stages": history.stages if is_active else over(history.stages),
+            "stages": history.stages if is_active else ended_stages(history.stages),
             "config": blank["config"] | {"name": self.config},
             "message": message,
             "asked": asked,
-            "can": blank["can"]
-            | self._buttons(history, progress, asked, in_loop=in_loop, is_active=is_active)
-            | ({} if is_active else self._beginnings(last.get("step", 0))),
+            "can": can,
         }
 
-    def _buttons(
+    def _requests(
         self,
         history: RunHistory,
         progress: Mapping[str, Any],
@@ -120,9 +120,8 @@ class Run(RunFolder):
         is_active: bool,
     ) -> dict[str, bool]:
         """Which requests a run can still follow."""
-        has_next_step = in_loop and (
-            progress["total"] is None or progress["current"] < progress["total"]
-        )
+        total = progress["total"]
+        has_next_step = in_loop and (total is None or progress["current"] < total)
         can_stop = is_active and history.status != "stopping" and "stop" not in asked
         return dict.fromkeys(BETWEEN_STEPS, has_next_step) | {"stop": can_stop}
 
@@ -134,17 +133,17 @@ class Run(RunFolder):
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:
                 return f"Process {owner.pid} is stopped. To resume it: kill -CONT {owner.pid}"
-        logged = (self.folder / EVENTS_FILE).stat().st_mtime if history.id else 0.0
-        silence = time.time() - max(logged, owner.since)
+        last_event_at = 0.0
+        if history.id:
+            last_event_at = (self.folder / EVENTS_FILE).stat().st_mtime
+        silence = time.time() - max(last_event_at, owner.since)
         seconds_per_step = history.progress.get("metrics", {}).get("seconds_per_step") or 0.0
-        return (
-            f"No events for {clock_text(silence)}."
-            if silence > max(QUIET, 3 * seconds_per_step)
-            else ""
-        )
+        if silence <= max(QUIET, 3 * seconds_per_step):
+            return ""
+        return f"No events for {clock_text(silence)}."
 
-    def _beginnings(self, step: int) -> dict[str, bool]:
-        """Which kinds of sessions can begin while none is active."""
+    def _starts(self, step: int) -> dict[str, bool]:
+        """Which kinds of sessions can start while none is active."""
         is_free = self.may_start and bool(self.config) and self.pid is None
         has_lora = (self.folder / LORA_FILE).is_file()
         return {
@@ -161,13 +160,13 @@ def advanced(progress: dict[str, Any], last: Mapping[str, Any], *, goes_on: bool
     got.
     """
     current = last.get("step", progress["current"])
-    percent = progress["total"] and round(100 * current / progress["total"], 1)
-    left = progress["eta_seconds"] if goes_on else None
+    total = progress["total"]  # None if the length is unknown
+    percent = total and round(100 * current / total, 1)
     return {
         **progress,
         "current": current,
         "percent": percent,
-        "eta_seconds": left,
+        "eta_seconds": progress["eta_seconds"] if goes_on else None,
         "metrics": progress["metrics"] | last,
     }
 
@@ -177,11 +176,10 @@ def requested(folder: Path) -> list[str]:
     return [request for request in REQUESTS if (folder / request).exists()]
 
 
-def over(stages: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def ended_stages(stages: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The stages of a run that has ended; running ones have failed."""
-    failed = {
-        key: {**stage, "status": "failed"}
-        for key, stage in stages.items()
-        if stage["status"] == "running"
-    }
-    return {**stages, **failed}
+    ended = dict(stages)
+    for key, stage in stages.items():
+        if stage["status"] == "running":
+            ended[key] = {**stage, "status": "failed"}
+    return ended

@@ -7,8 +7,9 @@ folder again.
                  │           │
                  └─────┬─────┘   the process has ended without reporting it:
                        ├──► error         its console ends with errors
-                       ├──► cancelled     its console ends with "Interrupted.", or it stopped before
-                       its last step ├──► completed     its result is of the last step
+                       ├──► cancelled     its console ends with "Interrupted.",
+                       │                  or it stopped before its last step
+                       ├──► completed     its result is of the last step
                        └──► interrupted   it was killed, or sends no heartbeat from another machine
 
 A run that is not active and whose files are damaged is `broken`.
@@ -22,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletuner.annexes.runs.console import INTERRUPTED, said_at_the_end
+from simpletuner.annexes.runs.console import INTERRUPTED, last_message
 from simpletuner.annexes.runs.folder import RunFolder
 from simpletuner.annexes.runs.history import RunHistory
 from simpletuner.annexes.runs.log_files import last_step
@@ -70,7 +71,7 @@ def judge(folder: RunFolder) -> Verdict:
     is_on_console = started_after in (history.id, history.first - 1)
     last_lines = ""
     if is_on_console and not is_alive:
-        last_lines = said_at_the_end(folder.console, only_errors=not has_no_event)
+        last_lines = last_message(folder.console, only_errors=not has_no_event)
     is_of_earlier_owner = owner is not None and history.id <= owner.after
     if has_no_event or is_of_earlier_owner:
         history = RunHistory(progress=history.progress)
@@ -119,10 +120,11 @@ def _unreported_end(folder: RunFolder, last_lines: str, *, was_at_work: bool) ->
 
 
 def _describe_interruption(folder: RunFolder, step: int) -> str:
+    """How far an interrupted run got, and where it continues."""
     if not step:
         return "Ended unexpectedly before the first step."
     checkpoints = find_checkpoints(folder.folder)[0]
-    then = "Without a checkpoint, it starts over"
+    restart = "Without a checkpoint, it starts over"
     if checkpoints:
-        then = f"It {continuation(folder.folder, checkpoints[-1])}"
-    return f"Ended unexpectedly at step {step:,}. {then}."
+        restart = f"It {continuation(folder.folder, checkpoints[-1])}"
+    return f"Ended unexpectedly at step {step:,}. {restart}."

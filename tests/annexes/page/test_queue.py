@@ -41,10 +41,10 @@ class Pretender(Runner):
         self.started.append(job.folder)
         return job
 
-    def look(self, job: Job) -> Job:
+    def updated(self, job: Job) -> Job:
         return replace(job, state=self.ended.get(job.folder, job.state))
 
-    def at_work(self) -> str:
+    def busy_folder(self) -> str:
         return self.by_hand
 
 
@@ -244,7 +244,7 @@ def wait(until: Callable[[], bool]) -> None:
 def test_of_two_servers_one_serves_and_the_other_takes_over(
     tmp_path: Path, runner: Pretender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
     servers = [(Pretender(tmp_path), threading.Event()) for _ in range(2)]
     threads = [threading.Thread(target=server.serve, args=(over,)) for server, over in servers]
     threads[0].start()
@@ -257,7 +257,7 @@ def test_of_two_servers_one_serves_and_the_other_takes_over(
     first.queue.file.write_text("damaged")
     wait(lambda: first.problem != "")
     assert "is not a valid queue" in first.problem
-    time.sleep(10 * module.PAUSE)
+    time.sleep(10 * module.POLL_SECONDS)
     assert second.problem == ""
     first.queue.file.unlink()
     end.set()
@@ -272,11 +272,11 @@ def test_of_two_servers_one_serves_and_the_other_takes_over(
 def test_the_queue_outlives_what_nobody_foresaw(
     queue: Queue, runner: Pretender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
     over, thread = threading.Event(), threading.Thread(target=lambda: runner.serve(over))
     queue.add("train", "a")
     with monkeypatch.context() as odd:
-        odd.setattr(runner, "at_work", lambda: [][1])
+        odd.setattr(runner, "busy_folder", lambda: [][1])
         thread.start()
         wait(lambda: runner.problem == "list index out of range")
     wait(lambda: states(queue) == {"a": "running"})

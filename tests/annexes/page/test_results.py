@@ -72,7 +72,7 @@ def project(
         "simpletuner.annexes.page.control.PROGRAM", (sys.executable, str(tmp_path / "program.py"))
     )
     monkeypatch.setattr(running, "CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(running, "PAUSE", 0.05)
+    monkeypatch.setattr(running, "POLL_SECONDS", 0.05)
     yield made
     for thread in threading.enumerate():
         if thread.name == "queue":  # of a server that has ended: it may be starting a last job

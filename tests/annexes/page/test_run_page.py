@@ -178,7 +178,7 @@ def test_the_page_of_a_run_says_that_it_has_ended(
     browser: Any, project: Workspace, monkeypatch: pytest.MonkeyPatch, how: Any, shown: str
 ) -> None:
     monkeypatch.setattr(
-        serve, "END_SECONDS", PATIENCE
+        serve, "SHUTDOWN_SECONDS", PATIENCE
     )  # a run does not wait longer for its browsers
     output = project.path("output")
     output.mkdir()

@@ -269,7 +269,7 @@ def test_page_of_a_run_is_up_while_it_lasts(
             fetch(str(port))
 
     monkeypatch.setattr("simpletuner.cli.execute.run_plan", look)
-    monkeypatch.setattr(serve, "END_SECONDS", PATIENCE)
+    monkeypatch.setattr(serve, "SHUTDOWN_SECONDS", PATIENCE)
     before = signal.getsignal(signal.SIGINT)
     port = free_port()
     assert main(["train", "--page-port", str(port)]) == 0

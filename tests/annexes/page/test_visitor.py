@@ -12,9 +12,9 @@ import pytest
 from simpletuner.annexes.page import guard
 from simpletuner.annexes.page.guard import (
     VARIABLE,
-    can_tell_users,
     is_own_user,
     page_token,
+    reports_users,
     socket_user,
 )
 from simpletuner.errors import UserError
@@ -110,9 +110,9 @@ def test_nobody_is_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nobody_is_known_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert can_tell_users(listener) is guard.TABLES[0].exists()
+        assert reports_users(listener) is guard.TABLES[0].exists()
         monkeypatch.setattr(guard, "TABLES", (tmp_path / "tcp",))
-        assert not can_tell_users(listener)
+        assert not reports_users(listener)
 
 
 def test_token_is_made_once_and_for_its_user_alone(
