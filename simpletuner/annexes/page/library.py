@@ -60,7 +60,7 @@ def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]
     return entries, data_context(judgement.config, judgement.spec, flavour.task)
 
 
-def opened(request: Request, asked: Mapping[str, Any]) -> Library:
+def open_dataset(request: Request, asked: Mapping[str, Any]) -> Library:
     """The saved dataset that a request names by `config` and `dataset`.
 
     Raises:
@@ -86,7 +86,7 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
 def show_files(request: Request) -> Response:
     """A page of a dataset's files: `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`."""
     asked = request.query_params
-    library = opened(request, asked)
+    library = open_dataset(request, asked)
     words = asked.get("words", "")
     only = asked.get("only", "")
     names, missed = library.find(words, only)
@@ -132,9 +132,9 @@ def editable(request: Request, asked: Mapping[str, Any]) -> Library:
     """The dataset that a request names, if its captions can be edited.
 
     Raises:
-        Refusal: as `opened`, and 403 if captions are read-only.
+        Refusal: as `open_dataset`, and 403 if captions are read-only.
     """
-    library = opened(request, asked)
+    library = open_dataset(request, asked)
     if library.locked:
         raise Refusal(403, library.locked)
     return library
@@ -164,7 +164,7 @@ def changed_meanwhile(library: Library, name: str, error: ChangedMeanwhileError)
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
     """Exclude or include a file: `{"config", "dataset", "file", "out"}`."""
-    library = opened(request, body)
+    library = open_dataset(request, body)
     if library.fixed:
         raise Refusal(403, library.fixed)
     path = project_of(request).inside(library.root / library.entry.exclude_files)
@@ -176,7 +176,7 @@ def put_excluded(request: Request, body: dict[str, Any]) -> Response:
 
 def mask_included(request: Request, body: Mapping[str, Any]) -> int:
     """Write white masks for files that are used by now and have none; returns their number."""
-    library = opened(request, body)
+    library = open_dataset(request, body)
     if library.masks is None or library.unpaintable:
         return 0
     folder = project_of(request).inside(library.masks.instance_data_dir or "")
@@ -191,7 +191,7 @@ def after_change(
     Args:
         notes: about other files that changed with it.
     """
-    library = opened(request, body)
+    library = open_dataset(request, body)
     note = when_used(request, library, is_mask=is_mask)
     answer = {
         "card": card_html(library, body["file"]),
@@ -322,7 +322,7 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
     The stamp of the replaced mask is in If-Match. The first mask adds a dataset of masks to the
     dataset file.
     """
-    library = opened(request, body)
+    library = open_dataset(request, body)
     project = project_of(request)
     if library.unpaintable:
         raise Refusal(403, library.unpaintable)

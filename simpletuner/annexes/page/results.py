@@ -212,7 +212,7 @@ def send_lora(request: Request) -> Response:
     run = chosen(request)
     step = request.query_params.get("step", "")
     form = request.query_params.get("form", "")
-    path = lora_file(run, step)
+    path = find_lora(run, step)
     response = FileResponse(path, filename=file_name(run, step, form), media_type=BINARY)
     if not form:
         return response
@@ -234,7 +234,7 @@ def send_lora(request: Request) -> Response:
     return StreamingResponse(_in_parts(head, file), headers=headers)
 
 
-def lora_file(run: Run, step: str) -> Path:
+def find_lora(run: Run, step: str) -> Path:
     """The LoRA of a run, or of its checkpoint of a step.
 
     Raises:

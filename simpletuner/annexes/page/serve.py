@@ -217,7 +217,9 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def guarded(project: Project, access: Access, mode: Mode, over: threading.Event | None) -> ASGIApp:
+def guarded_app(
+    project: Project, access: Access, mode: Mode, over: threading.Event | None
+) -> ASGIApp:
     """The application behind its guard."""
     return Guard(create_app(project, mode, over), access)
 
@@ -233,7 +235,7 @@ def make_server(
     """A server, not yet running; `more` are options of uvicorn."""
     config = Config(
         # A factory, so that a process restarted by --reload can create the application.
-        partial(guarded, project, access, mode, over),
+        partial(guarded_app, project, access, mode, over),
         factory=True,
         http=Connection,
         ws="none",
