@@ -269,7 +269,7 @@ def planned(config: RunConfig, size: str) -> tuple[float, float, float]:
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, CAPTION)
     on_disk = config.offload.group_offload_to_disk_path is not None
     waiting = HOST_BASE + (0.0 if on_disk else model.streamed_bytes)
-    packed = sum(model.blocks) + model.rest
+    packed = sum(model.blocks) + model.rest_bytes
     return waiting + model.passing_bytes, waiting + model.memory(load).total, packed
 
 

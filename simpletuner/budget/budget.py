@@ -335,7 +335,7 @@ class Budget(Generic[AnyPlan_co]):
         on_disk = config.offload.group_offload_to_disk_path is not None
         streamed = 0.0 if on_disk else model.streamed_bytes  # shared by the processes of a machine
         # On the host, FSDP2's blocks wait to be sharded.
-        common = streamed + (sum(model.whole_blocks) if model.sharded else 0.0)
+        common = streamed + (sum(model.unquantised_blocks) if model.is_sharded else 0.0)
         yield PhasePeak(
             LOADING, frozen, self.device.process_memory + common, model.passing_bytes, common=common
         )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from simpletuner.budget.device import Device
 from simpletuner.config.launch import LaunchConfig
@@ -50,32 +50,40 @@ from simpletuner.models.cost import (
 )
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec
 
-AVERAGE = 4.0  # bytes per number of the moving average: float32
-# Bytes per number of the widest layer that quantised matmuls add to the peak (measured): float32
-# copies and sums.
-PRODUCT = 4.5
-# Blocks in FSDP2's buffers besides the one that computes. Gathered weights are kept until the next
-# block's arrive, in memory of another stream; gradients are copied to be reduced (torch 2.13,
-# `FSDPParamGroup.wait_for_unshard`).
-GATHERED = 2
-SCATTERED = 1
-# Sequence parallelism: copies of a tensor in an all-to-all, and bytes per number of the hidden
-# states of all tokens around the output layer, which every process computes for all tokens
-# (measured).
-EXCHANGED = 4
-GATHERED_TOKENS = 14
-# All-to-alls in a block's forward pass, and in its backward pass: queries, keys, values and the
-# output.
+AVERAGE_BYTES = 4.0  # per number of a moving average: float32
+# Numbers that a moving average updates at once, as float32 copies; one weight may have more.
+AVERAGE_BUNDLE = 1 << 24
+SAVED_FILE_BYTES = 5e9  # per file of a saved full model, each assembled in host memory
+
+# Quantised matmuls add this many bytes per number of the widest layer to the peak: float32 copies
+# and sums (measured).
+QUANTISED_PRODUCT_BYTES = 4.5
+
+# Blocks in FSDP2's buffers besides the one that computes. The weights of a block are kept until
+# those of the next arrive, since they are gathered in another stream; gradients are copied once to
+# be reduced (torch 2.13, `FSDPParamGroup.wait_for_unshard`).
+GATHERED_BLOCKS = 2
+SCATTERED_BLOCKS = 1
+
+# A block with sequence parallelism exchanges queries, keys, values and the output, once in the
+# forward pass and once in the backward pass. Each all-to-all holds four copies of its tensor.
 EXCHANGES = 4
-BUNDLE = 1 << 24  # numbers per update of a moving average, unless one weight has more
-SHARD = 5e9  # bytes per file of a saved full model, each assembled in host memory
-# Operations of a stock block in forward plus backward, and seconds to launch one; and the host's
-# seconds per compiled block. The figures for a GPU are not measured.
+EXCHANGE_COPIES = 4
+# Every process computes the output layer for all tokens: bytes per number of the hidden states
+# (measured).
+ALL_TOKENS_BYTES = 14
+
+# Operations of a stock block, forward plus backward, and the seconds to launch one of them. The
+# figures for a GPU are not measured.
 LAUNCHES = 450
-GPU_LAUNCH = 6e-6
-CPU_LAUNCH = 8e-6
-COMPILED_LAUNCHES = 2.0e-3
-FLOAT32_SHARE = 0.5  # rate of float32 products with TF32, relative to bf16
+GPU_LAUNCH_SECONDS = 6e-6
+CPU_LAUNCH_SECONDS = 8e-6
+# Seconds of the host for a compiled block, forward plus backward.
+COMPILED_BLOCK_SECONDS = 2.0e-3
+# A backward pass has twice the operations of a forward pass, so both have those of three.
+FORWARDS_OF_A_STEP = 3
+
+FLOAT32_SHARE = 0.5  # rate of float32 matmuls with TF32, relative to bf16
 
 
 @dataclass(frozen=True)
@@ -109,8 +117,8 @@ class AverageMemory:
     """Bytes of a moving average, on the device or on the host.
 
     Attributes:
-        kept: the average, throughout the run.
-        updating: float32 copies of some weights, during the update.
+        kept: the average itself, throughout the run.
+        updating: float32 copies of some weights, during an update of the average.
         waiting: the trained weights, while the average replaces them for previews and saving.
     """
 
@@ -121,13 +129,14 @@ class AverageMemory:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Memory of a transformer's "model states" (ZeRO, arXiv:1910.02054): weights and, if trained,
-    gradients, optimizer state and a moving average.
+    """Memory of a transformer's "model states", in the sense of ZeRO (arXiv:1910.02054).
+
+    They are the weights and, in training, gradients, optimizer state and a moving average.
 
     Attributes:
         cost: cost of the transformer.
         adapters: the LoRA; none for a full fine-tune.
-        trains: whether weights are trained; without adapters, all of them.
+        trains: whether weights are trained; without adapters, all of them are.
     """
 
     cost: TransformerCost
@@ -142,11 +151,11 @@ class ModelStates:
 
     @cached_property
     def dtype(self) -> str:
-        """Dtype of the transformer: bf16, fp16 or fp32. A full fine-tune computes in the dtype of
-        its weights.
-        """
-        is_lora = self.config.model.model_type == "lora"
-        return transformer_dtype(self.config.precision) if is_lora else self.trained_dtype
+        """Dtype in which the transformer computes: bf16, fp16 or fp32."""
+        if self.config.model.model_type == "lora":
+            return transformer_dtype(self.config.precision)
+        # A full fine-tune computes in the dtype of its weights.
+        return self.trained_dtype
 
     @property
     def number_bytes(self) -> int:
@@ -161,21 +170,24 @@ class ModelStates:
     def state_bytes(self) -> float:
         """Bytes of optimizer state per trained number."""
         spec = OPTIMIZERS[self.optimizer]
-        number = self.number_bytes
-        size = number if spec.moment_bytes is None else spec.moment_bytes
+        moment = self.number_bytes if spec.moment_bytes is None else spec.moment_bytes
+        size = spec.moments * moment
         if self.trained_dtype != "bf16":
-            return spec.moments * size
-        # Kahan summation needs one more tensor; the second moment may be float32.
-        compensation = 0.0 if spec.rounds_randomly else number
-        widened = widens_second_moment(self.config.optimizer, self.config.precision.mixed_precision)
-        return spec.moments * size + compensation + (BYTES["fp32"] - size if widened else 0.0)
+            return size
+        if not spec.rounds_randomly:
+            size += self.number_bytes  # Kahan summation: the lost low bits of each weight
+        if widens_second_moment(self.config.optimizer, self.config.precision.mixed_precision):
+            size += BYTES["fp32"] - moment
+        return size
 
     @property
     def is_full(self) -> bool:
+        """Whether this is a full fine-tune."""
         return self.trains and not self.adapters.modules
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the weights."""
         return self.config.launch.sharers > 1
 
     @property
@@ -188,7 +200,7 @@ class ModelStates:
         return self.cost.parameters if self.is_full else self.cost.adapter_parameters(self.adapters)
 
     @cached_property
-    def rest(self) -> float:
+    def rest_bytes(self) -> float:
         """Bytes of the weights outside the blocks."""
         return self.cost.rest_bytes(self.dtype)
 
@@ -199,132 +211,144 @@ class ModelStates:
         return self.cost.block_bytes(self.dtype, quantised=quantised)
 
     @cached_property
-    def whole_blocks(self) -> list[float]:
+    def unquantised_blocks(self) -> list[float]:
         """Bytes of each block's weights before they are quantised."""
         return self.cost.block_bytes(self.dtype, quantised=0.0)
 
     @property
-    def moving(self) -> int:
-        """Number of streamed blocks; 0 without streaming."""
-        residents = self.config.offload.group_offload_resident_blocks
-        return (
-            max(len(self.blocks) - residents, 0) if self.config.offload.enable_group_offload else 0
-        )
+    def streamed_blocks(self) -> int:
+        """Number of blocks that stream through the device; 0 without group offload."""
+        if not self.config.offload.enable_group_offload:
+            return 0
+        return max(len(self.blocks) - self.config.offload.group_offload_resident_blocks, 0)
 
     @cached_property
     def update_bytes(self) -> float:
-        """Temporary bytes per trained number of an update of all weights at once on a GPU; 0 if
-        weights are updated one at a time."""
-        weights = len(self.cost.shapes) if self.is_full else 2 * len(self.adapters.modules)
-        numbers = self.trained_numbers
-        sharded = self.trained_shares > 1
+        """Temporary bytes per trained number while a GPU updates all weights at once.
+
+        0 if the kernel updates one weight at a time.
+        """
+        matrices_of_adapters = 2 * len(self.adapters.modules)
         kernel = update_kernel(
-            self.optimizer, "cuda", weights, numbers, sharded=sharded, triton=True
+            self.optimizer,
+            device="cuda",
+            weights=len(self.cost.shapes) if self.is_full else matrices_of_adapters,
+            numbers=self.trained_numbers,
+            sharded=self.trained_shares > 1,
+            triton=True,
         )
-        return (
-            OPTIMIZERS[self.optimizer].temporaries * self.number_bytes
-            if kernel in (None, "foreach")
-            else 0.0
-        )
+        # None is the only kernel of an optimizer, which updates all weights at once too.
+        if kernel not in (None, "foreach"):
+            return 0.0
+        return OPTIMIZERS[self.optimizer].temporaries * self.number_bytes
 
     @cached_property
     def trained_bytes(self) -> float:
-        """Bytes of trained weights, gradients, optimizer state, and a moving average on the
-        device.
+        """Bytes on the device of trained weights, gradients, optimizer state and moving average.
+
+        The temporaries of an update are left out: those of all weights at once count in
+        `StepMemory`, those of a single weight are small.
         """
-        # Without temporaries of the update: those of all weights at once count in `StepMemory`,
-        # those of one are small.
-        kept = self.trained_numbers * (self.number_bytes + self.state_bytes) / self.trained_shares
+        weights_and_state = (
+            self.trained_numbers * (self.number_bytes + self.state_bytes) / self.trained_shares
+        )
         average = self.average_memory("device").kept
-        return kept + average - self.state_on_host_bytes + self.gradient_bytes
+        return weights_and_state + average - self.state_on_host_bytes + self.gradient_bytes
 
     @property
     def state_on_host_bytes(self) -> float:
-        """Bytes of optimizer state in host memory: all but that of one weight that is updated, one
-        whose state arrives, and those, one more than `SLOTS`, whose state leaves."""
-        here = self.trained_numbers - (SLOTS + 3) * self.cost.largest_weight
-        return (
-            max(here, 0) * self.state_bytes if self.config.offload.offload_optimizer_state else 0.0
-        )
+        """Bytes of optimizer state in host memory; 0 without `offload_optimizer_state`."""
+        if not self.config.offload.offload_optimizer_state:
+            return 0.0
+        # At a time the device holds the state of one weight that is updated, of one that arrives,
+        # and of SLOTS + 1 that leave. Assume the largest weight for all of them.
+        on_device = (SLOTS + 3) * self.cost.largest_weight
+        return max(self.trained_numbers - on_device, 0) * self.state_bytes
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes of the gradients of trained weights; if released, of the largest block only."""
+        """Bytes of the gradients of trained weights."""
         if self.config.optimizer.optimizer_release_gradients:
-            return max(self.whole_blocks)
+            return max(self.unquantised_blocks)  # each block's are freed once it is updated
         return self.trained_numbers * self.number_bytes / self.trained_shares
 
     @property
     def average_bytes(self) -> float:
-        """Bytes per trained number of a moving average in a checkpoint, as state and as weights; 0
-        without one.
-        """
-        return AVERAGE + self.number_bytes if self.config.ema.use_ema else 0.0
+        """Bytes per trained number of a moving average in a checkpoint; 0 without one."""
+        if not self.config.ema.use_ema:
+            return 0.0
+        return AVERAGE_BYTES + self.number_bytes  # as state to resume from, and as weights to use
 
     def average_memory(self, where: Literal["device", "host"]) -> AverageMemory:
-        """Memory of the moving average on the device or host; 0 if it is kept on the other."""
+        """Memory of the moving average on the device or the host; 0 if it is kept elsewhere."""
         ema = self.config.ema
-        is_there = ema.use_ema and ema.is_on_host == (where == "host")
-        count = self.trained_numbers / self.trained_shares if is_there else 0.0
-        bundle = min(count, max(BUNDLE, self.cost.largest_weight))
-        return AverageMemory(AVERAGE * count, AVERAGE * bundle, self.number_bytes * count)
+        home = "host" if ema.is_on_host else "device"
+        if not ema.use_ema or home != where:
+            return AverageMemory(kept=0.0, updating=0.0, waiting=0.0)
+        numbers = self.trained_numbers / self.trained_shares
+        bundle = min(numbers, max(AVERAGE_BUNDLE, self.cost.largest_weight))
+        return AverageMemory(
+            kept=AVERAGE_BYTES * numbers,
+            updating=AVERAGE_BYTES * bundle,
+            waiting=self.number_bytes * numbers,
+        )
 
     @property
     def saving_bytes(self) -> float:
-        """Host memory for saving: a shard of a full model, or a LoRA in both formats; without the
-        average.
-        """
+        """Host memory for saving a checkpoint, without the average."""
         weights = self.trained_numbers * self.number_bytes
-        return min(weights, SHARD) if self.is_full else 2 * weights
+        if self.is_full:
+            return min(weights, SAVED_FILE_BYTES)  # one file at a time
+        return 2 * weights  # a LoRA is small, and is saved in two formats
 
     @cached_property
     def frozen_bytes(self) -> float:
-        """Bytes of frozen weights on the device during a step, including weights gathered by
-        FSDP2.
-        """
+        """Bytes of frozen weights on the device during a step, with those gathered by FSDP2."""
         if self.is_full:
             return self.gathered_bytes
-        if self.sharded:
-            return (self.rest + sum(self.blocks)) / self.config.launch.sharers + self.gathered_bytes
-        if not self.config.offload.enable_group_offload:
-            return self.rest + sum(self.blocks)
-        # A slot is as large as the largest block.
-        residents = min(self.config.offload.group_offload_resident_blocks, len(self.blocks))
-        slots = residents + SLOTS * self.config.offload.group_offload_blocks_per_group
-        return self.rest + min(sum(self.blocks), max(self.blocks) * slots)
+        weights = self.rest_bytes + sum(self.blocks)
+        if self.is_sharded:
+            return weights / self.config.launch.sharers + self.gathered_bytes
+        offload = self.config.offload
+        if not offload.enable_group_offload:
+            return weights
+        # A slot has room for the largest block.
+        residents = min(offload.group_offload_resident_blocks, len(self.blocks))
+        slots = residents + SLOTS * offload.group_offload_blocks_per_group
+        return self.rest_bytes + min(sum(self.blocks), max(self.blocks) * slots)
 
     @property
     def gathered_bytes(self) -> float:
-        """Bytes of unsharded weights and gradients that FSDP2 holds: of some blocks, and of weights
-        outside them.
-        """
-        if not self.sharded:
+        """Bytes of whole weights and gradients that FSDP2 holds at the peak; 0 without FSDP2."""
+        if not self.is_sharded:
             return 0.0
-        buffer = max(self.whole_blocks)
-        gradients = self.rest + buffer + SCATTERED * buffer if self.is_full else 0.0
-        weights = (
-            buffer if self.config.launch.fsdp_reshard_after_forward else sum(self.whole_blocks)
-        )
-        return self.rest + weights + GATHERED * buffer + gradients
+        block = max(self.unquantised_blocks)
+        # Without resharding, every block stays whole from the forward to the backward pass.
+        computing = block
+        if not self.config.launch.fsdp_reshard_after_forward:
+            computing = sum(self.unquantised_blocks)
+        gradients = 0.0
+        if self.is_full:
+            gradients = self.rest_bytes + block + SCATTERED_BLOCKS * block
+        return self.rest_bytes + computing + GATHERED_BLOCKS * block + gradients
 
     @property
     def streamed_bytes(self) -> float:
         """Bytes of offloaded frozen weights, in host memory or on disk."""
-        return sum(self.blocks) * self.moving / len(self.blocks)
+        return sum(self.blocks) * self.streamed_blocks / len(self.blocks)
 
     @property
     def passing_bytes(self) -> float:
-        """Host memory of a process during loading, without streamed and shared weights: weights
-        outside the blocks, and the current blocks as read and as packed."""
-        # Resident blocks wait on the host if the adapter is computed from them.
-        from_base = self.adapters.modules and self.config.lora.starts_from_base
-        waiting = sum(self.blocks) - self.streamed_bytes if from_base else 0.0
-        group = (
-            self.config.offload.group_offload_blocks_per_group
-            if self.config.offload.enable_group_offload
-            else 1
-        )
-        return self.rest + 2 * max(self.whole_blocks) * group + waiting
+        """Host memory of a process while it loads weights, without streamed and shared ones."""
+        blocks_at_once = 1
+        if self.config.offload.enable_group_offload:
+            blocks_at_once = self.config.offload.group_offload_blocks_per_group
+        # A block is on the host twice: as read, and as packed.
+        passing = self.rest_bytes + 2 * max(self.unquantised_blocks) * blocks_at_once
+        if self.adapters.modules and self.config.lora.starts_from_base:
+            # Resident blocks wait too, since the adapter is computed from them.
+            passing += sum(self.blocks) - self.streamed_bytes
+        return passing
 
 
 @dataclass(frozen=True)
@@ -344,53 +368,59 @@ class StepModel(ModelStates):
 
     def memory(self, load: BatchShape) -> StepMemory:
         """Peak memory of a step with one micro-batch."""
-        blocks = self.activations(load)
-        chosen = self.checkpointed
         added = self.added(load)
-        # A few offloaded inputs are still leaving or already back; assume the largest.
-        inputs = (
-            self._held(load)[-SLOTS:]
-            if self.config.offload.offload_block_inputs
-            else self._held(load)
-        )
-        whole = [
-            block.saved + block.held
-            for block, is_one in zip(blocks, chosen, strict=True)
-            if not is_one
-        ]
-        keeps = keeps_attention(self.config.speed)
-        attention = [
-            block.attention
-            for block, is_one in zip(blocks, chosen, strict=True)
-            if is_one and keeps
-        ]
-        sequence = self.config.launch.sequence_parallel_size
-        multiplies = self.config.precision.quantized_matmul
-        product = PRODUCT * self.cost.widest(load) / sequence if multiplies else 0.0
-        around = (
-            GATHERED_TOKENS * load.samples * load.tokens * self.cost.hidden if sequence > 1 else 0.0
-        )
+        # A technique's module is trained in float32: weight, gradient and optimizer state.
+        technique_bytes = 2 * BYTES["fp32"] + self.state_bytes
         backward = StepMemory(
             weights=self.frozen_bytes,
-            # Modules of techniques are trained in float32: weight and gradient.
-            trained=self.trained_bytes + added.parameters * (2 * BYTES["fp32"] + self.state_bytes),
-            inputs=added.held + sum(inputs) + sum(whole) + sum(attention),
-            # Recomputing a checkpointed block saves its activations again.
-            block=product
-            + max(
-                *(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks),
-                around,
-            ),
+            trained=self.trained_bytes + added.parameters * technique_bytes,
+            inputs=added.held + self._kept_bytes(load),
+            block=self._computing_bytes(load),
             outside=self.one_block(load).outside,
         )
-        temporary = self.update_bytes * (
-            self.trained_numbers / self.trained_shares + added.parameters
+        updated_numbers = self.trained_numbers / self.trained_shares + added.parameters
+        # The update reuses the memory of the activations, which are free by then: only what it
+        # needs in excess raises the peak.
+        excess = (
+            self.update_bytes * updated_numbers
+            - backward.inputs
+            - backward.block
+            - backward.outside
         )
-        # Activations are free by then, so only the excess raises the peak.
-        return replace(
-            backward,
-            update=max(0.0, temporary - backward.inputs - backward.block - backward.outside),
-        )
+        return replace(backward, update=max(0.0, excess))
+
+    def _kept_bytes(self, load: BatchShape) -> float:
+        """Bytes of activations that all blocks keep from the forward to the backward pass."""
+        inputs = self._checkpointed_inputs(load)
+        if self.config.offload.offload_block_inputs:
+            # A few are still leaving or already back; assume the largest.
+            inputs = inputs[-SLOTS:]
+        keeps = keeps_attention(self.config.speed)
+        saved = []
+        attention = []
+        for block, is_checkpointed in zip(self.activations(load), self.checkpointed, strict=True):
+            if not is_checkpointed:
+                saved.append(block.saved + block.held)
+            elif keeps:
+                attention.append(block.attention)
+        return sum(inputs) + sum(saved) + sum(attention)
+
+    def _computing_bytes(self, load: BatchShape) -> float:
+        """Bytes of the most expensive moment: one block's backward pass, or the output layer."""
+        sequence = self.config.launch.sequence_parallel_size
+        recomputes = any(self.checkpointed)
+        moments = []
+        for block in self.activations(load):
+            # Recomputing a checkpointed block saves its activations again.
+            recomputed = block.saved if recomputes else 0.0
+            moments.append(block.transient + recomputed)
+        if sequence > 1:
+            hidden_numbers = load.samples * load.tokens * self.cost.hidden
+            moments.append(ALL_TOKENS_BYTES * hidden_numbers)
+        product = 0.0
+        if self.config.precision.quantized_matmul:
+            product = QUANTISED_PRODUCT_BYTES * self.cost.widest(load) / sequence
+        return product + max(moments)
 
     def added(self, load: BatchShape) -> TechniqueCost:
         """The total cost that techniques add to a micro-batch."""
@@ -398,61 +428,61 @@ class StepModel(ModelStates):
         return TechniqueCost(*map(sum, zip(*costs, strict=True)))
 
     def activations(self, load: BatchShape) -> list[Activations]:
-        """Activations of each large block in a training step, with routes, which extra passes do
-        not use.
-        """
+        """Activations of each large block in a training step."""
+        # The extra passes of techniques take no routes, so the peak is that of all tokens.
         routes = () if self.added(load).passes else self.routes
-        blocks = self.cost.activations_by_block(
-            self.cost.routed(load, routes), BYTES[self.dtype], self.adapters
-        )
+        routed = self.cost.routed(load, routes)
+        blocks = self.cost.activations_by_block(routed, BYTES[self.dtype], self.adapters)
         sequence = self.config.launch.sequence_parallel_size
         if sequence == 1:
             return blocks
-        shares = [_share(block, sequence) for block in blocks]
-        return [
-            replace(shares[0], held=blocks[0].held),
-            *shares[1:],
-        ]  # the first block's input has all tokens
+        shares = [_share_of_process(block, sequence) for block in blocks]
+        # The first block's input has all tokens; they are split inside it.
+        shares[0] = replace(shares[0], held=blocks[0].held)
+        return shares
 
     @property
     def checkpointed(self) -> list[bool]:
         """Whether each large block is checkpointed."""
         count = len(self.cost.blocks)
         precision = self.config.precision
-        kept = precision.gradient_checkpointing_kept_blocks
-        return checkpointed_blocks(count, precision.checkpoint_interval, kept)[
-            count - self.cost.large :
-        ]
+        is_checkpointed = checkpointed_blocks(
+            count, precision.checkpoint_interval, precision.gradient_checkpointing_kept_blocks
+        )
+        # Small blocks, of the text, come first.
+        return is_checkpointed[count - self.cost.large :]
 
     def inputs_on_host_bytes(self, load: BatchShape) -> float:
         """Bytes of block inputs in host memory at the end of the forward pass."""
-        return sum(self._held(load)[:-SLOTS]) if self.config.offload.offload_block_inputs else 0.0
+        if not self.config.offload.offload_block_inputs:
+            return 0.0
+        return sum(self._checkpointed_inputs(load)[:-SLOTS])
 
     def sampling_bytes(self, load: BatchShape) -> float:
         """Bytes of activations of a forward pass without gradients."""
         block = self.one_block(load)
         return block.sampling + block.held + block.outside
 
-    def _held(self, load: BatchShape) -> list[float]:
+    def _checkpointed_inputs(self, load: BatchShape) -> list[float]:
         """Bytes of the inputs of the checkpointed blocks, the smallest first."""
         blocks = zip(self.activations(load), self.checkpointed, strict=True)
-        return sorted(block.held for block, is_one in blocks if is_one)
+        return sorted(block.held for block, is_checkpointed in blocks if is_checkpointed)
 
     def one_block(self, load: BatchShape) -> Activations:
         """Activations of a large block that processes all tokens."""
         return self.cost.activations(load, BYTES[self.dtype], self.adapters)
 
 
-def _share(whole: Activations, count: int) -> Activations:
-    """The activations of a block per process of a sequence-parallel group of `count`."""
-    exchanging = whole.transient + EXCHANGED * whole.held
-    share = {
-        "held": whole.held,
-        "saved": whole.saved,
-        "attention": whole.attention,
-        "transient": exchanging,
-    }
-    return replace(whole, **{name: size / count for name, size in share.items()})
+def _share_of_process(block: Activations, processes: int) -> Activations:
+    """The activations of a block in one process of a sequence-parallel group."""
+    exchanging = EXCHANGE_COPIES * block.held
+    return replace(
+        block,
+        held=block.held / processes,
+        saved=block.saved / processes,
+        attention=block.attention / processes,
+        transient=(block.transient + exchanging) / processes,
+    )
 
 
 @dataclass(frozen=True)
@@ -477,6 +507,20 @@ class StepCost:
     copying: float
 
 
+class PassCost(NamedTuple):
+    """Cost of a forward and a backward pass.
+
+    Attributes:
+        flops: FLOPs without recomputation.
+        executed: with recomputation.
+        traffic: bytes moved by elementwise operations.
+    """
+
+    flops: float
+    executed: Work
+    traffic: float
+
+
 @dataclass(frozen=True)
 class Step:
     """A micro-step of a model on a device."""
@@ -493,43 +537,55 @@ class Step:
     @cached_property
     def cost(self) -> StepCost:
         """FLOPs and seconds."""
-        added = self.model.added(self.load)
         model = self.model
-        alone = self._forward(self.load).times(added.forwards)
-        flops, main, main_traffic = self._pass(model.cost.routed(self.load, model.routes))
-        _, extra, extra_traffic = self._pass(self.load)
-        passes = 1 + added.passes
-        executed = main + extra.times(added.passes) + alone + Work(added.flops)
+        added = model.added(self.load)
+        # The step itself: its tokens may take the routes of TREAD.
+        main = self._both_passes(model.cost.routed(self.load, model.routes))
+        # What techniques add: whole passes, forward passes without gradients, their own modules.
+        extra = self._both_passes(self.load)
+        forward = self._forward(self.load).times(added.forwards)
+        executed = main.executed + extra.executed.times(added.passes) + forward + Work(added.flops)
         traffic = (
-            main_traffic + extra_traffic * added.passes + self._forward_traffic * added.forwards
+            main.traffic + extra.traffic * added.passes + self._forward_traffic * added.forwards
         )
-        # `LAUNCHES` counts forward and backward; the forward pass is a third.
+
+        passes = 1 + added.passes
+        computing = self._kernel_seconds(executed, traffic)
+        # Recomputed blocks launch the operations of their forward pass once more.
+        launches_of_a_pass = self._launch_seconds * (1 + self._recomputed / FORWARDS_OF_A_STEP)
         launching = (
-            self._launches * (1 + self._recomputed / 3) * passes
-            + self._eager_launches * added.forwards / 3
+            launches_of_a_pass * passes
+            + self._eager_launch_seconds * added.forwards / FORWARDS_OF_A_STEP
         )
-        computing = self._seconds(executed, traffic)
-        busy = self._together(computing, launching)
+        busy = self._busy_seconds(computing, launching)
         # A block is copied for the forward pass and again for the backward pass, in which it is
         # also recomputed.
-        copying = self._copying(2 * passes + added.forwards)
-        seconds = (
-            max(busy, copying) if model.config.offload.group_offload_use_stream else busy + copying
-        )
+        copying = self._copy_seconds(2 * passes + added.forwards)
+        if model.config.offload.group_offload_use_stream:
+            seconds = max(busy, copying)  # the shorter is hidden behind the longer
+        else:
+            seconds = busy + copying
         seconds += self.exchanged / self.device.rates.link  # blocks wait for their all-to-alls
-        seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer  # assumes no overlap
-        return StepCost(flops, executed, traffic, seconds, computing, launching, copying)
-
-    def _together(self, computing: float, launching: float) -> float:
-        """Seconds of kernels and launches combined: sequential on a CPU, overlapped on a GPU."""
-        return max(computing, launching) if self.device.is_gpu else computing + launching
+        # Optimizer state comes and goes; assumes that nothing hides it.
+        seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer
+        return StepCost(
+            model=main.flops,
+            executed=executed,
+            traffic=traffic,
+            seconds=seconds,
+            computing=computing,
+            launching=launching,
+            copying=copying,
+        )
 
     @property
     def free_samples(self) -> int:
         """Largest micro-batch that takes no longer, while a GPU is bound by kernel launches."""
-        waits = self.device.is_gpu and self.cost.launching > self.cost.copying
-        most = self.load.samples * self.cost.launching / self.cost.computing
-        return max(int(most), self.load.samples) if waits else self.load.samples
+        present = self.load.samples
+        cost = self.cost
+        if not self.device.is_gpu or cost.launching <= cost.copying:
+            return present
+        return max(int(present * cost.launching / cost.computing), present)
 
     @property
     def exchanged(self) -> float:
@@ -538,51 +594,58 @@ class Step:
         load = self.load
         sequence = model.config.launch.sequence_parallel_size
         tensor = load.samples * load.tokens * model.cost.hidden * BYTES[model.dtype]
-        # A process has its share of the tokens with all heads. It keeps of these its share of the
-        # heads.
+        # A process has its share of the tokens with all heads, and keeps its share of the heads.
         sent = tensor / sequence * (sequence - 1) / sequence
-        # Forward, backward, and the forward pass of recomputed blocks again; techniques add whole
-        # passes.
+        # Forward, backward, and once more the forward pass of recomputed blocks. Techniques add
+        # whole passes.
         passes = (2 + self._recomputed) * (1 + model.added(load).passes)
         return EXCHANGES * passes * model.cost.large * sent
 
     @property
     def forward_seconds(self) -> float:
-        """Seconds of a forward pass without gradients, as of previews."""
+        """Seconds of a forward pass without gradients, as in previews."""
         traffic = self._forward_traffic
-        launches = self._eager_launches
+        launching = self._eager_launch_seconds
         if self.model.config.validation.validation_torch_compile:
             traffic = self.model.cost.large * self.model.one_block(self.load).forward
-            launches = self._launches
-        return self._together(self._seconds(self._forward(self.load), traffic), launches / 3)
+            launching = self._launch_seconds
+        computing = self._kernel_seconds(self._forward(self.load), traffic)
+        return self._busy_seconds(computing, launching / FORWARDS_OF_A_STEP)
 
-    def _pass(self, load: BatchShape) -> tuple[float, Work, float]:
-        """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise
-        operations.
+    def _both_passes(self, load: BatchShape) -> PassCost:
+        """Cost of a forward and a backward pass.
 
-        Sequence parallelism divides all of it, except for text tokens and the output layer, which
-        are neglected.
+        Sequence parallelism divides all of it. Text tokens and the output layer, which every
+        process computes, are neglected.
         """
         model = self.model
-        share = self._recomputed
+        recomputed = self._recomputed
         forward = self._forward(load)
         backward = model.cost.backward(load, model.adapters, full=model.is_full)
+        # Checkpointed blocks run forward again; selective checkpointing has kept their attention.
         blocks = model.cost.forward(load, model.adapters, blocks_only=True)
-        # Recomputed: a checkpointed block without the kept attention.
-        again = blocks.times(share, 0.0 if keeps_attention(model.config.speed) else share)
-        # Scores recomputed by a flash kernel are executed but not part of the model's FLOPs.
-        flash = forward.times(0.0, FLASH_BACKWARD - ATTENTION_BACKWARD)
-        moved = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
-        traffic = sum(block.forward * (1 + share) + block.backward for block in moved)
-        executed = forward + backward + again + flash
-        part = 1 / model.config.launch.sequence_parallel_size
-        return part * (forward.total + backward.total), executed.times(part), part * traffic
+        recomputed_attention = 0.0 if keeps_attention(model.config.speed) else recomputed
+        again = blocks.times(recomputed, recomputed_attention)
+        # Flash kernels compute the scores again in the backward pass: executed, but not part of the
+        # model's FLOPs.
+        scores = forward.times(0.0, FLASH_BACKWARD - ATTENTION_BACKWARD)
+        executed = forward + backward + again + scores
+
+        activations = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
+        traffic = sum(block.forward * (1 + recomputed) + block.backward for block in activations)
+        share = 1 / model.config.launch.sequence_parallel_size
+        return PassCost(
+            flops=share * (forward.total + backward.total),
+            executed=executed.times(share),
+            traffic=share * traffic,
+        )
 
     def _forward(self, load: BatchShape) -> Work:
         return self.model.cost.forward(load, self.model.adapters)
 
     @property
     def _forward_traffic(self) -> float:
+        """Bytes moved by the elementwise operations of stock blocks in a forward pass."""
         return self.model.cost.large * self.model.one_block(self.load).traffic
 
     @property
@@ -590,48 +653,43 @@ class Step:
         """Share of large blocks that are recomputed."""
         return sum(self.model.checkpointed) / max(self.model.cost.large, 1)
 
-    def _copying(self, times: float) -> float:
-        """Seconds of copying streamed blocks in `times` passes, without blocks still in the slots
-        at a turn.
-        """
-        moving = max(
-            self.model.moving - SLOTS * self.model.config.offload.group_offload_blocks_per_group, 0
-        )
-        return (
-            times
-            * moving
-            * sum(self.model.blocks)
-            / len(self.model.blocks)
-            / self.device.rates.transfer
-        )
+    def _busy_seconds(self, computing: float, launching: float) -> float:
+        """Seconds of kernels and launches combined: overlapped on a GPU, in turn on a CPU."""
+        return max(computing, launching) if self.device.is_gpu else computing + launching
 
-    def _seconds(self, work: Work, traffic: float) -> float:
+    def _copy_seconds(self, passes: float) -> float:
+        """Seconds of copying streamed blocks in a number of passes."""
+        model = self.model
+        # The next pass runs the other way: the blocks that are in the slots by then stay there.
+        reused = SLOTS * model.config.offload.group_offload_blocks_per_group
+        copied = max(model.streamed_blocks - reused, 0)
+        return passes * copied * sum(model.blocks) / len(model.blocks) / self.device.rates.transfer
+
+    def _kernel_seconds(self, work: Work, traffic: float) -> float:
+        """Seconds of matmuls, attention and elementwise operations, one after the other."""
         rates = self.device.rates
-        speed = FLOAT32_SHARE if self.model.dtype == "fp32" and self.device.is_gpu else 1.0
         products = (
             work.linear / rates.matmul
             + work.attention / rates.attention
             + work.sparse / rates.sparse
         )
-        return products / speed + traffic / rates.memory
+        # The rates of GPUs are those of 16-bit products; those of a CPU are of float32.
+        if self.model.dtype == "fp32" and self.device.is_gpu:
+            products /= FLOAT32_SHARE
+        return products + traffic / rates.memory
 
     @property
-    def _launches(self) -> float:
+    def _launch_seconds(self) -> float:
         """Seconds of launching a forward and a backward pass in training."""
-        return (
-            len(self.model.cost.blocks) * COMPILED_LAUNCHES
-            if self.model.cost.compiled
-            else self._eager_launches
-        )
+        if not self.model.cost.compiled:
+            return self._eager_launch_seconds
+        return len(self.model.cost.blocks) * COMPILED_BLOCK_SECONDS
 
     @property
-    def _eager_launches(self) -> float:
-        """Seconds of launching both passes of uncompiled blocks."""
-        return (
-            len(self.model.cost.blocks)
-            * LAUNCHES
-            * (GPU_LAUNCH if self.device.is_gpu else CPU_LAUNCH)
-        )
+    def _eager_launch_seconds(self) -> float:
+        """Seconds of launching a forward and a backward pass of stock blocks."""
+        launch = GPU_LAUNCH_SECONDS if self.device.is_gpu else CPU_LAUNCH_SECONDS
+        return len(self.model.cost.blocks) * LAUNCHES * launch
 
 
 @dataclass(frozen=True)
@@ -656,8 +714,9 @@ class Sent:
 
 
 def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
-    """Bytes that each process sends: with DDP once per optimizer step, with FSDP2 in each
-    micro-step.
+    """Bytes that each process sends in an optimizer step, without the all-to-alls of blocks.
+
+    DDP communicates once per optimizer step, FSDP2 in each micro-step.
 
     Args:
         added: cost that techniques add to a micro-step.
@@ -665,23 +724,27 @@ def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
     if not model.trains:
         return Sent()
     launch = model.config.launch
-    share = (launch.num_processes - 1) / launch.num_processes  # that a ring sends of a tensor
-    weights = sum(model.whole_blocks) + model.rest
+    # Part of a tensor that a process of a ring sends in an all-gather or a reduce-scatter; an
+    # all-reduce is both, hence twice.
+    share = (launch.num_processes - 1) / launch.num_processes
+    weights = sum(model.unquantised_blocks) + model.rest_bytes
+    # Modules of techniques and adapters are whole in every process, whatever shards the model.
     reduced: float = added.parameters * BYTES["fp32"]
     if not model.is_full:
         reduced += model.trained_numbers * model.number_bytes
-    elif not model.sharded:
+    elif not model.is_sharded:
         reduced += weights
-    if not model.sharded:
+    if not model.is_sharded:
         return Sent(reduced=2 * share * reduced)
 
     micro_steps = model.config.schedule.gradient_accumulation_steps
     backward = 1 + added.passes
+    # Weights are gathered for each forward pass, and again for the backward pass unless they were
+    # kept.
     gathered = backward + added.forwards
     if launch.fsdp_reshard_after_forward:
         gathered += backward
-    # The gradients of a full fine-tune are reduced in every backward pass. A LoRA is whole in every
-    # process.
+    # FSDP2 reduces the gradients of a full fine-tune in every backward pass.
     scattered = backward if model.is_full else 0.0
     return Sent(
         reduced=2 * share * reduced,
@@ -691,13 +754,13 @@ def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
 
 
 def exchange_seconds(sent: Sent, device: Device, launch: LaunchConfig) -> float:
-    """Seconds of communication over NVLink or the host's bus, and between machines over one network
-    card each.
+    """Seconds of communication in an optimizer step, without the all-to-alls of blocks.
 
-    Excludes the all-to-alls of sequence parallelism, which count in the time of micro-steps.
+    Those count in the time of micro-steps. Processes of a machine communicate over NVLink or the
+    host's bus, machines over one network card each.
     """
     slowest = device.rates.link
     if launch.num_machines > 1:
-        network = launch.network_gbit / 8 * 1e9
+        network = launch.network_gbit / 8 * 1e9  # bytes/s
         slowest = min(slowest, network)
     return (sent.total - sent.exchanged) / slowest
