@@ -45,36 +45,40 @@ from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 from simpletuner.reporting.intervals import Rounds
 from simpletuner.rounding import ceil_div
 
+# Names of phases that others ask for.
+CAPTIONS = "encoding captions"
+LOADING = "loading the transformer"
+PREVIEWS = "rendering previews"
+
+# Settings that this module may choose.
+DECODING = "validation_decoding"
+BATCHED = "validation_batched_guidance"
+
 # Rate of a VAE's convolutions, relative to matmuls: assumed on GPUs, measured with the demos' VAEs
 # on CPUs.
 GPU_CONVOLUTIONS = 0.3
 CPU_CONVOLUTIONS = 0.17
-CAPTIONS = "encoding captions"
-LOADING = "loading the transformer"
-PREVIEWS = "rendering previews"
-# Activations of one prompt, relative to the text encoders' weights. If more do not fit, batches are
-# reduced.
+# Activations of one prompt, relative to the text encoders' weights. If a batch of prompts does not
+# fit, it is reduced.
 TEXT_ACTIVATIONS = 0.03
-# Share of these weights on the device when their blocks are streamed: embeddings, vision tower,
-# slots.
+# Share of the text encoders' weights on the device when their blocks are streamed: embeddings,
+# vision tower, slots.
 STREAMED_TEXT = 0.3
-# Share of the host's memory that must stay free beside a copy of the checkpoint.
-SPARE = 0.1
+# Extra memory that cuDNN may take for 3D convolutions, as a share of a clip's decoding: 20 to 40 %,
+# assumed.
+CUDNN_WORKSPACE = 0.3
 # Limit of torch's `upsample_nearest3d` on CUDA, which refused more (pytorch #144855) and now counts
 # in uint32.
 MOST_UPSAMPLED = 2**31
-DECODING = "validation_decoding"
-# Room that faster previews must leave free, since estimates may be off by a tenth.
-BATCHED = "validation_batched_guidance"
+# Share of the host's memory that must stay free beside a copy of the checkpoint.
+SPARE_HOST_MEMORY = 0.1
+# Share of the device that faster previews must leave free, since estimates may be off by a tenth.
 PREVIEW_ROOM = 0.1
-# If the user set no interval: rounds of previews between start and end at most, the fewest steps
-# between two, and the share of the run that all of them may take.
+# Unless the user sets an interval: the most rounds of previews between start and end, the fewest
+# steps between two rounds, and the share of the run that all rounds may take.
 MILESTONES = 8
 SHORTEST_INTERVAL = 100
 PREVIEW_SHARE = 0.1
-# Extra memory that cuDNN may take for 3D convolutions, as a share of a clip's decoding: 20 to 40 %,
-# assumed.
-WORKSPACE = 0.3
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,10 @@ class PhasePeak:
 
     def needed(self, device: Device) -> float:
         """Bytes of the device's memory, which without a GPU is the machine's."""
+        if device.has_own_memory:
+            return self.device
         # On a CPU or an Apple chip, the device memory of every process is in the same RAM.
-        return self.device if device.has_own_memory else self.device * self.processes + self.host
+        return self.device * self.processes + self.host
 
     def shortage(self, device: Device, *, headroom: float = 0.0) -> str | None:
         """Describe the missing memory; None if the phase fits.
@@ -122,30 +128,31 @@ class PhasePeak:
         Args:
             headroom: share of the device's memory that must stay free.
         """
-        room = device.usable
         needed = self.needed(device)
-        if room is not None and needed > room * (1 - headroom):
-            wants, has = compared(needed, room)
-            if not device.is_gpu:
-                return f"{self.name} needs {wants}, this machine has {has} and no GPU"
-            if not device.has_own_memory:
-                return (
-                    f"{self.name} needs {wants} of the machine's memory, of which a process can "
-                    f"use {has}"
-                )
-            taken = (
-                f" ({device.taken_by_others}; plan --device-memory plans without it)"
-                if device.taken
-                else ""
-            )
-            return f"{self.name} needs {wants} on the device, where {has} can be used{taken}"
+        usable = device.usable
+        if usable is not None and needed > usable * (1 - headroom):
+            return self._device_shortage(device, needed, usable)
         # In shared memory, `needed` includes the host's part.
+        on_host = self.on_host(device)
         host = device.host_memory
-        wanted = self.on_host(device)
-        if device.has_own_memory and host is not None and wanted > host:
-            wants, has = compared(wanted, host)
+        if device.has_own_memory and host is not None and on_host > host:
+            wants, has = compared(on_host, host)
             return f"{self.name} needs {wants} of host memory, this machine has {has}"
         return None
+
+    def _device_shortage(self, device: Device, needed: float, usable: float) -> str:
+        wants, has = compared(needed, usable)
+        if not device.is_gpu:
+            return f"{self.name} needs {wants}, this machine has {has} and no GPU"
+        if not device.has_own_memory:
+            return (
+                f"{self.name} needs {wants} of the machine's memory, of which a process can use "
+                f"{has}"
+            )
+        taken = ""
+        if device.taken:
+            taken = f" ({device.taken_by_others}; plan --device-memory plans without it)"
+        return f"{self.name} needs {wants} on the device, where {has} can be used{taken}"
 
 
 @dataclass(frozen=True)
@@ -188,9 +195,8 @@ class Budget(Generic[AnyPlan_co]):
 
     def under(self, values: Mapping[str, Any], origin: str) -> Budget[AnyPlan_co]:
         """The same run with changed settings; see `RunConfig.with_values`."""
-        return replace(
-            self, plan=replace(self.plan, config=self.config.with_values(values, origin))
-        )
+        config = self.config.with_values(values, origin)
+        return replace(self, plan=replace(self.plan, config=config))
 
     @cached_property
     def model(self) -> StepModel:
@@ -207,14 +213,13 @@ class Budget(Generic[AnyPlan_co]):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds of an optimizer step, averaged over buckets by share; communication overlaps with
-        compute.
-        """
+        """Seconds of an optimizer step, averaged over the buckets by their share."""
         buckets = zip(self.workload.buckets, self.steps, strict=True)
-        micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
-        computing = micro * self.config.schedule.gradient_accumulation_steps
+        micro_step = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
+        computing = micro_step * self.config.schedule.gradient_accumulation_steps
+        communicating = exchange_seconds(self.sent, self.device, self.config.launch)
         # Assumes that the shorter of the two is hidden behind the longer.
-        return max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
+        return max(computing, communicating)
 
     @property
     def sent(self) -> Sent:
@@ -232,41 +237,45 @@ class Budget(Generic[AnyPlan_co]):
             self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews
         ]
         decoding = self.config.validation.num_validation_images * decoding_seconds(self)
-        return self._forwards * sum(passes) + decoding
+        return self._passes_per_preview * sum(passes) + decoding
 
     @property
     def preview_flops(self) -> float:
         """FLOPs of sampling one prompt's previews at all sizes."""
-        loads = (self.parts.load(self._sampled(preview)) for preview in self.workload.previews)
-        return self._forwards * sum(
-            self.model.cost.forward(load, self.model.adapters).total for load in loads
-        )
+        total = 0.0
+        for preview in self.workload.previews:
+            load = self.parts.load(self._sampled(preview))
+            total += self.model.cost.forward(load, self.model.adapters).total
+        return self._passes_per_preview * total
 
     @property
-    def _forwards(self) -> int:
-        """Forward passes of one prompt's preview at one size."""
+    def _passes_per_preview(self) -> int:
+        """Forward passes of one prompt's previews at one size."""
         validation = self.config.validation
-        steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
-        alone = (
-            self._is_guided
-            and not self.parts.cost.guided_together
-            and not validation.validation_batched_guidance
-        )
-        return steps * (2 if alone else 1)
+        passes = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
+        is_batched = self.parts.cost.guided_together or validation.validation_batched_guidance
+        if self._is_guided and not is_batched:
+            return 2 * passes  # with and without the prompt, in turn
+        return passes
 
     @property
     def _is_guided(self) -> bool:
         return (self.config.validation.validation_guidance or 1) > 1
 
     def _sampled(self, preview: Bucket) -> Bucket:
-        """The batch that a preview is sampled in."""
-        batched = self.config.validation.validation_batched_guidance and self._is_guided
-        return replace(preview, batch=2) if batched else preview
+        """A preview with the batch in which it is sampled."""
+        if self.config.validation.validation_batched_guidance and self._is_guided:
+            return replace(preview, batch=2)  # with and without the prompt
+        return preview
 
     def shortages(self, *, headroom: float = 0.0) -> list[tuple[PhasePeak, str]]:
-        """The phases that do not fit, with the missing memory."""
-        lacking = ((phase, phase.shortage(self.device, headroom=headroom)) for phase in self.phases)
-        return [(phase, text) for phase, text in lacking if text is not None]
+        """The phases that do not fit, with a text about the missing memory."""
+        shortages = []
+        for phase in self.phases:
+            shortage = phase.shortage(self.device, headroom=headroom)
+            if shortage is not None:
+                shortages.append((phase, shortage))
+        return shortages
 
     @property
     def fits(self) -> bool:
@@ -276,107 +285,194 @@ class Budget(Generic[AnyPlan_co]):
     @property
     def peaks(self) -> tuple[float, float]:
         """Most bytes of any phase on a device, and on the host of a machine."""
-        return max(phase.device for phase in self.phases), max(
-            phase.on_host(self.device) for phase in self.phases
-        )
+        on_device = max(phase.device for phase in self.phases)
+        on_host = max(phase.on_host(self.device) for phase in self.phases)
+        return on_device, on_host
 
     @cached_property
     def phases(self) -> list[PhasePeak]:
         """Peaks of all phases, in order."""
-        count = self.config.launch.local_processes
-        return [phase.times(count) for phase in (*self._encoding(), *self._training())]
+        processes = self.config.launch.local_processes
+        return [phase.times(processes) for phase in self._phases_of_a_process()]
 
-    def _encoding(self) -> Iterator[PhasePeak]:
-        """The peaks of encoding, before training."""
-        config = self.config
-        parts = self.parts
+    def _phases_of_a_process(self) -> Iterator[PhasePeak]:
+        """The peaks of one process, in the order of the phases."""
         workload = self.workload
-        vae, text = parts.encoder_bytes(config)
         if workload.encodes_text:
-            # The language head, and a vision tower if no prompt has a picture, are dropped on the
-            # host.
-            kept = text * (1 - parts.text_dropped / parts.text_parameters)
-            on_device = kept * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
-            yield PhasePeak(
-                CAPTIONS, on_device + text * TEXT_ACTIVATIONS, self.device.process_memory, text
-            )
+            yield self._encoding_captions()
         if workload.encoded:
-            samples = config.caching.vae_batch_size
-            batches = [
-                replace(load, samples=min(samples, load.samples)) for load in workload.encoded
-            ]
-            # bytes of the decoded RGB pixels of a batch
-            clip = 3.0 * max(
-                load.samples * load.frames * load.width * load.height for load in batches
-            )
-            # Bytes on the host, gathered into a batch and pinned.
-            host = self.device.process_memory + workload.waiting + 2 * clip
-            # `to_pixels` widens them to float32 on the device.
-            peak = vae + self._vae_bytes(batches) + clip * BYTES["fp32"]
-            yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, host)
+            yield self._encoding_media()
         if workload.encodes_features:
-            yield PhasePeak(
-                "encoding features",
-                max(map(self._teaching, workload.buckets)),
-                self.device.process_memory,
-            )
+            yield self._encoding_features()
+        yield self._loading()
+        for bucket, step in zip(workload.buckets, self.steps, strict=True):
+            yield self._training(bucket, step)
+        if workload.evaluated:
+            yield self._evaluating()
+        if workload.previews:
+            yield self._rendering_previews()
+        yield self._saving()
 
-    def _training(self) -> Iterator[PhasePeak]:
-        """The peaks of loading, training, evaluation, previews and saving."""
-        config = self.config
+    def _encoding_captions(self) -> PhasePeak:
         parts = self.parts
-        model = self.model
-        workload = self.workload
-        vae = parts.encoder_bytes(config)[0]
-        frozen = model.frozen_bytes
-        trained = model.trained_bytes
-        later = workload.encoded_in_training
-        beside = vae + self._vae_bytes(later) if later else 0.0
-        on_disk = config.offload.group_offload_to_disk_path is not None
-        streamed = 0.0 if on_disk else model.streamed_bytes  # shared by the processes of a machine
-        # On the host, FSDP2's blocks wait to be sharded.
-        common = streamed + (sum(model.unquantised_blocks) if model.is_sharded else 0.0)
-        yield PhasePeak(
-            LOADING, frozen, self.device.process_memory + common, model.passing_bytes, common=common
+        _, weights = parts.encoder_bytes(self.config)
+        # The language head, and a vision tower if no prompt has a picture, are dropped on the host.
+        on_device = weights * (1 - parts.text_dropped / parts.text_parameters)
+        if self.config.offload.group_offload_text_encoder:
+            on_device *= STREAMED_TEXT
+        return PhasePeak(
+            CAPTIONS,
+            device=on_device + weights * TEXT_ACTIVATIONS,
+            host=self.device.process_memory,
+            passing=weights,
         )
+
+    def _encoding_media(self) -> PhasePeak:
+        vae_weights, _ = self.parts.encoder_bytes(self.config)
+        most = self.config.caching.vae_batch_size
+        batches = [replace(load, samples=min(most, load.samples)) for load in self.workload.encoded]
+        # A byte per colour of a pixel.
+        decoded = 3.0 * max(
+            load.samples * load.frames * load.width * load.height for load in batches
+        )
+        return PhasePeak(
+            f"encoding {self.parts.spec.media_noun}",
+            # `to_pixels` widens the bytes to float32 on the device.
+            device=vae_weights + self._vae_bytes(batches) + decoded * BYTES["fp32"],
+            # A batch is on the host twice: as gathered, and in pinned memory.
+            host=self.device.process_memory + self.workload.waiting + 2 * decoded,
+        )
+
+    def _encoding_features(self) -> PhasePeak:
+        return PhasePeak(
+            "encoding features",
+            device=max(self._teaching_bytes(bucket) for bucket in self.workload.buckets),
+            host=self.device.process_memory,
+        )
+
+    def _loading(self) -> PhasePeak:
+        common = self._streamed_bytes
+        if self.model.is_sharded:
+            common += sum(self.model.unquantised_blocks)  # they wait on the host to be sharded
+        return PhasePeak(
+            LOADING,
+            device=self.model.frozen_bytes,
+            host=self.device.process_memory + common,
+            passing=self.model.passing_bytes,
+            common=common,
+        )
+
+    def _training(self, bucket: Bucket, step: Step) -> PhasePeak:
+        model = self.model
         on_device = model.average_memory("device")
         on_host = model.average_memory("host")
-        waiting = self.device.process_memory + streamed + on_host.kept + model.state_on_host_bytes
-        idle = trained - model.gradient_bytes  # between two steps
-        # Uncached features keep their encoder on the device beside the transformer.
-        live = not all(
-            kind.is_cached for technique in parts.techniques for kind in technique.features
+        # The encoder of uncached features stays on the device beside the transformer.
+        teacher = 0.0
+        teaching = 0.0
+        if not self._features_are_cached:
+            teacher = self._teacher_bytes(bucket)
+            teaching = self._teaching_bytes(bucket)
+        # A step has three moments, in this order, any of which may be the peak. The average is
+        # updated when the gradients are gone.
+        encoding_features = model.frozen_bytes + model.trained_bytes + teaching
+        backward = step.memory.total + teacher
+        updating_average = model.frozen_bytes + self._idle_bytes + teacher + on_device.updating
+        peak = max(encoding_features, backward, updating_average)
+        beside = self._encoding_beside_bytes + self._kept_for_previews()
+        return PhasePeak(
+            f"training at {bucket.label}",
+            device=peak + beside,
+            host=self._host_bytes + max(model.inputs_on_host_bytes(step.load), on_host.updating),
+            trains=True,
+            common=self._streamed_bytes,
         )
-        for bucket, step in zip(workload.buckets, self.steps, strict=True):
-            resident, teaching = (
-                (self._teacher(bucket), self._teaching(bucket)) if live else (0.0, 0.0)
-            )
-            peak = step.memory.total + resident
-            # Three peaks: the backward pass; the encoder before it; the average's update after it,
-            # without gradients.
-            peak = max(
-                peak, frozen + trained + teaching, frozen + idle + resident + on_device.updating
-            )
-            host = waiting + max(model.inputs_on_host_bytes(step.load), on_host.updating)
-            peak += beside + self._kept_for_previews()
-            yield PhasePeak(f"training at {bucket.label}", peak, host, trains=True, common=streamed)
-        if workload.evaluated:
-            # Sample by sample, without gradients; in a sweep, with a LoRA loaded.
-            sampling = model.sampling_bytes(parts.load(workload.evaluated[0]))
-            peak = idle + frozen + sampling + parts.lora_bytes + on_device.waiting + beside
-            peak += self._kept_for_previews()
-            yield PhasePeak(
-                "measuring the evaluation loss", peak, waiting + on_host.waiting, common=streamed
-            )
-        if workload.previews:
-            # Optimizer state stays on the device during previews; gradients do not.
-            peak = idle + self._rendering() + parts.lora_bytes + on_device.waiting + beside
-            yield PhasePeak(PREVIEWS, peak, waiting + on_host.waiting, common=streamed)
+
+    def _evaluating(self) -> PhasePeak:
+        model = self.model
+        # Sample by sample, the largest first, without gradients.
+        sampling = model.sampling_bytes(self.parts.load(self.workload.evaluated[0]))
+        peak = (
+            self._idle_bytes
+            + model.frozen_bytes
+            + sampling
+            + self.parts.lora_bytes  # in a sweep
+            + model.average_memory("device").waiting
+            + self._encoding_beside_bytes
+        )
+        return PhasePeak(
+            "measuring the evaluation loss",
+            device=peak + self._kept_for_previews(),
+            host=self._host_bytes + model.average_memory("host").waiting,
+            common=self._streamed_bytes,
+        )
+
+    def _rendering_previews(self) -> PhasePeak:
+        model = self.model
+        # Optimizer state stays on the device during previews; gradients do not.
+        peak = (
+            self._idle_bytes
+            + self._rendering_bytes()
+            + self.parts.lora_bytes
+            + model.average_memory("device").waiting
+            + self._encoding_beside_bytes
+        )
+        return PhasePeak(
+            PREVIEWS,
+            device=peak,
+            host=self._host_bytes + model.average_memory("host").waiting,
+            common=self._streamed_bytes,
+        )
+
+    def _saving(self) -> PhasePeak:
+        model = self.model
+        waiting = model.average_memory("device").waiting
+        # Without a second set of weights, saving takes less than a step.
+        peak = model.frozen_bytes + self._idle_bytes + waiting if waiting else 0.0
         written = model.saving_bytes  # by one process
-        peak = frozen + idle + on_device.waiting if on_device.waiting else 0.0
-        yield PhasePeak(
-            "saving", peak, waiting + written + on_host.waiting, common=streamed + written
+        return PhasePeak(
+            "saving",
+            device=peak,
+            host=self._host_bytes + written + model.average_memory("host").waiting,
+            common=self._streamed_bytes + written,
         )
+
+    @property
+    def _idle_bytes(self) -> float:
+        """Bytes of what is trained between two steps, when there are no gradients."""
+        return self.model.trained_bytes - self.model.gradient_bytes
+
+    @property
+    def _streamed_bytes(self) -> float:
+        """Bytes of streamed weights in host memory, shared by the processes of a machine."""
+        if self.config.offload.group_offload_to_disk_path is not None:
+            return 0.0
+        return self.model.streamed_bytes
+
+    @property
+    def _host_bytes(self) -> float:
+        """Host memory of a process throughout training."""
+        return (
+            self.device.process_memory
+            + self._streamed_bytes
+            + self.model.average_memory("host").kept
+            + self.model.state_on_host_bytes
+        )
+
+    @property
+    def _encoding_beside_bytes(self) -> float:
+        """Memory of a VAE that encodes samples during training."""
+        samples = self.workload.encoded_in_training
+        if not samples:
+            return 0.0
+        vae_weights, _ = self.parts.encoder_bytes(self.config)
+        return vae_weights + self._vae_bytes(samples)
+
+    @property
+    def _features_are_cached(self) -> bool:
+        for technique in self.parts.techniques:
+            if not all(kind.is_cached for kind in technique.features):
+                return False
+        return True
 
     def _vae_bytes(self, loads: Sequence[VaeLoad]) -> float:
         """Peak memory of the VAE's activations while it encodes these batches."""
@@ -387,109 +483,115 @@ class Budget(Generic[AnyPlan_co]):
         caching = self.config.caching
         return replace(load, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
 
-    def _teacher(self, bucket: Bucket) -> float:
+    def _teacher_bytes(self, bucket: Bucket) -> float:
         """Memory of the VAE and the vision encoder that compute features."""
         load = self.parts.load(bucket)
-        kinds = [kind for technique in self.parts.techniques for kind in technique.features]
-        vae, _ = self.parts.encoder_bytes(self.config)
-        return vae + max(kind.cost(load.frames, load.height, load.width).memory for kind in kinds)
+        vision_encoders = []
+        for technique in self.parts.techniques:
+            for kind in technique.features:
+                cost = kind.cost(load.frames, load.height, load.width)
+                vision_encoders.append(cost.memory)
+        vae_weights, _ = self.parts.encoder_bytes(self.config)
+        return vae_weights + max(vision_encoders)
 
-    def _teaching(self, bucket: Bucket) -> float:
+    def _teaching_bytes(self, bucket: Bucket) -> float:
         """Peak memory of computing the features of one clip."""
         numbers = self.parts.vae.decode(self._as_configured(bucket.clip))
-        return (
-            self._teacher(bucket)
-            + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
-        )
+        dtype = vae_dtype(self.config.precision, self.config.caching)
+        return self._teacher_bytes(bucket) + numbers * BYTES[dtype]
 
     def _kept_for_previews(self) -> float:
         """Memory that previews keep during training: the VAE, and background decoding."""
-        background = self.config.validation.validation_decode_in_background
-        if not self.workload.previews or not (background or self.config.caching.keep_vae_loaded):
+        in_background = self.config.validation.validation_decode_in_background
+        keeps_vae = in_background or self.config.caching.keep_vae_loaded
+        if not self.workload.previews or not keeps_vae:
             return 0.0
-        return self.parts.encoder_bytes(self.config)[0] + (self._decoding() if background else 0.0)
+        vae_weights, _ = self.parts.encoder_bytes(self.config)
+        return vae_weights + (self._decoding_bytes() if in_background else 0.0)
 
-    def _rendering(self) -> float:
-        """Peak of sampling or decoding the largest preview, with the weights on the device at that
-        time.
-        """
-        parts = self.parts
-        largest = self.workload.previews[0]
-        vae = parts.encoder_bytes(self.config)[0]
-        weights = self.model.frozen_bytes
-        sampling = weights + self.model.sampling_bytes(parts.load(self._sampled(largest)))
-        decoding = vae + self._decoding()
+    def _rendering_bytes(self) -> float:
+        """Peak of sampling or decoding the largest preview, with the weights on the device."""
+        largest = self.parts.load(self._sampled(self.workload.previews[0]))
+        vae_weights, _ = self.parts.encoder_bytes(self.config)
+        transformer = self.model.frozen_bytes
+        sampling = transformer + self.model.sampling_bytes(largest)
+        decoding = vae_weights + self._decoding_bytes()
         if self.config.offload.enable_model_cpu_offload:  # the VAE and the transformer take turns
             return max(sampling, decoding)
-        return max(sampling + vae, decoding + weights)
+        return max(sampling + vae_weights, decoding + transformer)
 
-    def _decoding(self) -> float:
+    def _decoding_bytes(self) -> float:
         """Peak of decoding the largest preview, without the VAE's weights."""
-        parts = self.parts
         largest = self.workload.previews[0]
-        how = self.config.validation.validation_decoding
-        tiled, tile = (
-            (True, TILE)
-            if how == "tiles"
-            else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
+        decoding = self.config.validation.validation_decoding
+        load = replace(
+            largest.clip,
+            strips=decoding != "whole",
+            tiled=self.config.caching.vae_enable_tiling,
         )
-        picture = replace(largest.clip, tiled=tiled, strips=how != "whole", tile=tile)
-        workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
-        return parts.vae.decode(picture) * BYTES[self.preview_dtype] * (1 + workspace)
+        if decoding == "tiles":
+            load = replace(load, tiled=True, tile=TILE)
+        workspace = 0.0
+        if decoding == "whole" and largest.frames > 1 and self.parts.on_gpu:
+            workspace = CUDNN_WORKSPACE
+        return self.parts.vae.decode(load) * BYTES[self.preview_dtype] * (1 + workspace)
 
     @property
     def preview_dtype(self) -> str:
-        """The dtype in which the VAE decodes previews, independent of `vae_dtype`, which is for
-        encoding.
-        """
-        return "fp32" if self.parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype
+        """The dtype in which the VAE decodes previews; `vae_dtype` is for encoding."""
+        if self.parts.spec.defaults.get("vae_dtype") == "fp32":
+            return "fp32"
+        return self.model.dtype
 
 
 def with_strips(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
-    """Decode previews in strips if `check_decoding` warns or they fit only this way, unless the
-    user has chosen.
-    """
+    """Decode previews in strips if they would fail or not fit whole, unless the user has chosen."""
     if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
         return budget
     strips = budget.under({DECODING: "strips"}, BY_SIZE)
-    whole, lean = (
-        any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips)
-    )
-    only_so = (
-        whole and not lean and budget.config.offload.offload != "auto"
-    )  # which has more to choose from
     too_large = Problems()
     check_decoding(budget, too_large)
-    return strips if only_so or too_large else budget
+    if too_large:
+        return strips
+    # `offload: auto` has more to choose from than strips.
+    fit_in_strips_only = not _previews_fit(budget) and _previews_fit(strips)
+    if fit_in_strips_only and budget.config.offload.offload != "auto":
+        return strips
+    return budget
+
+
+def _previews_fit(budget: Budget[SamplePlan]) -> bool:
+    return all(phase.name != PREVIEWS for phase, _ in budget.shortages())
 
 
 def check_decoding(budget: Budget[SamplePlan], report: Problems) -> None:
     """Warn about previews that are too large for torch to decode whole."""
-    sizes = (
-        budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
-    )
-    numbers = {size.label: budget.parts.vae.upsampled(size.clip) for size in sizes}
-    if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
-        message = (
-            f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch "
-            "get wrong;"
+    if budget.config.validation.validation_decoding != "whole":
+        return
+    too_large = []
+    for preview in budget.workload.previews:
+        if budget.parts.vae.upsampled(preview.clip) >= MOST_UPSAMPLED:
+            too_large.append(preview.label)
+    if too_large:
+        report.warn(
+            DECODING,
+            f"'whole': {', '.join(too_large)} upsamples 2**31 numbers or more, which kernels of "
+            "torch get wrong; strips and tiles do not.",
         )
-        report.warn(DECODING, f"{message} strips and tiles do not.")
 
 
 def with_faster_previews(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
-    """Enable settings for faster previews if they fit with room to spare and the user has not
-    decided.
+    """Enable settings for faster previews that fit with room to spare, unless the user has chosen
+    them.
     """
     if not budget.workload.previews or budget.device.memory is None:
         return budget
     for key in _faster_previews(budget):
+        if budget.config.is_explicit(key):
+            continue
         faster = budget.under({key: True}, BY_SIZE)
-        lacking = any(
-            each.trains or each.name == PREVIEWS
-            for each, _ in faster.shortages(headroom=PREVIEW_ROOM)
-        )
-        if not lacking and not budget.config.is_explicit(key):
+        lacking = [phase for phase, _ in faster.shortages(headroom=PREVIEW_ROOM)]
+        if not any(phase.trains or phase.name == PREVIEWS for phase in lacking):
             budget = faster
     return budget
 
@@ -501,37 +603,41 @@ def _faster_previews(budget: Budget[SamplePlan]) -> Iterator[str]:
         yield BATCHED
     if budget.device.torch_type != "cuda" or not budget.parts.trains:
         return
-    moves = config.offload.enable_model_cpu_offload or config.offload.group_offload_vae
-    if not moves:
-        yield "keep_vae_loaded"
+    if config.offload.enable_model_cpu_offload or config.offload.group_offload_vae:
+        return  # the VAE leaves the device anyway
+    yield "keep_vae_loaded"
     # Decoding in float32 changes process-wide settings.
-    if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
+    if config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
         yield "validation_decode_in_background"
 
 
 def decoding_seconds(budget: Budget[SamplePlan]) -> float:
     """Seconds of decoding a preview of each size."""
-    parts = budget.parts
-    device = budget.device
-    flops = sum(parts.vae.decode_flops(preview.clip) for preview in budget.workload.previews)
-    on_gpu = GPU_CONVOLUTIONS * (FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0)
-    return flops / ((on_gpu if device.is_gpu else CPU_CONVOLUTIONS) * device.rates.matmul)
+    vae = budget.parts.vae
+    flops = sum(vae.decode_flops(preview.clip) for preview in budget.workload.previews)
+    share = CPU_CONVOLUTIONS
+    if budget.device.is_gpu:
+        share = GPU_CONVOLUTIONS
+        if budget.preview_dtype == "fp32":
+            share *= FLOAT32_SHARE
+    return flops / (share * budget.device.rates.matmul)
 
 
 def saves_in_background(budget: Budget) -> bool:
     """Whether the host has room for a copy of the checkpoint in every phase."""
     device = budget.device
     model = budget.model
-    room = device.host_memory if device.has_own_memory else device.memory
     # Weights as trained and as published, optimizer state, and the moving average in both forms.
-    copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
-    # torch rounds pinned memory up to powers of two.
-    copies = model.trained_numbers * copied * (2 if device.has_own_memory else 1)
+    bytes_per_number = 2 * model.number_bytes + model.state_bytes + model.average_bytes
+    copied = model.trained_numbers * bytes_per_number
     if device.has_own_memory:
+        copied *= 2  # torch rounds pinned memory up to powers of two
+        room = device.host_memory
         taken = max(phase.on_host(device) for phase in budget.phases)
     else:
+        room = device.memory
         taken = max(phase.needed(device) for phase in budget.phases)
-    return room is not None and taken + copies <= room * (1 - SPARE)
+    return room is not None and taken + copied <= room * (1 - SPARE_HOST_MEMORY)
 
 
 def make_budget(plan: AnyPlan, device: Device) -> Budget[AnyPlan]:
@@ -555,54 +661,53 @@ def with_milestones(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
     """
     plan = budget.plan
     config = budget.config
-    intervals = (
-        config.validation.validation_step_interval,
-        config.validation.validation_epoch_interval,
+    validation = config.validation
+    is_set = (
+        validation.validation_step_interval is not None
+        or validation.validation_epoch_interval is not None
     )
-    if (
-        not isinstance(plan, Plan)
-        or not plan.prompts
-        or not budget.steps
-        or intervals != (None, None)
-    ):
+    if is_set or not isinstance(plan, Plan) or not plan.prompts or not budget.steps:
         return budget
-    total = plan.length.total_steps
+
+    total_steps = plan.length.total_steps
     buckets = zip(budget.workload.buckets, budget.steps, strict=True)
-    step = config.schedule.gradient_accumulation_steps * sum(
-        each.cost.model * bucket.share for bucket, each in buckets
-    )
+    micro_step_flops = sum(step.cost.model * bucket.share for bucket, step in buckets)
+    step_flops = config.schedule.gradient_accumulation_steps * micro_step_flops
+    # Rounds of which previews take PREVIEW_SHARE of the run; the steps take the rest of it.
     affordable = (
         PREVIEW_SHARE
         / (1 - PREVIEW_SHARE)
-        * total
-        * step
-        / (_previews_alone(plan) * budget.preview_flops)
+        * total_steps
+        * step_flops
+        / (_prompts_per_process(plan) * budget.preview_flops)
     )
-    ends = 1 if config.validation.disable_benchmark else 2
+    ends = 1 if validation.disable_benchmark else 2  # the untrained model, and the result
     between = min(MILESTONES, max(0, int(affordable) - ends))
     # A multiple of ten, for readable file names.
-    interval = max(SHORTEST_INTERVAL, math.ceil(total / (between + 1) / 10) * 10)
+    interval = math.ceil(total_steps / (between + 1) / 10) * 10
+    interval = max(SHORTEST_INTERVAL, interval)
     return budget.under({"validation_step_interval": interval}, BY_COST)
 
 
 def free_batch(budget: Budget[SamplePlan], steps: float) -> int | None:
-    """The largest train_batch_size that fits and does not slow down a step; None if the current one
-    is the largest.
+    """The largest train_batch_size that fits and does not slow down a step.
 
     With small pictures on a fast GPU, a step is bound by the host's kernel launches. CUDA graphs
     avoid launches.
 
     Args:
         steps: steps per epoch; the samples of each bucket must still fill a step.
+
+    Returns:
+        None if the current size is the largest.
     """
-    batches = {bucket.batch for bucket in budget.workload.buckets}
-    if len(batches) != 1 or graph_key(budget.config.launch) is not None:
+    sizes = {bucket.batch for bucket in budget.workload.buckets}
+    if len(sizes) != 1 or graph_key(budget.config.launch) is not None:
         return None
-    (present,) = batches
+    present = sizes.pop()
     enough = present * steps * min(bucket.share for bucket in budget.workload.buckets)
-    for batch in range(
-        int(min(enough, *(step.free_samples for step in budget.steps))), present, -1
-    ):
+    most = int(min(enough, *(step.free_samples for step in budget.steps)))
+    for batch in range(most, present, -1):
         buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
         if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
             return batch
@@ -615,18 +720,16 @@ def steps_per_epoch(plan: Plan) -> float:
 
 
 def find_rounds(budget: Budget) -> dict[str, Rounds]:
-    """Recurring work (previews, evaluations, saves, encoding of new crops) by kind, with expected
-    durations.
-    """
+    """Previews, evaluations, saves and encoding of new crops, by kind: when, and how long."""
     plan = budget.plan
-    evaluation = budget.config.evaluation
-    epoch = steps_per_epoch(budget.plan)
+    epoch = steps_per_epoch(plan)
     rounds = {SAVING: Rounds(plan.config.checkpoints.checkpoint_step_interval, at_end=True)}
     if plan.prompts:
         rounds[PREVIEW_ROUNDS] = Rounds(preview_interval(plan), round_seconds(budget), at_end=True)
     if evaluated(plan):
-        every = evaluation.eval_steps_interval or epoch * (evaluation.eval_epoch_interval or 1.0)
-        rounds[EVALUATION] = Rounds(every, at_end=True)
+        evaluation = plan.config.evaluation
+        steps = evaluation.eval_steps_interval or epoch * (evaluation.eval_epoch_interval or 1.0)
+        rounds[EVALUATION] = Rounds(steps, at_end=True)
     if any(dataset.changes_each_epoch for dataset in plan.trained):
         rounds[CACHING] = Rounds(epoch)
     return rounds
@@ -640,9 +743,14 @@ def remaining_steps(plan: Plan) -> int:
 def preview_interval(plan: Plan) -> float:
     """Steps between two rounds of previews; the shorter interval, if there are two."""
     validation = plan.config.validation
-    epochs = validation.validation_epoch_interval
-    intervals = validation.validation_step_interval, epochs and epochs * steps_per_epoch(plan)
-    return min((interval for interval in intervals if interval), default=math.inf)
+    interval = math.inf
+    if validation.validation_step_interval:
+        interval = validation.validation_step_interval
+    if validation.validation_epoch_interval:
+        steps = validation.validation_epoch_interval * steps_per_epoch(plan)
+        if steps:
+            interval = min(interval, steps)
+    return interval
 
 
 def preview_rounds(plan: Plan) -> int:
@@ -650,29 +758,30 @@ def preview_rounds(plan: Plan) -> int:
     if not plan.prompts:
         return 0
     total = plan.length.total_steps
-    rounds = Rounds(preview_interval(plan), at_end=True)
+    rounds = Rounds(preview_interval(plan), at_end=True).after(total - remaining_steps(plan), total)
     # A resumed run already has previews of the untrained model.
-    untrained = plan.resume is None and not plan.config.validation.disable_benchmark
-    return rounds.after(total - remaining_steps(plan), total) + untrained
+    if plan.resume is None and not plan.config.validation.disable_benchmark:
+        rounds += 1
+    return rounds
 
 
 def round_seconds(budget: Budget) -> float:
     """Seconds of a round of previews."""
-    return _previews_alone(budget.plan) * budget.preview_seconds
+    return _prompts_per_process(budget.plan) * budget.preview_seconds
 
 
-def _previews_alone(plan: Plan) -> float:
-    """Prompts per process in a round of previews: split among the processes, unless weights are
-    sharded (FSDP2).
-    """
+def _prompts_per_process(plan: Plan) -> float:
+    """Prompts that each process renders in a round of previews, as a mean."""
     launch = plan.config.launch
     previews, subjects = previews_of_a_round(plan)
-    alone = previews if launch.is_sharded else ceil_div(previews, launch.num_processes)
-    return subjects * alone / max(previews, 1)
+    # With sharded weights (FSDP2), all processes render all previews; otherwise they split them.
+    share = previews if launch.is_sharded else ceil_div(previews, launch.num_processes)
+    return subjects * share / max(previews, 1)
 
 
 def remaining_seconds(budget: Budget) -> tuple[float, float]:
     """Seconds of training and of previews left for a session that starts now."""
-    return remaining_steps(budget.plan) * budget.step_seconds, preview_rounds(
-        budget.plan
-    ) * round_seconds(budget)
+    plan = budget.plan
+    training = remaining_steps(plan) * budget.step_seconds
+    previews = preview_rounds(plan) * round_seconds(budget)
+    return training, previews

@@ -150,24 +150,24 @@ class Device:
     @property
     def taken_by_others(self) -> str:
         """A phrase about the memory that other programs use; empty if none."""
-        return (
-            f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}"
-            if self.taken
-            else ""
-        )
+        if not self.taken:
+            return ""
+        return f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}"
 
 
 def gigabytes(number: float) -> str:
     """Bytes as text: in GB (10^9 bytes), or in a smaller unit below a tenth of a GB."""
-    return size_text(round(number)) if number < 0.95e8 else f"{number / 1e9:.1f} GB"
+    if number < 0.95e8:
+        return size_text(round(number))
+    return f"{number / 1e9:.1f} GB"
 
 
 def compared(number: float, limit: float) -> tuple[str, str]:
-    """Two numbers of bytes as text, with enough digits to show which is larger: 16.14 GB and 16.06
-    GB.
-    """
+    """Two numbers of bytes as text, with enough digits to show which is larger."""
     texts = gigabytes(number), gigabytes(limit)
-    return (f"{number / 1e9:.3f} GB", f"{limit / 1e9:.3f} GB") if texts[0] == texts[1] else texts
+    if texts[0] != texts[1]:
+        return texts
+    return f"{number / 1e9:.3f} GB", f"{limit / 1e9:.3f} GB"
 
 
 def _rates(
@@ -180,14 +180,22 @@ def _rates(
 ) -> Rates:
     flops = tflops * 1e12
     transfer = transfer_gb * 1e9
-    # GPUs without NVLink communicate over the host's bus.
-    link = nvlink_gb * 1e9 or transfer
-    return Rates(flops, ATTENTION_SHARE * flops, sparse * flops, memory_tb * 1e12, transfer, link)
+    return Rates(
+        matmul=flops,
+        attention=ATTENTION_SHARE * flops,
+        sparse=sparse * flops,
+        memory=memory_tb * 1e12,
+        transfer=transfer,
+        # GPUs without NVLink communicate over the host's bus.
+        link=nvlink_gb * 1e9 or transfer,
+    )
 
 
 class KnownCard(NamedTuple):
-    """A card: the part of the driver's device name that identifies it, its memory in GiB, and its
-    rates.
+    """A card of the table.
+
+    Attributes:
+        name: the part of the driver's device name that identifies it.
     """
 
     name: str
@@ -201,9 +209,9 @@ def _card(name: str, gibibytes: float, **rates: float) -> KnownCard:
 
 TABLE = cast("dict[Card, Any]", read_toml("simpletuner.budget", "cards.toml"))
 CARDS: Mapping[Card, KnownCard] = {card: _card(**row) for card, row in TABLE.items()}
-UNKNOWN_GPU = _rates(50, 0.5, 11)
-# Of a middling Apple chip, until a run has measured its own.
-APPLE_GPU = _rates(10, 0.2, 50)
+UNKNOWN_GPU = _rates(tflops=50, memory_tb=0.5, transfer_gb=11)
+# A middling Apple chip, until a run has measured its own.
+APPLE_GPU = _rates(tflops=10, memory_tb=0.2, transfer_gb=50)
 # The typical card by minimum GiB, whose rates `--device-memory` assumes without `--device`.
 USUAL: Mapping[float, Card] = {
     0: "3060",
@@ -233,14 +241,19 @@ def find_device(
     gpu = query_gpu()
     if card is not None or gibibytes is not None:
         return planned_device(gibibytes, card, gpu)
-    device = this_gpu(gpu) if gpu and torch_uses_gpus() and is_for_torch(gpu) else this_cpu(gpu)
+    if gpu and torch_uses_gpus() and is_for_torch(gpu):
+        device = this_gpu(gpu)
+    else:
+        device = this_cpu(gpu)
     return with_measured(device, output_dir) if output_dir else device
 
 
 def this_gpu(gpu: Gpu) -> Device:
     """The first GPU of this machine."""
-    # Launched processes must decide alike, and already hold device memory themselves.
-    taken = gpu.taken if world_from_launcher(os.environ) is None else 0.0
+    taken = gpu.taken
+    if world_from_launcher(os.environ) is not None:
+        # Launched processes must decide alike, and already hold device memory themselves.
+        taken = 0.0
     return Device(
         name=gpu.name,
         memory=gpu.memory,
@@ -262,35 +275,56 @@ def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) 
         known = CARDS[card]
         memory = gibibytes or known.gibibytes
         return Device(
-            f"{known.name} with {memory:g} GiB",
-            memory * 2**30,
-            host,
-            True,
-            known.rates,
-            "rates assumed",
+            name=f"{known.name} with {memory:g} GiB",
+            memory=memory * 2**30,
+            host_memory=host,
+            is_gpu=True,
+            rates=known.rates,
+            note="rates assumed",
         )
     assert gibibytes is not None
-    usual = [name for least, name in USUAL.items() if gibibytes >= least][-1]
-    like, rates = (
-        (gpu.name, rates_of(gpu.name)) if gpu else (f"an {CARDS[usual].name}", CARDS[usual].rates)
-    )
-    note = f"as fast as {like}, assumed"
-    hint = "" if gpu else "--device names another card"
+    if gpu is not None:
+        model = gpu.name
+        rates = rates_of(gpu.name)
+        hint = ""
+    else:
+        usual = [name for least, name in USUAL.items() if gibibytes >= least][-1]
+        model = f"an {CARDS[usual].name}"
+        rates = CARDS[usual].rates
+        hint = "--device names another card"
     return Device(
-        f"a GPU with {gibibytes:g} GiB", gibibytes * 2**30, host, True, rates, note, hint=hint
+        name=f"a GPU with {gibibytes:g} GiB",
+        memory=gibibytes * 2**30,
+        host_memory=host,
+        is_gpu=True,
+        rates=rates,
+        note=f"as fast as {model}, assumed",
+        hint=hint,
     )
 
 
 def this_cpu(gpu: Gpu | None = None) -> Device:
     """The CPU of this machine, with a GPU that torch cannot use, if any."""
-    host = host_memory()
+    memory = host_memory()
     flops = compute_threads() * core_flops()
-    rates = Rates(flops, flops, flops, CPU_BYTES, CPU_BYTES, CPU_BYTES)
-    if gpu is None:
-        return Device("CPU", host, host, False, rates, "rates assumed")
-    return Device(
-        "CPU", host, host, False, rates, "rates assumed", idle=gpu.name, backend=gpu.backend
+    device = Device(
+        name="CPU",
+        memory=memory,
+        host_memory=memory,
+        is_gpu=False,
+        rates=Rates(
+            matmul=flops,
+            attention=flops,
+            sparse=flops,
+            memory=CPU_BYTES,
+            transfer=CPU_BYTES,
+            link=CPU_BYTES,
+        ),
+        note="rates assumed",
     )
+    if gpu is None:
+        return device
+    return replace(device, idle=gpu.name, backend=gpu.backend)
 
 
 def core_flops() -> float:
@@ -299,6 +333,7 @@ def core_flops() -> float:
         listed = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:  # not Linux
         listed = ""
+    # The empty name comes last and is part of any text.
     return next(flops for instructions, flops in CORE_FLOPS.items() if instructions in listed)
 
 
@@ -309,16 +344,22 @@ def one_of_several(device: Device) -> Device:
 
 def rates_of(name: str) -> Rates:
     """Assumed rates of a GPU by name; a MIG slice gets its share in sevenths."""
-    whole = next((card.rates for card in CARDS.values() if card.name in name), UNKNOWN_GPU)
-    part = SLICE.search(name)
-    if part is None:
-        return whole
-    share = int(part["sevenths"]) / 7
-    # Slices do not divide the bus.
-    flops = {
-        key: share * rate for key, rate in asdict(whole).items() if key not in ("transfer", "link")
-    }
-    return replace(whole, **flops)
+    rates = UNKNOWN_GPU
+    for card in CARDS.values():
+        if card.name in name:
+            rates = card.rates
+            break
+    mig_slice = SLICE.search(name)
+    if mig_slice is None:
+        return rates
+    share = int(mig_slice["sevenths"]) / 7
+    return replace(  # slices do not divide the bus
+        rates,
+        matmul=share * rates.matmul,
+        attention=share * rates.attention,
+        sparse=share * rates.sparse,
+        memory=share * rates.memory,
+    )
 
 
 def with_measured(device: Device, folder: Path) -> Device:
@@ -327,29 +368,32 @@ def with_measured(device: Device, folder: Path) -> Device:
     For a GPU, rates of float32 matmuls are ignored, since the assumed rates are for 16 bits.
     """
     rates = read_rates(folder)
-    measured: dict[str, float] = {}
-    if rates is not None and rates.device == measured_name(device):
-        if rates.dtype in ("bfloat16", "float16", "") or not device.is_gpu:
-            faster = rates.matmul_flops / device.rates.matmul
-            measured |= {
-                key: faster * asdict(device.rates)[key] for key in ("matmul", "attention", "sparse")
-            }
-        if rates.host_to_device_bytes is not None:
-            measured["transfer"] = rates.host_to_device_bytes
-    note = (
-        f"{', '.join(each for each in measured if each != 'sparse')} measured"
-        if measured
-        else device.note
-    )
-    return replace(device, rates=replace(device.rates, **measured), note=note)
+    if rates is None or rates.device != measured_name(device):
+        return device
+    measured = device.rates
+    titles = []
+    if rates.dtype in ("bfloat16", "float16", "") or not device.is_gpu:
+        # Only matmuls are measured; attention is assumed to be as much faster.
+        faster = rates.matmul_flops / measured.matmul
+        measured = replace(
+            measured,
+            matmul=faster * measured.matmul,
+            attention=faster * measured.attention,
+            sparse=faster * measured.sparse,
+        )
+        titles += ["matmul", "attention"]
+    if rates.host_to_device_bytes is not None:
+        measured = replace(measured, transfer=rates.host_to_device_bytes)
+        titles.append("transfer")
+    note = f"{', '.join(titles)} measured" if titles else device.note
+    return replace(device, rates=measured, note=note)
 
 
 def measured_name(device: Device) -> str:
-    """The device's name in a file of measured rates. AMD's and Intel's programs use other names
-    than torch.
-    """
+    """The device's name in a file of measured rates."""
     if not device.is_gpu:
         return "cpu"
+    # The programs of AMD's and Intel's drivers use other names than torch.
     return device.name if device.backend == "cuda" else TITLES[device.backend]
 
 

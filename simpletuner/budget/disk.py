@@ -21,6 +21,7 @@ from simpletuner.planning.entries import Listing, text_folder
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.rounding import ceil_div
 
+LATENT_BYTES = 4.0 * 16  # per position: 16 channels in float32
 COMPRESSED = 0.8  # size of a latent compressed with zstd, relative to uncompressed
 USUAL_CAPTION = 0.25  # tokens of a typical caption, relative to the maximum
 
@@ -44,12 +45,12 @@ def find_writings(budget: Budget[SamplePlan]) -> Iterator[Writing]:
     if budget.listing is not None:
         yield from _cache_writings(budget, budget.listing)
     folder = plan.config.offload.group_offload_to_disk_path
-    if folder is not None and model.streamed_bytes:  # every run writes these again
+    if folder is not None and model.streamed_bytes:
         yield Writing(
-            "offloaded weights",
+            "offloaded weights",  # every run writes them again
             Path(folder).expanduser(),
-            model.streamed_bytes,
-            model.streamed_bytes,
+            total=model.streamed_bytes,
+            at_once=model.streamed_bytes,
         )
 
 
@@ -58,55 +59,62 @@ def _checkpoint_writing(plan: Plan, model: StepModel) -> Writing:
     limits = plan.config.checkpoints
     # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
     copies = 1 if model.is_full else 2
-    one = model.trained_numbers * (
-        copies * model.number_bytes + model.state_bytes + model.average_bytes
-    )
+    bytes_per_number = copies * model.number_bytes + model.state_bytes + model.average_bytes
+    checkpoint = model.trained_numbers * bytes_per_number
     saves = ceil_div(plan.length.total_steps, limits.checkpoint_step_interval)
-    kept = (
-        min(saves, limits.checkpoints_total_limit or saves) + 1
-    )  # a new one is written before the oldest is removed
+    kept = min(saves, limits.checkpoints_total_limit or saves)
+    kept += 1  # a new one is written before the oldest is removed
     if limits.checkpointing_rolling_steps:
         kept += limits.checkpoints_rolling_total_limit
-    return Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
+    return Writing(
+        "checkpoints",
+        plan.output_dir,
+        # The published result is as large as a checkpoint.
+        total=(kept + 1) * checkpoint,
+        at_once=2 * checkpoint,
+    )
 
 
 def _cache_writings(budget: Budget[SamplePlan], listing: Listing) -> Iterator[Writing]:
     plan = budget.plan
-    written = [
-        *listing.ahead.missing,
-        *(each for each in listing.encoded_in_training if each.storage == "ondemand"),
-    ]
-    latents = _latent_bytes(plan, written)
-    redrawn = _redrawn(plan, listing)
-    # Every later epoch adds the latents of its random crops.
-    last = plan.length.epochs if isinstance(plan, Plan) else listing.epoch
-    later = max(0, last - listing.epoch) * _latent_bytes(plan, redrawn)
-    if latents or later:
-        yield Writing("latents", [*written, *redrawn][0].folder, latents + later, latents)
+    yield from _latent_writings(plan, listing)
     features = feature_costs(plan.spec, listing)
     if features.stored:
-        yield Writing(
-            "features", listing.features.missing[0].folder, features.stored, features.stored
-        )
-    # Upper bound for `total`: every caption as long as the longest prompt.
+        folder = listing.features.missing[0].folder
+        yield Writing("features", folder, total=features.stored, at_once=features.stored)
+    # At most, every caption is as long as the longest prompt.
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
-    texts = float(
-        len(listing.texts.missing)
-        * longest
-        * width
-        * BYTES[text_encoder_dtype(plan.config.precision)]
-    )
+    token_bytes = width * BYTES[text_encoder_dtype(plan.config.precision)]
+    texts = float(len(listing.texts.missing) * longest * token_bytes)
     if texts:
-        yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
+        yield Writing(
+            "text embeddings", text_folder(plan), total=texts, at_once=texts * USUAL_CAPTION
+        )
+
+
+def _latent_writings(plan: SamplePlan, listing: Listing) -> Iterator[Writing]:
+    written = [*listing.ahead.missing]
+    written += [entry for entry in listing.encoded_in_training if entry.storage == "ondemand"]
+    now = _latent_bytes(plan, written)
+    # Every later epoch adds the latents of its random crops.
+    redrawn = _redrawn(plan, listing)
+    later = 0.0
+    if isinstance(plan, Plan):
+        later_epochs = max(0, plan.length.epochs - listing.epoch)
+        later = later_epochs * _latent_bytes(plan, redrawn)
+    if now or later:
+        folder = [*written, *redrawn][0].folder
+        yield Writing("latents", folder, total=now + later, at_once=now)
 
 
 def _latent_bytes(plan: SamplePlan, entries: Sequence[LatentEntry]) -> float:
-    """The size of cached latents: 16 channels in float32."""
+    """The size of cached latents."""
     total = 0.0
     for entry in entries:
-        size = plan.spec.latent_size(*entry.sample.geometry.size, entry.sample.frames)
-        total += 4.0 * 16 * math.prod(size) * (COMPRESSED if entry.compress else 1.0)
+        positions = plan.spec.latent_size(*entry.sample.geometry.size, entry.sample.frames)
+        ratio = COMPRESSED if entry.compress else 1.0
+        total += LATENT_BYTES * math.prod(positions) * ratio
     return total
 
 
@@ -138,17 +146,16 @@ def check_disk(plan: SamplePlan, writings: Iterable[Writing], report: Problems) 
     for group in by_disk.values():
         place = nearest_existing(group[0].folder)
         free = shutil.disk_usage(place).free
-        total = sum(each.total for each in group)
-        at_once = sum(each.at_once for each in group)
-        what = ", ".join(f"{each.what} {gigabytes(each.total)}" for each in group)
+        total = sum(writing.total for writing in group)
+        at_once = sum(writing.at_once for writing in group)
+        parts = [f"{writing.what} {gigabytes(writing.total)}" for writing in group]
         message = (
             f"{str(place)!r} has {gigabytes(free)} free; the run writes up to {gigabytes(total)} "
-            f"({what})."
+            f"({', '.join(parts)})."
         )
         if at_once > free:
-            report.append(
-                Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing)
-            )
+            is_fatal = not plan.config.run.i_know_what_i_am_doing
+            report.append(Problem("disk", message, fatal=is_fatal))
         elif total > free:
             report.warn("disk", f"{message} {_advice(plan, group)}")
 

@@ -1,5 +1,7 @@
-"""The workload of a run: the parts of its model, from local files or the published checkpoint,
-training buckets, samples to encode, and previews."""
+"""The workload of a run: the parts of its model, its buckets, samples to encode, and previews.
+
+The sizes of the parts come from local files, else from the published checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
 
 from simpletuner.budget import device
 from simpletuner.budget.estimate import StepModel
@@ -38,6 +39,10 @@ from simpletuner.rounding import ceil_div
 from simpletuner.weights.files import Shape
 from simpletuner.weights.part import Part
 
+# Decoded pixels that wait for the VAE at a time: about WAITING_BYTES of `encoding.decoding`, which
+# would import torch.
+QUEUED_BYTES = 1e9
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -61,9 +66,9 @@ class Bucket:
 
     @property
     def label(self) -> str:
-        # "768x512@61, batch 2"
-        size = Size(self.width, self.height)
-        return size.of_frames(self.frames) + (f", batch {self.batch}" if self.batch > 1 else "")
+        """Such as "768x512@61, batch 2"."""
+        label = Size(self.width, self.height).of_frames(self.frames)
+        return f"{label}, batch {self.batch}" if self.batch > 1 else label
 
     @property
     def clip(self) -> VaeLoad:
@@ -108,70 +113,85 @@ class Workload:
         grid = max(64, spec.size_multiple)
         stride = spec.frame_stride
 
-        def shrink(bucket: Bucket) -> Bucket:
-            width, height = (
-                max(grid, round(side * sides / grid) * grid)
-                for side in (bucket.width, bucket.height)
-            )
-            # 4k + 1 frames, as the VAEs take them
-            shorter = round((bucket.frames - 1) * frames / stride) * stride + 1
-            return replace(bucket, width=width, height=height, frames=shorter)
+        def shrink_side(side: int) -> int:
+            return max(grid, round(side * sides / grid) * grid)
 
-        evaluated = [*map(shrink, self.evaluated)]
-        if not self.buckets:
-            return replace(self, previews=[*map(shrink, self.previews)], evaluated=evaluated)
-        return replace(self, buckets=[*map(shrink, self.buckets)], evaluated=evaluated)
+        def shrink(bucket: Bucket) -> Bucket:
+            return replace(
+                bucket,
+                width=shrink_side(bucket.width),
+                height=shrink_side(bucket.height),
+                # 4k + 1 frames, as the VAEs take them
+                frames=round((bucket.frames - 1) * frames / stride) * stride + 1,
+            )
+
+        evaluated = [shrink(bucket) for bucket in self.evaluated]
+        if self.buckets:
+            buckets = [shrink(bucket) for bucket in self.buckets]
+            return replace(self, buckets=buckets, evaluated=evaluated)
+        previews = [shrink(preview) for preview in self.previews]
+        return replace(self, previews=previews, evaluated=evaluated)
 
     def encoded_ahead(self) -> Workload:
         """The workload with all samples encoded before training."""
-        return replace(
-            self, encoded=[*self.encoded, *self.encoded_in_training], encoded_in_training=()
-        )
+        encoded = [*self.encoded, *self.encoded_in_training]
+        return replace(self, encoded=encoded, encoded_in_training=())
 
     def with_batch(self, batch: int) -> Workload:
         """The workload with micro-batches of at most `batch` samples."""
-        return replace(
-            self,
-            buckets=[replace(bucket, batch=min(bucket.batch, batch)) for bucket in self.buckets],
-        )
+        buckets = [replace(bucket, batch=min(bucket.batch, batch)) for bucket in self.buckets]
+        return replace(self, buckets=buckets)
 
 
 def workload_of(plan: SamplePlan, listing: Listing | None) -> Workload:
-    """The workload of a plan and its missing cache entries; without a listing, all entries count as
-    missing.
+    """The workload of a plan and its missing cache entries.
+
+    Without a listing, all entries count as missing.
     """
     ahead, later = _to_encode(plan, listing)
     shapes = Counter((sample.geometry.size, sample.frames) for sample in ahead)
-    pixels = sum(3.0 * count * math.prod(size) * frames for (size, frames), count in shapes.items())
+    encoded = []
+    pixel_bytes = 0.0
+    for (size, frames), count in shapes.items():
+        encoded.append(VaeLoad(count, frames, *size))
+        pixel_bytes += 3.0 * count * math.prod(size) * frames
+    has_features = bool(feature_kinds(plan))
     return Workload(
         buckets=buckets_of(plan),
-        encoded=[VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()],
+        encoded=encoded,
         encodes_text=listing is None or len(listing.texts.missing) > 0,
         previews=previews_of(plan),
-        # The queue holds about as much: WAITING_BYTES of `encoding.decoding`, which would import
-        # torch.
-        waiting=min(pixels, 1e9),
+        waiting=min(pixel_bytes, QUEUED_BYTES),
         encoded_in_training=list(
             {VaeLoad(1, sample.frames, *sample.geometry.size) for sample in later}
         ),
-        encodes_features=bool(feature_kinds(plan))
-        and (listing is None or len(listing.features.missing) > 0),
-        evaluated=_largest_first(
-            {_bucket(plan, sample) for each in evaluated(plan) for sample in each.samples}
-        ),
+        encodes_features=has_features and (listing is None or len(listing.features.missing) > 0),
+        evaluated=_evaluated_buckets(plan),
     )
+
+
+def _evaluated_buckets(plan: SamplePlan) -> list[Bucket]:
+    """The shapes of the samples of the evaluation loss, the largest first."""
+    buckets = set()
+    for dataset in evaluated(plan):
+        for sample in dataset.samples:
+            buckets.add(_bucket(plan, sample))
+    return _largest_first(buckets)
 
 
 def _to_encode(plan: SamplePlan, listing: Listing | None) -> tuple[list[Sample], list[Sample]]:
     """(samples encoded before training, samples encoded during training)."""
     if listing is not None:
-        entries = listing.ahead.missing, listing.encoded_in_training
-        return [entry.sample for entry in entries[0]], [entry.sample for entry in entries[1]]
-    storage = [(latent_storage(plan, dataset), dataset) for dataset in plan.trained]
-    ahead = [sample for kind, dataset in storage if kind == "ahead" for sample in dataset.samples]
-    return ahead, [
-        sample for kind, dataset in storage if kind != "ahead" for sample in dataset.samples
-    ]
+        return (
+            [entry.sample for entry in listing.ahead.missing],
+            [entry.sample for entry in listing.encoded_in_training],
+        )
+    ahead: list[Sample] = []
+    later: list[Sample] = []
+    for dataset in plan.trained:
+        samples = ahead if latent_storage(plan, dataset) == "ahead" else later
+        samples += dataset.samples
+    return ahead, later
 
 
 def buckets_of(plan: SamplePlan) -> list[Bucket]:
@@ -191,8 +211,17 @@ def buckets_of(plan: SamplePlan) -> list[Bucket]:
 def _bucket(plan: SamplePlan, sample: Sample, batch: int = 1) -> Bucket:
     """The bucket of a sample, without its share."""
     # The prompt of i2i includes the source picture.
-    text = prompt_length(plan, sample.partner.geometry.size if sample.partner else None)
-    return Bucket(*sample.geometry.size, sample.frames, batch, 0.0, text, sample.is_i2v)
+    picture = sample.partner.geometry.size if sample.partner else None
+    width, height = sample.geometry.size
+    return Bucket(
+        width=width,
+        height=height,
+        frames=sample.frames,
+        batch=batch,
+        share=0.0,
+        text=prompt_length(plan, picture),
+        timed=sample.is_i2v,
+    )
 
 
 def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
@@ -202,24 +231,40 @@ def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
 def prompt_length(plan: SamplePlan, picture: tuple[int, int] | None) -> int:
     """Text tokens of the longest allowed prompt, including its source picture, if any."""
     cost = plan.spec.cost
-    held = picture if picture and plan.flavour.task in plan.spec.words.hold_picture else None
-    longest = plan.spec.words.length(plan.config.text)
-    # Families that pad have a single length.
-    return cost.padded_text or longest + (cost.picture_tokens(*held) if held else 0)
+    words = plan.spec.words
+    if cost.padded_text:
+        return cost.padded_text  # padded to a single length
+    length = words.length(plan.config.text)
+    if picture and plan.flavour.task in words.hold_picture:
+        length += cost.picture_tokens(*picture)
+    return length
 
 
 def previews_of(plan: SamplePlan) -> list[Bucket]:
     """Previews as buckets, the largest first."""
-    validation = plan.config.validation
     if not plan.prompts:
         return []
-    frames = 1 if plan.spec.frame_rate is None else validation.validation_num_video_frames or 1
+    validation = plan.config.validation
+    frames = 1
+    if plan.spec.frame_rate is not None:
+        frames = validation.validation_num_video_frames or 1
+    guided_together = plan.spec.cost.guided_together
     # Some pipelines batch the two passes of guidance, others run them in turn.
-    batch = 2 if plan.spec.cost.guided_together and (validation.validation_guidance or 1) > 1 else 1
-    timed = plan.flavour.task == "i2v" and plan.spec.cost.guided_together
-    return _largest_first(
-        Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes
-    )
+    is_guided = (validation.validation_guidance or 1) > 1
+    batch = 2 if guided_together and is_guided else 1
+    buckets = []
+    for width, height in plan.sizes:
+        bucket = Bucket(
+            width=width,
+            height=height,
+            frames=frames,
+            batch=batch,
+            share=0.0,
+            text=prompt_length(plan, (width, height)),
+            timed=plan.flavour.task == "i2v" and guided_together,
+        )
+        buckets.append(bucket)
+    return _largest_first(buckets)
 
 
 # The roles of each counted part of a checkpoint.
@@ -283,21 +328,22 @@ class Parts:
         for name in self.assumed:
             sizes = [source[role].download_size() for role in ROLES[name] if role in source.parts]
             listed = [size for size in sizes if size is not None]
-            total += sum(listed) if len(listed) == len(sizes) else 2 * parameters[name]
+            if len(listed) == len(sizes):
+                total += sum(listed)
+            else:
+                total += 2 * parameters[name]
         return total
 
     def with_densities(self, measured: Mapping[int, float]) -> Parts:
-        """The parts with measured shares of tiles visited by block-sparse attention, by tokens of a
-        sample.
-        """
-        cost = self.transformer
+        """The parts with measured densities of block-sparse attention, by tokens of a sample."""
         assumed = self.transformer.density
         if assumed is None:
             return self
-        return replace(
-            self,
-            transformer=replace(cost, density=lambda tokens: measured.get(tokens, assumed(tokens))),
-        )
+
+        def density(tokens: int) -> float:
+            return measured.get(tokens, assumed(tokens))
+
+        return replace(self, transformer=replace(self.transformer, density=density))
 
     def load(self, bucket: Bucket) -> BatchShape:
         """The micro-batch of a bucket, in tokens."""
@@ -305,41 +351,41 @@ class Parts:
         frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
         patch = self.spec.patch_size
         return BatchShape(
-            bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed
+            samples=bucket.batch,
+            frames=frames,
+            height=height // patch,
+            width=width // patch,
+            text=bucket.text,
+            timed_tokens=bucket.timed,
         )
 
     def encoder_bytes(self, config: RunConfig) -> tuple[float, float]:
         """(bytes of the VAE's weights, bytes of all text encoders' weights)."""
         vae = self.vae.parameters * BYTES[vae_dtype(config.precision, config.caching)]
-        quantised = quantised_bytes(config.precision.text_encoder_1_precision)
-        return float(vae), self.text_parameters * (
-            quantised or BYTES[text_encoder_dtype(config.precision)]
-        )
+        number_bytes = quantised_bytes(config.precision.text_encoder_1_precision)
+        number_bytes = number_bytes or BYTES[text_encoder_dtype(config.precision)]
+        return float(vae), self.text_parameters * number_bytes
 
     def model(self, config: RunConfig) -> StepModel:
         """The transformer under some settings."""
-        adapted = config.model.model_type == "lora" and self.trains
-        adapters = (
-            planned_adapters(config.lora, self.spec, self.targets, self._layers)
-            if adapted
-            else NO_ADAPTERS
-        )
+        adapters = NO_ADAPTERS
+        if config.model.model_type == "lora" and self.trains:
+            adapters = planned_adapters(config.lora, self.spec, self.targets, self._layers)
         return StepModel(self.transformer, config, adapters, self.trains, self.techniques)
 
 
 def kernels_on(config: RunConfig, spec: FamilySpec, torch_type: str) -> Kernels:
-    """The kernels of the blocks. Compilation counts only where measured: for fast blocks, and on a
-    GPU for Sana Video, whose gradients fail their check on a CPU."""
-    # A GPU that this machine's torch cannot use is in another machine.
+    """The kernels of the blocks. Compilation counts only where its effect is measured."""
     is_cuda = torch_type == "cuda"
+    # A GPU that this machine's torch cannot use is in another machine.
     elsewhere = is_cuda and not device.torch_uses_gpus()
     backend = compile_backend(config.speed, config.launch, torch_type, elsewhere=elsewhere)
-    measured = (
-        uses_own_arithmetic(config.speed)
-        if spec.fast_blocks
-        else is_cuda and config.speed.speed == "auto"
-    )
-    return Kernels(backend == "inductor" and measured, tile_lists=is_cuda)
+    if spec.fast_blocks:
+        is_measured = uses_own_arithmetic(config.speed)
+    else:
+        # Sana Video: on a CPU, the gradients of compiled blocks fail their check.
+        is_measured = is_cuda and config.speed.speed == "auto"
+    return Kernels(compiled=backend == "inductor" and is_measured, tile_lists=is_cuda)
 
 
 def parts_of(plan: SamplePlan, torch_type: str) -> Parts:
@@ -351,20 +397,21 @@ def parts_of(plan: SamplePlan, torch_type: str) -> Parts:
     cost = plan.spec.cost
     source = plan.source
     kernels = kernels_on(plan.config, plan.spec, torch_type)
+    assumed = []
     settings = source["transformer"].read_config()
     shapes = source["transformer"].weight_shapes()
     if settings is None or not shapes:
+        assumed.append("transformer")
         transformer = _published(plan, kernels)
     else:
         transformer = cost.transformer(settings, shapes, kernels)
     vae = source["vae"].read_config()
+    if vae is None:
+        assumed.append("VAE")
     encoders = [source[role] for role in ROLES["text encoders"] if role in source.parts]
     counts = [sum(map(math.prod, encoder_weights(part).values())) for part in encoders]
-    absent = {
-        "transformer": settings is None or not shapes,
-        "VAE": vae is None,
-        "text encoders": not all(counts),
-    }
+    if not all(counts):
+        assumed.append("text encoders")
     return Parts(
         spec=plan.spec,
         transformer=transformer,
@@ -376,7 +423,7 @@ def parts_of(plan: SamplePlan, torch_type: str) -> Parts:
         ),
         # The published number covers all encoders, so a missing encoder replaces the whole sum.
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
-        assumed=tuple(compress(absent, absent.values())),
+        assumed=tuple(assumed),
         techniques=plan.techniques,
         trains=bool(plan.trained),
         lora_bytes=plan.lora_bytes,
@@ -408,15 +455,17 @@ def _dropped_parameters(plan: SamplePlan, encoders: Sequence[Part]) -> int:
     """Parameters of the text encoders that are dropped after loading; as published without local
     encoders.
     """
-    sees = plan.flavour.task in plan.spec.words.hold_picture
+    needs_vision = plan.flavour.task in plan.spec.words.hold_picture
     cost = plan.spec.cost
     if not encoders:
-        return cost.head_parameters + (0 if sees else cost.vision_parameters)
-    names = ("lm_head.",) if sees else ("lm_head.", "visual.")
-    shapes = [item for part in encoders for item in part.weight_shapes().items()]
-    return sum(
-        math.prod(shape) for name, shape in shapes if name.removeprefix("model.").startswith(names)
-    )
+        return cost.head_parameters + (0 if needs_vision else cost.vision_parameters)
+    dropped = ("lm_head.",) if needs_vision else ("lm_head.", "visual.")
+    count = 0
+    for part in encoders:
+        for name, shape in part.weight_shapes().items():
+            if name.removeprefix("model.").startswith(dropped):
+                count += math.prod(shape)
+    return count
 
 
 def count_parameters(part: Part) -> int:
