@@ -14,7 +14,7 @@ from functools import cached_property
 from simpletuner.budget import device
 from simpletuner.budget.estimate import StepModel
 from simpletuner.config.precision import quantised_bytes, text_encoder_dtype, vae_dtype
-from simpletuner.config.schema import RunConfig
+from simpletuner.config.schema import RunConfig, ValidationConfig
 from simpletuner.config.speed import compile_backend, uses_own_arithmetic
 from simpletuner.config.types import Size
 from simpletuner.data.sample import Sample
@@ -224,6 +224,18 @@ def _bucket(plan: SamplePlan, sample: Sample, batch: int = 1) -> Bucket:
     )
 
 
+def is_guided(validation: ValidationConfig) -> bool:
+    """Whether previews are sampled both with and without the prompt."""
+    return (validation.validation_guidance or 1) > 1
+
+
+def sampled_together(preview: Bucket, validation: ValidationConfig) -> Bucket:
+    """A preview with the batch in which it is sampled."""
+    if validation.validation_batched_guidance and is_guided(validation):
+        return replace(preview, batch=2)  # with and without the prompt
+    return preview
+
+
 def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
     return sorted(buckets, key=lambda bucket: bucket.pixels, reverse=True)
 
@@ -250,8 +262,7 @@ def previews_of(plan: SamplePlan) -> list[Bucket]:
         frames = validation.validation_num_video_frames or 1
     guided_together = plan.spec.cost.guided_together
     # Some pipelines batch the two passes of guidance, others run them in turn.
-    is_guided = (validation.validation_guidance or 1) > 1
-    batch = 2 if guided_together and is_guided else 1
+    batch = 2 if guided_together and is_guided(validation) else 1
     buckets = []
     for width, height in plan.sizes:
         bucket = Bucket(

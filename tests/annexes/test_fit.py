@@ -14,8 +14,6 @@ from simpletuner.annexes.fitting import ready
 from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
 from simpletuner.budget.budget import (
     GPU_CONVOLUTIONS,
-    LOADING,
-    PREVIEWS,
     Budget,
     check_decoding,
     free_batch,
@@ -24,6 +22,7 @@ from simpletuner.budget.budget import (
 )
 from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, HOST_BASE, Device, rates_of
 from simpletuner.budget.estimate import FLOAT32_SHARE
+from simpletuner.budget.phases import LOADING, PREVIEWS
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig

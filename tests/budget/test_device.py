@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 
 from simpletuner.budget import device as module
-from simpletuner.budget.budget import PhasePeak
 from simpletuner.budget.device import (
     CARDS,
     DeviceRates,
@@ -19,6 +18,7 @@ from simpletuner.budget.device import (
     write_rates,
 )
 from simpletuner.budget.drivers import Gpu, compute_capability, query_gpu
+from simpletuner.budget.phases import PhasePeak
 from simpletuner.config.device import Card, parse_card
 
 

@@ -13,7 +13,6 @@ import torch
 from simpletuner.annexes.fitting.ready import check_vendor
 from simpletuner.budget import device as devices
 from simpletuner.budget import drivers
-from simpletuner.budget.budget import PhasePeak
 from simpletuner.budget.device import DeviceRates, find_device, write_rates
 from simpletuner.budget.drivers import (
     TITLES,
@@ -24,6 +23,7 @@ from simpletuner.budget.drivers import (
     query_gpu,
     torch_backend,
 )
+from simpletuner.budget.phases import PhasePeak
 from simpletuner.budget.workload import kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.diffusion.seeds import seeded

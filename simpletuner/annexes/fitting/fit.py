@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Literal
 
-from simpletuner.budget.budget import DECODING, PREVIEWS, Budget
+from simpletuner.budget.budget import DECODING, Budget
 from simpletuner.budget.device import gigabytes
+from simpletuner.budget.phases import PREVIEWS
 from simpletuner.budget.workload import Workload
 from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
