@@ -1,5 +1,4 @@
-"""The data of a training step: a `Batch` read from the caches, and the `NoisyBatch` passed to the
-model.
+"""The data of a training step: a `Batch` read from the caches, the `NoisyBatch` the model gets.
 
 Latents always have the layout `B C F H W`, with F = 1 for pictures; a family's adapter converts to
 and from the layout of its transformer.
@@ -58,23 +57,24 @@ class Batch:
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
-        moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        moved = self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
         # Techniques read the mask to choose the number of tokens; reading it from the device would
         # synchronise.
-        return replace(
-            moved, host_mask=self.loss_mask if self.host_mask is None else self.host_mask
-        )
+        host_mask = self.host_mask
+        if host_mask is None:
+            host_mask = self.loss_mask
+        return replace(moved, host_mask=host_mask)
 
     def pin_memory(self) -> Batch:
         """The same batch in pinned memory, so that uploads do not block."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self._mapped(lambda tensor: tensor.pin_memory())
 
-    def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
+    def _mapped(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with every tensor moved, except the mask on the host."""
-        moved = tree_map_only(
-            Tensor, move, {each.name: getattr(self, each.name) for each in fields(self)}
-        )
-        return Batch(**{**moved, "host_mask": self.host_mask})
+        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
+        moved = tree_map_only(Tensor, move, values)
+        moved["host_mask"] = self.host_mask
+        return Batch(**moved)
 
 
 @dataclass(frozen=True)
@@ -112,41 +112,46 @@ class NoisyBatch:
         """A subset of the samples, for forward passes only: lacks the inputs of the loss."""
 
         def pick(tensor: Tensor) -> Tensor:
-            return torch.stack(
-                [tensor[row] for row in rows]
-            )  # indexing would copy the indices to the device
+            # `tensor[rows]` would copy the indices to the device.
+            return torch.stack([tensor[row] for row in rows])
 
-        whole = self.batch
-        embeds = [whole.embeds[row] for row in rows]
-        names = [whole.names[row] for row in rows]
-        condition = None if whole.condition is None else pick(whole.condition)
-        batch = Batch(pick(whole.latents), embeds, names, whole.dataset_id, condition)
-        noise = pick(self.noise)
-        sigmas = pick(self.sigmas)
-        latents = pick(self.noisy_latents)
-        return NoisyBatch(batch, noise, sigmas, latents, pick(self.timesteps), pick(self.target))
+        batch = self.batch
+        picked = Batch(
+            latents=pick(batch.latents),
+            embeds=[batch.embeds[row] for row in rows],
+            names=[batch.names[row] for row in rows],
+            dataset_id=batch.dataset_id,
+            condition=None if batch.condition is None else pick(batch.condition),
+        )
+        return NoisyBatch(
+            batch=picked,
+            noise=pick(self.noise),
+            sigmas=pick(self.sigmas),
+            noisy_latents=pick(self.noisy_latents),
+            timesteps=pick(self.timesteps),
+            target=pick(self.target),
+        )
 
     @property
     def given_frames(self) -> int:
         """Number of initial latent frames that are a clean condition: 1 in i2v clips, else 0."""
-        return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
+        is_clip = self.noisy_latents.shape[2] > 1
+        return 1 if is_clip and self.batch.condition is not None else 0
 
     @property
     def coverage(self) -> Tensor | None:
-        """The weight of each position in the loss, broadcastable to `B 1 F H W`; None if all are
-        1.
-        """
+        """Weight of each position in the loss, broadcastable to `B 1 F H W`; None if all are 1."""
         mask = self.batch.loss_mask
-        frames = self.frame_weights
-        return mask if frames is None else frames if mask is None else mask * frames
+        if mask is None:
+            return self.frame_weights
+        if self.frame_weights is None:
+            return mask
+        return mask * self.frame_weights
 
     def is_drawn(self, share: float, purpose: str) -> bool:
-        """Whether this micro-batch belongs to a random share of micro-batches; one draw for all
-        processes.
-        """
-        return bool(
-            torch.rand((), generator=self.place_for(purpose).shared_generator(purpose)) < share
-        )
+        """Whether this micro-batch belongs to a random share of all; one draw for all processes."""
+        generator = self.place_for(purpose).shared_generator(purpose)
+        return bool(torch.rand((), generator=generator) < share)
 
     def place_for(self, technique: str) -> Place:
         """The position in the run, for the schedule or random numbers of a technique.
@@ -161,8 +166,9 @@ class NoisyBatch:
         return self.place
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
-        """The same batch, noise and target at other noise levels; a conditioning first frame is
-        kept.
+        """The same batch, noise and target at other noise levels.
+
+        A first frame that is a condition stays.
 
         Args:
             sigmas: noise levels for the timesteps, `B`.
@@ -176,9 +182,7 @@ class NoisyBatch:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without synchronising; only copies from pinned memory are
-    asynchronous.
-    """
+    """Copy a tensor to a device without synchronising."""
     if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
+        tensor = tensor.pin_memory()  # else the copy blocks, whatever `non_blocking` is
     return tensor.to(device, non_blocking=True)

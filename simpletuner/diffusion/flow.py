@@ -1,5 +1,4 @@
-"""Flow matching: samples noise levels, adds noise to a batch, and computes the loss of the
-predicted velocity.
+"""Flow matching: noise levels, noisy inputs, and the loss of the predicted velocity.
 
 All families train on `x_s = (1 - s) z + s noise` with the target `noise - z` and the timestep
 `1000 s`, s in (0, 1], where 1 is pure noise. All arithmetic is float32 or float64; a bf16 sigma
@@ -42,18 +41,19 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float, offset: float = 
     """
     # float64, since float32 would round shares close to 1 to 1, whose logit-normal quantile is
     # infinite.
-    shares = torch.cat(
-        [torch.rand(1, generator=draw, dtype=torch.float64) for draw in place.generators("sigmas")]
-    )
+    draws = [
+        torch.rand(1, generator=generator, dtype=torch.float64)
+        for generator in place.generators("sigmas")
+    ]
+    shares = torch.cat(draws)
     if not flow.disable_segmented_timestep_sampling:
-        # One permutation for all processes, so that no two samples of the group share a slice.
-        slices = torch.randperm(place.group, generator=place.shared_generator("slices"))[
-            list(place.slots)
-        ]
+        # Slice k of n covers the shares [k / n, (k + 1) / n). One permutation for all processes,
+        # so that no two samples of the group get the same slice.
+        permutation = torch.randperm(place.group, generator=place.shared_generator("slices"))
+        slices = permutation[list(place.slots)]
         shares = (slices + shares) / place.group
-    return (
-        shift_sigmas(law_quantiles(shares, flow, offset), shift).clamp(SMALLEST_SIGMA, 1.0).float()
-    )
+    sigmas = shift_sigmas(law_quantiles(shares, flow, offset), shift)
+    return sigmas.clamp(SMALLEST_SIGMA, 1.0).float()
 
 
 def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tensor:
@@ -67,15 +67,16 @@ def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tens
     if flow.flow_use_beta_schedule:
         alpha = flow.flow_beta_schedule_alpha
         beta = flow.flow_beta_schedule_beta
-        return torch.tensor(
-            [beta_quantile(share, alpha, beta) for share in shares.tolist()], dtype=torch.float64
-        )
+        quantiles = [beta_quantile(share, alpha, beta) for share in shares.tolist()]
+        return torch.tensor(quantiles, dtype=torch.float64)
+    # `ndtri` is the inverse CDF of the standard normal distribution.
     return torch.sigmoid(offset + flow.flow_sigmoid_scale * torch.special.ndtri(shares))
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
-    """`k s / (1 + (k - 1) s)`: k > 1 shifts the schedule towards noise, k = 1 is the identity; 0
-    and 1 are fixed.
+    """`k s / (1 + (k - 1) s)`: k > 1 shifts the schedule towards noise, k = 1 is the identity.
+
+    0 and 1 stay where they are.
     """
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
@@ -93,18 +94,19 @@ def choose_shift(
     """
     if flow.flow_schedule_auto_shift and not shift_is_explicit:
         return auto_shift(tokens)
-    return 1.0 if flow.flow_schedule_shift is None else flow.flow_schedule_shift
+    if flow.flow_schedule_shift is None:
+        return 1.0  # the identity
+    return flow.flow_schedule_shift
 
 
 def sample_noise(latents: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Standard normal noise like `latents`, float32, drawn on the CPU with one generator per
-    sample, then moved.
+    """Standard normal noise of the shape of `latents`, float32, with one generator per sample.
+
+    It is drawn on the CPU and moved to the device of `latents`.
     """
     shape = latents.shape[1:]
-    return upload(
-        torch.stack([torch.randn(shape, generator=generator) for generator in generators]),
-        latents.device,
-    )
+    draws = [torch.randn(shape, generator=generator) for generator in generators]
+    return upload(torch.stack(draws), latents.device)
 
 
 def make_noisy(
@@ -129,44 +131,66 @@ def make_noisy(
     """
     latents = batch.latents.float()
     noise = upload(noise.float(), latents.device)
-    in_input = noise
-    if loss.noise_offset or loss.input_perturbation:
-        if place is None:
-            raise ValueError(
-                "noise_offset and input_perturbation draw random numbers: pass the position "
-                "in the run"
-            )
-        # Both draw from the same generators, so the order of the draws matters.
-        generators = place.generators("perturbation")
-        if loss.noise_offset:
-            draws = (torch.rand(1, generator=draw) for draw in place.generators("offset"))
-            shifted = [draw < loss.noise_offset_probability for draw in draws]
-            strength = loss.noise_offset * upload(
-                torch.cat(shifted).view(-1, 1, 1, 1, 1), latents.device
-            )
-            in_input = noise = noise + strength * sample_noise(
-                latents[..., :1, :1, :1], generators
-            )  # B C 1 1 1
-        if perturbation := loss.input_perturbation_at(place.global_step):
-            in_input = noise + perturbation * sample_noise(latents, generators)
+    noise, input_noise = _changed_noise(latents, noise, loss, place)
     sigmas = upload(sigmas.float(), latents.device)
     share = sigmas.view(-1, 1, 1, 1, 1)
     return NoisyBatch(
         batch=batch,
         noise=noise,
         sigmas=sigmas,
-        noisy_latents=(1 - share) * latents + share * in_input,
+        noisy_latents=(1 - share) * latents + share * input_noise,
         timesteps=1000 * sigmas,
         target=noise - latents,
         place=place,
     )
 
 
+def _changed_noise(
+    latents: Tensor, noise: Tensor, loss: LossConfig, place: Place | None
+) -> tuple[Tensor, Tensor]:
+    """The noise with its offset, for the target, and the same perturbed, for the input.
+
+    Raises:
+        ValueError: random numbers are needed, and there is no position in the run.
+    """
+    if not loss.noise_offset and not loss.input_perturbation:
+        return noise, noise
+    if place is None:
+        raise ValueError(
+            "noise_offset and input_perturbation draw random numbers: pass the position in the run"
+        )
+    # Offset and perturbation draw from the same generators, so the offset comes first: the order
+    # of the draws decides the numbers.
+    generators = place.generators("perturbation")
+    if loss.noise_offset:
+        noise = noise + _noise_offset(latents, loss, place, generators)
+    perturbation = loss.input_perturbation_at(place.global_step)
+    if not perturbation:
+        return noise, noise
+    return noise, noise + perturbation * sample_noise(latents, generators)
+
+
+def _noise_offset(
+    latents: Tensor, loss: LossConfig, place: Place, generators: Sequence[torch.Generator]
+) -> Tensor:
+    """The shift of every channel's mean, `B C 1 1 1`; 0 for samples that are not chosen."""
+    is_shifted = [
+        torch.rand(1, generator=generator) < loss.noise_offset_probability
+        for generator in place.generators("offset")
+    ]
+    chosen = upload(torch.cat(is_shifted).view(-1, 1, 1, 1, 1), latents.device)
+    one_position = latents[..., :1, :1, :1]
+    return loss.noise_offset * chosen * sample_noise(one_position, generators)
+
+
+# torch has no incomplete beta function and no inverse of it, and scipy is not a dependency. The
+# beta schedule needs the inverse for one number per sample and step, so a slow and exact method
+# will do: bisection of the CDF, which is a continued fraction.
+
+BISECTIONS = 60  # halve [0, 1] beyond the 53 bits of a double
 TINY = 1e-300  # in place of a zero denominator in Lentz's method
-BISECTIONS = 60  # of [0, 1], to the limit of double precision
 
 
-# torch has no inverse of the incomplete beta function, and scipy is not a dependency.
 def beta_quantile(share: float, alpha: float, beta: float) -> float:
     """Quantile of Beta(alpha, beta): the x with `beta_cdf(x) = share`, by bisection."""
     low = 0.0
@@ -183,14 +207,21 @@ def beta_quantile(share: float, alpha: float, beta: float) -> float:
 def beta_cdf(x: float, alpha: float, beta: float) -> float:
     """The regularised incomplete beta function I_x(alpha, beta), for alpha and beta > 0.
 
+    I_x(a, b) = x^a (1 - x)^b / (a B(a, b)) / fraction, with the beta function B(a, b) =
+    gamma(a) gamma(b) / gamma(a + b).
+
     Source: NIST Digital Library of Mathematical Functions, 8.17.22 (continued fraction) and 8.17.4
     (symmetry).
     """
-    if x <= 0 or x >= 1:
-        return 0.0 if x <= 0 else 1.0
-    # The fraction converges quickly only below the mean; above it, use the symmetry.
+    if x <= 0:
+        return 0.0
+    if x >= 1:
+        return 1.0
+    # The fraction converges quickly only for x below about the mean of the distribution. Above it,
+    # the symmetry I_x(a, b) = 1 - I_{1-x}(b, a) leads back below.
     if x > (alpha + 1) / (alpha + beta + 2):
         return 1 - beta_cdf(1 - x, beta, alpha)
+    # In logarithms, since powers and gamma functions leave the range of doubles.
     log_front = alpha * math.log(x) + beta * math.log1p(-x)
     log_front += math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
     return math.exp(log_front) / (alpha * _continued_fraction(x, alpha, beta))
@@ -199,19 +230,29 @@ def beta_cdf(x: float, alpha: float, beta: float) -> float:
 def _continued_fraction(
     x: float, a: float, b: float, limit: int = 1000, tolerance: float = 1e-15
 ) -> float:
-    """1 + d1/(1 + d2/(1 + ...)) of DLMF 8.17.22, evaluated forwards by Lentz's method."""
-    value = numerators = 1.0
+    """1 + d1/(1 + d2/(1 + ...)) of DLMF 8.17.22, evaluated forwards by Lentz's method.
+
+    Let A_n / B_n be the fraction cut off after d_n. Both A and B obey the recurrence
+    A_n = A_{n-1} + d_n A_{n-2} and may overflow, so the method (Lentz 1976, modified by Thompson
+    and Barnett) keeps only the ratios of neighbours: A_n / A_{n-1} (`numerators`) and
+    B_{n-1} / B_n (`denominators`). Their product is the factor from one value to the next, and
+    the value has converged when it is 1.
+    """
+    value = 1.0
+    numerators = 1.0
     denominators = 0.0
     for n in range(1, limit):
         m = n // 2
-        if n % 2:
+        if n % 2:  # d_{2m+1}
             d = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
+        else:  # d_{2m}
             d = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        # A ratio of exactly 0 would be divided by in the next round.
         denominators = 1 / ((1 + d * denominators) or TINY)
         numerators = (1 + d / numerators) or TINY
-        value *= numerators * denominators
-        if abs(numerators * denominators - 1) < tolerance:
+        factor = numerators * denominators
+        value *= factor
+        if abs(factor - 1) < tolerance:
             break
     return value
 
@@ -226,13 +267,17 @@ def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
     frames = noisy.noisy_latents.shape[2]
     if condition is None or frames == 1:
         return noisy
-    noisy_latents = torch.cat(
-        [condition.to(noisy.noisy_latents), noisy.noisy_latents[:, :, 1:]], dim=2
+    later_frames = noisy.noisy_latents[:, :, 1:]
+    noisy_latents = torch.cat([condition.to(later_frames), later_frames], dim=2)
+    is_first = (torch.arange(frames) == 0).view(1, 1, -1, 1, 1)
+    weights = torch.where(is_first, 0.0, frames / (frames - 1))
+    return replace(
+        noisy,
+        noisy_latents=noisy_latents,
+        frame_weights=upload(weights, noisy_latents.device),
+        # All frames depend on the first, so techniques that drop tokens must keep all of it.
+        protected=is_first,
     )
-    first = (torch.arange(frames) == 0).view(1, 1, -1, 1, 1)
-    weights = upload(torch.where(first, 0.0, frames / (frames - 1)), noisy_latents.device)
-    # All frames depend on the first, so techniques that drop tokens must keep all of it.
-    return replace(noisy, noisy_latents=noisy_latents, frame_weights=weights, protected=first)
 
 
 def diffusion_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
@@ -270,7 +315,8 @@ def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) 
         # d^2 / (sqrt(d^2 + c^2) + c) equals sqrt(d^2 + c^2) - c, without cancellation for small d.
         rise = error.square() / ((error.square() + scale.square()).sqrt() + scale)
         loss = 2 * scale * rise if config.loss_type == "huber" else 2 * rise
-    return loss if noisy.coverage is None else loss * noisy.coverage
+    coverage = noisy.coverage
+    return loss if coverage is None else loss * coverage
 
 
 def huber_scales(sigmas: Tensor, config: LossConfig) -> Tensor:

@@ -1,5 +1,4 @@
-"""Stateless random numbers of a training step, derived from the position of a sample instead of
-earlier draws.
+"""Stateless random numbers of a step: seeded by a sample's position in the run, not earlier draws.
 
 A resumed run, and runs with and without previews, therefore draw the same noise in the same step. A
 sample draws the same numbers however the global batch is divided among processes.
@@ -35,15 +34,15 @@ def step_seed(seed: int, global_step: int, micro_step: int, slot: int, purpose: 
 def generator_for(
     seed: int, global_step: int, micro_step: int, slot: int, purpose: str
 ) -> torch.Generator:
-    """A CPU generator seeded with `step_seed`. Draw on the CPU, then move, so that all devices get
-    the same numbers.
+    """A CPU generator seeded with `step_seed`.
+
+    Draw on the CPU, then move the numbers, so that they are the same on all devices.
 
     torch's CPU generator uses only the lower 32 bits of a seed, so about one pair among 100 000
     draws shares a seed. This is harmless, since everything else in the two steps differs.
     """
-    return torch.Generator("cpu").manual_seed(
-        step_seed(seed, global_step, micro_step, slot, purpose)
-    )
+    generator = torch.Generator("cpu")
+    return generator.manual_seed(step_seed(seed, global_step, micro_step, slot, purpose))
 
 
 @dataclass(frozen=True)
@@ -96,20 +95,20 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context in which the default generators start from a seed; restores the generators of the
-    CPU and the devices.
-
-    By default, torch would save the state of every visible GPU, which takes memory on each.
-    """
+    """Start the default generators from a seed; afterwards, restore those of CPU and devices."""
     used = set(devices)
+    # With a list of devices. Without one, `fork_rng` would save the state of every visible GPU,
+    # which takes memory on each.
     numbered = {device for device in used if device.type in ("cuda", "xpu")}
     kind = next((device.type for device in numbered), "cuda")
-    # There is one Apple GPU at most, and it has no number.
-    apple = torch.mps.get_rng_state() if any(device.type == "mps" for device in used) else None
+    # There is at most one Apple GPU; it has no number, and `fork_rng` skips it.
+    apple_state = None
+    if any(device.type == "mps" for device in used):
+        apple_state = torch.mps.get_rng_state()
     try:
         with torch.random.fork_rng(numbered, device_type=kind):
             torch.manual_seed(seed)
             yield
     finally:
-        if apple is not None:
-            torch.mps.set_rng_state(apple)
+        if apple_state is not None:
+            torch.mps.set_rng_state(apple_state)

@@ -1,8 +1,10 @@
 """Memory and compute of a transformer, and all costs of a family, calculated without torch.
 
-The shapes of the parameters and the measurements in the family's table (`cost_table`) determine the
-bytes of weights and activations, and the FLOPs of a forward pass and of a training step. FLOPs
-count a multiply-add as 2.
+Two things determine them: the shapes of the parameters, and the measurements in the family's table
+(`cost_table`). Weights are counted by their shapes. FLOPs of a layer are its weights times the
+positions that it is applied to, on one of three axes: `token`, `text` token or `sample`. What a
+block keeps for its backward pass cannot be read from shapes; the table has it as a sum of products.
+FLOPs count a multiply-add as 2.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from simpletuner.weights.files import Shape, Shapes
 P = ParamSpec("P")
 R = TypeVar("R")
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
-# Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four
-# matmuls, the forward pass has two; a flash kernel also recomputes the scores (Dao 2023, arXiv
-# 2307.08691, section 2.3).
-ATTENTION_BACKWARD = 2.0
-FLASH_BACKWARD = 2.5
+# Cost of the backward pass of attention relative to its forward pass, in matmuls. The forward pass
+# has two: Q K^T and P V. The gradients dV, dP, dQ and dK are four; a flash kernel does not keep the
+# scores and computes Q K^T again, the fifth (Dao 2023, arXiv 2307.08691, section 2.3).
+ATTENTION_BACKWARD = 4 / 2
+FLASH_BACKWARD = 5 / 2
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,25 @@ class BatchShape:
         """The shape of this micro-batch in each of the `blocks` large blocks."""
         if not self.kept:
             return [self] * blocks
-        whole = replace(self, kept=())
-        # Kept tokens do not form a grid, so they count as one row.
-        parts = {kept: replace(whole, frames=1, height=1, width=kept) for kept in self.kept}
-        return [whole if kept == self.tokens else parts[kept] for kept in self.kept]
+        all_tokens = replace(self, kept=())
+        shapes = []
+        for kept in self.kept:
+            if kept == self.tokens:
+                shapes.append(all_tokens)
+            else:
+                # Kept tokens do not form a grid, so they count as one row.
+                shapes.append(replace(all_tokens, frames=1, height=1, width=kept))
+        return shapes
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of matmuls (`linear`), of dense softmax attention, and of block-sparse attention
-    (`sparse`).
+    """FLOPs by kind of kernel, since each kind reaches a different share of a device's peak.
+
+    Attributes:
+        linear: of matmuls, including linear attention.
+        attention: of dense softmax attention.
+        sparse: of block-sparse attention.
     """
 
     linear: float = 0.0
@@ -93,10 +104,13 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(
-            self.linear + other.linear, self.attention + other.attention, self.sparse + other.sparse
+            linear=self.linear + other.linear,
+            attention=self.attention + other.attention,
+            sparse=self.sparse + other.sparse,
         )
 
     def times(self, linear: float, attention: float | None = None) -> Work:
+        """This work repeated; `attention` is the factor of both attentions if it differs."""
         factor = linear if attention is None else attention
         return Work(self.linear * linear, self.attention * factor, self.sparse * factor)
 
@@ -184,37 +198,43 @@ class Layer(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Input features; a kernel does not count."""
-        return math.prod(self.shape[1:2])
+        """Input features; the kernel of a convolution, `shape[2:]`, does not count."""
+        return math.prod(self.shape[1:2])  # 1 for a depthwise weight without inputs
 
     def product(self, positions: int) -> float:
         """FLOPs of the product with the weight."""
         return 2.0 * positions * math.prod(self.shape)
 
     def factors(self, positions: int, adapters: Adapters) -> tuple[float, float]:
-        """FLOPs of the two factors (down, up) of the layer's LoRA; of another kind, 0 and the FLOPs
-        of the update.
+        """FLOPs of the two factors (down, up) of the layer's adapter.
+
+        An adapter of another kind than LoRA has no factors: it multiplies with its whole update,
+        which counts as the second.
         """
         if self.name not in adapters.modules:
             return 0.0, 0.0
         if adapters.products:
             return 0.0, self.product(positions)
-        factor = 2.0 * positions * adapters.rank
-        return factor * math.prod(self.shape[1:]), factor * self.shape[0]
+        # The down factor has the shape (rank, inputs and kernel), the up factor (outputs, rank).
+        per_feature = 2.0 * positions * adapters.rank
+        return per_feature * math.prod(self.shape[1:]), per_feature * self.shape[0]
 
 
 def remembered(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method that keeps its results in its object, since the search over settings repeats
-    calls.
+    """Decorate a method to keep its results in the object's `results`.
+
+    The search over settings repeats the same calls thousands of times. `functools.cache` would
+    keep every object alive.
     """
 
     @wraps(method)
     def look_up(owner: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         results: dict[Any, R] = owner.results
         call = (method, args, *kwargs.items())
-        result = results.get(call)
+        result = results.get(call)  # one look-up, since hashing a call takes longest
         if result is None:
-            result = results[call] = method(owner, *args, **kwargs)
+            result = method(owner, *args, **kwargs)
+            results[call] = result
         return result
 
     return look_up
@@ -236,20 +256,26 @@ class Weights:
 
     @cached_property
     def blocks(self) -> list[str]:
-        """Name prefixes (`transformer_blocks.0.`) of the repeated blocks, in the order of the
-        forward pass.
+        """Name prefixes (`transformer_blocks.0.`) of the blocks, in the order of the forward pass.
+
+        Blocks are numbered without gaps, so it is enough to count them.
         """
-        counts = Counter(path[0] for path in {tuple(name.split(".")[:2]) for name in self.shapes})
-        return [
-            f"{group}.{number}." for group in self.table.groups for number in range(counts[group])
-        ]
+        members = {tuple(name.split(".")[:2]) for name in self.shapes}
+        counts = Counter(path[0] for path in members)
+        prefixes = []
+        for group in self.table.groups:
+            prefixes += [f"{group}.{number}." for number in range(counts[group])]
+        return prefixes
 
     @cached_property
     def large(self) -> int:
-        """Number of large blocks, which come last and are described by `activations`; all others
-        are small.
+        """Number of large blocks: those of the last group.
+
+        They hold nearly all the memory, so `activations` describes them, and not the small blocks
+        before.
         """
-        return sum(prefix.startswith(f"{self.table.groups[-1]}.") for prefix in self.blocks)
+        large_group = f"{self.table.groups[-1]}."
+        return len([prefix for prefix in self.blocks if prefix.startswith(large_group)])
 
     @cached_property
     def _by_block(self) -> dict[str, list[str]]:
@@ -257,25 +283,22 @@ class Weights:
         names: dict[str, list[str]] = {prefix: [] for prefix in (*self.blocks, "")}
         for name in self.shapes:
             prefix = ".".join(name.split(".")[:2]) + "."
-            names[prefix if prefix in names else ""].append(name)
+            if prefix not in names:
+                prefix = ""
+            names[prefix].append(name)
         return names
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The layers that multiply with a weight."""
-        rows = self.table.rows
-        groups = self.table.groups
-        paths = [
-            (name.removesuffix(".weight"), block)
-            for block, names in self._by_block.items()
-            for name in names
-        ]
-        applied = ((path, block, rows.get(numbered(path, groups))) for path, block in paths)
-        return [
-            Layer(path, block, axis, self.shapes[f"{path}.weight"])
-            for path, block, axis in applied
-            if axis
-        ]
+        """The layers that multiply with a weight: those for which the table has an axis."""
+        layers = []
+        for block, names in self._by_block.items():
+            for name in names:
+                path = name.removesuffix(".weight")
+                axis = self.table.rows.get(numbered(path, self.table.groups))
+                if axis:
+                    layers.append(Layer(path, block, axis, self.shapes[f"{path}.weight"]))
+        return layers
 
     @cached_property
     def large_layers(self) -> list[Layer]:
@@ -302,8 +325,10 @@ class Weights:
 
     @remembered
     def needs_no_gradient(self, module: str, full: bool) -> bool:
-        """Whether the input of a module needs no gradient, because no trained weight precedes it;
-        in a full fine-tune, only for embeddings."""
+        """Whether the input of a module needs no gradient, because no trained weight precedes it.
+
+        In a full fine-tune, that is so only for embeddings.
+        """
         names = self.table.no_gradient["full" if full else "lora"]
         return module in names or numbered(module, self.table.groups) in names
 
@@ -325,20 +350,22 @@ class Weights:
         return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
 
     def _size(self, name: str, dtype: str, quantised: float) -> float:
-        """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as
-        well.
-        """
+        """Bytes of one parameter."""
         shape = self.shapes[name]
         if self.stays_float32(name):
             return 4.0 * math.prod(shape)
-        if quantised and len(shape) == 2 and name.endswith(".weight"):
-            return quantised * math.prod(shape) + BYTES[dtype] * shape[0]
+        is_linear = len(shape) == 2 and name.endswith(".weight")
+        if quantised and is_linear:
+            scales = BYTES[dtype] * shape[0]  # one per row
+            return quantised * math.prod(shape) + scales
         return float(BYTES[dtype]) * math.prod(shape)
 
     @remembered
     def adapter_parameters(self, adapters: Adapters) -> int:
-        """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in`
-        counts a kernel.
+        """Parameters of an adapter.
+
+        A LoRA has `rank` x (in + out) for each module, where `in` includes the kernel of a
+        convolution.
         """
         if adapters.products:
             return sum(adapters.products.values())
@@ -354,7 +381,7 @@ class TransformerCost(Weights):
         head: width of an attention head.
         unit: number of tokens that a route keeps or drops together.
         tiles: (micro-batch, bytes per number) -> bytes of the tile lists or masks of block-sparse
-            attention: saved, and at the peak of making them.
+            attention in a block: saved, and temporary while they are made.
         compiled: blocks with adapters are compiled.
         density: tokens of a sample -> share of token pairs that block-sparse attention computes;
             None if dense.
@@ -373,68 +400,94 @@ class TransformerCost(Weights):
 
     def routed(self, batch: BatchShape, routes: Sequence[Route]) -> BatchShape:
         """The micro-batch with the tokens kept by routes in each block."""
-        return (
-            replace(batch, kept=tokens_by_block(routes, self.large, batch.tokens, self.unit))
-            if routes
-            else batch
-        )
+        if not routes:
+            return batch
+        return replace(batch, kept=tokens_by_block(routes, self.large, batch.tokens, self.unit))
 
     @remembered
     def activations(self, batch: BatchShape, size: int, adapters: Adapters) -> Activations:
-        """Bytes of a micro-batch in a large block with its adapters. Measurements of stock blocks
-        serve as bounds for compiled ones.
+        """Bytes of a micro-batch in a large block with its adapters.
+
+        Measurements of stock blocks serve as bounds for compiled ones.
 
         Args:
             size: bytes per number of the compute dtype.
         """
-        dtype = "bf16" if size < 4 else "fp32"
-        # Measured only for families with timesteps per token.
-        measured = f"{dtype} given" if batch.timed_tokens else dtype
-        factors = self.table.bytes.get(measured, self.table.bytes[dtype])
-        positions = batch.positions
-        tiles, making = self.tiles(batch, size)
-        heads = self.hidden // self.head
-        # The feed-forward has the widest output.
-        inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
-        # What the names of products in the table stand for: "token width" is the size of a hidden
-        # state, "token inner" of the widest one in the feed-forward, "token head" of a position
-        # table, which all heads share.
-        numbers = {
-            **positions,
-            "width": self.hidden,
-            "inner": inner,
-            "head": self.head,
-            "heads": heads,
-        }
+        factors = self._factors(batch, size)
+        numbers = self._numbers(batch)
         sums = {
             name: sum_of(factors[name], numbers)
             for name in factors
             if name not in ("reads", "sampling")
         }
-        # A full fine-tune also saves the input of every layer, for the weight gradient.
-        saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
-        reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
-        elements = positions["token"] * self.hidden
-        kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
+        tiles, making_tiles = self.tiles(batch, size)
+
+        # The table's own sums are without adapters: `saved` and `compiled` are of a frozen block,
+        # `trained` of a full fine-tune, which also saves the input of every layer for the weight
+        # gradient.
+        if not adapters.modules:
+            saved = sums["trained"]
+        elif self.compiled:
+            saved = sums["compiled"]
+        else:
+            saved = sums["saved"]
+        reads = factors["reads"]
+        if self.compiled:
+            reads = reads | self.compiled_reads
+        adapted = self._adapted(reads, batch.positions, adapters) * size
+
+        token_numbers = batch.positions["token"]
+        hidden_bytes = token_numbers * self.hidden * size
+        attention = 0.0
+        if self.table.keeps_attention:
+            log_sum_exp = token_numbers * numbers["heads"] * 4  # float32
+            attention = hidden_bytes + log_sum_exp + tiles
+
         traffic = sums["traffic"]
-        lists = 2 * (tiles + making)  # written once and read once
-        # The backward pass of stock code moves twice as much.
-        forward, backward = (
-            self._moved(sums, positions, adapters, size)
-            if self.compiled
-            else (traffic, 2 * traffic)
-        )
+        if self.compiled:
+            forward, backward = self._moved(sums, batch.positions, adapters, size)
+        else:
+            forward = traffic
+            backward = 2 * traffic  # the backward pass of stock code moves twice as much
+        lists = 2 * (tiles + making_tiles)  # written once and read once
         return Activations(
-            held=elements * size,
-            saved=sums[saved] + self._adapted(reads, positions, adapters) * size + tiles,
-            transient=max(sums["transient"], making),
-            attention=kept + tiles if self.table.keeps_attention else 0.0,
+            held=hidden_bytes,
+            saved=saved + adapted + tiles,
+            # At the two peaks of the backward pass, not at once.
+            transient=max(sums["transient"], making_tiles),
+            attention=attention,
             outside=sums["outside"],
-            sampling=peak_of(factors["sampling"], numbers) + tiles + making,
+            sampling=peak_of(factors["sampling"], numbers) + tiles + making_tiles,
             traffic=traffic + lists,
             forward=forward + lists,
             backward=backward + 2 * lists,
         )
+
+    def _factors(self, batch: BatchShape, size: int) -> Mapping[str, Any]:
+        """The part of the table for a compute dtype of `size` bytes."""
+        dtype = "bf16" if size < 4 else "fp32"
+        if batch.timed_tokens:
+            # Only families with timesteps per token have this part.
+            return self.table.bytes.get(f"{dtype} given", self.table.bytes[dtype])
+        return self.table.bytes[dtype]
+
+    def _numbers(self, batch: BatchShape) -> dict[str, int]:
+        """What the names in the table's products stand for.
+
+        The axes `sample`, `text` and `token` are positions in the whole micro-batch. So "token
+        width" is the size of a hidden state, "token inner" of the widest one in the feed-forward,
+        "token heads" of the log-sum-exp of the scores, and "token head" of a position table, which
+        all heads share.
+        """
+        # The feed-forward has the widest output.
+        inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
+        return {
+            **batch.positions,
+            "width": self.hidden,
+            "inner": inner,
+            "head": self.head,
+            "heads": self.hidden // self.head,
+        }
 
     def _moved(
         self, sums: Mapping[str, float], positions: Mapping[str, int], adapters: Adapters, size: int
@@ -442,14 +495,14 @@ class TransformerCost(Weights):
         """Bytes that the kernels of a compiled block move, forward and backward.
 
         A LoRA adds its output to the layer's output, and its gradient to the input's gradient: two
-        reads and a write.
+        reads and a write. An adapter of another kind adds to the weight instead.
         """
         layers = [] if adapters.products else self._with_adapters(adapters)
         outputs = sum(positions[layer.axis] * layer.shape[0] for layer in layers)
         inputs = sum(positions[layer.axis] * layer.inputs for layer in layers)
-        return sums["compiled forward"] + 3 * size * outputs, sums[
-            "compiled backward"
-        ] + 3 * size * inputs
+        forward = sums["compiled forward"] + 3 * size * outputs
+        backward = sums["compiled backward"] + 3 * size * inputs
+        return forward, backward
 
     def _with_adapters(self, adapters: Adapters) -> list[Layer]:
         """The layers of a large block that have an adapter."""
@@ -458,51 +511,61 @@ class TransformerCost(Weights):
     def _adapted(
         self, reads: Mapping[str, str], positions: Mapping[str, int], adapters: Adapters
     ) -> float:
-        """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of
-        the down factors, or whole updates.
+        """Numbers that a block saves for its adapters, which a frozen block would not save.
+
+        Args:
+            reads: layers whose input is saved only for an adapter, each with the first layer that
+                reads the same input.
         """
-        # By the first layer that reads an input, which is saved once.
+        # By the first reader: an input that several layers read is saved once.
         inputs: dict[str, int] = {}
-        rest = 0
+        products = 0
         for layer in self._with_adapters(adapters):
-            if first := reads.get(layer.name.removeprefix(layer.block)):
-                inputs[first] = positions[layer.axis] * layer.inputs
-            rest += (
-                math.prod(layer.shape)
-                if adapters.products
-                else positions[layer.axis] * adapters.rank
-            )
-        return sum(inputs.values()) + rest
+            first_reader = reads.get(layer.name.removeprefix(layer.block))
+            if first_reader:
+                inputs[first_reader] = positions[layer.axis] * layer.inputs
+            if adapters.products:
+                products += math.prod(layer.shape)  # the whole update
+            else:
+                products += positions[layer.axis] * adapters.rank  # output of the down factor
+        return sum(inputs.values()) + products
 
     @remembered
     def activations_by_block(
         self, batch: BatchShape, size: int, adapters: Adapters
     ) -> list[Activations]:
-        """Activations of each large block. A block that starts a route still holds all tokens as
-        its input.
-        """
-        blocks = batch.in_blocks(self.large)
-        whole = replace(batch, kept=())
-        bytes_of = {part: self.activations(part, size, adapters) for part in {whole, *blocks}}
-        return [
-            bytes_of[part] if part == last else replace(bytes_of[part], held=bytes_of[whole].held)
-            for last, part in zip([whole, *blocks], blocks, strict=False)
-        ]
+        """Activations of each large block."""
+        shapes = batch.in_blocks(self.large)
+        all_tokens = replace(batch, kept=())
+        held_whole = self.activations(all_tokens, size, adapters).held
+        by_block = []
+        previous = all_tokens
+        for shape in shapes:
+            activations = self.activations(shape, size, adapters)
+            if shape != previous:
+                # Where a route starts or ends, all tokens are the input: they are dropped inside
+                # the block, and put back before the next.
+                activations = replace(activations, held=held_whole)
+            by_block.append(activations)
+            previous = shape
+        return by_block
 
     def _positions(self, batch: BatchShape) -> list[tuple[Layer, int]]:
         """The layers, each with the positions of a micro-batch that its weight is applied to."""
-        parts = dict(zip(self.blocks[-self.large :], batch.in_blocks(self.large), strict=True))
-        positions = {block: parts.get(block, batch).positions for block in self._by_block}
+        # Small blocks, and layers outside of blocks, process all tokens.
+        large_blocks = self.blocks[-self.large :]
+        shapes = dict(zip(large_blocks, batch.in_blocks(self.large), strict=True))
+        positions = {block: shapes.get(block, batch).positions for block in self._by_block}
         return [(layer, positions[layer.block][layer.axis]) for layer in self.layers]
 
     def widest(self, batch: BatchShape) -> int:
         """The largest input or output of a linear layer of a large block, in numbers."""
-        layers = (
-            pair
-            for pair in self._positions(batch)
-            if pair[0].block.startswith(self.table.groups[-1])
-        )
-        return max(count * max(layer.shape) for layer, count in layers if len(layer.shape) == 2)
+        sizes = []
+        for layer, positions in self._positions(batch):
+            is_linear = len(layer.shape) == 2
+            if is_linear and layer.block.startswith(self.table.groups[-1]):
+                sizes.append(positions * max(layer.shape))
+        return max(sizes)
 
     def attention(self, batch: BatchShape) -> Work:
         """FLOPs of all attentions in a forward pass."""
@@ -511,8 +574,10 @@ class TransformerCost(Weights):
         return sum(large, small).times(batch.samples)
 
     def _attention(self, block: str, batch: BatchShape) -> Work:
-        """FLOPs of a block for a sample: of softmax attention where they grow with the product of
-        two lengths.
+        """FLOPs of the attentions in one block, for one sample.
+
+        Args:
+            block: `small` or `large`.
         """
         numbers = {
             "width": self.hidden,
@@ -523,10 +588,12 @@ class TransformerCost(Weights):
         work = Work()
         for product, factor in self.table.flops[block].items():
             flops = factor * product_of(product, numbers)
-            # "token token width" is self-attention, "token text width" cross-attention; "token head
-            # width", which has one length, is linear attention.
+            # Softmax attention grows with the product of two lengths: "token token width" is
+            # self-attention, "token text width" cross-attention. "token head width" has one
+            # length: it is linear attention.
             lengths = product.count("token") + product.count("text")
-            if self.density is not None and product.count("token") == 2:
+            is_self_attention = product.count("token") == 2
+            if self.density is not None and is_self_attention:
                 work += Work(sparse=flops * self.density(batch.tokens))
             elif lengths == 2:
                 work += Work(attention=flops)
@@ -540,27 +607,33 @@ class TransformerCost(Weights):
     ) -> Work:
         """FLOPs of a forward pass: 2 x positions x weights, plus attention."""
         linear = 0.0
-        for layer, count in self._positions(batch):
-            if layer.block or not blocks_only:
-                linear += layer.product(count) + sum(layer.factors(count, adapters))
+        for layer, positions in self._positions(batch):
+            if blocks_only and not layer.block:
+                continue
+            linear += layer.product(positions) + sum(layer.factors(positions, adapters))
         return Work(linear) + self.attention(batch)
 
     @remembered
     def backward(self, batch: BatchShape, adapters: Adapters, *, full: bool) -> Work:
-        """FLOPs of a backward pass without recomputation; attention counts twice its forward pass.
+        """FLOPs of a backward pass without recomputation.
 
-        A frozen layer costs as much as its forward pass (gradient of its input), a trained one
-        twice that.
+        A frozen layer costs as much as its forward pass, for the gradient of its input; a trained
+        one twice that.
         """
         linear = 0.0
-        for layer, count in self._positions(batch):
-            flows = not self.needs_no_gradient(layer.name, full)
-            # One product for the gradient of the input, and one for the gradient of the weight.
-            linear += layer.product(count) * (flows + full)
-            # Both factors are trained; the first needs the gradient of its input only if that flows
-            # on.
-            down, up = layer.factors(count, adapters)
-            linear += down * (1 + flows) + up * 2
+        for layer, positions in self._positions(batch):
+            flows_on = not self.needs_no_gradient(layer.name, full)
+            products = 0
+            if flows_on:
+                products += 1  # gradient of the input
+            if full:
+                products += 1  # gradient of the weight
+            linear += layer.product(positions) * products
+            # Both factors of an adapter are trained. The gradient of the input of the first is
+            # that of the layer's input, so it is computed only if that flows on.
+            down, up = layer.factors(positions, adapters)
+            down_products = 2 if flows_on else 1
+            linear += down * down_products + up * 2
         return Work(linear) + self.attention(batch).times(ATTENTION_BACKWARD)
 
 
@@ -576,8 +649,8 @@ class FamilyCost:
         vae: the cost of its VAE.
         text_parameters: parameters of the published encoders, for checkpoints that are not
             downloaded yet.
-        head_parameters, vision_parameters: the part of these dropped after loading; the vision
-            tower only if prompts have no picture.
+        head_parameters, vision_parameters: the part of these that is dropped after loading; the
+            vision tower only if prompts have no picture.
         prompt_layer: the layer that reads text embeddings, and so has their width.
         picture_tokens: (width, height) of a source picture -> its text tokens in a prompt.
         guided_together: guidance runs both prompts in one batch instead of in turn.
@@ -600,12 +673,13 @@ class FamilyCost:
     def of_flavour(
         self, flavour: str, kernels: Kernels = STOCK, /, **changes: object
     ) -> TransformerCost:
-        """The cost of a published checkpoint of a measured family, optionally with some settings
-        changed.
+        """The cost of a published checkpoint of a measured family.
+
+        Args:
+            changes: settings of its config.json to replace.
         """
-        return self.transformer(
-            {**self.published(flavour), **changes}, self.published_shapes(flavour), kernels
-        )
+        settings = {**self.published(flavour), **changes}
+        return self.transformer(settings, self.published_shapes(flavour), kernels)
 
     def published_shapes(self, flavour: str) -> dict[str, Shape]:
         """Shapes of the published weights by name; empty if the family is not measured yet."""

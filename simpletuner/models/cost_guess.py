@@ -1,9 +1,9 @@
-"""A guess of what a family costs that is not measured yet, from the shapes of its weights. Imports
-no torch.
+"""Guesses the costs of a family that is not measured yet, from the shapes of its weights.
 
 Parameters, and with them the bytes of weights, gradients and optimizer state, are exact. FLOPs and
 activations are rather too high: every product of a large block counts as applied to all tokens,
 attention as dense, and a block keeps as much as the blocks of the measured families keep at most.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from simpletuner.weights.files import Shape, Shapes
 # text token.
 SAMPLE_WORDS = ("time", "modulation", "norm", "adaln", "pooled", "guidance")
 TEXT_WORDS = ("text", "txt", "caption", "context", "prompt")
-# Bytes of a block by dtype: about the largest of the measured families.
+# Bytes of a block by dtype: about the largest of the measured families. The names are those of
+# `CostTable.bytes`, and `TransformerCost._numbers` has what is multiplied.
 SAVED: Mapping[str, Factors] = {
     "bf16": {"token width": 56.0, "token inner": 8.0, "token heads": 20.0, "text width": 8.0},
     "fp32": {"token width": 72.0, "token inner": 16.0, "token heads": 20.0, "text width": 12.0},
@@ -50,21 +51,24 @@ TRAFFIC: Mapping[str, Factors] = {
 def cost_table_of(package: str, shapes: Shapes) -> CostTable:
     """The table in a family's folder, or a guess for weights of these shapes."""
     measured = read_cost_table(package)
-    return guess_cost_table(shapes) if measured is None else measured
+    if measured is None:
+        return guess_cost_table(shapes)
+    return measured
 
 
 def guess_cost_table(shapes: Shapes) -> CostTable:
     """A table for weights of these shapes."""
     groups = block_lists(shapes)
-    paths = [
-        name.removesuffix(".weight")
-        for name, shape in shapes.items()
-        if name.endswith(".weight") and shape[1:]
-    ]
+    axes = {}
+    for name, shape in shapes.items():
+        is_matrix = len(shape) > 1  # the weight of a norm is a vector
+        if name.endswith(".weight") and is_matrix:
+            path = name.removesuffix(".weight")
+            axes[numbered(path, groups)] = _axis(path)
     return CostTable(
         groups=groups,
         float32=(),
-        rows={numbered(path, groups): _axis(path) for path in paths},
+        rows=axes,
         no_gradient={"lora": (), "full": ()},
         keeps_attention=True,
         flops={
@@ -78,14 +82,14 @@ def guess_cost_table(shapes: Shapes) -> CostTable:
 
 
 def block_lists(shapes: Shapes) -> list[str]:
-    """Names of the lists of repeated blocks, that with the most parameters last."""
+    """Names of the lists of repeated blocks; the one with the most parameters comes last."""
     lists: dict[str, dict[str, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
     for name, shape in shapes.items():
         group, _, rest = name.partition(".")
         number, _, path = rest.partition(".")
         if path and number.isdecimal():
             lists[group][number][path] = shape
-    # The members of a list such as an embedding of several layers differ.
+    # The members of other lists, such as the layers of an embedding, differ from each other.
     repeated = [group for group, members in lists.items() if _are_alike([*members.values()])]
     return sorted(repeated or lists, key=lambda group: _parameters(lists[group]))
 
@@ -99,16 +103,20 @@ def _parameters(members: Mapping[str, Mapping[str, Shape]]) -> int:
 
 
 def _axis(path: str) -> str:
-    """What a layer is applied to, by the words in its path; `token` in doubt, of which there are
-    the most.
+    """What a layer is applied to, by the words in its path.
+
+    Tokens are the most positions, so they are the answer in doubt.
     """
     lowered = path.lower()
     if any(word in lowered for word in SAMPLE_WORDS):
         return "sample"
-    return "text" if any(word in lowered for word in TEXT_WORDS) else "token"
+    if any(word in lowered for word in TEXT_WORDS):
+        return "text"
+    return "token"
 
 
 def _bytes_in(dtype: str) -> dict[str, Any]:
+    """The guess for a dtype, with the keys of `CostTable.bytes`."""
     traffic = TRAFFIC[dtype]
     return {
         "reads": {},
@@ -120,5 +128,5 @@ def _bytes_in(dtype: str) -> dict[str, Any]:
         "sampling": [SAMPLING[dtype]],
         "traffic": traffic,
         "compiled forward": traffic,
-        "compiled backward": {names: 2 * factor for names, factor in traffic.items()},
+        "compiled backward": {product: 2 * factor for product, factor in traffic.items()},
     }

@@ -1,9 +1,9 @@
-"""The table of a family's measured costs, `cost.json`, written by
-`python -m benchmarks.cost_table`. Imports no torch.
+"""Reads `cost.json`, the table of a family's measured costs.
 
-In names, `#` is the number of a block. A quantity is a sum of products: each product is named by
-the numbers that are multiplied, such as `token width`, and has a factor. So a table that was
-measured with small models holds at any size.
+`python -m benchmarks.cost_table` writes it. In names of weights, `#` is the number of a block. A
+quantity is a sum of products: the key of each product names the numbers that are multiplied, such
+as `token width`, and the value is its factor. So a table that was measured with small models holds
+at any size. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 from simpletuner.weights.files import Shape
 
-Factors = Mapping[
-    str, float
-]  # by the names of the numbers that are multiplied, as in {"token width": 36.0}
+# A sum of products: {"token width": 36.0, "text width": 8.0} is
+# 36 x tokens x width + 8 x text tokens x width.
+Factors = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,18 @@ class CostTable:
         no_gradient: layers whose input needs no gradient, by kind of run: `lora` or `full`.
         keeps_attention: whether selective checkpointing can keep the output of self-attention.
         flops: FLOPs of a `large` and a `small` block, excluding matmuls with weights.
-        bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an
-            adapter, each with the first layer that reads the same input, `compiled` is what a
-            compiled block saves, `compiled forward` and `compiled backward` what its kernels move,
-            `trained` what a stock one saves in a full fine-tune, and `sampling` a list of phases,
-            the largest of which is the peak of a forward pass without gradients.
+        bytes: of a large block, by dtype, each a sum of products unless noted:
+            `saved`, `compiled`: what a stock or compiled block saves for its backward pass, if its
+                weights are frozen;
+            `trained`: what a stock block saves in a full fine-tune;
+            `reads`: layers whose input is saved only for an adapter, each with the first layer
+                that reads the same input (a mapping of names);
+            `transient`: additional memory of the backward pass;
+            `outside`: tensors that live for the whole step;
+            `sampling`: phases of a forward pass without gradients, whose largest is its peak (a
+                list of sums);
+            `traffic`, `compiled forward`, `compiled backward`: what the kernels of a stock block
+                move in a forward pass, and those of a compiled one in each pass.
         published: shapes of the published checkpoints.
         is_measured: False for a guess (`cost_guess`).
     """
@@ -56,11 +63,13 @@ class CostTable:
 
     def published_shapes(self, flavour: str) -> dict[str, Shape]:
         """Shapes of all parameters of a flavour's published checkpoint, by name."""
-        found = next(each for each in self.published if flavour in each["flavours"])
+        checkpoint = next(entry for entry in self.published if flavour in entry["flavours"])
         shapes: dict[str, Shape] = {}
-        for name, shape in found["shapes"].items():
-            count = found["blocks"].get(name.partition(".#.")[0], 1)
-            shapes |= {name.replace("#", str(index), 1): tuple(shape) for index in range(count)}
+        for name, shape in checkpoint["shapes"].items():
+            group = name.partition(".#.")[0]
+            blocks = checkpoint["blocks"].get(group, 1)  # 1 for a name without `#`
+            for number in range(blocks):
+                shapes[name.replace("#", str(number), 1)] = tuple(shape)
         return shapes
 
 
@@ -68,33 +77,36 @@ class CostTable:
 def read_cost_table(package: str) -> CostTable | None:
     """The table in a family's folder; None if the family is not measured yet."""
     file = files(package) / "cost.json"
-    return CostTable(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    if not file.is_file():
+        return None
+    return CostTable(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def numbered(name: str, groups: Sequence[str]) -> str:
-    """A name with `#` in place of its block's number."""
+    """A name with `#` in place of its block's number.
+
+    `transformer_blocks.7.attn1.to_q` becomes `transformer_blocks.#.attn1.to_q`; a name outside the
+    groups stays as it is.
+    """
     group, _, rest = name.partition(".")
-    number, dot, rest = rest.partition(".")
-    # transformer_blocks.7.attn1.to_q -> transformer_blocks.#.attn1.to_q
-    return f"{group}.#.{rest}" if group in groups and number.isdecimal() and dot else name
+    number, dot, path = rest.partition(".")
+    if group in groups and number.isdecimal() and dot:
+        return f"{group}.#.{path}"
+    return name
 
 
 def product_of(names: str, numbers: Mapping[str, float]) -> float:
-    """The product of some numbers, of which `names` has the names: `token width` is tokens times
-    width.
-    """
+    """The product of the named numbers: `token width` is tokens times width."""
     return math.prod(numbers[name] for name in names.split())
 
 
 def sum_of(factors: Factors, numbers: Mapping[str, float]) -> float:
-    """The sum of the products that are named by the keys, each times its factor."""
+    """The sum of the products that the keys name, each times its factor."""
     return sum(factor * product_of(names, numbers) for names, factor in factors.items())
 
 
 def peak_of(phases: Sequence[Factors], numbers: Mapping[str, float]) -> float:
-    """The largest sum of some phases, of which the one or the other is the peak, depending on the
-    numbers.
-    """
+    """The largest of the phases' sums; which phase it is depends on the numbers."""
     return max(sum_of(phase, numbers) for phase in phases)
 
 

@@ -6,13 +6,10 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
 
-FAMILIES: dict[str, FamilySpec] = {
-    spec.name: spec for spec in (KANDINSKY5_IMAGE, KANDINSKY5_VIDEO, SANA_VIDEO)
-}
+SPECS = (KANDINSKY5_IMAGE, KANDINSKY5_VIDEO, SANA_VIDEO)
+FAMILIES: dict[str, FamilySpec] = {spec.name: spec for spec in SPECS}
 # Keys of datasets that only some families read.
-FAMILY_DATASET_KEYS = frozenset(
-    key for spec in FAMILIES.values() for key in spec.words.dataset_keys
-)
+FAMILY_DATASET_KEYS = frozenset().union(*(spec.words.dataset_keys for spec in SPECS))
 
 
 def canonical_family_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint together, and whether they fit each other."""
+"""Locates the parts of a checkpoint and checks that they fit each other."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ class ModelSource:
     def from_settings(
         cls, spec: FamilySpec, flavour: Flavour, settings: Mapping[str, Any]
     ) -> ModelSource:
-        """Parts at the configured base path, else in the flavour's repository, unless a key
-        overrides them.
+        """Locate every part: where its own key points, else at the base path or hub id.
 
         Args:
-            settings: values by key, such as `RunConfig.flat`; families have keys of their own for
-                some parts.
+            settings: values by key, such as `RunConfig.flat`. The keys of some parts belong to the
+                family's options.
         """
         base = _base(flavour, settings[MODEL_KEY])
-        published = tuple(known.repository for known in spec.flavours)
+        published = tuple(variant.repository for variant in spec.flavours)
         parts = {}
         for role, component in spec.components.items():
             folder = component.folder
@@ -51,36 +50,48 @@ class ModelSource:
                 key = component.override
                 location = settings[key]
             parts[role] = Part(
-                role, key, location, folder, settings["revision"], settings["variant"], published
+                role=role,
+                key=key,
+                location=location,
+                folder=folder,
+                revision=settings["revision"],
+                variant=settings["variant"],
+                published=published,
             )
-        if flavour.original and parts["transformer"].location == flavour.repository:
-            parts["transformer"] = _original_transformer(parts["transformer"], flavour.original)
+        transformer = parts["transformer"]
+        if flavour.original and transformer.location == flavour.repository:
+            parts["transformer"] = _original_transformer(transformer, flavour.original)
         return cls(parts)
 
     def with_transformer(self, part: Part | None) -> ModelSource:
         """The source with its transformer replaced, unless `part` is None."""
-        return ModelSource({**self.parts, "transformer": part}) if part else self
+        if part is None:
+            return self
+        return ModelSource({**self.parts, "transformer": part})
 
     def __getitem__(self, role: str) -> Part:
         return self.parts[role]
 
     def check(self, report: Problems) -> bool:
-        """Report unusable local folders and malformed hub ids; whether the files that are there can
-        be read.
+        """Report unusable local folders and malformed hub ids.
 
-        Missing repositories show on download.
+        Whether a repository exists shows only on download.
+
+        Returns:
+            whether there was nothing to report, so that local files can be read.
         """
         # One message per location, since most parts have the same.
         by_location: dict[str, list[Part]] = {}
         for part in self.parts.values():
             by_location.setdefault(part.location, []).append(part)
-        faults = [
-            (parts[0].key, _fault_at(location, parts)) for location, parts in by_location.items()
-        ]
-        for key, fault in faults:
+
+        is_usable = True
+        for location, parts in by_location.items():
+            fault = _fault_at(location, parts)
             if fault is not None:
-                report.error(key, fault)
-        return all(fault is None for _, fault in faults)
+                report.error(parts[0].key, fault)
+                is_usable = False
+        return is_usable
 
     def check_names(self, report: Problems) -> None:
         """Warn about names of hub models that are probably misspelt folders."""
@@ -88,15 +99,19 @@ class ModelSource:
         for location, key in keys.items():
             folder = Path(location)
             if HUB_ID.fullmatch(location) and not folder.exists() and folder.parent.is_dir():
-                message = f"there is no folder {location!r}, so it is taken for a model of the hub."
-                report.warn(key, f"{message}{similar_path(folder, '*/')}")
+                report.warn(
+                    key,
+                    f"there is no folder {location!r}, so it is treated as a Hugging Face model id."
+                    f"{similar_path(folder, '*/')}",
+                )
 
 
 def _fault_at(location: str, parts: Sequence[Part]) -> str | None:
     """Why the parts at a location cannot be used, or None."""
     if not parts[0].is_local:
-        is_id = HUB_ID.fullmatch(location) is not None
-        return None if is_id else f"{location!r} is neither an existing folder nor a valid hub id."
+        if HUB_ID.fullmatch(location):
+            return None
+        return f"{location!r} is neither an existing folder nor a valid hub id."
     if not home_path(location).is_dir():
         return f"the model folder {missing_path(home_path(location))}"
     unusable = []
@@ -104,23 +119,24 @@ def _fault_at(location: str, parts: Sequence[Part]) -> str | None:
         fault = part.fault()
         if fault is not None:
             unusable.append(f"{part.folder} ({fault})")
-    return (
-        f"the model folder {location!r} lacks a usable {', '.join(unusable)}." if unusable else None
-    )
+    if not unusable:
+        return None
+    return f"the model folder {location!r} lacks a usable {', '.join(unusable)}."
 
 
-def _base(flavour: Flavour, given: str | None) -> str:
-    """Where the parts are that no key overrides.
+def _base(flavour: Flavour, location: str | None) -> str:
+    """The base path or hub id, where all parts are that no key overrides.
 
-    The hub may not have the diffusers form of a transformer that is published in its original form,
-    so its id stands for the flavour.
+    The hub may lack the diffusers form of a transformer that was published in its original form. A
+    user may name it nevertheless, and means the flavour.
     """
-    if flavour.original and given == flavour.original.diffusers_form:
+    if flavour.original and location == flavour.original.diffusers_form:
         return flavour.repository
-    return given or flavour.repository
+    return location or flavour.repository
 
 
 def _original_transformer(related: Part, original: OriginalWeights) -> OriginalTransformer:
+    """The transformer in its original file, configured by the related checkpoint's folder."""
     return OriginalTransformer(
         role=related.role,
         key=related.key,
@@ -139,12 +155,18 @@ def _original_transformer(related: Part, original: OriginalWeights) -> OriginalT
 def check_channels(
     source: ModelSource, transformer_key: str, vae_key: str, report: Problems
 ) -> None:
-    """Report different numbers of latent channels in transformer and VAE, by these keys; skips
-    missing parts.
+    """Report a transformer and a VAE whose latents have different numbers of channels.
+
+    Args:
+        transformer_key, vae_key: keys in their config.json. Without either, nothing is reported.
     """
-    takes = (source["transformer"].read_config() or {}).get(transformer_key)
-    makes = (source["vae"].read_config() or {}).get(vae_key)
-    if takes != makes and None not in (takes, makes):
+    transformer_config = source["transformer"].read_config() or {}
+    vae_config = source["vae"].read_config() or {}
+    takes = transformer_config.get(transformer_key)
+    makes = vae_config.get(vae_key)
+    if takes is None or makes is None:
+        return
+    if takes != makes:
         report.error(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
 
 
@@ -153,9 +175,7 @@ BESIDE_TEXT = ("vision_model.", "visual_projection.", "text_projection.", "logit
 
 
 def encoder_weights(part: Part) -> dict[str, Shape]:
-    """The weights that are loaded as a text encoder; transformers skips the rest of a whole
-    CLIP.
-    """
+    """The weights loaded as a text encoder; transformers skips the rest of a whole CLIP."""
     return {
         name: shape
         for name, shape in part.weight_shapes().items()
@@ -170,29 +190,37 @@ def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None)
         tokens: number of tokens of its tokenizer, if known. Embeddings have a few more rows, as
             padding.
     """
-    inner = config.get("text_config")
-    settings = {**config, **(inner if isinstance(inner, dict) else {})}
+    settings = dict(config)
+    text_config = config.get("text_config")  # of a model that also reads pictures
+    if isinstance(text_config, dict):
+        settings |= text_config
     return _fault_of_layers(settings, shapes) or _fault_of_embeddings(settings, shapes, tokens)
 
 
 def _fault_of_layers(settings: Mapping[str, Any], shapes: Shapes) -> str | None:
-    wanted = settings.get("num_hidden_layers")
+    """The layers that its files lack, or None."""
+    count = settings.get("num_hidden_layers")
     layers = {int(match[1]) for match in map(LAYER.search, shapes) if match}
-    absent = sorted(set(range(wanted)) - layers) if isinstance(wanted, int) and layers else []
+    if not isinstance(count, int) or not layers:
+        return None  # nothing to compare
+    absent = sorted(set(range(count)) - layers)
+    if not absent:
+        return None
     numbers = shorten([str(number) for number in absent])
-    return f"is incomplete: its files lack layers {numbers} of {wanted}" if absent else None
+    return f"is incomplete: its files lack layers {numbers} of {count}"
 
 
 def _fault_of_embeddings(
     settings: Mapping[str, Any], shapes: Shapes, tokens: int | None
 ) -> str | None:
-    size = [
-        settings.get(key) for key in ("vocab_size", "hidden_size")
-    ]  # None is the class's default
+    """The mismatch of the token embedding with config.json or tokenizer, or None."""
+    # None where config.json leaves the default of the class.
+    size = [settings.get("vocab_size"), settings.get("hidden_size")]
     for name, shape in shapes.items():
         if not name.endswith(("embed_tokens.weight", "token_embedding.weight")):
             continue
-        if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
+        pairs = zip(size, shape, strict=False)
+        if any(expected not in (None, actual) for expected, actual in pairs):
             return f"has {name} of {list(shape)}, its config.json {size}"
         # A vocabulary of less than half the rows belongs to another model, since padding adds only
         # a few rows.
@@ -208,47 +236,64 @@ LARGEST_SCALE = 1e3
 
 
 def vae_fault(config: Mapping[str, Any]) -> str | None:
-    """A value in a VAE's config that would corrupt all latents, or None. Missing values are the
-    class's defaults.
+    """A value in a VAE's config that would corrupt all latents, or None.
+
+    A missing value is the default of the class, and so is null, except for `scaling_factor`.
     """
     for key, lowest in LOWEST.items():
-        value: Any = config.get(key)
-        if key not in config or (value is None and key != "scaling_factor"):
+        if key not in config:
             continue
-        form, numbers = (
-            ("a list of numbers", value) if key.startswith("latents_") else ("a number", [value])
-        )
-        # `type`, since True is an int; NaN fails the comparison.
-        are_numbers = isinstance(numbers, list) and all(
-            type(number) in (int, float) for number in numbers
-        )
-        if not are_numbers or not all(lowest <= number <= LARGEST_SCALE for number in numbers):
+        value: Any = config[key]
+        if value is None and key != "scaling_factor":
+            continue
+        if key.startswith("latents_"):
+            form = "a list of numbers"
+            numbers = value
+        else:
+            form = "a number"
+            numbers = [value]
+        if not _are_between(numbers, lowest, LARGEST_SCALE):
             return (
                 f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
             )
     return None
 
 
+def _are_between(numbers: Any, lowest: float, largest: float) -> bool:
+    """Whether a JSON value is a list of finite numbers within these limits."""
+    if not isinstance(numbers, list):
+        return False
+    for number in numbers:
+        # Not `isinstance`, since True is an int. NaN fails the comparison.
+        if type(number) not in (int, float) or not lowest <= number <= largest:
+            return False
+    return True
+
+
 def blocks_of(group: str, shapes: Shapes) -> dict[int, dict[str, Shape]]:
     """Shapes of the weights of a group's blocks, by block number and by name within the block."""
     blocks: dict[int, dict[str, Shape]] = {}
+    prefix = f"{group}."
     for name, shape in shapes.items():
-        number, dot, rest = name.removeprefix(f"{group}.").partition(".")
-        if name.startswith(f"{group}.") and dot and number.isdecimal():
+        if not name.startswith(prefix):
+            continue
+        number, dot, rest = name.removeprefix(prefix).partition(".")
+        if dot and number.isdecimal():
             blocks.setdefault(int(number), {})[rest] = shape
     return blocks
 
 
 def differing_weights(group: str, blocks: Mapping[int, Shapes]) -> list[str]:
     """Weights missing in some blocks, or with a shape that differs from the majority."""
-    everything = {name for block in blocks.values() for name in block}
-    usual = {
-        name: Counter(block[name] for block in blocks.values() if name in block)
-        for name in everything
-    }
-    return sorted(
-        f"{group}.{number}.{name}"
-        for number, block in blocks.items()
-        for name in everything
-        if block.get(name) != usual[name].most_common(1)[0][0]
-    )
+    counts: dict[str, Counter[Shape]] = {}
+    for block in blocks.values():
+        for name, shape in block.items():
+            counts.setdefault(name, Counter())[shape] += 1
+
+    differing = []
+    for name, shapes in counts.items():
+        usual_shape, _ = shapes.most_common(1)[0]
+        for number, block in blocks.items():
+            if block.get(name) != usual_shape:
+                differing.append(f"{group}.{number}.{name}")
+    return sorted(differing)

@@ -26,13 +26,12 @@ Task = Literal["t2i", "i2i", "t2v", "i2v"]
 
 @dataclass(frozen=True)
 class OriginalWeights:
-    """A transformer that is published as one file, with the names and shapes of weights that
-    diffusers has.
+    """A transformer published as one file, whose weights have diffusers' names and shapes.
 
     Attributes:
         repository: hub id of the file.
         file: its path there.
-        diffusers_form: hub id of the same checkpoint in diffusers' form, should it be published.
+        diffusers_form: hub id of the same checkpoint in diffusers' form, which may not exist yet.
         config: values of its config.json that differ from those of the flavour's repository.
     """
 
@@ -93,11 +92,12 @@ class Component:
 
 @dataclass(frozen=True)
 class AutoShift:
-    """`flow_schedule_auto_shift`: e^mu, with mu linear in the tokens of a sample between two
-    points, else constant.
+    """The shift of `flow_schedule_auto_shift` for a number of tokens.
+
+    It is e^mu, where mu rises linearly between two numbers of tokens and is constant outside.
     """
 
-    # From FLUX.1, the defaults of diffusers' FlowMatchEulerDiscreteScheduler.
+    # As FLUX.1 is sampled: the defaults of diffusers' FlowMatchEulerDiscreteScheduler.
     fewest_tokens: int = 256
     lowest_mu: float = 0.5
     most_tokens: int = 4096
@@ -105,9 +105,8 @@ class AutoShift:
 
     def __call__(self, tokens: int) -> float:
         share = (tokens - self.fewest_tokens) / (self.most_tokens - self.fewest_tokens)
-        return math.exp(
-            self.lowest_mu + (self.highest_mu - self.lowest_mu) * min(max(share, 0.0), 1.0)
-        )
+        share = min(max(share, 0.0), 1.0)
+        return math.exp(self.lowest_mu + (self.highest_mu - self.lowest_mu) * share)
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ class FamilyWords:
         reserved: number of these tokens that the prompt's format takes.
         clean: cleans a caption before encoding.
         fingerprint: identifies the wording of the prompt template in the text cache.
-        bare_fingerprint: fingerprint of negative prompts and the empty caption; None if it is the
-            same.
+        bare_fingerprint: fingerprint of negative prompts and the empty caption, which have no
+            template; None if it is the same.
         dataset_keys: dataset keys that only this family reads.
         of_dataset: applies these keys to a caption.
         hold_picture: tasks whose prompt includes the source picture.
@@ -262,7 +261,7 @@ class FamilySpec:
     @property
     def text_encoders(self) -> int:
         """The number of text encoders."""
-        return sum(role.startswith("text_encoder") for role in self.components)
+        return len([role for role in self.components if role.startswith("text_encoder")])
 
     def flavour(self, name: str | None) -> Flavour:
         """The flavour of that name; None is the default flavour.
@@ -270,22 +269,24 @@ class FamilySpec:
         Raises:
             KeyError: the family has no flavour of this name.
         """
-        return (
-            self.flavours[0]
-            if name is None
-            else {flavour.name: flavour for flavour in self.flavours}[name]
-        )
+        if name is None:
+            return self.flavours[0]
+        by_name = {flavour.name: flavour for flavour in self.flavours}
+        return by_name[name]
 
     def for_flavour(self, name: str | None) -> FamilySpec:
         """This family with the changes of a flavour; an unknown name changes nothing."""
-        if name not in (None, *self.flavour_names):
+        if name is not None and name not in self.flavour_names:
             return self
         flavour = self.flavour(name)
-        return replace(self, **flavour.changes, defaults={**self.defaults, **flavour.defaults})
+        defaults = {**self.defaults, **flavour.defaults}
+        return replace(self, **flavour.changes, defaults=defaults)
 
     def for_checkpoint(self, flavour: Flavour, source: ModelSource) -> FamilySpec:
         """This family with the pixel grid that a checkpoint needs."""
-        multiple = self.grid(flavour, source) if self.grid else self.size_multiple
+        if self.grid is None:
+            return self
+        multiple = self.grid(flavour, source)
         if multiple == self.size_multiple:
             return self
         defaults = {**self.defaults, "aspect_bucket_alignment": str(multiple)}
@@ -293,11 +294,9 @@ class FamilySpec:
 
     def latent_size(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
         """(frames, height, width) of the latents of a picture or clip of this size in pixels."""
-        return (
-            (frames - 1) // self.frame_stride + 1,
-            height // self.vae_stride,
-            width // self.vae_stride,
-        )
+        # Causal video VAEs encode the first frame alone, the others in groups of `frame_stride`.
+        latent_frames = (frames - 1) // self.frame_stride + 1
+        return latent_frames, height // self.vae_stride, width // self.vae_stride
 
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Transformer tokens of latents of this size."""

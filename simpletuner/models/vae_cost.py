@@ -1,6 +1,4 @@
-"""Memory and compute of a VAE, calculated without torch; `vaes.toml` has the measurements of every
-class.
-"""
+"""Memory and compute of a VAE, calculated without torch from the measurements in `vaes.toml`."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from dataclasses import dataclass, field
 from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost_table import Factors, number, peak_of, sum_of
 
-# of preview decoding: pixels per side of a tile, and overlap of two tiles
-TILE = 384
-OVERLAP = 128
+# Tiles of preview decoding, in pixels.
+TILE = 384  # per side
+OVERLAP = 128  # of neighbours
 
 
 @dataclass(frozen=True)
@@ -33,26 +31,26 @@ class VaeLoad:
     tiled: bool = False
     sliced: bool = False
     strips: bool = False
-    # As in diffusers' video VAEs.
-    tile: int = 256
+    tile: int = 256  # as in diffusers' video VAEs
 
     @property
     def pixels(self) -> int:
         """Pixels of one frame, or of one tile of it."""
-        whole = self.width * self.height
-        return min(whole, self.tile * self.tile) if self.tiled else whole
+        frame = self.width * self.height
+        if not self.tiled:
+            return frame
+        return min(frame, self.tile * self.tile)
 
 
-Ways = Mapping[str, Sequence[Factors]]  # by way of working, the phases of it
+# The phases of encoding or decoding, by way of working (`_way`).
+Ways = Mapping[str, Sequence[Factors]]
 
 
 @dataclass(frozen=True)
 class VaeCost:
     """Measured cost of a VAE per sample, as sums of products like in `cost.json`.
 
-    In products, `width` is the first width of its layers, `layers` their number relative to the
-    published VAE, `frame` the frames processed at a time, `later` these without the first, `pixel`
-    the pixels of a frame or tile, and `clip` the pixels of all frames.
+    `_numbers` has the names that products are made of.
 
     Attributes:
         parameters: number of parameters; in `VAE_COSTS`, of the published VAE.
@@ -95,22 +93,31 @@ class VaeCost:
         return load.samples * peak_of(ways[_way(ways, load)], self._numbers(load))
 
     def _numbers(self, load: VaeLoad) -> dict[str, float]:
-        first = self.settings.get(self.width_key)
-        frames = min(load.frames, self.frames or load.frames)
+        """What the names in products stand for."""
+        frames = load.frames  # processed at a time
+        if self.frames:
+            frames = min(frames, self.frames)
+        # The published VAE has 2 layers per block, and the rest of it counts as 3: 5 in all.
+        layers = number(self.settings, "layers_per_block", 2) + 3
         return {
-            "width": first[0]
-            if isinstance(first, list | tuple)
-            else number(self.settings, self.width_key, self.width),
-            "layers": (number(self.settings, "layers_per_block", 2) + 3) / 5,
+            "width": self._first_width(),
+            "layers": layers / 5,  # relative to the published VAE
             "frame": frames,
-            "later": max(frames - 1, 1),
-            "pixel": load.pixels,
-            "clip": load.frames * load.width * load.height,
+            "later": max(frames - 1, 1),  # the frames without the first
+            "pixel": load.pixels,  # of a frame or tile
+            "clip": load.frames * load.width * load.height,  # pixels of all frames
         }
+
+    def _first_width(self) -> int:
+        """Channels of the first layers; config.json has them in a list, or alone."""
+        widths = self.settings.get(self.width_key)
+        if isinstance(widths, list | tuple):
+            return widths[0]
+        return number(self.settings, self.width_key, self.width)
 
 
 def _way(ways: Ways, load: VaeLoad) -> str:
-    """The way in which a VAE works on a load, of those that it has."""
+    """How a VAE works on a load: the most frugal way that is asked for and that it has."""
     if load.strips and load.tiled and "tiles" in ways:
         return "tiles"
     if load.strips and "strips" in ways:
@@ -120,6 +127,5 @@ def _way(ways: Ways, load: VaeLoad) -> str:
     return "usual"
 
 
-VAE_COSTS = {
-    name: VaeCost(**table) for name, table in read_toml("simpletuner.models", "vaes.toml").items()
-}
+TABLES = read_toml("simpletuner.models", "vaes.toml")
+VAE_COSTS = {name: VaeCost(**table) for name, table in TABLES.items()}

@@ -127,11 +127,11 @@ def test_a_folder_that_looks_like_a_hub_name_is_a_folder(
     assert [*found_by(named.check_names)] == []
     Path("models/tiny").mkdir(parents=True)
     assert looks_like_path("models/tiny")
-    told = (
-        "there is no folder 'models/tinny', so it is taken for a model of the hub. Did you mean "
-        "'models/tiny'?"
+    warning = (
+        "there is no folder 'models/tinny', so it is treated as a Hugging Face model id. "
+        "Did you mean 'models/tiny'?"
     )
-    assert [str(doubt) for doubt in found_by(named.check_names)] == [f"{BASE}: {told}"]
+    assert [str(doubt) for doubt in found_by(named.check_names)] == [f"{BASE}: {warning}"]
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,15 @@ from simpletuner.weights.files import Shapes
 PACKAGE = "simpletuner.models.kandinsky5"
 TRANSFORMER_CLASS = "Kandinsky5Transformer3DModel"
 # Parameters of the published encoders.
-QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
-QWEN_HEAD = 544_997_376
-QWEN_VISION = 676_550_144
+QWEN = 8_292_166_656
+QWEN_HEAD = 544_997_376  # of these
+QWEN_VISION = 676_550_144  # of these
+CLIP = 123_060_480
 # Share of tile pairs that NABLA visits: a guess for Pro at 768x512, 121 frames, until a run has
 # measured it.
 ASSUMED_DENSITY = 0.25
-PROMPT_PIXELS = (
-    56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
-)
+# Pixels per side of a prompt token: Qwen gets the picture at half size, and makes a token of 28.
+PROMPT_PIXELS = 2 * 28
 
 FAMILY = read_toml(PACKAGE, "family.toml")
 
@@ -33,19 +33,25 @@ FAMILY = read_toml(PACKAGE, "family.toml")
 def published(flavour: str) -> dict[str, object]:
     """The config.json of the published transformer of a flavour."""
     task, *words = flavour.split("-")
-    size = "image" if task in ("t2i", "i2i") else "pro" if "pro" in words else "lite"
-    attention = "nabla" if is_sparse_flavour(flavour) else "regular"
+    if task in ("t2i", "i2i"):
+        size = "image"
+    elif "pro" in words:
+        size = "pro"
+    else:
+        size = "lite"
     return {
         **FAMILY["transformers"][size],
         "visual_cond": task != "t2i",
-        "attention_type": attention,
+        "attention_type": "nabla" if is_sparse_flavour(flavour) else "regular",
     }
 
 
 def head_width(settings: Mapping[str, object]) -> int:
     """Width of an attention head."""
-    axes = settings.get("axes_dims")
-    return sum(axes) if isinstance(axes, list | tuple) else 64
+    axes = settings.get("axes_dims")  # of the rotary embedding, which fills a head
+    if isinstance(axes, list | tuple):
+        return sum(axes)
+    return 64
 
 
 def attention_heads(settings: Mapping[str, object]) -> int:
@@ -57,26 +63,34 @@ def transformer_cost(
     settings: Mapping[str, object], shapes: Shapes, kernels: Kernels
 ) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
-    head = head_width(settings)
+    table = cost_table_of(PACKAGE, shapes)
+    dense = TransformerCost(table, shapes, head_width(settings), compiled=kernels.compiled)
+    if not is_sparse(settings):
+        return dense
     heads = attention_heads(settings)
 
     def tile_bytes(batch: BatchShape, size: int) -> tuple[float, float]:
-        """Quadratic in tokens, unlike the measured costs."""
+        """Saved and temporary bytes of a block's tile lists or masks, see `TransformerCost.tiles`.
+
+        They are quadratic in tokens, unlike the measured costs, so the table lacks them.
+        """
         pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
         if kernels.tile_lists:
-            # Booleans, converted by both passes to four int32 lists, with a sort and scatters with
-            # int64 indices.
+            # Saved is a boolean per pair of tiles. Both passes convert them to four int32 lists
+            # (16 bytes per pair), with a sort and scatters by int64 indices (24 bytes).
             return pairs, (16 + 24) * pairs
-        # A mask of one row per query tile and key: booleans, and the biases added to the scores.
+        # A mask has a row of TILE keys per pair. Saved are the biases that are added to the scores;
+        # temporary are its booleans, twice.
         return TILE * size * pairs, TILE * 2 * pairs
 
-    dense = TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)
-    # With masks, every pair is computed.
-    density = (lambda tokens: ASSUMED_DENSITY) if kernels.tile_lists else None
-    return (
-        replace(dense, unit=TILE, tiles=tile_bytes, density=density)
-        if is_sparse(settings)
-        else dense
+    def assumed_density(tokens: int) -> float:
+        return ASSUMED_DENSITY
+
+    return replace(
+        dense,
+        unit=TILE,
+        tiles=tile_bytes,
+        density=assumed_density if kernels.tile_lists else None,  # with masks, all are computed
     )
 
 
@@ -91,7 +105,7 @@ IMAGE_COST = FamilyCost(
     published=published,
     transformer=transformer_cost,
     vae=VAE_COSTS["AutoencoderKL"],
-    text_parameters=QWEN_AND_CLIP,
+    text_parameters=QWEN + CLIP,
     head_parameters=QWEN_HEAD,
     vision_parameters=QWEN_VISION,
     prompt_layer="text_embeddings.in_layer",

@@ -14,7 +14,7 @@ from simpletuner.weights.files import Shapes
 
 PACKAGE = "simpletuner.models.sanavideo"
 TRANSFORMER_CLASS = "SanaVideoTransformer3DModel"
-# classes of the VAE
+# Classes of the VAE.
 WAN = "AutoencoderKLWan"
 LTX2 = "AutoencoderKLLTX2Video"
 # Parameters of the published encoders.
