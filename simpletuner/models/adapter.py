@@ -1,4 +1,4 @@
-"""The interface of a model family, and code common to all families.
+"""The interface of a model family: what an adapter loads, predicts and samples.
 
 An adapter loads the parts of one checkpoint and translates between the family's conventions and the
 common ones (`diffusion.batch`). It contains no training logic, and the training code is independent
@@ -7,6 +7,7 @@ of families.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -77,22 +78,20 @@ class TextEncoder(Encoder):
             size = None if request.picture is None else request.picture.size
             alike[self.padded_length(request), request.bare, size].append(index)
         embeds: dict[int, TextEmbeds] = {}
-        for members in alike.values():
-            embeds.update(
-                zip(members, self.encode_alike([requests[index] for index in members]), strict=True)
-            )
+        for indices in alike.values():
+            encoded = self.encode_alike([requests[index] for index in indices])
+            embeds.update(zip(indices, encoded, strict=True))
         return [embeds[index] for index in range(len(requests))]
 
     @abstractmethod
     def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
-        """Encode requests of one padded length, all or none of them bare, with pictures of one
-        size.
-        """
+        """Encode requests of one padded length, all or none bare, with pictures of one size."""
 
     @abstractmethod
     def padded_length(self, request: TextRequest) -> int:
-        """Padded length of a prompt in tokens, counting a picture as one; prompts of one length
-        share a batch.
+        """Padded length of a prompt in tokens, where a picture counts as one.
+
+        Prompts of one length share a batch.
         """
 
     @abstractmethod
@@ -162,8 +161,8 @@ class TokenRouting:
     tables: Mapping[int, Callable[[Any, Tensor], Any]]
 
 
-# Tokens of a sample -> (tile pairs visited by block-sparse attention, on the device; all tile
-# pairs).
+# By tokens of a sample: tile pairs that block-sparse attention visited, as a number on the device,
+# and all tile pairs.
 TileCounts = dict[int, tuple[Tensor, int]]
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
@@ -200,7 +199,7 @@ class BlockLayout:
     @property
     def blocks(self) -> list[nn.Module]:
         """All repeated blocks, in the order of the forward pass."""
-        return [block for group in self.groups.values() for block in group]
+        return list(itertools.chain.from_iterable(self.groups.values()))
 
     @property
     def visual_blocks(self) -> list[nn.Module]:
@@ -252,12 +251,11 @@ class PreviewRequest:
         ) -> dict[str, Any]:
             self.between_steps()
             if self.watch is not None:
-                # These are the latents after the step; `sigmas` has one more entry than the
-                # timesteps, the final 0.
+                # These are the latents after the step, so at the next noise level; `sigmas` has one
+                # more entry than the timesteps, the final 0.
                 sigma = float(pipeline.scheduler.sigmas[index + 1])
                 self.watch(index + 1, float(timestep), sigma, z_of(tensors["latents"]))
-            # diffusers would replace its tensors by returned ones.
-            return {}
+            return {}  # tensors in it would replace those of diffusers
 
         return {
             "height": self.height,
@@ -270,14 +268,14 @@ class PreviewRequest:
 
     @property
     def start(self) -> Image | None:
-        """The source picture, resized and cropped to the requested size; stock pipelines would
-        stretch it.
+        """The source picture, resized and cropped to the requested size.
+
+        Stock pipelines would stretch it.
         """
         if self.source is None:
             return None
-        return ImageOps.fit(
-            self.source.convert("RGB"), (self.width, self.height), Resampling.LANCZOS
-        )
+        size = (self.width, self.height)
+        return ImageOps.fit(self.source.convert("RGB"), size, Resampling.LANCZOS)
 
 
 class PreviewPipeline(ABC):
@@ -295,8 +293,9 @@ class PreviewPipeline(ABC):
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
 
     def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
-        """Like `render`, but returns a function that decodes, if the family supports it;
-        bit-identical.
+        """Sample, and return a function that decodes; together bit-identical to `render`.
+
+        A family that cannot decode apart from sampling does both at once.
         """
         frames = self.render(request)
         return lambda: frames
@@ -406,8 +405,10 @@ class FamilyAdapter(ABC):
         """The repeated blocks of a loaded transformer."""
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks | None:
-        """Replace the forward of the repeated blocks with a faster equivalent; None if the family
-        has none.
+        """Replace the forward of the repeated blocks with a faster equivalent.
+
+        Returns:
+            their state, or None for a family without fast blocks.
         """
         return None
 
@@ -420,16 +421,16 @@ class FamilyAdapter(ABC):
         `from_picture` selects the scheduler for clips with a conditioning first frame.
         """
         overrides = {} if shift is None else {"shift": shift}
-        return loading.with_solver(
-            loading.load_scheduler(self.source["scheduler"], **overrides), self.solver
-        )
+        scheduler = loading.load_scheduler(self.source["scheduler"], **overrides)
+        return loading.with_solver(scheduler, self.solver)
 
     @abstractmethod
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
-        """The stock pipeline around the transformer in training; `shift`, if set, replaces the
-        scheduler's.
+        """The stock pipeline around the transformer in training, with its VAE.
+
+        `shift`, if set, replaces the scheduler's.
         """
 
     @staticmethod
@@ -438,13 +439,10 @@ class FamilyAdapter(ABC):
         """Python code that loads a result into the stock pipeline and reproduces its preview."""
 
     def load_bare_pipeline(self) -> Any:
-        """A new stock pipeline whose transformer has layers but no weights, to load LoRA files
-        into.
-        """
+        """A new stock pipeline whose transformer has no weights, to load LoRA files into."""
         settings = self.transformer_class.load_config(self.source["transformer"].fetch())
-        transformer = loading.share_zero_weights(
-            loading.build_bare(self.transformer_class, settings)
-        )
+        bare = loading.build_bare(self.transformer_class, settings)
+        transformer = loading.share_zero_weights(bare)
         return loading.stock_pipeline(self.pipeline_class, self.source, transformer=transformer)
 
 

@@ -7,7 +7,7 @@ on use.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from simpletuner.config.lora import LoraConfig
@@ -53,9 +53,9 @@ OTHERS = "simpletuner.annexes.adapters.kinds:KINDS"  # by value of `lora_type`
 
 def adapter_kind(config: LoraConfig) -> AdapterKind:
     """The kind of adapter of a run."""
-    return (
-        LORA if config.lora_type == "standard" else pkgutil.resolve_name(OTHERS)[config.lora_type]
-    )
+    if config.lora_type == "standard":
+        return LORA
+    return pkgutil.resolve_name(OTHERS)[config.lora_type]
 
 
 def planned_adapters(
@@ -63,12 +63,10 @@ def planned_adapters(
 ) -> Adapters:
     """The adapter that a config adds to a transformer."""
     numbers = adapter_kind(config).numbers
-    products = numbers(config, spec, targets, shapes) if numbers else {}
-    return Adapters(
-        config.lora_rank,
-        frozenset(products if numbers else matching_modules(shapes, targets)),
-        products,
-    )
+    if numbers is None:
+        return Adapters(config.lora_rank, frozenset(matching_modules(shapes, targets)), {})
+    products = numbers(config, spec, targets, shapes)
+    return Adapters(config.lora_rank, frozenset(products), products)
 
 
 def trained_layers(
@@ -89,13 +87,17 @@ def trained_layers(
     check_init_lora(config.lora, modules, targets, spec.name, report)
     if modules:
         lora_layers.check_targets(modules, targets, report)
-    # Above the narrower side of a weight, a higher rank adds parameters without expressiveness.
-    narrowest = min(
-        (min(modules[name]) for name in matching_modules(modules, targets)), default=None
-    )
-    if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
-        message = (
-            f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
-        )
-        report.warn("lora_rank", message)
+    if not kind.takes_any_rank:
+        _check_rank(config.lora.lora_rank, modules, targets, report)
     return targets
+
+
+def _check_rank(
+    rank: int, modules: Mapping[str, tuple[int, int]], targets: Targets, report: Problems
+) -> None:
+    """Warn of a rank above the narrower side of a weight, where it adds only parameters."""
+    widths = [min(modules[name]) for name in matching_modules(modules, targets)]
+    if widths and rank > min(widths):
+        report.warn(
+            "lora_rank", f"{rank} is more than the width of the narrowest layer ({min(widths)})."
+        )

@@ -30,11 +30,12 @@ def torch_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """softmax(Q Kᵀ / √D) V of `B S H D` tensors; `mask` `B 1 1 S` is true for visible keys."""
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # B H S D
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # B H S D
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
 def call_kernel(kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The usual `AttentionCall`, which does nothing else."""
     return kernel(query, key, value)
 
 
@@ -56,16 +57,23 @@ class SelfAttention:
         self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel | None = None
     ) -> Tensor:
         """Attention of `B S H D` tensors by `kernel`, or by the dense one; `B S H D`."""
-        group = self.group if torch.is_grad_enabled() else None
+        kernel = kernel or self.kernel
+        group = self._active_group
         if group is None:
-            return self._call(kernel or self.kernel, query, key, value)
-        query, key, value = (group.by_head(each) for each in (query, key, value))
-        return group.by_token(self._call(kernel or self.kernel, query, key, value))
+            return self._call(kernel, query, key, value)
+        query, key, value = (group.by_head(x) for x in (query, key, value))
+        return group.by_token(self._call(kernel, query, key, value))
+
+    @property
+    def _active_group(self) -> SequenceGroup | None:
+        """The group, except in previews, which run without gradients: they are not sharded."""
+        return self.group if torch.is_grad_enabled() else None
 
     @property
     def shares(self) -> int:
         """How many processes share the heads of a call."""
-        return 1 if self.group is None or not torch.is_grad_enabled() else self.group.size
+        group = self._active_group
+        return 1 if group is None else group.size
 
     @property
     def is_kept(self) -> bool:
@@ -84,7 +92,7 @@ class SelfAttention:
 
 
 class FreeSizes:
-    """Marks dimensions as dynamic for the compiler.
+    """Marks dimensions as dynamic for the compiler, so that it compiles once for all sizes.
 
     Marking takes longer than launching a kernel, so inputs are marked once per shape, and again
     after a compilation.
@@ -99,12 +107,12 @@ class FreeSizes:
     ) -> None:
         """Mark `dimensions` of the inputs of a call."""
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        if graphs != self._graphs:
+        if graphs != self._graphs:  # something was compiled
             self._graphs = graphs
             self._marked.clear()
         kinds = [
-            None if each is None else (each.shape, each.dtype, each.requires_grad)
-            for each in inputs
+            None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
+            for tensor in inputs
         ]
         # Training and sampling are compiled separately, as are different dtypes.
         call = (torch.is_grad_enabled(), *kinds)
@@ -146,7 +154,8 @@ class FastBlocks:
         In a checkpointed block, a version that recomputes itself is outside the checkpoint, whose
         recomputation ends before it.
         """
-        if name not in self.recomputing or not self.self_attention.is_kept:
+        is_checkpointed = self.self_attention.is_kept
+        if name not in self.recomputing or not is_checkpointed:
             return self.pieces[name](*inputs)
         with self.outside_checkpoint:
             return self.recomputing[name](*inputs)

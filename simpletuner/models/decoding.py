@@ -11,6 +11,7 @@ frames at a time, so strips would save almost nothing and are not supported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -64,71 +65,86 @@ def use_strips(vae: Any) -> None:
 
 
 def has_more_inputs(block: Any) -> bool:
-    """Whether an LTX-2 block depends on noise or timesteps, or changes its width; no published
-    block does.
+    """Whether an LTX-2 block depends on noise or timesteps, or changes its width.
+
+    No published block does.
     """
     if not isinstance(block, LTX2VideoResnetBlock3d):
         return False
-    return (block.norm3, block.per_channel_scale1, block.scale_shift_table) != (None, None, None)
+    inputs = (block.norm3, block.per_channel_scale1, block.scale_shift_table)
+    return any(module is not None for module in inputs)
 
 
-def strips(height: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Row slices: a strip, the strip with one neighbour per side, and the position of the strip in
-    the latter.
+@dataclass(frozen=True)
+class Strip:
+    """A strip of a picture's rows.
+
+    Attributes:
+        rows: the rows of the strip.
+        read: these rows and one neighbour per side, since kernels are three rows high.
+        inner: `rows` within `read`.
     """
+
+    rows: slice
+    read: slice
+    inner: slice
+
+
+def strips(height: int) -> Iterator[Strip]:
+    """The strips of a picture, from top to bottom."""
     for top in range(0, height, ROWS):
         bottom = min(top + ROWS, height)
-        # One neighbour per side, since kernels are three rows high.
         first = max(top - 1, 0)
-        yield (
-            slice(top, bottom),
-            slice(first, min(bottom + 1, height)),
-            slice(top - first, bottom - first),
+        yield Strip(
+            rows=slice(top, bottom),
+            read=slice(first, min(bottom + 1, height)),
+            inner=slice(top - first, bottom - first),
         )
 
 
 def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **settings: Any) -> Tensor:
-    """`compute(x)` of `... H W` in strips; an output row may depend on neighbouring rows, and rows
-    may be upsampled.
+    """`compute(x)` of `... H W` in strips.
+
+    A row of the output may depend on neighbouring rows, and `compute` may upsample rows.
     """
     out = x.new_empty(0)
-    for own, reach, place in strips(x.shape[-2]):
-        part = compute(x[..., reach, :], *inputs, **settings)
-        scale = part.shape[-2] // (reach.stop - reach.start)
-        if own.start == 0:
+    for strip in strips(x.shape[-2]):
+        part = compute(x[..., strip.read, :], *inputs, **settings)
+        scale = part.shape[-2] // (strip.read.stop - strip.read.start)
+        if strip.rows.start == 0:
             out = part.new_empty((*part.shape[:-2], scale * x.shape[-2], part.shape[-1]))
-        out[..., scale * own.start : scale * own.stop, :] = part[
-            ..., scale * place.start : scale * place.stop, :
-        ]
+        out[..., _scaled(strip.rows, scale), :] = part[..., _scaled(strip.inner, scale), :]
     return out
+
+
+def _scaled(rows: slice, scale: int) -> slice:
+    return slice(scale * rows.start, scale * rows.stop)
 
 
 def resnet_in_strips(
     block: Any, x: Tensor, temb: None = None, generator: None = None, **settings: Any
 ) -> Tensor:
     """The output of a residual block, `B C H W` or `B C T H W`, written in place over its input."""
-    # Statistics are computed over one sample.
-    if len(x) > 1:
+    if len(x) > 1:  # statistics are computed over one sample
         return torch.cat([resnet_in_strips(block, sample, **settings) for sample in x.split(1)])
-    first = normaliser(block.norm1, x)
     act = block.nonlinearity
-    middle = in_strips(lambda rows: block.conv1(act(first(rows)), **settings), x)
-    second = normaliser(block.norm2, middle)
+    first_norm = normaliser(block.norm1, x)
+    middle = in_strips(lambda rows: block.conv1(act(first_norm(rows)), **settings), x)
+    second_norm = normaliser(block.norm2, middle)
     # In place is safe: from here on, a strip of the output reads only the same rows of `x`.
-    out = x[:, : middle.shape[1]] if middle.shape[1] <= x.shape[1] else torch.empty_like(middle)
-    for own, reach, place in strips(x.shape[-2]):
-        rows = x[..., own, :]
-        added = block.conv2(act(second(middle[..., reach, :])), **settings)[..., place, :]
-        out[..., own, :] = added + (
-            rows if block.conv_shortcut is None else block.conv_shortcut(rows)
-        )
+    channels = middle.shape[1]
+    out = x[:, :channels] if channels <= x.shape[1] else torch.empty_like(middle)
+    for strip in strips(x.shape[-2]):
+        residual = block.conv2(act(second_norm(middle[..., strip.read, :])), **settings)
+        rows = x[..., strip.rows, :]
+        if block.conv_shortcut is not None:
+            rows = block.conv_shortcut(rows)
+        out[..., strip.rows, :] = residual[..., strip.inner, :] + rows
     return out
 
 
 def normaliser(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that normalises rows of a sample `1 C ... H W` with the statistics of all rows,
-    like `norm`.
-    """
+    """`norm` for some rows of a sample `1 C ... H W`, with the statistics of all its rows."""
     if not isinstance(norm, nn.GroupNorm):
         return norm  # normalises single positions
     mean, variance = channel_statistics(norm, x)
@@ -140,16 +156,15 @@ def normaliser(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance per channel, `C`, float32, of the channel's group, combined from statistics
-    of strips.
-    """
-    found = []
+    """Mean and variance of every channel's group, combined from strips: float32, `C` each."""
+    statistics = []
     shares = []
-    for own, _, _ in strips(x.shape[-2]):
-        groups = x[0, ..., own, :].float().unflatten(0, (norm.num_groups, -1)).flatten(1)
-        found.append(torch.stack(torch.var_mean(groups, dim=1, correction=0)))
-        shares.append((own.stop - own.start) / x.shape[-2])
-    variances, means = torch.stack(found, dim=-1)  # each `groups strips`
+    for strip in strips(x.shape[-2]):
+        rows = x[0, ..., strip.rows, :].float()
+        groups = rows.unflatten(0, (norm.num_groups, -1)).flatten(1)
+        statistics.append(torch.stack(torch.var_mean(groups, dim=1, correction=0)))
+        shares.append((strip.rows.stop - strip.rows.start) / x.shape[-2])
+    variances, means = torch.stack(statistics, dim=-1)  # `groups strips` each
     share = torch.tensor(shares, device=x.device)
     mean = (share * means).sum(1)
     # Var[x] = E[Var[x | strip]] + Var[E[x | strip]], with population variances (correction=0).
@@ -161,9 +176,7 @@ def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
 def decode_tiles(
     decode: Callable[..., Any], stride: int, z: Tensor, *, return_dict: bool = True
 ) -> DecoderOutput | tuple[Tensor]:
-    """`decode` of z `... H W` in overlapping tiles, blended with weights that fall off towards
-    their edges.
-    """
+    """`decode` of z `... H W` in overlapping tiles, whose weights fall off towards their edges."""
     total = z.new_empty(0)
     out = z.new_empty(0)
     for rows in spans(z.shape[-2], stride):
@@ -173,23 +186,20 @@ def decode_tiles(
                 size = [stride * side for side in z.shape[-2:]]
                 out = part.new_zeros((*part.shape[:-2], *size), dtype=torch.float32)
                 total = out.new_zeros(size)
-            weight = fall_off(part.shape[-2], z.device)[:, None] * fall_off(
-                part.shape[-1], z.device
-            )
-            down, across = (
-                slice(stride * part.start, stride * part.stop) for part in (rows, columns)
-            )
-            out[..., down, across] += part * weight
-            total[down, across] += weight
+            down = fall_off(part.shape[-2], z.device)
+            across = fall_off(part.shape[-1], z.device)
+            weight = down[:, None] * across
+            pixel_rows = _scaled(rows, stride)
+            pixel_columns = _scaled(columns, stride)
+            out[..., pixel_rows, pixel_columns] += part * weight
+            total[pixel_rows, pixel_columns] += weight
     # Normalised, since weights of overlapping tiles need not add up to 1.
     pixels = out.div_(total).to(part.dtype)
     return DecoderOutput(sample=pixels) if return_dict else (pixels,)
 
 
 def spans(length: int, stride: int) -> Iterator[slice]:
-    """Equal tiles along a side, in latent positions, evenly spread, with an overlap of at least
-    `OVERLAP` pixels.
-    """
+    """Equal tiles along a side, in latent positions, that overlap by `OVERLAP` pixels or more."""
     tile = min(TILE // stride, length)
     overlap = OVERLAP // stride
     count = max(1, ceil_div(length - overlap, tile - overlap))
@@ -199,9 +209,7 @@ def spans(length: int, stride: int) -> Iterator[slice]:
 
 
 def fall_off(length: int, device: torch.device) -> Tensor:
-    """Blending weights along a side of a tile: 1 inside, less within `OVERLAP` pixels of its
-    ends.
-    """
+    """Blending weights along a tile's side: 1 inside, less within `OVERLAP` pixels of its ends."""
     # At pixel centres, so that no weight is 0, since corners of the picture are in one tile only.
-    places = torch.arange(length, device=device) + 0.5
-    return (torch.minimum(places, length - places) / OVERLAP).clamp(max=1)
+    centres = torch.arange(length, device=device) + 0.5
+    return (torch.minimum(centres, length - centres) / OVERLAP).clamp(max=1)

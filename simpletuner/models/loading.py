@@ -1,9 +1,10 @@
 """Loads models, and lowers the peak memory of VAEs without changing results.
 
-- weights whole, or module by module, so that memory never holds all of them
 - full float32 on a GPU for models and layers that need it
+- weights as a whole, with errors that name the part
 - 3D convolutions in slices of time, and the HunyuanVideo VAE's attention without its mask
-- pipelines whose transformer has no weights, to check LoRA files against
+- schedulers and stock pipelines, whose transformer may have no weights, to check LoRA files against
+- weights module by module, so that memory never holds all of them
 
 TF32, which `disable_tf32` disables everywhere, keeps 10 of 23 mantissa bits. This is enough for a
 float32 run and for a LoRA's float32 weights, but would defeat the purpose of a float32 VAE, and of
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -43,12 +45,15 @@ def full_float32() -> Iterator[None]:
     """A context without TF32. The setting is process-wide, so it affects other threads too."""
     products = torch.backends.cuda.matmul
     convolutions = torch.backends.cudnn
-    allowed = products.allow_tf32, convolutions.allow_tf32
+    in_products = products.allow_tf32
+    in_convolutions = convolutions.allow_tf32
     try:
-        products.allow_tf32 = convolutions.allow_tf32 = False
+        products.allow_tf32 = False
+        convolutions.allow_tf32 = False
         yield
     finally:
-        products.allow_tf32, convolutions.allow_tf32 = allowed
+        products.allow_tf32 = in_products
+        convolutions.allow_tf32 = in_convolutions
 
 
 @torch.library.custom_op(
@@ -68,14 +73,19 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight and bias, each None if not needed."""
     x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
     rows = gradient.flatten(0, -2)
-    return (
-        full_linear(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None,
-        # linear(Gᵀ, Xᵀ) = Gᵀ X, the gradient of the weight.
-        full_linear(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None,
-        rows.sum(0) if ctx.needs_input_grad[2] else None,
-    )
+    x_gradient = weight_gradient = bias_gradient = None
+    if needs_x:
+        x_gradient = full_linear(gradient, weight.t(), None)
+    if needs_weight:
+        # linear(Gᵀ, Xᵀ) = Gᵀ X.
+        weight_gradient = full_linear(rows.t(), x.flatten(0, -2).t(), None)
+    if needs_bias:
+        bias_gradient = rows.sum(0)
+    return x_gradient, weight_gradient, bias_gradient
 
 
 full_linear.register_autograd(
@@ -88,13 +98,25 @@ def keep_full_float32(transformer: nn.Module) -> None:
     model: Any = transformer
     kept = set(model._keep_in_fp32_modules or ())
     for name, layer in transformer.named_modules():
-        if isinstance(layer, nn.Linear) and kept & {*name.split(".")}:
+        if isinstance(layer, nn.Linear) and kept & set(name.split(".")):
             layer.forward = MethodType(_full_forward, layer)  # type: ignore[method-assign]
 
 
 def _full_forward(layer: nn.Linear, x: Tensor) -> Tensor:
     """As `nn.Linear`; a weight that is stored in bf16 is cast to the dtype of the input."""
     return full_linear(x, layer.weight.to(x.dtype), layer.bias)
+
+
+# What the libraries raise for files that they cannot use.
+LIBRARY_ERRORS = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    SafetensorError,
+)
 
 
 @contextmanager
@@ -106,24 +128,18 @@ def user_errors(part: Part) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        SafetensorError,
-    ) as error:
+    except LIBRARY_ERRORS as error:
         if reached_limit(error):  # not a fault of the files
             raise
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise UserError(f"{part.described} cannot be loaded: {reason}") from error
 
 
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
-    """Load a model and require every weight in its files: the libraries would initialise missing
-    ones at random.
+    """Load a model, and require every weight in its files.
+
+    The libraries would initialise missing ones at random.
 
     Args:
         model_class: a model class of diffusers or transformers.
@@ -134,10 +150,10 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
     """
     folder = part.fetch()
     with user_errors(part):
-        model, found = model_class.from_pretrained(
+        model, report = model_class.from_pretrained(
             folder, variant=part.variant, output_loading_info=True, **settings
         )
-    refuse_missing(part, found["missing_keys"])
+    refuse_missing(part, report["missing_keys"])
     return model
 
 
@@ -150,8 +166,7 @@ def refuse_missing(part: Part, absent: Collection[str]) -> None:
 
 
 def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bool) -> Any:
-    """Load a transformer onto the CPU in one dtype, except for layers that its class keeps in
-    float32.
+    """Load a transformer onto the CPU in one dtype; its class keeps some layers in float32.
 
     Args:
         empty: read no weights: parameters are on `meta`, and only buffers have values.
@@ -180,8 +195,7 @@ def build_bare(model_class: Any, settings: Any) -> Any:
 
 
 def check_shapes(part: Part) -> None:
-    """Compare a diffusers model's files with the names and shapes of its class, without loading a
-    weight.
+    """Compare a diffusers model's files with its class by names and shapes, without loading.
 
     Raises:
         UserError: a weight is missing, or its shape differs from that in the config.
@@ -192,10 +206,10 @@ def check_shapes(part: Part) -> None:
         return  # unknown formats are checked when they are loaded
     with user_errors(part):
         model = build_bare(getattr(diffusers, settings["_class_name"]), settings)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong = [
-        f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape
-    ]
+    wrong = []
+    for name, tensor in model.state_dict().items():
+        if stored.get(name) != tuple(tensor.shape):
+            wrong.append(f"{name} {list(tensor.shape)}")
     if wrong:
         raise UserError(
             f"{part.described} does not fit its config.json: its files lack {shorten(wrong)}."
@@ -225,14 +239,14 @@ def load_vae(
     (kind,) = spec.components["vae"].kinds
     part = source["vae"]
     vae = load_whole(getattr(diffusers, kind), part, torch_dtype=dtype)
-    broken = [
-        name for name, tensor in vae.state_dict().items() if not bool(tensor.isfinite().all())
-    ]
+    weights = vae.state_dict()
+    broken = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
     if broken:
         raise UserError(f"{part.described} holds NaN or infinite values in {shorten(broken)}.")
     vae.requires_grad_(False).eval().to(device)
     if dtype == torch.float32 and device.type == "cuda":
-        vae.encode, vae.decode = (full_float32()(method) for method in (vae.encode, vae.decode))
+        vae.encode = full_float32()(vae.encode)
+        vae.decode = full_float32()(vae.decode)
     if caching.vae_enable_slicing:
         vae.enable_slicing()
     if caching.vae_enable_tiling:
@@ -241,10 +255,12 @@ def load_vae(
 
 
 def slice_convolutions(vae: nn.Module) -> int:
-    """Let the causal convolutions of a HunyuanVideo VAE compute one output frame at a time; returns
-    their number.
+    """Let the causal convolutions of a HunyuanVideo VAE compute one output frame at a time.
 
     Each slice is padded separately, so the whole clip is never copied for padding.
+
+    Returns:
+        the number of convolutions.
     """
     convolutions = [
         module for module in vae.modules() if isinstance(module, HunyuanVideoCausalConv3d)
@@ -257,20 +273,18 @@ def slice_convolutions(vae: nn.Module) -> int:
 def sliced_forward(module: Any, x: Tensor) -> Tensor:
     """The convolution of `B C T H W`, computed one output frame at a time."""
     conv = module.conv
+    # In the order of `pad`: both sides of W, both of H, before and after in T. Causal: none after.
     *sides, before, _ = module.time_causal_padding
     kernel = conv.kernel_size[0]
     stride = conv.stride[0]
     total = (x.shape[2] + before - kernel) // stride + 1
     out = x.new_empty(0)
     for frame in range(total):
-        first = frame * stride - before  # of the input
-        # In the order W, H, T of `pad`; in time, only before the first frame of the clip.
-        padding = (*sides, max(-first, 0), 0)
-        part = conv(
-            nn.functional.pad(
-                x[:, :, max(first, 0) : first + kernel], padding, mode=module.pad_mode
-            )
-        )
+        first = frame * stride - before  # input frame; negative while the kernel reaches padding
+        frames = x[:, :, max(first, 0) : first + kernel]
+        missing = max(-first, 0)
+        padded = nn.functional.pad(frames, (*sides, missing, 0), mode=module.pad_mode)
+        part = conv(padded)
         if frame == 0:
             out = part.new_empty((*part.shape[:2], total, *part.shape[3:]))
         out[:, :, frame : frame + 1] = part
@@ -280,13 +294,17 @@ def sliced_forward(module: Any, x: Tensor) -> Tensor:
 def attend_by_frame(vae: nn.Module) -> None:
     """Make the mid blocks of a HunyuanVideo VAE attend frame by frame, without a mask."""
     for block in vae.modules():
-        # All other attention keeps its mask.
-        if isinstance(block, HunyuanVideoMidBlock3D) and all(map(_is_plain, block.attentions)):
+        if not isinstance(block, HunyuanVideoMidBlock3D):
+            continue
+        if all(_is_plain(attn) for attn in block.attentions):  # others keep their mask
             block.forward = partial(_mid_block_forward, block)
 
 
 def _is_plain(attn: Any) -> bool:
-    return attn is not None and (attn.spatial_norm, attn.norm_q, attn.norm_k) == (None, None, None)
+    """Whether an attention has no norms but the group norm, as `frame_causal_attention` assumes."""
+    if attn is None:
+        return False
+    return attn.spatial_norm is None and attn.norm_q is None and attn.norm_k is None
 
 
 def _mid_block_forward(block: Any, x: Tensor) -> Tensor:
@@ -298,9 +316,7 @@ def _mid_block_forward(block: Any, x: Tensor) -> Tensor:
 
 
 def frame_causal_attention(attn: Any, x: Tensor) -> Tensor:
-    """diffusers' `Attention` on `B C F H W`, where each frame attends to itself and to earlier
-    frames.
-    """
+    """diffusers' `Attention` on `B C F H W`: a frame attends to itself and to earlier frames."""
     tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)  # B F·H·W C
     normed = attn.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
     query, key, value = (
@@ -310,37 +326,41 @@ def frame_causal_attention(attn: Any, x: Tensor) -> Tensor:
     frames = []
     per_frame = tokens.shape[1] // x.shape[2]
     for end in range(per_frame, tokens.shape[1] + 1, per_frame):
-        parts = query[:, :, end - per_frame : end], key[:, :, :end], value[:, :, :end]
-        frames.append(nn.functional.scaled_dot_product_attention(*parts))
+        frame = nn.functional.scaled_dot_product_attention(
+            query[:, :, end - per_frame : end], key[:, :, :end], value[:, :, :end]
+        )
+        frames.append(frame)
     attended = attn.to_out[0](torch.cat(frames, dim=2).transpose(1, 2).flatten(2))
     out = (attended + tokens) / attn.rescale_output_factor
     return out.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
 
 
 def with_solver(scheduler: Any, name: str | None) -> Any:
-    """The scheduler selected by `validation_noise_scheduler`, with the shift of the pipeline's
-    scheduler.
+    """The scheduler that `validation_noise_scheduler` selects, with the pipeline's shift.
 
     diffusers' multi-step solvers truncate timesteps to integers, so the model's timestep is too low
     by up to 1 of 1000.
     """
     if name is None or type(scheduler).__name__ == SOLVERS[name]:
         return scheduler
+    # Multi-step solvers call it `flow_shift`.
     shift = scheduler.config.get("flow_shift", scheduler.config.get("shift"))
-    settings = {"shift": shift} if name == "euler" else {**FLOW, "flow_shift": shift}
+    settings: dict[str, Any] = {"shift": shift}
+    if name != "euler":
+        settings = {**FLOW, "flow_shift": shift}
     return getattr(diffusers, SOLVERS[name])(**settings)
 
 
 def stock_pipeline(pipeline_class: Any, source: ModelSource, **parts: Any) -> Any:
     """A diffusers pipeline with these parts of a checkpoint only."""
-    pipeline = pipeline_class(**{**dict.fromkeys(source.parts), **parts})
+    absent = dict.fromkeys(source.parts)
+    pipeline = pipeline_class(**{**absent, **parts})
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def share_zero_weights(model: nn.Module) -> nn.Module:
-    """Replace the parameters of a model on the meta device by CPU tensors that expand a single
-    zero.
+    """Replace the parameters of a model on the meta device by CPU tensors that expand one zero.
 
     They have the right shapes and take no memory. On the meta device, loading a LoRA would silently
     copy no values.
@@ -371,16 +391,17 @@ class DeferredWeights:
         self._model: Any = transformer
         self._part = part
         self._dtype = dtype
-        is_empty = any(parameter.is_meta for parameter in transformer.parameters())
-        self._lacking = list(transformer.state_dict()) if is_empty else []
-        self._files = part.weight_files() if is_empty else {}
-        self._whole: dict[str, Tensor] = {}
-        # Other formats do not support reading single weights.
-        if is_empty and not self._files:
-            self._whole = load_whole(
-                type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True
-            ).state_dict()
-        refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())
+        self._lacking: list[str] = []
+        self._files: dict[str, Path] = {}
+        self._loaded: dict[str, Tensor] = {}
+        if not any(parameter.is_meta for parameter in transformer.parameters()):
+            return
+        self._lacking = list(transformer.state_dict())
+        self._files = part.weight_files()
+        if not self._files:  # other formats do not support reading single weights
+            model = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True)
+            self._loaded = model.state_dict()
+        refuse_missing(part, set(self._lacking) - self._files.keys() - self._loaded.keys())
 
     def fill(self, modules: Sequence[nn.Module]) -> None:
         """Load the missing weights of these modules.
@@ -388,28 +409,34 @@ class DeferredWeights:
         Raises:
             UserError: a file cannot be read, or a weight has another shape.
         """
-        paths = tuple(
-            f"{path}." if path else ""
-            for path, part in self._model.named_modules()
-            if part in modules
-        )
-        wanted = [name for name in self._lacking if name.startswith(paths)]
-        self._lacking = [name for name in self._lacking if not name.startswith(paths)]
+        prefixes = []
+        for path, module in self._model.named_modules():
+            if module in modules:
+                prefixes.append(f"{path}." if path else "")  # the model itself has an empty path
+        names = [name for name in self._lacking if name.startswith(tuple(prefixes))]
+        self._lacking = [name for name in self._lacking if not name.startswith(tuple(prefixes))]
         with user_errors(self._part):
-            for name, tensor in self._read(wanted):
+            for name, tensor in self._read(names):
                 self._put(name, tensor)
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, self._whole.pop(name)) for name in names if self._whole)
+        """The weights of these names, one file after the other."""
+        if not self._files:
+            for name in names:
+                yield name, self._loaded.pop(name)
+            return
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._files[name], []).append(name)
         # Files are mapped again for each call, since one mapping would last until the last module
         # has been read.
-        for path in dict.fromkeys(self._files[name] for name in names if self._files):
+        for path, names_in_file in by_file.items():
             with safe_open(path, framework="pt") as file:
-                yield from (
-                    (name, file.get_tensor(name)) for name in names if self._files[name] == path
-                )
+                for name in names_in_file:
+                    yield name, file.get_tensor(name)
 
     def _put(self, name: str, tensor: Tensor) -> None:
+        """Replace an empty parameter or buffer of the model by a tensor in its final dtype."""
         path, _, key = name.rpartition(".")
         module = self._model.get_submodule(path)
         before: Tensor = getattr(module, key)
@@ -418,15 +445,11 @@ class DeferredWeights:
                 f"{name} is {list(tensor.shape)} in its files and {list(before.shape)} in its "
                 "config.json"
             )
-        if (
-            tensor.is_floating_point()
-        ):  # in the dtype of the model, or in float32 if the class keeps it so
+        if tensor.is_floating_point():
             kept = set(self._model._keep_in_fp32_modules or ())
-            tensor = tensor.to(torch.float32 if kept & {*name.split(".")} else self._dtype)
+            stays_float32 = not kept.isdisjoint(name.split("."))
+            tensor = tensor.to(torch.float32 if stays_float32 else self._dtype)
         value = tensor.contiguous()
-        is_parameter = isinstance(before, nn.Parameter)
-        setattr(
-            module,
-            key,
-            nn.Parameter(value, requires_grad=before.requires_grad) if is_parameter else value,
-        )
+        if isinstance(before, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=before.requires_grad)
+        setattr(module, key, value)

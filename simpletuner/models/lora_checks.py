@@ -23,9 +23,8 @@ from simpletuner.weights.lora_names import (
 from simpletuner.weights.published_lora import find_lora, lora_settings, model_in_header
 
 INIT = "init_lora"
-Features = Mapping[
-    str, tuple[int, int]
-]  # (out, in) features of a model's linear layers; empty if it is not here
+# (out, in) features of a model's linear layers by name; empty if it is not on this machine.
+Features = Mapping[str, tuple[int, int]]
 
 
 def check_init_lora(
@@ -46,24 +45,32 @@ def check_init_lora(
         return
     faults = Problems()
     shapes = read_shapes(INIT, path, faults)
-    if any(marker in name for name in shapes for marker in OTHER_KINDS):
-        message = (
+    if _is_other_kind(shapes):
+        report.error(
+            INIT,
             f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the "
-            "LoRA beside it."
+            "LoRA beside it.",
         )
-        report.error(INIT, message)
         return
     if shapes:
         _check_contents(INIT, path, shapes, modules, family, faults)
     report.extend(faults)
     if not shapes or faults.are_fatal:
-        return
+        return  # what follows would only report consequences
     trigger = read_header(path)[METADATA].get("trigger")
     if trigger:
-        words = str(trigger).strip()
-        message = f"{str(path)!r} was trained with captions that begin with {words!r}"
-        report.warn(INIT, f"{message}; begin yours with it, too.")
+        phrase = str(trigger).strip()
+        report.warn(
+            INIT,
+            f"{str(path)!r} was trained with captions that begin with {phrase!r}; begin yours "
+            "with it, too.",
+        )
     _check_layers(config, path, shapes, modules, set(matching_modules(modules, targets)), report)
+
+
+def _is_other_kind(shapes: Shapes) -> bool:
+    """Whether a file has the weights of another kind of adapter."""
+    return any(marker in name for name in shapes for marker in OTHER_KINDS)
 
 
 def _check_hub_id(location: str, report: Problems) -> None:
@@ -71,15 +78,17 @@ def _check_hub_id(location: str, report: Problems) -> None:
     from huggingface_hub import is_offline_mode
 
     if is_offline_mode():
-        message = f"{location!r} is not on this machine, and HF_HUB_OFFLINE forbids a download."
         report.error(
             INIT,
-            f"{message} Unset it, or download the LoRA and its settings file, and name "
-            "their folder.",
+            f"{location!r} is not on this machine, and HF_HUB_OFFLINE forbids a download. Unset "
+            "it, or download the LoRA and its settings file, and name their folder.",
         )
     elif home_path(location).parent.is_dir():
-        message = f"there is no file or folder {location!r}, so it is taken for a LoRA of the hub."
-        report.warn(INIT, f"{message}{similar_path(home_path(location))}")
+        report.warn(
+            INIT,
+            f"there is no file or folder {location!r}, so it is treated as a Hugging Face LoRA id."
+            f"{similar_path(home_path(location))}",
+        )
 
 
 def _check_layers(
@@ -87,93 +96,103 @@ def _check_layers(
     path: Path,
     shapes: Shapes,
     modules: Features,
-    wanted: Set[str],
+    trained: Set[str],
     report: Problems,
 ) -> None:
-    """Compare the layers of `init_lora` with the trained layers (`wanted`), if known."""
+    """Compare the layers of `init_lora` with the trained layers, if these are known."""
     layers = layers_in(shapes, list(modules))
     ranks = {layer: parts["A"][0] for layer, parts in layers.items() if parts.get("A")}
-    differing = sorted(
-        {rank for module, rank in ranks.items() if module in (wanted or ranks)} - {config.lora_rank}
-    )
+    compared = trained or set(ranks)
+    used_ranks = {rank for layer, rank in ranks.items() if layer in compared}
+    differing = sorted(used_ranks - {config.lora_rank})
     if differing:
         shown = ", ".join(map(str, differing))
         report.error(INIT, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
-    if not config.use_dora and any(
-        name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in shapes
-    ):
+    is_dora = any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in shapes)
+    if is_dora and not config.use_dora:
         report.error(INIT, f"{str(path)!r} is a DoRA; set use_dora.")
-    if wanted:
-        _check_coverage(path, wanted, ranks.keys() & set(modules), report)
+    if trained:
+        _check_coverage(path, trained, ranks.keys() & set(modules), report)
 
 
-def _check_coverage(path: Path, wanted: Set[str], held: Set[str], report: Problems) -> None:
+def _check_coverage(path: Path, trained: Set[str], held: Set[str], report: Problems) -> None:
     """Report trained layers missing in the file, and layers in the file that are not trained."""
-    if absent := sorted(wanted - held):
-        covered = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
-        message = f"{str(path)!r} {covered}; the others start untrained ({shorten(absent)})."
-        report.warn(INIT, message)
-    if surplus := sorted(held - wanted):
-        message = (
-            f"not trained, so dropped: {counted(len(surplus), 'layer')} of {str(path)!r} "
-            f"({shorten(surplus)})."
+    absent = sorted(trained - held)
+    if absent:
+        report.warn(
+            INIT,
+            f"{str(path)!r} holds {len(trained & held)} of {len(trained)} trained layers; the "
+            f"others start untrained ({shorten(absent)}).",
         )
-        report.warn(INIT, f"{message} Name them in peft_lora_target_modules to keep them.")
+    surplus = sorted(held - trained)
+    if surplus:
+        report.warn(
+            INIT,
+            f"not trained, so dropped: {counted(len(surplus), 'layer')} of {str(path)!r} "
+            f"({shorten(surplus)}). Name them in peft_lora_target_modules to keep them.",
+        )
 
 
 def read_shapes(key: str, path: Path, report: Problems) -> dict[str, Shape]:
-    """Names and shapes in the LoRA file of a key; empty, with a problem, if the file cannot be
-    used.
+    """Names and shapes in the LoRA file of a key.
+
+    Empty, with a problem reported, if the file cannot be used.
     """
     if not path.is_file():
         report.error(key, missing_path(path))
         return {}
     try:
         shapes = tensor_shapes(path)
-        if fault := _fault(path) if shapes else "holds no weights":
-            raise WeightsError(fault)
+        if not shapes:
+            raise WeightsError("holds no weights")
+        _check_header(path)
+        lora_settings(path)
         return shapes
     except WeightsError as error:
         report.error(key, f"{str(path)!r} {error}.")
         return {}
 
 
-def _fault(path: Path) -> str:
-    """The fault of a LoRA file's header or settings, as text after its name; empty without a
-    fault.
+def _check_header(path: Path) -> None:
+    """Check the dtypes and shapes in a LoRA file.
+
+    Raises:
+        WeightsError: they cannot be those of a LoRA; the message follows the file's name.
     """
     header = weights_header(path)
-    kinds = {
-        name: kind for name, (kind, _) in header.items() if role_of(name) not in (None, "alpha")
-    }
-    if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
-        return f"holds weights that are not floating-point numbers: {shorten(wrong, 3)}"
-    layers = layers_in({name: shape for name, (_, shape) in header.items()})
-    if wrong := _unpaired(layers):
-        return f"holds matrices without a product: {shorten(wrong, 3)}"
-    if wrong := _magnitudes_of_inputs(layers):
-        return (
-            "is a DoRA with a magnitude per input, where one per output is supported: "
-            f"{shorten(wrong, 3)}"
+    not_floats = []
+    for name, (dtype, _) in header.items():
+        is_factor = role_of(name) not in (None, "alpha")
+        if is_factor and dtype not in FLOATS:
+            not_floats.append(f"{name} ({dtype})")
+    if not_floats:
+        raise WeightsError(
+            f"contains weights that are not floating point: {shorten(not_floats, 3)}"
         )
-    try:
-        lora_settings(path)
-    except WeightsError as error:
-        return str(error)
-    return ""
+    layers = layers_in({name: shape for name, (_, shape) in header.items()})
+    unpaired = _unpaired(layers)
+    if unpaired:
+        raise WeightsError(
+            f"has A and B matrices whose shapes do not match: {shorten(unpaired, 3)}"
+        )
+    per_input = _magnitudes_of_inputs(layers)
+    if per_input:
+        raise WeightsError(
+            "is a DoRA with a magnitude per input, where one per output is supported: "
+            f"{shorten(per_input, 3)}"
+        )
 
 
 def _unpaired(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
-    """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is not a single
-    number.
-    """
+    """Layers whose A and B cannot be multiplied, or whose alpha is not a single number."""
     wrong = []
     for layer, parts in layers.items():
         down = parts.get("A", ())
         up = parts.get("B", ())
         alpha = parts.get("alpha", ())
-        fits = min(len(down), len(up)) > 1 and down[0] == up[1] > 0 and math.prod(alpha) == 1
-        if not fits and parts.keys() & {"A", "B"}:
+        are_matrices = len(down) > 1 and len(up) > 1
+        fits = are_matrices and down[0] == up[1] > 0 and math.prod(alpha) == 1
+        if not fits and ("A" in parts or "B" in parts):
             shapes = f"A {list(down)}, B {list(up)}"
             if alpha:
                 shapes += f", alpha {list(alpha)}"
@@ -182,10 +201,10 @@ def _unpaired(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
 
 
 def _magnitudes_of_inputs(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
-    """Layers of a DoRA whose magnitudes are not one per output, as with `wd_on_output: false` of
-    LyCORIS.
+    """Layers of a DoRA whose magnitudes are not one per output.
 
-    ComfyUI tells the two apart by the first side, so a square layer is told apart, too.
+    LyCORIS writes one per input with `wd_on_output: false`. ComfyUI distinguishes the two by the
+    first side of the tensor, and so does this, even for a square layer.
     """
     wrong = []
     for layer, parts in layers.items():
@@ -215,16 +234,14 @@ def check_lora_file(key: str, path: Path, modules: Features, family: str, report
 def _check_contents(
     key: str, path: Path, shapes: Shapes, modules: Features, family: str, report: Problems
 ) -> None:
-    """Report a LoRA of another family, other tensors than those of a LoRA, and layers that do not
-    fit.
-    """
+    """Report a LoRA of another family, tensors that no LoRA has, and layers that do not fit."""
     trained_on, _ = model_in_header(path)
     if trained_on not in ("", family):
         report.error(key, f"{str(path)!r} was trained on {trained_on}, not on {family}.")
         return
-    strange = [name for name in shapes if role_of(name) is None]
-    if strange:
-        report.error(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
+    unknown = [name for name in shapes if role_of(name) is None]
+    if unknown:
+        report.error(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(unknown, 3)}.")
     if modules:
         _check_fit(key, path, layers_in(shapes, list(modules)), modules, report)
 

@@ -29,7 +29,8 @@ def resolve_targets(value: Any, spec: FamilySpec, report: Problems) -> Targets:
             value = read_json(Path(value), report, list, "a JSON list of module names")
         else:
             value = [name.strip() for name in value.split(",")]
-    if value and isinstance(value, list) and all(isinstance(name, str) for name in value):
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if value and is_list:
         return value
     if value is not None:
         report.error(LORA_TARGETS, f"{value!r} is not a list of module names.")
@@ -52,31 +53,33 @@ def check_targets(modules: Iterable[str], targets: Targets, report: Problems) ->
         if not matching_modules(modules, targets):
             report.error(LORA_TARGETS, f"{targets!r} matches no module.")
         return
-    # `to_q`, and `attn1.to_q` or `to_out.0`.
-    endings = sorted({".".join(name.split(".")[-depth:]) for name in modules for depth in (1, 2)})
+    # The last one or two parts of a path: `to_q`, `attn1.to_q`, `to_out.0`.
+    endings = set()
+    for name in modules:
+        parts = name.split(".")
+        endings.add(parts[-1])
+        endings.add(".".join(parts[-2:]))
     for target in targets:
         if not matching_modules(modules, [target]):
-            suggestion = did_you_mean(target, endings)
+            suggestion = did_you_mean(target, sorted(endings))
             report.error(
                 LORA_TARGETS, f"{target!r} matches no module of the transformer.{suggestion}"
             )
 
 
 def weights_of(shapes: Shapes) -> dict[str, Shape]:
-    """Shapes of weights with at least two dimensions, by layer, among parameters with these
-    shapes.
-    """
+    """Shapes of the weights with at least two dimensions, by layer."""
     return {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) > 1}
 
 
 def linear_modules(shapes: Shapes) -> dict[str, tuple[int, int]]:
-    """Linear layers and pointwise convolutions by name, with (out, in) features, among parameters
-    with these shapes.
+    """(out, in) features of linear layers and pointwise convolutions, by name.
 
     Every two-dimensional weight, even of an embedding, counts as a linear layer.
     """
-    return {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in shapes.items()
-        if name.endswith(".weight") and (len(shape) == 2 or shape[2:] == (1, 1))
-    }
+    modules = {}
+    for name, shape in shapes.items():
+        is_matrix = len(shape) == 2 or shape[2:] == (1, 1)
+        if name.endswith(".weight") and is_matrix:
+            modules[name.removesuffix(".weight")] = (shape[0], shape[1])
+    return modules

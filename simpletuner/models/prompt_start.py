@@ -58,22 +58,27 @@ class PromptStart:
     ) -> Tensor:
         """Hidden states of prompts that share their first `shared` tokens with the start."""
         assert self._hidden is not None
+        samples = len(ids)
         cache = DynamicCache()  # new for each batch, since the decoder appends to it
-        for index, states in enumerate(self._layers):
+        for index, (keys, values) in enumerate(self._layers):
             cache.update(
-                *(state[:, :, :shared].expand(len(ids), -1, -1, -1) for state in states), index
+                keys[:, :, :shared].expand(samples, -1, -1, -1),
+                values[:, :, :shared].expand(samples, -1, -1, -1),
+                index,
             )
-        rest = decoder(
-            input_ids=ids[:, shared:], attention_mask=mask, past_key_values=cache
-        ).last_hidden_state
-        return torch.cat([self._hidden[:, :shared].expand(len(ids), -1, -1), rest], dim=1)
+        output = decoder(input_ids=ids[:, shared:], attention_mask=mask, past_key_values=cache)
+        start = self._hidden[:, :shared].expand(samples, -1, -1)
+        return torch.cat([start, output.last_hidden_state], dim=1)
 
     def _shared(self, ids: Tensor) -> Tensor:
-        """Number of tokens, per prompt, shared with the start; at least `FEWEST_TO_READ` remain to
-        compute.
+        """Number of tokens that each prompt shares with the start, `B`.
+
+        At least `FEWEST_TO_READ` remain to compute.
         """
         most = max(0, min(len(self.tokens), ids.shape[1] - FEWEST_TO_READ))
-        return (ids[:, :most] == self.tokens[:most].to(ids.device)).int().cumprod(1).sum(1)
+        is_equal = ids[:, :most] == self.tokens[:most].to(ids.device)
+        # The product is 1 up to the first difference, and 0 from there on.
+        return is_equal.int().cumprod(1).sum(1)
 
     def _read_start(self, decoder: nn.Module, device: torch.device) -> Tensor:
         """Store keys and values of the start; returns its hidden states."""
@@ -89,7 +94,9 @@ class PromptStart:
 
 
 def lengthen(rows: Tensor, length: int) -> Tensor:
-    """Pad rows `B L` to at least `length` tokens by repeating the last token, which no earlier
-    token attends to.
+    """Pad rows `B L` to at least `length` tokens by repeating the last one.
+
+    Which token it is does not matter, since no earlier token attends to it.
     """
-    return torch.cat([rows, rows[:, -1:].expand(-1, max(0, length - rows.shape[1]))], dim=1)
+    missing = max(0, length - rows.shape[1])
+    return torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1)

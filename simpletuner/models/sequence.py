@@ -1,5 +1,4 @@
-"""Sequence parallelism (Ulysses): the processes of a group train on the same samples, each on a
-shard of the tokens.
+"""Sequence parallelism (Ulysses): the processes of a group shard the tokens of the same samples.
 
 Between the first and the last visual block, a process holds `s` of the `S` tokens of each sample.
 Only self-attention needs all of them: an all-to-all before it swaps tokens for heads among the P
@@ -32,17 +31,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from simpletuner.distributed.world import EXCHANGE_SECONDS, World
 
-# dimensions of `B S H D`
+# Dimensions of `B S H D`.
 TOKENS = 1
 HEADS = 2
 
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """The processes that shard the tokens of the same samples; without gradients, each process has
-    all tokens.
+    """The processes that shard the tokens of the same samples.
 
-    The number of tokens need not be divisible: the first processes get one more.
+    Without gradients, each process has all tokens. The number of tokens need not be divisible: the
+    first processes get one more.
 
     Attributes:
         rank, size: rank of this process in the group, and size of the group.
@@ -67,20 +66,17 @@ class SequenceGroup:
 
     def own(self, x: Tensor) -> Tensor:
         """This process's shard of the tokens: `B s ...` from `B S ...`."""
+        shard = x.tensor_split(self.size, TOKENS)[self.rank]
         # A copy: a view would keep all tokens alive, and compiled functions would specialise on its
         # layout.
-        return x.tensor_split(self.size, TOKENS)[self.rank].clone(
-            memory_format=torch.contiguous_format
-        )
+        return shard.clone(memory_format=torch.contiguous_format)
 
     def gathered(self, x: Tensor) -> Tensor:
         """All tokens `B S D` from this process's shard `B s D`."""
         return Gather.apply(x, self)
 
     def by_head(self, x: Tensor) -> Tensor:
-        """All tokens for this process's heads, `B S H/P D`, from its tokens for all heads,
-        `B s H D`.
-        """
+        """All tokens for this process's heads `B S H/P D`, from its tokens for all `B s H D`."""
         return Swap.apply(x, self, HEADS, TOKENS)
 
     def by_token(self, x: Tensor) -> Tensor:
@@ -88,18 +84,20 @@ class SequenceGroup:
         return Swap.apply(x, self, TOKENS, HEADS)
 
     def swap(self, x: Tensor, split: int, join: int) -> Tensor:
-        """Split one dimension of `B s H D` or `B S h D` across the processes, and join the other
-        dimension.
+        """Split one dimension of `B s H D` or `B S h D` across the processes, and join the other.
+
+        Args:
+            split, join: `TOKENS` and `HEADS`, or the reverse.
         """
         parts = x.tensor_split(self.size, split)
-        return self.exchange(
-            parts, join, self.shares() if join == TOKENS else [x.shape[join]] * self.size
-        )
+        # Heads are divided evenly; tokens need not be.
+        lengths = self.shares() if join == TOKENS else [x.shape[join]] * self.size
+        return self.exchange(parts, join, lengths)
 
     def shares(self) -> list[int]:
         """Number of tokens per process, as `tensor_split` divides them."""
-        least, more = divmod(self.tokens, self.size)
-        return [least + (rank < more) for rank in range(self.size)]
+        least, longer = divmod(self.tokens, self.size)
+        return [least + 1] * longer + [least] * (self.size - longer)
 
     def exchange(self, parts: Sequence[Tensor], join: int, lengths: Sequence[int]) -> Tensor:
         """All-to-all: send one part to each process, and join the received parts in a dimension.
@@ -108,27 +106,27 @@ class SequenceGroup:
             lengths: lengths of the received parts in that dimension; other dimensions are as in
                 `parts[rank]`.
         """
+        # The collective exchanges flat buffers, so parts are packed, and unpacked afterwards.
         kept = parts[self.rank]
-        sizes = [part.numel() for part in parts]
+        sent_sizes = [part.numel() for part in parts]
+        sent = kept.new_empty(sum(sent_sizes))
+        for segment, part in zip(sent.split(sent_sizes), parts, strict=True):
+            segment.view(part.shape).copy_(part)
+
         shapes = [(*kept.shape[:join], length, *kept.shape[join + 1 :]) for length in lengths]
-        sent = kept.new_empty(sum(sizes))
-        for room, part in zip(sent.split(sizes), parts, strict=True):
-            room.view(part.shape).copy_(part)
-        arriving = [math.prod(shape) for shape in shapes]
-        flat = kept.new_empty(sum(arriving))
-        distributed.all_to_all_single(flat, sent, arriving, sizes, group=self.handle)
-        return torch.cat(
-            [part.view(shape) for part, shape in zip(flat.split(arriving), shapes, strict=True)],
-            join,
-        )
+        received_sizes = [math.prod(shape) for shape in shapes]
+        received = kept.new_empty(sum(received_sizes))
+        distributed.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.handle)
+        segments = received.split(received_sizes)
+        joined = [segment.view(shape) for segment, shape in zip(segments, shapes, strict=True)]
+        return torch.cat(joined, join)
 
 
 class TokenSplit:
-    """Hooks of blocks in which each process of a group has a shard of the tokens; without
-    gradients, they do nothing.
+    """Hooks of blocks in which each process of a group has a shard of the tokens.
 
-    The first block splits the tokens `B S D`, which are its first argument, and the last one
-    gathers them. Each block splits the rotary embeddings.
+    Without gradients, they do nothing. The first block splits the tokens `B S D`, which are its
+    first argument, and the last one gathers them. Each block splits the rotary embeddings.
 
     Args:
         rope: position of the block argument with the rotary embeddings of all tokens, `B S ...`.
@@ -137,7 +135,7 @@ class TokenSplit:
     def __init__(self, group: SequenceGroup, rope: int) -> None:
         self._group = group
         self._rope = rope
-        # Shards by whole table. All blocks get the same tensor, since they cache values derived
+        # By table of all tokens. All blocks get the same shard, since they cache values derived
         # from it.
         self._shards: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
@@ -151,22 +149,24 @@ class TokenSplit:
     def _split_tokens(self, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled():
             return None
-        tokens, *others = inputs
+        tokens, *rest = inputs
         self._group.tokens = tokens.shape[TOKENS]
-        return self._group.own(tokens), *others
+        return self._group.own(tokens), *rest
 
     def _split_rope(self, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled():
             return None
-        whole = inputs[self._rope]
-        if whole not in self._shards:
-            self._shards[whole] = self._group.own(whole)
-        return *inputs[: self._rope], self._shards[whole], *inputs[self._rope + 1 :]
+        table = inputs[self._rope]
+        if table not in self._shards:
+            self._shards[table] = self._group.own(table)
+        return *inputs[: self._rope], self._shards[table], *inputs[self._rope + 1 :]
 
     def _gather_tokens(
         self, block: nn.Module, inputs: tuple[Any, ...], output: Tensor
     ) -> Tensor | None:
-        return self._group.gathered(output) if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():
+            return None
+        return self._group.gathered(output)
 
 
 class Swap(torch.autograd.Function):

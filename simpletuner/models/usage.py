@@ -1,6 +1,4 @@
-"""Generates Python code that reproduces a preview from a result: its inputs, and the lines common
-to all families.
-"""
+"""Generates Python code that reproduces a preview from a result with diffusers."""
 
 from __future__ import annotations
 
@@ -53,19 +51,22 @@ class Usage:
     @property
     def packages(self) -> list[str]:
         """What to install for a program that runs without this one."""
-        lora = ["peft"] if self.lora is not None else []
-        clips = ["imageio", "imageio-ffmpeg"] if self.task in ("t2v", "i2v") else []
-        return ["torch", "diffusers", "transformers", "accelerate", *lora, *clips]
+        packages = ["torch", "diffusers", "transformers", "accelerate"]
+        if self.lora is not None:
+            packages.append("peft")
+        if self.task in ("t2v", "i2v"):
+            packages += ["imageio", "imageio-ffmpeg"]
+        return packages
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
-# diffusers schedulers by value of `validation_noise_scheduler`; the last two need arguments for
-# flow models.
+# diffusers schedulers by value of `validation_noise_scheduler`.
 SOLVERS = {
     "euler": EULER,
     "unipc": "UniPCMultistepScheduler",
     "dpm++": "DPMSolverMultistepScheduler",
 }
+# Arguments of the last two for flow models; Euler is made for these.
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 
 
@@ -73,10 +74,11 @@ def solver_code(name: str, shift: str) -> str:
     """An expression that creates a scheduler; `shift` is an expression too."""
     if name == "euler":
         return f"{EULER}(shift={shift})"
-    settings = ", ".join(
-        f"{key}={text(value) if isinstance(value, str) else value}" for key, value in FLOW.items()
-    )
-    return f"{SOLVERS[name]}({settings}, flow_shift={shift})"
+    arguments = []
+    for key, value in FLOW.items():
+        literal = text(value) if isinstance(value, str) else value
+        arguments.append(f"{key}={literal}")
+    return f"{SOLVERS[name]}({', '.join(arguments)}, flow_shift={shift})"
 
 
 def text(value: str) -> str:
@@ -104,35 +106,32 @@ def snippet(
         more: family-specific arguments of the pipeline's call.
         packages: what to install besides `Usage.packages`.
     """
-    return (
-        _template()
-        .render(
-            usage=usage,
-            is_clip=usage.task in ("t2v", "i2v"),
-            takes_picture=usage.task in ("i2i", "i2v"),
-            classes=sorted({pipeline, *re.findall(r"^\w+", scheduler or "")}),
-            load=load,
-            imports=imports,
-            scheduler=scheduler,
-            more=more,
-            packages=[*usage.packages, *packages],
-            text=text,
-        )
-        .rstrip()
+    classes = {pipeline}
+    if scheduler is not None:
+        classes.update(re.findall(r"^\w+", scheduler))
+    code = _template().render(
+        usage=usage,
+        is_clip=usage.task in ("t2v", "i2v"),
+        takes_picture=usage.task in ("i2i", "i2v"),
+        classes=sorted(classes),
+        load=load,
+        imports=imports,
+        scheduler=scheduler,
+        more=more,
+        packages=[*usage.packages, *packages],
+        text=text,
     )
+    return code.rstrip()
 
 
 @functools.cache
 def _template() -> Any:
     """The jinja template of all snippets, compiled once."""
-    from jinja2 import (
-        Environment,
-        StrictUndefined,
-    )  # imported late: only needed for pages about a result
+    # Imported here because only pages about a result need it.
+    from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False
     )
-    return environment.from_string(
-        Path(__file__).with_name("usage.py.jinja").read_text(encoding="utf-8")
-    )
+    file = Path(__file__).with_name("usage.py.jinja")
+    return environment.from_string(file.read_text(encoding="utf-8"))

@@ -51,15 +51,17 @@ class VisionEncoder:
 
     @cached_property
     def known(self) -> str | None:
-        """The published model of that name, such as `dinov2_vitg14` for `dino_v2_g`; None for a
-        folder or hub id.
+        """The published model of that name, such as `dinov2_vitg14` for `dino_v2_g`.
+
+        None for a folder or hub id.
         """
-        match = (
-            None
-            if home_path(self.name).is_dir()
-            else SPELLINGS.fullmatch(self.name.strip().lower())
-        )
-        return f"dinov2_vit{match[1]}14{match[2] or ''}" if match else None
+        if home_path(self.name).is_dir():
+            return None
+        match = SPELLINGS.fullmatch(self.name.strip().lower())
+        if match is None:
+            return None
+        size, registers = match.groups(default="")
+        return f"dinov2_vit{size}14{registers}"
 
     @cached_property
     def part(self) -> Part:
@@ -67,48 +69,50 @@ class VisionEncoder:
         location = self.name
         if self.known is not None:
             registers = "-with-registers" if self.known.endswith("_reg") else ""
-            location = f"facebook/dinov2{registers}-{SIZES[self.known[10]][0]}"
+            size_name, _, _ = SIZES[_size_letter(self.known)]
+            location = f"facebook/dinov2{registers}-{size_name}"
         return Part("vision encoder", self.key, location, "", None, None)
 
     @property
     def torch_hub_file(self) -> Path:
         """The path of torch hub's weight file, in torch hub's cache."""
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch")
+        home = Path(os.environ.get("TORCH_HOME", cache)).expanduser()
         # dinov2_vitg14_reg4_pretrain.pth
         stem = (self.known or "").replace("_reg", "_reg4")
-        return Path(
-            os.environ.get("TORCH_HOME", cache), "hub", "checkpoints", f"{stem}_pretrain.pth"
-        ).expanduser()
+        return home / "hub" / "checkpoints" / f"{stem}_pretrain.pth"
 
     def local(self) -> Path | None:
         """The encoder's folder or torch hub's file on this machine, or None."""
-        return self.part.local_folder() or (
-            self.torch_hub_file if self.torch_hub_file.is_file() else None
-        )
+        folder = self.part.local_folder()
+        if folder:
+            return folder
+        return self.torch_hub_file if self.torch_hub_file.is_file() else None
 
     def settings(self) -> dict[str, Any]:
         """The encoder's config.json, or the published model's if it is not on this machine."""
         config = self.part.read_config()
         if config is not None:
             return config
-        # The letter after `vit`, as in dinov2_vitg14.
-        size = (self.known or ENCODERS[-1])[10]
+        name = self.known or ENCODERS[-1]  # the largest, for a model that is not known
+        size = _size_letter(name)
         _, width, layers = SIZES[size]
+        has_registers = self.known is not None and "_reg" in self.known
         return {
-            "model_type": KINDS["_reg" in (self.known or "")],
+            "model_type": "dinov2_with_registers" if has_registers else "dinov2",
             "hidden_size": width,
             "num_hidden_layers": layers,
-            # Only the giant model has a SwiGLU feed-forward.
             "num_attention_heads": width // 64,
             "image_size": 518,
             "patch_size": PATCH,
-            "use_swiglu_ffn": size == "g",
+            "use_swiglu_ffn": size == "g",  # only the giant model has a SwiGLU feed-forward
         }
 
     @cached_property
     def width(self) -> int:
-        """Width of the features, fixed at the first access; as published if the encoder is not on
-        this machine.
+        """Width of the features; as published if the encoder is not on this machine.
+
+        The first access decides, so a download in the meantime changes nothing.
         """
         return int(self.settings()["hidden_size"])
 
@@ -118,30 +122,42 @@ class VisionEncoder:
         return 12 * int(self.settings()["num_hidden_layers"]) * self.width**2
 
     def check(self, report: Problems) -> None:
-        """Report unknown names, unusable folders, and an encoder that can be neither found nor
-        downloaded.
-        """
-        from huggingface_hub import constants, is_offline_mode
+        """Report a wrong or unusable name, and an encoder that cannot be downloaded."""
+        from huggingface_hub import is_offline_mode
 
         location = self.part.location
         if self.local() is not None:
-            settings = self.settings()
-            kind = settings.get("model_type")
-            patch = settings.get("patch_size")
-            if kind not in KINDS or patch != PATCH:
-                message = (
-                    f"{location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 with "
-                    f"{PATCH}."
-                )
-                report.error(self.key, message)
+            self._check_kind(report)
         elif self.part.is_local or not HUB_ID.fullmatch(location):
             fault = f" ({self.part.fault()})" if home_path(location).is_dir() else ""
-            message = (
+            report.error(
+                self.key,
                 f"{self.name!r} is neither one of {', '.join(ENCODERS)} nor a model folder{fault} "
-                "or hub id."
+                f"or hub id.{did_you_mean(self.name, ENCODERS)}",
             )
-            report.error(self.key, message + did_you_mean(self.name, ENCODERS))
         elif is_offline_mode():
-            places = f"neither in {constants.HF_HUB_CACHE!r} nor {str(self.torch_hub_file)!r}"
-            message = f"{self.name!r} ({location}) is {places}, and {OFFLINE}."
-            report.error(self.key, f"{message} {self.otherwise}".rstrip())
+            self._report_offline(report)
+
+    def _check_kind(self, report: Problems) -> None:
+        """Report a model on this machine that is not a DINOv2 with patches of 14 px."""
+        settings = self.settings()
+        kind = settings.get("model_type")
+        patch = settings.get("patch_size")
+        if kind not in KINDS or patch != PATCH:
+            report.error(
+                self.key,
+                f"{self.part.location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 "
+                f"with {PATCH}.",
+            )
+
+    def _report_offline(self, report: Problems) -> None:
+        from huggingface_hub import constants
+
+        places = f"neither in {constants.HF_HUB_CACHE!r} nor {str(self.torch_hub_file)!r}"
+        message = f"{self.name!r} ({self.part.location}) is {places}, and {OFFLINE}."
+        report.error(self.key, f"{message} {self.otherwise}".rstrip())
+
+
+def _size_letter(name: str) -> str:
+    """The letter after `vit`: `g` of dinov2_vitg14."""
+    return name.removeprefix("dinov2_vit")[0]

@@ -36,8 +36,7 @@ class WanLatentEncoder(LatentEncoder):
         mode = self.posterior(pixels).mode().float().cpu()
         if not bool(mode.isfinite().all()):
             raise UserError(
-                f"The VAE gave values that are not finite ({self.dtype}); vae_dtype fp32 is "
-                "the right one."
+                f"The VAE produced NaN or infinity in {self.dtype}; set vae_dtype fp32."
             )
         # The reciprocal first, as in the pipelines: a division rounds differently.
         return (mode - self.mean) * (1.0 / self.std)

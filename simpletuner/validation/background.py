@@ -43,22 +43,26 @@ class DecodingThread:
 
     def submit(self, name: str, decode: Callable[[], list[Image]], write: Write) -> None:
         """Decode and write a preview once its latents are computed."""
-        ready = self._side.end_of_compute()
-        self._pending.append(
-            (name, self.thread.submit(partial(self._decode, ready, decode, write)))
-        )
+        latents_ready = self._side.end_of_compute()
+        record = self.thread.submit(partial(self._decode, latents_ready, decode, write))
+        self._pending.append((name, record))
 
     def _decode(
-        self, ready: torch.cuda.Event | None, decode: Callable[[], list[Image]], write: Write
+        self,
+        latents_ready: torch.cuda.Event | None,
+        decode: Callable[[], list[Image]],
+        write: Write,
     ) -> MediaRecord:
+        """What the thread does for one preview."""
         # Gradient mode, device and stream are per thread.
-        with torch.no_grad(), self._side.after_compute(ready):
+        with torch.no_grad(), self._side.after_compute(latents_ready):
             frames = decode()
         return write(frames)
 
     def finished(self, *, wait: bool) -> Iterator[MediaRecord]:
-        """The records of previews on disk, in order; logs a warning for a preview that could not be
-        decoded.
+        """The records of previews on disk, in order.
+
+        A preview that could not be decoded is left out, with a warning in the log.
 
         Raises:
             WriteError: the disk is full or not writable.

@@ -1,6 +1,4 @@
-"""A prompt of previews with what its pipeline needs: embeddings from the caches, and the source
-picture.
-"""
+"""A prompt of previews, with its embeddings from the caches and its source picture."""
 
 from __future__ import annotations
 
@@ -50,8 +48,12 @@ class EncodedPrompt:
 
     def source(self, size: Size) -> Image | None:
         """The source picture, fitted."""
-        return None if self.picture is None else prepared_picture(self.picture.fitted(size))
+        fitted = self._fitted_picture(size)
+        return None if fitted is None else prepared_picture(fitted)
 
     def _read(self, text: str, size: Size, *, negative: bool) -> TextEmbeds:
-        fitted = None if self.picture is None else self.picture.fitted(size)
+        fitted = self._fitted_picture(size)
         return self.reader.read(self.catalogue.text(None, text, fitted, negative=negative))
+
+    def _fitted_picture(self, size: Size) -> Sample | None:
+        return None if self.picture is None else self.picture.fitted(size)

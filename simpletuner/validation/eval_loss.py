@@ -38,13 +38,13 @@ from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.quiet import quiet, weights_to_use
 
-Evaluation = tuple[bool, str, Sample]  # (with the moving average, dataset id, sample)
+# (with the moving average, dataset id, sample).
+Evaluation = tuple[bool, str, Sample]
 
 
 @dataclass
 class EvaluationLoss(Callback):
-    """Callback that publishes `loss/val/<dataset id>` at the configured intervals and after the
-    last step.
+    """Callback that publishes `loss/val/<dataset id>` at intervals and after the last step.
 
     Attributes:
         datasets: samples to evaluate, at least one, by dataset id.
@@ -70,9 +70,8 @@ class EvaluationLoss(Callback):
         self, assembly: Assembly, state: TrainState, report: StepReport | None = None
     ) -> None:
         if self.is_due(state.global_step, assembly.settings.total_steps):
-            self.events.publish(
-                Evaluated(state.global_step, self.evaluate(assembly, state.global_step))
-            )
+            means = self.evaluate(assembly, state.global_step)
+            self.events.publish(Evaluated(state.global_step, means))
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """Does nothing: `on_step_end` has evaluated the last step if it was due."""
@@ -86,18 +85,15 @@ class EvaluationLoss(Callback):
         return by_step.is_due(step) or by_epoch.is_due(step)
 
     def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
-        """The mean loss of each dataset by metric name, with the weights selected by
-        `ema_validation`.
+        """The mean loss of each dataset by metric name, with the weights of `ema_validation`.
 
         The processes split the samples; the means are bit-identical to those of one process.
         """
         weights = weights_to_use(assembly.trained.ema, self.ema_validation)
-        samples: list[Evaluation] = [
-            (use_ema, name, sample)
-            for use_ema in weights
-            for name, dataset in self.datasets.items()
-            for sample in dataset
-        ]
+        samples: list[Evaluation] = []
+        for use_ema in weights:
+            for name, dataset in self.datasets.items():
+                samples += [(use_ema, name, sample) for sample in dataset]
         # A sample counts once per noise level, since each is a forward pass.
         total = len(samples) * self.config.eval_timesteps
         phase = PhaseStarted(f"Evaluating at step {step}", total, "timesteps", EVALUATION)
@@ -108,20 +104,21 @@ class EvaluationLoss(Callback):
             assembly.world, self.events, phase, samples, measure, in_lockstep=assembly.is_sharded
         )
         device = assembly.accelerator.device
-        groups = defaultdict[tuple[bool, str], list[Tensor]](list)
+        losses_of = defaultdict[tuple[bool, str], list[Tensor]](list)
         for (use_ema, name, _), loss in zip(samples, losses, strict=True):
-            groups[use_ema, name].append(loss.to(device))
+            losses_of[use_ema, name].append(loss.to(device))
         means: dict[str, float] = {}
         for use_ema in weights:
             # If only one set of weights is evaluated, it keeps the plain name, as in a run without
             # EMA.
             suffix = "/ema" if use_ema and len(weights) > 1 else ""
-            by_dataset = {
-                name: torch.cat(groups[use_ema, name]).mean().item() for name in self.datasets
-            }
-            means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in by_dataset.items()}
+            means_of_datasets = []
+            for name in self.datasets:
+                mean = torch.cat(losses_of[use_ema, name]).mean().item()
+                means[f"{EVALUATED}{name}{suffix}"] = mean
+                means_of_datasets.append(mean)
             if self.config.eval_dataset_pooling:
-                means[f"{EVALUATED}pooled{suffix}"] = fmean(by_dataset.values())
+                means[f"{EVALUATED}pooled{suffix}"] = fmean(means_of_datasets)
         return means
 
     def _measure(
@@ -141,6 +138,7 @@ class EvaluationLoss(Callback):
                         yield torch.cat(losses).cpu()
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
+        """The losses of a sample, one noise level after the other."""
         settings = assembly.settings
         sigmas = even_sigmas(self.config.eval_timesteps)
         batch = self.read(sample).to(assembly.accelerator.device)
@@ -159,10 +157,11 @@ def sample_losses(
 ) -> Iterator[Tensor]:
     """The loss of a batch of one sample at each noise level, shape `1`."""
     for index, sigma in enumerate(sigmas):
-        # By the sample's name, so that samples keep their noise when others are added or removed.
-        noise = sample_noise(
-            batch.latents, [generator_for(seed, 0, index, 0, f"evaluate {batch.names[0]}")]
-        )
+        # Seeded by the sample's name, so that samples keep their noise when others are added or
+        # removed.
+        purpose = f"evaluate {batch.names[0]}"
+        generator = generator_for(seed, global_step=0, micro_step=index, slot=0, purpose=purpose)
+        noise = sample_noise(batch.latents, [generator])
         noisy = adapter.prepare(make_noisy(batch, torch.tensor([sigma]), noise))
         yield diffusion_loss(adapter.predict(transformer, noisy), noisy, loss)
 

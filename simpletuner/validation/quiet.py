@@ -1,6 +1,4 @@
-"""The model between steps: without gradients, with trained or averaged weights, and without effect
-on training.
-"""
+"""Runs the model between steps without gradients and without effect on training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Renders a prompt with the family's stock pipeline and cached embeddings, and writes the picture
-or clip.
-"""
+"""Renders prompts with the family's stock pipeline, and writes the pictures or clips."""
 
 from __future__ import annotations
 
@@ -106,9 +104,8 @@ class Renderer:
         warn_of_one_colour(frames, path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.settings.frame_rate is not None:
-            from simpletuner.data.clip_writer import (
-                write_mp4,
-            )  # loads FFmpeg, which pictures do not need
+            # Imported here because it loads FFmpeg, which pictures do not need.
+            from simpletuner.data.clip_writer import write_mp4
 
             write_mp4(path, frames, self.settings.frame_rate)
             return
@@ -118,16 +115,18 @@ class Renderer:
 
 def warn_of_one_colour(frames: Sequence[Image], path: Path) -> None:
     """Log a warning if every frame of a preview has a single colour; NaN is rendered black."""
-    ranges: Any = (
-        each for frame in frames for each in frame.convert("RGB").getextrema()
-    )  # per channel
-    # A difference of one level is rounding.
-    if all(high - low <= 1 for low, high in ranges):
+    if all(has_one_colour(frame) for frame in frames):
         logger.warning(
             "%s shows one colour only: the weights have diverged, or the VAE is broken or "
             "needs vae_dtype fp32.",
             path,
         )
+
+
+def has_one_colour(frame: Image) -> bool:
+    """Whether all pixels are equal in every channel; a difference of one level is rounding."""
+    channels: Any = frame.convert("RGB").getextrema()
+    return all(highest - lowest <= 1 for lowest, highest in channels)
 
 
 def place_vae(
@@ -141,8 +140,7 @@ def place_vae(
 
 
 def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> None:
-    """Move the VAE to the device only while it encodes or decodes, and the transformer to the CPU
-    meanwhile.
+    """Move the VAE to the device only while it works, and the transformer to the CPU meanwhile.
 
     Parameters remain the same objects, so the optimizer's references stay valid.
     """

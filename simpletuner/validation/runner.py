@@ -49,9 +49,8 @@ IMAGE_FOLDER = "validation_images"
 BENCHMARK_FOLDER = "benchmarks/base_model"
 PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
 
-Stage = Literal[
-    "benchmark_base_model", "validation", "final_validation"
-]  # listed in docs/WEBHOOKS.md
+# Listed in docs/WEBHOOKS.md.
+Stage = Literal["benchmark_base_model", "validation", "final_validation"]
 
 
 @dataclass(frozen=True)
@@ -177,23 +176,25 @@ class ValidationRunner(Callback):
             self._release()
 
     def _release(self) -> None:
+        """Free the VAE, unless the background still decodes with it."""
         if self.decoding is None or self.decoding.is_idle:
             self.renderer.release()
 
     def render(self, assembly: Assembly, state: TrainState) -> None:
-        """Render every prompt at every size now, except for previews that exist already; at most
-        once per step.
+        """Render every prompt at every size now, except for previews that exist already.
+
+        A second call in the same step does nothing.
 
         Raises:
             Interrupted: a stop was requested; previews rendered so far are recorded.
             NonFiniteError: a weight is NaN or infinite.
         """
         is_last = state.global_step >= assembly.settings.total_steps
-        self._render_round(
-            assembly, state.global_step, "final_validation" if is_last else "validation"
-        )
+        stage: Stage = "final_validation" if is_last else "validation"
+        self._render_round(assembly, state.global_step, stage)
 
     def _render_round(self, assembly: Assembly, step: int, stage: Stage) -> None:
+        """Render the previews of a step that do not exist already."""
         world = assembly.world
         # Compared without paths, which contain the actual number of frames (`768x512@61`).
         rendered_before = {replace(record, path="") for record in self.already_rendered}
@@ -205,7 +206,7 @@ class ValidationRunner(Callback):
         # A request, or the end of the run, may follow an interval in the same step.
         if not previews or self._rendered_at == step:
             return
-        self.publish_finished()
+        self.publish_finished()  # the background decodes with the same VAE
         world.main_only(lambda: discard_unfinished(self.output_dir))
         unit = "clips" if self.settings.frame_rate else "pictures"
         phase = PhaseStarted(
@@ -217,9 +218,9 @@ class ValidationRunner(Callback):
             world, self.events, phase, previews, render, in_lockstep=assembly.is_sharded
         )
         try:
-            with closing(
-                rendered
-            ):  # restores the model's weights even if a record cannot be written
+            # Closing the generator restores the model's weights, even if a record cannot be
+            # written.
+            with closing(rendered):
                 for record in rendered:
                     if record is not None:
                         self.events.publish(MediaRendered(record))
@@ -244,27 +245,23 @@ class ValidationRunner(Callback):
     def _render_all(
         self, assembly: Assembly, previews: Sequence[Preview], bar: ProgressBar
     ) -> Iterator[MediaRecord | None]:
-        """Render previews; yields the record of each, or None for one that is decoded in the
-        background.
-        """
+        """Render previews; yields their records, None for one that is decoded in the background."""
         with quiet(assembly):
             stop_if_result_not_finite(assembly.all_parameters, assembly.trained.ema)
             # Grouped, because switching to the average and back copies all weights.
-            for ema, group in itertools.groupby(previews, key=lambda preview: preview.ema):
+            by_weights = itertools.groupby(previews, key=lambda preview: preview.ema)
+            for ema, group in by_weights:
                 with assembly.averaged(ema):
                     for preview in group:
                         yield self._render(assembly, preview, bar)
                         bar.advance(1, preview.name)
 
     def rehearse(self, assembly: Assembly) -> None:
-        """Render the first prompt at the largest size in `REHEARSED_STEPS`, and discard the
-        result.
-        """
-        size = max(self.sizes, key=lambda size: size[0] * size[1])
+        """Render the first prompt at the largest size, in few steps, and discard the result."""
+        largest = max(self.sizes, key=lambda size: size[0] * size[1])
+        seed = self._seed(assembly.settings.seed, step=0, index=0)
         with quiet(assembly):
-            request = self.renderer.request(
-                self.prompts[0], size, self._seed(assembly.settings.seed, 0, 0)
-            )
+            request = self.renderer.request(self.prompts[0], largest, seed)
             self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self.renderer.release()
 
@@ -281,19 +278,19 @@ class ValidationRunner(Callback):
                 self._colours = ColourMap.fit(pipeline.encoder, assembly.adapter.spec)
             request = replace(request, watch=self._growing(self._colours, preview, request))
         # Sharded processes render every preview together, and the main process writes it.
-        writes = assembly.world.is_main or not assembly.is_sharded
-        write = partial(self._write, preview, writes)
+        is_writer = assembly.world.is_main or not assembly.is_sharded
+        write = partial(self._write, preview, is_writer)
         # Not with a source picture, which the same VAE encodes.
         if self.decoding is not None and request.source is None:
-            self.decoding.submit(
-                f"{preview.name} of step {preview.step}", pipeline.sample(request), write
-            )
+            name = f"{preview.name} of step {preview.step}"
+            self.decoding.submit(name, pipeline.sample(request), write)
             return None
         return write(pipeline.render(request))
 
-    def _write(self, preview: Preview, writes: bool, frames: list[Image]) -> MediaRecord:
+    def _write(self, preview: Preview, is_writer: bool, frames: list[Image]) -> MediaRecord:
+        """The record of a rendered preview, which one process writes."""
         record = preview.finished(frames, self.settings)
-        if writes:
+        if is_writer:
             self.renderer.write(frames, self.output_dir / record.path)
         return record
 
@@ -312,11 +309,16 @@ class ValidationRunner(Callback):
         )
 
     def _seed(self, run_seed: int, step: int, index: int) -> int:
+        """The seed of the index-th preview of a prompt, at one size."""
         if self.config.validation_randomize:
-            return step_seed(run_seed, step, index, 0, "preview") % 2**32
-        configured = self.config.validation_seed
-        return (run_seed if configured is None else configured) + index
+            seed = step_seed(run_seed, step, micro_step=index, slot=0, purpose="preview")
+            return seed % 2**32
+        first = self.config.validation_seed
+        if first is None:
+            first = run_seed
+        return first + index
 
     def _pipeline(self, assembly: Assembly) -> PreviewPipeline:
+        """The stock pipeline around the transformer in training."""
         transformer = assembly.accelerator.unwrap_model(assembly.transformer)
         return self.renderer.open(assembly.adapter, transformer, assembly.accelerator.device)

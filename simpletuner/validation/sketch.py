@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -27,8 +28,10 @@ CELLS = 12  # latent positions per side of the fitted samples
 
 
 class ColourMap:
-    """A linear map `C+1 3` from the `C` channels of a latent position, and a constant, to its
-    colour in [0, 1].
+    """A linear map from the channels of a latent position to its colour in [0, 1].
+
+    Attributes:
+        weights: `C+1 3`; the last row is a constant.
     """
 
     def __init__(self, weights: Tensor) -> None:
@@ -37,28 +40,26 @@ class ColourMap:
     @classmethod
     @torch.no_grad()
     def fit(cls, encoder: LatentEncoder, spec: FamilySpec) -> ColourMap:
-        """Fit the map to a VAE's outputs for a colour chart, and for random latents around it at
-        several scales.
+        """Fit the map to a VAE's outputs for a colour chart, and for random latents.
+
+        The chart has colours as pictures do, but only few of the latents' directions; random
+        latents at several scales have the others.
         """
         # In a video VAE, the first latent frame is one frame and later ones are several: two frames
         # cover both.
-        frames = 1 if spec.media == "image" else 2
-        colours = smooth_noise(3, 1, CELLS // 3).clamp(-1, 1)
-        pixels = (
-            interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic")
-            .clamp(-1, 1)
-            .unsqueeze(2)
-        )
-        # Of C F H W, F = 1 + (frames - 1) * stride encodes to `frames` latent frames.
-        chart = encoder.encode(
-            pixels.expand(-1, -1, 1 + (frames - 1) * spec.frame_stride, -1, -1), [0]
-        )
-        latents = [
-            chart,
-            *(smooth_noise(chart.shape[1], frames, CELLS * scale // 6) for scale in (1, 2, 4)),
-        ]
-        targets = torch.cat([_colours(encoder.decode(z), frames) for z in latents])
-        return cls(torch.linalg.lstsq(torch.cat([_inputs(z) for z in latents]), targets).solution)
+        latent_frames = 1 if spec.media == "image" else 2
+        frames = 1 + (latent_frames - 1) * spec.frame_stride
+        colours = smooth_noise(3, 1, details=CELLS // 3).clamp(-1, 1)
+        pixels = interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic")
+        still_clip = pixels.clamp(-1, 1).unsqueeze(2).expand(-1, -1, frames, -1, -1)
+        chart = encoder.encode(still_clip, [0])
+
+        latents = [chart]
+        for details in (CELLS // 6, CELLS // 3, CELLS * 2 // 3):
+            latents.append(smooth_noise(chart.shape[1], latent_frames, details))
+        inputs = torch.cat([_inputs(z) for z in latents])
+        targets = torch.cat([_colours(encoder.decode(z), latent_frames) for z in latents])
+        return cls(torch.linalg.lstsq(inputs, targets).solution)
 
     def __call__(self, z: Tensor) -> list[Image.Image]:
         """One small picture per latent frame of z, `1 C F H W`."""
@@ -70,11 +71,13 @@ class ColourMap:
 
 
 def smooth_noise(channels: int, frames: int, details: int) -> Tensor:
-    """Deterministic noise of unit variance, `1 channels frames CELLS CELLS`, with `details` details
-    per side.
+    """Deterministic noise of unit variance: `1 channels frames CELLS CELLS`.
+
+    Args:
+        details: random numbers per side, between which it is interpolated.
     """
-    draw = torch.Generator().manual_seed(details)
-    noise = torch.randn(frames, channels, details, details, generator=draw)
+    generator = torch.Generator().manual_seed(details)
+    noise = torch.randn(frames, channels, details, details, generator=generator)
     noise = interpolate(noise, size=(CELLS, CELLS), mode="bicubic")
     return (noise / noise.std()).movedim(0, 1).unsqueeze(0)
 
@@ -82,25 +85,28 @@ def smooth_noise(channels: int, frames: int, details: int) -> Tensor:
 def _colours(pixels: Tensor, frames: int) -> Tensor:
     """The mean decoded colour of latent positions, in [0, 1]: `frames*CELLS*CELLS 3`.
 
-    The first latent frame covers one frame; all others cover the same number of frames.
+    Args:
+        pixels: `1 3 F H W` in [-1, 1].
+        frames: number of latent frames. The first covers one frame, all others the same number.
     """
-    parts = (
-        [pixels[:, :, :1], *pixels[:, :, 1:].tensor_split(frames - 1, dim=2)]
-        if frames > 1
-        else [pixels]
-    )
-    means = [
-        interpolate(part.mean(2).cpu().double(), size=(CELLS, CELLS), mode="area") for part in parts
-    ]
+    parts = [pixels]
+    if frames > 1:
+        parts = [pixels[:, :, :1], *pixels[:, :, 1:].tensor_split(frames - 1, dim=2)]
+    means = []
+    for part in parts:
+        frame = part.mean(2).cpu().double()
+        means.append(interpolate(frame, size=(CELLS, CELLS), mode="area"))
     return (torch.stack(means, dim=1).movedim(2, -1).reshape(-1, 3) + 1) / 2
 
 
 def _inputs(z: Tensor) -> Tensor:
-    """The latent positions of `1 C F H W`, each with a constant 1 appended: float64 on the CPU,
-    `F*H*W C+1`.
+    """The latent positions of `1 C F H W` with a constant 1 appended: `F*H*W C+1`.
+
+    In float64 on the CPU, for the least squares.
     """
     positions = z.detach().cpu().double().movedim(1, -1).reshape(-1, z.shape[1])
-    return torch.cat([positions, torch.ones(len(positions), 1, dtype=torch.float64)], dim=1)
+    ones = torch.ones(len(positions), 1, dtype=torch.float64)
+    return torch.cat([positions, ones], dim=1)
 
 
 @dataclass
@@ -143,17 +149,25 @@ class GrowingPreview:
         # The first call has no velocity yet; equal levels would divide by zero.
         if self._before is None or self._before[0] == sigma:
             return z
-        before, earlier = self._before
-        return z - sigma * (z - earlier) / (sigma - before)
+        previous_sigma, previous_z = self._before
+        return z - sigma * (z - previous_z) / (sigma - previous_sigma)
 
     def _write(self, frames: list[Image.Image], stem: Path) -> Path:
-        moves = len(frames) > 1
-        path = stem.with_name(stem.name + (".gif" if moves else ".png"))
+        """Write a PNG, or an endless GIF of a clip's duration."""
+        kind = "PNG"
+        options: dict[str, Any] = {}
+        if len(frames) > 1:
+            kind = "GIF"
+            options = {
+                "save_all": True,
+                "append_images": frames[1:],
+                "loop": 0,  # endless
+                "duration": round(1000 * self.seconds / len(frames)),  # of a frame, in ms
+            }
+        path = stem.with_name(f"{stem.name}.{kind.lower()}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        loop = {"save_all": True, "append_images": frames[1:], "loop": 0}
-        loop |= {"duration": round(1000 * self.seconds / len(frames))}
         with open_atomically(path, durable=False) as file:
-            frames[0].save(file, "GIF" if moves else "PNG", **(loop if moves else {}))
+            frames[0].save(file, kind, **options)
         return path
 
 

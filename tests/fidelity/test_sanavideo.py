@@ -273,7 +273,7 @@ class TestLatents:
 
     def test_a_failure_stops(self, sana_checkpoint: Path) -> None:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
-        with pytest.raises(UserError, match="not finite"):
+        with pytest.raises(UserError, match="produced NaN or infinity"):
             encoder.encode(torch.full_like(clip(), torch.nan), [0])
 
 

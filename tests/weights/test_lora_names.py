@@ -47,19 +47,22 @@ def complaints(path: Path) -> list[str]:
     [
         (
             {A: torch.ones(4, 8, dtype=torch.int8)},
-            "not floating-point numbers: transformer.layer.lora_A.weight (I8)",
+            "not floating point: transformer.layer.lora_A.weight (I8)",
         ),
         (
             {B: torch.ones(8, 4, dtype=torch.bool)},
-            "not floating-point numbers: transformer.layer.lora_B.weight (BOOL)",
+            "not floating point: transformer.layer.lora_B.weight (BOOL)",
         ),
-        ({A: torch.tensor(1.0)}, "without a product: layer (A [], B [8, 4])"),
+        ({A: torch.tensor(1.0)}, "whose shapes do not match: layer (A [], B [8, 4])"),
         (
             {A: torch.ones(0, 8), B: torch.ones(8, 0)},
-            "without a product: layer (A [0, 8], B [8, 0])",
+            "whose shapes do not match: layer (A [0, 8], B [8, 0])",
         ),
-        ({B: torch.ones(8, 3)}, "without a product: layer (A [4, 8], B [8, 3])"),
-        ({ALPHA: torch.ones(2)}, "without a product: layer (A [4, 8], B [8, 4], alpha [2])"),
+        ({B: torch.ones(8, 3)}, "whose shapes do not match: layer (A [4, 8], B [8, 3])"),
+        (
+            {ALPHA: torch.ones(2)},
+            "whose shapes do not match: layer (A [4, 8], B [8, 4], alpha [2])",
+        ),
     ],
 )
 def test_weights_that_cannot_be_used(
@@ -73,7 +76,8 @@ def test_weights_that_cannot_be_used(
 def test_half_a_layer(tmp_path: Path) -> None:
     save_file({A: GOOD[A]}, tmp_path / "lora.safetensors")
     assert (
-        "without a product: layer (A [4, 8], B [])" in complaints(tmp_path / "lora.safetensors")[0]
+        "whose shapes do not match: layer (A [4, 8], B [])"
+        in complaints(tmp_path / "lora.safetensors")[0]
     )
 
 

@@ -72,16 +72,15 @@ class TextPadding:
     @property
     def mask(self) -> Tensor | None:
         """The mask, if it applies: sampling pipelines run without gradients and without padding."""
-        return self._mask if self._predicting or torch.is_grad_enabled() else None
+        is_training = self._predicting or torch.is_grad_enabled()
+        return self._mask if is_training else None
 
     def kernel(self, sparse_params: None) -> Kernel | None:
         """Attention with padding keys masked out, if there are any."""
         mask = self.mask
-        return (
-            None
-            if mask is None
-            else partial(dispatch_attention_fn, attn_mask=mask[:, None, None, :])
-        )
+        if mask is None:
+            return None
+        return partial(dispatch_attention_fn, attn_mask=mask[:, None, None, :])
 
 
 class ReplacedAttention:
@@ -116,30 +115,27 @@ class ReplacedAttention:
                 attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params
             )
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        return attn.out_layer(
-            kernel(*project(attn, hidden_states, context, rotary_emb)).flatten(-2, -1)
-        )
+        query, key, value = project(attn, hidden_states, context, rotary_emb)
+        return attn.out_layer(kernel(query, key, value).flatten(-2, -1))
 
 
 def replace_attention(
-    transformer: nn.Module, kernel: Callable[[Any], Kernel | None], chosen: Callable[[str], bool]
+    transformer: nn.Module, kernel: Callable[[Any], Kernel | None], is_chosen: Callable[[str], bool]
 ) -> None:
-    """Replace the kernel of a transformer's attentions with chosen names."""
+    """Replace the kernel of the attentions whose names are chosen."""
     for name, module in transformer.named_modules():
-        if isinstance(module, Kandinsky5Attention) and chosen(name):
+        if isinstance(module, Kandinsky5Attention) and is_chosen(name):
             module.set_processor(ReplacedAttention(kernel, module.processor))
 
 
 def project(
     attn: Kandinsky5Attention, hidden_states: Tensor, context: Tensor, rotary_emb: Rope | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of `hidden_states`, and keys and values of `context`, normalised and rotated; each
-    `B S H D`.
-    """
+    """Queries of `hidden_states`, keys and values of `context`: normalised, rotated, `B S H D`."""
     query = attn.to_query(hidden_states)
     key = attn.to_key(context)
     value = attn.to_value(context)
-    query, key, value = (part.unflatten(-1, (attn.num_heads, -1)) for part in (query, key, value))
+    query, key, value = (x.unflatten(-1, (attn.num_heads, -1)) for x in (query, key, value))
     # In float32 and back, as in the stock processor.
     query = attn.query_norm(query.float()).type_as(query)
     key = attn.key_norm(key.float()).type_as(key)
@@ -158,56 +154,54 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Rotation(torch.autograd.Function):
-    """Rotates pairs of neighbouring numbers by tables of cosines and sines; the gradient is rotated
-    back.
+    """Rotates pairs of neighbouring numbers by tables of cosines and sines.
 
-    Both directions round to bfloat16 where the stock processor does, and round every product as it
-    does.
+    The gradient is rotated back. Both directions round to bfloat16 where the stock processor does,
+    and round every product as it does: with `sub_` and `add_` apart from the products, since one
+    fused operation would round once.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned = (first * cos).sub_(second * sin), (first * sin).add_(second * cos)
-        return (
-            torch.stack([each.to(torch.bfloat16) for each in turned], dim=-1).flatten(-2).type_as(x)
-        )
+        rotated = [(first * cos).sub_(second * sin), (first * sin).add_(second * cos)]
+        rounded = [half.to(torch.bfloat16) for half in rotated]
+        return torch.stack(rounded, dim=-1).flatten(-2).type_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         # Autograd casts the gradient of the stock rounding to bfloat16 likewise.
         first, second = grad.to(torch.bfloat16).float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned = (first * cos).add_(second * sin), (second * cos).sub_(first * sin)
-        return torch.stack([each.to(grad.dtype) for each in turned], dim=-1).flatten(-2), None, None
+        rotated = [(first * cos).add_(second * sin), (second * cos).sub_(first * sin)]
+        gradient = torch.stack([half.to(grad.dtype) for half in rotated], dim=-1).flatten(-2)
+        return gradient, None, None
 
 
 def mask_padding(transformer: nn.Module) -> TextPadding:
     """Mask padding in every attention that reads text; returns the mask that they share."""
     padding = TextPadding()
-    replace_attention(
-        transformer,
-        padding.kernel,
-        lambda name: "text_" in name or name.endswith("cross_attention"),
-    )
+
+    def reads_text(name: str) -> bool:
+        return "text_" in name or name.endswith("cross_attention")
+
+    replace_attention(transformer, padding.kernel, reads_text)
     return padding
 
 
 class FastForward:
-    """`forward` of the blocks of a transformer."""
+    """`forward` of the text and visual blocks of a transformer."""
 
     def __init__(self, fast: FastBlocks, padding: TextPadding) -> None:
         self.fast = fast
         self.padding = padding
-        self._tables: Any = (
-            WeakTensorKeyDictionary()
-        )  # by position tensor; an entry lives as long as its tensor
+        # By position tensor; an entry lives as long as its tensor, which is a step.
+        self._tables: Any = WeakTensorKeyDictionary()
 
     def text(self, block: TextBlock, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
-        return self.fast.finish(
-            "text", block, x, time_embed, *self.tables(rope, len(x)), self.padding.mask
-        )
+        cos, sin = self.tables(rope, len(x))
+        return self.fast.finish("text", block, x, time_embed, cos, sin, self.padding.mask)
 
     def visual(
         self,
@@ -218,31 +212,32 @@ class FastForward:
         rope: Tensor,
         sparse_params: dict[str, Any] | None,
     ) -> Tensor:
-        tables = self.tables(rope, len(visual))
-        attention = block.self_attention
-        params, query, key, value = self.fast.pieces["before_attention"](
-            block, visual, time_embed, *tables
-        )
-        # Without these parameters attention is dense; with them the processor has the kernel for
-        # its tiles.
-        tiled = None if sparse_params is None else attention.processor.kernel(sparse_params)
-        attended = self.fast.self_attention(query, key, value, tiled)
+        cos, sin = self.tables(rope, len(visual))
+        before = self.fast.pieces["before_attention"]
+        params, query, key, value = before(block, visual, time_embed, cos, sin)
+        kernel = None  # the dense one
+        if sparse_params is not None:
+            # The processor has the kernel for the tiles.
+            kernel = block.self_attention.processor.kernel(sparse_params)
+        attended = self.fast.self_attention(query, key, value, kernel)
         return self.fast.finish(
             "after_attention", block, visual, attended, params, text, self.padding.mask
         )
 
     def tables(self, rope: Tensor, samples: int) -> RotaryTables:
-        """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each
-        `samples S 1 D/2`.
+        """Cosines and sines of the matrices `B S 1 D/2 2 2`, where B may be 1.
+
+        Returns:
+            two tensors `samples S 1 D/2`.
         """
         tables: RotaryTables | None = self._tables.get(rope)
         if tables is None:
+            # A matrix is ((cos, -sin), (sin, cos)), so its first column has both.
             # Copies, not views: torch.compile would recompile for every layout of a view's base.
             # Rows for all samples let TREAD, whose tokens differ by sample, share the graphs.
-            cos, sin = (rope[..., column, 0].expand(samples, -1, -1, -1) for column in (0, 1))
-            tables = RotaryTables(
-                *(each.clone(memory_format=torch.contiguous_format) for each in (cos, sin))
-            )
+            columns = [rope[..., row, 0].expand(samples, -1, -1, -1) for row in (0, 1)]
+            copies = [column.clone(memory_format=torch.contiguous_format) for column in columns]
+            tables = RotaryTables(*copies)
             self._tables[rope] = tables
         return tables
 
@@ -273,12 +268,10 @@ def text_block(
     params = block.text_modulation(time_embed).unsqueeze(1)  # B 1 6C
     shift, scale, gate, ff_shift, ff_scale, ff_gate = params.chunk(6, dim=-1)
     modulated = modulate(block.self_attention_norm, x, shift, scale)
-    x = add_gated(
-        x, gate, attend(block.self_attention, modulated, modulated, RotaryTables(cos, sin), mask)
-    )
-    return add_gated(
-        x, ff_gate, block.feed_forward(modulate(block.feed_forward_norm, x, ff_shift, ff_scale))
-    )
+    attended = attend(block.self_attention, modulated, modulated, RotaryTables(cos, sin), mask)
+    x = add_gated(x, gate, attended)
+    modulated = modulate(block.feed_forward_norm, x, ff_shift, ff_scale)
+    return add_gated(x, ff_gate, block.feed_forward(modulated))
 
 
 def before_attention(
@@ -288,7 +281,9 @@ def before_attention(
     params = block.visual_modulation(time_embed)
     shift, scale = params.unsqueeze(1).chunk(9, dim=-1)[:2]
     modulated = modulate(block.self_attention_norm, visual, shift, scale)
-    return (params, *project(block.self_attention, modulated, modulated, RotaryTables(cos, sin)))
+    tables = RotaryTables(cos, sin)
+    query, key, value = project(block.self_attention, modulated, modulated, tables)
+    return params, query, key, value
 
 
 def after_attention(
@@ -301,16 +296,14 @@ def after_attention(
 ) -> Tensor:
     """The rest of the block, after attention `B S H D`."""
     out = block.self_attention.out_layer(attended.flatten(-2, -1))
-    # Shift, scale and gate of self-attention, cross-attention and feed-forward; the first two are
-    # used already.
-    _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.unsqueeze(1).chunk(
-        9, dim=-1
-    )
+    # Shift, scale and gate of self-attention, cross-attention and feed-forward; the first two were
+    # used in `before_attention`.
+    modulations = params.unsqueeze(1).chunk(9, dim=-1)
+    _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = modulations
     visual = add_gated(visual, gate, out)
     modulated = modulate(block.cross_attention_norm, visual, shift, scale)
-    visual = add_gated(
-        visual, cross_gate, attend(block.cross_attention, modulated, text, None, mask)
-    )
+    attended_text = attend(block.cross_attention, modulated, text, None, mask)
+    visual = add_gated(visual, cross_gate, attended_text)
     modulated = modulate(block.feed_forward_norm, visual, ff_shift, ff_scale)
     return add_gated(visual, ff_gate, block.feed_forward(modulated))
 
@@ -324,15 +317,18 @@ def attend(
 ) -> Tensor:
     """Attention of `x` to `context`, through the output layer: `B S C`."""
     query, key, value = project(attention, x, context, tables)
-    attended = torch_attention(query, key, value, None if mask is None else mask[:, None, None, :])
+    key_mask = None if mask is None else mask[:, None, None, :]
+    attended = torch_attention(query, key, value, key_mask)
     return attention.out_layer(attended.flatten(-2, -1))
 
 
 def modulate(norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """norm(x) (scale + 1) + shift in float32, rounded once to the dtype of `x`."""
     out: Tensor = norm(x.float())
-    # In place unless the backward pass needs the normalised values, for the gradient of `scale`.
-    out = out * (scale + 1.0) + shift if scale.requires_grad else out.mul_(scale + 1.0).add_(shift)
+    if scale.requires_grad:  # its gradient needs the normalised values
+        out = out * (scale + 1.0) + shift
+    else:
+        out = out.mul_(scale + 1.0).add_(shift)
     return out.type_as(x)
 
 
@@ -344,7 +340,9 @@ def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
 def store_in_bf16(transformer: nn.Module) -> None:
     """Store frozen modulation weights that bf16 represents exactly in bf16."""
     for module in transformer.modules():
-        layer = module.out_layer if isinstance(module, Kandinsky5Modulation) else None
+        if not isinstance(module, Kandinsky5Modulation):
+            continue
+        layer = module.out_layer
         if isinstance(layer, nn.Linear) and is_exact(layer.weight):
             layer.weight.data = layer.weight.data.to(torch.bfloat16)
             layer.forward = MethodType(upcast_linear, layer)  # type: ignore[method-assign]

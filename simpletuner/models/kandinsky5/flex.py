@@ -2,6 +2,11 @@
 
 Flex attention computes the blocks of the score matrix that a `BlockMask` lists, here one block per
 pair of tiles. Uncompiled it would ignore the lists, and compute all pairs.
+
+A step goes through three stages. `tile_blocks` turns the visible tiles into the lists that the
+kernels read. `compiled_flex` runs the forward kernel on them, with block sizes that divide a tile.
+Between forward and backward pass, `RebuiltLists` keeps the visible tiles and drops the lists, which
+take 16 times as much memory.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ FORWARD_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
 # 99 kB of shared memory.
 FORWARD_BLOCKS_FLOAT32 = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE // 2, "fwd_num_stages": 1}
 
+# Sides of the backward kernel's blocks, which it uses in two loops: over queries (1) for the
+# gradients of keys and values, and over keys (2) for those of queries.
 SIDES = ("block_m1", "block_n1", "block_m2", "block_n2")
 # (stages, warps) of the backward kernel with blocks of one tile, by architecture. They replace
 # torch's own blocks where those have sides of 128, which do not divide a tile, so that the compiler
@@ -49,16 +56,33 @@ def tile_blocks(tiles: Tensor) -> BlockMask:
 
     A block mask lists two kinds of visible blocks: in partial ones, a function decides for every
     pair of tokens; full ones are visible as a whole. Blocks are tiles here, so all are full, and
-    nothing of size S x S is allocated. Each kind is listed twice: the key blocks of every query
-    block, and the query blocks of every key block (the transpose) for the gradients of keys and
-    values.
+    nothing of size S x S is allocated.
+
+    Each kind is listed twice. The forward pass, and the gradient of queries, run over the rows of
+    the mask: for every query block, the key blocks that it sees. The gradients of keys and values
+    run over its columns: for every key block, the query blocks that see it.
     """
     tokens = tiles.shape[-1] * TILE
-    none = torch.zeros_like(tiles)
-    # The empty lists of partial blocks are two tensors, since the CPU kernel does not compile if
-    # they are the same.
-    lists = (*_lists(none), *_lists(tiles), *_lists(none.mT), *_lists(tiles.mT))
-    return BlockMask((tokens, tokens), *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=noop_mask)
+    no_tiles = torch.zeros_like(tiles)
+    key_counts, key_blocks = _lists(tiles)
+    query_counts, query_blocks = _lists(tiles.mT)
+    # Both directions get empty lists of their own: the CPU kernel does not compile if they are the
+    # same tensor.
+    partial_key_counts, partial_key_blocks = _lists(no_tiles)
+    partial_query_counts, partial_query_blocks = _lists(no_tiles.mT)
+    return BlockMask(
+        seq_lengths=(tokens, tokens),
+        kv_num_blocks=partial_key_counts,
+        kv_indices=partial_key_blocks,
+        full_kv_num_blocks=key_counts,
+        full_kv_indices=key_blocks,
+        q_num_blocks=partial_query_counts,
+        q_indices=partial_query_blocks,
+        full_q_num_blocks=query_counts,
+        full_q_indices=query_blocks,
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=noop_mask,
+    )
 
 
 @contextmanager
@@ -77,49 +101,56 @@ def exempt() -> Iterator[None]:
 
 @exempt()
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For every query block: how many key blocks are visible, and all key blocks, visible first.
+    """For every row: how many blocks are visible, and the numbers of all blocks, visible first.
 
-    `BlockMask.from_kv_blocks` sorts for the same lists; a cumulative sum gives the positions too.
+    The row 0 1 1 0 1 has 3 visible blocks, and the numbers 1 2 4 0 3: a stable partition.
+    `BlockMask.from_kv_blocks` sorts for it; a cumulative sum gives the positions too.
+
+    Args:
+        blocks: bool `B H N N`.
 
     Returns:
         int32 `B H N` and int32 `B H N N`.
     """
-    # Visible blocks up to here, this one included.
+    # Visible blocks up to here, this one included: 0 1 2 2 3.
     seen = blocks.contiguous().cumsum(-1, dtype=torch.int32)
     count = seen[..., -1:]
     numbers = torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device)
     # A visible block comes after the visible ones before it. A hidden block comes after all visible
-    # ones and after the hidden ones before it, which are `numbers - seen`.
-    places = torch.where(blocks, seen - 1, count + numbers - seen).long()
-    order = torch.empty_like(seen).scatter_(-1, places, numbers.expand_as(seen))
+    # ones and after the hidden ones before it, which are `numbers - seen`: 3 0 1 4 2.
+    positions = torch.where(blocks, seen - 1, count + numbers - seen).long()
+    order = torch.empty_like(seen).scatter_(-1, positions, numbers.expand_as(seen))
     return count[..., 0].contiguous(), order
 
 
 class RebuiltLists(saved_tensors_hooks):
     """Hooks that save the visible tiles in place of the lists of a block mask.
 
-    A pair of tiles takes one byte, and sixteen in the lists, which the backward pass makes again.
-    All other tensors are saved as by the surrounding hooks.
+    A pair of tiles takes one byte, and sixteen in the lists (an int32 in each of four), which the
+    backward pass makes again. All other tensors are saved as by the surrounding hooks.
     """
 
     def __init__(self, mask: BlockMask, tiles: Tensor) -> None:
-        # Autograd saves views, which share only the storage with the lists.
-        places = {each.untyped_storage()._cdata: index for index, each in enumerate(lists_of(mask))}
-        # torch only calls the innermost hooks: of a checkpoint or a streamed block, these would be
-        # the outer ones.
+        # A list is recognised by its storage, since autograd saves views of it.
+        index_of = {
+            tensor.untyped_storage()._cdata: index for index, tensor in enumerate(lists_of(mask))
+        }
+        # torch only calls the innermost hooks, which are these. Those around, of a checkpoint or a
+        # streamed block, must be called from here.
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         keep, take = outer or (lambda tensor: tensor, lambda saved: saved)
         kept = keep(tiles)
         rebuilt: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> int | tuple[Any]:
-            index = places.get(tensor.untyped_storage()._cdata)
+            """The number of a list; any other tensor in a tuple, as the outer hooks save it."""
+            index = index_of.get(tensor.untyped_storage()._cdata)
             return (keep(tensor),) if index is None else index
 
         def unpack(saved: int | tuple[Any]) -> Tensor:
             if isinstance(saved, tuple):
                 return take(saved[0])
-            if saved not in rebuilt:
+            if saved not in rebuilt:  # the first list of a backward pass
                 rebuilt.update(enumerate(lists_of(tile_blocks(take(kept)))))
             # Removed, since these hooks live as long as the graph.
             return rebuilt.pop(saved)
@@ -128,7 +159,8 @@ class RebuiltLists(saved_tensors_hooks):
 
 
 def lists_of(mask: BlockMask) -> list[Tensor]:
-    return [each for each in mask.as_tuple() if isinstance(each, Tensor)]
+    """All tensors of a block mask, in a fixed order."""
+    return [member for member in mask.as_tuple() if isinstance(member, Tensor)]
 
 
 def backward_blocks(default: Any, architecture: str) -> Any:
@@ -155,7 +187,7 @@ def gpu_architecture() -> str:
 @functools.cache
 def block_choices() -> Any:
     """A context in which the compiler uses `backward_blocks`."""
-    # Imported here: it takes half a second, which starts without NABLA save.
+    # Imported here because it takes half a second, which runs without NABLA need not spend.
     from torch._inductor.choices import InductorChoices
 
     class Choices(InductorChoices):
@@ -181,15 +213,17 @@ def compiled_flex(dtype: torch.dtype) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
         # Views, since checkpointing recomputes what they show.
-        heads_first = (each.transpose(1, 2) for each in (query, key, value))
+        heads_first = [x.transpose(1, 2) for x in (query, key, value)]  # B H S D
         mask = tile_blocks(tiles)
-        # The backward pass is compiled here, since autograd's thread has its own compiler settings.
+        saved_lists = RebuiltLists(mask, tiles) if torch.is_grad_enabled() else nullcontext()
         with (
             V.set_choices_handler(block_choices()),
+            # The backward pass is compiled here, since autograd's thread has its own compiler
+            # settings, which would lack the choices.
             config.patch(force_non_lazy_backward_lowering=True),
             # See `configure_compiler`; flex attention does not compile with it.
             shapes.patch(backed_size_oblivious=False),
-            RebuiltLists(mask, tiles) if torch.is_grad_enabled() else nullcontext(),
+            saved_lists,
         ):
             out: Tensor = run(*heads_first, block_mask=mask, kernel_options=options)
         return out.transpose(1, 2)

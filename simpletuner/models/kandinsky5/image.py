@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,7 @@ class StockPipeline(PreviewPipeline):
         return partial(self._decode, self._call(request, "latent"))
 
     def _decode(self, latents: Tensor) -> list[Image]:
-        """The end of the pipeline's call."""
+        """Decode as the end of the pipeline's call does."""
         is_clip = self.task in VIDEO_TASKS
         z = self.z_of(latents).to(self.vae.dtype)
         # Merged to the VAE's dimensions as the pipeline does: strides, even of one sample, decide
@@ -88,25 +88,16 @@ class StockPipeline(PreviewPipeline):
         return list(self.pipeline.image_processor.postprocess(pixels, "pil"))
 
     def _call(self, request: PreviewRequest, output_type: str) -> Any:
+        """Call the pipeline; the output has its dimensions, as pictures or latents."""
         inputs = {**request.inputs(self.z_of), "output_type": output_type}
-        for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
-            # Cumulative lengths of a batch of one prompt.
-            lengths = [0, len(embeds["prompt_embeds"])]
-            inputs[f"{prefix}prompt_embeds_qwen"] = embeds["prompt_embeds"][None].to(self.device)
-            inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(
-                self.device
-            )
-            inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor(
-                lengths, dtype=torch.int32, device=self.device
-            )
+        inputs |= self._prompt_inputs("", request.embeds)
+        inputs |= self._prompt_inputs("negative_", request.negative)
         if self.task in ("i2i", "i2v"):
             inputs["image"] = request.start
-        guided = request.batched and request.guidance_scale > 1
-        with (
-            batched_guidance(self.pipeline.transformer, self.padding, request)
-            if guided
-            else nullcontext()
-        ):
+        guidance: AbstractContextManager[None] = nullcontext()
+        if request.batched and request.guidance_scale > 1:
+            guidance = batched_guidance(self.pipeline.transformer, self.padding, request)
+        with guidance:
             if self.task in VIDEO_TASKS:
                 return self.pipeline(**inputs, num_frames=request.num_frames).frames
             # The pipeline rounds every request to its list of sizes, so the list is set to the
@@ -114,41 +105,56 @@ class StockPipeline(PreviewPipeline):
             self.pipeline.resolutions = [(request.width, request.height)]
             return self.pipeline(**inputs).image
 
+    def _prompt_inputs(self, prefix: str, embeds: TextEmbeds) -> dict[str, Tensor]:
+        """The pipeline's arguments for one prompt, a batch of one."""
+        hidden = embeds["prompt_embeds"]
+        pooled = embeds["pooled_prompt_embeds"]
+        cumulative_lengths = torch.tensor([0, len(hidden)], dtype=torch.int32, device=self.device)
+        return {
+            f"{prefix}prompt_embeds_qwen": hidden[None].to(self.device),
+            f"{prefix}prompt_embeds_clip": pooled[None].to(self.device),
+            f"{prefix}prompt_cu_seqlens": cumulative_lengths,
+        }
+
     def z_of(self, latents: Tensor) -> Tensor:
-        """z `B C F H W` from the pipeline's `B F H W C'`, which may have condition channels after
-        z.
-        """
-        return latents[..., : self.pipeline.transformer.config.out_visual_dim].movedim(-1, 1)
+        """z `B C F H W` from the pipeline's `B F H W C'`, where z may precede a condition."""
+        channels = self.pipeline.transformer.config.out_visual_dim
+        return latents[..., :channels].movedim(-1, 1)
 
 
 @contextmanager
 def batched_guidance(
     transformer: Any, padding: blocks.TextPadding, request: PreviewRequest
 ) -> Iterator[None]:
-    """A context in which a pipeline's first transformer call predicts for both the prompt and the
-    negative prompt.
+    """Predict for the prompt and the negative prompt in one batch.
+
+    In each sampling step, the pipeline calls the transformer twice: for the prompt, and with the
+    same latents for the negative prompt. The first call predicts both, and keeps the second result
+    for the second call.
     """
     forward = transformer.forward
-    replaced = vars(transformer).get("forward")
-    waiting: list[Any] = []
+    replaced = vars(transformer).get("forward")  # of an instance that was wrapped before
+    waiting: list[Any] = []  # the prediction for the negative prompt, between the calls
 
     def predict_both(**inputs: Any) -> Any:
         if waiting:
             return waiting.pop()
         like = inputs["encoder_hidden_states"]
         embeds = [
-            {name: each.to(like.device) for name, each in one.items()}
-            for one in (request.embeds, request.negative)
+            {name: tensor.to(like.device) for name, tensor in prompt.items()}
+            for prompt in (request.embeds, request.negative)
         ]
         text, pooled, mask = collate_text(embeds, like.dtype)
-        inputs |= {name: torch.cat([inputs[name]] * 2) for name in ("hidden_states", "timestep")}
-        inputs |= {"encoder_hidden_states": text, "pooled_projections": pooled}
+        inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2)
+        inputs["timestep"] = torch.cat([inputs["timestep"]] * 2)
+        inputs["encoder_hidden_states"] = text
+        inputs["pooled_projections"] = pooled
         inputs["text_rope_pos"] = torch.arange(text.shape[1], device=like.device)
         with padding.hidden(mask):
             both = forward(**inputs)
-        positive, negative = (type(both)(sample=each) for each in both.sample.split(1))
-        waiting.append(negative)
-        return positive
+        positive, negative = both.sample.split(1)
+        waiting.append(type(both)(sample=negative))
+        return type(both)(sample=positive)
 
     transformer.forward = predict_both
     try:
@@ -176,8 +182,10 @@ def channels_last(latents: Tensor) -> Tensor:
 def collate_text(
     embeds: Sequence[TextEmbeds], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Embeddings of a batch: text `B L D`, pooled `B D2`, and the mask `B L` of real tokens; None
-    without padding.
+    """Embeddings of a batch, zero-padded on the right.
+
+    Returns:
+        text `B L D`, pooled `B D2`, and the mask `B L` of real tokens, None without padding.
     """
     prompts = [embed["prompt_embeds"] for embed in embeds]
     text = pad_sequence(prompts, batch_first=True).to(dtype)
@@ -199,11 +207,9 @@ VISUAL_BLOCKS = "visual_transformer_blocks"
 def tile_order(frames: int, rows: int, columns: int) -> Tensor:
     """Token order of NABLA: frame by frame, tile by tile, row by row within a tile."""
     grid = raster_order(frames, rows, columns)
-    return (
-        grid.view(frames, rows // TILE_SIDE, TILE_SIDE, columns // TILE_SIDE, TILE_SIDE)
-        .transpose(2, 3)
-        .flatten()
-    )
+    # Frames, rows of tiles, rows in a tile, columns of tiles, columns in a tile.
+    tiles = grid.view(frames, rows // TILE_SIDE, TILE_SIDE, columns // TILE_SIDE, TILE_SIDE)
+    return tiles.transpose(2, 3).flatten()
 
 
 def cut_rope(rope: Tensor, kept: Tensor) -> Tensor:
@@ -213,9 +219,7 @@ def cut_rope(rope: Tensor, kept: Tensor) -> Tensor:
 
 
 def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | None:
-    """Parameters of block-sparse attention with the window `1 1 N N` cut to the kept tiles,
-    `B 1 n n`.
-    """
+    """Parameters of block-sparse attention, whose window `1 1 N N` is cut to the kept `B 1 n n`."""
     if params is None:
         return None
     # The tokens of a tile are consecutive, so the first one gives its number.
@@ -235,10 +239,10 @@ class SampledLatents(LatentEncoder):
         std = posterior.std.float().cpu()
         # On the CPU with one generator per sample, so that the draw is independent of device and
         # batch.
-        noise = [
-            torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed))
-            for seed in seeds
-        ]
+        noise = []
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            noise.append(torch.randn(mean.shape[1:], generator=generator))
         return (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
 
     def decode(self, z: Tensor) -> Tensor:
@@ -267,10 +271,8 @@ class Kandinsky5Adapter(FamilyAdapter):
 
     @property
     def rope_scale(self) -> RopeScale:
-        """Divisors of the positions in time, height and width. The pipelines of pictures never
-        scale these.
-        """
-        return 1.0, 1.0, 1.0
+        """Divisors of the positions in time, height and width."""
+        return 1.0, 1.0, 1.0  # pipelines of pictures never scale
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         transformer: Any = super().load_transformer(dtype, empty=empty)
@@ -285,17 +287,22 @@ class Kandinsky5Adapter(FamilyAdapter):
         return transformer
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay
-        together.
+        """Text blocks, then visual blocks.
+
+        With NABLA, the tokens of a tile are consecutive, and kept or dropped together.
         """
         model: Any = transformer
-        tiled = is_sparse(model.config)
+        is_tiled = is_sparse(model.config)
+        routing = TokenRouting(
+            unit=TILE if is_tiled else 1,
+            tables={ROPE: cut_rope, SPARSE_PARAMS: cut_window},
+        )
         return BlockLayout(
             groups={name: model.get_submodule(name) for name in (TEXT_BLOCKS, VISUAL_BLOCKS)},
             visual=VISUAL_BLOCKS,
             width=model.config["model_dim"],
-            order=tile_order if tiled else raster_order,
-            routing=TokenRouting(TILE if tiled else 1, {ROPE: cut_rope, SPARSE_PARAMS: cut_window}),
+            order=tile_order if is_tiled else raster_order,
+            routing=routing,
             rope=ROPE,
         )
 
@@ -309,23 +316,20 @@ class Kandinsky5Adapter(FamilyAdapter):
     def usage_snippet(usage: Usage) -> str:
         """Python code that reproduces the preview of the same prompt and seed."""
         pipeline = pipeline_name(usage.task)
-        shift = f"{usage.shift:g}" if usage.shift else ""
         imports, load = _loading_code(usage, pipeline)
-        more = [f"num_frames={usage.frames}"] if usage.task in ("t2v", "i2v") else []
-        if not more and usage.size not in IMAGE_SIZES:  # to which pipelines of pictures round sizes
+        arguments = []
+        if usage.task in VIDEO_TASKS:
+            arguments.append(f"num_frames={usage.frames}")
+        elif usage.size not in IMAGE_SIZES:  # the pipeline would round it to the nearest of these
             load.append(f"pipe.resolutions = [{tuple(usage.size)}]  # sample exactly this size")
-        scheduler = f"{EULER}.from_config(pipe.scheduler.config, shift={shift})" if shift else None
-        if usage.solver not in (None, "euler"):
-            scheduler = solver_code(usage.solver, shift or "pipe.scheduler.config.shift")
-        # The pipelines' own processor imports torchvision.
         return snippet(
             usage,
             pipeline,
             load,
             imports=imports,
-            scheduler=scheduler,
-            more=more,
-            packages=["torchvision"],
+            scheduler=_scheduler_code(usage),
+            more=arguments,
+            packages=["torchvision"],  # which the pipelines' own processor imports
         )
 
     def load_preview_pipeline(
@@ -336,15 +340,13 @@ class Kandinsky5Adapter(FamilyAdapter):
         pipeline = stock_pipeline(
             self.pipeline_class, self.source, transformer=transformer, vae=vae, scheduler=sampler
         )
-        return StockPipeline(
-            pipeline, self.encoder_class(vae, device, self.dtype), device, self.task, self.padding
-        )
+        encoder = self.encoder_class(vae, device, self.dtype)
+        return StockPipeline(pipeline, encoder, device, self.task, self.padding)
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         """Run the transformer as the pipelines do."""
-        states = torch.cat(
-            [channels_last(noisy.noisy_latents), *self.condition_channels(noisy)], dim=-1
-        )
+        latents = channels_last(noisy.noisy_latents)
+        states = torch.cat([latents, *self.condition_channels(noisy)], dim=-1)
         text, pooled, mask = collate_text(noisy.batch.embeds, self.dtype)
         _, frames, height, width, _ = states.shape
         device = states.device
@@ -403,8 +405,20 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
         return source, torch.ones_like(source[..., :1])
 
 
+def _scheduler_code(usage: Usage) -> str | None:
+    """An expression for the scheduler; None if the checkpoint's own is right."""
+    shift = f"{usage.shift:g}" if usage.shift else ""
+    if usage.solver not in (None, "euler"):
+        return solver_code(usage.solver, shift or "pipe.scheduler.config.shift")
+    if shift:
+        return f"{EULER}.from_config(pipe.scheduler.config, shift={shift})"
+    return None
+
+
 def _original_code(original: OriginalWeights, dtype: str) -> list[str]:
-    """Lines of Python that create `transformer` from its original file and the config.json of
+    """Lines of Python that create `transformer` from its original file.
+
+    diffusers loads folders, so the lines make one, with a link to the file and the config.json of
     `model`.
     """
     return [
@@ -422,13 +436,11 @@ def _original_code(original: OriginalWeights, dtype: str) -> list[str]:
 
 
 def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
-    """Lines of Python that import what this program has, and lines that create `pipe` with the
-    template.
-    """
+    """Lines of Python that import, and lines that create `pipe` with the prompt template."""
     package = "simpletuner.models.kandinsky5"
     imports: list[str] = []
     processor = ""
-    if not usage.alone:
+    if not usage.alone:  # this program's processor needs no torchvision
         imports.append(f"from {package}.loading import load_processor")
         processor = "tokenizer=load_processor(model), "
     load = [f"model = {text(usage.model)}"]
@@ -447,15 +459,15 @@ def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
         f"{transformer}{processor}dtype=torch.{usage.dtype})"
     )
     if usage.options.of(KandinskyOptions).text_template != "official":
-        return imports, load
+        return imports, load  # the pipeline's own
     name = TEMPLATES[usage.task]
-    words = f'OFFICIAL["{name}"].text'
-    crop = f'OFFICIAL["{name}"].crop'
     if usage.alone:
-        words = f'"""{OFFICIAL[name].text}"""'
+        template = f'"""{OFFICIAL[name].text}"""'
         crop = str(OFFICIAL[name].crop)
     else:
         imports.append(f"from {package}.templates import OFFICIAL")
-    load.append(f"pipe.prompt_template = {words}")
+        template = f'OFFICIAL["{name}"].text'
+        crop = f'OFFICIAL["{name}"].crop'
+    load.append(f"pipe.prompt_template = {template}")
     load.append(f"pipe.prompt_template_encode_start_idx = {crop}")
     return imports, load

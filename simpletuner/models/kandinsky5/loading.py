@@ -1,6 +1,4 @@
-"""The Qwen2.5-VL processor of Kandinsky 5, built without torchvision, which its own class
-imports.
-"""
+"""The Qwen2.5-VL processor of Kandinsky 5 without torchvision, which its own class imports."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 
 class _TextAndImageProcessor(Qwen2VLProcessor):
-    """`Qwen2VLProcessor` without video. The base class infers the processor's parts from this
-    signature.
+    """`Qwen2VLProcessor` without video.
+
+    The base class infers a processor's parts from the signature of its `__init__`.
     """
 
     def __init__(
@@ -32,7 +31,8 @@ class _TextAndImageProcessor(Qwen2VLProcessor):
 
 # Pipelines write these two names to model_index.json: a checkpoint saved with this class must load
 # anywhere.
-_TextAndImageProcessor.__name__ = _TextAndImageProcessor.__qualname__ = Qwen2VLProcessor.__name__
+_TextAndImageProcessor.__name__ = Qwen2VLProcessor.__name__
+_TextAndImageProcessor.__qualname__ = Qwen2VLProcessor.__name__
 _TextAndImageProcessor.__module__ = Qwen2VLProcessor.__module__
 
 

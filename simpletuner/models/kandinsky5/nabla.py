@@ -1,7 +1,19 @@
 """NABLA, Kandinsky's block-sparse attention, for training.
 
-Queries and keys are grouped in tiles of 64 tokens. Each tile of queries attends to the tiles of
-keys selected by a coarse map of averaged scores, and to a window around itself.
+Tokens are grouped in tiles of 64, 8 x 8 tokens of one frame, which are consecutive in the sequence
+(the "fractal" order). Attention between all pairs of tokens would be quadratic in a clip's length,
+so it is decided tile by tile what a query sees:
+
+1. The mean query and the mean key of every tile give a coarse map of scores, with 1 / 64² as many
+   entries as there are pairs of tokens.
+2. In each row of the map, the tiles with the highest scores are kept until they hold most of the
+   softmax's mass.
+3. A window of neighbouring tiles in time, height and width is always kept (STA, "sliding tile
+   attention").
+
+`tile_mask` makes these three steps as the stock processor does; `tile_attention` computes attention
+over the result, with lists of blocks (`flex`) or with masks. Source: Mikhailov et al., "NABLA:
+Neighborhood Adaptive Block-Level Attention", arXiv 2507.13546.
 """
 
 from __future__ import annotations
@@ -19,14 +31,17 @@ from simpletuner.models.kandinsky5.flex import Attend, exempt
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 from simpletuner.models.kandinsky5.tile_attention import choose_attend
 
-# Settings of the checkpoint that the stock processor reads, without their prefix `attention_`.
+# Settings of the checkpoint that the stock processor reads, without their prefix `attention_`: P is
+# the kept mass, wT, wW and wH are the sides of the window in tiles.
 COPIED = ("P", "wT", "wW", "wH", "add_sta", "method")
 
 
 def window_mask(
     frames: int, rows: int, columns: int, config: dict[str, Any], device: torch.device | None = None
 ) -> Tensor:
-    """The window of visible tiles, by distance in time, height and width: bool, `1 1 N N`, N tiles.
+    """The window of visible tiles, by distance in time, height and width: bool, `1 1 N N`.
+
+    N is the number of tiles, frames x rows x columns.
 
     Args:
         rows, columns: tiles per frame: latent height and width divided by 16.
@@ -35,10 +50,11 @@ def window_mask(
     axes = {"attention_wT": frames, "attention_wH": rows, "attention_wW": columns}
     mask = torch.ones((1, 1), dtype=torch.bool, device=device)
     for key, count in axes.items():
-        place = torch.arange(count, device=device)
-        is_near = (place[:, None] - place).abs() <= config[key] // 2
-        # A pair of tiles is in the window if it is near along every axis. Tiles are in raster
-        # order, where the last axis varies fastest, as in a Kronecker product.
+        position = torch.arange(count, device=device)
+        is_near = (position[:, None] - position).abs() <= config[key] // 2
+        # A pair of tiles is in the window if it is near along every axis. The Kronecker product of
+        # the axes' masks is this `and` for all pairs: its rows and columns are in raster order,
+        # where the last axis varies fastest, as are the tiles.
         mask = torch.kron(mask, is_near)
     return mask[None, None]
 
@@ -48,10 +64,11 @@ def sparse_params(
 ) -> dict[str, Any]:
     """The `sparse_params` of the stock pipelines for latents of shape `B F H W C`."""
     _, frames, height, width, _ = latents_shape
-    rows = height // 2
+    rows = height // 2  # of tokens, which are patches of 2 x 2 latent positions
     columns = width // 2
+    copied = {name: config[f"attention_{name}"] for name in COPIED}
     return {
-        **{name: config[f"attention_{name}"] for name in COPIED},
+        **copied,
         "attention_type": config["attention_type"],
         "sta_mask": window_mask(frames, rows // TILE_SIDE, columns // TILE_SIDE, config, device),
         "to_fractal": True,
@@ -63,23 +80,33 @@ def sparse_params(
 def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor:
     """Which key tiles each query tile attends to: bool, `B H N N`, from `B S H D`.
 
-    Tiles are ranked by the softmax over tile means. The lowest that together hold 1 - `mass` are
-    dropped, then the window is added.
+    Args:
+        window: tiles that are always visible; see `window_mask`.
+        mass: share of the softmax over tile means that the kept tiles hold at least.
     """
-    means = [x.transpose(1, 2).unflatten(2, (-1, TILE)).mean(-2) for x in (query, key)]  # B H N D
-    products = means[0] @ means[1].transpose(-2, -1)
+    query_means = _tile_means(query)
+    key_means = _tile_means(key)
+    products = query_means @ key_means.transpose(-2, -1)  # B H N N
     scores = torch.softmax(products / math.sqrt(query.shape[-1]), dim=-1)
-    values, order = scores.sort(-1)  # ascending
+    # Dropped are the lowest scores, as long as their sum stays below 1 - mass. `values` ascend,
+    # so the first True of `kept` is the lowest score that is kept.
+    values, order = scores.sort(-1)
     kept = values.cumsum(-1) >= 1 - mass
-    # From the order of the scores to that of the tiles.
+    # Entry i of a row of `kept` is about the tile `order[i]`: back to the order of the tiles.
     return torch.empty_like(kept).scatter_(-1, order, kept) | window
+
+
+def _tile_means(x: Tensor) -> Tensor:
+    """Means over the tokens of each tile: `B H N D` from `B S H D`."""
+    return x.transpose(1, 2).unflatten(2, (-1, TILE)).mean(-2)
 
 
 class TileAttention:
     """Sparse attention of a transformer, shared by its processors."""
 
     def __init__(self) -> None:
-        self._attend: dict[int, Attend] = {}  # by number of heads, which processes may share
+        # By number of heads: with sequence parallelism, training has fewer heads than previews.
+        self._attend: dict[int, Attend] = {}
         self._visible: TileCounts = {}
 
     def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
@@ -91,15 +118,16 @@ class TileAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
         """Attention of `B S H D` queries to the tiles chosen for them; `B S H D`."""
-        if query.shape[-2] not in self._attend:  # pipelines do not call `settle`
-            self.settle(query.device, query.dtype, query.shape[-1], query.shape[-2])
-        with torch.no_grad():
+        _, tokens, heads, head_dim = query.shape
+        if heads not in self._attend:  # pipelines do not call `settle`
+            self.settle(query.device, query.dtype, head_dim, heads)
+        with torch.no_grad():  # the choice of tiles has no gradient
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
         if torch.is_grad_enabled():
             # On the device, since reading the number would synchronise.
-            visible, pairs = self._visible.get(query.shape[1], (0, 0))
-            self._visible[query.shape[1]] = visible + tiles.sum(), pairs + tiles.numel()
-        attend: Any = self._attend[query.shape[-2]]
+            visible, pairs = self._visible.get(tokens, (0, 0))
+            self._visible[tokens] = visible + tiles.sum(), pairs + tiles.numel()
+        attend: Any = self._attend[heads]
         return attend(query, key, value, tiles)
 
     def take_counts(self) -> TileCounts:
@@ -110,15 +138,13 @@ class TileAttention:
 
     def kernel(self, params: dict[str, Any] | None) -> Kernel | None:
         """The attention of a step with these `sparse_params`; None without, where it is dense."""
-        return None if params is None else partial(self, params=params)
+        if params is None:
+            return None
+        return partial(self, params=params)
 
 
 def install(transformer: nn.Module) -> TileAttention:
-    """Let the visual self-attentions attend to NABLA's tiles.
-
-    Returns:
-        the attention that they share.
-    """
+    """Let the visual self-attentions attend to NABLA's tiles; returns what they share."""
     attention = TileAttention()
 
     def is_visual(name: str) -> bool:

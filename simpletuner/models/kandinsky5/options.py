@@ -1,12 +1,13 @@
-"""The options that only Kandinsky 5 has, and the token grid of its clips: NABLA's tiles and the
-RoPE scale. Free of torch.
+"""The options that only Kandinsky 5 has, NABLA's tiles, and the RoPE scale of clips.
+
+Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
 
@@ -25,9 +26,9 @@ def parse_rope_scale(value: object) -> RopeScale | None:
     """
     if value is None or str(value).strip().lower() == AUTO:
         return None
-    parts = value.strip("[]() ").split(",") if isinstance(value, str) else value
+    parts: Any = value.strip("[]() ").split(",") if isinstance(value, str) else value
     with suppress(TypeError, ValueError):
-        time, height, width = (parse_number(part) for part in parts)  # type: ignore[attr-defined]
+        time, height, width = (parse_number(part) for part in parts)
         if min(time, height, width) > 0:
             return time, height, width
     raise ValueError("is not auto or three numbers above 0")
@@ -76,6 +77,8 @@ STANDARD_SIDES = (480, 854)  # pixels; as in diffusers, both sides must be in th
 def rope_scale_of_size(size: tuple[int, int] | None, flavour: str) -> RopeScale:
     """The scale that the stock pipeline uses at this size; without a size, the flavour's."""
     if size is None:
-        return HIGH if flavour.endswith("-hd") else STANDARD
-    low, high = STANDARD_SIDES
-    return STANDARD if all(low <= side <= high for side in size) else HIGH
+        is_standard = not flavour.endswith("-hd")
+    else:
+        low, high = STANDARD_SIDES
+        is_standard = all(low <= side <= high for side in size)
+    return STANDARD if is_standard else HIGH

@@ -1,5 +1,4 @@
-"""Kandinsky 5 as plain data: the family of pictures, and the family of clips, which differs in a
-few fields.
+"""Kandinsky 5 as plain data: the family of pictures, and that of clips, which differs in fields.
 
 `family.toml` has their defaults.
 """
@@ -101,12 +100,12 @@ def read_flavours(*tasks: Task) -> tuple[Flavour, ...]:
 
 
 def _flavour(name: str, row: Mapping[str, Any]) -> Flavour:
+    """One entry of `flavours.toml`."""
     task: Task = row["task"]
     steps = row.get("distilled_steps")
     defaults: dict[str, object] = {}
     if task == "i2v":
-        # Each prompt is rendered from several pictures: a comparison of weights takes twice as many
-        # clips.
+        # A prompt is rendered from several pictures, and comparing weights would double the clips.
         defaults["ema_validation"] = "ema_only"
     if steps is not None:
         defaults["validation_guidance"] = 1.0
@@ -151,13 +150,13 @@ def check_image_sizes(
     report: Problems,
 ) -> None:
     """Warnings about preview sizes that the stock pipeline does not render by default."""
-    others = [size for size in used if size not in IMAGE_SIZES]
-    given = config.model.pretrained_model_name_or_path
+    unusual = [size for size in used if size not in IMAGE_SIZES]
+    base = config.model.pretrained_model_name_or_path
     # A checkpoint with another name may support other sizes.
-    is_published = given is None or Path(given).name == Path(flavour.repository).name
-    if others and is_published and not config.validation.validation_disable:
+    is_published = base is None or Path(base).name == Path(flavour.repository).name
+    if unusual and is_published and not config.validation.validation_disable:
         message = (
-            f"the stock pipeline cannot repeat previews of {_sizes(others)}: it takes the nearest "
+            f"the stock pipeline cannot repeat previews of {_sizes(unusual)}: it takes the nearest "
             f"of {_sizes(IMAGE_SIZES)}. Choose one of these, or set the pipeline's resolutions to "
             "[(width, height)]."
         )
@@ -196,34 +195,40 @@ def check_video_sizes(
     trained: Mapping[str, Sequence[Size]],
     report: Problems,
 ) -> None:
-    """Warnings about sizes that the stock pipeline samples with another RoPE scale than they are
-    trained with.
-    """
+    """Warnings about sizes that are sampled with another RoPE scale than they are trained with."""
     explicit = config.family.of(KandinskyOptions).rope_scale
-    scale = explicit or rope_scale_of_size(used[0] if used else None, flavour.name)
-    others = [size for size in used if rope_scale_of_size(size, flavour.name) != scale]
-    if others:
+    trained_scale = explicit or rope_scale_of_size(used[0] if used else None, flavour.name)
+
+    def at_another_scale(sizes: Sequence[Size]) -> list[Size]:
+        return [size for size in sizes if rope_scale_of_size(size, flavour.name) != trained_scale]
+
+    sampled_otherwise = at_another_scale(used)
+    if sampled_otherwise:
         message = (
-            f"{write_rope_scale(scale)} is trained; the pipeline samples {_sizes(others)} with "
-            "another scale."
+            f"{write_rope_scale(trained_scale)} is trained; the pipeline samples "
+            f"{_sizes(sampled_otherwise)} with another scale."
         )
         report.warn("validation_resolution", message)
     if explicit is not None:
         return  # an explicit scale is meant for every bucket
-    for name, sizes in trained.items():
-        strange = [size for size in sizes if rope_scale_of_size(size, flavour.name) != scale]
-        if strange:
-            theirs = write_rope_scale(rope_scale_of_size(strange[0], flavour.name))
-            at = f"at {_sizes(used[:1])}, as previews are," if used else "at the model's own sizes,"
-            message = (
-                f"clips of {name} are trained at {_sizes(strange)}. If you will sample {at} "
-                f"ignore this; else set crop_aspect closest: {_sizes(strange[:1])} is sampled "
-                f"with RoPE scale {theirs}, and trained with {write_rope_scale(scale)}."
-            )
-            report.warn("rope_scale", message)
+    for dataset, sizes in trained.items():
+        trained_otherwise = at_another_scale(sizes)
+        if not trained_otherwise:
+            continue
+        size = trained_otherwise[0]
+        sampled_scale = rope_scale_of_size(size, flavour.name)
+        where = f"at {_sizes(used[:1])}, as previews are," if used else "at the model's own sizes,"
+        message = (
+            f"clips of {dataset} are trained at {_sizes(trained_otherwise)}. If you will sample "
+            f"{where} ignore this; else set crop_aspect closest: {size} is sampled "
+            f"with RoPE scale {write_rope_scale(sampled_scale)}, and trained with "
+            f"{write_rope_scale(trained_scale)}."
+        )
+        report.warn("rope_scale", message)
 
 
 def _sizes(sizes: Sequence[Size]) -> str:
+    """Sizes as in messages, separated by commas."""
     return ", ".join(map(str, sizes))
 
 
@@ -231,26 +236,31 @@ def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) ->
     """Problems of parts on this machine that do not fit together."""
     check_channels(source, "in_visual_dim", "latent_channels", report)
     transformer = source["transformer"].read_config()
-    wanted = flavour.task in ("i2i", "i2v")
-    has = bool(transformer and transformer.get("visual_cond"))
-    if transformer is None or wanted == has or flavour.task == "t2v":  # t2v samples with either
+    if transformer is None or flavour.task == "t2v":  # t2v samples with either kind
         return
-    kind = "takes" if has else "does not take"
-    where = f"the transformer in {source['transformer'].location!r}"
+    needs_picture = flavour.task in ("i2i", "i2v")
+    takes_picture = bool(transformer.get("visual_cond"))
+    if needs_picture == takes_picture:
+        return
+    takes = "takes" if takes_picture else "does not take"
     message = (
-        f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is "
-        f"{str(has).lower()})."
+        f"{flavour.name} does not fit: the transformer in {source['transformer'].location!r} "
+        f"{takes} a source picture (visual_cond is {str(takes_picture).lower()})."
     )
     report.error("model_flavour", message)
 
 
 def pixel_grid(flavour: Flavour, source: ModelSource) -> int:
-    """128 px with block-sparse attention, else 16; decided by the flavour if the checkpoint is not
-    here.
+    """128 px, a tile, with block-sparse attention; else 16.
+
+    The flavour decides if the checkpoint is not on this machine.
     """
     transformer = source["transformer"].read_config()
-    sparse = is_sparse_flavour(flavour.name) if transformer is None else is_sparse(transformer)
-    return SIZE_MULTIPLE * (TILE_SIDE if sparse else 1)
+    if transformer is None:
+        sparse = is_sparse_flavour(flavour.name)
+    else:
+        sparse = is_sparse(transformer)
+    return SIZE_MULTIPLE * TILE_SIDE if sparse else SIZE_MULTIPLE
 
 
 def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
@@ -273,8 +283,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     size_multiple=SIZE_MULTIPLE,
     vae_stride=8,
     patch_size=2,
-    # The table of positions has 128 per side, of 16 pixels.
-    largest_side=2048,
+    largest_side=128 * 16,  # the table of positions has 128 per side, of 16 pixels each
     native_sizes={1024: IMAGE_SIZES},
     lora_targets=("to_query", "to_key", "to_value"),
     lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
@@ -284,8 +293,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     checks=FamilyChecks(check_image, check_checkpoint, check_image_sizes),
     words=FamilyWords(
         longest=512,
-        # <|im_end|>, the end of the template.
-        reserved=1,
+        reserved=1,  # <|im_end|>, the end of the template
         clean=clean_caption,
         fingerprint=text_fingerprint,
         hold_picture=frozenset({"i2i"}),

@@ -21,12 +21,11 @@ TemplateName = Literal["image", "image_edit", "video"]
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """A text with `{}` for the caption, and the number of leading tokens that the transformer does
-    not get.
+    """A text with `{}` for the caption, and how many of its first tokens are cropped.
 
-    For `image` and `video` these are the tokens before the caption. `image_edit` has 52 tokens
-    before the caption, but the official code crops 55: the first three tokens of the caption are
-    lost, here as well.
+    The transformer does not get the cropped tokens. For `image` and `video` these are the tokens
+    before the caption. `image_edit` has 52 tokens before the caption, but the official code crops
+    55: the first three tokens of the caption are lost, here as well.
     """
 
     text: str
@@ -54,8 +53,9 @@ def _encoding_fixer() -> Callable[[str], str]:
 
 
 def clean_caption(caption: str) -> str:
-    """Clean a caption as the pipelines do: fix broken encodings, unescape HTML, collapse
-    whitespace.
-    """
+    """Clean a caption as the pipelines do: encodings, HTML escapes, whitespace."""
+    fix_encoding = _encoding_fixer()
+    fixed = fix_encoding(caption)
     # Twice, as in diffusers: captions from the web may be escaped twice (`&amp;quot;`).
-    return " ".join(html.unescape(html.unescape(_encoding_fixer()(caption))).split())
+    unescaped = html.unescape(html.unescape(fixed))
+    return " ".join(unescaped.split())

@@ -46,7 +46,7 @@ CLIP_LENGTH = 77
 POSITIONS = 1024  # text tokens in the transformer's position table
 # Prompts are padded to a multiple of this, and a batch has prompts of one length: attention kernels
 # round differently by length. So embeddings depend on the batch size at most, not on the rest of
-# the batch. On a GPU, which waits for weights, padding is free.
+# the batch. On a GPU, where reading the weights takes the time, padding is free.
 STEP = 32
 CPU_STEP = 8
 PROMPT_PICTURE_SCALE = 2  # Qwen gets the source picture at half its size, as in the pipeline
@@ -92,10 +92,9 @@ class Kandinsky5TextEncoder(TextEncoder):
     ) -> None:
         source = adapter.source
         words = adapter.spec.words
+        options = adapter.options.of(KandinskyOptions)
         self.device = device
-        self.template = template = select_template(
-            adapter.options.of(KandinskyOptions).text_template, TEMPLATES[adapter.task]
-        )
+        self.template = select_template(options.text_template, TEMPLATES[adapter.task])
         self.max_length = words.length(adapter.text)
         with user_errors(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
@@ -103,8 +102,11 @@ class Kandinsky5TextEncoder(TextEncoder):
             self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(
                 source["tokenizer_2"].fetch()
             )
-        start = self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"]
-        self.start = PromptStart(start, template.crop + self.max_length)
+        before_caption = self.template.text.partition("{}")[0]
+        self.start = PromptStart(
+            tokens=self.processor.tokenizer(before_caption)["input_ids"],
+            length=self.template.crop + self.max_length,
+        )
         self.qwen = load_whole(
             Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype
         )
@@ -134,12 +136,13 @@ class Kandinsky5TextEncoder(TextEncoder):
         """
         captions = [self._fit(clean_caption(request.caption)) for request in requests]
         inputs = [
-            self._tokenize(text, request.picture)
-            for text, request in zip(captions, requests, strict=True)
+            self._tokenize(caption, request.picture)
+            for caption, request in zip(captions, requests, strict=True)
         ]
         rows = zip(self._encode_qwen(inputs), self._encode_clip(captions), strict=True)
         return [
-            {"prompt_embeds": hidden, "pooled_prompt_embeds": one.clone()} for hidden, one in rows
+            {"prompt_embeds": hidden, "pooled_prompt_embeds": pooled.clone()}
+            for hidden, pooled in rows
         ]
 
     def padded_length(self, request: TextRequest) -> int:
@@ -154,9 +157,7 @@ class Kandinsky5TextEncoder(TextEncoder):
         return None if kept == cleaned else cleaned.removeprefix(kept)
 
     def _fit(self, caption: str) -> str:
-        """Truncate a cleaned caption so that it and the end of the template fit into
-        `max_length`.
-        """
+        """Truncate a cleaned caption, so that it and the template's end fit into `max_length`."""
         tokenizer = self.processor.tokenizer
         # What follows the caption, without the picture's tokens, whose number depends on its size.
         suffix = self.template.text.partition("{}")[2].partition("<|vision_start|>")[0]
@@ -165,13 +166,14 @@ class Kandinsky5TextEncoder(TextEncoder):
         return caption if len(ids) <= room else tokenizer.decode(ids[:room])
 
     def _tokenize(self, caption: str, picture: Image | None) -> dict[str, Tensor]:
-        half = None
+        """Qwen's inputs for one prompt: tokens `1 L`, and the patches of its picture, if any."""
+        images = None
         if picture is not None:
             width, height = picture.size
-            half = [picture.resize((width // PROMPT_PICTURE_SCALE, height // PROMPT_PICTURE_SCALE))]
-        inputs = dict(
-            self.processor(text=[self.template.format(caption)], images=half, return_tensors="pt")
-        )
+            size = (width // PROMPT_PICTURE_SCALE, height // PROMPT_PICTURE_SCALE)
+            images = [picture.resize(size)]
+        prompt = self.template.format(caption)
+        inputs = dict(self.processor(text=[prompt], images=images, return_tensors="pt"))
         length = inputs["input_ids"].shape[1] - self.template.crop
         if length > POSITIONS:
             raise ValueError(
@@ -182,38 +184,44 @@ class Kandinsky5TextEncoder(TextEncoder):
 
     def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         """Qwen's hidden states of each prompt after the template's crop, (L, D)."""
-        padded = [self._padded(one) for one in inputs]
-        crop = self.template.crop
+        padded = [self._padded(prompt) for prompt in inputs]
         batch = {
-            name: torch.cat([one[name] for one in padded]).to(self.device) for name in padded[0]
+            name: torch.cat([prompt[name] for prompt in padded]).to(self.device)
+            for name in padded[0]
         }
         if "pixel_values" in batch:
-            # Without `prompt_start`: of these prompts the tokens before the caption are only a
-            # tenth.
+            # Not with `prompt_start`: the tokens before the caption are only a tenth of a prompt
+            # with a picture.
             rows = self.qwen.model(**batch, use_cache=False).last_hidden_state
         else:
             rows = self.start.read(self.qwen.model.language_model, batch["input_ids"])
-        pairs = zip(rows[:, crop:].cpu(), inputs, strict=True)
-        return [row[: one["input_ids"].shape[1] - crop].clone() for row, one in pairs]
+        crop = self.template.crop
+        embeds = []
+        for row, prompt in zip(rows[:, crop:].cpu(), inputs, strict=True):
+            length = prompt["input_ids"].shape[1] - crop  # without padding
+            embeds.append(row[:length].clone())
+        return embeds
 
-    def _padded(self, one: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _padded(self, prompt: dict[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of a prompt, with per-token tensors padded to its padded length."""
-        shape = one["input_ids"].shape
-        token = self.qwen.config.image_token_id
-        more = max(
-            0, int((one["input_ids"] == token).sum()) - 1
-        )  # tokens of its picture after the first
-        length = self._length_for(shape[1] - more) + more
-        return {
-            name: lengthen(each, length) if each.shape == shape else each
-            for name, each in one.items()
-        }
+        ids = prompt["input_ids"]
+        picture_tokens = int((ids == self.qwen.config.image_token_id).sum())
+        # The picture counts as one token, as in `padded_length`.
+        uncounted = max(0, picture_tokens - 1)
+        length = self._length_for(ids.shape[1] - uncounted) + uncounted
+        padded = {}
+        for name, tensor in prompt.items():
+            is_per_token = tensor.shape == ids.shape
+            padded[name] = lengthen(tensor, length) if is_per_token else tensor
+        return padded
 
     def _length_for(self, tokens: int) -> int:
+        """The padded length for a number of tokens."""
         step = CPU_STEP if self.device.type == "cpu" else STEP
         return round_up(tokens, step)
 
     def _encode_clip(self, captions: list[str]) -> Tensor:
+        """CLIP's pooled vectors of the captions, `B D2`."""
         inputs = self.clip_tokenizer(
             captions,
             max_length=CLIP_LENGTH,

@@ -21,14 +21,14 @@ WITHOUT_FLEX = ("cpu", "mps", "xpu")
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
-    """Attention on every device, with gradients.
+    """Attention on every device, with gradients, from `B S H D`.
 
     The queries of a tile share one row of the mask, so memory is linear in the tokens.
     """
     attended = []
-    for part, visible in zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True):
-        mask = visible.repeat_interleave(TILE, -1)[:, :, None]
-        attended.append(torch_attention(part, key, value, mask))
+    for tile, visible in zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True):
+        mask = visible.repeat_interleave(TILE, -1)[:, :, None]  # B H 1 S, from B H N
+        attended.append(torch_attention(tile, key, value, mask))
     return torch.cat(attended, dim=1)
 
 
@@ -43,8 +43,7 @@ def choose_attend(
 ) -> Attend:
     """Compiled flex attention if its results and gradients are correct on a device.
 
-    Otherwise dense attention, with a warning. A CPU, which has no kernel for the gradients, gets
-    masks.
+    Otherwise dense attention, with a warning. Devices without flex attention get masks.
     """
     if device.type in WITHOUT_FLEX:
         return attend_masked
@@ -83,11 +82,13 @@ def find_fault(
         what is wrong, or None.
     """
     generator = torch.Generator().manual_seed(0)
-    shape = (2, 5 * TILE, heads, head_dim)
+    count = 5  # tiles
+    shape = (2, count * TILE, heads, head_dim)
+    # Query, key, value, and the gradient of the output.
     draws = [(torch.randn(shape, generator=generator) / 2).to(dtype) for _ in range(4)]
-    tiles = torch.rand(2, heads, 5, 5, generator=generator) < 0.4
-    tiles = tiles | torch.eye(5, dtype=torch.bool)
-    wanted = _results(attend_masked, [draw.double() for draw in draws], tiles, backward)
+    tiles = torch.rand(2, heads, count, count, generator=generator) < 0.4
+    tiles = tiles | torch.eye(count, dtype=torch.bool)  # softmax of no tile would be NaN
+    expected = _results(attend_masked, [draw.double() for draw in draws], tiles, backward)
     try:
         results = _results(attend, [draw.to(device) for draw in draws], tiles.to(device), backward)
     except DEVICE_FAILURES:
@@ -96,21 +97,26 @@ def find_fault(
     except (RuntimeError, ValueError, AssertionError) as error:
         lines = str(error).strip().splitlines()
         return lines[0] if lines else type(error).__name__
-    # Relative errors, in Euclidean norms.
-    pairs = zip(results, wanted, strict=True)
-    errors = [((result.cpu() - exact).norm() / exact.norm()).item() for result, exact in pairs]
+
+    errors = []
+    for result, exact in zip(results, expected, strict=True):
+        relative_error = (result.cpu() - exact).norm() / exact.norm()
+        errors.append(relative_error.item())
     limit = tolerance(device, dtype)
-    return None if max(errors) <= limit else f"off by {max(errors):.1e}, more than {limit:.1e}"
+    if max(errors) <= limit:
+        return None
+    return f"off by {max(errors):.1e}, more than {limit:.1e}"
 
 
 def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool) -> list[Tensor]:
     """The output, and with `backward` the gradients of query, key and value."""
-    query, key, value = (each.detach().requires_grad_(backward) for each in draws[:3])
+    query, key, value = (draw.detach().requires_grad_(backward) for draw in draws[:3])
+    out_gradient = draws[3]
     with torch.set_grad_enabled(backward):
         out = attend(query, key, value, tiles)
     if not backward:
         return [out]
-    return [out, *torch.autograd.grad(out, (query, key, value), draws[3])]
+    return [out, *torch.autograd.grad(out, (query, key, value), out_gradient)]
 
 
 def tolerance(device: torch.device, dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import nabla
-from simpletuner.models.kandinsky5.cost import attention_heads
+from simpletuner.models.kandinsky5.cost import attention_heads, head_width
 from simpletuner.models.kandinsky5.image import Kandinsky5Adapter, SampledLatents, channels_last
 from simpletuner.models.kandinsky5.options import (
     KandinskyOptions,
@@ -26,8 +26,9 @@ from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
 
 class HunyuanLatentEncoder(SampledLatents):
-    """Latents of clips from the HunyuanVideo VAE: `B 3 F H W` pixels with F = 4k + 1 become
-    `B 16 k+1 H/8 W/8`.
+    """Latents of clips from the HunyuanVideo VAE.
+
+    `B 3 F H W` pixels with F = 4k + 1 become `B 16 k+1 H/8 W/8`.
     """
 
     is_sliced = False
@@ -41,8 +42,9 @@ class HunyuanLatentEncoder(SampledLatents):
 
 
 class Kandinsky5VideoAdapter(Kandinsky5Adapter):
-    """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the
-    RoPE scale.
+    """One Kandinsky 5 Video checkpoint.
+
+    The size that the result will be sampled at decides the RoPE scale.
     """
 
     spec = KANDINSKY5_VIDEO
@@ -54,9 +56,8 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
 
     @property
     def rope_scale(self) -> RopeScale:
-        return self.options.of(KandinskyOptions).rope_scale or rope_scale_of_size(
-            self.use_size, self.flavour.name
-        )
+        explicit = self.options.of(KandinskyOptions).rope_scale
+        return explicit or rope_scale_of_size(self.use_size, self.flavour.name)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         encoder = HunyuanLatentEncoder(self.load_vae(device, dtype), device, dtype)
@@ -77,9 +78,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         return self._fast
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        """For i2v, frame 0 is the clean picture and is excluded from the loss. Pictures and t2v
-        clips are unchanged.
-        """
+        """For i2v, frame 0 is the clean picture and is excluded from the loss."""
         return hold_first_frame(noisy) if self.takes_picture else noisy
 
     def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
@@ -87,15 +86,17 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
             return None
         latents = channels_last(noisy.noisy_latents)
         settings = self._settings
-        heads = attention_heads(settings) // (self._fast.self_attention.shares if self._fast else 1)
-        self._tiles.settle(latents.device, self.dtype, sum(settings["axes_dims"]), heads)
+        heads = attention_heads(settings)
+        if self._fast is not None:
+            heads //= self._fast.self_attention.shares
+        self._tiles.settle(latents.device, self.dtype, head_width(settings), heads)
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         layout = super().block_layout(transformer)
-        return (
-            layout if self._tiles is None else replace(layout, take_tiles=self._tiles.take_counts)
-        )
+        if self._tiles is None:
+            return layout
+        return replace(layout, take_tiles=self._tiles.take_counts)
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Sixteen channels of zeros, and a mask that is 1 on a given first frame."""
@@ -103,7 +104,6 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
             return ()
         latents = channels_last(noisy.noisy_latents)
         mask = torch.zeros_like(latents[..., :1])
-        # A clip of one frame would have nothing left to predict.
-        if self.takes_picture and noisy.batch.condition is not None and latents.shape[1] > 1:
+        if self.takes_picture and noisy.given_frames:
             mask[:, 0] = 1
         return torch.zeros_like(latents), mask

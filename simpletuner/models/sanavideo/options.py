@@ -28,14 +28,20 @@ def parse_instruction(value: object) -> object:
         return []
     if word in TRUE_WORDS:
         return True
-    value = parse_json_text(value)
-    lines = _read_lines(home_path(value)) if isinstance(value, str) else value
+    lines = parse_json_text(value)
+    if isinstance(lines, str):
+        lines = _read_lines(home_path(lines))
     if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
         return lines
     raise ValueError("is not true, false, a list of lines or a file of lines")
 
 
 def _read_lines(path: Path) -> Any:
+    """The JSON value of a .json file, or the lines of a text file.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
     if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a text that no path can have
         raise ValueError("is neither true nor false nor a file")
     problems = Problems()

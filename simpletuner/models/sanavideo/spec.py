@@ -1,9 +1,8 @@
-"""Sana Video as plain data: its flavours, its prompt format and its checks; `family.toml` has its
-defaults and sizes.
+"""Sana Video as plain data: its flavours, its prompt format and its checks.
 
-A caption is lower-cased and stripped, followed by an optional motion score, and preceded by an
-instruction. Negative prompts and the empty caption have neither. `text` takes the default
-instruction from the pipeline.
+`family.toml` has its defaults and sizes. A caption is lower-cased and stripped, followed by an
+optional motion score, and preceded by an instruction. Negative prompts and the empty caption have
+neither. `text` takes the default instruction from the pipeline.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import FamilyOptions, RunConfig
@@ -82,26 +83,23 @@ def dataset_caption(dataset: DatasetConfig, caption: str) -> str:
 
 
 def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
-    """Instruction and motion score; the default instruction is identified by the release of
-    diffusers.
-    """
-    own = options.of(SanaOptions)
-    lines = own.sana_complex_human_instruction
-    words = (
-        f"diffusers {importlib.metadata.version('diffusers')} instruction"
-        if lines is True
-        else json.dumps(lines)
-    )
-    return f"{words}; motion score {own.sana_motion_score}"
+    """Instruction and motion score; the release of diffusers identifies its own instruction."""
+    sana = options.of(SanaOptions)
+    lines = sana.sana_complex_human_instruction
+    if lines is True:
+        instruction = f"diffusers {importlib.metadata.version('diffusers')} instruction"
+    else:
+        instruction = json.dumps(lines)
+    return f"{instruction}; motion score {sana.sana_motion_score}"
 
 
 def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Problems and hints for Sana Video."""
-    named = (
-        f"video_{config.model.model_flavour} {config.model.pretrained_model_name_or_path}".lower()
-    )
-    for reason in (reason for word, reason in NOT_SUPPORTED.items() if word in named):
-        report.error("model_flavour", f"cannot be trained: {reason}.")
+    model = config.model
+    model_names = f"video_{model.model_flavour} {model.pretrained_model_name_or_path}".lower()
+    for word, reason in NOT_SUPPORTED.items():
+        if word in model_names:
+            report.error("model_flavour", f"cannot be trained: {reason}.")
     if config.techniques.of(TreadConfig).tread_config is not None:
         message = (
             "cannot be used with Sana Video: its feed-forward is a convolution over the whole "
@@ -124,16 +122,12 @@ def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
 def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Problems of parts on this machine that do not fit together."""
     vae = source["vae"].read_config() or {}
+    if vae.get("_class_name") == WAN:
+        check_channels(source, "in_channels", "z_dim", report)
+        _check_statistics(vae, source["vae"].location, report)
+    else:  # LTX-2 has its statistics among its weights
+        check_channels(source, "in_channels", "latent_channels", report)
     transformer = source["transformer"].read_config()
-    is_wan = vae.get("_class_name") == WAN
-    check_channels(source, "in_channels", "z_dim" if is_wan else "latent_channels", report)
-    # Every channel of the latents must be normalised; the other VAE has its statistics among its
-    # weights.
-    for name in ("latents_mean", "latents_std") if is_wan else ():
-        count = len(vae.get(name) or ())
-        if count != vae.get("z_dim"):
-            message = f"{count} values of {name} for {vae.get('z_dim')} channels."
-            report.error(VAE_KEY, f"the VAE in {source['vae'].location!r} has {message}")
     if transformer is None:
         return
     channels = transformer.get("in_channels")
@@ -150,6 +144,15 @@ def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) ->
             f"{width}."
         )
         report.error("pretrained_gemma_model_name_or_path", message)
+
+
+def _check_statistics(vae: Mapping[str, Any], location: str, report: Problems) -> None:
+    """Report statistics in the config of a Wan VAE that do not cover every channel."""
+    for name in ("latents_mean", "latents_std"):
+        count = len(vae.get(name) or ())
+        if count != vae.get("z_dim"):
+            message = f"{count} values of {name} for {vae.get('z_dim')} channels."
+            report.error(VAE_KEY, f"the VAE in {location!r} has {message}")
 
 
 COMPONENTS = {

@@ -50,11 +50,8 @@ GEMMA_LAYERS = r"layers\.\d+\..+"
 
 def pipeline_instruction() -> list[str]:
     """The default instruction of the installed pipeline."""
-    return (
-        inspect.signature(SanaVideoPipeline.__call__)
-        .parameters["complex_human_instruction"]
-        .default
-    )
+    parameters = inspect.signature(SanaVideoPipeline.__call__).parameters
+    return parameters["complex_human_instruction"].default
 
 
 class SanaTextEncoder(TextEncoder):
@@ -80,14 +77,18 @@ class SanaTextEncoder(TextEncoder):
         self.device = device
         options = adapter.options.of(SanaOptions)
         self.motion_score = options.sana_motion_score
-        instruction = options.sana_complex_human_instruction
-        self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
+        lines = options.sana_complex_human_instruction
+        if lines is True:
+            lines = pipeline_instruction()
+        self.instruction = "\n".join(lines)
         with user_errors(source["tokenizer"]):
             self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(
                 source["tokenizer"].fetch()
             )
         self.tokenizer.padding_side = "right"
-        self.start = PromptStart(self.tokenizer.encode(self.instruction), self._length(bare=False))
+        self.start = PromptStart(
+            tokens=self.tokenizer.encode(self.instruction), length=self._length(bare=False)
+        )
         gemma: Any = load_whole(Gemma2Model, source["text_encoder"], dtype=dtype)
         if quantise is not None:
             quantise(gemma, GEMMA_LAYERS, encoder=1)
@@ -124,26 +125,22 @@ class SanaTextEncoder(TextEncoder):
 
     def truncated(self, caption: str) -> str | None:
         """The end of a caption that does not fit, or None."""
-        cut = self.tokenizer(self._compose(TextRequest(caption)))["input_ids"][
-            self._length(bare=False) :
-        ]
-        return str(self.tokenizer.decode(cut)) if cut else None
+        ids = self.tokenizer(self._compose(TextRequest(caption)))["input_ids"]
+        truncated = ids[self._length(bare=False) :]
+        return str(self.tokenizer.decode(truncated)) if truncated else None
 
     def _compose(self, request: TextRequest) -> str:
         """The full prompt of a request."""
         caption = clean_caption(request.caption)
-        return (
-            caption
-            if request.bare
-            else self.instruction + with_motion_score(caption, self.motion_score)
-        )
+        if request.bare:
+            return caption
+        return self.instruction + with_motion_score(caption, self.motion_score)
 
     def _length(self, bare: bool) -> int:
-        """Length of Gemma's input in tokens. The pipeline adds the instruction's tokens, less two,
-        to `max_length`.
-        """
+        """Length of Gemma's input in tokens."""
         if bare or not self.instruction:
             return self.max_length
+        # As in the pipeline: the two are the start token and one more, which both terms count.
         return len(self.tokenizer.encode(self.instruction)) + self.max_length - 2
 
 
@@ -165,18 +162,18 @@ class StockSanaPipelines(PreviewPipeline):
         self.encoder = adapter.load_latent_encoder(device, torch.float32)
         self.vae = self.encoder.vae
         self.device = device
-        self.from_text, self.from_picture = (
-            stock_pipeline(
-                pipeline,
+
+        def build(pipeline_class: Any, *, from_picture: bool) -> Any:
+            return stock_pipeline(
+                pipeline_class,
                 adapter.source,
                 transformer=transformer,
                 vae=self.vae,
-                scheduler=adapter.load_sampler(
-                    None, from_picture=pipeline is SanaImageToVideoPipeline
-                ),
+                scheduler=adapter.load_sampler(None, from_picture=from_picture),
             )
-            for pipeline in (SanaVideoPipeline, SanaImageToVideoPipeline)
-        )
+
+        self.from_text = build(SanaVideoPipeline, from_picture=False)
+        self.from_picture = build(SanaImageToVideoPipeline, from_picture=True)
 
     def render(self, request: PreviewRequest) -> list[Image.Image]:
         """Sample one clip of exactly the requested size and length."""
@@ -186,9 +183,9 @@ class StockSanaPipelines(PreviewPipeline):
         return list(self.from_picture(**inputs, image=request.start).frames[0])
 
     def _inputs(self, request: PreviewRequest) -> dict[str, Any]:
-        text, mask = collate_text(
-            [request.embeds, request.negative], request.embeds["prompt_embeds"].dtype
-        )
+        """The arguments that both pipelines take."""
+        dtype = request.embeds["prompt_embeds"].dtype
+        text, mask = collate_text([request.embeds, request.negative], dtype)
         return {
             "prompt_embeds": text[:1].to(self.device),
             "prompt_attention_mask": mask[:1].to(self.device),
@@ -207,34 +204,41 @@ class StockSanaPipelines(PreviewPipeline):
 def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Embeddings `B 300 D`, zero-padded on the right, and the mask `B 300` of real tokens."""
     prompts = [embed["prompt_embeds"] for embed in embeds]
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    text = torch.stack(
-        [nn.functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts]
-    )
-    mask = torch.arange(TEXT_LENGTH) < lengths[:, None]
+    lengths = [len(prompt) for prompt in prompts]
+    padded = [
+        nn.functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - length))
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    text = torch.stack(padded)
+    mask = torch.arange(TEXT_LENGTH) < torch.tensor(lengths)[:, None]
     return text.to(dtype), upload(mask.long(), text.device)
 
 
 def embed_distinct(embed: Forward, timesteps: Tensor, **settings: Any) -> tuple[Tensor, ...]:
-    """`forward` of the timestep embedding, which in training embeds each distinct timestep once,
-    not once per token.
+    """`forward` of the timestep embedding, which in training embeds a timestep once per clip.
 
-    A clip has two timesteps: of the given frame, and of the rest. An embedding is six times as wide
-    as a token.
+    diffusers embeds it once per token, and an embedding is six times as wide as a token. A clip has
+    two timesteps: that of the given frame, which has the first tokens, and that of the rest.
+
+    Args:
+        embed: the stock forward.
 
     Returns:
-        modulation and embedding, each `tokens D`.
+        modulation and embedding, `B·S D` each.
     """
     samples = settings["batch_size"]
     if not torch.is_grad_enabled() or timesteps.numel() <= samples:  # one timestep per sample
         return embed(timesteps, **settings)
-    tokens = timesteps.view(samples, -1)  # `unique` would synchronise with the device
-    given = tokens[:, 0]
-    others = tokens[:, -1]
-    clips = torch.arange(samples, device=tokens.device)[:, None]
-    places = (2 * clips + (tokens != given[:, None])).flatten()
-    outputs = embed(torch.stack([given, others], dim=1).flatten(), **settings)
-    return tuple(nn.functional.embedding(places, output) for output in outputs)
+    by_token = timesteps.view(samples, -1)  # `unique` would synchronise with the device
+    given = by_token[:, 0]
+    rest = by_token[:, -1]
+    distinct = torch.stack([given, rest], dim=1).flatten()
+    outputs = embed(distinct, **settings)
+    # Clip i has the rows 2 i (given) and 2 i + 1 (rest).
+    clips = torch.arange(samples, device=by_token.device)[:, None]
+    rows = (2 * clips + (by_token != given[:, None])).flatten()
+    # As `output[rows]`, whose gradient would be slower.
+    return tuple(nn.functional.embedding(rows, output) for output in outputs)
 
 
 class CompiledOnGrid:
@@ -259,18 +263,25 @@ class CompiledOnGrid:
         rotary: Sequence[Tensor],
     ) -> Tensor:
         grid = (frames, height, width)
-        hidden, *tables = (each.unflatten(1, grid) for each in (hidden, *rotary))
-        timestep = timestep.unflatten(1, grid if timestep.shape[1] > 1 else (1, 1, 1))
-        inputs = (hidden, text, mask, timestep, *tables)
-        self.sizes.mark(inputs, lambda tensor: range(4 if tensor.ndim > 3 else 1))  # batch and grid
+        hidden = hidden.unflatten(1, grid)
+        tables = [table.unflatten(1, grid) for table in rotary]
+        is_per_token = timestep.shape[1] > 1
+        timestep = timestep.unflatten(1, grid if is_per_token else (1, 1, 1))
+        self.sizes.mark((hidden, text, mask, timestep, *tables), _free_dimensions)
         return self.compiled(self.block, hidden, text, mask, timestep, tables)
+
+
+def _free_dimensions(tensor: Tensor) -> range:
+    """The dimensions that vary between calls: the batch, and the grid of `B T H W ...`."""
+    return range(4) if tensor.ndim > 3 else range(1)
 
 
 class SanaVideoAdapter(FamilyAdapter):
     """One Sana Video checkpoint.
 
     A batch with a condition is trained as i2v, any other as t2v; likewise previews with a source
-    picture. There are no fast blocks: these spend their time in convolutions and linear attention.
+    picture. There are no fast blocks, since blocks spend their time in convolutions and linear
+    attention.
     """
 
     spec = SANA_VIDEO
@@ -300,15 +311,14 @@ class SanaVideoAdapter(FamilyAdapter):
         return velocity.float()
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        """The transformer blocks, without routing: the feed-forward convolves the whole token
-        grid.
-        """
+        """The transformer blocks, without routing: the feed-forward convolves the token grid."""
         model: Any = transformer
         name = "transformer_blocks"
-        settings = model.config
-        width = settings["num_attention_heads"] * settings["attention_head_dim"]
         return BlockLayout(
-            {name: model.get_submodule(name)}, visual=name, width=width, compiled=CompiledOnGrid
+            groups={name: model.get_submodule(name)},
+            visual=name,
+            width=model.config["num_attention_heads"] * model.config["attention_head_dim"],
+            compiled=CompiledOnGrid,
         )
 
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
@@ -325,28 +335,35 @@ class SanaVideoAdapter(FamilyAdapter):
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
         """Python code that reproduces the preview of the same prompt and seed."""
-        is_i2v = usage.task == "i2v"
-        pipeline = "SanaImageToVideoPipeline" if is_i2v else "SanaVideoPipeline"
-        solver = usage.solver or ("euler" if is_i2v else None)
-        shift = f"{I2V_SHIFT:g}" if is_i2v else "pipe.scheduler.config.flow_shift"
+        if usage.task == "i2v":
+            pipeline = "SanaImageToVideoPipeline"
+            scheduler = solver_code(usage.solver or "euler", f"{I2V_SHIFT:g}")
+        else:
+            pipeline = "SanaVideoPipeline"
+            scheduler = None  # the checkpoint's own
+            if usage.solver:
+                scheduler = solver_code(usage.solver, "pipe.scheduler.config.flow_shift")
+        load = f"pipe = {pipeline}.from_pretrained({text(usage.model)}, dtype=torch.{usage.dtype})"
         return snippet(
             usage,
             pipeline,
-            [f"pipe = {pipeline}.from_pretrained({text(usage.model)}, dtype=torch.{usage.dtype})"],
-            scheduler=solver_code(solver, shift) if solver else None,
+            [load],
+            scheduler=scheduler,
             more=(f"frames={usage.frames}", "use_resolution_binning=False"),
         )
 
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
-        """Timesteps as in the pipelines: whole numbers `B` for t2v; with a given frame 0 one per
-        token, `B 1 F H/patch W/patch`, and 0 on that frame.
+        """Timesteps as in the pipelines.
+
+        Returns:
+            whole numbers `B` for t2v; with a given frame 0 one per token, `B 1 F H/patch W/patch`,
+            and 0 on that frame.
         """
-        if noisy.batch.condition is None or noisy.noisy_latents.shape[2] == 1:
+        if not noisy.given_frames:
             return noisy.timesteps.floor()
         _, _, frames, height, width = noisy.noisy_latents.shape
         patch = self.spec.patch_size
-        spread = noisy.timesteps.view(-1, 1, 1, 1, 1).repeat(
-            1, 1, frames, height // patch, width // patch
-        )
-        spread[:, :, 0] = 0
-        return spread
+        per_sample = noisy.timesteps.view(-1, 1, 1, 1, 1)
+        per_token = per_sample.repeat(1, 1, frames, height // patch, width // patch)
+        per_token[:, :, 0] = 0
+        return per_token
