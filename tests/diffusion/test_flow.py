@@ -67,7 +67,7 @@ once = cache(beta_quantile)  # which takes half a millisecond; both shifts ask f
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("segmented", [True, False])
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_sigmas_follow_the_law(
+def test_sigmas_follow_their_distribution(
     monkeypatch: pytest.MonkeyPatch, name: str, segmented: bool, shift: float
 ) -> None:
     """Kolmogorov-Smirnov distance of 4000 draws; 0.03 would be exceeded by chance once in a
@@ -94,13 +94,13 @@ def test_a_segmented_batch_has_one_sample_in_each_slice_in_shuffled_order(name: 
     assert len(orders) > 15
 
 
-def test_independent_draws_do_share_slices() -> None:
+def test_independent_draws_may_share_slices() -> None:
     flow = FlowConfig(disable_segmented_timestep_sampling=True, flow_use_uniform_schedule=True)
     slices = (sample_sigmas(next(places(8)), flow, 1.0) * 8).floor()
     assert len(set(slices.tolist())) < 8
 
 
-def test_each_position_of_a_segmented_batch_follows_the_whole_law() -> None:
+def test_a_position_of_a_segmented_batch_follows_the_whole_distribution() -> None:
     first = torch.stack(
         [sample_sigmas(each, LAWS["uniform"], 1.0)[0] for each in itertools.islice(places(4), 2000)]
     )
@@ -122,7 +122,7 @@ def test_each_position_of_a_segmented_batch_follows_the_whole_law() -> None:
     ],
 )
 @pytest.mark.parametrize("shift", [1e-9, 1.0, 1e9])
-def test_sigmas_stay_inside(flow: FlowConfig, shift: float) -> None:
+def test_sigmas_stay_between_0_and_1(flow: FlowConfig, shift: float) -> None:
     sigmas = sample_sigmas(next(places(200)), flow, shift)
     assert sigmas.dtype == torch.float32
     assert sigmas.shape == (200,)
@@ -131,7 +131,7 @@ def test_sigmas_stay_inside(flow: FlowConfig, shift: float) -> None:
     assert (sigmas <= 1).all()
 
 
-def test_draws_of_exactly_zero_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_of_exactly_0_gives_a_positive_sigma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch, "rand", lambda size, generator, dtype: torch.zeros(size, dtype=dtype)
     )
@@ -181,19 +181,19 @@ def test_input_perturbation_falls_in_a_straight_line() -> None:
     assert LossConfig(input_perturbation=0.2).input_perturbation_at(99) == 0.2
 
 
-def test_the_shift_formula() -> None:
+def test_the_shift_of_sigmas_in_closed_form() -> None:
     sigmas = torch.tensor([0.0, 0.25, 0.5, 1.0], dtype=torch.float64)
     assert torch.equal(shift_sigmas(sigmas, 1.0), sigmas)
     assert shift_sigmas(sigmas, 3.0).tolist() == [0.0, 0.5, 0.75, 1.0]
 
 
-def test_auto_shift_between_and_outside_its_points() -> None:
+def test_auto_shift_is_constant_outside_its_points() -> None:
     assert AutoShift()(256) == AutoShift()(1) == pytest.approx(math.exp(0.5))
     assert AutoShift()(4096) == AutoShift()(90000) == pytest.approx(math.exp(1.15))
     assert AutoShift()(2176) == pytest.approx(math.exp(0.825))
 
 
-def test_an_explicit_shift_wins_over_the_automatic_one() -> None:
+def test_an_explicit_shift_overrides_auto_shift() -> None:
     flow = FlowConfig(flow_schedule_shift=2.0, flow_schedule_auto_shift=True)
     assert choose_shift(flow, 4096, AutoShift(), shift_is_explicit=True) == 2.0
     assert choose_shift(flow, 4096, AutoShift(), shift_is_explicit=False) == pytest.approx(
@@ -209,7 +209,7 @@ def test_an_explicit_shift_wins_over_the_automatic_one() -> None:
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (2, 2), (0.5, 0.5), (3, 1), (1, 4)])
-def test_beta_cdf_in_closed_form(alpha: float, beta: float) -> None:
+def test_beta_distribution_in_closed_form(alpha: float, beta: float) -> None:
     closed = {
         (1, 1): lambda x: x,
         (2, 2): lambda x: 3 * x**2 - 2 * x**3,
@@ -229,7 +229,7 @@ def batch(shape: tuple[int, ...] = (2, 4, 1, 6, 5), dtype: torch.dtype = torch.f
     return Batch(latents=latents, embeds=[{} for _ in range(shape[0])], names=["a"] * shape[0])
 
 
-def test_the_mix_is_the_definition() -> None:
+def test_a_noisy_batch_is_the_definition_of_the_flow() -> None:
     clean = batch()
     noise = sample_noise(clean.latents, [generator()] * 2)
     sigmas = torch.tensor([0.25, 1.0])
@@ -291,7 +291,7 @@ def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
     assert_close(offset.noisy_latents, plain.noisy_latents + 0.5 * shift, terms=ELEMENTWISE)
 
 
-def test_extra_noise_without_a_place_is_refused() -> None:
+def test_extra_noise_without_a_position_in_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="position in the run"):
         make_noisy(
             batch(),

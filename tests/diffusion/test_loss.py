@@ -36,7 +36,7 @@ def test_l2_is_one_mean_per_sample_in_float32() -> None:
     assert loss.tolist() == [0.25, 4.0]
 
 
-def test_the_oracle_has_no_loss() -> None:
+def test_a_perfect_prediction_has_no_loss() -> None:
     batch = Batch(latents=torch.randn(2, 4, 1, 2, 3), embeds=[{}] * 2, names=[""] * 2)
     noisy = make_noisy(batch, torch.rand(2), torch.randn(2, 4, 1, 2, 3))
     for kind in KINDS:
@@ -60,7 +60,7 @@ def test_the_keys_of_huber_require_the_kinds_that_read_them(kind: str) -> None:
 
 
 @pytest.mark.parametrize("error", [1e-4, 0.1, 3.0])
-def test_the_huber_kinds(error: float) -> None:
+def test_huber_and_smooth_l1_in_closed_form(error: float) -> None:
     c = 0.1
     noisy = noisy_batch([0.5])
     rise = math.sqrt(error**2 + c**2) - c
@@ -73,7 +73,7 @@ def test_the_huber_kinds(error: float) -> None:
     assert float(smooth) == pytest.approx(2 * rise, rel=1e-5)
 
 
-def test_huber_is_the_square_for_small_errors_and_straight_for_large_ones() -> None:
+def test_huber_is_quadratic_for_small_errors_and_linear_for_large_ones() -> None:
     config = LossConfig(loss_type="huber", huber_schedule="constant", huber_c=0.5)
     small, large = diffusion_loss(
         constant_error([1e-4, 1e4]), noisy_batch([0.5, 0.5]), config
@@ -82,7 +82,7 @@ def test_huber_is_the_square_for_small_errors_and_straight_for_large_ones() -> N
     assert large == pytest.approx(2 * 0.5 * 1e4, rel=1e-3)
 
 
-def test_the_schedules_of_the_scale() -> None:
+def test_the_schedules_of_the_huber_scale_in_closed_form() -> None:
     sigmas = torch.tensor([0.0, 0.5, 1.0])
 
     def scales(schedule: str) -> list[float]:
@@ -93,13 +93,13 @@ def test_the_schedules_of_the_scale() -> None:
     assert scales("snr") == pytest.approx([1.0, 0.99 / 4 + 0.01, 0.01])
 
 
-def test_each_sample_has_its_own_scale() -> None:
+def test_every_sample_has_the_huber_scale_of_its_sigma() -> None:
     config = LossConfig(loss_type="smooth_l1", huber_schedule="exponential", huber_c=0.01)
     loss = diffusion_loss(constant_error([1.0, 1.0]), noisy_batch([0.5, 1.0]), config).tolist()
     assert loss == pytest.approx([2 * (math.sqrt(1 + c * c) - c) for c in (0.1, 0.01)], rel=1e-5)
 
 
-def test_a_mask_weighs_positions_and_ones_change_nothing() -> None:
+def test_a_mask_weighs_positions_and_a_mask_of_ones_changes_nothing() -> None:
     mask = torch.zeros(2, 1, 1, 2, 3)
     mask[0, 0, 0, 0, 0] = 1.0
     mask[0, 0, 0, 1, 2] = 0.5

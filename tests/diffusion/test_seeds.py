@@ -15,14 +15,14 @@ def test_seeds_never_change() -> None:
     assert step_seed(42, 7, 1, 0, "noise") == 3756905894348502925
 
 
-def test_every_ingredient_changes_the_seed() -> None:
+def test_every_argument_changes_the_seed() -> None:
     places = itertools.product((0, 1, -3), (0, 1, 11), (0, 1), (0, 1, 11), ("noise", "sigmas"))
     seeds = [step_seed(*place) for place in places]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_a_place_says_the_same() -> None:
+def test_a_place_draws_with_the_seeds_of_its_slots() -> None:
     place = Place(seed=42, global_step=7, micro_step=1, slots=range(2, 4), group=4)
     drawn = [torch.rand(3, generator=generator) for generator in place.generators("noise")]
     expected = [torch.rand(3, generator=generator_for(42, 7, 1, slot, "noise")) for slot in (2, 3)]

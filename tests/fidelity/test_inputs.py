@@ -100,7 +100,7 @@ def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours.get("sparse_params") is None
 
 
-def test_first_sampling_step_is_what_is_trained(checkpoint: Path, task: str) -> None:
+def test_training_equals_the_first_sampling_step(checkpoint: Path, task: str) -> None:
     theirs = pipeline_inputs(checkpoint, task)[0]
     ours = trainer_inputs(checkpoint, task, theirs)
     assert theirs["timestep"].item() == 1000.0
@@ -108,7 +108,7 @@ def test_first_sampling_step_is_what_is_trained(checkpoint: Path, task: str) -> 
     assert_same_inputs(ours, theirs)
 
 
-def test_a_later_noise_level_has_its_own_timestep(checkpoint: Path, task: str) -> None:
+def test_training_equals_a_later_sampling_step(checkpoint: Path, task: str) -> None:
     calls = pipeline_inputs(checkpoint, task)
     assert calls[1]["timestep"].item() < 1000.0
     ours = trainer_inputs(checkpoint, task, calls[1])
@@ -116,7 +116,7 @@ def test_a_later_noise_level_has_its_own_timestep(checkpoint: Path, task: str) -
     assert ours["timestep"].dtype == torch.float32
 
 
-def test_unconditional_input_is_the_empty_caption(checkpoint: Path, task: str) -> None:
+def test_dropped_captions_equal_the_pipelines_negative_prompt(checkpoint: Path, task: str) -> None:
     unconditional = pipeline_inputs(checkpoint, task, guidance=3.0)[1]
     encoder = make_adapter(checkpoint, task).load_text_encoder(CPU, torch.float32)
     ours = encoder.encode([TextRequest("", source_for(task))])[0]
@@ -124,7 +124,7 @@ def test_unconditional_input_is_the_empty_caption(checkpoint: Path, task: str) -
     assert_close(ours["pooled_prompt_embeds"], unconditional["pooled_projections"][0], terms=MODEL)
 
 
-def test_diffusers_template_is_the_pipelines_own(checkpoint: Path, task: str) -> None:
+def test_the_diffusers_template_equals_the_pipelines(checkpoint: Path, task: str) -> None:
     theirs = pipeline_inputs(checkpoint, task, words="diffusers")[0]
     ours = trainer_inputs(checkpoint, task, theirs, text_template="diffusers")
     assert_same_inputs(ours, theirs)
@@ -160,7 +160,7 @@ def test_source_latents_of_i2i_are_scaled_and_not_shifted(i2i_checkpoint: Path) 
     )
 
 
-def test_latents_decode_as_in_the_pipeline(t2i_checkpoint: Path) -> None:
+def test_latents_decode_to_the_pixels_of_the_pipeline(t2i_checkpoint: Path) -> None:
     encoder = make_adapter(t2i_checkpoint).load_latent_encoder(CPU, torch.float32)
     latents = encoder.encode(to_pixels(np.array(picture(*SIZE)))[None], [1])
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_latents_decode_as_in_the_pipeline(t2i_checkpoint: Path) -> None:
     assert_close(decoded[:, :, 0], stock.clamp(-1, 1), terms=VAE)
 
 
-def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:
+def test_latents_do_not_depend_on_the_batch(t2i_checkpoint: Path) -> None:
     encoder = make_adapter(t2i_checkpoint).load_latent_encoder(CPU, torch.float32)
     pixels = torch.stack([to_pixels(np.array(picture(64, 64, seed))) for seed in range(3)])
     together = encoder.encode(pixels, [1, 2, 3])
@@ -184,7 +184,7 @@ def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:
     assert_close(together, alone, terms=VAE)
 
 
-def test_a_caption_is_cut_where_the_plan_says(t2i_checkpoint: Path) -> None:
+def test_captions_are_truncated_where_the_plan_says(t2i_checkpoint: Path) -> None:
     """The plan tells that no more than the family's cap is used, and keys the cache with it."""
     cap = KANDINSKY5_IMAGE.words.longest
     for asked, length in ((None, cap), (77, 77), (cap + 100, cap)):

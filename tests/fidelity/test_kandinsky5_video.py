@@ -89,7 +89,9 @@ def pipeline_calls(checkpoint: Path, task: str, guidance: float = 1.0) -> list[d
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
 @pytest.mark.parametrize("step", [0, 1])
-def test_inputs_are_the_pipelines(checkpoints: dict[str, Path], task: str, step: int) -> None:
+def test_training_inputs_equal_the_pipelines(
+    checkpoints: dict[str, Path], task: str, step: int
+) -> None:
     theirs = pipeline_calls(checkpoints[task], task)[step]
     adapter = make_video_adapter(checkpoints[task], task)
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest(PROMPT)])
@@ -124,14 +126,16 @@ def test_inputs_are_the_pipelines(checkpoints: dict[str, Path], task: str, step:
 
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
-def test_unconditional_input_is_the_empty_caption(checkpoints: dict[str, Path], task: str) -> None:
+def test_dropped_captions_equal_the_pipelines_negative_prompt(
+    checkpoints: dict[str, Path], task: str
+) -> None:
     unconditional = pipeline_calls(checkpoints[task], task, guidance=3.0)[1]
     encoder = make_video_adapter(checkpoints[task], task).load_text_encoder(CPU, torch.float32)
     ours = encoder.encode([TextRequest("")])[0]
     assert_close(ours["prompt_embeds"], unconditional["encoder_hidden_states"][0], terms=MODEL)
 
 
-def test_latents_decode_as_in_the_pipeline(checkpoints: dict[str, Path]) -> None:
+def test_latents_decode_to_the_pixels_of_the_pipeline(checkpoints: dict[str, Path]) -> None:
     encoder = make_video_adapter(checkpoints["t2v"], "t2v").load_latent_encoder(CPU, torch.float32)
     clip = np.stack([np.array(picture(*SIZE, seed)) for seed in range(5)])
     latents = encoder.encode(
@@ -146,7 +150,7 @@ def test_latents_decode_as_in_the_pipeline(checkpoints: dict[str, Path]) -> None
 
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
-def test_oracle(checkpoints: dict[str, Path], task: str) -> None:
+def test_an_oracle_samples_the_clean_latents(checkpoints: dict[str, Path], task: str) -> None:
     adapter = make_video_adapter(checkpoints[task], task)
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
     encoder = adapter.load_latent_encoder(CPU, torch.float32)
@@ -198,7 +202,7 @@ def test_oracle(checkpoints: dict[str, Path], task: str) -> None:
     assert (landed[-1] - ours)[:, :, start:].norm() / ours.norm() < limit(SAMPLING)
 
 
-def test_i2v_loss_is_the_mean_over_the_other_frames(checkpoints: dict[str, Path]) -> None:
+def test_the_loss_of_i2v_is_the_mean_over_later_frames(checkpoints: dict[str, Path]) -> None:
     adapter = make_video_adapter(checkpoints["i2v"], "i2v")
     latents = torch.randn(2, 16, 5, 2, 2)
     batch = Batch(latents, [], ["a", "b"], condition=torch.zeros(2, 16, 1, 2, 2))
@@ -208,7 +212,7 @@ def test_i2v_loss_is_the_mean_over_the_other_frames(checkpoints: dict[str, Path]
     torch.testing.assert_close(diffusion_loss(prediction, noisy, LossConfig()), expected)
 
 
-def test_rope_scale_follows_the_size_of_use(checkpoints: dict[str, Path]) -> None:
+def test_the_rope_scale_is_that_of_the_sampled_size(checkpoints: dict[str, Path]) -> None:
     assert rope_scale_of_size((768, 512), "t2v-lite-sft-5s") == (1.0, 2.0, 2.0)
     assert rope_scale_of_size((1280, 768), "t2v-lite-sft-5s") == (1.0, 3.16, 3.16)
     assert rope_scale_of_size(None, "t2v-pro-sft-5s-hd") == (1.0, 3.16, 3.16)
@@ -230,7 +234,7 @@ class TestNabla:
 
     shape = (1, 3, 32, 32, 33)
 
-    def test_window_is_the_stock_one(self, tmp_path: Path) -> None:
+    def test_the_window_of_nabla_equals_the_pipelines(self, tmp_path: Path) -> None:
         adapter = make_video_adapter(make_checkpoint(tmp_path, "t2v", nabla=True), "t2v")
         transformer: Any = adapter.load_transformer(torch.float32)
         pipeline = PIPELINES["t2v"](
@@ -244,7 +248,7 @@ class TestNabla:
         assert torch.equal(ours.pop("sta_mask"), theirs.pop("sta_mask").bool())
         assert ours == theirs
 
-    def test_tiles_are_the_stock_ones(self) -> None:
+    def test_the_tiles_of_nabla_equal_the_processors(self) -> None:
         from diffusers.models.transformers.transformer_kandinsky import nablaT_v2
 
         generator = torch.Generator().manual_seed(0)
@@ -255,7 +259,7 @@ class TestNabla:
         assert torch.equal(block_mask.to_dense().bool(), ours)
         assert 0.1 < ours.float().mean() < 0.9
 
-    def test_the_mask_is_obeyed_and_has_gradients(self, tmp_path: Path) -> None:
+    def test_nabla_ignores_hidden_tiles_and_has_gradients(self, tmp_path: Path) -> None:
         checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
         adapter = make_video_adapter(checkpoint, "t2v")
         embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])

@@ -24,7 +24,9 @@ SIZE = (96, 64)
 
 
 @pytest.mark.parametrize("task", ["t2i", "i2i"])
-def test_oracle(task: str, t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
+def test_an_oracle_samples_the_clean_latents(
+    task: str, t2i_checkpoint: Path, i2i_checkpoint: Path
+) -> None:
     adapter = make_adapter({"t2i": t2i_checkpoint, "i2i": i2i_checkpoint}[task], task)
     source = picture(*SIZE, seed=3) if task == "i2i" else None
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a star", source)])

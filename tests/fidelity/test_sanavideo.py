@@ -83,7 +83,7 @@ def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_inputs_are_the_pipelines(sana_checkpoint: Path, task: str, step: int) -> None:
+def test_training_inputs_equal_the_pipelines(sana_checkpoint: Path, task: str, step: int) -> None:
     pipeline = stock_pipeline(sana_checkpoint, task)
     theirs = record_pipeline(pipeline)[step]
     adapter = make_sana_adapter(sana_checkpoint)
@@ -114,7 +114,7 @@ def test_inputs_are_the_pipelines(sana_checkpoint: Path, task: str, step: int) -
         assert not recorder.calls[0]["timestep"][:, :, 0].any()
 
 
-def test_pure_noise_is_where_sampling_starts(sana_checkpoint: Path) -> None:
+def test_training_on_pure_noise_is_the_first_sampling_step(sana_checkpoint: Path) -> None:
     """The solver starts at a sigma just below 1 with noise alone: training there differs by no more
     than that.
     """
@@ -129,7 +129,7 @@ def test_pure_noise_is_where_sampling_starts(sana_checkpoint: Path) -> None:
     assert (noisy.noisy_latents - noise).norm() / noise.norm() < 2e-4
 
 
-def test_oracle(sana_checkpoint: Path, task: str) -> None:
+def test_an_oracle_samples_the_clean_latents(sana_checkpoint: Path, task: str) -> None:
     """With a model that answers `noise - z` the loss is 0 and both stock pipelines land on z."""
     adapter = make_sana_adapter(sana_checkpoint)
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
@@ -189,7 +189,9 @@ class TestTimesteps:
         )
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_equal_ones_equal_a_scalar(self, sana_checkpoint: Path, training: bool) -> None:
+    def test_equal_timesteps_per_token_equal_one_timestep(
+        self, sana_checkpoint: Path, training: bool
+    ) -> None:
         adapter = make_sana_adapter(sana_checkpoint)
         transformer = adapter.load_transformer(torch.float32)
         noisy = self.noisy(sana_checkpoint)
@@ -201,7 +203,7 @@ class TestTimesteps:
             adapter._timesteps = lambda noisy: tokens
             assert_close(adapter.predict(transformer, noisy), scalar, terms=MODEL)
 
-    def test_distinct_ones_have_the_stock_gradients(self, sana_checkpoint: Path) -> None:
+    def test_distinct_timesteps_have_the_stock_gradients(self, sana_checkpoint: Path) -> None:
         gradients = []
         for distinct in (True, False):
             adapter = make_sana_adapter(sana_checkpoint)
@@ -214,7 +216,7 @@ class TestTimesteps:
         assert gradients[0]["time_embed.linear.weight"].abs().max() > 0
         assert_all_close(gradients[0], gradients[1], terms=MODEL)
 
-    def test_frame_zero_is_at_zero(self, sana_checkpoint: Path) -> None:
+    def test_the_given_frame_has_timestep_zero(self, sana_checkpoint: Path) -> None:
         """Its timestep matters: another one would give another prediction for the frames behind
         it.
         """
@@ -243,7 +245,9 @@ def conditioned(noisy: NoisyBatch) -> NoisyBatch:
 class TestLatents:
     """Mode, normalised per channel, or nothing."""
 
-    def test_statistics_and_batches(self, sana_checkpoint: Path) -> None:
+    def test_latents_are_normalised_and_independent_of_the_batch(
+        self, sana_checkpoint: Path
+    ) -> None:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         pixels = torch.cat([clip(), -clip()])
         together = encoder.encode(pixels, [1, 2])
@@ -255,12 +259,14 @@ class TestLatents:
         assert_close(together, expected, terms=VAE)
         assert_close(encoder.encode(pixels[1:], [7]), together[1:], terms=VAE)
 
-    def test_first_frame_alone_is_the_clips_first(self, sana_checkpoint: Path) -> None:
+    def test_the_latents_of_the_first_frame_alone_are_the_clips_first(
+        self, sana_checkpoint: Path
+    ) -> None:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         alone = encoder.encode(clip()[:, :, :1], [0])
         assert_close(alone, encoder.encode(clip(), [0])[:, :, :1], terms=VAE)
 
-    def test_decoding_is_the_pipelines(self, sana_checkpoint: Path) -> None:
+    def test_decoding_equals_the_pipelines(self, sana_checkpoint: Path) -> None:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         latents = encoder.encode(clip(), [0])
         vae: Any = type(encoder.vae).from_pretrained(sana_checkpoint / "vae")
@@ -271,13 +277,13 @@ class TestLatents:
         assert decoded.shape == clip().shape
         assert_close(decoded, stock, terms=VAE)
 
-    def test_a_failure_stops(self, sana_checkpoint: Path) -> None:
+    def test_latents_that_are_not_finite_stop_the_run(self, sana_checkpoint: Path) -> None:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         with pytest.raises(UserError, match="produced NaN or infinity"):
             encoder.encode(torch.full_like(clip(), torch.nan), [0])
 
 
-def test_one_frame_has_nothing_to_continue_with(sana_checkpoint: Path) -> None:
+def test_a_clip_of_one_frame_is_trained_as_t2v(sana_checkpoint: Path) -> None:
     """Pictures mixed into an i2v run are trained from noise, with the loss on their one frame."""
     adapter = make_sana_adapter(sana_checkpoint)
     latents = torch.randn(1, 16, 1, 4, 4)
@@ -290,7 +296,7 @@ def test_one_frame_has_nothing_to_continue_with(sana_checkpoint: Path) -> None:
     assert adapter._timesteps(noisy).tolist() == [456.0]
 
 
-def test_a_mask_of_the_batch_is_kept(sana_checkpoint: Path) -> None:
+def test_i2v_keeps_the_loss_mask(sana_checkpoint: Path) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
     latents = torch.randn(1, *latent_shape(sana_checkpoint))
     given = torch.rand(1, 1, *latent_shape(sana_checkpoint)[1:])

@@ -25,7 +25,7 @@ NEGATIVE_PROMPT = SANA_VIDEO.defaults["validation_negative_prompt"]
 
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
-def test_preview_is_the_stock_clip(sana_checkpoint: Path, task: str) -> None:
+def test_a_preview_equals_the_stock_pipelines_clip(sana_checkpoint: Path, task: str) -> None:
     pipeline = stock_pipeline(sana_checkpoint, task)
     width, height = SIZE
     source = {"image": first_frame()} if task == "i2v" else {}

@@ -53,7 +53,7 @@ def ours(checkpoint: Path, *requests: TextRequest, **settings: Any) -> list[torc
     return [one["prompt_embeds"] for one in encoder.encode(requests)]
 
 
-def test_both_pipelines_have_one_instruction() -> None:
+def test_both_sana_pipelines_have_the_same_instruction() -> None:
     other = (
         inspect.signature(SanaImageToVideoPipeline.__call__)
         .parameters["complex_human_instruction"]
@@ -63,7 +63,7 @@ def test_both_pipelines_have_one_instruction() -> None:
 
 
 @pytest.mark.parametrize("caption", CAPTIONS)
-def test_captions(sana_checkpoint: Path, caption: str) -> None:
+def test_captions_are_encoded_as_in_the_pipeline(sana_checkpoint: Path, caption: str) -> None:
     (mine,) = ours(sana_checkpoint, TextRequest(caption))
     theirs = pipeline_text(sana_checkpoint, caption, pipeline_instruction())
     assert_close(mine, theirs, terms=MODEL)
@@ -88,7 +88,7 @@ def test_the_empty_caption_is_the_negative_one(sana_checkpoint: Path) -> None:
     assert len(other) > len(dropped)
 
 
-def test_an_empty_prompt_is_the_pipelines(sana_checkpoint: Path) -> None:
+def test_an_empty_prompt_is_encoded_as_in_the_pipeline(sana_checkpoint: Path) -> None:
     """The "unconditional" preview: `prompt=""` of the stock pipeline, which puts the instruction
     before it.
     """
@@ -106,7 +106,7 @@ def test_a_batch_equals_single_captions(sana_checkpoint: Path) -> None:
         assert_close(together, ours(sana_checkpoint, request)[0], terms=MODEL)
 
 
-def test_motion_score(sana_checkpoint: Path) -> None:
+def test_the_motion_score_is_appended_once(sana_checkpoint: Path) -> None:
     """As the pipeline's users write it; a caption that ends with one keeps its own."""
     scored, own = ours(
         sana_checkpoint,
@@ -124,7 +124,9 @@ def test_motion_score(sana_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", [[], ["Describe it:", "Prompt: "]])
-def test_own_instruction(sana_checkpoint: Path, tmp_path: Path, lines: list[str]) -> None:
+def test_another_instruction_is_encoded_as_in_the_pipeline(
+    sana_checkpoint: Path, tmp_path: Path, lines: list[str]
+) -> None:
     theirs = pipeline_text(sana_checkpoint, "a ball", lines)
     file = tmp_path / "lines.json"
     file.write_text(json.dumps(lines))
@@ -133,7 +135,7 @@ def test_own_instruction(sana_checkpoint: Path, tmp_path: Path, lines: list[str]
         assert_close(mine, theirs, terms=MODEL)
 
 
-def test_values_of_the_instruction_key(tmp_path: Path) -> None:
+def test_the_instruction_may_be_a_flag_lines_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\ntwo: \n")
     key = "sana_complex_human_instruction"
 
@@ -152,7 +154,7 @@ def test_values_of_the_instruction_key(tmp_path: Path) -> None:
         assert [problem.where for problem in problems] == [key], wrong
 
 
-def test_what_is_cut_is_told(sana_checkpoint: Path) -> None:
+def test_the_truncated_end_of_a_caption_is_reported(sana_checkpoint: Path) -> None:
     encoder = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
     assert encoder.truncated("a ball") is None
     assert encoder.truncated("") is None
@@ -163,7 +165,7 @@ def test_what_is_cut_is_told(sana_checkpoint: Path) -> None:
     assert len(ours(sana_checkpoint, TextRequest("x " * 400), tokenizer_max_length=77)[0]) == 77
 
 
-def test_the_words_are_part_of_the_identity(sana_checkpoint: Path) -> None:
+def test_instruction_and_motion_score_change_the_fingerprint(sana_checkpoint: Path) -> None:
     flavour = SANA_VIDEO.flavour(None)
     variants: tuple[dict[str, Any], ...] = (
         {},
@@ -177,7 +179,7 @@ def test_the_words_are_part_of_the_identity(sana_checkpoint: Path) -> None:
     assert len(set(prints)) == 4
 
 
-def test_padding_behind_the_mask_has_no_weight(sana_checkpoint: Path) -> None:
+def test_masked_padding_does_not_change_the_prediction(sana_checkpoint: Path) -> None:
     """Zeros in place of what Gemma says about padding: the prediction is the same to the last
     bit.
     """
@@ -196,7 +198,7 @@ def test_padding_behind_the_mask_has_no_weight(sana_checkpoint: Path) -> None:
     assert torch.equal(mine, stock)
 
 
-def test_batch_of_unequal_captions_equals_single_runs(sana_checkpoint: Path) -> None:
+def test_captions_of_different_lengths_do_not_affect_each_other(sana_checkpoint: Path) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
     encoder = adapter.load_text_encoder(CPU, torch.float32)
     embeds = encoder.encode(

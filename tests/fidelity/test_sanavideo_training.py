@@ -75,7 +75,7 @@ def make_assembly(checkpoint: Path, targets: Any = None, **settings: Any) -> Ass
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_checkpointed_gradients_are_the_plain_ones(sana_checkpoint: Path, mode: str) -> None:
+def test_checkpointed_gradients_equal_plain_ones(sana_checkpoint: Path, mode: str) -> None:
     gradients = []
     for checkpointing in (False, True):
         adapter = make_sana_adapter(sana_checkpoint)
@@ -92,7 +92,7 @@ def test_checkpointed_gradients_are_the_plain_ones(sana_checkpoint: Path, mode: 
     assert_all_close(gradients[1], gradients[0], terms=MODEL)
 
 
-def test_blocks_are_entered_in_the_order_of_the_layout(sana_checkpoint: Path) -> None:
+def test_blocks_run_in_the_order_of_the_layout(sana_checkpoint: Path) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
     transformer = adapter.load_transformer(torch.float32)
     blocks = adapter.block_layout(transformer).blocks
@@ -106,7 +106,7 @@ def test_blocks_are_entered_in_the_order_of_the_layout(sana_checkpoint: Path) ->
 
 @pytest.mark.parametrize("targets", [DEFAULT, ALL_LINEAR], ids=["default", "all-linear"])
 @pytest.mark.parametrize("task", MODES)
-def test_lora_file_in_the_stock_pipeline(
+def test_a_trained_lora_loads_into_the_stock_pipeline(
     sana_checkpoint: Path, tmp_path: Path, targets: Any, task: str
 ) -> None:
     assembly = make_assembly(sana_checkpoint, targets, lora_rank=4, lora_alpha=6)
@@ -140,7 +140,7 @@ def test_lora_file_in_the_stock_pipeline(
     assert_close(applied, trained, terms=MODEL)
 
 
-def test_all_linear_is_attention_and_pointwise_convolutions(sana_checkpoint: Path) -> None:
+def test_all_linear_covers_attention_and_pointwise_convolutions(sana_checkpoint: Path) -> None:
     names = [
         name
         for name, _ in make_sana_adapter(sana_checkpoint)
@@ -154,7 +154,9 @@ def test_all_linear_is_attention_and_pointwise_convolutions(sana_checkpoint: Pat
 @pytest.mark.parametrize(
     "settings", [{}, {"flow_schedule_shift": 9.0, "flow_use_uniform_schedule": True}]
 )
-def test_sigmas_are_the_models_own(sana_checkpoint: Path, settings: dict[str, Any]) -> None:
+def test_training_sigmas_follow_the_models_schedule(
+    sana_checkpoint: Path, settings: dict[str, Any]
+) -> None:
     """Logit-normal with a shift of 3, whatever the user set and however large the clip is."""
     assembly = make_assembly(sana_checkpoint, disable_segmented_timestep_sampling=True, **settings)
     latents = torch.zeros(4000, 16, 1, 2, 2)

@@ -94,7 +94,7 @@ def tokens_read(module: torch.nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("task", ["t2i", "t2v", "i2i"])
-def test_one_by_one_and_in_batches(checkpoints: dict[str, Path], task: str) -> None:
+def test_batched_captions_equal_single_ones(checkpoints: dict[str, Path], task: str) -> None:
     encoder = encoder_of(checkpoints[task], task)
     pipeline = stock_pipeline(checkpoints[task], task, encoder)
     requests = [
@@ -110,7 +110,7 @@ def test_one_by_one_and_in_batches(checkpoints: dict[str, Path], task: str) -> N
             assert_close(embeds["pooled_prompt_embeds"], pooled, terms=MODEL)
 
 
-def test_an_edit_loses_the_first_tokens_of_its_caption_as_the_pipeline_does(
+def test_edits_lose_their_first_tokens_as_in_the_pipeline(
     i2i_checkpoint: Path, tmp_path: Path
 ) -> None:
     """With a tokenizer that splits the template as Qwen's does: 52 tokens before the caption, 55
@@ -131,7 +131,7 @@ def test_an_edit_loses_the_first_tokens_of_its_caption_as_the_pipeline_does(
 
 
 @pytest.mark.parametrize("task", ["t2i", "i2i"])
-def test_prompts_of_one_padded_length_share_a_batch(
+def test_prompts_of_equal_padded_length_share_a_batch(
     checkpoints: dict[str, Path], task: str
 ) -> None:
     """Whatever the pictures in them take, if these are of one size."""
@@ -147,7 +147,9 @@ def test_prompts_of_one_padded_length_share_a_batch(
 
 
 @pytest.mark.parametrize("task", ["t2i", "t2v"])
-def test_in_bf16_no_error_is_added(checkpoints: dict[str, Path], task: str) -> None:
+def test_reusing_the_template_adds_no_error_in_bf16(
+    checkpoints: dict[str, Path], task: str
+) -> None:
     """Against float32 weights of the same values: ours, alone and in a batch, is as near as the
     pipeline's.
     """
@@ -172,7 +174,7 @@ def test_in_bf16_no_error_is_added(checkpoints: dict[str, Path], task: str) -> N
     assert errors["together"] < 1.1 * errors["pipeline"]
 
 
-def test_quantised_too(t2i_checkpoint: Path) -> None:
+def test_quantised_encoders_reuse_the_template(t2i_checkpoint: Path) -> None:
     encoder = encoder_of(t2i_checkpoint, "t2i")
     int8 = quantisation("int8")
     assert int8 is not None
@@ -186,7 +188,7 @@ def test_quantised_too(t2i_checkpoint: Path) -> None:
     assert (full - hidden).abs().max() > 1e-3
 
 
-def test_the_template_is_read_once_and_captions_of_one_padded_length_together(
+def test_the_template_is_encoded_once_and_captions_in_batches(
     t2i_checkpoint: Path,
 ) -> None:
     encoder = encoder_of(t2i_checkpoint, "t2i")
@@ -205,13 +207,15 @@ def test_the_template_is_read_once_and_captions_of_one_padded_length_together(
 
 
 @pytest.mark.parametrize(("task", "sees"), [("t2i", False), ("t2v", False), ("i2i", True)])
-def test_only_what_is_read_is_loaded(checkpoints: dict[str, Path], task: str, sees: bool) -> None:
+def test_only_the_needed_parts_of_the_encoder_are_loaded(
+    checkpoints: dict[str, Path], task: str, sees: bool
+) -> None:
     encoder = encoder_of(checkpoints[task], task)
     assert not list(encoder.qwen.lm_head.parameters())
     assert (encoder.qwen.model.visual is not None) is sees
 
 
-def test_what_is_kept_of_the_template_never_changes(t2i_checkpoint: Path) -> None:
+def test_the_cached_template_is_never_modified(t2i_checkpoint: Path) -> None:
     encoder = encoder_of(t2i_checkpoint, "t2i")
     first = encoder.encode([TextRequest(CAPTIONS[2])])
     encoder.encode([TextRequest(caption) for caption in CAPTIONS])
@@ -219,7 +223,9 @@ def test_what_is_kept_of_the_template_never_changes(t2i_checkpoint: Path) -> Non
     assert torch.equal(first[0]["prompt_embeds"], again[0]["prompt_embeds"])
 
 
-def test_a_caption_that_melts_with_the_template(t2i_checkpoint: Path) -> None:
+def test_a_caption_that_merges_with_the_templates_last_token_is_encoded_right(
+    t2i_checkpoint: Path,
+) -> None:
     """Where the words before the caption end in the middle of a token, the rest is read with the
     caption.
     """
@@ -243,7 +249,7 @@ def test_a_caption_that_melts_with_the_template(t2i_checkpoint: Path) -> None:
         assert_close(mine["prompt_embeds"], hidden, terms=MODEL)
 
 
-def test_an_instruction_longer_than_the_window_of_attention() -> None:
+def test_an_instruction_longer_than_the_attention_window_is_encoded_right() -> None:
     """Gemma's every other layer sees so many tokens back and no further; mask and kept keys must
     agree on that.
     """
@@ -265,7 +271,7 @@ def test_an_instruction_longer_than_the_window_of_attention() -> None:
     assert (far - whole).abs().max() > 1e-2, "the window hides nothing"
 
 
-def test_sana_reads_its_instruction_once(sana_checkpoint: Path) -> None:
+def test_sana_encodes_its_instruction_once(sana_checkpoint: Path) -> None:
     encoder: Any = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
     with tokens_read(encoder.gemma) as seen:
         for caption in CAPTIONS[:1] * 2:

@@ -37,7 +37,9 @@ def embeds(t2i_checkpoint: Path) -> list[TextEmbeds]:
     return found
 
 
-def test_masked_batch_equals_single_runs(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
+def test_padded_captions_do_not_affect_each_other(
+    t2i_checkpoint: Path, embeds: list[TextEmbeds]
+) -> None:
     adapter = make_adapter(t2i_checkpoint)
     transformer = adapter.load_transformer(torch.float32)
     batch = make_batch(embeds)
@@ -51,7 +53,9 @@ def test_masked_batch_equals_single_runs(t2i_checkpoint: Path, embeds: list[Text
         assert distance({"": together[index : index + 1]}, {"": alone}) < ROTATION
 
 
-def test_stock_attention_would_be_off(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
+def test_stock_attention_would_attend_to_padding(
+    t2i_checkpoint: Path, embeds: list[TextEmbeds]
+) -> None:
     """The measure of what the mask is for: without it the same batch differs by far more than
     rounding.
     """
@@ -77,7 +81,7 @@ def test_stock_attention_would_be_off(t2i_checkpoint: Path, embeds: list[TextEmb
     assert (unmasked.permute(0, 4, 1, 2, 3) - masked).abs().max() > 1e-3
 
 
-def test_checkpointed_backward_sees_the_same_mask(
+def test_recomputation_uses_the_mask_of_its_forward_pass(
     t2i_checkpoint: Path, embeds: list[TextEmbeds]
 ) -> None:
     gradients = []
@@ -97,7 +101,7 @@ def test_checkpointed_backward_sees_the_same_mask(
     assert distance(gradients[1], gradients[0]) < ROTATION
 
 
-def test_sampling_is_left_alone_after_training(
+def test_sampling_after_training_is_not_masked(
     t2i_checkpoint: Path, embeds: list[TextEmbeds]
 ) -> None:
     """A mask that training left behind must not reach a pipeline, which runs without gradients."""

@@ -57,7 +57,7 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("spec", "flavour"), FLAVOURS, ids=[name for _, name in FLAVOURS])
-def test_every_parameter_has_its_name_and_shape(spec: FamilySpec, flavour: str) -> None:
+def test_published_shapes_are_those_of_diffusers(spec: FamilySpec, flavour: str) -> None:
     settings = spec.cost.published(flavour)
     with torch.device("meta"):
         model = getattr(diffusers, spec.cost.transformer_class)(**settings)
@@ -69,7 +69,7 @@ PACKAGES = packages()
 
 @pytest.mark.slow(15)
 @pytest.mark.parametrize("specs", PACKAGES.values(), ids=PACKAGES)
-def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
+def test_the_cost_table_equals_a_new_measurement(specs: list[FamilySpec]) -> None:
     """On a small model that no factor was fitted to; `python -m benchmarks.cost_table` writes a new
     table.
     """
@@ -142,7 +142,7 @@ PUBLISHED: list[tuple[str, FamilyCost, str, float, BatchShape, float, float, flo
     [row[1:] for row in PUBLISHED],
     ids=[row[0] for row in PUBLISHED],
 )
-def test_the_published_models(
+def test_flops_of_published_models_have_not_changed(
     cost: FamilyCost,
     flavour: str,
     weights: float,
@@ -269,7 +269,7 @@ def test_flops_of_a_lora_step_are_exact(case: Callable[[], Step], checkpointed: 
     assert found == pytest.approx(expected.total, rel=0.01)
 
 
-def test_flops_of_a_full_step() -> None:
+def test_flops_of_a_full_step_are_exact() -> None:
     """Sana is left out: the counter takes the weight gradient of a depthwise convolution for that
     of a dense one.
     """
@@ -307,7 +307,7 @@ def metered(
 @pytest.mark.parametrize(
     "targets", [KANDINSKY_TARGETS, ["to_query", "feed_forward.in_layer", "feed_forward.out_layer"]]
 )
-def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[str]) -> None:
+def test_a_kandinsky_block_saves_the_planned_bytes(dtype: torch.dtype, targets: list[str]) -> None:
     model: Any = build_kandinsky()
     cost = cost_of(IMAGE_COST, model)
     adapters = adapters_of(cost, targets, 2)
@@ -323,7 +323,7 @@ def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[st
     assert found == pytest.approx(planned.saved, rel=0.05)
 
 
-def test_a_given_first_frame_costs_only_where_tokens_have_times_of_their_own() -> None:
+def test_a_given_first_frame_costs_more_only_with_timesteps_per_token() -> None:
     kandinsky = VIDEO_COST.of_flavour("i2v-lite-5s")
     sana = SANA_COST.of_flavour("2b-480p")
     plain = BatchShape(1, 4, 8, 8, 300)
@@ -338,7 +338,7 @@ def test_a_given_first_frame_costs_only_where_tokens_have_times_of_their_own() -
         )
 
 
-def test_bytes_that_a_sparse_block_keeps() -> None:
+def test_a_sparse_block_also_saves_its_mask() -> None:
     """Beside the dense block's, a mask of 4 tiles x 256 keys for each head."""
     model: Any = build_kandinsky(nabla=True, visual_cond=True)
     nabla.install(model)
@@ -361,7 +361,7 @@ def test_bytes_that_a_sparse_block_keeps() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_that_a_sana_block_keeps(dtype: torch.dtype) -> None:
+def test_a_sana_block_saves_the_planned_bytes(dtype: torch.dtype) -> None:
     model: Any = build_sana()
     cost = cost_of(SANA_COST, model)
     adapters = adapters_of(cost, SANA_TARGETS, 2)

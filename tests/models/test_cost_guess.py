@@ -43,7 +43,9 @@ def guessed(measured: TransformerCost) -> TransformerCost:
 
 @pytest.mark.parametrize("size", [2, 4], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("family", "flavour"), FLAVOURS)
-def test_a_guess_is_rather_too_high_and_not_by_much(family: str, flavour: str, size: int) -> None:
+def test_a_guess_is_between_95_and_400_percent_of_the_measured_bytes(
+    family: str, flavour: str, size: int
+) -> None:
     measured = FAMILIES[family].cost.of_flavour(flavour)
     layers = matching_modules(linear_modules(measured.shapes), FAMILIES[family].lora_targets)
     batch = BatchShape(1, 8, 32, 48, 300)
@@ -64,7 +66,7 @@ def test_a_guess_is_rather_too_high_and_not_by_much(family: str, flavour: str, s
     assert guessed(measured).forward(batch).total >= 0.99 * measured.forward(batch).total
 
 
-def test_lists_of_repeated_blocks_are_found_by_their_shapes() -> None:
+def test_block_lists_are_recognised_by_equal_shapes_of_their_members() -> None:
     shapes = {"time.0.weight": (8, 4), "time.2.weight": (8, 8)}
     shapes |= {f"text_blocks.{number}.weight": (8, 8) for number in range(2)}
     shapes |= {f"blocks.{number}.weight": (8, 8) for number in range(3)}
@@ -73,7 +75,7 @@ def test_lists_of_repeated_blocks_are_found_by_their_shapes() -> None:
 
 
 @pytest.mark.slow(1)
-def test_the_fourth_family_has_a_guess_without_its_table(fourth: Any) -> None:  # noqa: F811
+def test_a_family_without_a_table_gets_a_guess_with_its_own_blocks(fourth: Any) -> None:  # noqa: F811
     trial = trial_of(FOURTH)
     exact = cost_of(FOURTH.cost, trial.model)
 
@@ -96,7 +98,9 @@ def unmeasured() -> Callable[[float], Budget]:
     return on
 
 
-def test_a_plan_states_the_guess(unmeasured: Callable[[float], Budget]) -> None:
+def test_a_plan_warns_that_the_family_is_not_measured(
+    unmeasured: Callable[[float], Budget],
+) -> None:
     (line,) = [line for line in budget_lines(unmeasured(80)) if "not measured yet" in line]
 
     assert line.startswith(
@@ -105,14 +109,18 @@ def test_a_plan_states_the_guess(unmeasured: Callable[[float], Budget]) -> None:
     assert "`python -m benchmarks.cost_table --only kandinsky5-video` measures them" in line
 
 
-def test_a_refusal_says_that_it_is_a_guess(unmeasured: Callable[[float], Budget]) -> None:
+def test_a_refusal_for_memory_warns_that_the_family_is_not_measured(
+    unmeasured: Callable[[float], Budget],
+) -> None:
     (problem,) = found_by(check_fit, unmeasured(6))
 
     assert "Kandinsky 5 Video is not measured yet" in problem.message
     assert problem.message.endswith("To run anyway, set i_know_what_i_am_doing.")
 
 
-def test_offload_auto_chooses_by_the_guess(unmeasured: Callable[[float], Budget]) -> None:
+def test_offload_auto_works_for_a_family_that_is_not_measured(
+    unmeasured: Callable[[float], Budget],
+) -> None:
     before = unmeasured(12)
 
     chosen = choose(before)
@@ -152,7 +160,7 @@ def test_a_family_without_a_table_is_planned_and_trained(
 
 
 @pytest.mark.usefixtures("without_tables")
-def test_a_checkpoint_that_is_not_here_has_no_size_without_a_table(
+def test_an_unmeasured_family_cannot_be_planned_without_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace = Workspace.create(tmp_path / "run", Path("example/absent"))

@@ -38,7 +38,7 @@ NUMBERS = [numbers_of(case) for case in CASES]
 PRODUCTS = [[product_of(term, numbers) for term in BYTES_OF] for numbers in NUMBERS]
 
 
-def test_a_peak_at_the_same_moment_in_every_case_is_one_phase() -> None:
+def test_a_peak_at_the_same_moment_in_all_cases_is_one_phase() -> None:
     moments = [[10, int(sum_of(FEED_FORWARD, numbers))] for numbers in NUMBERS]
 
     phases = fit_peak(SAMPLING, PRODUCTS, moments)
@@ -56,7 +56,7 @@ def test_a_peak_at_one_of_two_moments_has_a_phase_for_each() -> None:
     assert [named(factors) for factors in phases] == [ATTENTION, FEED_FORWARD]
 
 
-def test_a_quantity_that_is_no_sum_is_named_with_its_worst_case_and_the_remedy() -> None:
+def test_a_quantity_that_does_not_fit_is_reported_with_its_worst_case() -> None:
     found = [sum_of(FEED_FORWARD, numbers) for numbers in NUMBERS]
     found[3] *= 1.5
 

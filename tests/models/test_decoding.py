@@ -41,7 +41,7 @@ TINY = [
 @pytest.mark.slow(1)
 @pytest.mark.parametrize(("build", "shape", "stride", "pixels"), TINY)
 @torch.no_grad()
-def test_strips_change_the_rounding_and_tiles_a_little_more(
+def test_strips_change_only_rounding_and_tiles_little(
     monkeypatch: pytest.MonkeyPatch,
     build: Callable[[], Any],
     shape: tuple[int, ...],
@@ -78,7 +78,7 @@ def test_tiles_cover_a_side_evenly(length: int) -> None:
 
 
 @torch.no_grad()
-def test_where_tiles_agree_nothing_changes() -> None:
+def test_blended_tiles_that_agree_equal_the_whole() -> None:
     z = torch.randn(1, 3, 2, 60, 100)
 
     def enlarge(part: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
@@ -116,7 +116,7 @@ REAL = [
     ("family", "flavour", "name", "settings", "size", "how"),
     [(*each[:5], how) for each in REAL for how in each[5]],
 )
-def test_the_plan_knows_the_peak_at_full_size(
+def test_the_planned_peak_of_decoding_is_measured_at_full_size(
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     flavour: str,
@@ -161,7 +161,7 @@ SHALLOW = [
 @pytest.mark.parametrize(
     ("family", "flavour", "name", "settings"), [*(each[:4] for each in REAL), *SHALLOW]
 )
-def test_the_plan_knows_the_work_of_decoding(
+def test_the_planned_flops_of_decoding_are_counted(
     family: str, flavour: str, name: str, settings: dict[str, Any]
 ) -> None:
     spec = FAMILIES[family].for_flavour(flavour)
@@ -179,7 +179,7 @@ def test_the_plan_knows_the_work_of_decoding(
 @pytest.mark.parametrize(
     ("size", "numbers"), [((768, 512, 17), 2**30 * 1.5), ((1024, 512, 61), 2**31)]
 )
-def test_the_plan_knows_how_much_is_upsampled_at_once(
+def test_the_planned_upsampling_is_counted(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], numbers: float
 ) -> None:
     """Of Kandinsky 5 Video, whose VAE torch cannot be trusted with from 2**31 numbers on."""

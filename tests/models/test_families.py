@@ -18,7 +18,7 @@ from tests.models.fourth import FOURTH, small
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("spec", FAMILIES.values(), ids=[*FAMILIES])
-def test_a_family_keeps_the_contract(spec: FamilySpec, check: Check) -> None:
+def test_every_family_keeps_the_contract(spec: FamilySpec, check: Check) -> None:
     check(spec)
 
 
@@ -31,6 +31,6 @@ def fourth() -> Iterator[FamilySpec]:
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_a_fourth_family_is_a_spec_and_an_adapter(fourth: FamilySpec, check: Check) -> None:
+def test_a_new_family_needs_only_a_spec_and_an_adapter(fourth: FamilySpec, check: Check) -> None:
     """Its cost is measured, none of it is written by hand."""
     check(fourth)

@@ -69,7 +69,7 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("visual_cond", [False, True])
-def test_outputs_and_all_gradients_are_equal(
+def test_fast_blocks_equal_diffusers_bit_for_bit(
     dtype: torch.dtype, padded: bool, visual_cond: bool
 ) -> None:
     """Every weight is trained here, so that gradients of modulation and norms are compared, too."""
@@ -87,7 +87,7 @@ def test_outputs_and_all_gradients_are_equal(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_block_sparse_attention_is_equal(dtype: torch.dtype) -> None:
+def test_fast_blocks_with_nabla_equal_diffusers_bit_for_bit(dtype: torch.dtype) -> None:
     found = []
     named = inputs(dtype, 1)
     for is_fast in (False, True):
@@ -103,7 +103,7 @@ def test_block_sparse_attention_is_equal(dtype: torch.dtype) -> None:
     assert_same(*found)
 
 
-def test_positions_of_each_sample_may_differ() -> None:
+def test_fast_blocks_take_other_positions_for_every_sample() -> None:
     """Hooks may keep other tokens of every sample, and cut the positions accordingly."""
     generator = torch.Generator().manual_seed(2)
     hidden, text, time = (
@@ -123,7 +123,7 @@ def test_positions_of_each_sample_may_differ() -> None:
     assert_same(*found)
 
 
-def test_tables_are_made_once_and_go_with_their_tensor() -> None:
+def test_rotary_tables_are_cached_as_long_as_their_tensor() -> None:
     cache = blocks.FastForward(blocks.FastBlocks({}), blocks.TextPadding())
     rope = torch.randn(1, 5, 1, 8, 2, 2)
     tables = cache.tables(rope, 2)
@@ -136,7 +136,7 @@ def test_tables_are_made_once_and_go_with_their_tensor() -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_modulation_in_bf16_is_equal_where_it_is_exact(kept: bool) -> None:
+def test_modulation_is_stored_in_bf16_only_where_that_is_exact(kept: bool) -> None:
     found = []
     for is_narrow in (False, True):
         model = build(torch.float32)
@@ -166,7 +166,7 @@ def test_trained_modulation_stays_float32() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_hooks_on_blocks_are_called() -> None:
+def test_fast_blocks_call_hooks() -> None:
     model = build(torch.float32)
     padding = blocks.mask_padding(model)
     blocks.use_fast_blocks(model, padding)

@@ -60,7 +60,7 @@ def fail() -> None:
     raise ZeroDivisionError
 
 
-def test_the_users_settings_come_back() -> None:
+def test_the_users_tf32_settings_are_restored_after_an_error() -> None:
     torch.backends.cudnn.allow_tf32 = False
     with pytest.raises(ZeroDivisionError):
         fail()
@@ -70,7 +70,7 @@ def test_the_users_settings_come_back() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_full_product_and_its_gradients_are_those_of_linear(
+def test_full_linear_equals_linear_with_full_gradients(
     bias: bool, compiled: bool, products: list[list[bool]]
 ) -> None:
     """The gradients of its inputs are full, too."""
@@ -88,7 +88,7 @@ def test_a_full_product_and_its_gradients_are_those_of_linear(
     assert products == [ALLOWED, FULL, FULL, FULL]
 
 
-def test_layers_that_stay_float32_compute_in_it(products: list[list[bool]]) -> None:
+def test_float32_layers_compute_without_tf32(products: list[list[bool]]) -> None:
     """Time and modulation of Kandinsky, stored in bf16 or not; the blocks' other layers keep the
     user's choice.
     """
@@ -120,7 +120,7 @@ def test_layers_that_stay_float32_compute_in_it(products: list[list[bool]]) -> N
 @pytest.mark.parametrize(
     ("device", "dtype"), [("cuda", "float32"), ("cuda", "bfloat16"), ("cpu", "float32")]
 )
-def test_a_float32_vae_computes_in_it(
+def test_a_float32_vae_on_a_gpu_computes_without_tf32(
     sana_checkpoint: Path,
     device: str,
     dtype: str,

@@ -40,7 +40,7 @@ def by_frame(coder: Any) -> bool:
 
 @pytest.mark.parametrize("frames", [1, 5, 17])
 @torch.no_grad()
-def test_encoder_and_decoder_give_the_same(frames: int) -> None:
+def test_attention_by_frame_gives_the_result_of_the_stock_vae(frames: int) -> None:
     torch.manual_seed(0)
     vae = build_video_vae().eval()
     for parameter in vae.parameters():
@@ -56,7 +56,7 @@ def test_encoder_and_decoder_give_the_same(frames: int) -> None:
 
 
 @torch.no_grad()
-def test_a_frame_does_not_see_later_ones_but_sees_all_earlier_ones() -> None:
+def test_a_frame_attends_to_all_earlier_frames_and_to_no_later_one() -> None:
     torch.manual_seed(0)
     attn: Any = build_video_vae(16).eval().encoder.mid_block.attentions[0]
     hidden_states = torch.randn(1, 16, 3, 2, 2)
@@ -69,7 +69,7 @@ def test_a_frame_does_not_see_later_ones_but_sees_all_earlier_ones() -> None:
 
 
 @torch.no_grad()
-def test_nothing_is_as_large_as_tokens_by_tokens() -> None:
+def test_attention_by_frame_allocates_nothing_quadratic_in_all_tokens() -> None:
     torch.manual_seed(0)
     vae = build_video_vae(16).eval()
     hidden_states = torch.randn(1, 16, 9, 16, 16)
@@ -83,7 +83,7 @@ def test_nothing_is_as_large_as_tokens_by_tokens() -> None:
     assert 0 < ours.numbers <= tokens**2 / 9, "one frame's queries at most"
 
 
-def test_the_encoder_of_a_run_does_it_and_previews_stay_stock(tmp_path: Path) -> None:
+def test_caching_attends_by_frame_and_previews_stay_stock(tmp_path: Path) -> None:
     adapter: Any = make_video_adapter(make_checkpoint(tmp_path, "t2v"), "t2v")
     encoder = adapter.load_latent_encoder(CPU, torch.float32)
     assert by_frame(encoder.vae.encoder)

@@ -36,7 +36,7 @@ def resolve(value: Any) -> tuple[Any, list[str]]:
     ]
 
 
-def test_the_forms_of_a_selection(tmp_path: Path) -> None:
+def test_targets_may_be_a_preset_a_list_a_string_or_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "targets.json"
     path.write_text(json.dumps(["a", "b"]))
     assert resolve(None) == (DEFAULT, [])
@@ -46,14 +46,14 @@ def test_the_forms_of_a_selection(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [[], [1], {"a": 1}, 5, True, ["a", None]])
-def test_what_is_no_selection(value: Any) -> None:
+def test_other_values_are_refused_and_replaced_by_the_default(value: Any) -> None:
     found, problems = resolve(value)
     assert found == DEFAULT
     assert problems == [f"peft_lora_target_modules: {value!r} is not a list of module names."]
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"a": 1}', None])
-def test_a_file_that_cannot_be_used(tmp_path: Path, content: str | None) -> None:
+def test_an_unusable_targets_file_is_one_problem(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "targets.json"
     if content is not None:
         path.write_text(content)
@@ -69,13 +69,13 @@ def test_a_name_matches_whole_parts_of_a_path(modules: dict[str, tuple[int, int]
     assert matching_modules(modules, ["query"]) == []
 
 
-def test_all_linear_stays_inside_the_blocks(modules: dict[str, tuple[int, int]]) -> None:
+def test_all_linear_selects_only_layers_of_blocks(modules: dict[str, tuple[int, int]]) -> None:
     chosen = matching_modules(modules, ALL_LINEAR)
     assert set(matching_modules(modules, DEFAULT)) < set(chosen)
     assert all("_transformer_blocks." in name for name in chosen)
 
 
-def test_a_name_that_matches_nothing_is_told_with_the_nearest(
+def test_a_target_that_matches_nothing_is_refused_with_the_nearest_name(
     modules: dict[str, tuple[int, int]],
 ) -> None:
     assert found_by(check_targets, modules, DEFAULT) == []

@@ -45,7 +45,7 @@ def with_a_large_mask(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) 
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
-def test_row_by_row_is_the_definition() -> None:
+def test_masked_attention_equals_the_definition() -> None:
     inputs, tiles = draw(7)
     upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(9))
     results = []
@@ -58,7 +58,7 @@ def test_row_by_row_is_the_definition() -> None:
     assert (results[0][0] - tile_attention.attend_dense(*inputs, tiles)).abs().max() > 0.1
 
 
-def test_memory_is_linear() -> None:
+def test_masked_attention_saves_memory_linear_in_tokens() -> None:
     inputs, tiles = draw(24)
     kept = []
 
@@ -92,7 +92,7 @@ class Sorts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_only_the_coarse_map_is_sorted() -> None:
+def test_block_lists_are_made_without_sorting() -> None:
     """And the lists are those that `from_kv_blocks` sorts for."""
     (query, key, _), tiles = draw(5)
     with Sorts() as sorts:
@@ -120,7 +120,9 @@ def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> flex.Attend:
     return attend
 
 
-def test_the_backward_pass_makes_the_lists_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_pass_rebuilds_the_lists_of_a_block_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Bit-equal gradients, and one byte is saved for each pair of tiles, through the surrounding
     hooks.
     """
@@ -142,7 +144,7 @@ def check_saved(
     assert all(map(torch.equal, found, expected))
 
 
-def test_tiles_are_those_of_their_ranks() -> None:
+def test_the_kept_tiles_hold_the_mass() -> None:
     (query, key, _), _ = draw(7)
     window = torch.zeros(7, 7, dtype=torch.bool)
     means = [x.transpose(1, 2).unflatten(2, (-1, 64)).mean(-2) for x in (query, key)]
@@ -152,7 +154,7 @@ def test_tiles_are_those_of_their_ranks() -> None:
     assert 0 < expected.float().mean() < 1
 
 
-def test_tiles_are_found_in_the_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_chosen_outside_the_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would refuse sums along rows on a GPU, which are in a fixed order there as well."""
     modes: list[bool] = []
     cumsum = Tensor.cumsum
@@ -176,7 +178,7 @@ def test_tiles_are_found_in_the_deterministic_mode(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_gpu_has_one_configuration_of_the_backward_pass_and_it_divides_a_tile(
+def test_the_blocks_of_the_backward_pass_divide_a_tile_on_every_gpu(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], head_dim: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
@@ -186,7 +188,7 @@ def test_every_gpu_has_one_configuration_of_the_backward_pass_and_it_divides_a_t
     assert {64 % getattr(blocks, side) for side in flex.SIDES} == {0}
 
 
-def test_an_autotuning_compiler_times_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autotuning_does_not_change_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing could choose differently in the next run, and other blocks round differently."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     expected = flex.block_choices().get_flex_attention_bwd_configs(128, torch.bfloat16, "cuda")
@@ -200,7 +202,7 @@ def test_an_autotuning_compiler_times_no_blocks(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("usual_vectors")
-def test_compiled_flex_obeys() -> None:
+def test_compiled_flex_attention_equals_the_definition() -> None:
     configure_compiler(ones_are_sizes=True)  # as the compiled parts of a block leave it
     attend = flex.compiled_flex(torch.float32)
     assert tile_attention.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
@@ -215,7 +217,7 @@ def test_compiled_flex_obeys() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_that_is_not_compiled_is_found_out() -> None:
+def test_the_self_test_rejects_uncompiled_flex_attention() -> None:
     def eager(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out: Any = flex_attention(query, key, value, block_mask=flex.tile_blocks(tiles))
@@ -228,7 +230,9 @@ def test_flex_that_is_not_compiled_is_found_out() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_test_lets_rounding_pass(dtype: torch.dtype, head_dim: int) -> None:
+def test_the_self_test_accepts_rounding_and_rejects_dense_attention(
+    dtype: torch.dtype, head_dim: int
+) -> None:
     assert tile_attention.find_fault(tile_attention.attend_masked, CPU, dtype, head_dim) is None
     assert tile_attention.find_fault(with_a_large_mask, CPU, dtype, head_dim) is None
     assert "off by" in str(
@@ -236,7 +240,7 @@ def test_the_test_lets_rounding_pass(dtype: torch.dtype, head_dim: int) -> None:
     )
 
 
-def test_the_example_has_the_heads_of_the_model() -> None:
+def test_the_self_test_uses_the_heads_of_the_model() -> None:
     seen: list[int] = []
 
     def attend(query: Tensor, *others: Tensor) -> Tensor:
@@ -247,7 +251,7 @@ def test_the_example_has_the_heads_of_the_model() -> None:
     assert seen == [7]
 
 
-def test_wrong_gradients_are_found_out() -> None:
+def test_the_self_test_rejects_wrong_gradients() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, out: Tensor, dense: Tensor) -> Tensor:
@@ -280,21 +284,21 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., flex.Attend]:
     return choose
 
 
-def test_a_cpu_gets_masks(
+def test_a_cpu_gets_masked_attention(
     choose: Callable[..., flex.Attend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tile_attention, "compiled_flex", lambda dtype: 1 / 0)
     assert choose(CPU, torch.float32, 64) is tile_attention.attend_masked
 
 
-def test_a_gpu_gets_flex_attention_if_it_passes_the_test(
+def test_a_gpu_gets_flex_attention_that_passes_the_self_test(
     choose: Callable[..., flex.Attend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tile_attention, "find_fault", lambda *given: None)
     assert choose(META, torch.float32, 64) is tile_attention.attend_masked
 
 
-def test_a_gpu_on_which_flex_attention_fails_its_test_gets_dense_attention(
+def test_a_gpu_gets_dense_attention_if_flex_fails_the_self_test(
     choose: Callable[..., flex.Attend],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -306,7 +310,7 @@ def test_a_gpu_on_which_flex_attention_fails_its_test_gets_dense_attention(
     assert "dense attention instead" in record.getMessage()
 
 
-def test_a_way_that_raises_is_at_fault() -> None:
+def test_an_implementation_that_raises_fails_the_self_test() -> None:
     def attend(*inputs: Tensor) -> Tensor:
         raise RuntimeError("no kernel for this\nand a long story")
 
@@ -314,7 +318,7 @@ def test_a_way_that_raises_is_at_fault() -> None:
 
 
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_failure_of_the_device_is_no_fault_of_a_way(failure: type[RuntimeError]) -> None:
+def test_a_failure_of_the_device_passes_through_the_self_test(failure: type[RuntimeError]) -> None:
     def attend(*inputs: Tensor) -> Tensor:
         raise failure("of the device")
 
@@ -322,7 +326,7 @@ def test_a_failure_of_the_device_is_no_fault_of_a_way(failure: type[RuntimeError
         tile_attention.find_fault(attend, CPU, torch.float32, HEAD_DIM)
 
 
-def test_the_processors_way() -> None:
+def test_the_processor_attends_to_the_chosen_tiles() -> None:
     (query, key, value), _ = draw(6)
     params = {"sta_mask": torch.eye(6, dtype=torch.bool)[None, None], "P": 0.8}
     tiles = tile_mask(query, key, params["sta_mask"], 0.8)
@@ -334,7 +338,7 @@ def test_the_processors_way() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_gpu_has_a_way(dtype: torch.dtype, head_dim: int) -> None:
+def test_flex_attention_is_exact_on_a_gpu(dtype: torch.dtype, head_dim: int) -> None:
     device = torch.device("cuda")
     attend = tile_attention.choose_attend(device, dtype, head_dim)
     assert attend is not tile_attention.attend_dense
@@ -356,7 +360,7 @@ def test_a_gpu_has_a_way(dtype: torch.dtype, head_dim: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_makes_the_lists_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_pass_rebuilds_the_lists_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     inputs, tiles = draw(6)
     attend = tile_attention.choose_attend(device, torch.bfloat16, HEAD_DIM)
@@ -367,7 +371,7 @@ def test_a_gpu_makes_the_lists_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_sums_in_a_fixed_order() -> None:
+def test_flex_attention_is_deterministic_on_a_gpu() -> None:
     """As torch's source says of flex attention."""
     device = torch.device("cuda")
     inputs = [each.to(device, torch.bfloat16).requires_grad_() for each in draw(21)[0]]

@@ -23,7 +23,7 @@ def coded(vae: nn.Module, clip: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return latents, decoded, encoding.most, decoding.most
 
 
-def test_results_are_the_same_and_peaks_are_lower() -> None:
+def test_sliced_convolutions_give_the_same_result_at_a_lower_peak() -> None:
     torch.manual_seed(0)
     vae = build_video_vae().eval()
     attend_by_frame(vae)
@@ -37,7 +37,7 @@ def test_results_are_the_same_and_peaks_are_lower() -> None:
     assert sliced[3] < 0.9 * whole[3]
 
 
-def test_strides_and_ends() -> None:
+def test_sliced_convolutions_are_right_for_all_strides_kernels_and_lengths() -> None:
     for stride in (1, 2):
         for kernel in (1, 3):
             for frames in (1, 3, 5, 8, 9):

@@ -32,7 +32,7 @@ from tests.tools.tiny_sana import make_sana_checkpoint
 from tests.tools.workspace import Workspace
 
 
-def test_a_sample_is_fitted_to_another_size_in_the_middle() -> None:
+def test_a_sample_is_cropped_in_the_centre_for_another_size() -> None:
     trained = Geometry("1.0", Size(64, 64), Size(192, 64), (7, 0))
     sample = Sample("photos", "a.png", Path(), "", (300, 100), trained)
     assert sample.fitted(Size(64, 64)) is sample, "a crop of its own stays"
@@ -87,7 +87,7 @@ def family(kind: str, folder: Path) -> tuple[RunConfig, FamilyAdapter]:
 
 @pytest.mark.parametrize("kind", ["t2i", "t2v", "2b-480p", "2b-720p"])
 @torch.no_grad()
-def test_previews_keep_size_and_length_however_they_are_decoded(
+def test_every_decoding_keeps_size_and_length_of_previews(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(decoding, "TILE", 64)
@@ -113,7 +113,7 @@ def test_previews_keep_size_and_length_however_they_are_decoded(
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("task", ["t2i", "i2i", "i2v", "nabla"])
 @torch.no_grad()
-def test_both_branches_of_guidance_in_one_batch(
+def test_batched_guidance_equals_two_passes(
     tmp_path: Path, i2i_checkpoint: Path, task: str
 ) -> None:
     """Half the calls, and the same picture but for rounding; prompts of unequal lengths are padded
@@ -154,7 +154,7 @@ def test_both_branches_of_guidance_in_one_batch(
     assert stock.render(replace(plain, batched=True)) == stock.render(plain), "there is one branch"
 
 
-def test_caches_do_not_depend_on_how_previews_are_decoded(workspace: Workspace) -> None:
+def test_cached_latents_do_not_depend_on_the_decoding_of_previews(workspace: Workspace) -> None:
     def entries() -> dict[Path, int]:
         folder = workspace.path("cache")
         return {
@@ -171,7 +171,7 @@ def test_caches_do_not_depend_on_how_previews_are_decoded(workspace: Workspace) 
     assert seen[0] == seen[1]
 
 
-def test_a_size_that_the_stock_pipeline_does_not_render_is_told() -> None:
+def test_a_preview_size_that_the_stock_pipeline_rounds_is_warned_about() -> None:
     published = KANDINSKY5_IMAGE.flavours[0].repository
 
     def told(*sizes: tuple[int, int], checkpoint: str = published, **settings: Any) -> list[str]:
@@ -208,7 +208,7 @@ def test_a_size_that_the_stock_pipeline_does_not_render_is_told() -> None:
         ),
     ],
 )
-def test_every_sampler_follows_the_straight_path_from_noise(name: str, own: Any) -> None:
+def test_every_solver_samples_along_the_straight_path(name: str, own: Any) -> None:
     """For a model that predicts noise - z, all of them end at z, by the same shifted sigmas as
     Euler.
     """
@@ -227,7 +227,7 @@ def test_every_sampler_follows_the_straight_path_from_noise(name: str, own: Any)
     assert (scheduler.sigmas[begin] - euler.sigmas[begin]).abs().max() < 0.03
 
 
-def test_without_a_choice_the_sampler_is_the_pipelines_own() -> None:
+def test_the_default_solver_is_the_pipelines_scheduler() -> None:
     own = FlowMatchEulerDiscreteScheduler(shift=5.0)
     assert with_solver(own, None) is own
     assert with_solver(own, "euler") is own

@@ -30,7 +30,7 @@ def i2i_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "before"), [("image", 41), ("image_edit", 52), ("video", 129)])
-def test_qwen_splits_the_templates_into_so_many_tokens(
+def test_the_templates_have_their_true_lengths_in_qwens_tokens(
     name: TemplateName, before: int, tmp_path: Path
 ) -> None:
     """Fewer than are cut off for edits: the first three tokens of a caption are lost, as in the
@@ -63,7 +63,7 @@ def test_crop_is_the_number_of_tokens_before_the_caption(name: TemplateName) -> 
 @pytest.mark.parametrize(
     "caption", ["a red star", "एक लाल तारा", "一颗红色的星星", "zigzag\u200d🎈", "100 %"]
 )
-def test_every_caption_survives_the_tokenizer(caption: str) -> None:
+def test_the_crop_leaves_the_whole_caption(caption: str) -> None:
     tokenizer = load_processor(TOKENIZERS).tokenizer
     template = OFFICIAL["image"]
 
@@ -72,7 +72,9 @@ def test_every_caption_survives_the_tokenizer(caption: str) -> None:
     assert tokenizer.decode(ids[template.crop :]) == f"{caption}<|im_end|>"
 
 
-def test_it_passes_for_the_stock_class_and_saves_as_it(t2i_folder: Path, tmp_path: Path) -> None:
+def test_the_processor_is_saved_and_accepted_as_the_stock_class(
+    t2i_folder: Path, tmp_path: Path
+) -> None:
     processor = load_processor(t2i_folder)
     assert isinstance(processor, Qwen2VLProcessor)
 
@@ -83,7 +85,7 @@ def test_it_passes_for_the_stock_class_and_saves_as_it(t2i_folder: Path, tmp_pat
     assert load_processor(tmp_path).tokenizer.get_vocab() == processor.tokenizer.get_vocab()
 
 
-def test_text_through_the_stock_pipeline(t2i_folder: Path) -> None:
+def test_the_processor_encodes_text_in_the_stock_pipeline(t2i_folder: Path) -> None:
     pipe = Kandinsky5T2IPipeline.from_pretrained(t2i_folder, tokenizer=load_processor(t2i_folder))
     pipe.set_progress_bar_config(disable=True)
     pipe.resolutions = [(64, 64)]
@@ -100,7 +102,7 @@ def test_text_through_the_stock_pipeline(t2i_folder: Path) -> None:
     assert result.image.isfinite().all()
 
 
-def test_text_and_picture_through_the_stock_pipeline(i2i_folder: Path) -> None:
+def test_the_processor_encodes_text_and_picture_in_the_stock_pipeline(i2i_folder: Path) -> None:
     pipe = Kandinsky5I2IPipeline.from_pretrained(i2i_folder, tokenizer=load_processor(i2i_folder))
     pipe.set_progress_bar_config(disable=True)
     pipe.resolutions = [(64, 64)]

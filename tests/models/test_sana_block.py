@@ -82,7 +82,7 @@ def _detached(value: Any) -> Any:
 @pytest.mark.parametrize(
     "targets", [DEFAULT, ALL_LINEAR, None], ids=["default", "all-linear", "full"]
 )
-def test_outputs_and_all_gradients_are_equal_up_to_rounding(targets: Any, given: bool) -> None:
+def test_the_sana_block_equals_diffusers_up_to_rounding(targets: Any, given: bool) -> None:
     block = Block(TINY, targets, given=given)
     stock, plain = (block.gradients(forward) for forward in (block.block.forward, block.plain()))
     assert len(stock) > 2
@@ -91,7 +91,7 @@ def test_outputs_and_all_gradients_are_equal_up_to_rounding(targets: Any, given:
         assert (plain[name] - expected).norm() <= 1e-6 * expected.norm(), name
 
 
-def test_in_bf16_it_is_as_near_to_float32_as_diffusers() -> None:
+def test_the_sana_block_is_as_exact_in_bf16_as_diffusers() -> None:
     exact, rounded = (
         Block(TINY, DEFAULT, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
     )
@@ -119,7 +119,7 @@ def _in_bf16(value: Any) -> Any:
     return value.bfloat16() if isinstance(value, Tensor) and value.ndim < 4 else value
 
 
-def test_an_adapter_around_a_layer_is_not_passed_by() -> None:
+def test_an_adapter_around_the_forward_of_a_layer_is_called() -> None:
     """As LyCORIS replaces `forward`."""
     block = Block(TINY, DEFAULT)
     for name in ("conv_inverted", "conv_depth", "conv_point", "conv_temp"):
@@ -144,7 +144,7 @@ def fresh_compiler() -> None:
     [(DEFAULT, False, 23), (ALL_LINEAR, True, 27)],
     ids=["default-t2v", "all-linear-i2v"],
 )
-def test_what_a_compiled_block_keeps_is_planned(
+def test_a_compiled_block_saves_the_planned_bytes(
     request: pytest.FixtureRequest, targets: Any, given: bool, most: float
 ) -> None:
     """In hidden states; of diffusers' code it was 42, with a given first frame 50. `all-linear`
@@ -169,7 +169,7 @@ def test_what_a_compiled_block_keeps_is_planned(
 
 @pytest.mark.slow(8)
 @pytest.mark.usefixtures("fresh_compiler")
-def test_only_what_is_cheap_is_computed_again() -> None:
+def test_the_backward_pass_recomputes_only_linear_attention() -> None:
     """Of all products, those of linear attention, which are as wide as a head."""
     kernels = (
         "mm",

@@ -34,7 +34,7 @@ def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
     return config, {problem.where: problem for problem in problems}
 
 
-def test_family_is_registered() -> None:
+def test_sana_is_registered_with_480p_as_default() -> None:
     assert FAMILIES["sanavideo"] is SANA_VIDEO
     assert SANA_VIDEO.flavour(None).name == "2b-480p"
     assert (
@@ -53,7 +53,9 @@ def test_family_is_registered() -> None:
         ),
     ],
 )
-def test_what_diffusers_lacks_is_refused_by_name(settings: dict[str, str], reason: str) -> None:
+def test_models_without_a_pipeline_in_diffusers_are_refused(
+    settings: dict[str, str], reason: str
+) -> None:
     problem = settle(**settings)[1]["model_flavour"]
     assert problem.fatal
     assert reason in problem.message
@@ -70,7 +72,7 @@ def test_720p_has_its_own_grid() -> None:
     assert published["patch_embedding.weight"] == (2240, 128, 1, 1, 1)
 
 
-def test_defaults() -> None:
+def test_sana_has_the_defaults_of_its_pipeline() -> None:
     config, told = settle()
     assert not told
     assert (
@@ -100,7 +102,7 @@ def test_shift_options_are_ignored_with_a_warning() -> None:
     assert not any(config.is_explicit(key) for key in mine)
 
 
-def test_the_same_value_is_no_news() -> None:
+def test_the_fixed_value_itself_is_accepted_without_a_warning() -> None:
     assert not settle(
         flow_schedule_shift="3", flow_schedule_auto_shift="false", flow_sigmoid_scale=None
     )[1]
@@ -129,7 +131,9 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 1}
         ),
     ],
 )
-def test_what_is_told(settings: dict[str, Any], key: str, words: str, fatal: bool) -> None:
+def test_unusable_settings_are_reported_by_key(
+    settings: dict[str, Any], key: str, words: str, fatal: bool
+) -> None:
     told = settle(**settings)[1]
     assert words in told[key].message
     assert told[key].fatal is fatal
@@ -149,19 +153,19 @@ class TestTask:
             id=f"{kind}-{is_i2v}", dataset_type=kind, video=VideoConfig(is_i2v=is_i2v)
         )
 
-    def test_text_to_clip_unless_a_dataset_asks(self) -> None:
+    def test_the_task_is_t2v_unless_a_dataset_is_i2v(self) -> None:
         flavour, entries = settle_task(FLAVOUR, [self.entry(None), self.entry(None, "image")])
         assert flavour == FLAVOUR
         assert [entry.video.is_i2v for entry in entries] == [False, None]
 
-    def test_one_dataset_is_enough_and_the_others_stay(self) -> None:
+    def test_one_i2v_dataset_makes_the_run_i2v(self) -> None:
         flavour, entries = settle_task(
             FLAVOUR, [self.entry(None), self.entry(True), self.entry(False)]
         )
         assert (flavour.task, flavour.name) == ("i2v", FLAVOUR.name)
         assert [entry.video.is_i2v for entry in entries] == [False, True, False]
 
-    def test_a_flavour_without_a_choice_is_left_alone(self) -> None:
+    def test_a_flavour_with_one_task_ignores_the_datasets(self) -> None:
         flavour, entries = settle_task(
             KANDINSKY5_VIDEO.flavours[0], [self.entry(True), self.entry(None)]
         )
@@ -190,7 +194,7 @@ class TestCheckpoint:
             *found_by(check_weights, SANA_VIDEO, FLAVOUR, damaged),
         ]
 
-    def test_a_whole_one(self, sana_checkpoint: Path, tmp_path: Path) -> None:
+    def test_matching_parts_have_no_problem(self, sana_checkpoint: Path, tmp_path: Path) -> None:
         assert not self.problems(sana_checkpoint, tmp_path, "vae")
 
     @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ class TestCheckpoint:
             ("vae", {"latents_mean": None}, "0 values of latents_mean"),
         ],
     )
-    def test_parts_that_do_not_fit(
+    def test_parts_that_do_not_fit_are_refused(
         self, sana_checkpoint: Path, tmp_path: Path, part: str, changes: dict[str, Any], words: str
     ) -> None:
         found = self.problems(sana_checkpoint, tmp_path, part, **changes)

@@ -47,7 +47,9 @@ def results(
 @pytest.mark.parametrize(
     ("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases]
 )
-def test_one_curve(results: dict[int, dict[str, Any]], size: int, name: str) -> None:
+def test_sequence_parallel_training_equals_one_process(
+    results: dict[int, dict[str, Any]], size: int, name: str
+) -> None:
     one = results[1][name]
     several = results[size][name]
     assert several["losses"] == pytest.approx(one["losses"], rel=SAME)
@@ -60,7 +62,7 @@ def test_one_curve(results: dict[int, dict[str, Any]], size: int, name: str) -> 
 @pytest.mark.parametrize(
     ("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases]
 )
-def test_a_process_has_a_share_of_the_tokens(
+def test_every_process_trains_on_its_shard_of_the_tokens(
     results: dict[int, dict[str, Any]], size: int, name: str
 ) -> None:
     tokens = 3 * 8 * 16 if name == "nabla" else 9

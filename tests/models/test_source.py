@@ -59,13 +59,13 @@ def copy(t2i_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(t2i_checkpoint, tmp_path / "model"))
 
 
-def test_a_whole_folder_has_no_problem(t2i_checkpoint: Path) -> None:
+def test_a_complete_checkpoint_has_no_problem(t2i_checkpoint: Path) -> None:
     assert problems(pretrained_model_name_or_path=str(t2i_checkpoint)) == []
     for part in source(pretrained_model_name_or_path=str(t2i_checkpoint)).parts.values():
         assert part.fetch() == t2i_checkpoint / part.folder
 
 
-def test_the_flavour_names_the_repository() -> None:
+def test_without_a_path_the_flavours_repository_is_used() -> None:
     part = source()["transformer"]
     assert (part.location, part.is_local) == (
         "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
@@ -74,7 +74,7 @@ def test_the_flavour_names_the_repository() -> None:
     assert problems() == [], "what the hub has is seen when it is fetched"
 
 
-def test_parts_can_be_replaced(t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
+def test_keys_replace_single_parts(t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
     found = source(
         pretrained_model_name_or_path=str(t2i_checkpoint),
         pretrained_vae_model_name_or_path=str(i2i_checkpoint),
@@ -90,14 +90,14 @@ def test_parts_can_be_replaced(t2i_checkpoint: Path, i2i_checkpoint: Path) -> No
     ]
 
 
-def test_all_missing_parts_are_one_problem(copy: Path) -> None:
+def test_missing_parts_of_a_folder_are_one_problem(copy: Path) -> None:
     shutil.rmtree(copy / "vae")
     shutil.rmtree(copy / "tokenizer_2")
     (problem,) = problems(pretrained_model_name_or_path=str(copy))
     assert problem.endswith("lacks a usable vae (it is not there), tokenizer_2 (it is not there).")
 
 
-def test_a_part_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:
+def test_fetching_a_missing_part_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no 'vae' folder"):
         source(pretrained_model_name_or_path=str(tmp_path))["vae"].fetch()
 
@@ -114,11 +114,11 @@ def test_a_part_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:
         ("../model", True),
     ],
 )
-def test_what_is_meant_as_a_path(location: str, is_path: bool) -> None:
+def test_paths_are_distinguished_from_hub_ids(location: str, is_path: bool) -> None:
     assert looks_like_path(location) is is_path
 
 
-def test_a_folder_that_looks_like_a_hub_name_is_a_folder(
+def test_an_existing_folder_takes_precedence_over_a_hub_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -137,13 +137,13 @@ def test_a_folder_that_looks_like_a_hub_name_is_a_folder(
 @pytest.mark.parametrize(
     "location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"]
 )
-def test_a_name_that_the_hub_could_not_have(location: str) -> None:
+def test_a_malformed_hub_id_is_a_problem(location: str) -> None:
     (problem,) = problems(pretrained_model_name_or_path=location)
     assert "is neither an existing folder nor a valid hub id" in problem
     assert source(pretrained_model_name_or_path=location)["vae"].local_folder() is None
 
 
-def test_weights_are_looked_at(copy: Path) -> None:
+def test_damaged_weights_are_reported_before_a_download(copy: Path) -> None:
     next((copy / "vae").glob("*.safetensors")).unlink()
     transformer = next((copy / "transformer").glob("*.safetensors"))
     os.truncate(transformer, transformer.stat().st_size - 1)
@@ -158,7 +158,7 @@ def test_weights_are_looked_at(copy: Path) -> None:
     assert "text_encoder_2 (config.json cannot be read)" in problem
 
 
-def test_shapes_come_from_the_header(tmp_path: Path) -> None:
+def test_shapes_are_read_from_the_safetensors_header(tmp_path: Path) -> None:
     path = safetensors(tmp_path / "m.safetensors", {"a.weight": (2, 3), "a.bias": (2,)})
     assert tensor_shapes(path) == {"a.weight": (2, 3), "a.bias": (2,)}
     with pytest.raises(WeightsError, match="not a complete safetensors file"):
@@ -178,13 +178,13 @@ def test_shapes_come_from_the_header(tmp_path: Path) -> None:
         struct.pack("<Q", 50_000) + b"[" * 50_000,
     ],
 )
-def test_what_is_no_weight_file(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_header_is_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
     with pytest.raises(WeightsError, match="is not a complete safetensors file"):
         tensor_shapes(tmp_path / "m.safetensors")
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     safetensors(tmp_path / "m-1-of-2.safetensors", {"a": (1,)})
     index = tmp_path / "m.safetensors.index.json"
@@ -198,7 +198,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     assert weights_fault(tmp_path) is None
 
 
-def test_pickled_weights_have_the_shapes_that_safetensors_have(copy: Path) -> None:
+def test_pickled_weights_have_the_shapes_of_safetensors(copy: Path) -> None:
     model = source(pretrained_model_name_or_path=str(copy))
     for role, name in {
         "transformer": "diffusion_pytorch_model",
@@ -216,7 +216,7 @@ def test_pickled_weights_have_the_shapes_that_safetensors_have(copy: Path) -> No
         assert model[role].weight_shapes() == expected != {}
 
 
-def test_what_a_module_saves_is_read_and_damage_is_not(tmp_path: Path) -> None:
+def test_shapes_of_a_damaged_pickle_are_empty(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "pytorch_model.bin")
     assert pickled_shapes(tmp_path / "pytorch_model.bin") == {"weight": (3, 2), "bias": (3,)}
     content = (tmp_path / "pytorch_model.bin").read_bytes()
@@ -246,7 +246,9 @@ def test_pickled_code_is_not_run(
     assert not Path("evil").exists()
 
 
-def test_offline_says_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_offline_error_explains_how_to_get_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     part = source()["vae"]
@@ -266,7 +268,7 @@ def test_offline_says_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         part.fetch_index()
 
 
-def test_without_a_network_the_error_of_the_hub_becomes_one_line(
+def test_without_a_network_the_error_is_one_line_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -54,7 +54,7 @@ def checkpoint_of(family: str, task: Task, folder: Path, sana_checkpoint: Path) 
     ("family", "task", "solver"),
     [*((*case, None) for case in CASES), (*CASES[2], "unipc"), (*CASES[4], "dpm++")],
 )
-def test_the_snippet_runs(
+def test_the_snippet_runs_for_every_family_task_and_solver(
     family: str,
     task: Task,
     solver: str | None,
@@ -70,7 +70,7 @@ def test_the_snippet_runs(
     assert (tmp_path / ("picture.png" if task in ("t2i", "i2i") else "clip.mp4")).stat().st_size > 0
 
 
-def test_a_program_loads_a_transformer_from_its_original_file(
+def test_the_snippet_loads_a_transformer_from_its_original_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "t2v")
@@ -95,7 +95,7 @@ def test_a_program_loads_a_transformer_from_its_original_file(
 
 
 @pytest.mark.parametrize(("family", "task"), CASES)
-def test_the_program_of_a_model_card_needs_no_simpletuner_and_draws_the_same(
+def test_the_snippet_of_a_model_card_needs_only_diffusers(
     family: str, task: Task, tmp_path: Path, sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = usage_of(checkpoint_of(family, task, tmp_path, sana_checkpoint), task)
@@ -129,7 +129,7 @@ def test_the_program_of_a_model_card_needs_no_simpletuner_and_draws_the_same(
     assert np.array_equal(drawn[False], drawn[True])
 
 
-def test_the_snippet_of_a_run_draws_its_last_preview(
+def test_the_snippet_of_a_run_reproduces_its_last_preview(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To one of 255 levels, with a shift that is not the checkpoint's own.

@@ -34,7 +34,7 @@ RECORD = MediaRecord(1, "a", "a star", "a.png", 8, 8, 0, False, 0)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("task", ["t2i", "i2i", "t2v", "i2v"])
 @torch.no_grad()
-def test_what_is_decoded_later_is_byte_for_byte_the_same(
+def test_background_decoding_gives_the_same_bytes(
     tmp_path: Path, i2i_checkpoint: Path, task: str
 ) -> None:
     checkpoint = i2i_checkpoint if task == "i2i" else make_checkpoint(tmp_path, task)
@@ -56,7 +56,9 @@ def test_what_is_decoded_later_is_byte_for_byte_the_same(
 
 
 @pytest.mark.slow(1)
-def test_a_run_has_the_same_previews_and_weights(tmp_path: Path, filled: Workspace) -> None:
+def test_background_decoding_changes_neither_previews_nor_weights(
+    tmp_path: Path, filled: Workspace
+) -> None:
     """Also if training is much faster than the decoder."""
     runs = [filled.copy(tmp_path / name) for name in ("now", "later")]
     settings = {"validation_disable": False, "validation_step_interval": 1, "max_train_steps": 3}
@@ -78,7 +80,7 @@ def test_a_run_has_the_same_previews_and_weights(tmp_path: Path, filled: Workspa
     assert records[0] == records[1]
 
 
-def test_training_goes_on_and_a_checkpoint_waits(
+def test_training_continues_while_previews_decode_and_checkpoints_wait(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that continues from a checkpoint has the previews of all steps before it."""
@@ -115,7 +117,7 @@ def test_training_goes_on_and_a_checkpoint_waits(
     assert first.with_name("step_2_validation_0_128x128.png").exists()
 
 
-def test_a_decoder_that_fails_loses_one_preview_and_not_the_run(
+def test_a_failed_decoder_costs_one_preview_and_not_the_run(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = StockPipeline._decode
@@ -141,7 +143,7 @@ def test_a_decoder_that_fails_loses_one_preview_and_not_the_run(
     assert name == "step_4_validation_0_128x128.png"
 
 
-def test_a_full_disk_is_no_fault_of_the_decoder(tmp_path: Path) -> None:
+def test_a_full_disk_in_the_decoding_thread_stops_the_run(tmp_path: Path) -> None:
     def write(frames: list[Image]) -> MediaRecord:
         with writing_to(tmp_path / "a.png"):
             raise OSError(errno.ENOSPC, "No space left on device")

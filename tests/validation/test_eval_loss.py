@@ -70,7 +70,7 @@ def batch(t2i_checkpoint: Path) -> Batch:
     return make_batch(t2i_checkpoint, ["a star", "two stars"])
 
 
-def test_it_is_the_mean_squared_error_at_even_noise_levels(
+def test_the_evaluation_loss_is_the_mean_squared_error_at_even_noise_levels(
     t2i_checkpoint: Path, batch: Batch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint)
@@ -99,7 +99,7 @@ def test_it_is_the_mean_squared_error_at_even_noise_levels(
     assert assembly.transformer.training
 
 
-def test_the_average_has_a_loss_of_its_own(t2i_checkpoint: Path, batch: Batch) -> None:
+def test_the_moving_average_has_its_own_evaluation_loss(t2i_checkpoint: Path, batch: Batch) -> None:
     assembly = make_assembly(t2i_checkpoint, use_ema=True)
     plain = evaluation(batch).evaluate(assembly, 1)["loss/val/d"]
     from simpletuner.config.schema import EmaConfig
@@ -122,7 +122,7 @@ def test_the_average_has_a_loss_of_its_own(t2i_checkpoint: Path, batch: Batch) -
     assert alone == {"loss/val/d": both["loss/val/d/ema"]}
 
 
-def test_when_it_is_due(batch: Batch) -> None:
+def test_evaluation_is_due_at_its_intervals_and_at_the_end(batch: Batch) -> None:
     def due(total: int = 100, **settings: Any) -> list[int]:
         callback = evaluation(batch, **{"eval_steps_interval": None, **settings})
         return [step for step in range(1, 13) if callback.is_due(step, total)]
@@ -137,7 +137,7 @@ def test_when_it_is_due(batch: Batch) -> None:
     assert even_sigmas(4) == [0.125, 0.375, 0.625, 0.875]
 
 
-def test_a_run_records_it_and_trains_as_without(
+def test_evaluation_is_recorded_and_does_not_change_training(
     tmp_path: Path, t2i_checkpoint: Path, finished: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watched = Workspace.create(tmp_path / "watched", t2i_checkpoint)
@@ -170,7 +170,7 @@ def test_a_run_records_it_and_trains_as_without(
 
 
 @pytest.mark.slow(1)
-def test_held_out_files_count_as_if_they_were_in_a_folder_of_their_own(
+def test_held_out_files_are_evaluated_like_a_separate_folder(
     tmp_path: Path, t2i_checkpoint: Path
 ) -> None:
     settings = {"eval_steps_interval": 2, "eval_timesteps": 2, "max_train_steps": 2}
@@ -195,7 +195,7 @@ def test_held_out_files_count_as_if_they_were_in_a_folder_of_their_own(
 
 
 @pytest.mark.slow
-def test_stop_and_go_measures_the_same(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_a_resumed_run_has_the_same_evaluation_losses(tmp_path: Path, t2i_checkpoint: Path) -> None:
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint)
     straight.add_pictures("datasets/held out", 1, seed=9)
     straight.write_datasets([*DATASETS, EVAL])
@@ -225,7 +225,7 @@ def test_clips_are_evaluated_as_clips(tmp_path: Path) -> None:
     assert len(held_out) == 2, "the clip, and its first frame"
 
 
-def test_what_the_plan_says(
+def test_the_plan_lists_the_evaluation(
     workspace: Workspace, i2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no dataset has dataset_type eval" in warnings(

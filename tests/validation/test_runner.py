@@ -41,7 +41,7 @@ class Pipeline:
 
 
 @pytest.mark.parametrize("rehearsed", [False, True])
-def test_the_vae_is_gone_before_its_memory_is_given_back(
+def test_release_drops_the_vae_before_emptying_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehearsed: bool
 ) -> None:
     loaded: list[weakref.ref[nn.Module]] = []
@@ -96,7 +96,7 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     assert alive == [False, False]
 
 
-def test_whatever_sampling_draws_the_random_states_come_back(t2i_checkpoint: Path) -> None:
+def test_random_states_are_restored_after_sampling(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint)
 
     def draw() -> list[float]:
@@ -115,7 +115,7 @@ def test_whatever_sampling_draws_the_random_states_come_back(t2i_checkpoint: Pat
 
 
 @pytest.mark.parametrize(("colours", "warns"), [((0, 0), True), ((7, 8), True), ((7, 9), False)])
-def test_a_clip_of_one_colour_is_told(
+def test_a_preview_of_one_colour_is_warned_about(
     colours: tuple[int, int], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     frames = [Image.new("RGB", (2, 1), (7, 7, 7)) for _ in range(3)]

@@ -37,7 +37,7 @@ LARGEST_ERROR = (
 )
 
 
-def test_the_colours_are_close_to_what_the_vae_decodes() -> None:
+def test_sketches_are_close_to_the_colours_of_the_vae() -> None:
     vae = AutoencoderKL.from_pretrained(DEMO / "checkpoint" / "vae").eval()
     encoder = FluxLatentEncoder(vae, CPU, torch.float32)
     colours = ColourMap.fit(encoder, KANDINSKY5_IMAGE)
@@ -70,7 +70,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("task", ["t2i", "i2i", "t2v", "sana", "sana i2v"])
-def test_every_pipeline_shows_its_latents(tmp_path: Path, task: str) -> None:
+def test_every_pipeline_passes_its_latents_to_sketches(tmp_path: Path, task: str) -> None:
     """The latents after the last step are those that the pipeline decodes."""
     frames = 1 if task in ("t2i", "i2i") else 5
     if frames == 1:
@@ -112,7 +112,7 @@ def previewed(workspace: Workspace) -> Workspace:
 
 
 @pytest.mark.slow(1)
-def test_the_previews_of_a_run_grow_and_stay_the_same(previewed: Workspace) -> None:
+def test_sketches_do_not_change_the_previews_of_a_run(previewed: Workspace) -> None:
     seen: list[Event] = []
     train(previewed, seen.append)
     plain = {
@@ -139,7 +139,7 @@ def test_the_previews_of_a_run_grow_and_stay_the_same(previewed: Workspace) -> N
     assert len(list((folder / IN_PROGRESS).iterdir())) == len(shown)
 
 
-def test_the_estimate_is_exact_where_the_velocity_is_constant(tmp_path: Path) -> None:
+def test_the_sketched_latents_are_exact_for_a_constant_velocity(tmp_path: Path) -> None:
     events: list[PreviewGrew] = []
     drawn: list[Tensor] = []
 
