@@ -240,7 +240,7 @@ def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `mark_no_sizes`."""
     from tests.tools.torch_settings import mark_no_sizes
 
-    monkeypatch.setattr("simpletuner.models.blocks.FreeSizes.mark", mark_no_sizes)
+    monkeypatch.setattr("simpletuner.models.blocks.DynamicSizes.mark", mark_no_sizes)
 
 
 @pytest.fixture

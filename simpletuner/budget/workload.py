@@ -243,11 +243,11 @@ def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
 def prompt_length(plan: SamplePlan, picture: tuple[int, int] | None) -> int:
     """Text tokens of the longest allowed prompt, including its source picture, if any."""
     cost = plan.spec.cost
-    words = plan.spec.words
+    captions = plan.spec.captions
     if cost.padded_text:
         return cost.padded_text  # padded to a single length
-    length = words.length(plan.config.text)
-    if picture and plan.flavour.task in words.hold_picture:
+    length = captions.length(plan.config.text)
+    if picture and plan.flavour.task in captions.picture_tasks:
         length += cost.picture_tokens(*picture)
     return length
 
@@ -466,7 +466,7 @@ def _dropped_parameters(plan: SamplePlan, encoders: Sequence[Part]) -> int:
     """Parameters of the text encoders that are dropped after loading; as published without local
     encoders.
     """
-    needs_vision = plan.flavour.task in plan.spec.words.hold_picture
+    needs_vision = plan.flavour.task in plan.spec.captions.picture_tasks
     cost = plan.spec.cost
     if not encoders:
         return cost.head_parameters + (0 if needs_vision else cost.vision_parameters)

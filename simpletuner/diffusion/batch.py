@@ -108,7 +108,7 @@ class NoisyBatch:
     place: Place | None = None
     host_sigmas: tuple[float, ...] = ()
 
-    def of(self, rows: Sequence[int]) -> NoisyBatch:
+    def subset(self, rows: Sequence[int]) -> NoisyBatch:
         """A subset of the samples, for forward passes only: lacks the inputs of the loss."""
 
         def pick(tensor: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class NoisyBatch:
             )
         return self.place
 
-    def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
+    def at_sigmas(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels.
 
         A first frame that is a condition stays.

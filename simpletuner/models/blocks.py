@@ -70,8 +70,8 @@ class SelfAttention:
         return self.group if torch.is_grad_enabled() else None
 
     @property
-    def shares(self) -> int:
-        """How many processes share the heads of a call."""
+    def head_shards(self) -> int:
+        """The number of processes among which the heads of a call are sharded."""
         group = self._active_group
         return 1 if group is None else group.size
 
@@ -91,7 +91,7 @@ class SelfAttention:
             self._call = previous
 
 
-class FreeSizes:
+class DynamicSizes:
     """Marks dimensions as dynamic for the compiler, so that it compiles once for all sizes.
 
     Marking takes longer than launching a kernel, so inputs are marked once per shape, and again

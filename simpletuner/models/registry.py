@@ -9,7 +9,7 @@ from simpletuner.models.spec import FamilySpec
 SPECS = (KANDINSKY5_IMAGE, KANDINSKY5_VIDEO, SANA_VIDEO)
 FAMILIES: dict[str, FamilySpec] = {spec.name: spec for spec in SPECS}
 # Keys of datasets that only some families read.
-FAMILY_DATASET_KEYS = frozenset().union(*(spec.words.dataset_keys for spec in SPECS))
+FAMILY_DATASET_KEYS = frozenset().union(*(spec.captions.dataset_keys for spec in SPECS))
 
 
 def canonical_family_name(name: str) -> str:

@@ -64,7 +64,7 @@ class SequenceGroup:
         )
         return cls(world.rank % size, size, handle)
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_shard(self, x: Tensor) -> Tensor:
         """This process's shard of the tokens: `B s ...` from `B S ...`."""
         shard = x.tensor_split(self.size, TOKENS)[self.rank]
         # A copy: a view would keep all tokens alive, and compiled functions would specialise on its
@@ -91,10 +91,10 @@ class SequenceGroup:
         """
         parts = x.tensor_split(self.size, split)
         # Heads are divided evenly; tokens need not be.
-        lengths = self.shares() if join == TOKENS else [x.shape[join]] * self.size
+        lengths = self.shard_lengths() if join == TOKENS else [x.shape[join]] * self.size
         return self.exchange(parts, join, lengths)
 
-    def shares(self) -> list[int]:
+    def shard_lengths(self) -> list[int]:
         """Number of tokens per process, as `tensor_split` divides them."""
         least, longer = divmod(self.tokens, self.size)
         return [least + 1] * longer + [least] * (self.size - longer)
@@ -151,14 +151,14 @@ class TokenSplit:
             return None
         tokens, *rest = inputs
         self._group.tokens = tokens.shape[TOKENS]
-        return self._group.own(tokens), *rest
+        return self._group.local_shard(tokens), *rest
 
     def _split_rope(self, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled():
             return None
         table = inputs[self._rope]
         if table not in self._shards:
-            self._shards[table] = self._group.own(table)
+            self._shards[table] = self._group.local_shard(table)
         return *inputs[: self._rope], self._shards[table], *inputs[self._rope + 1 :]
 
     def _gather_tokens(
@@ -193,8 +193,8 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:
         ctx.group = group
-        return group.exchange([x] * group.size, TOKENS, group.shares())
+        return group.exchange([x] * group.size, TOKENS, group.shard_lengths())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.size * ctx.group.own(grad), None
+        return ctx.group.size * ctx.group.local_shard(grad), None

@@ -110,7 +110,7 @@ class AutoShift:
 
 
 @dataclass(frozen=True)
-class FamilyWords:
+class CaptionFormat:
     """A family's handling of captions.
 
     Attributes:
@@ -121,8 +121,8 @@ class FamilyWords:
         bare_fingerprint: fingerprint of negative prompts and the empty caption, which have no
             template; None if it is the same.
         dataset_keys: dataset keys that only this family reads.
-        of_dataset: applies these keys to a caption.
-        hold_picture: tasks whose prompt includes the source picture.
+        apply_dataset_keys: applies these keys to a caption.
+        picture_tasks: tasks whose prompt includes the source picture.
         captioner: `module:Class` that captions pictures with the checkpoint's text encoder, or
             None.
     """
@@ -133,10 +133,10 @@ class FamilyWords:
     reserved: int = 0
     bare_fingerprint: str | None = None
     dataset_keys: frozenset[str] = frozenset()
-    of_dataset: Callable[[DatasetConfig, str], str] = field(
+    apply_dataset_keys: Callable[[DatasetConfig, str], str] = field(
         default=lambda dataset, caption: caption
     )
-    hold_picture: frozenset[Task] = frozenset()
+    picture_tasks: frozenset[Task] = frozenset()
     captioner: str | None = None
 
     def length(self, text: TextConfig) -> int:
@@ -233,7 +233,7 @@ class FamilySpec:
     quantised_layers: str
     license: str
     checks: FamilyChecks
-    words: FamilyWords
+    captions: CaptionFormat
     cost: FamilyCost
     fixed: Mapping[str, Any] = field(default_factory=dict)
     block_counts: Mapping[str, str] = field(default_factory=dict)

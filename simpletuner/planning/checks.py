@@ -274,10 +274,10 @@ def check_rest(config: RunConfig, report: Problems) -> None:
 def family_problems(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
     """Report violated limits of the family, and every key without effect on it, set or not."""
     length = config.text.tokenizer_max_length
-    if length is not None and length > spec.words.longest:
+    if length is not None and length > spec.captions.longest:
         report.warn(
             "tokenizer_max_length",
-            f"{length} is too long for {spec.title}; {spec.words.longest} is used.",
+            f"{length} is too long for {spec.title}; {spec.captions.longest} is used.",
         )
     _check_vae(config, spec, report)
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:

@@ -34,7 +34,7 @@ def check_datasets(model: Model, datasets: Sequence[Dataset], report: Problems) 
         _check_noise_levels(config, dataset, report)
         if dataset.config.slider_strength:
             _check_slider(config, dataset, report)
-        unused = FAMILY_DATASET_KEYS - model.spec.words.dataset_keys
+        unused = FAMILY_DATASET_KEYS - model.spec.captions.dataset_keys
         for key in sorted(unused & dataset.config.model_fields_set):
             message = f"has no effect: {model.spec.title} does not use it."
             report.warn(f"{dataset.id}.{key}", message)

@@ -71,11 +71,11 @@ def make_catalogue(plan: SamplePlan) -> Catalogue | None:
             text_encoder_dtype(config.precision),
             text_encoder_storage(config.precision, plan.spec.text_encoders),
         ),
-        template=plan.spec.words.fingerprint(config.family, plan.flavour),
-        max_length=plan.spec.words.length(config.text),
-        bare_template=plan.spec.words.bare_fingerprint,
-        clean=plan.spec.words.clean,
-        prompt_holds_picture=plan.flavour.task in plan.spec.words.hold_picture,
+        template=plan.spec.captions.fingerprint(config.family, plan.flavour),
+        max_length=plan.spec.captions.length(config.text),
+        bare_template=plan.spec.captions.bare_fingerprint,
+        clean=plan.spec.captions.clean,
+        prompt_holds_picture=plan.flavour.task in plan.spec.captions.picture_tasks,
     )
 
 
@@ -97,7 +97,7 @@ def _caches(plan: SamplePlan, dataset: Dataset) -> DatasetCaches:
         texts=text_folder(plan, dataset),
         compress=bool(config.compress_cache),
         storage=latent_storage(plan, dataset),
-        complete=partial(plan.spec.words.of_dataset, config),
+        complete=partial(plan.spec.captions.apply_dataset_keys, config),
         preserve=preservation.other_caption if preserves else None,
     )
 

@@ -22,7 +22,7 @@ from simpletuner.config.launch import LaunchConfig
 from simpletuner.memory.quantisation.layers import QuantisedLinear
 from simpletuner.memory.quantisation.scaled_rows import ScaledRows
 from simpletuner.models.adapter import BlockLayout, Compiler, Forward
-from simpletuner.models.blocks import FastBlocks, FreeSizes, call_kernel
+from simpletuner.models.blocks import DynamicSizes, FastBlocks, call_kernel
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
 # Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are
@@ -53,7 +53,7 @@ class CompiledPiece:
     sampling: bool = False
     strict: bool = False
     ones_are_sizes: bool = True
-    sizes: FreeSizes = field(default_factory=FreeSizes)
+    sizes: DynamicSizes = field(default_factory=DynamicSizes)
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
         # A single token, from an empty caption, is not worth another graph.

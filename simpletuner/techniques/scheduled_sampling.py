@@ -80,12 +80,14 @@ class ScheduledSampling(Technique):
         clean = self._clean(noisy, paths, predict) if self._config.compares_clean else noisy.target
         if self._is_sharded:  # passes of other processes need this process, whatever it predicts
             for _ in range(self._passes(max(offsets)) - self._passes(max(map(len, paths)) - 1)):
-                predict(noisy.of([0]))
+                predict(noisy.subset([0]))
         drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
         # Computed on the device: an `if` would synchronise in every micro-step.
         usable = (states.isfinite() & clean.isfinite()).flatten(1).all(1) & drawn
         self._sampled = _Sampled(usable, (drawn & ~usable).sum(), clean)
-        return noisy.at(noisy.sigmas, torch.where(_spread(usable), states, noisy.noisy_latents))
+        return noisy.at_sigmas(
+            noisy.sigmas, torch.where(_spread(usable), states, noisy.noisy_latents)
+        )
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         """The anti-drift rectification, in [0, 4 beta1]."""
@@ -177,7 +179,7 @@ class ScheduledSampling(Technique):
                 torch.tensor([paths[row][-left - 1] for row in rows]), noisy.sigmas.device
             )
             velocities = predict(
-                noisy.of(rows).at(sigmas, torch.stack([states[row] for row in rows]))
+                noisy.subset(rows).at_sigmas(sigmas, torch.stack([states[row] for row in rows]))
             )
             for row, velocity in zip(rows, velocities, strict=True):
                 solver = solvers[row]
@@ -194,7 +196,7 @@ class ScheduledSampling(Technique):
         other samples.
         """
         rows = [row for row, path in enumerate(paths) if path]
-        predicted = dict(zip(rows, predict(noisy.of(rows)), strict=True)) if rows else {}
+        predicted = dict(zip(rows, predict(noisy.subset(rows)), strict=True)) if rows else {}
         return torch.stack([predicted.get(row, target) for row, target in enumerate(noisy.target)])
 
     def _solver(self, path: Sequence[float]) -> Any:

@@ -186,7 +186,7 @@ def test_latents_do_not_depend_on_the_batch(t2i_checkpoint: Path) -> None:
 
 def test_captions_are_truncated_where_the_plan_says(t2i_checkpoint: Path) -> None:
     """The plan tells that no more than the family's cap is used, and keys the cache with it."""
-    cap = KANDINSKY5_IMAGE.words.longest
+    cap = KANDINSKY5_IMAGE.captions.longest
     for asked, length in ((None, cap), (77, 77), (cap + 100, cap)):
         encoder = make_adapter(t2i_checkpoint, tokenizer_max_length=asked).load_text_encoder(
             CPU, torch.float32

@@ -174,7 +174,7 @@ def test_instruction_and_motion_score_change_the_fingerprint(sana_checkpoint: Pa
     )
     configs = [make_sana_config(sana_checkpoint, **settings).family for settings in variants]
     prints = [text_fingerprint(text, flavour) for text in configs] + [
-        SANA_VIDEO.words.bare_fingerprint
+        SANA_VIDEO.captions.bare_fingerprint
     ]
     assert len(set(prints)) == 4
 

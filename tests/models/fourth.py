@@ -22,10 +22,10 @@ from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.cost_table import CostTable
 from simpletuner.models.spec import (
     AutoShift,
+    CaptionFormat,
     Component,
     FamilyChecks,
     FamilySpec,
-    FamilyWords,
     Flavour,
 )
 from simpletuner.models.vae_cost import VaeCost
@@ -120,7 +120,7 @@ FOURTH = FourthAdapter.spec = FamilySpec(
     quantised_layers=LINEAR,
     license="other",
     checks=FamilyChecks(lambda config, flavour: (), lambda flavour, source: ()),
-    words=FamilyWords(
+    captions=CaptionFormat(
         300, clean=str.strip, fingerprint=lambda options, flavour: "no words around captions"
     ),
     auto_shift=AutoShift(most_tokens=8192, highest_mu=0.9),

@@ -231,7 +231,7 @@ class Rollout(Technique):
         for _ in range(2):
             velocity = predict(noisy)
             assert not velocity.requires_grad
-            noisy = noisy.at(noisy.sigmas - 0.01, noisy.noisy_latents - 0.01 * velocity)
+            noisy = noisy.at_sigmas(noisy.sigmas - 0.01, noisy.noisy_latents - 0.01 * velocity)
         assert not torch.equal(start, noisy.noisy_latents)
         return noisy
 
@@ -246,7 +246,7 @@ def test_a_given_first_frame_stays_at_every_noise_level() -> None:
     latents = torch.randn(1, 16, 3, 4, 4)
     clip = Batch(latents, [], ["x"], condition=latents[:, :, :1])
     noisy = hold_first_frame(make_noisy(clip, torch.tensor([0.5]), torch.randn_like(latents)))
-    moved = noisy.at(torch.tensor([0.25]), torch.zeros_like(latents))
+    moved = noisy.at_sigmas(torch.tensor([0.25]), torch.zeros_like(latents))
     assert torch.equal(moved.noisy_latents[:, :, :1], latents[:, :, :1])
     assert not moved.noisy_latents[:, :, 1:].any()
     assert moved.timesteps.tolist() == [250.0]

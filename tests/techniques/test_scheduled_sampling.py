@@ -260,7 +260,7 @@ def test_a_sample_does_not_depend_on_its_batch(t2i_checkpoint: Path, batch: Batc
     for row in range(4):
         place = replace(PLACE, slots=range(row, row + 1))
         whole = noisy_of(batch, sigmas)
-        alone = replace(whole.of([row]), place=place, host_sigmas=(sigmas[row],))
+        alone = replace(whole.subset([row]), place=place, host_sigmas=(sigmas[row],))
         found = technique.before_forward(alone, predict).noisy_latents
         assert_close(found, together[row : row + 1], terms=MODEL)
 

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.guards
 import torch._inductor.config
 
-from simpletuner.models.blocks import FreeSizes
+from simpletuner.models.blocks import DynamicSizes
 from simpletuner.speed import measure
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # see tests/conftest.py
@@ -43,10 +43,12 @@ def trace(
     return compile(function, **{**settings, "backend": "eager", "mode": None})
 
 
-def mark_no_sizes(sizes: FreeSizes, inputs: object, dimensions: object) -> None:
-    """In place of `FreeSizes.mark`: blocks are compiled for the sizes that they see. Symbols take
-    two to three times as long to trace, and gain nothing where there is one size. That they serve
-    all sizes is for tests/speed."""
+def mark_no_sizes(sizes: DynamicSizes, inputs: object, dimensions: object) -> None:
+    """In place of `DynamicSizes.mark`: blocks are compiled for the sizes that they see.
+
+    Symbols take two to three times as long to trace, and gain nothing where there is one size. That
+    they serve all sizes is for tests/speed.
+    """
 
 
 def usual_vectors() -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.distributed.world import World
 from simpletuner.errors import Problems
-from simpletuner.models.blocks import FreeSizes
+from simpletuner.models.blocks import DynamicSizes
 from simpletuner.training import assemble, sharding, step
 from tests.tools.processes import PATIENCE
 from tests.tools.sharded_run import Case, Run
@@ -57,7 +57,7 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
     with (
         patch.object(assemble, "DistributedDataParallelKwargs", SMALL),
         patch.object(step.guard, "clip_gradients", note),
-        patch.object(FreeSizes, "mark", mark_no_sizes),
+        patch.object(DynamicSizes, "mark", mark_no_sizes),
     ):
         run = Run(
             checkpoint,

@@ -313,7 +313,7 @@ def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
         report.raise_if_fatal()
     device = make_accelerator().device
     with events.phase("Loading the text encoder"):
-        captioner: type[QwenCaptioner] = resolve_name(spec.words.captioner or "")
+        captioner: type[QwenCaptioner] = resolve_name(spec.captions.captioner or "")
         offload = _streamed_if_large(config.precision, config.offload, source[ENCODER[0]], device)
         return load_encoder(partial(captioner, source), config.precision, offload, device)
 
@@ -341,7 +341,7 @@ def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:
     Raises:
         UserError: the trigger leaves too few.
     """
-    room = survey.spec.words.room(survey.config.text)
+    room = survey.spec.captions.room(survey.config.text)
     left = room - (captioner.count(wording.lead) if wording.lead else 0)
     if left < FEWEST:
         raise UserError(

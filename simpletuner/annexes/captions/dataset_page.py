@@ -121,7 +121,7 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         cards=cards,
         found=Counter(kind for shown in cards.values() for card in shown for kind in card.kinds),
         kinds=KINDS,
-        room=survey.spec.words.room(survey.config.text),
+        room=survey.spec.captions.room(survey.config.text),
         counted=tokenizer_file(survey) is not None,
         scripts=("captions/dataset.js",),
         refresh=None,
@@ -183,10 +183,10 @@ def caption_reader(survey: Survey) -> CaptionReader:
     if file is None:
         return lambda dataset, caption: Words(caption)
     tokenizer = Tokenizer.from_file(str(file))
-    room = spec.words.room(survey.config.text)
+    room = spec.captions.room(survey.config.text)
 
     def read(dataset: Dataset, caption: str) -> Words:
-        text = spec.words.clean(spec.words.of_dataset(dataset.config, caption))
+        text = spec.captions.clean(spec.captions.apply_dataset_keys(dataset.config, caption))
         spans = tokenizer.encode(text, add_special_tokens=False).offsets
         end = spans[room][0] if len(spans) > room else len(text)
         return Words(text[:end], text[end:], len(spans))

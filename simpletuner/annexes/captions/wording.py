@@ -109,7 +109,7 @@ def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> 
     """Check that the text encoder can describe pictures. A missing one is checked after its
     download.
     """
-    if spec.words.captioner is None:
+    if spec.captions.captioner is None:
         message = (
             f"the text encoder of {spec.title} cannot caption pictures; choose a Kandinsky "
             "5 family."

@@ -101,7 +101,7 @@ def find_models(kind: Kind) -> dict[str, str]:
 def writes_captions(example: str) -> bool:
     """Whether the model of an example can write captions; tiny ones cannot."""
     spec = FAMILIES[read_example(example)["model_family"]]
-    return example not in DEMOS.values() and bool(spec.words.captioner)
+    return example not in DEMOS.values() and bool(spec.captions.captioner)
 
 
 def read_example(name: str, file: str = "config.json") -> Any:

@@ -109,7 +109,7 @@ class TileAttention:
         self._attend: dict[int, Attend] = {}
         self._visible: TileCounts = {}
 
-    def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
+    def prepare(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
         """Choose an implementation before the first step.
 
         Inside a block, compilation and checkpointing would trace the self-test.
@@ -119,8 +119,8 @@ class TileAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
         """Attention of `B S H D` queries to the tiles chosen for them; `B S H D`."""
         _, tokens, heads, head_dim = query.shape
-        if heads not in self._attend:  # pipelines do not call `settle`
-            self.settle(query.device, query.dtype, head_dim, heads)
+        if heads not in self._attend:  # pipelines do not call `prepare`
+            self.prepare(query.device, query.dtype, head_dim, heads)
         with torch.no_grad():  # the choice of tiles has no gradient
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
         if torch.is_grad_enabled():

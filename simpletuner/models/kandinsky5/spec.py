@@ -34,10 +34,10 @@ from simpletuner.models.kandinsky5.options import (
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource, check_channels
 from simpletuner.models.spec import (
+    CaptionFormat,
     Component,
     FamilyChecks,
     FamilySpec,
-    FamilyWords,
     Flavour,
     OriginalWeights,
     Task,
@@ -291,12 +291,12 @@ KANDINSKY5_IMAGE = FamilySpec(
     quantised_layers=ALL_LINEAR,
     license="mit",
     checks=FamilyChecks(check_image, check_checkpoint, check_image_sizes),
-    words=FamilyWords(
+    captions=CaptionFormat(
         longest=512,
         reserved=1,  # <|im_end|>, the end of the template
         clean=clean_caption,
         fingerprint=text_fingerprint,
-        hold_picture=frozenset({"i2i"}),
+        picture_tasks=frozenset({"i2i"}),
         captioner="simpletuner.annexes.captions.captioner:QwenCaptioner",
     ),
     fast_blocks=True,
@@ -325,7 +325,7 @@ KANDINSKY5_VIDEO = replace(
     },
     native_sizes={512: SIZES_512, 1024: IMAGE_SIZES},
     checks=FamilyChecks(check_video, check_checkpoint, check_video_sizes),
-    words=replace(KANDINSKY5_IMAGE.words, longest=256),
+    captions=replace(KANDINSKY5_IMAGE.captions, longest=256),
     cost=VIDEO_COST,
     grid=pixel_grid,
     frame_rate=24,

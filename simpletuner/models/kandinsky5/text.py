@@ -91,11 +91,11 @@ class Kandinsky5TextEncoder(TextEncoder):
         quantise: EncoderQuantiser | None,
     ) -> None:
         source = adapter.source
-        words = adapter.spec.words
+        captions = adapter.spec.captions
         options = adapter.options.of(KandinskyOptions)
         self.device = device
         self.template = select_template(options.text_template, TEMPLATES[adapter.task])
-        self.max_length = words.length(adapter.text)
+        self.max_length = captions.length(adapter.text)
         with user_errors(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         with user_errors(source["tokenizer_2"]):
@@ -111,7 +111,7 @@ class Kandinsky5TextEncoder(TextEncoder):
             Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype
         )
         self.qwen.lm_head = nn.Identity()
-        if adapter.task not in words.hold_picture:
+        if adapter.task not in captions.picture_tasks:
             self.qwen.model.visual = None
         self.clip = load_whole(CLIPTextModel, source["text_encoder_2"], dtype=dtype)
         if quantise is not None:

@@ -88,8 +88,8 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         settings = self._settings
         heads = attention_heads(settings)
         if self._fast is not None:
-            heads //= self._fast.self_attention.shares
-        self._tiles.settle(latents.device, self.dtype, head_width(settings), heads)
+            heads //= self._fast.self_attention.head_shards
+        self._tiles.prepare(latents.device, self.dtype, head_width(settings), heads)
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:

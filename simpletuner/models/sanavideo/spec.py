@@ -29,7 +29,7 @@ from simpletuner.models.sanavideo.cost import (
 )
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.source import MODEL_KEY, VAE_KEY, ModelSource, check_channels
-from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
+from simpletuner.models.spec import CaptionFormat, Component, FamilyChecks, FamilySpec, Flavour
 
 SCHEDULERS = (
     "DPMSolverMultistepScheduler",
@@ -212,14 +212,14 @@ SANA_VIDEO = FamilySpec(
     quantised_layers=QUANTISED,
     license="other",
     checks=FamilyChecks(check_video, check_checkpoint),
-    words=FamilyWords(
+    captions=CaptionFormat(
         longest=TEXT_LENGTH,
         reserved=2,
         clean=clean_caption,
         fingerprint=text_fingerprint,
         bare_fingerprint="bare",  # no instruction and no motion score
         dataset_keys=frozenset({"sana_motion_score"}),
-        of_dataset=dataset_caption,
+        apply_dataset_keys=dataset_caption,
     ),
     cost=COST,
     frame_rate=16,

@@ -34,7 +34,7 @@ from simpletuner.models.adapter import (
     TextEncoder,
     TextRequest,
 )
-from simpletuner.models.blocks import FreeSizes
+from simpletuner.models.blocks import DynamicSizes
 from simpletuner.models.loading import load_whole, stock_pipeline, user_errors, with_solver
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
@@ -73,7 +73,7 @@ class SanaTextEncoder(TextEncoder):
         quantise: EncoderQuantiser | None,
     ) -> None:
         source = adapter.source
-        self.max_length = adapter.spec.words.length(adapter.text)
+        self.max_length = adapter.spec.captions.length(adapter.text)
         self.device = device
         options = adapter.options.of(SanaOptions)
         self.motion_score = options.sana_motion_score
@@ -248,7 +248,7 @@ class CompiledOnGrid:
         bound: Any = forward
         self.block = bound.__self__
         self.compiled = compiler(run_block)
-        self.sizes = FreeSizes()
+        self.sizes = DynamicSizes()
 
     def __call__(
         self,
