@@ -50,7 +50,7 @@ def signals() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals", "traced_only")
-@pytest.mark.parametrize("name", first_of(SMALLEST, 3))
+@pytest.mark.parametrize("name", first_of(SMALLEST))
 def test_it_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def test_all_sections_fit_into_two_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_everything_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

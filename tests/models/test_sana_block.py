@@ -141,8 +141,10 @@ def fresh_compiler() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("targets", "given", "most"),
-    [(DEFAULT, False, 23), (ALL_LINEAR, True, 27)],
-    ids=["default-t2v", "all-linear-i2v"],
+    [
+        pytest.param(DEFAULT, False, 23, id="default-t2v"),
+        pytest.param(ALL_LINEAR, True, 27, id="all-linear-i2v", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_compiled_block_saves_the_planned_bytes(
     request: pytest.FixtureRequest, targets: Any, given: bool, most: float

@@ -84,7 +84,7 @@ def checkpoints(run: Workspace) -> list[int]:
 
 
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("place", first_of(PLACES, 2))
+@pytest.mark.parametrize("place", first_of(PLACES))
 def test_an_error_saves_the_last_complete_step(
     tmp_path: Path,
     filled: Workspace,

@@ -49,6 +49,7 @@ from tests.models.test_cost import (
 from tests.speed import test_speed as speed
 from tests.speed.test_speed import loss_and_gradients
 from tests.tools.assembly import CPU, make_assembly, make_batch
+from tests.tools.cases import first_of
 from tests.tools.tiny import WIDTH, build_kandinsky, make_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -350,6 +351,7 @@ def test_previews_are_compiled_unless_switched_off(
         assert graphs() == expected
 
 
+@pytest.mark.thorough
 def test_previews_share_graphs_and_training_keeps_its_own(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,7 +522,7 @@ def test_wrong_gradients_keep_a_block_eager(
 
 
 @pytest.mark.usefixtures("one_size")
-@pytest.mark.parametrize("speed", ["auto", "reference"])
+@pytest.mark.parametrize("speed", first_of(["auto", "reference"]))
 def test_blocks_of_sana_are_checked(sana_checkpoint: Path, speed: str) -> None:
     batch = sana.make_batch(sana_checkpoint, "i2v")
     eager = loss_and_gradients(sana.make_assembly(sana_checkpoint), batch)
@@ -536,6 +538,7 @@ def test_blocks_of_sana_are_checked(sana_checkpoint: Path, speed: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_few_graphs_serve_all_sizes_of_sana(
     sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

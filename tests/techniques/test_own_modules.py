@@ -33,6 +33,7 @@ from tests.run.test_resume import assert_same_run
 from tests.techniques.alignment import CHANNELS, SPEC, TEACHER, Alignment, PatchTeacher
 from tests.techniques.test_preservation import moved
 from tests.tools.assembly import make_assembly, make_batch
+from tests.tools.cases import first_of
 from tests.tools.tiny import WIDTH, make_checkpoint
 from tests.tools.workspace import Workspace
 from tests.training.test_step import Batches
@@ -266,7 +267,7 @@ def run_of(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", first_of(["lora", "full"]))
 def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
