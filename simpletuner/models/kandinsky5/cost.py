@@ -63,8 +63,8 @@ def transformer_cost(
     settings: Mapping[str, object], shapes: Shapes, kernels: Kernels
 ) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
-    table = cost_table_of(PACKAGE, shapes)
-    dense = TransformerCost(table, shapes, head_width(settings), compiled=kernels.compiled)
+    head = head_width(settings)
+    dense = TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)
     if not is_sparse(settings):
         return dense
     heads = attention_heads(settings)
