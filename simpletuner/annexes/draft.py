@@ -1,6 +1,4 @@
-"""Unfinished settings, checked by the same rules as a training run. Used by the wizard and the
-page; never raises.
-"""
+"""Unfinished settings of the wizard and the page, checked by the rules of a training run."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from simpletuner.planning.plans import PreviewPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement(PreviewPlan):
-    """What settings that may be unfinished come to.
+    """The plan and the problems of settings that may be unfinished.
 
     Attributes:
         problems: all their problems.
@@ -41,7 +39,7 @@ class Judgement(PreviewPlan):
 
 
 class Draft:
-    """An unfinished config.json.
+    """An unfinished config.json; its methods do not raise for invalid settings.
 
     Attributes:
         file: the path to write to.
@@ -71,38 +69,37 @@ class Draft:
     @property
     def dataset_file(self) -> str:
         """Path of the dataset file, whether or not it exists."""
-        return str(
-            self.config.run.data_backend_config or (self.file.parent / DATASET_FILE).as_posix()
-        )
+        return str(self.config.run.data_backend_config or self._default_dataset_file)
+
+    @property
+    def _default_dataset_file(self) -> str:
+        return (self.file.parent / DATASET_FILE).as_posix()
 
     def effective(self, key: str) -> Any:
-        """The value that training would use: the written value, or the default of the family or
-        key.
-        """
-        return self.values[key] if key in self.values else self.config.flat[key]
+        """The value that training would use: as written, or the default of the family or key."""
+        if key in self.values:
+            return self.values[key]
+        return self.config.flat[key]
 
     def weigh(self, key: str, changes: Mapping[str, Any]) -> list[Problem]:
-        """Problems of a key after these changes, and new problems of other keys; None removes a
-        key.
+        """Problems of a key after these changes, and new problems of other keys.
+
+        Args:
+            changes: values by key; None removes a key.
         """
-        known = set(self.judgement.problems)
         problems = self.judge(self._with(changes)).problems
         of_key = [problem for problem in problems if problem.where == key]
-        # An invalid value was replaced by its default, so problems of other keys would be
-        # misleading.
-        is_invalid = any(problem.fatal for problem in of_key)
-        return (
-            of_key
-            if is_invalid
-            else [*of_key, *(problem for problem in problems if problem not in {*known, *of_key})]
-        )
+        if any(problem.fatal for problem in of_key):
+            # The value was replaced by its default, so problems of other keys would mislead.
+            return of_key
+        seen = {*self.judgement.problems, *of_key}
+        return [*of_key, *(problem for problem in problems if problem not in seen)]
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Apply changes; None removes a key. Values are converted to their types: "1e-4" becomes a
-        number.
+        """Apply changes; None removes a key.
 
-        Unchanged keys stay as the user wrote them, and so do references to variables and packaged
-        examples.
+        Changed values are converted to their types: "1e-4" becomes a number. Unchanged keys stay
+        as the user wrote them, and so do references to variables and packaged examples.
         """
         values = self._with(changes)
         self.judgement = self.judge(values)
@@ -128,28 +125,31 @@ class Draft:
         # Problems of a config.env belong to another file; the plan reports them.
         arguments = Arguments(base=located_at(self.file, Problems(), layer))
         plan, without_effect = plan_draft(arguments)
-        problems = arguments.problems
-        # Writing the draft must not overwrite its dataset file.
-        written = plan.config.run.data_backend_config or ""
-        if Path(written).expanduser() == self.file:
-            problems.error("data_backend_config", "is the file of these settings; choose another.")
-        elif written and (written.endswith("/") or Path(written).expanduser().is_dir()):
-            default = (self.file.parent / DATASET_FILE).as_posix()
-            message = (
-                f"{written!r} is a folder, not a dataset file such as {default}, which lists such "
-                "folders."
+        self._check_dataset_file(plan.config, arguments.problems)
+        return Judgement(**vars(plan), problems=arguments.problems, without_effect=without_effect)
+
+    def _check_dataset_file(self, config: RunConfig, report: Problems) -> None:
+        """Report a dataset file that the draft would overwrite, or that is a folder."""
+        written = config.run.data_backend_config
+        if not written:
+            return
+        path = Path(written).expanduser()
+        if path == self.file:
+            report.error("data_backend_config", "is the file of these settings; choose another.")
+        elif written.endswith("/") or path.is_dir():
+            report.error(
+                "data_backend_config",
+                f"{written!r} is a folder, not a dataset file such as "
+                f"{self._default_dataset_file}, which lists such folders.",
             )
-            problems.error("data_backend_config", message)
-        return Judgement(**vars(plan), problems=problems, without_effect=without_effect)
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: value for key, value in {**self.values, **changes}.items() if value is not None
-        }
+        """The values with changes; None removes a key."""
+        values = {**self.values, **changes}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 def key_of(problem: Problem) -> str:
-    """The key of a problem; `where` may also name a part of the value, such as
-    `tread_config.routes[0]`.
-    """
-    return re.split(r"[.\[]", problem.where)[0]
+    """The key of a problem, whose `where` may name a part of the value, as in `routes[0].start`."""
+    key, *_ = re.split(r"[.\[]", problem.where)
+    return key

@@ -34,11 +34,13 @@ NAME_PARTS = {
 
 def about_flavour(flavour: Flavour) -> str:
     """What a flavour is for, and what the user must provide."""
-    task = TASKS[flavour.task] + (
-        f", or {TASKS[flavour.dataset_task]}" if flavour.dataset_task else ""
-    )
-    parts = [NAME_PARTS[part] for part in flavour.name.split("-") if part in NAME_PARTS]
-    return ", ".join([task, *parts, *([f"needs {flavour.needs}"] if flavour.needs else [])])
+    phrases = [TASKS[flavour.task]]
+    if flavour.dataset_task:
+        phrases.append(f"or {TASKS[flavour.dataset_task]}")
+    phrases += [NAME_PARTS[part] for part in flavour.name.split("-") if part in NAME_PARTS]
+    if flavour.needs:
+        phrases.append(f"needs {flavour.needs}")
+    return ", ".join(phrases)
 
 
 def about_example(name: str) -> str:
@@ -52,5 +54,7 @@ def about_example(name: str) -> str:
         about += ", with the settings of the official trainer"
     if "num_processes" in config:
         about += f", on {config['num_processes']} GPUs"
-    is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
-    return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about
+    checkpoint = str(config.get("pretrained_model_name_or_path", ""))
+    if checkpoint.startswith(EXAMPLES_ALIAS):
+        about += "; tiny model, no download, no GPU, minutes"
+    return about

@@ -1,4 +1,4 @@
-"""What is known of a config: its settings, and the folder of its files if the user names one."""
+"""The answers about a config: its settings, and the folder of its files if the user names one."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class ConfigAnswers:
 
     @property
     def draft(self) -> Draft:
-        """The settings; they begin anew with the values of the recipe whenever an answer about the
-        files changes.
-        """
+        """The settings; an answer about the files resets them to the values of the recipe."""
         if self._is_outdated:
             self._draft = self._proposed()
             self._is_outdated = False
@@ -62,9 +60,7 @@ class ConfigAnswers:
 
     @property
     def chooses_model(self) -> bool:
-        """Whether the model is chosen for the files of the folder, instead of being a setting of
-        the loaded file.
-        """
+        """Whether the model is chosen for the files of the folder; a loaded file has a model."""
         return self.run is not None and not self.is_loaded
 
     def name_folder(self, folder: Path | None) -> None:
@@ -85,11 +81,11 @@ class ConfigAnswers:
         self.propose()
 
     def _name(self, folder: Path) -> str:
-        """The name of the run: that of its config, if it has a folder of its own, as in
-        `config/cat/config.json`.
-        """
-        own = self.file.parent
-        return own.name if own.parent == Path("config") else run_name(folder)
+        """The name of the run: of its config's folder, as in `config/cat/config.json`."""
+        config_folder = self.file.parent
+        if config_folder.parent == Path("config"):
+            return config_folder.name
+        return run_name(folder)
 
     def choose_recipe(self, purpose: str) -> None:
         """Propose the values of a recipe, or the usual defaults."""
@@ -103,12 +99,14 @@ class ConfigAnswers:
             self.run.device = device
 
     def propose(self) -> None:
-        """Begin the settings anew with the values of the recipe, once they are asked; a loaded file
-        keeps its own.
+        """Reset the settings to the values of the recipe once they are read.
+
+        A loaded file keeps its settings.
         """
         self._is_outdated = not self.is_loaded
 
     def _proposed(self) -> Draft:
+        """The settings of a run on the folder, or else of the recipe."""
         draft = Draft(self.file)
         if self.run is not None:
             config = self.run.run(self.run.model).config()
@@ -123,8 +121,9 @@ class ConfigAnswers:
         return draft
 
     def new_run(self) -> NewRun | None:
-        """The run on the files of the folder with the model of the settings; None if the model is
-        for other files.
+        """The run on the files of the folder with the model of the settings.
+
+        None without a folder, or if the model is for other files.
         """
         if self.run is None:
             return None
@@ -132,6 +131,7 @@ class ConfigAnswers:
         if example is None:
             return None
         settings = self.draft.values
+        kept = {key: settings[key] for key in ("resolution",) if key in settings}
         return NewRun(
             name=self.run.name,
             media=self.run.media,
@@ -140,7 +140,7 @@ class ConfigAnswers:
             example=example,
             # Missing ones of several are written before training.
             captions=bool(self.run.media.captioned) and not self.run.media.concepts,
-            settings={key: settings[key] for key in ("resolution",) if key in settings},
+            settings=kept,
             device=self.device,
             most_frames=self.draft.config.validation.validation_num_video_frames or 0,
             measures_loss="eval_steps_interval" in settings,
@@ -160,8 +160,9 @@ class ConfigAnswers:
 
 
 def nearest_example(examples: list[str], values: Mapping[str, Any], draft: Draft) -> str | None:
-    """The first example with the same checkpoint and flavour, else with the same family; None if
-    there is none.
+    """The first example with the same checkpoint and flavour, else the first of the family.
+
+    None if there is none.
     """
     same_family = None
     for example in examples:
@@ -177,14 +178,12 @@ def nearest_example(examples: list[str], values: Mapping[str, Any], draft: Draft
 
 
 def example_datasets(draft: Draft) -> list[dict[str, Any]]:
-    """The content of an initial dataset file: a packaged example's, with clips as long as
-    previews.
-    """
+    """The content of an initial dataset file: an example's, with clips as long as previews."""
     examples = [*MODELS["pictures"], *MODELS["clips"]]
     if draft.judgement.flavour.task == "i2i":
         examples = [*MODELS["pairs"]]
     example = next(name for name in examples if name.startswith(draft.spec.name))
-    trained, *others = read_example(example, DATASET_FILE)
+    trained, *further = read_example(example, DATASET_FILE)
     no_files_yet = MediaFolder(Path(trained["instance_data_dir"]), Scan())
     longest = draft.config.validation.validation_num_video_frames or 1
-    return [no_files_yet.fitted(trained, draft.spec, longest), *others]
+    return [no_files_yet.fitted(trained, draft.spec, longest), *further]

@@ -76,20 +76,23 @@ def _data_steps(
 
 
 def _run_steps(answers: ConfigAnswers) -> Iterator[str]:
+    """Checking the config, and training."""
     command = train_command(answers.file)
     yield f"Check:  {command} --dry-run"
-    is_tiny = str(answers.draft.values.get("pretrained_model_name_or_path")).startswith(
-        EXAMPLES_ALIAS
-    )
-    where = "" if is_tiny or find_device().is_gpu else ", on a machine with a GPU"
+    checkpoint = str(answers.draft.values.get("pretrained_model_name_or_path"))
+    is_tiny = checkpoint.startswith(EXAMPLES_ALIAS)
+    where = ""
+    if not is_tiny and not find_device().is_gpu:
+        where = ", on a machine with a GPU"
     yield f"Train{where}:  {command}"
 
 
 def train_command(file: Path) -> str:
     """The shortest command that uses this config."""
-    if file == Path("config.json") or (
-        file == Path("config/config.json") and not Path("config.json").exists()
-    ):
+    main_file = Path("config.json")
+    if file == main_file:
+        return "simpletuner train"
+    if file == Path("config/config.json") and not main_file.exists():
         return "simpletuner train"
     folder = file.parent
     if file.name == "config.json" and folder.parent == Path("config"):

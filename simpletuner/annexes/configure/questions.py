@@ -1,6 +1,4 @@
-"""The questions of `simpletuner configure`, in order: the files and the machine, then the
-settings.
-"""
+"""The questions of `simpletuner configure`: files and machine first, then the settings."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class AboutFiles(Question[ConfigAnswers]):
 
 
 class Folder(AboutFiles):
-    """The folder of the files, for the dataset file; not asked where one exists."""
+    """The folder of the files, for a new dataset file; not asked if the file exists."""
 
     key = "folder"
     text = "Folder of your pictures or clips"
@@ -93,7 +91,7 @@ class Folder(AboutFiles):
 
 
 class Gpu(AboutFiles):
-    """The GPU to estimate for: not a setting of the run, so it is not written."""
+    """The GPU to estimate for; it is not a setting of the run, so it is not written."""
 
     key = "device"
     text = "GPU to estimate for, a card or its memory in GB (4090, 24)"
@@ -117,7 +115,8 @@ class Gpu(AboutFiles):
         return [Problem(self.key, problem.message) for problem in problems]
 
     def store(self, value: Any, answers: ConfigAnswers, without: Sequence[str] = ()) -> None:
-        answers.set_asked_device(HERE if value is None else read_card_or_memory(value, Problems()))
+        device = HERE if value is None else read_card_or_memory(value, Problems())
+        answers.set_asked_device(device)
 
 
 class RecipeChoice(AboutFiles):
@@ -137,7 +136,9 @@ class RecipeChoice(AboutFiles):
         return {NO_RECIPE: "the usual defaults", **titles}
 
     def read(self, answer: str, choices: Mapping[str, str]) -> Any:
-        return NO_RECIPE if answer.lower() in (NONE, *NOTHING) else super().read(answer, choices)
+        if answer.lower() in (NONE, *NOTHING):
+            return NO_RECIPE
+        return super().read(answer, choices)
 
     def store(self, value: Any, answers: ConfigAnswers, without: Sequence[str] = ()) -> None:
         answers.choose_recipe(value)
@@ -163,8 +164,10 @@ class AboutRun(AboutFiles):
         return self.question.prompt(self._run(answers))
 
     def applies(self, answers: ConfigAnswers) -> bool:
-        if answers.run is None or (self.key == "model" and not answers.chooses_model):
+        if answers.run is None:
             return False
+        if self.key == "model" and not answers.chooses_model:
+            return False  # the loaded file has a model
         return self.question.applies(answers.run)
 
     def default(self, answers: ConfigAnswers) -> Any:
@@ -188,7 +191,7 @@ class AboutRun(AboutFiles):
 
 
 def _usual_folders() -> Iterator[Path]:
-    """The folders that may hold the files, if the user has not said which."""
+    """The folders in which the user may have put the files."""
     yield from USUAL_FOLDERS
     if USUAL_PARENT.is_dir():
         yield from sorted(path for path in USUAL_PARENT.iterdir() if path.is_dir())

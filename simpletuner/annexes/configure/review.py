@@ -20,37 +20,35 @@ from simpletuner.redaction import redact
 
 
 def review(answers: ConfigAnswers, dialogue: Dialogue) -> bool:
-    """Show all settings, and ask again for settings that the user names, until the answer is yes or
-    no.
-    """
+    """Show all settings, and ask again for those that the user names; returns whether to write."""
     settings = {setting.key: setting for setting in SETTINGS}
-    declined: Mapping[str, Any] = {}
+    offered: Mapping[str, Any] = {}  # the last remedy
     while True:
-        # None removes a key.
-        answers.draft.change(dict.fromkeys(stale_keys(answers.draft, {})))
+        stale = stale_keys(answers.draft, {})
+        answers.draft.change(dict.fromkeys(stale))  # None removes a key
         is_refused, remedy = _show(answers, dialogue)
-        # The user confirms a remedy before it is applied.
-        if remedy and remedy != declined and dialogue.asks:
+        # The user confirms a remedy before it is applied; the same one is not offered again.
+        if remedy and remedy != offered and dialogue.asks:
             words = ", ".join(f"{key} {json.dumps(value)}" for key, value in remedy.items())
             if dialogue.confirm(f"Apply {words}?", default=True):
                 answers.draft.change(remedy)
-            declined = remedy
+            offered = remedy
             continue
-        named = dialogue.choose(
-            f"{_act(answers)}? (or name a setting to change)",
+        key = dialogue.choose(
+            f"{_action(answers)}? (or name a setting to change)",
             [*settings, GPU.key],
             default=not dialogue.asks or not is_refused,
         )
-        if not named:
-            return named is None
-        if named == GPU.key:
+        if not key:
+            return key is None
+        if key == GPU.key:
             _ask_gpu(answers, dialogue)
         else:
-            _ask_again(settings[named], answers, dialogue)
+            _ask_again(settings[key], answers, dialogue)
 
 
-def _act(answers: ConfigAnswers) -> str:
-    """What happens next, as the beginning of a question."""
+def _action(answers: ConfigAnswers) -> str:
+    """What is written next, as the beginning of a question."""
     datasets = answers.draft.dataset_file if writes_datasets(answers) else ""
     if not answers.file.exists():
         return f"Write {answers.file} and {datasets}" if datasets else f"Write {answers.file}"
@@ -61,6 +59,7 @@ def _act(answers: ConfigAnswers) -> str:
 
 
 def _ask_gpu(answers: ConfigAnswers, dialogue: Dialogue) -> None:
+    """Ask for the GPU to estimate for; `back` keeps it."""
     try:
         ask(GPU, answers, dialogue)
     except Back:
@@ -88,6 +87,7 @@ def _ask_again(setting: Setting, answers: ConfigAnswers, dialogue: Dialogue) -> 
 
 
 def _applying(draft: Draft) -> list[Setting]:
+    """The settings that apply with the settings so far."""
     return [setting for setting in SETTINGS if setting.fits(draft)]
 
 
@@ -101,8 +101,10 @@ def _proposals(draft: Draft) -> dict[str, Any]:
 
 
 def _show(answers: ConfigAnswers, dialogue: Dialogue) -> tuple[bool, Mapping[str, Any]]:
-    """Show all settings and the plan's verdict; returns whether training will refuse them, and a
-    remedy.
+    """Show all settings and the plan's verdict.
+
+    Returns:
+        Whether training will refuse the settings, and a remedy.
     """
     _show_settings(answers.draft, dialogue)
     run = answers.new_run()
@@ -133,6 +135,7 @@ def _remedy(problems: list[Problem]) -> Mapping[str, Any]:
 
 
 def _show_settings(draft: Draft, dialogue: Dialogue) -> None:
+    """Show the settings that questions are about, line by line, and all other ones as a list."""
     values = draft.values
     dialogue.show()
     dialogue.show("Your settings", "bold")
@@ -140,20 +143,20 @@ def _show_settings(draft: Draft, dialogue: Dialogue) -> None:
     width = max(len(key) for key in values)
     for key in asked:
         dialogue.show(f"  {key:<{width}}  {redact(as_user_text(values[key]))}")
-    others = [key for key in values if key not in asked]
-    _show_keys(
-        "Follows from your answers",
-        [key for key in others if key not in draft.loaded],
-        draft,
-        dialogue,
-    )
-    _show_keys("As before", [key for key in others if key in draft.loaded], draft, dialogue)
+    not_asked = [key for key in values if key not in asked]
+    implied = [key for key in not_asked if key not in draft.loaded]
+    kept = [key for key in not_asked if key in draft.loaded]
+    _show_keys("Follows from your answers", implied, draft, dialogue)
+    _show_keys("As before", kept, draft, dialogue)
     dialogue.show()
 
 
 def _show_keys(title: str, keys: list[str], draft: Draft, dialogue: Dialogue) -> None:
-    if keys:
-        shown = [
-            f"{key} {redact(json.dumps(draft.values[key], ensure_ascii=False))}" for key in keys
-        ]
-        dialogue.show(f"  {title}: {', '.join(shown)}")
+    """Show keys with their values in a line; nothing if there are none."""
+    if not keys:
+        return
+    settings = []
+    for key in keys:
+        value = json.dumps(draft.values[key], ensure_ascii=False)
+        settings.append(f"{key} {redact(value)}")
+    dialogue.show(f"  {title}: {', '.join(settings)}")

@@ -70,14 +70,13 @@ def _usable(draft: Draft, dialogue: Dialogue) -> Draft:
             refused.setdefault(key_of(problem), problem.message)
     for key, reason in refused.items():
         dialogue.warn(f"{key}: {reason}")
-    if not refused or not dialogue.confirm(
-        "Training would refuse the above. Leave it out?", default=True
-    ):
+    if not refused:
+        return draft
+    if not dialogue.confirm("Training would refuse the above. Leave it out?", default=True):
         return draft
     dialogue.print(f"Left out: {', '.join(refused)}", "yellow")
-    return Draft(
-        draft.file, {key: value for key, value in draft.values.items() if key not in refused}
-    )
+    usable = {key: value for key, value in draft.values.items() if key not in refused}
+    return Draft(draft.file, usable)
 
 
 def check_target(file: Path) -> None:
@@ -97,8 +96,9 @@ def check_target(file: Path) -> None:
 
 
 def load_values(file: Path, report: Problems) -> dict[str, Any]:
-    """The values in a file, unexpanded, by the canonical names of their keys; without keys of
-    earlier versions.
+    """The values in a file by main name, with variables as written.
+
+    Keys of earlier versions are left out, and reported.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -106,12 +106,11 @@ def load_values(file: Path, report: Problems) -> dict[str, Any]:
     layer = read_json_layer(file, report)
     if layer is None:
         raise ConfigError(report)
-    canonical(layer, report)
-    named: dict[str, Any] = {}
-    for written, value in layer.values:
-        key = main_name(written)
+    canonical(layer, report)  # reports what is left out below
+    values: dict[str, Any] = {}
+    for spelling, value in layer.values:
+        key = main_name(spelling)
         # An empty value means the default; an empty resume_from_checkpoint starts a new run.
         if value not in (None, "") or key == "resume_from_checkpoint":
-            named[key] = value
-    # `canonical` has named what is left out.
-    return without_removed(named, str(file), Problems())
+            values[key] = value
+    return without_removed(values, str(file), Problems())

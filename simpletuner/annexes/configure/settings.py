@@ -1,5 +1,4 @@
-"""The questions about settings, in order, with defaults and choices that depend on other answers or
-on this machine.
+"""The questions about settings, in order; defaults and choices may depend on other answers.
 
 Help, choices, defaults, limits and rules of a setting come from the option schema and the family.
 The steps are the sections of the web page (`config/sections.toml`).
@@ -86,10 +85,11 @@ class Setting(Question[ConfigAnswers]):
 
     def fits(self, draft: Draft) -> bool:
         """Whether the setting has an effect and is not excluded, with the settings so far."""
-        is_excluded = any(rule.holds(draft.config.flat) for rule in self.option.excludes)
-        return (
-            self.key not in draft.judgement.without_effect and not is_excluded and self.when(draft)
-        )
+        if self.key in draft.judgement.without_effect:
+            return False
+        if any(rule.holds(draft.config.flat) for rule in self.option.excludes):
+            return False
+        return self.when(draft)
 
     def default(self, answers: ConfigAnswers) -> Any:
         return self.proposed(answers.draft)
@@ -131,14 +131,16 @@ class Setting(Question[ConfigAnswers]):
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def problems(self, value: Any, answers: ConfigAnswers) -> list[Problem]:
-        """What is wrong; nothing for an unchanged value of the file, whose problems were shown at
-        loading.
+        """The problems of an answer; none for an unchanged value of the file.
+
+        Problems of the file were shown when it was loaded.
         """
         draft = answers.draft
         if self.key in draft.loaded and value == draft.values.get(self.key):
             return []
         changes = self.changes(value, draft)
-        return draft.weigh(self.key, {**dict.fromkeys(stale_keys(draft, changes)), **changes})
+        removed = dict.fromkeys(stale_keys(draft, changes))
+        return draft.weigh(self.key, {**removed, **changes})
 
     def conflicts(self, problems: Sequence[Problem], answers: ConfigAnswers) -> list[str]:
         keys = sorted({key_of(problem) for problem in problems if problem.fatal})
@@ -159,26 +161,34 @@ class Setting(Question[ConfigAnswers]):
 
 def usable_trackers(draft: Draft) -> Mapping[str, str]:
     """Trackers that are installed and logged in; wandb is always listed."""
-    ready = "" if why_missing("wandb") is None else "; log in first: wandb login"
-    names = [name for name in PACKAGES if name != "wandb" and why_missing(name) is None]
-    listed = {"none": "nowhere; the HTML report is always written", "wandb": f"wandb.ai{ready}"}
-    return {**listed, **dict.fromkeys(names, "")}
+    trackers = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
+    if why_missing("wandb") is not None:
+        trackers["wandb"] += "; log in first: wandb login"
+    for name in PACKAGES:
+        if name != "wandb" and why_missing(name) is None:
+            trackers[name] = ""
+    return trackers
 
 
-def _by_hand(draft: Draft) -> bool:
-    return draft.config.offload.offload == "manual"  # auto does not change keys that are set
+def _saves_memory_by_hand(draft: Draft) -> bool:
+    """Whether the user chooses the settings that save memory."""
+    return draft.config.offload.offload == "manual"
 
 
 def _offload(draft: Draft) -> str:
-    """`auto`, as `simpletuner start` has it; a file without the key keeps what it has."""
-    return str(draft.effective("offload")) if draft.loaded else "auto"
+    """`auto`, as `simpletuner start` writes it; a file without the key keeps its value."""
+    if draft.loaded:
+        return str(draft.effective("offload"))
+    return "auto"
 
 
 def _is_tracked(draft: Draft) -> bool:
+    """Whether curves are sent to a tracker."""
     return draft.config.tracking.report_to not in ("none", "simpletuner")
 
 
 def _optimizer(draft: Draft) -> str:
+    """The optimizer that training would choose for the precision."""
     return optimizer_name(draft.config.optimizer, draft.config.precision.mixed_precision)
 
 
@@ -189,25 +199,32 @@ def _prompt_library(draft: Draft) -> str | None:
 
 
 def _other_length(steps: Any) -> dict[str, Any]:
-    """Steps and epochs exclude each other: steps set the epochs to 0; without steps, this 0 is
-    removed.
+    """The epochs that a number of steps implies: 0, since they exclude each other.
+
+    Without steps, this 0 is removed.
     """
-    # The answer may not be converted to a number yet.
-    return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
+    has_steps = str(steps or 0) != "0"  # the answer may still be a text
+    return {"num_train_epochs": 0 if has_steps else None}
+
+
+def _names_of_flavours(draft: Draft) -> dict[str, str]:
+    """The flavours of the chosen family with remarks."""
+    return {flavour.name: about_flavour(flavour) for flavour in draft.spec.flavours}
+
+
+def _titles_of_families(draft: Draft) -> dict[str, str]:
+    """The model families with their titles."""
+    return {name: spec.title for name, spec in FAMILIES.items()}
 
 
 # In the order of the page's sections.
 SETTINGS: Sequence[Setting] = (
-    Setting(
-        "model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}
-    ),
+    Setting("model_family", "Model", names=_titles_of_families),
     Setting(
         "model_flavour",
         "Version of the model",
         propose=lambda draft: draft.spec.flavours[0].name,
-        names=lambda draft: {
-            flavour.name: about_flavour(flavour) for flavour in draft.spec.flavours
-        },
+        names=_names_of_flavours,
     ),
     Setting(
         "model_type",
@@ -235,7 +252,7 @@ SETTINGS: Sequence[Setting] = (
     Setting(
         "enable_group_offload",
         "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
-        when=_by_hand,
+        when=_saves_memory_by_hand,
         implied=lambda value: {"group_offload_use_stream": True if value else None},
     ),
     Setting(
@@ -247,7 +264,7 @@ SETTINGS: Sequence[Setting] = (
     Setting(
         "gradient_checkpointing",
         "Save memory by recomputing activations (gradient checkpointing, slower)?",
-        when=_by_hand,
+        when=_saves_memory_by_hand,
     ),
     Setting("lora_rank", "LoRA rank (higher learns more and takes more memory)"),
     Setting(
@@ -306,10 +323,10 @@ SETTINGS: Sequence[Setting] = (
 
 
 def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
-    """Keys whose questions no longer apply after these changes, with the keys that they implied;
-    the review drops them.
+    """Keys whose questions no longer apply after these changes, and the keys that they implied.
 
-    Keys of the loaded file are not stale, nor are epochs of 0, which training steps imply.
+    The review drops them. Keys of the loaded file are not stale, nor are epochs of 0, which
+    training steps imply.
     """
     after = draft.after(changes)
     stale = []

@@ -31,33 +31,42 @@ def judge(answers: ConfigAnswers) -> tuple[list[str], list[Problem]]:
 
     Without a dataset file and a folder, the plan is for a single sample of the family's usual size.
     """
-    problems = Problems()
-    _check_folder(answers, problems)
+    report = Problems()
+    _check_folder(answers, report)
     has_files = answers.dataset_path.is_file() or answers.new_run() is not None
     with TemporaryDirectory() as folder:
-        settings: list[tuple[str, object]] = [
-            ("data_backend_config", _dataset_file(answers, Path(folder)))
-        ]
-        base = config_from_values(answers.draft.values)
+        dataset_file = _dataset_file(answers, Path(folder))
+        arguments = Arguments(
+            [("data_backend_config", dataset_file)],
+            {},
+            collect_cached,
+            report,
+            config_from_values(answers.draft.values),
+            device=answers.device,
+        )
         try:
-            budget = weigh_plan(
-                Arguments(settings, {}, collect_cached, problems, base, device=answers.device)
-            )
+            budget = weigh_plan(arguments)
         except ConfigError:  # its problems are among those of the arguments
-            return [], _without_captions(problems, answers)
-    found = _without_captions(problems, answers)
-    device = budget.device
-    if not device.is_gpu:
+            return [], _without_captions(report, answers)
+    problems = _without_captions(report, answers)
+    shortage = [problem for problem in problems if problem.where == "memory"]
+    if not budget.device.is_gpu:
         # Memory was compared with this machine's RAM.
-        return [NO_GPU], [problem for problem in found if problem.where != "memory"]
-    room = "unknown memory" if device.memory is None else gigabytes(device.memory)
-    worst = max(budget.phases, key=lambda phase: phase.device)
-    fits = "does not fit" if any(problem.where == "memory" for problem in found) else "fits"
-    memory = (
-        f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while "
-        f"{worst.name}."
+        return [NO_GPU], [problem for problem in problems if problem not in shortage]
+    memory = memory_needed(budget, fits=not shortage)
+    return [memory, run_time(budget, has_files=has_files)], problems
+
+
+def memory_needed(budget: Budget, *, fits: bool) -> str:
+    """A sentence about the memory of the device, and the phase of the run that needs most."""
+    device = budget.device
+    capacity = "unknown memory" if device.memory is None else gigabytes(device.memory)
+    largest = max(budget.phases, key=lambda phase: phase.device)
+    verdict = "fits" if fits else "does not fit"
+    return (
+        f"On {device.name} ({capacity}) this {verdict}: at most {gigabytes(largest.device)}, while "
+        f"{largest.name}."
     )
-    return [memory, run_time(budget, has_files=has_files)], found
 
 
 def _check_folder(answers: ConfigAnswers, report: Problems) -> None:
@@ -103,35 +112,39 @@ def run_time(budget: Budget, *, has_files: bool) -> str:
     # Without files, the steps of an epoch are unknown.
     if has_files or budget.config.schedule.max_train_steps:
         time += f", {duration_text(budget.step_seconds * steps)} for {counted(steps, 'step')}"
-    samples = "" if has_files else ", for samples of the usual size"
-    return f"{time}{samples}, without previews."
+    if not has_files:
+        time += ", for samples of the usual size"
+    return f"{time}, without previews."
 
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
-    """Write a dataset of one grey sample of the family's usual size into `folder`; returns its
-    dataset file.
+    """Write a dataset of a grey sample of the family's usual size into `folder`.
+
+    Returns:
+        The path of the dataset file.
     """
     entries = example_datasets(draft)
     spec = draft.spec
     schedule = draft.config.schedule
     edge = spec.defaults["resolution"]
-    size = spec.native_sizes[edge][0] if edge in spec.native_sizes else (edge, edge)
+    size = (edge, edge)
+    if edge in spec.native_sizes:
+        size = spec.native_sizes[edge][0]
     picture = Image.new("RGB", size, "grey")
     for entry in entries:
         if "instance_data_dir" not in entry:
             continue
         # The dataset must fill at least one step.
         entry["repeats"] = schedule.train_batch_size * schedule.gradient_accumulation_steps
-        place = folder / entry["id"]
-        entry["instance_data_dir"] = str(place)
-        place.mkdir()
-        (place / "sample.txt").write_text("a sample", encoding="utf-8")
+        files = folder / entry["id"]
+        files.mkdir()
+        entry["instance_data_dir"] = str(files)
+        (files / "sample.txt").write_text("a sample", encoding="utf-8")
         if spec.media == "image" or entry["dataset_type"] == "conditioning":
-            picture.save(place / "sample.png", compress_level=1)
+            picture.save(files / "sample.png", compress_level=1)
         else:
-            write_mp4(
-                place / "sample.mp4", [picture] * entry["video"]["num_frames"], spec.frame_rate or 1
-            )
+            frames = [picture] * entry["video"]["num_frames"]
+            write_mp4(files / "sample.mp4", frames, spec.frame_rate or 1)
     path = folder / DATASET_FILE
     write_json(path, entries)
     return path

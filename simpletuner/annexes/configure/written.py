@@ -11,8 +11,9 @@ from simpletuner.config.schema import render_config
 
 
 def save(answers: ConfigAnswers, dialogue: Dialogue) -> None:
-    """Write the dataset file for the folder, if none exists, then the config; a previous config is
-    kept as `.bak`.
+    """Write the dataset file for the folder, if none exists, then the config.
+
+    A previous config is kept as `.bak`.
 
     Raises:
         WriteError: a file cannot be written.

@@ -1,3 +1,1 @@
-"""Displays of a run: plain lines (progress), a live terminal display (terminal), and the debug log
-(log).
-"""
+"""Displays of a run: plain lines, a live terminal display, and the debug log."""

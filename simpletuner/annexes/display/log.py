@@ -1,6 +1,4 @@
-"""Logging of a run: important records on the console, everything in `debug.log`, secrets in
-neither.
-"""
+"""Logging of a run: important records on the console, all in `debug.log`, secrets in neither."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ STUBBORN_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "tor
 def setup_logging(
     debug_file: Path | None = Path("debug.log"), process: str = "", *, console: bool = True
 ) -> None:
-    """Send records to the console (`log_level` and above) and to the debug file (DEBUG and above,
-    appended).
+    """Send records of `log_level` and above to the console, and all to the debug file.
 
-    Only warnings of other packages reach the console; the debug file also gets their INFO records.
-    A second call replaces the handlers of the first.
+    Of other packages, the console gets only warnings, and the debug file no DEBUG records. A second
+    call replaces the handlers of the first.
 
     Args:
+        debug_file: records are appended to it; None for no debug log.
         process: label of this process in the debug file.
         console: whether to print records.
 
@@ -52,18 +50,17 @@ def setup_logging(
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in BARS.keys() & sys.modules.keys():  # a calling program may have imported them
         getattr(sys.modules[name], BARS[name])()
-    # Not no handler: then Python would print warnings to stderr.
-    shown = ConsoleHandler() if console else logging.NullHandler()
-    shown.setLevel(level)
-    shown.addFilter(belongs_on_console)
-    shown.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
-    handlers: list[logging.Handler] = [shown]
+    # Without any handler, Python would print warnings to stderr.
+    console_handler = ConsoleHandler() if console else logging.NullHandler()
+    console_handler.setLevel(level)
+    console_handler.addFilter(belongs_on_console)
+    console_handler.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [console_handler]
     file_error = None
     if debug_file is not None:
         try:
-            # Opening it may fail: commands also work in a read-only folder.
             handlers.append(DebugFile(debug_file, process))
-        except OSError as error:
+        except OSError as error:  # commands also work in a read-only folder
             file_error = error.strerror
     install(handlers)
     # Logged only now, when the console handler is installed.
@@ -74,9 +71,7 @@ def setup_logging(
 
 
 def install(handlers: list[logging.Handler]) -> None:
-    """Install handlers in place of those of an earlier call and of libraries that print to the
-    console.
-    """
+    """Replace the handlers of an earlier call, and of libraries that print to the console."""
     root = logging.getLogger()
     for old in list(root.handlers):
         # Recognised by the formatter, so that handlers of a host program stay.
@@ -99,8 +94,9 @@ def install(handlers: list[logging.Handler]) -> None:
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Writes to the current `sys.stderr`; while the live display runs, this is a proxy that prints
-    above it.
+    """Writes to the current `sys.stderr`.
+
+    While the live display runs, this is a proxy that prints above it.
     """
 
     def __init__(self) -> None:
@@ -113,17 +109,17 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 class DebugFile(logging.FileHandler):
-    """A file handler that stops when the disk is full; the standard one prints a traceback for
-    every record.
+    """A file handler that stops when the disk is full.
+
+    The standard one would print a traceback for every record.
     """
 
     def __init__(self, path: Path, process: str) -> None:
         # File names that are not UTF-8 contain surrogates, which a strict encoder rejects.
         super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
         self.setLevel(logging.DEBUG)
-        self.setFormatter(
-            RedactingFormatter(f"%(asctime)s {process}%(levelname)-8s %(name)s: %(message)s")
-        )
+        line = f"%(asctime)s {process}%(levelname)-8s %(name)s: %(message)s"
+        self.setFormatter(RedactingFormatter(line))
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exc_info()[1], OSError):
@@ -143,8 +139,9 @@ class RedactingFormatter(logging.Formatter):
 
 
 def belongs_on_console(record: logging.LogRecord) -> bool:
-    """Accept records of this package, and warnings of others except on import and from Python's
-    `warnings`.
+    """Accept records of this package, and warnings of others, but not those of imports.
+
+    Warnings of Python's module `warnings` are not accepted either.
     """
     if record.name == OWN_LOGGER or record.name.startswith(OWN_LOGGER + "."):
         return True

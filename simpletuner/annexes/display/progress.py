@@ -21,9 +21,8 @@ from simpletuner.reporting.step_figures import FIGURES
 from simpletuner.reporting.wording import clock_text
 from simpletuner.rounding import ceil_div
 
-# To keep logs readable: about this many lines per run, and at least one in this many seconds.
-TRAINING_LINES = 30
-LONGEST_SILENCE = 60.0
+TRAINING_LINES = 30  # at most about this many lines of steps, to keep logs readable
+LONGEST_SILENCE = 60.0  # seconds after which a step has a line in any case
 PHASE_PAUSE = 10.0  # seconds between the lines of a phase
 LEADING = ("loss", "lr", "pace", "epoch")  # figures that displays show first
 
@@ -72,16 +71,17 @@ class Display:
 
 @contextmanager
 def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
-    """A stream of events with a display, which restores the terminal at the end, also after an
-    exception.
+    """A stream of events with a display.
+
+    The display restores the terminal at the end, also after an exception.
 
     Args:
         stream: output stream; None means stdout.
     """
     with closing(make_display(stream)) as display:
-        shown = events.EventStream()
-        shown.subscribe("The display", display)
-        yield shown
+        event_stream = events.EventStream()
+        event_stream.subscribe("The display", display)
+        yield event_stream
 
 
 def make_display(stream: TextIO | None = None) -> Display:
@@ -97,9 +97,7 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 
 class LastingStream:
-    """A text stream that discards output once its reader has exited, instead of raising an
-    error.
-    """
+    """A text stream that discards output once its reader has exited, without an error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -173,14 +171,18 @@ class PlainDisplay(Display):
 
     def _advance(self, event: events.PhaseAdvanced) -> None:
         """Print the progress of a phase if a line is due."""
-        if (now := self._now()) - self._printed[event.phase] >= PHASE_PAUSE:
-            self._printed[event.phase] = now
-            note = f" ({event.note})" if event.note else ""
-            self.say(f"{event.phase.title}: {reached(event.phase, event.done)}{note}")
+        now = self._now()
+        if now - self._printed[event.phase] < PHASE_PAUSE:
+            return
+        self._printed[event.phase] = now
+        note = f" ({event.note})" if event.note else ""
+        self.say(f"{event.phase.title}: {reached(event.phase, event.done)}{note}")
 
     def _step(self, pace: Pace, event: events.StepReport) -> None:
-        due = event.step % self._every == 0 or event.step in (pace.start_step + 1, pace.total_steps)
-        if due or self._now() - self._printed_at >= LONGEST_SILENCE:
+        """Print the line of a step if one is due."""
+        is_first_or_last = event.step in (pace.start_step + 1, pace.total_steps)
+        is_due = is_first_or_last or event.step % self._every == 0
+        if is_due or self._now() - self._printed_at >= LONGEST_SILENCE:
             self._printed_at = self._now()
             self.say(step_line(pace, event))
 
@@ -209,7 +211,7 @@ def step_line(pace: Pace, report: events.StepReport) -> str:
     parts += [f"{name} {figures.pop(name)}" for name in ("epoch", "loss", "lr")]
     parts += [figures.pop("pace"), f"{clock_text(pace.remaining_seconds)} left"]
     if "memory" in figures:
-        parts.append(figures.pop("memory"))  # its unit says what it is
+        parts.append(figures.pop("memory"))  # its unit shows what it is
     parts += [f"{name} {text}" for name, text in figures.items()]
     if pace.speed:
         parts.append(pace.speed)

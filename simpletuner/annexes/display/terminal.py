@@ -115,31 +115,37 @@ class LiveDisplay(Display):
 
 def training_panel(pace: Pace) -> Panel:
     """Progress bar, key figures and a sparkline of the smoothed loss."""
-    done = pace.step
-    bar = Table.grid(padding=(0, 2), expand=True)
-    bar.add_column(ratio=1)
-    bar.add_column(justify="right")
-    share = done / pace.total_steps if pace.total_steps else 1.0
-    # Without a step, the remaining time would read 0.0 s.
-    left = (
-        f"{share:.0%}  {clock_text(pace.remaining_seconds)} left" if pace.last else f"{share:.0%}"
-    )
-    bar.add_row(ProgressBar(total=max(1, pace.total_steps), completed=done), Text(left))
+    figures = {"waiting for": "the first step"}
+    speed = ""
+    if pace.last:
+        figures = key_figures(pace, pace.last)
+        speed = pace.speed
     numbers = Table.grid(padding=(0, 3))
-    figures = key_figures(pace, pace.last) if pace.last else {"waiting for": "the first step"}
     numbers.add_row(
         *(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items())
     )
-    course = Text(sparkline(pace.losses, SPARK_WIDTH), style="cyan")
-    title = f"[bold]Training[/]  step {done:,} of {pace.total_steps:,}"
-    speed = Text(pace.speed if pace.last else "", style="dim")
+    losses = Text(sparkline(pace.losses, SPARK_WIDTH), style="cyan")
     return Panel(
-        Group(bar, numbers, speed, course),
-        title=title,
+        Group(_progress_row(pace), numbers, Text(speed, style="dim"), losses),
+        title=f"[bold]Training[/]  step {pace.step:,} of {pace.total_steps:,}",
         title_align="left",
         box=box.ROUNDED,
         padding=(0, 1),
     )
+
+
+def _progress_row(pace: Pace) -> Table:
+    """The bar of the run, with its share and the remaining time."""
+    share = pace.step / pace.total_steps if pace.total_steps else 1.0
+    text = f"{share:.0%}"
+    if pace.last:  # without a step, the remaining time would read 0.0 s
+        text += f"  {clock_text(pace.remaining_seconds)} left"
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(ratio=1)
+    row.add_column(justify="right")
+    bar = ProgressBar(total=max(1, pace.total_steps), completed=pace.step)
+    row.add_row(bar, Text(text))
+    return row
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -149,7 +155,9 @@ def sparkline(values: list[float], width: int) -> str:
     width = min(width, len(values))
     edges = [index * len(values) // width for index in range(width + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
-    low = min(means)
-    span = max(means) - min(means)
+    lowest = min(means)
+    span = max(means) - lowest
+    if not span:
+        return SPARKS[0] * len(means)
     top = len(SPARKS) - 1
-    return "".join(SPARKS[round((mean - low) / span * top) if span else 0] for mean in means)
+    return "".join(SPARKS[round((mean - lowest) / span * top)] for mean in means)

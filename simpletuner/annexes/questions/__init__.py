@@ -1,1 +1,1 @@
-"""The machine that asks: one question at a time, in a terminal or through a pipe."""
+"""Asking questions, one at a time, in a terminal or through a pipe."""

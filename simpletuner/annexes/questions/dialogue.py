@@ -14,9 +14,9 @@ from simpletuner.errors import UserError, nearest
 
 # Invalid answers before a question takes its default, so that piped input cannot loop forever.
 PATIENCE = 5
-# Unicode categories that no answer may contain: control characters, and surrogates, which stand for
-# invalid UTF-8.
-NO_TEXT = ("Cc", "Cs")
+# Unicode categories that an answer must not contain: control characters, and surrogates, which
+# stand for invalid UTF-8.
+REFUSED_CATEGORIES = ("Cc", "Cs")
 # Longer lists would hide the question; `?` shows the names.
 LONGEST_LIST = 20
 
@@ -29,8 +29,8 @@ class Dialogue:
     """A conversation with the user.
 
     Args:
-        asks: ask; otherwise every question takes its default, and only results and problems are
-            printed.
+        asks: ask the questions; otherwise each takes its default, and only results and problems
+            are printed.
         unasked: the option with which the command asks nothing.
     """
 
@@ -74,7 +74,7 @@ class Dialogue:
                 raise InputEnded(message) from None
             if not sys.stdin.isatty():
                 self.show(answer)  # piped input is not echoed
-            if all(unicodedata.category(char) not in NO_TEXT for char in answer):
+            if all(unicodedata.category(char) not in REFUSED_CATEGORIES for char in answer):
                 return answer
             self.warn("This contains control characters; type it again.")
 
@@ -86,28 +86,37 @@ class Dialogue:
         """Ask for yes (None), no ("") or one of the names; no after too many other answers."""
         for _ in range(PATIENCE):
             answer = self.read_line(f"  {text} {bracketed(default)}: ")
-            try:
-                is_yes = parse_flag(spelled_out(answer)) if answer else default
-            except ValueError:
-                name = plain_key(answer).lower()
-            else:
+            is_yes = default if not answer else _yes_or_no(answer)
+            if is_yes is not None:
                 return None if is_yes else ""
+            name = plain_key(answer).lower()
             if name in names:
                 return name
             kinds = ", no nor a setting of the list" if names else " nor no"
+            warning = f"{answer!r} is neither yes{kinds}."
             guess = nearest(name, names)
-            self.warn(f"{answer!r} is neither yes{kinds}." + (f" {guess}?" if guess else ""))
+            if guess:
+                warning += f" {guess}?"
+            self.warn(warning)
         return ""
 
     def list_choices(self, choices: Mapping[str, str], marked: str = "") -> None:
-        """Print a numbered list of choices with remarks; a star marks the one that Enter takes."""
+        """Print a numbered list of choices with remarks; a star marks the choice of Enter."""
         if not choices or len(choices) > LONGEST_LIST:
             return
         width = max(map(len, choices))
         digits = len(str(len(choices)))
-        for number, (name, note) in enumerate(choices.items(), start=1):
+        for number, (name, remark) in enumerate(choices.items(), start=1):
             mark = "*" if name == marked else " "
-            self.show(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
+            self.show(f"  {mark} {number:>{digits}}  {name:<{width}}  {remark}".rstrip())
+
+
+def _yes_or_no(answer: str) -> bool | None:
+    """Whether an answer is yes; None if it is neither yes nor no."""
+    try:
+        return bool(parse_flag(spelled_out(answer)))
+    except ValueError:
+        return None
 
 
 def bracketed(default: bool | str) -> str:
@@ -126,6 +135,7 @@ def named_choice(answer: str, choices: Mapping[str, str]) -> str:
     """The choice with this number or spelling, or else the answer unchanged."""
     # Longer lists are not shown, so they have no numbers.
     if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST:
-        return dict(enumerate(choices, start=1)).get(int(answer), answer)
+        by_number = dict(enumerate(choices, start=1))
+        return by_number.get(int(answer), answer)
     spellings = {name.lower().replace("_", "-"): name for name in choices}
     return spellings.get(answer.lower().replace("_", "-"), answer)

@@ -1,6 +1,4 @@
-"""Asks a list of questions: invalid answers again with the reason, and the question before if the
-user goes back.
-"""
+"""Asks a list of questions; explains and repeats those with invalid answers, and goes back."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ Answers = TypeVar("Answers")
 
 HELP = "?"
 BACK = "back"
-# Minimum difflib ratio at which an answer counts as a misspelled choice, which becomes the new
-# default.
+# Least similarity (of difflib) of an answer to the choice that it misspells.
 MISSPELLED = 0.75
 
 
@@ -31,36 +28,38 @@ def ask_all(questions: Sequence[Question[Answers]], answers: Answers, dialogue: 
         InputEnded: the input has ended, or goes back from the first question again and again.
     """
     position = 0
-    asked: list[int] = []
+    asked: list[int] = []  # positions
     title = ""
     refused = 0
     while position < len(questions):
         question = questions[position]
-        if question.applies(answers):
-            if question.title != title:
-                title = question.title
-                dialogue.show()
-                dialogue.show(title, "bold cyan")
-            try:
-                ask(question, answers, dialogue)
-            except Back:
-                if asked:
-                    position = asked.pop()
-                    continue
-                dialogue.warn("This is the first question.")
-                refused += 1
-                if refused == PATIENCE:  # piped input could go back forever
-                    raise InputEnded(
-                        "There is no question before the first. Nothing was written."
-                    ) from None
+        if not question.applies(answers):
+            position += 1
+            continue
+        if question.title != title:
+            title = question.title
+            dialogue.show()
+            dialogue.show(title, "bold cyan")
+        try:
+            ask(question, answers, dialogue)
+        except Back:
+            if asked:
+                position = asked.pop()
                 continue
-            asked.append(position)
+            dialogue.warn("This is the first question.")
+            refused += 1
+            if refused == PATIENCE:  # piped input could go back forever
+                message = "There is no question before the first. Nothing was written."
+                raise InputEnded(message) from None
+            continue
+        asked.append(position)
         position += 1
 
 
 def ask(question: Question[Answers], answers: Answers, dialogue: Dialogue) -> None:
-    """Ask a question until its answer is valid, and store it; after too many invalid answers, store
-    the default.
+    """Ask a question until its answer is valid, and store it.
+
+    After too many invalid answers, the default is stored.
 
     Raises:
         Back: the user wants to return to the previous question.
@@ -93,14 +92,14 @@ def ask(question: Question[Answers], answers: Answers, dialogue: Dialogue) -> No
 def _correction(
     answer: str, choices: Mapping[str, str], question: Question[Any], problems: Sequence[Problem]
 ) -> Any:
-    """The remedy of a problem, or else the choice that an answer misspells; None if there is
-    neither.
-    """
+    """The remedy of a problem, or else the choice that the answer misspells; else None."""
     for problem in reversed(problems):
         remedy = problem.remedy.get(question.key)
         if remedy:
             return remedy
-    return None if answer in choices else nearest(answer, choices, cutoff=MISSPELLED)
+    if answer in choices:
+        return None
+    return nearest(answer, choices, cutoff=MISSPELLED)
 
 
 def _accepts(
@@ -108,7 +107,8 @@ def _accepts(
 ) -> bool:
     """Whether to take an answer: it has no problems, or only warnings that the user dismisses.
 
-    Warnings about a proposal need no confirmation.
+    Args:
+        is_proposed: the answer is the default, of which warnings need no confirmation.
 
     Raises:
         ConfigError: the answer is invalid, and nothing is asked.
@@ -117,13 +117,21 @@ def _accepts(
     if fatal and not dialogue.asks:
         raise ConfigError(fatal)
     for problem in fatal or problems:
+        # Without the key if it is the one that was asked.
         dialogue.warn(problem.message if problem.where == question.key else str(problem))
     if fatal:
         return False
-    return not problems or is_proposed or dialogue.confirm("  Keep it?", default=False)
+    if not problems or is_proposed:
+        return True
+    return dialogue.confirm("  Keep it?", default=False)
 
 
 def _give_up(question: Question[Answers], answers: Answers, dialogue: Dialogue) -> None:
+    """Store the default after too many invalid answers.
+
+    Raises:
+        InputEnded: the default is invalid too.
+    """
     value = question.default(answers)
     if not _accepts(question, question.problems(value, answers), dialogue, is_proposed=True):
         raise InputEnded(f"{question.key}: {PATIENCE} invalid answers. Nothing was written.")
@@ -138,12 +146,14 @@ def _store(
     dialogue: Dialogue,
     without: Sequence[str] = (),
 ) -> None:
+    """Store an answer, and print the question's remarks about it."""
     question.store(value, answers, without)
     for remark in question.remarks(answers):
         dialogue.print(f"    {remark}")
 
 
 def _explain(question: Question[Any], choices: Mapping[str, str], dialogue: Dialogue) -> None:
+    """Show the help of a question, and its choices."""
     for line in question.help(choices):
         dialogue.show(f"    {line}", "cyan")
     dialogue.list_choices(choices)
@@ -152,4 +162,5 @@ def _explain(question: Question[Any], choices: Mapping[str, str], dialogue: Dial
 
 
 def _shown(value: Any, question: Question[Any]) -> str:
+    """A proposed value as the prompt shows it."""
     return bracketed(value if isinstance(value, bool) else question.word(value))

@@ -8,12 +8,12 @@ from typing import Any, Generic, TypeVar
 from simpletuner.annexes.questions.dialogue import named_choice, spelled_out
 from simpletuner.errors import Problem, not_one_of
 
-# What the answers so far are kept in.
+# The class that keeps the answers so far.
 Answers = TypeVar("Answers", contravariant=True)
 
-# Leaves out an optional value.
+# The answer that leaves out an optional value.
 NONE = "-"
-# Other answers that leave it out.
+# Words that leave it out, too.
 NOTHING = frozenset({"n", "no", "none"})
 
 
@@ -30,9 +30,7 @@ class Question(Generic[Answers]):
 
     @property
     def title(self) -> str:
-        """The part of the conversation that it belongs to, shown above its first question; empty
-        for none.
-        """
+        """The part of the conversation, shown above its first question; empty for none."""
         return ""
 
     @property
@@ -47,7 +45,7 @@ class Question(Generic[Answers]):
 
     @property
     def later(self) -> str:
-        """How an answer can be changed later, said after too many invalid ones."""
+        """How an answer can be changed later, shown after too many invalid ones."""
         return ""
 
     def prompt(self, answers: Answers) -> str:
@@ -55,11 +53,11 @@ class Question(Generic[Answers]):
         return self.text
 
     def applies(self, answers: Answers) -> bool:
-        """Whether to ask it, with the answers so far."""
+        """Whether to ask the question, with the answers so far."""
         return True
 
     def default(self, answers: Answers) -> Any:
-        """The value for an empty answer; None for none."""
+        """The value for an empty answer; None for no value."""
         return None
 
     def choices(self, answers: Answers) -> Mapping[str, str]:
@@ -77,10 +75,9 @@ class Question(Generic[Answers]):
         if answer == NONE:
             return None
         if answer.lower() in NOTHING and self.is_optional and not self.is_flag:
-            # If there is a choice named none, "no" means it.
             if "none" not in choices:
                 return None
-            answer = "none"
+            answer = "none"  # the choice of this name
         answer = named_choice(answer, choices)
         return spelled_out(answer) if self.is_flag else answer
 
@@ -108,5 +105,5 @@ class Question(Generic[Answers]):
         raise NotImplementedError
 
     def remarks(self, answers: Answers) -> list[str]:
-        """What to say about an answer once it is kept."""
+        """Lines to print about an answer once it is stored."""
         return []

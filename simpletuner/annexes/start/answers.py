@@ -1,4 +1,4 @@
-"""What is known of a new run: from its folder, from the command line, and from answers."""
+"""The answers about a new run: from its folder, from the command line, and from the user."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunAnswers:
         self.device = device
         self.offers_demo = offers_demo
         self.answered: dict[str, str] = {}
-        # By what they depend on: a plan takes a moment.
+        # Kept by purpose, trigger and device, since a plan takes a moment.
         self._verdicts: dict[tuple[str, str, AskedDevice], dict[str, Verdict]] = {}
 
     def answer(self, key: str, value: str) -> None:
@@ -69,22 +69,25 @@ class RunAnswers:
     def trigger(self) -> str:
         if self.known_trigger:
             return self.known_trigger
-        return "" if self.purpose == "edit" else self.answered.get("trigger", TRIGGER)
+        if self.purpose == "edit":
+            return ""
+        return self.answered.get("trigger", TRIGGER)
 
     @property
     def models(self) -> dict[str, str]:
         """The models to choose from, with their examples."""
+        must_caption = self.captions and bool(self.media.uncaptioned)
         models = {}
         for model, example in find_models(self.media.kind).items():
-            writes_missing = not (self.captions and self.media.uncaptioned) or writes_captions(
-                example
-            )
-            if writes_missing and (self.offers_demo or example not in DEMOS.values()):
-                models[model] = example
+            if must_caption and not writes_captions(example):
+                continue
+            if example in DEMOS.values() and not self.offers_demo:
+                continue
+            models[model] = example
         return models
 
     def judged_models(self) -> dict[str, Verdict]:
-        """The models with whether they suit the machine; those that do come first."""
+        """The models with their verdicts; those that suit the machine come first."""
         key = (self.purpose, self.trigger, self.device)
         if key not in self._verdicts:
             verdicts = {model: judge_new_run(self.run(model)) for model in self.models}
@@ -98,7 +101,9 @@ class RunAnswers:
         model = self.given.get("model") or self.answered.get("model")
         if model:
             return model
-        return next(iter(self.models if len(self.models) == 1 else self.judged_models()))
+        # Only a choice needs verdicts, which take a moment.
+        candidates = self.models if len(self.models) == 1 else self.judged_models()
+        return next(iter(candidates))
 
     @property
     def has_captions(self) -> bool:

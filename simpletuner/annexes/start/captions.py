@@ -1,6 +1,4 @@
-"""The captions in a folder: which are used, how a dataset reads them, and what is said about the
-others.
-"""
+"""The captions in a folder: which are used, how a dataset reads them, and notes about the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +58,7 @@ class FolderCaptions:
 
     @cached_property
     def _opened(self) -> tuple[Mapping[str, CaptionFile], Mapping[str, str]]:
-        """The first caption files by name, and why others of them cannot be used."""
+        """The usable ones of the first caption files, and why the rest cannot be used, by name."""
         contents: dict[str, CaptionFile] = {}
         reasons: dict[str, str] = {}
         for name in islice(dict.fromkeys(self.files.captions.values()), MOST_OPENED):
@@ -78,7 +76,7 @@ class FolderCaptions:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether most caption files of several lines hold one text each."""
+        """Whether most caption files of several lines hold a single text."""
         several = [content for content in self._contents.values() if len(content.captions) > 1]
         texts = [content for content in several if content.is_one_text]
         return not self.is_table and len(texts) * 2 > len(several)
@@ -88,15 +86,20 @@ class FolderCaptions:
         """The keys of a dataset that read these captions, besides `caption_strategy` `textfile`."""
         if self.is_table:
             return {"caption_strategy": "metadata"}
-        return {"disable_multiline_split": True} if self.is_whole else {}
+        if self.is_whole:
+            return {"disable_multiline_split": True}
+        return {}
 
     def has(self, name: str) -> bool:
         """Whether a picture or clip has a caption."""
-        return name in (self._table if self.is_table else self.files.captions)
+        if self.is_table:
+            return name in self._table
+        return name in self.files.captions
 
     def why_unusable(self, name: str) -> str:
-        """Why the caption file of one of the first files cannot be used, as a text that continues
-        the file's name.
+        """Why the caption file of a file cannot be used, as a text that continues the file's name.
+
+        Empty if it can be used, and for files after the first `MOST_OPENED`.
         """
         if self.is_table or name not in self.files.captions:
             return ""
@@ -104,9 +107,9 @@ class FolderCaptions:
         return reasons.get(self.files.captions[name], "")
 
     def without(self, words: str) -> list[str]:
-        """Those of the first captions that do not contain these words."""
-        named = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
-        return [caption for caption in self.texts if not named.search(caption)]
+        """The captions, of the first files, that do not contain these words."""
+        pattern = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
+        return [caption for caption in self.texts if not pattern.search(caption)]
 
     def mention(self, words: str) -> bool:
         """Whether most captions contain these words."""
@@ -116,12 +119,11 @@ class FolderCaptions:
     def texts(self) -> list[str]:
         """The captions of the first files, as they are trained."""
         if self.is_table:
-            tables = islice(self._table.values(), MOST_OPENED)
-            return [caption for captions in tables for caption in captions]
+            return [*chain.from_iterable(islice(self._table.values(), MOST_OPENED))]
         contents = self._contents.values()
         if self.is_whole:
             return ["\n".join(content.captions) for content in contents]
-        return [caption for content in contents for caption in content.captions]
+        return [*chain.from_iterable(content.captions for content in contents)]
 
     def notes(self) -> list[str]:
         """Sentences about how captions are read, and about those that are not used."""
@@ -132,33 +134,33 @@ class FolderCaptions:
                 "metadata)."
             )
         if self.is_whole:
-            text = (
+            notes.append(
                 "The caption files hold one text each and are not split into lines "
                 "(disable_multiline_split)."
             )
-            notes.append(text)
+        notes += self._about_unused_files()
+        notes += self._about_tables()
+        if not all(self.has(name) for name in self.files.files):
+            for sentence in foreign_captions(self.folder, self.files):
+                notes.append(f"Not used: {sentence}")
+        return notes
+
+    def _about_unused_files(self) -> Iterator[str]:
+        """A sentence about caption files that are not used."""
         unused = {
-            name: why
-            for name, (reason, why) in self.files.ignored.items()
+            name: explanation
+            for name, (reason, explanation) in self.files.ignored.items()
             if reason == "unused caption"
         }
         if self.is_table and self.files.captions:
             count = counted(len({*self.files.captions.values()}), "caption file")
-            notes.append(f"Not used: {count}, since the table captions more files.")
+            yield f"Not used: {count}, since the table captions more files."
         elif unused:
-            name, why = next(iter(unused.items()))
-            notes.append(f"Not used: {counted(len(unused), 'caption file')}; {name} {why}.")
-        notes += self._about_tables()
-        if not all(self.has(name) for name in self.files.files):
-            notes += [
-                f"Not used: {sentence}" for sentence in foreign_captions(self.folder, self.files)
-            ]
-        return notes
+            first, explanation = next(iter(unused.items()))
+            yield f"Not used: {counted(len(unused), 'caption file')}; {first} {explanation}."
 
     def _about_tables(self) -> Iterator[str]:
-        """Sentences about metadata.jsonl and metadata.csv that are not used, or name files that are
-        not there.
-        """
+        """Sentences about tables that are not used, or that name missing files."""
         unused = shorten(self.files.metadata, MOST_NAMED)
         if self._table and not self.is_table:
             yield (

@@ -1,5 +1,6 @@
-"""Folders named as kohya's scripts expect: `10_zkt woman` holds pictures of `zkt woman`, seen ten
-times in an epoch.
+"""Folders named as kohya's scripts expect: `10_zkt woman` is seen ten times in an epoch.
+
+Its pictures are of `zkt woman`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from simpletuner.data.discovery import Scan
 from simpletuner.data.file_names import concept_of
 from simpletuner.errors import counted, shorten
 
-REGULARISATION = frozenset(
-    {"reg", "regs", "regularization", "regularisation", "class"}
-)  # parts of a path
-MOST_NAMED = 3
+# Names of folders in a path to regularisation pictures.
+REGULARISATION = frozenset({"reg", "regs", "regularization", "regularisation", "class"})
+MOST_NAMED = 3  # files that are listed by name
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Concept:
     """A folder with repeats and words in its name.
 
     Attributes:
-        folder: its path below the folder that was given, `.` for that one.
+        folder: its path below the dataset's folder; `.` for the dataset's folder.
         title: its name.
-        files: its pictures or clips and their captions, by names below the folder that was given.
+        files: its pictures or clips and their captions, by names below the dataset's folder.
     """
 
     folder: str
@@ -39,23 +39,24 @@ class Concept:
         """The files by their names below the concept's folder."""
         if self.folder == ".":
             return self.files
-        start = len(self.folder) + 1
-        captions = {name[start:]: text[start:] for name, text in self.files.captions.items()}
+        prefix = f"{self.folder}/"
+        start = len(prefix)
+        # Pictures and captions are those of this folder only, unlike tables and ignored files.
         names = tuple(name[start:] for name in self.files.files)
-        metadata = tuple(
-            name[start:] for name in self.files.metadata if name.startswith(f"{self.folder}/")
-        )
+        captions = {name[start:]: text[start:] for name, text in self.files.captions.items()}
+        metadata = tuple(name[start:] for name in self.files.metadata if name.startswith(prefix))
         ignored = {
-            name[start:]: why
-            for name, why in self.files.ignored.items()
-            if name.startswith(f"{self.folder}/")
+            name[start:]: reason
+            for name, reason in self.files.ignored.items()
+            if name.startswith(prefix)
         }
         return Scan(names, captions, metadata, ignored)
 
 
 def find_concepts(root: Path, files: Scan) -> tuple[list[Concept], list[str]]:
-    """The concepts that hold most of the files, those with most files first, and sentences about
-    other files.
+    """The concepts of a folder, those with most files first, and sentences about them.
+
+    There are none if most files are outside of such folders.
 
     Args:
         files: of the folder `root`.
@@ -63,46 +64,55 @@ def find_concepts(root: Path, files: Scan) -> tuple[list[Concept], list[str]]:
     folders: dict[str, list[str]] = {}
     for name in files.files:
         folders.setdefault(name.rpartition("/")[0] or ".", []).append(name)
+
     concepts: list[Concept] = []
-    others: list[str] = []
+    untrained: list[str] = []
     for folder, names in folders.items():
         title = (root / folder).resolve().name
         parsed = concept_of(title)
-        is_regularisation = not REGULARISATION.isdisjoint(
-            part.lower() for part in Path(folder).parts
-        )
-        if parsed is None or is_regularisation:
-            others += names
+        if parsed is None or _is_regularisation(folder):
+            untrained += names
         else:
-            concepts.append(Concept(folder, title, *parsed, _only(files, names)))
-    if len(others) * 2 > len(files.files):
+            repeats, words = parsed
+            concepts.append(Concept(folder, title, repeats, words, _only(files, names)))
+    if len(untrained) * 2 > len(files.files):
         return [], []
+
     concepts.sort(key=lambda concept: len(concept.files.files), reverse=True)
-    notes = [_described(concept) for concept in concepts]
-    if concepts and others:
-        count = (
-            f"{counted(len(others), 'file')} outside of such folders or in regularisation folders"
+    notes = [_describe(concept) for concept in concepts]
+    if concepts and untrained:
+        count = counted(len(untrained), "file")
+        notes.append(
+            f"Not trained: {count} outside of such folders or in regularisation folders "
+            f"({shorten(untrained, MOST_NAMED)})."
         )
-        notes.append(f"Not trained: {count} ({shorten(others, MOST_NAMED)}).")
     return concepts, notes
 
 
-def together(files: Scan, concepts: Sequence[Concept]) -> Scan:
+def _is_regularisation(folder: str) -> bool:
+    """Whether a folder, or one above it, holds regularisation pictures."""
+    names = {part.lower() for part in Path(folder).parts}
+    return not REGULARISATION.isdisjoint(names)
+
+
+def files_of_concepts(files: Scan, concepts: Sequence[Concept]) -> Scan:
     """The files of all concepts."""
-    return _only(files, sorted(name for concept in concepts for name in concept.files.files))
+    names: list[str] = []
+    for concept in concepts:
+        names += concept.files.files
+    return _only(files, sorted(names))
 
 
 def _only(files: Scan, names: Sequence[str]) -> Scan:
+    """Only the pictures or clips with these names, and their captions."""
     captions = {name: files.captions[name] for name in names if name in files.captions}
     return replace(files, files=tuple(names), captions=captions)
 
 
-def _described(concept: Concept) -> str:
+def _describe(concept: Concept) -> str:
     times = "once" if concept.repeats == 1 else f"{concept.repeats} times"
-    seen = (
-        f"{counted(len(concept.files.files), 'file')}, seen {times} in an epoch (repeats "
-        f"{concept.repeats - 1})"
-    )
+    count = counted(len(concept.files.files), "file")
     return (
-        f"Taken from the name of the folder {concept.title!r}: {seen}; the words {concept.words!r}."
+        f"Taken from the name of the folder {concept.title!r}: {count}, seen {times} in an epoch "
+        f"(repeats {concept.repeats - 1}); the words {concept.words!r}."
     )

@@ -10,9 +10,7 @@ FEWEST_CHECKPOINTS = 4
 
 
 def checkpoint_interval(steps: int) -> int:
-    """Steps between checkpoints, so that the last interval ends with the run, if its length can be
-    divided so.
-    """
+    """Steps between checkpoints; the last interval ends with the run if its length allows it."""
     for count in range(CHECKPOINTS, FEWEST_CHECKPOINTS - 1, -1):
         if steps % count == 0:
             return steps // count
@@ -21,16 +19,17 @@ def checkpoint_interval(steps: int) -> int:
 
 
 def preview_interval(steps: int, saving: int, rounds: float) -> int:
-    """Steps between previews: those of one or more checkpoints, with the last interval at the end
-    of the run.
+    """Steps between previews: a multiple of the checkpoints' interval that divides the run.
 
     Args:
         saving: steps between checkpoints.
-        rounds: the most rounds of previews, the first of which is that of the untrained model.
+        rounds: the most rounds of previews, including that of the untrained model.
     """
     checkpoints = ceil_div(steps, saving)
     for checkpoints_per_round in range(1, checkpoints):
-        divides_run = checkpoints % checkpoints_per_round == 0
-        if divides_run and 1 + checkpoints / checkpoints_per_round <= rounds:
+        if checkpoints % checkpoints_per_round != 0:
+            continue
+        # The untrained model is rendered first.
+        if 1 + checkpoints / checkpoints_per_round <= rounds:
             return checkpoints_per_round * saving
     return steps

@@ -1,6 +1,4 @@
-"""From a folder and the command line of `simpletuner start` to a new run: checks, questions,
-notes.
-"""
+"""The interview of `simpletuner start`: from a folder and a command line to a new run."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def ask_run(
         _as_json(settings),
         captions=captions,
         device=device,
-        offers_demo=dialogue.asks,  # it is never chosen unasked
+        offers_demo=dialogue.asks,  # a demo is never chosen unasked
     )
     dialogue.print(f"{folder}: {media.describe()}")
     for note in media.notes():
@@ -64,12 +62,12 @@ def ask_run(
     for note in run.fit.notes():
         dialogue.warn(note)
     if run.captioned_as:
-        name_exceptions(media, run.captioned_as, dialogue)
+        warn_of_captions_without(run.captioned_as, media, dialogue)
     return run
 
 
-def name_exceptions(media: MediaFolder, words: str, dialogue: Dialogue) -> None:
-    """Name the captions without the words that most captions contain."""
+def warn_of_captions_without(words: str, media: MediaFolder, dialogue: Dialogue) -> None:
+    """Warn of captions without the words that most captions contain."""
     captions = media.parts[0].captions
     unnamed = captions.without(words)
     if unnamed:
@@ -91,21 +89,21 @@ def _check(folder: Path, answers: RunAnswers) -> Problems:
 
 
 def _check_output(folder: Path, answers: RunAnswers, report: Problems) -> None:
-    """Refuse to write the previews into the folder of the training files, usually the working
-    folder.
-    """
+    """Refuse an output folder inside the folder of the files, usually the working folder."""
     output = Path(str(answers.settings.get("output_dir", f"output/{answers.name}")))
     inner = folder.resolve()
     if output.resolve().is_relative_to(inner):
-        way = f"cd {shlex.quote(str(inner.parent))} && simpletuner start {shlex.quote(inner.name)}"
+        parent = shlex.quote(str(inner.parent))
+        command = f"cd {parent} && simpletuner start {shlex.quote(inner.name)}"
         report.error(
             "",
             f"{output} is inside {folder}, so previews would be trained. Start outside of "
-            f"it: {way}",
+            f"it: {command}",
         )
 
 
 def _check_name(name: str, report: Problems) -> None:
+    """Report a name that cannot be the name of a new config."""
     target = Path("config") / name
     if re.search(r"[/\\\x00-\x1f]", name):
         report.error("", f"--name {name!r} is not the name of a folder.")
@@ -118,6 +116,7 @@ def _check_name(name: str, report: Problems) -> None:
 
 
 def _check_choices(answers: RunAnswers, report: Problems) -> None:
+    """Report a purpose or a model that does not suit the files."""
     kind = answers.media.kind
     for option, names in (("purpose", PURPOSES[kind]), ("model", [*find_models(kind)])):
         value = answers.given[option]
@@ -165,7 +164,8 @@ def _check_settings(run: NewRun) -> None:
     checked = {
         key: value for key, value in run.config().items() if key not in FILES or key in run.settings
     }
-    Problems(Draft(run.folder / "config.json", checked).judgement.problems).raise_if_fatal()
+    judgement = Draft(run.folder / "config.json", checked).judgement
+    Problems(judgement.problems).raise_if_fatal()
 
 
 def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:

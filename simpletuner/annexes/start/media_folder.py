@@ -1,6 +1,4 @@
-"""What a folder of pictures or clips holds: its files, their sizes and captions, and what cannot be
-used.
-"""
+"""The content of a folder of pictures or clips: files, sizes, captions, and unusable files."""
 
 from __future__ import annotations
 
@@ -8,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from simpletuner.annexes.start.captions import MOST_NAMED, MOST_OPENED, FolderCaptions
-from simpletuner.annexes.start.concepts import Concept, find_concepts, together
+from simpletuner.annexes.start.concepts import Concept, files_of_concepts, find_concepts
 from simpletuner.annexes.start.sizes import Fit, fit_length, fit_size, rounded_size
 from simpletuner.config.paths import similar_path
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, probe_clip
@@ -32,12 +31,12 @@ PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
 
 @dataclass(frozen=True)
 class OpenedFiles:
-    """What the first `MOST_OPENED` files of a folder say about themselves.
+    """The facts of the first `MOST_OPENED` files of a folder, read from the files themselves.
 
     Attributes:
         sizes: width and height in pixels, by name.
         clips: the facts of clips, by name; empty for pictures.
-        unreadable: why the other files cannot be read, as a text that continues the name.
+        unreadable: why a file cannot be read, as a text that continues its name.
     """
 
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -105,17 +104,14 @@ class MediaFolder:
         """The files without a caption; unusable ones need none, nor do broken links."""
         uncaptioned = []
         for name in self.files.files:
-            if (
-                not self.captions.has(name)
-                and name not in self.unusable
-                and (self.folder / name).is_file()
-            ):
+            needs_caption = name not in self.unusable and not self.captions.has(name)
+            if needs_caption and (self.folder / name).is_file():
                 uncaptioned.append(name)
         return uncaptioned
 
     @cached_property
     def opened(self) -> OpenedFiles:
-        """What the first files say about themselves."""
+        """The facts of the first files."""
         opened = OpenedFiles()
         for name in self.files.files[:MOST_OPENED]:
             try:
@@ -191,10 +187,9 @@ class MediaFolder:
         if self.sources:
             count += f", each with a picture in {self.sources.name}"
         facts = [count]
-        if self.sizes:
-            facts.append(
-                _range(*(f"{width}x{height}" for width, height in (self.sizes[0], self.sizes[-1])))
-            )
+        sizes = [f"{width}x{height}" for width, height in self.sizes]
+        if sizes:
+            facts.append(_range(sizes[0], sizes[-1]))
         seconds = sorted(clip.seconds for clip in self.opened.clips.values())
         if seconds:
             facts.append(f"{_range(f'{seconds[0]:.1f}', f'{seconds[-1]:.1f}')} s")
@@ -218,7 +213,8 @@ class MediaFolder:
         return notes
 
     def _about_unusable(self) -> Iterator[str]:
-        for name, reason in list(self.unusable.items())[:MOST_NAMED]:
+        """Sentences about the first unusable files, and how many more there are."""
+        for name, reason in islice(self.unusable.items(), MOST_NAMED):
             yield f"Not usable: {escape_controls(name)} {reason.removesuffix('.')}."
         more = len(self.unusable) - MOST_NAMED
         if more > 0:
@@ -236,13 +232,11 @@ def read_media_folder(folder: Path) -> MediaFolder:
     """
     if folder.is_file():
         raise UserError(f"{folder} is a file; start takes a folder of pictures or clips.")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder.{similar_path(folder, '*/')}")
     if not is_readable(folder):
-        reason = (
-            "cannot be read."
-            if folder.is_dir()
-            else f"is not a folder.{similar_path(folder, '*/')}"
-        )
-        raise UserError(f"{folder} {reason}")
+        raise UserError(f"{folder} cannot be read.")
+
     pair = _find_pair(folder)
     if pair is not None:
         before, after = pair
@@ -250,6 +244,7 @@ def read_media_folder(folder: Path) -> MediaFolder:
         if not edited.files:
             raise UserError(f"{after} contains no pictures.")
         return MediaFolder(after, edited, "pairs", sources=before)
+
     pictures = scan(folder)
     clips = scan(folder, CLIP_SUFFIXES)
     if not pictures.files and not clips.files:
@@ -290,10 +285,10 @@ def _with_concepts(media: MediaFolder) -> MediaFolder:
     concepts, notes = find_concepts(media.folder, media.files)
     if not concepts:
         return media
-    return replace(
-        media, files=together(media.files, concepts), concepts=concepts, concept_notes=notes
-    )
+    files = files_of_concepts(media.files, concepts)
+    return replace(media, files=files, concepts=concepts, concept_notes=notes)
 
 
 def _range(first: str, last: str) -> str:
+    """A range in words; of equal values only one."""
     return first if first == last else f"{first} to {last}"

@@ -1,6 +1,4 @@
-"""A new run on a folder: its config, its dataset file and its prompts, from a few answers and a
-recipe.
-"""
+"""A new run on a folder: config, dataset file and prompts, from a few answers and a recipe."""
 
 from __future__ import annotations
 
@@ -26,18 +24,19 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.prompts import SMALLEST_SIDE
 
-# With at least this many files, an eighth is held out, up to four; fewer files are worth more in
-# training. Each is evaluated at eight noise levels and eight times, which takes about as long as
-# twenty steps.
+# With fewer files, all are trained: they are worth more in training.
 ENOUGH_FILES = 16
+# Otherwise one file in eight is held out, up to four. A run evaluates each of them eight times, at
+# eight noise levels, which takes about as long as twenty steps.
 HELD_OUT_SHARE = 8
 MOST_HELD_OUT = 4  # the default of num_eval_images
-# Sampling steps of two previews for each training step. Guided, they are four forward passes, a
-# training step is about
-# three: with so many, previews take a fifth of the run.
+# Sampling steps of a round of two previews, per training step, with which previews take a fifth of
+# the run, a quarter of the training time. A training step is about 3 forward passes; a sampling
+# step of both previews is 4, with guidance.
 SAMPLING_STEPS = 3 / 4 / 4
-# Prefixes of keys that concern the example's files.
-OF_EXAMPLES = ("preservation_", "tracker_run_name")
+EVAL_TIMESTEPS = 8
+# Prefixes of keys that concern only the files of an example.
+KEYS_OF_EXAMPLES = ("preservation_", "tracker_run_name")
 # Keys that name a file beside the config.
 FILES = {"data_backend_config": DATASET_FILE, "user_prompt_library": "user_prompt_library.json"}
 
@@ -92,9 +91,7 @@ class NewRun:
 
     @cached_property
     def captioned_as(self) -> str:
-        """The words for the learned concept that most captions already contain; empty if they
-        contain none.
-        """
+        """The words for the learned concept that most captions already contain; else empty."""
         captions = self.media.parts[0].captions
         for words in (self.phrase, self.trigger, self.trigger.partition(",")[0]):
             if words and captions.mention(words):
@@ -103,8 +100,9 @@ class NewRun:
 
     @cached_property
     def parts(self) -> list[NewRun]:
-        """A run for each concept, or else this run; the trigger is for the concept with most
-        files.
+        """A run for each concept, or else this run.
+
+        The trigger is for the concept with most files.
         """
         triggers = [self.trigger, *(concept.words for concept in self.media.concepts[1:])]
         parts = zip(self.media.parts, triggers, strict=True)
@@ -127,11 +125,10 @@ class NewRun:
 
     @cached_property
     def fit(self) -> Fit:
-        """The size and length of the trained files; with the user's resolution, no file is left out
-        for its size.
-        """
+        """The size and length of the trained files."""
         fit = self.media.fit(self.entry, self.spec, self.longest)
         if "resolution" in self.settings:
+            # At the user's resolution, no file is left out for its size.
             return replace(fit, resolution=fit.wanted, small=())
         return fit
 
@@ -160,7 +157,9 @@ class NewRun:
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         example = read_example(self.example)
-        config = {key: value for key, value in example.items() if not key.startswith(OF_EXAMPLES)}
+        config = {
+            key: value for key, value in example.items() if not key.startswith(KEYS_OF_EXAMPLES)
+        }
         config["output_dir"] = f"output/{self.name}"
         for key, file in FILES.items():
             config[key] = (self.folder / file).as_posix()
@@ -173,58 +172,59 @@ class NewRun:
         config |= self._preservation()
         if self.held_out:
             config["eval_steps_interval"] = config["checkpoint_step_interval"]
-            config["eval_timesteps"] = 8
+            config["eval_timesteps"] = EVAL_TIMESTEPS
         if self.media.holds_clips:
             config["validation_num_video_frames"] = self.fit.frames
         return {**config, **self.settings}
 
     def _preservation(self) -> dict[str, Any]:
-        """Keys that preserve the subject's class (`a grey cat`) without regularisation pictures, if
-        it is named.
+        """Keys that preserve the subject's class without regularisation pictures.
+
+        The class follows a comma, as in `zkt, a grey cat`.
         """
-        what = self.phrase.partition(", ")[2]
-        if self.purpose != "subject" or not what:
+        _trigger, _, subject_class = self.phrase.partition(", ")
+        if self.purpose != "subject" or not subject_class:
             return {}
         return {
             "preservation_weight": 1.0,
             "preservation_trigger": self.captioned_as or self.phrase,
-            "preservation_prompt": what,
+            "preservation_prompt": subject_class,
         }
 
     def _previews(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The size and the interval of previews: each has its checkpoint, and all take about a
-        fifth of the run.
+        """The size and the interval of previews, which take about a fifth of the run.
 
-        Pictures get as many pixels as are trained. Clips keep the example's, which may decide how
-        positions are scaled.
+        Previews of pictures have as many pixels as are trained. Those of clips keep the example's
+        size, which may decide how positions are scaled.
 
         Args:
-            config: with the example's size.
+            config: with the size in the example.
         """
         steps = config["max_train_steps"]
         size = config["validation_resolution"]
         resolution = {**self.settings, **self.datasets()[0]}["resolution"]
-        # that are trained, as a share of the example's; unknown if the user's resolution is no
-        # number
-        pixels = 1.0
+        # Trained pixels relative to those of a preview: a larger sample makes a training step as
+        # much slower. The user's resolution may be invalid, which is reported later.
+        relative_pixels = 1.0
         if isinstance(resolution, int) and resolution >= SMALLEST_SIDE:
-            pixels = (resolution / read_example(self.example, DATASET_FILE)[0]["resolution"]) ** 2
-        if pixels != 1 and not self.media.holds_clips:
+            usual = read_example(self.example, DATASET_FILE)[0]["resolution"]
+            relative_pixels = (resolution / usual) ** 2
+        if relative_pixels != 1 and not self.media.holds_clips:
             width, height = map(int, size.split("x"))
             grid = PixelGrid(resolution, "pixel_area", self.spec.size_multiple)
             size = str(grid.size(width / height))
-            pixels = 1.0
+            relative_pixels = 1.0
+        # Edits are rendered for several source pictures.
         inputs = config["num_eval_images"] if self.media.sources else 1
-        rounds = (
-            SAMPLING_STEPS * steps * pixels / (inputs * config["validation_num_inference_steps"])
-        )
+        sampling_steps = inputs * config["validation_num_inference_steps"]
+        rounds = SAMPLING_STEPS * steps * relative_pixels / sampling_steps
         interval = preview_interval(steps, config["checkpoint_step_interval"], rounds)
         return {"validation_resolution": size, "validation_step_interval": interval}
 
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
         trained = self.media.fitted(self.entry, self.spec, self.longest)
-        entries = [part.part_entry(trained) for part in self.parts]
+        entries = [part.entry_from(trained) for part in self.parts]
         if self.held_out:
             entries[0]["hold_out"] = self.held_out
         for number, concept in enumerate(self.media.concepts):
@@ -232,7 +232,7 @@ class NewRun:
         if len(entries) > 1:
             for number, entry in enumerate(entries, start=1):
                 entry["id"] = f"{entry['id']}-{number}"
-                entry.pop("cache_dir_vae", None)  # each needs a folder of its own
+                entry.pop("cache_dir_vae", None)  # a folder of one dataset only
         # Keys of the dataset would override the same keys of the command line.
         overridden = {*self.settings}
         if "resolution" in self.settings:
@@ -245,20 +245,19 @@ class NewRun:
     def _further_entries(self) -> list[dict[str, Any]]:
         """The entries that follow those of the trained files: source pictures, and captions."""
         _, *further = read_example(self.example, DATASET_FILE)
-        further = [
-            entry for entry in further if not entry.get("is_regularisation_data")
-        ]  # the demo's clips
+        # Not the regularisation clips of the demo.
+        further = [entry for entry in further if not entry.get("is_regularisation_data")]
         if self.media.sources:
-            further[0]["instance_data_dir"] = self._written(self.media.sources)
+            further[0]["instance_data_dir"] = self._relative(self.media.sources)
         return further
 
-    def part_entry(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """The entry with the folder of these files, and the keys that put the learned words into
-        captions.
-        """
-        return {**entry, "instance_data_dir": self._written(self.media.folder), **self._captions()}
+    def entry_from(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry for these files: with their folder, and the keys for their captions."""
+        folder = self._relative(self.media.folder)
+        return {**entry, "instance_data_dir": folder, **self._captions()}
 
     def _captions(self) -> dict[str, Any]:
+        """The keys that read the captions, and put the learned words into them."""
         # Whether the files, or most files of a concept, have captions or will get some.
         has_captions = self.captions or len(self.media.captioned) > len(self.media.uncaptioned)
         if self.phrase and not has_captions:
@@ -268,7 +267,8 @@ class NewRun:
             return keys
         return {**keys, "instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
 
-    def _written(self, folder: Path) -> str:
+    def _relative(self, folder: Path) -> str:
+        """A path for the dataset file, relative to the working folder if it is inside."""
         if folder.is_relative_to(self.root):
             folder = folder.relative_to(self.root)
         return folder.as_posix()
@@ -277,9 +277,8 @@ class NewRun:
         """Write config, dataset file and prompts into an existing folder."""
         (folder / "config.json").write_text(render_config(self.config()), encoding="utf-8")
         write_json(folder / FILES["data_backend_config"], self.datasets())
-        write_json(
-            folder / FILES["user_prompt_library"], {"unrelated": self.recipe.unrelated_prompt}
-        )
+        prompts = {"unrelated": self.recipe.unrelated_prompt}
+        write_json(folder / FILES["user_prompt_library"], prompts)
 
     def save(self) -> None:
         """Create the folder of the run's config, all or nothing; existing files are never replaced.
@@ -305,9 +304,11 @@ class NewRun:
 
 def run_name(folder: Path) -> str:
     """The name of a run, from the name of its folder."""
-    # Letters, digits, and vowel signs of scripts such as Devanagari, which \w does not match.
-    kept = (
-        char if char in "_.-" or category(char)[0] in "LMN" else " "
-        for char in folder.resolve().name
-    )
-    return "-".join("".join(kept).split()).strip("-.") or "my-lora"
+    name = "".join(char if _is_in_names(char) else " " for char in folder.resolve().name)
+    return "-".join(name.split()).strip("-.") or "my-lora"
+
+
+def _is_in_names(char: str) -> bool:
+    """Whether the name of a run may contain a character."""
+    # L, M and N: letters, vowel signs (of Devanagari, which \w does not match), and digits.
+    return char in "_.-" or category(char)[0] in "LMN"

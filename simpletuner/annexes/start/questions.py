@@ -1,6 +1,4 @@
-"""The questions about a new run: at most three, about what the folder and the command line leave
-open.
-"""
+"""The questions about a new run: at most three, about what is still open."""
 
 from __future__ import annotations
 
@@ -56,12 +54,9 @@ class Trigger(RunQuestion):
     about = "It names what is learned, in captions now and later in your prompts."
 
     def prompt(self, answers: RunAnswers) -> str:
-        example = (
-            f", and what it is, as in: {TRIGGER}, a grey cat"
-            if answers.purpose == "subject"
-            else ""
-        )
-        return f"{self.text}{example}"
+        if answers.purpose != "subject":
+            return self.text
+        return f"{self.text}, and what it is, as in: {TRIGGER}, a grey cat"
 
     def applies(self, answers: RunAnswers) -> bool:
         return not answers.known_trigger and answers.purpose != "edit"

@@ -1,5 +1,6 @@
-"""Recipes: the settings for a purpose, and the models that can learn from a folder. The data is
-`recipes.toml`.
+"""Recipes: the settings for a purpose, and the models that can learn from a folder.
+
+The data is in `recipes.toml`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DEMOS: Mapping[Kind, str] = TABLE["demos"]
 PURPOSES: Mapping[Kind, Sequence[str]] = TABLE["purposes"]
 # Not a word in any language, and not a single token.
 TRIGGER = "zkt"
-# Multiples of it can be divided by the number of checkpoints.
+# Steps are rounded to a multiple of this, which the number of checkpoints divides.
 ROUNDED_STEPS = 200
 
 
@@ -56,9 +57,7 @@ class Recipe:
     settings: Mapping[str, Any]
 
     def steps(self, files: int) -> int:
-        """The number of steps for this many files, rounded up so that the checkpoints' interval
-        divides it.
-        """
+        """The length of a run on this many files; rounded up, so that checkpoints divide it."""
         steps = round_up(files * self.steps_per_file, ROUNDED_STEPS)
         return min(self.most_steps, max(self.fewest_steps, steps))
 
@@ -66,7 +65,7 @@ class Recipe:
         """The keys of config.json; without a preview prompt if the recipe has none."""
         phrase = self.phrase.format(trigger=trigger)
         if "," in phrase:
-            phrase = f"{phrase},"  # what follows a comma is an apposition, which ends with one
+            phrase = f"{phrase},"  # an apposition (`zkt, a grey cat,`) ends with a comma, too
         prompt = self.prompt.format(phrase=phrase).removesuffix(",")
         values: dict[str, Any] = {
             "max_train_steps": steps,
@@ -83,10 +82,10 @@ RECIPES = {purpose: Recipe(**fields) for purpose, fields in TABLE["recipes"].ite
 
 
 def find_demo(kind: Kind) -> str:
-    """Without a GPU, the example of a tiny model that can learn from such files, to try everything
-    with; else empty.
-    """
-    return "" if find_device().is_gpu else DEMOS.get(kind, "")
+    """Without a GPU, the example of a tiny model for such files, to try everything; else empty."""
+    if find_device().is_gpu:
+        return ""
+    return DEMOS.get(kind, "")
 
 
 def find_models(kind: Kind) -> dict[str, str]:

@@ -1,6 +1,4 @@
-"""The size and length at which the files of a folder are trained, and the few that are left out for
-it.
-"""
+"""The size and length at which the files of a folder are trained, and files too small for it."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from dataclasses import dataclass
 from simpletuner.data.clips import fitting_frames
 from simpletuner.errors import counted, shorten
 
-# Percent of files that may be smaller or shorter than what is trained. They are the exception, and
-# left out; if there are more, all files are trained at what most of them have.
+# Percent of files that may be left out because they are smaller or shorter than the others. If more
+# are, all files are trained at a smaller size or length.
 MOST_LEFT_OUT = 25
 # Files that are left out, by name.
 MOST_NAMED = 3
@@ -28,7 +26,7 @@ class Fit:
 
     Attributes:
         noun: pictures or clips.
-        files: number of files that were looked at.
+        files: number of files whose size is known.
         resolution: the edge of a square of the trained area; `wanted` is that of the model.
         small: files that are left out because they are smaller.
         frames: length of the trained clips; `wanted_frames` is that of the model; 1 for pictures.
@@ -54,13 +52,15 @@ class Fit:
     @property
     def minimum_size(self) -> int:
         """The size below which files are left out; 0 if none is."""
-        return int(self.resolution / ACCEPTED_ENLARGEMENT) if self.small else 0
+        if not self.small:
+            return 0
+        return int(self.resolution / ACCEPTED_ENLARGEMENT)
 
     def notes(self, *, with_remedies: bool = True) -> Iterator[str]:
-        """A sentence for everything that is not as the model has it.
+        """A sentence for everything that differs from the model's usual size and length.
 
         Args:
-            with_remedies: followed by what `start` and the page take for another choice.
+            with_remedies: add how to choose otherwise in `start` and on the page.
         """
         for fact, remedy in self._notes():
             yield f"{fact} {remedy}" if with_remedies else fact
@@ -95,9 +95,7 @@ class Fit:
 
     @property
     def _size_with_small(self) -> str:
-        """How the small files are trained as well: at their size, or enlarged where the size is the
-        smallest one.
-        """
+        """How to train the small files too: all at their size, or enlarged if it is too small."""
         if self.smallest < self.resolution:
             return f"at a smaller size for all, add resolution={self.smallest}"
         return f"enlarged, add resolution={self.resolution}"
@@ -121,9 +119,8 @@ def fit_size(edges: Mapping[str, int], wanted: int) -> tuple[int, list[str]]:
         resolution = min(wanted, rounded_size(usual))
     if usual * ACCEPTED_ENLARGEMENT < resolution:
         return resolution, []  # all are tiny, and enlarged
-    return resolution, [
-        name for name, edge in edges.items() if edge * ACCEPTED_ENLARGEMENT < resolution
-    ]
+    small = [name for name, edge in edges.items() if edge * ACCEPTED_ENLARGEMENT < resolution]
+    return resolution, small
 
 
 def fit_length(lengths: Mapping[str, int], wanted: int, stride: int) -> tuple[int, list[str]]:
@@ -134,17 +131,21 @@ def fit_length(lengths: Mapping[str, int], wanted: int, stride: int) -> tuple[in
         wanted: frames that the model is trained with.
         stride: of the frames that make a latent frame.
     """
+    # Stills, saved as clips of a few frames, must not shorten all clips.
     moving = {name: length for name, length in lengths.items() if length > stride} or lengths
-    frames = fitting_frames(min(wanted, _exceeded_by_most(moving.values(), wanted)), stride)
+    usual = _exceeded_by_most(moving.values(), wanted)
+    frames = fitting_frames(min(wanted, usual), stride)
     return frames, [name for name, length in lengths.items() if length < frames]
 
 
 def rounded_size(edge: int) -> int:
-    """A resolution that does not enlarge a file with this edge, but for tiny ones."""
+    """A resolution that does not enlarge a file with this edge, unless it is tiny."""
     return max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
 
 
 def _exceeded_by_most(values: Iterable[int], otherwise: int) -> int:
-    """The value that at most `MOST_LEFT_OUT` percent are below."""
+    """The value that at most `MOST_LEFT_OUT` percent are below; `otherwise` without values."""
     ordered = sorted(values)
-    return ordered[len(ordered) * MOST_LEFT_OUT // 100] if ordered else otherwise
+    if not ordered:
+        return otherwise
+    return ordered[len(ordered) * MOST_LEFT_OUT // 100]

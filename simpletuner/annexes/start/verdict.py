@@ -28,8 +28,7 @@ class Verdict:
 def unwritten(run: NewRun) -> Iterator[Arguments]:
     """A context with the settings of a run that is not written yet, to plan it.
 
-    Captions that are still to be written are replaced by the trigger words: their lack is no reason
-    against a model.
+    Files without captions get the trigger words: missing captions say nothing about the model.
     """
     planned = replace(run, captions=not run.media.uncaptioned)
     with TemporaryDirectory() as name:
@@ -51,10 +50,8 @@ def plan_new_run(run: NewRun) -> Budget:
 def judge_new_run(run: NewRun) -> Verdict:
     """Whether the run suits the machine that is planned for, and how long it takes."""
     if run.is_demo:
-        return Verdict(
-            True,
-            "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with",
-        )
+        words = "tiny: minutes on a CPU, no download; it draws simple shapes"
+        return Verdict(True, f"{words}, to try everything with")
     try:
         budget = plan_new_run(run)
     except ConfigError as error:
@@ -63,7 +60,6 @@ def judge_new_run(run: NewRun) -> Verdict:
         return Verdict(False, "cannot be planned")
     time = duration_text(budget.step_seconds * budget.plan.length.total_steps)
     if not budget.device.is_gpu:
-        return Verdict(
-            not needs_consent(budget), f"no GPU here: about {time} on the CPU, without previews"
-        )
+        words = f"no GPU here: about {time} on the CPU, without previews"
+        return Verdict(not needs_consent(budget), words)
     return Verdict(True, f"fits, about {time} without previews")
