@@ -1,9 +1,8 @@
-"""From layers of settings to a plan: what will be trained, on which data, for how long, and every
-problem found.
+"""From layers of settings to a plan: what is trained, on what data, for how long; all problems.
 
-Nothing here loads a weight, and nothing is written but files of remote datasets, and those only if
-the arguments allow it. Problems are collected and reported together. Each kind of plan (`plans.py`)
-has a function that can be read from top to bottom; what they share are the stages below.
+Nothing here loads a weight. Only files of remote datasets are written, and those only if the
+arguments allow it. Problems are collected and reported together. Each kind of plan (`plans.py`) has
+a function that can be read from top to bottom; what they share are the stages below.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ from simpletuner.weights.part import Part
 def resolve_layers(
     layers: Sequence[Layer], report: Problems
 ) -> tuple[RunConfig, FamilySpec | None]:
-    """The settings with the defaults of the family that they name, and the family; None if it is
-    unknown.
-    """
+    """The settings with their family's defaults, and the family; None if it is unknown."""
     spec = find_family(layers, report)
     if spec is None:
         return resolve(layers, report), None
@@ -51,28 +48,24 @@ def resolve_layers(
 
 
 def find_family(layers: Sequence[Layer], report: Problems) -> FamilySpec | None:
-    """The family named by the layer with the highest precedence, which is the last one, as its
-    flavour has it.
-    """
-    # Family and flavour may come from different layers.
+    """The family that the settings name, with the facts of their flavour; None if it is unknown."""
+    # Family and flavour may come from different layers; the last layer wins.
     named: dict[str, str] = {}
     for layer in layers:
-        # resolve() reports the problems, and a missing family.
-        named |= {
-            key: str(value)
-            for key, value in canonical(layer, Problems()).items()
-            if value is not None
-        }
+        # `resolve` reports the problems of layers, and a missing family.
+        for key, value in canonical(layer, Problems()).items():
+            if value is not None:
+                named[key] = str(value)
     if "model_family" not in named:
         return None
     name = canonical_family_name(named["model_family"])
     if name in FAMILIES:
         return FAMILIES[name].for_flavour(named.get("model_flavour"))
-    message = (
-        f"{named['model_family']!r} is not one of: "
-        f"{', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES)}"
+    report.error(
+        "model_family",
+        f"{named['model_family']!r} is not one of: {', '.join(FAMILIES)}."
+        f"{did_you_mean(name, FAMILIES)}",
     )
-    report.error("model_family", message)
     return None
 
 
@@ -82,31 +75,33 @@ def find_flavour(config: RunConfig, spec: FamilySpec, report: Problems) -> Flavo
     names = spec.flavour_names
     if name is None or name in names:
         return spec.flavour(name)
-    if elsewhere := [family for family, each in FAMILIES.items() if name in each.flavour_names]:
-        message = f"{name!r} belongs to {elsewhere[0]}; {spec.name} has: {', '.join(names)}."
+    families = [family for family, known in FAMILIES.items() if name in known.flavour_names]
+    if families:
+        message = f"{name!r} belongs to {families[0]}; {spec.name} has: {', '.join(names)}."
     else:
-        # i2v-lite-pretrain-5s looks most like a flavour of another task.
+        # A suggestion keeps the task: i2v-lite-pretrain-5s looks most like a flavour of t2v.
         same_task = [known for known in names if known[:4] == name[:4]]
         message = (
-            f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, same_task or names)}"
+            f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, same_task or names)} "
+            "For another checkpoint set pretrained_model_name_or_path."
         )
-        message += " For another checkpoint set pretrained_model_name_or_path."
     report.error("model_flavour", message)
     return spec.flavours[0]
 
 
-def settle_task(
+def choose_task(
     flavour: Flavour, entries: Sequence[DatasetConfig], *, has_picture: bool = False
 ) -> tuple[Flavour, list[DatasetConfig]]:
     """The flavour with the task that the datasets select, and the datasets with `is_i2v` resolved.
 
     Only a flavour with a `dataset_task` has a choice: it takes that task as soon as one trained
-    dataset sets `video.is_i2v`, or a sample starts from a picture. The other datasets of the run
-    are still trained from noise alone.
+    dataset sets `video.is_i2v`, or a sample starts from a picture. The run's remaining datasets are
+    still trained from noise alone.
     """
     if flavour.dataset_task is None:
         return flavour, list(entries)
-    if has_picture or any(entry.is_trained and entry.video.is_i2v for entry in entries):
+    selects_it = any(entry.is_trained and entry.video.is_i2v for entry in entries)
+    if has_picture or selects_it:
         flavour = replace(flavour, task=flavour.dataset_task)
     return flavour, [_resolve_i2v(entry) for entry in entries]
 
@@ -114,8 +109,7 @@ def settle_task(
 def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
     if not entry.holds_clips:
         return entry
-    # Unset becomes false: with a `dataset_task`, clips are trained from noise unless they say
-    # otherwise.
+    # With a `dataset_task`, clips are trained from noise unless is_i2v is set.
     video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
     return entry.model_copy(update={"video": video})
 
@@ -167,18 +161,17 @@ def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "t
     report = arguments.problems
     launched = read_settings(arguments, report)
     model, entries = find_model(launched, purpose, report)
-    found = checks.findings(model, purpose)
-    report.extend(checks.worth_reporting(found, model.config))
+    problems = checks.find_problems(model, purpose)
+    report.extend(checks.worth_reporting(problems, model.config))
     previews = plan_previews(model, Rendering(), report)
 
-    # Up to here, settings and headers of weights; from here on, files that the settings name.
+    # So far, settings and headers of weights were read; from here on, files that the settings name.
     targets = trained_layers(model.config, model.spec, model.source, report)
     # Before the seed, which a continued run takes from its checkpoint.
     resume = check_resume(model, targets, report)
     seed = decide_seed(model.config.run.seed, resume)
     datasets = list_datasets(model, entries, arguments, report)
-    # What follows needs whole datasets: with problems so far it would only report their
-    # consequences.
+    # What follows needs complete datasets; after an error it would only report consequences.
     report.raise_if_fatal()
 
     check_use_of_data(previews, datasets, entries, report)
@@ -199,14 +192,13 @@ def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "t
     )
     check_schedule(plan, report)
     report.raise_if_fatal()
-    # Several checks may warn of the same.
-    return replace(
-        plan, warnings=list(dict.fromkeys(problem for problem in report if not problem.fatal))
-    )
+    warnings = [problem for problem in report if not problem.fatal]
+    # Several checks may give the same warning.
+    return replace(plan, warnings=list(dict.fromkeys(warnings)))
 
 
 def plan_rendering(arguments: Arguments, rendering: Rendering) -> PreviewPlan:
-    """What samples render. Their problems are left to the caller, who may know of more.
+    """What samples render. Raising the problems is left to the caller, who may find more.
 
     Raises:
         ConfigError: the family is unknown.
@@ -218,57 +210,51 @@ def plan_rendering(arguments: Arguments, rendering: Rendering) -> PreviewPlan:
     if family is None:
         raise ConfigError([*report, *checks.check_config(config, "sample")])
     model, _ = _model(config, family, [], rendering, report)
-    found = checks.worth_reporting(checks.findings(model, "sample"), model.config)
-    # The run has given its warnings; those of the command line are new.
-    origins = model.config.origins
-    report.extend(
-        problem
-        for problem in found
-        if problem.fatal or origins.get(problem.where) == arguments.label
-    )
+    problems = checks.find_problems(model, "sample")
+    for problem in checks.worth_reporting(problems, model.config):
+        # The run has given its warnings; only those about the command line are new.
+        is_new = model.config.origins.get(problem.where) == arguments.label
+        if problem.fatal or is_new:
+            report.append(problem)
     return plan_previews(model, rendering, report)
 
 
 def plan_draft(arguments: Arguments) -> tuple[PreviewPlan, dict[str, str]]:
-    """What unfinished settings come to, and their keys without effect, set or not, with the
-    reasons.
+    """The plan of unfinished settings, and all keys without effect, set or not, with the reasons.
 
-    An unknown family counts as the first one. Problems are left to the caller, who may know of
-    more.
+    An unknown family counts as the first one. Raising the problems is left to the caller, who may
+    find more.
     """
     report = arguments.problems
     layers, _ = arguments.layers(report)
     family = find_family(layers, report) or next(iter(FAMILIES.values()))
     config = resolve(layers, report, family.defaults, family.fixed)
     model, _ = _model(config, family, [], Rendering(), report)
-    found = checks.findings(model, "draft")
-    report.extend(checks.worth_reporting(found, model.config))
-    return plan_previews(model, Rendering(), report), checks.without_effect(found)
+    problems = checks.find_problems(model, "draft")
+    report.extend(checks.worth_reporting(problems, model.config))
+    return plan_previews(model, Rendering(), report), checks.without_effect(problems)
 
 
 def survey_datasets(arguments: Arguments) -> Survey:
     """A look at the datasets, which need not have captions, or enough samples.
 
     Raises:
-        ConfigError: with every problem of the settings; what is wrong with files is in the warnings
-            of the survey.
+        ConfigError: with every problem of the settings. Problems of files are warnings of the
+            survey.
     """
     report = arguments.problems
     launched = read_settings(arguments, report)
     model, entries = find_model(launched, "survey", report)
-    report.extend(checks.worth_reporting(checks.findings(model, "survey"), model.config))
+    report.extend(checks.worth_reporting(checks.find_problems(model, "survey"), model.config))
     context = data_context(model.config, model.spec, model.flavour.task, arguments.collect)
-    found = Problems()
-    datasets = build_datasets(entries, context, found)
+    of_datasets = Problems()
+    datasets = build_datasets(entries, context, of_datasets)
     ids = {dataset.id for dataset in datasets}
-    # A problem of a dataset as a whole, and not of one of its keys, is about its files.
-    report.extend(problem for problem in found if problem.where not in ids)
+    # A problem of a dataset as a whole is about its files; the others are about keys.
+    report.extend(problem for problem in of_datasets if problem.where not in ids)
     report.raise_if_fatal()
-    return Survey(
-        **vars(model),
-        datasets=datasets,
-        warnings=[replace(problem, fatal=False) for problem in found],
-    )
+    warnings = [replace(problem, fatal=False) for problem in of_datasets]
+    return Survey(**vars(model), datasets=datasets, warnings=warnings)
 
 
 def read_settings(arguments: Arguments, report: Problems) -> Launched:
@@ -305,17 +291,15 @@ def _model(
     rendering: Rendering,
     report: Problems,
 ) -> tuple[Model, list[DatasetConfig]]:
-    """The model of a family, with the pixel grid that its checkpoint needs unless the user set
-    one.
-    """
+    """The model of a family, and the entries of the datasets for its task."""
     flavour = find_flavour(config, spec, report)
-    flavour, entries = settle_task(flavour, entries, has_picture=bool(rendering.pictures))
-    source = ModelSource.from_settings(spec, flavour, config.flat).with_transformer(
-        rendering.transformer
-    )
+    flavour, entries = choose_task(flavour, entries, has_picture=bool(rendering.pictures))
+    source = ModelSource.from_settings(spec, flavour, config.flat)
+    source = source.with_transformer(rendering.transformer)
     spec = spec.for_checkpoint(flavour, source)
     if not config.is_explicit("aspect_bucket_alignment"):
-        # Written into the config, since datasets take what they leave unset from it.
+        # The pixel grid that the checkpoint needs. It is written into the config, since datasets
+        # take what they leave unset from there.
         grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
         config = replace(config, datasets=config.datasets.model_copy(update=grid))
     return Model(config=config, spec=spec, flavour=flavour, source=source), entries
@@ -324,10 +308,16 @@ def _model(
 def plan_previews(model: Model, rendering: Rendering, report: Problems) -> PreviewPlan:
     """The prompts and the sizes of previews."""
     config = model.config
-    prompts = [*rendering.prompts] or collect_prompts(config.validation, report)
+    prompts = list(rendering.prompts)
+    if not prompts:
+        prompts = collect_prompts(config.validation, report)
     checks.check_prompts(config, prompts, report)
-    wanted = config.validation.validation_resolution or ()
-    sizes = fit_sizes(wanted, model.spec, report, lenient=config.run.i_know_what_i_am_doing)
+    sizes = fit_sizes(
+        config.validation.validation_resolution or (),
+        model.spec,
+        report,
+        lenient=config.run.i_know_what_i_am_doing,
+    )
     return PreviewPlan(**vars(model), prompts=prompts, sizes=sizes, pictures=rendering.pictures)
 
 
@@ -364,9 +354,7 @@ def plan_schedule(
     seed: int,
     report: Problems,
 ) -> tuple[bool, Origin, Length]:
-    """Whether the sample order continues, where the data of this session begins, and the length of
-    the run.
-    """
+    """(whether the sample order continues, where the session's data begin, length of the run)."""
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     same_data = resume is None or has_same_data(config, trained, resume, seed, report)
     origin = data_origin(config, resume, same_data=same_data)

@@ -214,15 +214,20 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     # Only sizes: hashing gigabytes would delay every listing of checkpoints. Resuming hashes
     # (`damaged_files`).
-    sizes = {folder / name: size for name, (size, _) in manifest.files.items()}
-    whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
-    return manifest if whole else None
+    for name, (size, _) in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return None
+    return manifest
 
 
 def damaged_files(checkpoint: Checkpoint) -> list[str]:
     """Files of a checkpoint whose content has changed since it was written."""
-    files = checkpoint.manifest.files.items()
-    return [name for name, (_, digest) in files if hash_file(checkpoint.path / name) != digest]
+    damaged = []
+    for name, (_, digest) in checkpoint.manifest.files.items():
+        if hash_file(checkpoint.path / name) != digest:
+            damaged.append(name)
+    return damaged
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
@@ -235,80 +240,85 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """All complete checkpoints in a folder, and incomplete folders with the name of a
-    checkpoint.
-    """
-    named = sorted(
-        path for path in folder.glob("*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name)
-    )
-    opened = {path: open_checkpoint(path) for path in named}
-    whole = [checkpoint for checkpoint in opened.values() if checkpoint is not None]
-    return whole, [path for path, checkpoint in opened.items() if checkpoint is None]
+    """All complete checkpoints in a folder, and incomplete folders with such a name."""
+    complete = []
+    incomplete = []
+    for path in sorted(folder.glob("*")):
+        if not path.is_dir() or not FOLDER_NAME.fullmatch(path.name):
+            continue
+        checkpoint = open_checkpoint(path)
+        if checkpoint is None:
+            incomplete.append(path)
+        else:
+            complete.append(checkpoint)
+    return complete, incomplete
 
 
 def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """Complete checkpoints on the folder's line, sorted by step, and incomplete folders with the
-    name of one.
+    """Complete checkpoints on the folder's line, by step, and incomplete folders with such a name.
+
+    Checkpoints off the line count only if none is on it.
     """
     line = read_line(output_dir)
-    whole, broken = list_checkpoints(output_dir)
+    complete, incomplete = list_checkpoints(output_dir)
     if line is not None:
-        if (
-            line.move is not None and line.move.home != "."
-        ):  # the checkpoint that the branch continues is there
-            whole += list_checkpoints(output_dir / line.move.home)[0]
-        # A file that holds none of them is of another folder, or all that it holds have been
-        # deleted.
-        whole = [checkpoint for checkpoint in whole if line.holds(checkpoint)] or whole
+        if line.move is not None and line.move.home != ".":
+            # While files move, the checkpoint that the branch continues is still there.
+            complete += list_checkpoints(output_dir / line.move.home)[0]
+        # A file that holds none of them was copied from another folder, or its checkpoints have
+        # been deleted.
+        on_line = [checkpoint for checkpoint in complete if line.holds(checkpoint)]
+        complete = on_line or complete
     # At the same step, the regular checkpoint comes last, so that `latest` selects it.
-    whole.sort(key=lambda checkpoint: (checkpoint.step, not checkpoint.rolling))
-    return whole, broken
+    complete.sort(key=lambda checkpoint: (checkpoint.step, not checkpoint.rolling))
+    return complete, incomplete
 
 
-def select_checkpoint(wanted: str, output_dir: Path, report: Problems) -> Checkpoint | None:
-    """The checkpoint that `resume_from_checkpoint` selects; None starts a new run."""
+def select_checkpoint(name: str, output_dir: Path, report: Problems) -> Checkpoint | None:
+    """The checkpoint that `resume_from_checkpoint` selects; None starts a new run.
+
+    Args:
+        name: the value of the key: none, latest, a step, or the name or path of a folder.
+    """
     key = "resume_from_checkpoint"
-    whole, broken = find_checkpoints(output_dir)
-    if wanted.lower() == "none":
-        if whole:
+    complete, incomplete = find_checkpoints(output_dir)
+    if name.lower() == "none":
+        if complete:
             message = (
                 f"is none, but {output_dir} holds checkpoints that the run would meet; choose "
                 "another output_dir."
             )
             report.error(key, message)
         return None
-    if wanted.lower() == "latest":
-        for path in broken:
+    if name.lower() == "latest":
+        for path in incomplete:
             report.warn(key, f"{path} is not complete and was skipped.")
-        return whole[-1] if whole else None
-    named = [output_dir / wanted, Path(wanted).expanduser()]
-    if wanted.isdecimal():  # a step
-        named += [output_dir / f"checkpoint-{int(wanted)}{kind}" for kind in ("", ROLLING)]
-    for path in named:
-        if checkpoint := open_checkpoint(path):
+        return complete[-1] if complete else None
+    paths = [output_dir / name, Path(name).expanduser()]
+    if name.isdecimal():  # a step
+        paths += [output_dir / f"checkpoint-{int(name)}{kind}" for kind in ("", ROLLING)]
+    for path in paths:
+        checkpoint = open_checkpoint(path)
+        if checkpoint is not None:
             return checkpoint
-    names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
-    report.error(
-        key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}."
-    )
+    names = ", ".join(checkpoint.path.name for checkpoint in complete) or "none"
+    report.error(key, f"{name!r} is not a complete checkpoint. In {output_dir} there are: {names}.")
     return None
 
 
 def prune(
     output_dir: Path, limit: int, *, rolling: bool, in_use: Collection[Path] = ()
 ) -> list[Path]:
-    """Delete the oldest checkpoints of one kind beyond the limit (0 keeps all); returns the deleted
-    folders.
+    """Delete the oldest checkpoints of one kind beyond the limit; 0 keeps all.
 
-    Deletes only complete checkpoints that are not in use, never other folders.
+    Deletes only complete checkpoints that are not in use, and returns their folders.
     """
     if limit == 0:
         return []
-    whole, _ = find_checkpoints(output_dir)
-    checkpoints = [checkpoint for checkpoint in whole if checkpoint.rolling == rolling]
-    surplus = [
-        checkpoint.path for checkpoint in checkpoints[:-limit] if checkpoint.path not in in_use
-    ]
+    complete, _ = find_checkpoints(output_dir)
+    of_kind = [checkpoint for checkpoint in complete if checkpoint.rolling == rolling]
+    oldest = of_kind[:-limit]
+    surplus = [checkpoint.path for checkpoint in oldest if checkpoint.path not in in_use]
     for path in surplus:
         # The manifest first, so that an interrupted deletion leaves an incomplete checkpoint.
         (path / FILE_NAME).unlink()
@@ -341,5 +351,9 @@ def average_is_stale(output_dir: Path) -> bool:
 
 
 def describe_errors(notes: Mapping[str, str]) -> str:
-    """The errors of a converted LoRA as text; empty for other files."""
-    return ", ".join(f"{notes[key]} {whole}" for key, whole in ERRORS.items() if key in notes)
+    """The errors of a converted LoRA as text; empty for files without such notes."""
+    errors = []
+    for key, reference in ERRORS.items():
+        if key in notes:
+            errors.append(f"{notes[key]} {reference}")
+    return ", ".join(errors)

@@ -56,15 +56,10 @@ from simpletuner.planning.techniques.table import check_encoders, ruling_techniq
 Purpose = Literal["train", "caches", "sample", "survey", "draft"]
 
 HIGHEST_USUAL_RATE = 0.1
-# Without effect on families of pictures.
+# Optimizers for which a rate of 1 is reasonable.
+RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")
+# Keys without effect on families of pictures.
 FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
-RATE_IS_A_FACTOR = (
-    "prodigy",
-    "muon",
-    "torch-sgd",
-    "optimi-sgd",
-    "bnb-sgd8bit",
-)  # a rate of 1 is reasonable there
 
 
 def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]:
@@ -75,38 +70,41 @@ def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]
 
 
 def check_settings(config: RunConfig, purpose: Purpose, report: Problems) -> None:
-    """Everything visible in the settings alone, for every family; keys without effect too, set or
-    not.
+    """Report what the settings alone show, for every family, and keys without effect, set or not.
+
+    `worth_reporting` leaves out keys without effect that nobody set.
     """
-    for rule in SAMPLE_RULES if purpose == "sample" else RULES:
+    rules = SAMPLE_RULES if purpose == "sample" else RULES
+    for rule in rules:
         rule(config, report)
 
 
-def unmet(config: RunConfig, report: Problems) -> None:
+def check_requirements(config: RunConfig, report: Problems) -> None:
     """Keys, set or not, whose requirements do not hold."""
     for key, option in all_options().items():
-        # A group's switch precedes the conditions of a key; one reason is enough.
         lacking = [condition for condition in option.requires if not condition.holds(config.flat)]
         if not lacking:
             continue
-        fatal = [condition for condition in lacking if condition.fatal]
-        if fatal and lacking[0].fatal:  # whoever meets one is not refused for the next
-            reason = next((condition.reason for condition in fatal if condition.reason), "")
-            report.no_effect(key, f"needs {' and '.join(map(str, fatal))}{reason}.", fatal=True)
-        else:
+        # The switch of a group precedes the conditions of its keys; one reason is enough.
+        if not lacking[0].fatal:
             report.no_effect(key, lacking[0].lacking)
+            continue
+        # All errors at once, so that whoever meets one condition is not refused for the next.
+        fatal = [condition for condition in lacking if condition.fatal]
+        reasons = [condition.reason for condition in fatal if condition.reason]
+        reason = reasons[0] if reasons else ""
+        report.no_effect(key, f"needs {' and '.join(map(str, fatal))}{reason}.", fatal=True)
 
 
-def conflicts(config: RunConfig, report: Problems) -> None:
+def check_conflicts(config: RunConfig, report: Problems) -> None:
     """Conflicts, refusals and remarks that options declare; see `Option.conflicts`."""
     for option in all_options().values():
         if option.excludes or option.refused or option.remarks:
             option.conflicts(config.flat, report)
 
 
-def findings(model: Model, purpose: Purpose) -> Problems:
-    """All findings about the settings and their checkpoint, including keys without effect, set or
-    not.
+def find_problems(model: Model, purpose: Purpose) -> Problems:
+    """All problems of the settings and their checkpoint, with keys without effect, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its
     warnings, so they need only what makes rendering fail. A draft is judged after each answer, so
@@ -116,26 +114,26 @@ def findings(model: Model, purpose: Purpose) -> Problems:
     spec = model.spec
     flavour = model.flavour
     source = model.source
-    found = Problems()
-    check_settings(config, purpose, found)
+    report = Problems()
+    check_settings(config, purpose, report)
     if purpose == "survey":
-        return found
-    family_problems(config, spec, found)
-    spec.checks.settings(config, flavour, found)
-    check_block_numbers(config, spec, source, found)
+        return report
+    check_family(config, spec, report)
+    spec.checks.settings(config, flavour, report)
+    check_block_numbers(config, spec, source, report)
     if config.launch.sequence_parallel_size > 1:
-        check_sequence(model, found)
+        check_sequence(model, report)
     if purpose == "draft":
         # The steps of an epoch are unknown without datasets.
-        check_total(config, config.schedule.max_train_steps or 0, found)
+        check_total(config, config.schedule.max_train_steps or 0, report)
     else:
-        check_flavour(config, flavour, found)
-        effects.by_source(source, found)
-        source.check_names(found)
-        if source.check(found):
-            check_parts(spec, flavour, source, found)
-    check_packages(config.precision, found)
-    return found
+        check_flavour(config, flavour, report)
+        effects.by_source(source, report)
+        source.check_names(report)
+        if source.check(report):
+            check_parts(spec, flavour, source, report)
+    check_packages(config.precision, report)
+    return report
 
 
 def without_effect(problems: Iterable[Problem]) -> dict[str, str]:
@@ -148,46 +146,51 @@ def without_effect(problems: Iterable[Problem]) -> dict[str, str]:
 
 
 def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
-    """The problems, but for keys without effect that are unset, have their default, or are errors
-    anyway.
+    """The problems without repetitions, and without most keys that have no effect.
 
-    Of several reasons why a key has no effect, the first one is enough.
+    A key without effect is left out if it is unset, has its default, or is reported as an error.
+    The first of several reasons why a key has no effect is enough.
     """
     problems = list(problems)
     options = all_options()
     settings = config.flat
-    # A key with an error need not also be called useless.
-    wrong = {
-        problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)
-    }
+    errors = set()
+    for problem in problems:
+        if problem.fatal and not isinstance(problem, NoEffect):
+            errors.add(problem.where)
+    # Keys without effect by their name alone, so that the first reason stays; others by message.
     kept: dict[tuple[str, ...], Problem] = {}
     for problem in problems:
         key = problem.where
         if not isinstance(problem, NoEffect):
             kept.setdefault((key, problem.message), problem)
-        elif not config.is_explicit(key) or settings[key] == options[key].default:
             continue
-        elif problem.fatal or key not in wrong:
-            way_out = " Otherwise leave it out." if problem.fatal else ""
-            # One reason for a key; others by their message.
-            kept.setdefault((key,), replace(problem, message=problem.message + way_out))
+        if not config.is_explicit(key) or settings[key] == options[key].default:
+            continue
+        if problem.fatal:
+            message = problem.message + " Otherwise leave it out."
+            kept.setdefault((key,), replace(problem, message=message))
+        elif key not in errors:
+            kept.setdefault((key,), problem)
     return list(kept.values())
 
 
 def check_output(config: RunConfig, report: Problems) -> None:
-    """Report an output folder that is not writable, before slow work starts, and cache paths that
-    are files.
-    """
-    shared = {home_path("~").resolve(): "the home folder", Path("/"): "the root of the file system"}
-    place = shared.get(home_path(config.run.output_dir).resolve())
-    if place is not None:
+    """Report an output folder that is not writable, and cache paths that are files."""
+    shared_folders = {
+        home_path("~").resolve(): "the home folder",
+        Path("/"): "the root of the file system",
+    }
+    shared = shared_folders.get(home_path(config.run.output_dir).resolve())
+    if shared is not None:
         message = (
-            f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as "
+            f"{config.run.output_dir!r} is {shared}; a run needs a folder of its own, such as "
             "output/my-lora."
         )
         report.error("output_dir", message)
         return
-    if reason := why_not_writable(Path(config.run.output_dir).expanduser()):
+    reason = why_not_writable(Path(config.run.output_dir).expanduser())
+    if reason:
         report.error("output_dir", reason)
         return  # caches are often inside it and would repeat the problem
     folders = config.run.model_dump(
@@ -238,12 +241,12 @@ def check_lora(config: RunConfig, report: Problems) -> None:
         message = f"{init!r} changes the base, which base_model_precision {base!r} does not allow."
         report.error("lora_init_type", f"{message} Use default or gaussian.")
     elif dtype != "fp32":
-        message = (
+        report.error(
+            "lora_init_type",
             f"{init!r} moves part of the base into the LoRA and rounds the rest to {dtype}, which "
-            "changes more"
+            "changes more than the LoRA does. Use default or gaussian, or base_model_precision "
+            "fp32.",
         )
-        advice = "than the LoRA does. Use default or gaussian, or base_model_precision fp32."
-        report.error("lora_init_type", f"{message} {advice}")
 
 
 def check_rest(config: RunConfig, report: Problems) -> None:
@@ -256,9 +259,7 @@ def check_rest(config: RunConfig, report: Problems) -> None:
     if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
         report.warn("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
     check_optimizer(config.optimizer, config.precision.mixed_precision, report)
-    if (
-        config.model.model_type == "lora"
-    ):  # of a full fine-tune, no weight is multiplied as it is stored
+    if config.model.model_type == "lora":  # a full fine-tune has no frozen weight to quantise
         check_quantized_matmul(config.precision, report)
     check_speed(config.speed, config.precision, config.launch, report)
     check_trackers(config.tracking, report)
@@ -271,7 +272,7 @@ def check_rest(config: RunConfig, report: Problems) -> None:
     check_encoders(config, report)
 
 
-def family_problems(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
+def check_family(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
     """Report violated limits of the family, and every key without effect on it, set or not."""
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.captions.longest:
@@ -283,13 +284,10 @@ def family_problems(config: RunConfig, spec: FamilySpec, report: Problems) -> No
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         model = " ".join(filter(None, [spec.title, config.model.model_flavour]))
         report.error("lora_format", f"'comfyui': ComfyUI cannot run {model}; use diffusers.")
-    _unused_keys(spec, report)
+    _check_unused_keys(spec, report)
     second = config.precision.text_encoder_2_precision
-    if (
-        spec.text_encoders > 1
-        and second in ("bf16", "fp32")
-        and second != text_encoder_dtype(config.precision)
-    ):
+    sets_dtype = spec.text_encoders > 1 and second in ("bf16", "fp32")
+    if sets_dtype and second != text_encoder_dtype(config.precision):
         message = (
             f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to "
             "the same."
@@ -305,9 +303,7 @@ def family_problems(config: RunConfig, spec: FamilySpec, report: Problems) -> No
 
 
 def _check_vae(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
-    """Ways to decode and encode that the VAE of the family lacks, and lengths of clips that it
-    cannot decode.
-    """
+    """Report what the family's VAE cannot do: ways to decode and encode, lengths of clips."""
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = (
             f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles "
@@ -315,12 +311,10 @@ def _check_vae(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
         )
         report.warn("validation_decoding", message)
     if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
-        message = (
-            f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions "
-            "between frames;"
-        )
         report.error(
-            "vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory."
+            "vae_enable_temporal_roll",
+            f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions "
+            "between frames; vae_enable_patch_conv lowers the VAE's memory.",
         )
     frames = config.validation.validation_num_video_frames
     stride = spec.frame_stride
@@ -328,15 +322,15 @@ def _check_vae(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
         return
     if (frames - 1) % stride != 0:  # clips fill whole latent frames
         below = (frames - 1) // stride * stride + 1
-        message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
+        above = below + stride
         report.error(
             "validation_num_video_frames",
-            message,
-            remedy={"validation_num_video_frames": below + stride},
+            f"{frames} is not {stride}k+1; the nearest are {below} and {above}.",
+            remedy={"validation_num_video_frames": above},
         )
 
 
-def _unused_keys(spec: FamilySpec, report: Problems) -> None:
+def _check_unused_keys(spec: FamilySpec, report: Problems) -> None:
     """Report keys for features that the family lacks."""
     if not spec.slices_convolutions:
         message = f"has no effect: the VAE of {spec.title} is not the one it applies to."
@@ -375,15 +369,15 @@ def check_flavour(config: RunConfig, flavour: Flavour, report: Problems) -> None
 def check_block_numbers(
     config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems
 ) -> None:
-    """Compare keys with visual block numbers with the number of blocks, if the checkpoint is on
-    this machine.
-
-    A family that cannot skip tokens says why in its own checks.
-    """
-    counts = list(spec.block_counts.values())
-    # The last group holds the visual blocks, after the text blocks.
-    number = (source["transformer"].read_config() or {}).get(counts[-1]) if counts else None
-    blocks = number if isinstance(number, int) else None
+    """Report block numbers that the checkpoint does not have, if it is on this machine."""
+    blocks = None
+    if spec.block_counts:
+        # The last group holds the visual blocks, after the text blocks.
+        key = list(spec.block_counts.values())[-1]
+        number = (source["transformer"].read_config() or {}).get(key)
+        if isinstance(number, int):  # a file of the user may hold anything
+            blocks = number
+    # A family that cannot skip tokens reports so in its own checks.
     routes = config.techniques.of(TreadConfig).routes if spec.token_blocks else ()
     for technique in ruling_techniques(config):
         technique.check_model(config, spec, routes, blocks, report)
@@ -400,17 +394,17 @@ def check_sequence(model: Model, report: Problems) -> None:
             key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1."
         )
         return
-    heads = spec.heads(
-        model.source["transformer"].read_config() or spec.cost.published(model.flavour.name)
-    )
-    both = math.gcd(heads, launch.local_processes)
-    if both % size != 0:
-        allowed = ", ".join(str(divisor) for divisor in range(1, both + 1) if both % divisor == 0)
+    dimensions = model.source["transformer"].read_config()
+    heads = spec.heads(dimensions or spec.cost.published(model.flavour.name))
+    largest = math.gcd(heads, launch.local_processes)
+    if largest % size != 0:
+        divisors = [str(number) for number in range(1, largest + 1) if largest % number == 0]
         processes = counted(launch.local_processes, "process", "processes")
-        message = (
-            f"{size} must divide the {heads} heads of the model and the {processes} of each machine"
+        report.error(
+            key,
+            f"{size} must divide the {heads} heads of the model and the {processes} of each "
+            f"machine: use {', '.join(divisors)}.",
         )
-        report.error(key, f"{message}: use {allowed}.")
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems) -> None:
@@ -453,8 +447,7 @@ def check_weights(
 def _check_transformer(
     spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems
 ) -> None:
-    """Every block that its config.json counts, all with the same weights, and every weight outside
-    the blocks.
+    """Report missing weights: of blocks that config.json counts, and outside the blocks.
 
     Shapes are compared with the class when the run starts (`models.loading.check_shapes`).
     """
@@ -466,9 +459,9 @@ def _check_transformer(
     where = f"the transformer in {part.location!r}"
     published = spec.cost.published_shapes(flavour.name)
     # Weights outside the blocks, as the published checkpoint has them.
-    of_blocks = tuple(f"{group}." for group in spec.block_counts)
-    beside = {name for name in published if not name.startswith(of_blocks)}
-    absent = sorted(beside - shapes.keys())
+    prefixes = tuple(f"{group}." for group in spec.block_counts)
+    outside = {name for name in published if not name.startswith(prefixes)}
+    absent = sorted(outside - shapes.keys())
     for group, key in spec.block_counts.items():
         expected = config.get(key)
         blocks = blocks_of(group, shapes)
@@ -479,21 +472,19 @@ def _check_transformer(
                     f"{where} has {len(blocks)} {group}, its config.json has {key} {expected}.",
                 )
             absent += [f"{group}.{number}" for number in range(expected) if number not in blocks]
+        # All blocks of a group have the same weights.
         absent += differing_weights(group, blocks)
     if absent:
         report.error(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
 
 
 def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt], report: Problems) -> None:
-    """Prompts must not contain control tokens: the tokenizer would read them as the end of the
-    prompt or a picture.
-    """
+    """Report control tokens in prompts, which would end the prompt or stand for a picture."""
     texts: list[tuple[str, str | None]] = [(prompt.nickname, prompt.prompt) for prompt in prompts]
     texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
     # It becomes a caption, see `PreservationConfig.other_caption`.
-    texts.append(
-        ("preservation_prompt", config.techniques.of(PreservationConfig).preservation_prompt)
-    )
+    preservation = config.techniques.of(PreservationConfig).preservation_prompt
+    texts.append(("preservation_prompt", preservation))
     for name, text in texts:
         token = control_token(text or "")
         if token is not None:
@@ -523,9 +514,10 @@ def check_total(config: RunConfig, total_steps: int, report: Problems) -> None:
 
 
 RULES = (
-    unmet,  # first: of several reasons why a key has no effect, `worth_reporting` keeps the first
+    # First, since `worth_reporting` keeps the first of several reasons why a key has no effect.
+    check_requirements,
     effects.by_settings,
-    conflicts,
+    check_conflicts,
     check_output,
     check_launch,
     check_length,
@@ -534,5 +526,5 @@ RULES = (
     check_lora,
     check_rest,
 )
-# What training needs, such as packages of an optimizer, may be missing here.
-SAMPLE_RULES = (conflicts, check_output, check_offload)
+# What only training needs, such as packages of an optimizer, may be missing for samples.
+SAMPLE_RULES = (check_conflicts, check_output, check_offload)

@@ -17,7 +17,8 @@ from simpletuner.planning.techniques.table import ruling_techniques
 
 SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
 MOST_CROPPED = 0.2  # share of a side that may be cropped without a warning if `crop` is off
-OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule")
+# Keys that replace the logit-normal distribution of sigmas.
+OTHER_DISTRIBUTIONS = ("flow_use_uniform_schedule", "flow_use_beta_schedule")
 
 
 def check_datasets(model: Model, datasets: Sequence[Dataset], report: Problems) -> None:
@@ -55,33 +56,31 @@ def _check_evaluated(model: Model, dataset: Dataset, report: Problems) -> None:
 
 
 def _check_noise_levels(config: RunConfig, dataset: Dataset, report: Problems) -> None:
-    """A dataset's own noise levels need a law that they shift."""
+    """An offset of a dataset's noise levels needs a distribution that it shifts."""
     if not dataset.config.timestep_sampling_offset:
         return
-    # Logit-normal has no key: it is what the others replace.
-    laws = [key for key in OTHER_LAWS if config.flat[key]]
-    if laws:
+    # Logit-normal has no key of its own: it applies unless one of these is set.
+    distributions = [key for key in OTHER_DISTRIBUTIONS if config.flat[key]]
+    if distributions:
         message = (
-            f"is added before the sigmoid of logit-normal sigmas, and {laws[0]} has none; remove "
-            "one of them."
+            f"is added before the sigmoid of logit-normal sigmas, and {distributions[0]} has none; "
+            "remove one of them."
         )
         report.error(f"{dataset.id}.timestep_sampling_offset", message)
 
 
 def _check_kinds(config: RunConfig, trained: Sequence[Dataset], report: Problems) -> None:
-    """Regularisation data needs a LoRA and other data, and a LoRA for sliders data with a
-    strength.
+    """Check regularisation data, and that a LoRA for sliders has data with a strength.
+
+    Regularisation data needs a LoRA, whose base model is the target, and another dataset.
     """
     regularised = [dataset.id for dataset in trained if dataset.config.is_regularisation_data]
     drawn = [dataset for dataset in trained if dataset.config.probability > 0]
     if drawn and all(dataset.config.is_regularisation_data for dataset in drawn):
-        message = (
-            "is set on every dataset that is trained, so the only target would be the base "
-            "model itself."
-        )
         report.error(
             f"{drawn[0].id}.is_regularisation_data",
-            f"{message} Remove it, or add a dataset without it.",
+            "is set on every dataset that is trained, so the only target would be the base model "
+            "itself. Remove it, or add a dataset without it.",
         )
     if regularised and config.model.model_type == "full":
         message = "needs model_type lora: the base model is the one with the LoRA off."
@@ -112,8 +111,8 @@ def _check_slider(config: RunConfig, dataset: Dataset, report: Problems) -> None
     key = f"{dataset.id}.slider_strength"
     if config.model.model_type == "full":
         report.error(key, "needs model_type lora: it is the strength of the LoRA.")
-    elif reason := adapter_kind(lora).no_slider:
-        report.error(key, f"{reason}.")
+    elif adapter_kind(lora).no_slider:
+        report.error(key, f"{adapter_kind(lora).no_slider}.")
     elif dataset.config.is_regularisation_data:
         report.error(
             key,
@@ -121,10 +120,10 @@ def _check_slider(config: RunConfig, dataset: Dataset, report: Problems) -> None
             "strength 0.",
         )
     elif lora.use_dora or lora.lora_init_type in ("olora", "pissa"):
-        with_it = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
+        setting = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
         report.error(
             key,
-            f"cannot be combined with {with_it}: not all that it changes scales with the strength.",
+            f"cannot be combined with {setting}: not all that it changes scales with the strength.",
         )
 
 
@@ -134,15 +133,15 @@ def _check_resolution(model: Model, dataset: Dataset, report: Problems) -> None:
     kind = dataset.config.resolution_type
     if resolution is None or resolution >= SMALLEST_RESOLUTION or kind == "area":
         return
-    largest = (model.spec.largest_side / 1000) ** 2  # megapixels
-    advice = (
-        "for megapixels set resolution_type area"
-        if resolution <= largest
-        else f"use {SMALLEST_RESOLUTION}"
+    advice = f"use {SMALLEST_RESOLUTION}"
+    most_megapixels = (model.spec.largest_side / 1000) ** 2
+    if resolution <= most_megapixels:
+        advice = "for megapixels set resolution_type area"
+    message = (
+        f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}. "
+        "(i_know_what_i_am_doing allows it.)"
     )
-    message = f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}."
     is_fatal = not model.config.run.i_know_what_i_am_doing
-    message += " (i_know_what_i_am_doing allows it.)"
     report.append(Problem(f"{dataset.id}.resolution", message, fatal=is_fatal))
 
 
@@ -152,32 +151,28 @@ def _check_cropping(dataset: Dataset, report: Problems) -> None:
         return
     if not dataset.config.is_trained:  # its sizes follow those of a trained dataset
         return
-    sample = max(dataset.samples, key=lambda sample: max(_cropped(sample.geometry)))
-    in_width, in_height = _cropped(sample.geometry)
-    share = max(in_width, in_height)
+    sample = max(dataset.samples, key=lambda sample: max(_cropped_shares(sample.geometry)))
+    of_width, of_height = _cropped_shares(sample.geometry)
+    share = max(of_width, of_height)
     if share > MOST_CROPPED:
-        side = "width" if in_width > in_height else "height"
-        size = sample.geometry.size
-        message = (
-            f"{share:.0%} of the {side} of {sample.name} is cropped: {size} is the nearest size"
-        )
+        side = "width" if of_width > of_height else "height"
         report.warn(
             f"{dataset.id}.resolution",
-            f"{message} on the model's grid; a larger resolution crops less.",
+            f"{share:.0%} of the {side} of {sample.name} is cropped: {sample.geometry.size} is the "
+            "nearest size on the model's grid; a larger resolution crops less.",
         )
 
 
-def _cropped(geometry: Geometry) -> tuple[float, float]:
+def _cropped_shares(geometry: Geometry) -> tuple[float, float]:
     """The shares of width and height that a crop takes off."""
     width, height = geometry.size
-    whole_width, whole_height = geometry.resized
-    return 1 - width / whole_width, 1 - height / whole_height
+    resized_width, resized_height = geometry.resized
+    return 1 - width / resized_width, 1 - height / resized_height
 
 
 def check_cache_folders(entries: Sequence[DatasetConfig], report: Problems) -> None:
     """Cache paths that datasets name must not be files."""
     for entry in entries:
+        folders = {"cache_dir": entry.cache_dir, "cache_dir_vae": entry.cache_dir_vae}
         with report.within(entry.id) as of_entry:
-            check_folders(
-                {"cache_dir": entry.cache_dir, "cache_dir_vae": entry.cache_dir_vae}, of_entry
-            )
+            check_folders(folders, of_entry)

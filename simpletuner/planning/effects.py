@@ -1,5 +1,4 @@
-"""Keys that are set and cannot act in this run: by other settings, by the checkpoint, and by the
-data.
+"""Keys that cannot act in this run: because of other settings, the checkpoint, or the data.
 
 What one key needs of another is declared beside it (`requires`, in `config/`); here is what takes
 more than that. Every rule reports `NoEffect`, which becomes a warning only for a key that the user
@@ -22,10 +21,8 @@ from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Flavour
 
 LOCAL_TRACKERS = {"none", "simpletuner"}  # they have neither projects nor files of their own
-PICTURE_KEYS = (
-    "validation_using_datasets",
-    "eval_dataset_id",
-)  # of previews that start from a picture
+# Keys of previews that start from a picture.
+PICTURE_KEYS = ("validation_using_datasets", "eval_dataset_id")
 
 
 def by_settings(config: RunConfig, report: Problems) -> None:
@@ -142,7 +139,6 @@ def _by_entries(entries: Sequence[DatasetConfig], report: Problems) -> None:
 
 
 def _is_evaluated(dataset: Dataset) -> bool:
-    """Whether a dataset has an evaluation loss; one of which no file could be held out has an error
-    of its own.
-    """
+    """Whether a dataset has an evaluation loss."""
+    # If no file could be held out, an error reports it.
     return dataset.config.dataset_type == "eval" or bool(dataset.config.hold_out)

@@ -115,6 +115,9 @@ def data_context(
     """The settings of a run that concern datasets."""
     run = config.run
     cache = Path(run.cache_dir or f"{run.output_dir}/cache")
+    frame_rate = None
+    if spec.media == "video":
+        frame_rate = config.validation.framerate or spec.frame_rate
     return DataContext(
         defaults=config.datasets,
         spec=spec,
@@ -123,9 +126,7 @@ def data_context(
         text_root=Path(run.cache_dir_text or cache / "text").expanduser() / spec.name,
         download_root=cache.expanduser(),
         output_dir=Path(run.output_dir).expanduser(),
-        frame_rate=config.validation.framerate or spec.frame_rate
-        if spec.media == "video"
-        else None,
+        frame_rate=frame_rate,
         train_batch_size=config.schedule.train_batch_size,
         gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
         num_processes=config.launch.data_processes,
@@ -137,12 +138,9 @@ def data_context(
 
 
 def text_folder(plan: SamplePlan, dataset: Dataset | None = None) -> Path:
-    """The text cache of a dataset, or of the prompts (None): the folder of its entry, else the
-    family's default.
-    """
-    entry = text_entry_of(
-        dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches
-    )
+    """The text cache of a dataset, or of the prompts (None)."""
+    config = dataset.config if dataset else DatasetConfig(id="prompts")
+    entry = text_entry_of(config, plan.text_caches)
     if entry is not None and entry.cache_dir:
         return Path(entry.cache_dir).expanduser()
     return data_context(plan.config, plan.spec, plan.flavour.task).text_root
@@ -164,8 +162,11 @@ def cache_folders(plan: SamplePlan) -> list[Path]:
 
 @dataclass(frozen=True)
 class Listing:
-    """Every cache entry that a run reads in an epoch: captions and prompts, latents, and features
-    of techniques.
+    """Every cache entry that a run reads in an epoch.
+
+    Attributes:
+        texts: embeddings of captions and prompts.
+        features: features of techniques.
     """
 
     plan: SamplePlan
@@ -176,14 +177,12 @@ class Listing:
     features: Entries[FeatureEntry]
 
     def holds_for(self, plan: SamplePlan, epoch: int) -> bool:
-        """Whether another plan certainly reads the same entries; False if unknown without listing
-        them again.
-        """
+        """Whether a plan certainly reads the same entries; if not, they must be listed again."""
         # New random crops have different latents.
-        same_epoch = epoch == self.epoch or not any(
-            dataset.changes_each_epoch for dataset in plan.datasets
-        )
-        return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
+        changes = any(dataset.changes_each_epoch for dataset in plan.datasets)
+        if changes and epoch != self.epoch:
+            return False
+        return plan.config == self.plan.config and plan.datasets == self.plan.datasets
 
     def keys(self) -> set[str]:
         """The keys of all entries."""
@@ -208,18 +207,23 @@ class Listing:
 def list_entries(plan: SamplePlan, catalogue: Catalogue, epoch: int = 1) -> Listing:
     """The entries that the run reads in an epoch; a text with several uses is listed once."""
     dropout = plan.config.text.caption_dropout_probability > 0
-    trained = [each.at_epoch(epoch) for each in plan.trained]
-    watched = evaluated(plan)
+    trained = [dataset.at_epoch(epoch) for dataset in plan.trained]
+    held_out = evaluated(plan)
     kinds = feature_kinds(plan)
 
     def texts() -> Iterator[TextEntry]:
         yield from catalogue.texts_of(trained, with_empty=dropout)
-        yield from catalogue.texts_of(watched, with_empty=False)
+        yield from catalogue.texts_of(held_out, with_empty=False)
         yield from prompt_entries(plan, catalogue)
 
-    latents = Entries(lambda: catalogue.latents_of([*trained, *watched]))
-    features = Entries(lambda: catalogue.features_of(trained, kinds))
-    return Listing(plan, epoch, catalogue, Entries(texts), latents, features)
+    return Listing(
+        plan,
+        epoch,
+        catalogue,
+        texts=Entries(texts),
+        latents=Entries(lambda: catalogue.latents_of([*trained, *held_out])),
+        features=Entries(lambda: catalogue.features_of(trained, kinds)),
+    )
 
 
 def feature_kinds(plan: SamplePlan) -> list[FeatureKind]:
@@ -233,12 +237,11 @@ def evaluated(plan: SamplePlan) -> list[Dataset]:
         return []
     # The first samples, so that every evaluation is comparable.
     most = plan.config.validation.num_eval_images
-    sets = [
-        dataset
-        for dataset in plan.datasets
-        if dataset.config.dataset_type == "eval" and dataset.samples
-    ]
-    return [replace(each, samples=each.samples[:most]) for each in sets]
+    datasets = []
+    for dataset in plan.datasets:
+        if dataset.config.dataset_type == "eval" and dataset.samples:
+            datasets.append(replace(dataset, samples=dataset.samples[:most]))
+    return datasets
 
 
 def prompt_entries(plan: SamplePlan, catalogue: Catalogue) -> list[TextEntry]:
@@ -247,21 +250,23 @@ def prompt_entries(plan: SamplePlan, catalogue: Catalogue) -> list[TextEntry]:
         return []
     pictures: list[Sample | None] = [None]
     if catalogue.prompt_holds_picture:
-        sources = [source for source in preview_sources(plan) if source is not None]
-        # The picture is part of the prompt, so every size has another embedding.
-        pictures = [source.fitted(size) for source in sources for size in plan.sizes]
+        pictures = []
+        for source in preview_sources(plan):
+            if source is not None:
+                # The picture is part of the prompt, so every size has another embedding.
+                pictures += [source.fitted(size) for size in plan.sizes]
     texts = [(prompt.prompt, False) for prompt in plan.prompts]
     texts.append((plan.config.validation.validation_negative_prompt or "", True))
-    return [
-        catalogue.text(None, text, picture, f"validation prompt {text!r}", negative=negative)
-        for text, negative in texts
-        for picture in pictures
-    ]
+    entries = []
+    for text, negative in texts:
+        title = f"validation prompt {text!r}"
+        for picture in pictures:
+            entries.append(catalogue.text(None, text, picture, title, negative=negative))
+    return entries
 
 
 def preview_sources(plan: SamplePlan) -> list[Sample | None]:
-    """The sources of previews: none (None), source pictures (i2i), or the first frames of clips
-    (i2v).
+    """The sources of previews: none (None), source pictures (i2i), or first frames (i2v).
 
     They come from `eval_dataset_id`, else from the trained datasets.
     """
@@ -270,27 +275,20 @@ def preview_sources(plan: SamplePlan) -> list[Sample | None]:
     if plan.pictures:
         return [*plan.pictures]
     chosen = plan.config.validation.eval_dataset_id
-    datasets = [
-        dataset
-        for dataset in plan.datasets
-        if (dataset.id in chosen if chosen else dataset.config.is_trained)
-    ]
-    samples = [
-        sample
-        for dataset in datasets
-        for sample in dataset.samples
-        if not dataset.config.disable_validation
-    ]
-    # The first frame of a clip, or the source of an edited picture (i2i).
-    sources = [sample.partner or sample for sample in samples]
-    return [*sources[: plan.config.validation.num_eval_images]]
+    sources: list[Sample | None] = []
+    for dataset in plan.datasets:
+        is_source = dataset.id in chosen if chosen else dataset.config.is_trained
+        if is_source and not dataset.config.disable_validation:
+            # The source of an edited picture (i2i), else the clip, for its first frame.
+            sources += [sample.partner or sample for sample in dataset.samples]
+    return sources[: plan.config.validation.num_eval_images]
 
 
 def previews_of_a_round(plan: SamplePlan) -> tuple[int, int]:
-    """(previews per round, previews per size and seed): of all prompts, source pictures and sets of
-    weights.
-    """
+    """(previews per round, previews per size and seed)."""
     config = plan.config
-    weights = 2 if config.ema.use_ema and config.ema.ema_validation == "comparison" else 1
-    subjects = len(plan.prompts) * len(preview_sources(plan)) * weights
+    sets_of_weights = 1
+    if config.ema.use_ema and config.ema.ema_validation == "comparison":
+        sets_of_weights = 2  # with and without the average
+    subjects = len(plan.prompts) * len(preview_sources(plan)) * sets_of_weights
     return subjects * len(plan.sizes) * config.validation.num_validation_images, subjects

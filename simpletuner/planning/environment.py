@@ -1,6 +1,4 @@
-"""Rules about the machine and the launcher: environment variables, processes, CUDA graphs, and
-writable folders.
-"""
+"""Rules about the machine and the launcher: environment, processes, CUDA graphs, folders."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ def as_launched(config: RunConfig, report: Problems) -> RunConfig:
     machines = ceil_div(place.size, place.local_size)
     values: dict[str, Any] = {"num_processes": place.size, "num_machines": machines}
     if number_in(os.environ, "TORCHELASTIC_RESTART_COUNT"):
-        # A restart after a failure goes on, instead of starting the branch of its command again.
+        # A restart after a failure continues; its command might start a branch again.
         values["resume_from_checkpoint"] = "latest"
     return config.with_values(values, "the launcher")
 
@@ -118,11 +116,13 @@ def allows_other_batch_size() -> object | None:
 
 
 def check_folders(folders: Mapping[str, str | None], report: Problems) -> None:
-    """Report paths that are files instead of folders. Read-only folders are allowed, such as
-    complete caches.
+    """Report paths that are files instead of folders.
+
+    Read-only folders are allowed, such as complete caches.
     """
     for key, folder in folders.items():
-        if folder and (reason := why_no_folder(Path(folder).expanduser(), folder)):
+        reason = why_no_folder(Path(folder).expanduser(), folder) if folder else None
+        if reason:
             report.error(key, reason)
 
 
@@ -133,11 +133,11 @@ def check_launch(config: RunConfig, report: Problems) -> None:
         below = launch.num_processes // launch.num_machines * launch.num_machines
         above = below + launch.num_machines
         allowed = f"{below} or {above}" if below > 0 else str(above)
-        message = (
+        report.error(
+            "num_processes",
             f"{launch.num_processes} processes cannot be shared equally by num_machines "
-            f"{launch.num_machines}"
+            f"{launch.num_machines}; it counts those of all machines: {allowed}.",
         )
-        report.error("num_processes", f"{message}; it counts those of all machines: {allowed}.")
     if launch.fsdp_enable:
         _check_shards(config, report)
 
@@ -145,49 +145,48 @@ def check_launch(config: RunConfig, report: Problems) -> None:
 def may_shard(config: RunConfig) -> bool:
     """Whether this run could use FSDP2."""
     settings = config.flat
+    if config.launch.num_processes == 1 or settings["enable_group_offload"]:
+        return False
     # From the rules, so that advice never contradicts them.
-    excluded = any(rule.holds(settings) for rule in all_options()["fsdp_enable"].excludes)
-    free = not excluded and not settings["enable_group_offload"]  # its rule excludes FSDP
+    if any(rule.holds(settings) for rule in all_options()["fsdp_enable"].excludes):
+        return False
     report = Problems()
     _check_shards(config, report)
-    return free and config.launch.num_processes > 1 and not report
+    return not report
 
 
 def _check_shards(config: RunConfig, report: Problems) -> None:
     """Report optimizers whose update needs unsharded weights."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
-        message = (
-            f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights."
-        )
         report.error(
             "fsdp_enable",
-            f"{message} Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable.",
+            f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights. Use "
+            "an AdamW such as adamw_bf16, or DDP, without fsdp_enable.",
         )
 
 
 def check_offload(config: RunConfig, report: Problems) -> None:
-    """Report CUDA graphs with offloading, since graphs need fixed addresses, and the cost of
-    offloading to disk.
-    """
+    """Report CUDA graphs with offloading, and the cost of offloading to disk."""
     settings = config.flat
-    disk = "group_offload_to_disk_path"
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
     if moving:
         for key, advice in graph_keys(config.launch).items():
-            message = (
-                f"{settings[key]!r} cannot be combined with {moving[0]}: CUDA graphs work at "
-                "fixed addresses, and"
+            report.error(
+                key,
+                f"{settings[key]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed "
+                f"addresses, and offloaded tensors move; {advice}.",
             )
-            report.error(key, f"{message} offloaded tensors move; {advice}.")
+    disk = "group_offload_to_disk_path"
     folder = settings[disk]
     if folder is None or not all_options()[disk].has_effect(settings):
         return
-    if reason := why_not_writable(Path(folder).expanduser()):
+    reason = why_not_writable(Path(folder).expanduser())
+    if reason:
         report.error(disk, reason)
-    else:
-        message = (
-            "every step reads the offloaded weights twice from this disk, unless spare memory "
-            "keeps them;"
-        )
-        report.warn(disk, f"{message} it waits whenever reading takes longer than computing.")
+        return
+    report.warn(
+        disk,
+        "every step reads the offloaded weights twice from this disk, unless spare memory keeps "
+        "them; it waits whenever reading takes longer than computing.",
+    )

@@ -1,6 +1,4 @@
-"""The length of a run: its steps and epochs, what is left of it, and whether every step has a
-dataset.
-"""
+"""The length of a run in steps and epochs, what is left of it, and whether every step has data."""
 
 from __future__ import annotations
 
@@ -29,46 +27,47 @@ def data_origin(config: RunConfig, resume: Checkpoint | None, *, same_data: bool
     if not same_data:
         return Origin(next_epoch(resume), batches_done)
     progress = resume.manifest.progress
-    if progress is None:  # older checkpoints do not say where in the epoch they are
+    if progress is None:  # older checkpoints do not record their position in the epoch
         return Origin()
     return Origin(resume.manifest.epoch, batches_done - progress.position)
 
 
 def next_epoch(checkpoint: Checkpoint) -> int:
     """The epoch that follows a checkpoint if an incomplete epoch starts over."""
-    manifest = checkpoint.manifest
-    # Older checkpoints do not say whether their epoch is complete.
-    return manifest.epoch if manifest.progress is None else manifest.progress.epochs_done + 1
+    progress = checkpoint.manifest.progress
+    if progress is None:  # older checkpoints do not record whether their epoch is complete
+        return checkpoint.manifest.epoch
+    return progress.epochs_done + 1
 
 
 def plan_length(config: ScheduleConfig, schedule: Schedule) -> Length:
     """Steps and epochs of a run: `max_train_steps`, else `num_train_epochs` (default 1).
 
-    What is left of a run counted in epochs is counted in epochs of today's data.
+    The remaining epochs of a continued run have the length that they have with today's data.
     """
     accumulation = config.gradient_accumulation_steps
     per_epoch = schedule.length(schedule.origin.epoch)
     steps = config.max_train_steps or 0
     if steps > 0:
+        last_epoch = schedule.origin.epoch
         # The first epoch is empty if all datasets start later, which the checks report.
-        last = (
-            schedule.epoch_after(steps * accumulation - 1) if per_epoch else schedule.origin.epoch
-        )
-        return Length(steps, per_epoch, last)
+        if per_epoch:
+            last_epoch = schedule.epoch_after(steps * accumulation - 1)
+        return Length(steps, per_epoch, last_epoch)
     epochs = config.num_train_epochs or 1
-    return Length(ceil_div(schedule.before(epochs + 1), accumulation), per_epoch, epochs)
+    batches = schedule.before(epochs + 1)
+    return Length(ceil_div(batches, accumulation), per_epoch, epochs)
 
 
 def check_schedule(plan: Plan, report: Problems) -> None:
-    """Every step of the run needs a dataset, every dataset should get a step, and a session needs
-    steps.
-    """
+    """Every step needs a dataset, every dataset should get a step, and a session needs steps."""
     schedule = plan.sampler().schedule
     length = plan.length
     batches = length.total_steps * plan.config.schedule.gradient_accumulation_steps
-    gap = (
-        schedule.gap(batches=batches) if counts_steps(plan) else schedule.gap(epochs=length.epochs)
-    )
+    if counts_steps(plan):
+        gap = schedule.gap(batches=batches)
+    else:
+        gap = schedule.gap(epochs=length.epochs)
     if gap is not None:
         report.error("data_backend_config", _describe_gap(plan, schedule, gap))
         return
@@ -98,9 +97,9 @@ def _describe_gap(plan: Plan, schedule: Schedule, gap: Stretch) -> str:
     first = schedule.step_at(gap.before)
     starts = [steps_of(dataset).start for dataset in schedule.active(epoch)]
     later_starts = [step for step in starts if step > first]
-    steps = (
-        f"in steps {first} to {min(later_starts) - 1}" if later_starts else f"from step {first} on"
-    )
+    steps = f"from step {first} on"
+    if later_starts:
+        steps = f"in steps {first} to {min(later_starts) - 1}"
     windows = [f"{dataset.id} ({_window(dataset) or 'always'})" for dataset in schedule.datasets]
     message = (
         f"no dataset takes part {steps} (epoch {epoch}): {shorten(windows)}. Change a window to "
@@ -108,38 +107,38 @@ def _describe_gap(plan: Plan, schedule: Schedule, gap: Stretch) -> str:
     )
     if first - 1 <= plan.steps_done:  # a shorter run would train nothing
         return f"{message}."
-    shorter = (
-        f"max_train_steps {first - 1}" if counts_steps(plan) else f"num_train_epochs {epoch - 1}"
-    )
+    shorter = f"num_train_epochs {epoch - 1}"
+    if counts_steps(plan):
+        shorter = f"max_train_steps {first - 1}"
     return f"{message}, or end the run before it with {shorter}."
 
 
 def _window(dataset: Dataset) -> str:
     """The keys of the window that are set, with their values."""
-    values = {
-        key: getattr(dataset.config, key)
-        for key in ("start_epoch", "end_epoch", "start_step", "end_step")
-    }
-    is_open = {"start_epoch": 1, "start_step": 0}
-    return ", ".join(f"{key} {value}" for key, value in values.items() if value != is_open.get(key))
+    defaults = {"start_epoch": 1, "end_epoch": None, "start_step": 0, "end_step": None}
+    limits = []
+    for key, default in defaults.items():
+        value = getattr(dataset.config, key)
+        if value != default:
+            limits.append(f"{key} {value}")
+    return ", ".join(limits)
 
 
 def _opens_later(dataset: Dataset, schedule: Schedule) -> bool:
-    """Whether the window opens after the beginning of this session; otherwise earlier ones may have
-    been in it.
+    """Whether the window opens after this session has begun.
+
+    A dataset whose window was open before may have taken part in an earlier session.
     """
     origin = schedule.origin
-    return epochs_of(dataset).start > origin.epoch or steps_of(dataset).start > schedule.step_at(
-        origin.batches
-    )
+    if epochs_of(dataset).start > origin.epoch:
+        return True
+    return steps_of(dataset).start > schedule.step_at(origin.batches)
 
 
 def _check_left(plan: Plan, report: Problems) -> None:
-    """Refuse a session without a step, unless it only publishes the result of a run that is
-    complete.
+    """Refuse a session without a step, unless it only publishes the result of a complete run.
 
-    The caches of a run that was continued with other settings can be looked at with any number of
-    steps.
+    The caches of a run can be looked at with any number of steps.
     """
     if plan.purpose == "caches":
         return
@@ -150,24 +149,17 @@ def _check_left(plan: Plan, report: Problems) -> None:
     if total > done or total == 0:
         return
     if resume is None:
-        message = (
-            f"{total} is not above init_lora_step {done}, whose steps count as trained: no step "
-            "is left."
-        )
-        report.error(
-            key, f"{message} max_train_steps {done + total} trains {counted(total, 'step')}."
-        )
-    elif total < done:
-        value = plan.length.epochs
-        reached = f"epoch {resume.manifest.epoch}"
-        if counts_steps(plan):
-            value = total
-            reached = f"step {done}"
         report.error(
             key,
-            f"{value} is below {reached} of {resume.path.name}: no step is left to train. "
-            "Raise it.",
+            f"{total} is not above init_lora_step {done}, whose steps count as trained: no step "
+            f"is left. max_train_steps {done + total} trains {counted(total, 'step')}.",
         )
+    elif total < done:
+        if counts_steps(plan):
+            length = f"{total} is below step {done}"
+        else:
+            length = f"{plan.length.epochs} is below epoch {resume.manifest.epoch}"
+        report.error(key, f"{length} of {resume.path.name}: no step is left to train. Raise it.")
     elif not plan.same_data:
         finished = counted(plan.length.epochs, "epoch is", "epochs are")
         if counts_steps(plan):
@@ -179,24 +171,29 @@ def _check_left(plan: Plan, report: Problems) -> None:
 
 
 def _check_rate(plan: Plan, report: Problems) -> None:
-    """Warn about a jump of the learning rate, whose schedule is computed for the new length of a
-    continued run.
+    """Warn about a jump of the learning rate where a continued run has a new length.
+
+    Its schedule is computed for the new length, not for the one that the checkpoint had.
     """
     config = plan.config.optimizer
-    total = plan.length.total_steps
+    if config.lr_scheduler not in DECAYING_SCHEDULERS:
+        return
     resume = plan.resume
     if resume is None or resume.manifest.progress is None:
         return
-    progress = resume.manifest.progress
-    if progress.total_steps == total or total <= resume.step:
+    total = plan.length.total_steps
+    planned = resume.manifest.progress.total_steps
+    if planned == total or total <= resume.step:
         return
     peak = peak_learning_rate(plan.config)
-    before = learning_rate_at(resume.step - 1, config, peak, progress.total_steps)
+    before = learning_rate_at(resume.step - 1, config, peak, planned)
     after = learning_rate_at(resume.step, config, peak, total)
-    is_noticeable = abs(after - before) > NOTICEABLE_JUMP * max(after, before)
-    if config.lr_scheduler in DECAYING_SCHEDULERS and is_noticeable:
-        change = f"was computed for {counted(progress.total_steps, 'step')} and now is for {total}"
-        rates = f"from {before:.3g} in step {resume.step} to {after:.3g} in step {resume.step + 1}"
-        jump = f"the learning rate goes {rates}"
-        advice = "A lower learning_rate makes the jump smaller; lr_scheduler constant has none."
-        report.warn("lr_scheduler", f"{config.lr_scheduler} {change}: {jump}. {advice}")
+    if abs(after - before) <= NOTICEABLE_JUMP * max(after, before):
+        return
+    report.warn(
+        "lr_scheduler",
+        f"{config.lr_scheduler} was computed for {counted(planned, 'step')} and now is for "
+        f"{total}: the learning rate goes from {before:.3g} in step {resume.step} to {after:.3g} "
+        f"in step {resume.step + 1}. A lower learning_rate makes the jump smaller; lr_scheduler "
+        "constant has none.",
+    )

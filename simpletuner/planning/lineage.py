@@ -55,9 +55,9 @@ class Branch:
     Attributes:
         start: the checkpoint, for users.
         line: the new line; its `move` is set.
-        left: complete checkpoints that are not on it, by their steps.
+        left: complete checkpoints that are not on the new line, by their steps.
         result: step of the result, if it is not on the new line.
-        newest: the checkpoint from which the old line would continue, if it is another one.
+        newest: the checkpoint from which the old line would continue, if it is not `start`.
     """
 
     start: str
@@ -95,21 +95,20 @@ def branch_folder(line: Line) -> str:
 
 
 def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
-    """The branch that a run starts from a checkpoint; None if it continues the line of the
-    folder.
-    """
+    """The branch that a run starts from a checkpoint; None if it continues the folder's line."""
     checkpoints, _ = find_checkpoints(output_dir)
     newest = checkpoints[-1] if checkpoints else None
     current = read_line(output_dir)
-    if current is None:  # by the newest checkpoint, which may have come from another folder
+    if current is None:
+        # The line of the newest checkpoint, which may have been copied from another folder.
         current = Line(newest.manifest.forks if newest is not None else ())
-    if current.begins_at(checkpoint):  # a session that was killed has begun to start this branch
-        return None
+    if current.begins_at(checkpoint):
+        return None  # a killed session has already begun to start this branch
 
     home = _home(output_dir, checkpoint)
     move = Move(_shared_steps(current, checkpoint), home)
-    if move.is_foreign:  # another run has no step in common with what is here
-        move = replace(move, shared=0)
+    if move.is_foreign:
+        move = replace(move, shared=0)  # another run has no step in common with this folder
     fork = Fork(checkpoint.step, _next_number(output_dir, current))
     line = Line((*checkpoint.manifest.forks, fork), move)
     left = _left(output_dir, line)
@@ -134,34 +133,34 @@ def _home(output_dir: Path, checkpoint: Checkpoint) -> str:
 
 
 def _shared_steps(current: Line, checkpoint: Checkpoint) -> int:
-    """The last step that a line and the line of a checkpoint have in common, at most that of the
-    checkpoint.
-    """
+    """The last step that a line has in common with the line of a checkpoint."""
     shared = checkpoint.step
-    for fork, fork_of_checkpoint in zip_longest(current.forks, checkpoint.manifest.forks):
-        if fork != fork_of_checkpoint:
-            apart = [parting for parting in (fork, fork_of_checkpoint) if parting is not None]
-            return min(shared, *(parting.step for parting in apart))
+    for forks in zip_longest(current.forks, checkpoint.manifest.forks):
+        ours, theirs = forks
+        if ours != theirs:
+            # They part at the earlier of the two; one line may have no further fork.
+            steps = [fork.step for fork in forks if fork is not None]
+            return min(shared, *steps)
     return shared
 
 
 def _next_number(output_dir: Path, current: Line) -> int:
     """A number that no branch has had, even if its folder has been deleted since."""
     numbers = [fork.number for fork in current.forks]
-    numbers += [
-        int(path.name) for path in (output_dir / BRANCHES).glob("*") if path.name.isdecimal()
-    ]
+    for path in (output_dir / BRANCHES).glob("*"):
+        if path.name.isdecimal():
+            numbers.append(int(path.name))
     return max(numbers, default=0) + 1
 
 
 def _left(output_dir: Path, line: Line) -> list[Path]:
-    """The complete checkpoints that are not on a line, by their steps; all of them if it comes from
-    another run.
-    """
-    checkpoints = sorted(list_checkpoints(output_dir)[0], key=lambda checkpoint: checkpoint.step)
-    if line.move is None or not line.move.is_foreign:
-        checkpoints = [checkpoint for checkpoint in checkpoints if not line.holds(checkpoint)]
-    return [checkpoint.path for checkpoint in checkpoints]
+    """The complete checkpoints that are not on a line, by their steps."""
+    checkpoints, _ = list_checkpoints(output_dir)
+    checkpoints.sort(key=lambda checkpoint: checkpoint.step)
+    if line.move is not None and line.move.is_foreign:
+        # None is on the line of another run, whatever its steps.
+        return [checkpoint.path for checkpoint in checkpoints]
+    return [checkpoint.path for checkpoint in checkpoints if not line.holds(checkpoint)]
 
 
 def _result_beyond(output_dir: Path, step: int) -> int | None:
@@ -171,8 +170,7 @@ def _result_beyond(output_dir: Path, step: int) -> int | None:
 
 
 def start_line(output_dir: Path, checkpoint: Checkpoint | None) -> Branch | None:
-    """Begin a session from a checkpoint, or from the beginning: that becomes the end of the
-    folder's line.
+    """Begin a session from a checkpoint, or from the beginning: the new end of the folder's line.
 
     Returns:
         the branch, if the session starts one; what the old line has beyond it has been moved.
@@ -181,7 +179,8 @@ def start_line(output_dir: Path, checkpoint: Checkpoint | None) -> Branch | None
     if checkpoint is None:
         write_line(output_dir, Line())
         return None
-    if not checkpoint.path.exists():  # that session was about to bring it back
+    if not checkpoint.path.exists():
+        # Finishing the move of a killed session has just brought it back.
         checkpoint = replace(checkpoint, path=output_dir / checkpoint.path.name)
     branch = find_branch(output_dir, checkpoint)
     if branch is not None:
@@ -206,8 +205,9 @@ def _finish_move(output_dir: Path) -> None:
 
 
 def _set_aside(output_dir: Path, line: Line, shared: int) -> None:
-    """Move what the old line has beyond the step that it shares with the new one; what has been
-    moved stays.
+    """Move what the old line has beyond the step that it shares with the new one.
+
+    A start that was killed may have moved a part of it already, so every move can be repeated.
     """
     folder = output_dir / branch_folder(line)
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ def _set_aside(output_dir: Path, line: Line, shared: int) -> None:
     if _result_beyond(output_dir, shared) is not None:
         for path in _result_files(output_dir):
             _move(path, folder / path.name)
-    # wandb takes no step twice, so the branch is logged to another run.
+    # wandb does not accept a step twice, so the branch is logged to another run.
     _move(output_dir / WANDB_FILE, folder / WANDB_FILE)
     for name in RECORDS:
         if (output_dir / name).exists():
@@ -242,10 +242,18 @@ def _incomplete(output_dir: Path, shared: int) -> list[Path]:
 
 def _result_files(output_dir: Path) -> list[Path]:
     """The files of a result, whether they exist or not; those that name its step come last."""
-    paths = sorted(output_dir.glob("*_weights.safetensors"))  # of other kinds of adapters
-    paths = [path for path in paths if path.name != LORA_FILE]
-    names = (AVERAGE_FOLDER, "lycoris_config.json", OFFICIAL_SETTINGS, LORA_FILE, PIPELINE_FOLDER)
-    return [*paths, *(output_dir / name for name in names)]
+    adapters = sorted(output_dir.glob("*_weights.safetensors"))
+    paths = [path for path in adapters if path.name != LORA_FILE]
+    for name in (
+        AVERAGE_FOLDER,
+        "lycoris_config.json",
+        OFFICIAL_SETTINGS,
+        # These two hold the step. As long as they are here, a killed start knows what to move.
+        LORA_FILE,
+        PIPELINE_FOLDER,
+    ):
+        paths.append(output_dir / name)
+    return paths
 
 
 def _bring_back(output_dir: Path, line: Line, home: Path, shared: int) -> None:
@@ -269,9 +277,7 @@ def _move(path: Path, target: Path) -> None:
 
 
 def continuation(output_dir: Path, checkpoint: Checkpoint) -> str:
-    """From which step a run continues, and how many steps an interrupted run trains again, as
-    text.
-    """
+    """A text: the step from which a run continues, and how many steps are trained again."""
     text = f"continues from step {checkpoint.step}"
     repeated = last_recorded_step(output_dir / METRICS_FILE) - checkpoint.step
     if repeated > 0 and find_branch(output_dir, checkpoint) is None:

@@ -31,8 +31,8 @@ from simpletuner.reporting.wording import clock_text
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-# Beside the lock, the last start from the page: config, settings, and the id of the event before
-# it.
+# Beside the lock: config and settings of the last start from the page, and the id of the last event
+# before it.
 STARTED_FILE = "started.json"
 # ABANDONED_SECONDS has room for twelve refreshes, so a few that fail do not lose the lock.
 REFRESH_SECONDS = 15.0
@@ -95,12 +95,10 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
     over = threading.Event()
     with ExitStack() as held:
         try:
-            if (file := take(path)) is None:
-                raise in_use(
-                    path,
-                    read_owner(path),
-                    "Wait for its end, stop it, or choose another output_dir.",
-                )
+            file = take(path)
+            if file is None:
+                advice = "Wait for its end, stop it, or choose another output_dir."
+                raise in_use(path, read_owner(path), advice)
             held.enter_context(file)
             refuse_if_at_work(path)
             # The page distinguishes sessions by the last event before them, since clocks may be
@@ -110,10 +108,11 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
         except OSError as error:
             reason = reached_limit(error) or f"{error.strerror}."
             raise UserError(f"output_dir: {str(path)!r} cannot be written: {reason}") from None
+        refreshing = threading.Thread(
+            target=refresh, args=(path, owner, over), name="lock", daemon=True
+        )
         try:
-            threading.Thread(
-                target=refresh, args=(path, owner, over), name="lock", daemon=True
-            ).start()
+            refreshing.start()
             yield
         finally:
             over.set()
@@ -123,16 +122,16 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
 
 
 def take(path: Path) -> BinaryIO | None:
-    """Open and lock a file, until it is closed or the process ends; None if another process has
-    locked it.
-    """
+    """Open and lock a file, until it is closed or the process ends; None if it is locked."""
     file = path.open("a+b")
     if not take_lock(file, wait=False):
         file.close()
         return None
     if is_at(path, file):
         return file
-    file.close()  # its owner has removed it since it was opened
+    # Its owner removed the file between our opening and locking it: a lock on a file without a name
+    # protects nothing.
+    file.close()
     return take(path)
 
 
@@ -144,11 +143,14 @@ def is_at(path: Path, file: BinaryIO) -> bool:
 
 
 def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
-    """Refresh the time of a lock until `over`; exits this process if another machine, which now
-    owns the folder, took the lock while this one was frozen."""
+    """Refresh the time of a lock until `over`.
+
+    Exits this process if another machine has taken the lock while this one was frozen.
+    """
     while not over.wait(REFRESH_SECONDS):
         with suppress(OSError, UserError):  # retried
-            if (winner := read_owner(path)) not in (None, owner):
+            winner = read_owner(path)
+            if winner not in (None, owner):
                 print(
                     f"{path} was taken over by {winner}, because this process did not refresh it.",
                     file=sys.stderr,
@@ -160,8 +162,7 @@ def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
 
 
 def refuse_if_at_work(path: Path) -> None:
-    """Refuse a folder whose lock names a process that is alive here, or that refreshes it from
-    another machine.
+    """Refuse a folder whose lock belongs to a process that is alive, here or on another machine.
 
     Another machine's lock is watched for longer than its owner would leave it unchanged.
 
@@ -169,7 +170,7 @@ def refuse_if_at_work(path: Path) -> None:
         UserError: the owner is at work.
     """
     owner = None
-    with suppress(UserError):  # damaged, but nobody holds it
+    with suppress(UserError):  # damaged, but no process holds it
         owner = read_owner(path)
     if owner is None:
         return
@@ -183,9 +184,8 @@ def refuse_if_at_work(path: Path) -> None:
     deadline = time.monotonic() + ABANDONED_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, ABANDONED_SECONDS / 10))
-        with path.open(
-            "rb"
-        ) as file:  # opened each time, so that network file systems ask the server
+        # Opened each time, so that network file systems ask the server.
+        with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mtime_ns != before:
                 raise in_use(path, owner, "Wait for its end, or choose another output_dir.")
 
@@ -224,15 +224,21 @@ def read_owner(path: Path) -> Owner | None:
 
 def this_process() -> Owner:
     """This process as the owner of a lock."""
-    return owner_of(
-        os.getpid(), " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
-    )  # settings may hold secrets
+    program = Path(sys.argv[0]).name
+    # Without the settings, which may hold secrets.
+    command = " ".join([program, *sys.argv[1:2]])
+    return owner_of(os.getpid(), command)
 
 
 def owner_of(pid: int, command: str) -> Owner:
     """A process of this machine as an owner, starting now."""
     return Owner(
-        pid, socket.gethostname(), boot_id(), start_of(pid), command, round(time.time(), 3)
+        pid=pid,
+        host=socket.gethostname(),
+        boot=boot_id(),
+        started=start_of(pid),
+        command=command,
+        since=round(time.time(), 3),
     )
 
 
@@ -245,8 +251,10 @@ def boot_id() -> str:
 def start_of(pid: int) -> str:
     """Start time of a process in ticks since boot; empty for zombies and if unavailable."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return ""
-    # Fields 3 and 22 of proc(5); field 2, the program name in brackets, may contain spaces.
-    return "" if fields[0] == "Z" else fields[19]
+    # See proc(5). Field 2, the program's name in brackets, may contain spaces and brackets.
+    from_field_3 = stat.rpartition(")")[2].split()
+    is_zombie = from_field_3[0] == "Z"
+    return "" if is_zombie else from_field_3[22 - 3]

@@ -1,5 +1,4 @@
-"""The kinds of plan, in stages: each has everything that the one before has, and all of it is
-known.
+"""The kinds of plan, in stages: each has everything of the stage before, and nothing is left open.
 
 | stage         | what is known                             | for                              |
 |---------------|-------------------------------------------|----------------------------------|
@@ -57,14 +56,17 @@ class Model:
 
     @property
     def title(self) -> str:
-        """The name of the run; that of its output folder if the user gave none."""
-        is_named = self.config.is_explicit("tracker_run_name")
-        return self.config.tracking.tracker_run_name if is_named else self.output_dir.resolve().name
+        """The name of the run, by default that of its output folder."""
+        if self.config.is_explicit("tracker_run_name"):
+            return self.config.tracking.tracker_run_name
+        return self.output_dir.resolve().name
 
     @property
     def frame_rate(self) -> float | None:
         """Frames per second of preview clips; None for families of pictures."""
-        return self.spec.frame_rate and (self.config.validation.framerate or self.spec.frame_rate)
+        if not self.spec.frame_rate:
+            return None
+        return self.config.validation.framerate or self.spec.frame_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +142,7 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(SamplePlan):
-    """A run: settings that have passed every check that needs no weights, and what they are applied
-    to.
+    """A run: settings that have passed every check without weights, and what they apply to.
 
     Attributes:
         purpose: a run that trains, or its caches alone, which may be finished.
@@ -176,32 +177,33 @@ class Plan(SamplePlan):
     @cached_property
     def techniques(self) -> tuple[TechniqueSpec, ...]:
         """The techniques that change the computation of a step."""
-        # Expected micro-batches per epoch: what matters is their proportion.
-        batches = {
-            each.id: len(each.samples) * (each.repeats + 1) / each.batch_size
-            for each in self.trained
-        }
-        shares = {name: count / sum(batches.values()) for name, count in batches.items()}
-        regularised = {
-            each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data
-        }
-        masked = sum(shares[each.id] for each in self.trained if each.masks)
-        strengths = {
-            each.id: each.config.slider_strength
-            for each in self.trained
-            if each.config.slider_strength
-        }
-        return chosen_techniques(
-            self.config, TrainedData(self.length.total_steps, regularised, strengths, masked)
-        )
+        # Expected micro-batches per epoch; only their proportion matters.
+        batches = {}
+        for dataset in self.trained:
+            samples = len(dataset.samples) * (dataset.repeats + 1)
+            batches[dataset.id] = samples / dataset.batch_size
+        total = sum(batches.values())
+
+        regularised = {}
+        strengths = {}
+        masked = 0.0
+        for dataset in self.trained:
+            share = batches[dataset.id] / total
+            if dataset.config.is_regularisation_data:
+                regularised[dataset.id] = share
+            if dataset.config.slider_strength:
+                strengths[dataset.id] = dataset.config.slider_strength
+            if dataset.masks:
+                masked += share
+        data = TrainedData(self.length.total_steps, regularised, strengths, masked)
+        return chosen_techniques(self.config, data)
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""
         return make_sampler(self.config, self.trained, self.seed, self.origin, world)
 
 
-# For what runs and samples have alike: `Budget` is that of a run, `Budget[SamplePlan]` that of
-# either.
+# `Budget` is that of a run, `Budget[SamplePlan]` that of a run or of samples.
 AnyPlan = TypeVar("AnyPlan", bound=SamplePlan, default=Plan)
 AnyPlan_co = TypeVar("AnyPlan_co", bound=SamplePlan, default=Plan, covariant=True)
 
@@ -223,10 +225,9 @@ def make_sampler(
 
 
 def steps_before(config: RunConfig, resume: Checkpoint | None) -> int:
-    """Steps of a run before this session: those of its checkpoint, or of the LoRA that it starts
-    from.
-    """
+    """Steps of a run before this session: of its checkpoint, or of the LoRA that it starts from."""
     if resume is not None:
         return resume.step
-    lora = config.lora
-    return 0 if lora.init_lora is None else lora.init_lora_step
+    if config.lora.init_lora is not None:
+        return config.lora.init_lora_step
+    return 0

@@ -1,6 +1,4 @@
-"""Prompts of previews: which ones a run has, the library that holds them, and the sizes that are
-rendered.
-"""
+"""Prompts of previews: those of a run, their library, and the sizes that are rendered."""
 
 from __future__ import annotations
 
@@ -37,7 +35,12 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """One prompt; `short_name` is safe in a file name, `nickname` is the user's name."""
+    """A prompt of previews.
+
+    Attributes:
+        short_name: safe in a file name.
+        nickname: the user's name for it.
+    """
 
     short_name: str
     nickname: str
@@ -45,29 +48,31 @@ class ValidationPrompt:
 
 
 def collect_prompts(config: ValidationConfig, report: Problems) -> list[ValidationPrompt]:
-    """All prompts of the run, with unique names: the empty prompt if enabled or the only one,
-    libraries, then the primary prompt."""
+    """All prompts of the run, with unique names.
+
+    The empty prompt comes first, if it is enabled or the only one, then libraries.
+    """
     if config.validation_disable:
         return []
-    built_in = BUILT_IN if config.validation_prompt_library else {}
-    library = [*built_in.items()]
+    library: list[tuple[str, str]] = []
+    if config.validation_prompt_library:
+        library += BUILT_IN.items()
     if config.user_prompt_library:
         library += read_library(Path(config.user_prompt_library).expanduser(), report)
     taken = {UNCONDITIONAL, PRIMARY}  # reserved; library prompts with these names are renamed
-    named = [
-        ValidationPrompt(unique(file_safe(nickname), taken), nickname, prompt)
-        for nickname, prompt in library
-    ]
-    primary = (
-        [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)]
-        if config.validation_prompt
-        else []
-    )
-    # The primary prompt comes last, since the model card shows `prompts[-1]`.
-    prompts = [*named, *primary]
-    omitted = config.validation_disable_unconditional
-    omitted = bool(prompts) if omitted is None else omitted
-    return prompts if omitted else [ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""), *prompts]
+    prompts = []
+    for nickname, prompt in library:
+        short_name = unique(file_safe(nickname), taken)
+        prompts.append(ValidationPrompt(short_name, nickname, prompt))
+    if config.validation_prompt:
+        # Last, since the model card shows `prompts[-1]`.
+        prompts.append(ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt))
+    omits_empty = config.validation_disable_unconditional
+    if omits_empty is None:
+        omits_empty = bool(prompts)
+    if omits_empty:
+        return prompts
+    return [ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""), *prompts]
 
 
 def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
@@ -93,10 +98,13 @@ def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
     for nickname, value in content.items():
         entry: dict[str, Any] = dict(value) if isinstance(value, dict) else {"prompt": value}
         if "adapter_strength" in entry:
-            # A detail, which asks for nothing by itself.
+            # Without validation_adapter_path it has nothing to act on, so it is not refused.
             del entry["adapter_strength"]
-            gone = f"was removed in {REMOVED_IN} with validation_adapter_path. It is ignored."
-            report.warn(key, f"{path}: 'adapter_strength' of {nickname!r} {gone}")
+            report.warn(
+                key,
+                f"{path}: 'adapter_strength' of {nickname!r} was removed in {REMOVED_IN} with "
+                "validation_adapter_path. It is ignored.",
+            )
         fault = _fault(nickname, entry)
         if fault is not None:
             report.error(key, f"{path}: {fault}")
@@ -118,51 +126,51 @@ def _fault(nickname: str, entry: dict[str, Any]) -> str | None:
 
 
 def file_safe(name: str) -> str:
-    """A nickname for use in file names: letters, marks and digits of any script, dots, dashes and
-    underscores.
-    """
-    kept = "".join(
-        char if char in "._-" or unicodedata.category(char)[0] in "LMN" else " " for char in name
-    )
-    whole = re.sub(r"_*\s+_*", "_", kept.strip())
-    return (
-        whole.encode()[:LONGEST_NAME].decode(errors="ignore").strip("._") or "prompt"
-    )  # cut between characters
+    """A nickname for file names: letters and digits of any script, dots, dashes, underscores."""
+    kept = ""
+    for char in name:
+        # Letters, marks and numbers, see unicode.org/reports/tr44.
+        is_safe = char in "._-" or unicodedata.category(char)[0] in "LMN"
+        kept += char if is_safe else " "
+    joined = re.sub(r"_*\s+_*", "_", kept.strip())
+    # Cut between characters: `ignore` drops the beginning of one that is cut in two.
+    cut = joined.encode()[:LONGEST_NAME].decode(errors="ignore")
+    return cut.strip("._") or "prompt"
 
 
 def fit_sizes(
     sizes: Sequence[Size], spec: FamilySpec, report: Problems, *, lenient: bool
 ) -> list[Size]:
-    """Round the sizes of `validation_resolution` to multiples that the model can render, with a
-    warning.
+    """The sizes of `validation_resolution`, rounded with a warning to what the model can render.
 
     A side under 128 px is an error, since it is usually meant as megapixels; `lenient`
     (`i_know_what_i_am_doing`) allows it.
     """
     key = "validation_resolution"
     multiple = spec.size_multiple
-    rounded = [
-        Size(_snapped(width, multiple), _snapped(height, multiple)) for width, height in sizes
-    ]
-    remedy = {key: ",".join(map(str, rounded))}
+    rounded_sizes = []
+    for width, height in sizes:
+        rounded_sizes.append(Size(_rounded(width, multiple), _rounded(height, multiple)))
+    remedy = {key: ",".join(map(str, rounded_sizes))}
     fitting = []
-    for size, snapped in zip(sizes, rounded, strict=True):
+    for size, rounded in zip(sizes, rounded_sizes, strict=True):
         if min(size) < SMALLEST_SIDE and not lenient:
-            message = (
-                f"{size} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
+            report.error(
+                key,
+                f"{size} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels. "
+                "(i_know_what_i_am_doing allows it.)",
             )
-            report.error(key, f"{message} (i_know_what_i_am_doing allows it.)")
             continue
-        if snapped != size:
-            message = f"{size} is not a multiple of {multiple} px; {snapped} is rendered."
+        if rounded != size:
+            message = f"{size} is not a multiple of {multiple} px; {rounded} is rendered."
             report.warn(key, message, remedy=remedy)
-        if max(snapped) > spec.largest_side:
+        if max(rounded) > spec.largest_side:
             report.error(key, f"{size} is larger than {spec.largest_side} px, the model's limit.")
-        fitting.append(snapped)
+        fitting.append(rounded)
     return fitting
 
 
-def _snapped(side: int, multiple: int) -> int:
+def _rounded(side: int, multiple: int) -> int:
     """The multiple nearest to a side, at least one."""
     return max(multiple, round(side / multiple) * multiple)
 

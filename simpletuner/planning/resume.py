@@ -42,6 +42,7 @@ from simpletuner.planning.lineage import find_branch
 from simpletuner.planning.plans import Model, Plan
 from simpletuner.weights.lora_names import LORA_FILE
 
+# Packages whose versions a checkpoint records, since they affect the result.
 PACKAGES = (
     "simpletuner",
     "torch",
@@ -55,11 +56,10 @@ PACKAGES = (
     "pillow",
     "torch-optimi",
 )
-# What is done with the colour profiles of pictures; earlier versions ignored them, and wrote
+# What is done with the colour profiles of pictures. Earlier versions ignored them, and recorded
 # nothing.
 PROFILES = "converted to sRGB"
-# Keys whose change does not fit the trained weights or optimizer state; other settings may be
-# changed deliberately.
+# The settings of a LoRA that the mathematics of a step depends on.
 LORA = (
     "lora_rank",
     "lora_alpha",
@@ -69,16 +69,19 @@ LORA = (
     "lokr_factor",
     "lora_plus_ratio",
 )
+# Keys whose change does not fit the trained weights or the optimizer state. Other settings may be
+# changed deliberately.
 FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
 TIMED_KERNELS = "kernel_choices.json"  # in the output folder of a run on a GPU, by version 0.1.0
-# Of the digests of files in a manifest: 10 digits of 10,000 files take 110 kB, and the chance that
-# two lists of 10,000 different files have one in common is 1 in 10,000.
+# A manifest records this many digits of this many files: 110 kB. The chance that two lists of
+# 10,000 different files have an entry in common is 1 in 10,000: 10,000² pairs, 16**10 values.
 DIGITS = 10
 FILES_RECORDED = 10_000
-# after the id of a dataset
+# Endings of recorded keys, after the id of a dataset.
 CAPTIONS = ".captions"
 SIZES = ".resolution"
-OPTIMIZER = "optimizer_config."  # before the name of an optimizer's setting, whichever key sets it
+# Beginning of recorded keys, before the name of an optimizer's setting, whichever key sets it.
+OPTIMIZER = "optimizer_config."
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
@@ -91,7 +94,9 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
         return resume.manifest.identity.seed
     if configured is None or configured == -1:
         return secrets.randbelow(2**31)
-    return int(time.time()) if configured == 0 else configured
+    if configured == 0:
+        return int(time.time())
+    return configured
 
 
 def check_resume(model: Model, targets: Targets, report: Problems) -> Checkpoint | None:
@@ -102,7 +107,6 @@ def check_resume(model: Model, targets: Targets, report: Problems) -> Checkpoint
     if checkpoint is None:
         return None
     _check_model(model, checkpoint, report)
-    # The batch, the base and its files; then the settings that the mathematics depends on.
     _check_batch(model.config, checkpoint, report)
     branch = find_branch(model.output_dir, checkpoint)
     if branch is not None:
@@ -115,8 +119,9 @@ def check_resume(model: Model, targets: Targets, report: Problems) -> Checkpoint
     removed = trained_with_removed(recorded)
     if removed:
         report.error("resume_from_checkpoint", _cannot_continue(checkpoint, removed))
-    # Either way the run needs another output_dir; its changed settings would only add lines.
     elif checkpoint.manifest.identity.model_type == model.config.model.model_type:
+        # Otherwise the run needs another output_dir anyway, and its changed settings would only
+        # add lines.
         _check_settings(mathematics(model, targets), checkpoint, report)
     return checkpoint
 
@@ -144,21 +149,16 @@ def _check_model(model: Model, checkpoint: Checkpoint, report: Problems) -> None
 
 
 def _check_kernels(output_dir: Path, checkpoint: Checkpoint, report: Problems) -> None:
-    """Warn of other rounding if version 0.1.0 chose attention kernels by timing, as it did on GPUs
-    only.
-    """
+    """Warn of other rounding if version 0.1.0 chose attention kernels by timing, as on GPUs."""
     if checkpoint.manifest.identity.versions.get("simpletuner") != LAST_WITH:
         return
     if any((folder / TIMED_KERNELS).exists() for folder in (output_dir, checkpoint.path.parent)):
-        message = (
+        report.warn(
+            "resume_from_checkpoint",
             f"{checkpoint.path.name} was written by version 0.1.0, which chose attention kernels "
-            "by timing."
+            f"by timing. {TIMED_KERNELS} is no longer read, so the kernels may differ, and with "
+            "them the rounding.",
         )
-        consequence = (
-            f"{TIMED_KERNELS} is no longer read, so the kernels may differ, and with them the "
-            "rounding."
-        )
-        report.warn("resume_from_checkpoint", f"{message} {consequence}")
 
 
 def _cannot_continue(checkpoint: Checkpoint, removed: Sequence[str]) -> str:
@@ -166,37 +166,36 @@ def _cannot_continue(checkpoint: Checkpoint, removed: Sequence[str]) -> str:
     start = f"init_lora={checkpoint.path / LORA_FILE}"
     if checkpoint.manifest.identity.model_type == "full":
         start = f"pretrained_transformer_model_name_or_path={checkpoint.path}"
-    message = f"{checkpoint.path} was trained with {', '.join(removed)}, removed in {REMOVED_IN}. "
-    message += f"Finish that run with simpletuner {LAST_WITH}, "
-    return message + f"or start a new one from its weights: another output_dir, and {start}."
+    return (
+        f"{checkpoint.path} was trained with {', '.join(removed)}, removed in {REMOVED_IN}. Finish "
+        f"that run with simpletuner {LAST_WITH}, or start a new one from its weights: another "
+        f"output_dir, and {start}."
+    )
 
 
 def _check_batch(config: RunConfig, checkpoint: Checkpoint, report: Problems) -> None:
-    """Report a changed global batch; a different number of processes with the same global batch
-    continues exactly.
+    """Report a changed global batch.
+
+    Another number of processes with the same global batch continues exactly.
     """
     identity = checkpoint.manifest.identity
-    before = identity.train_batch_size * identity.num_processes
+    global_batch = identity.train_batch_size * identity.num_processes
     processes = config.launch.data_processes
     size = config.schedule.train_batch_size
-    if before == size * processes:
+    if global_batch == size * processes:
         return
-    allowed = config.run.i_know_what_i_am_doing or bool(allows_other_batch_size())
-    trained = f"train_batch_size {identity.train_batch_size}"
-    asked = str(size)
+    before = f"train_batch_size {identity.train_batch_size}"
+    now = str(size)
     if identity.num_processes != processes:
-        trained += f" in {counted(identity.num_processes, 'process', 'processes')}"
-        asked += f" in {counted(processes, 'process', 'processes')}"
-    message = f"{checkpoint.path} was trained with {trained}, not {asked}."
-    # The global batch is what counts, so there may be a size that keeps it.
-    if before % processes == 0:
-        message += f" train_batch_size {before // processes} continues it."
-    hint = (
-        ""
-        if allowed
-        else " i_know_what_i_am_doing allows the change; the data order then starts over."
-    )
-    report.append(Problem("resume_from_checkpoint", message + hint, fatal=not allowed))
+        before += f" in {counted(identity.num_processes, 'process', 'processes')}"
+        now += f" in {counted(processes, 'process', 'processes')}"
+    message = f"{checkpoint.path} was trained with {before}, not {now}."
+    if global_batch % processes == 0:
+        message += f" train_batch_size {global_batch // processes} continues it."
+    is_allowed = config.run.i_know_what_i_am_doing or bool(allows_other_batch_size())
+    if not is_allowed:
+        message += " i_know_what_i_am_doing allows the change; the data order then starts over."
+    report.append(Problem("resume_from_checkpoint", message, fatal=not is_allowed))
 
 
 @cache
@@ -232,58 +231,62 @@ def identify(plan: Plan) -> Identity:
 
 def weight_identities(source: ModelSource) -> dict[str, str]:
     """Content digests of the models on this machine, by role."""
-    folders = {
-        role: part.local_folder() for role, part in source.parts.items() if role != "scheduler"
-    }
-    return {
-        role: checkpoint_identity(folder) for role, folder in folders.items() if folder is not None
-    }
+    identities = {}
+    for role, part in source.parts.items():
+        folder = part.local_folder() if role != "scheduler" else None
+        if folder is not None:
+            identities[role] = checkpoint_identity(folder)
+    return identities
 
 
 def mathematics(model: Model, targets: Targets) -> dict[str, Any]:
-    """The settings that determine a step's result, except rates, steps and intervals, which may
-    change.
+    """The settings that determine a step's result, as they are recorded in a manifest.
 
-    Derived defaults are recorded as effective values.
+    Rates, steps and intervals may change. Derived defaults are recorded as effective values.
     """
     config = model.config
-    spec = model.spec
-    lora = config.lora
     precision = config.precision
-    fixed: dict[str, Any] = {
-        "optimizer": optimizer_name(config.optimizer, precision.mixed_precision),
-        "mixed_precision": trained_precision(config.optimizer, precision),
-    }
-    if config.model.model_type == "lora":
-        fixed |= {key: getattr(lora, key) for key in LORA}
-        fixed |= {
-            # Effective values: the rank for an unset alpha, a file's content, the layers of a name.
-            "lora_alpha": lora.lora_alpha or lora.lora_rank,
-            "peft_lora_target_modules": targets,
-        }
-        if (key := adapter_kind(lora).settings_file) and (path := getattr(lora, key)):
-            fixed[key] = read_json(Path(path).expanduser(), Problems())
+    settings = _settings_of_groups(model)
+    settings["lora_dropout"] = config.lora.lora_dropout
+    settings["quantized_matmul"] = precision.quantized_matmul
+    settings |= compute_dtypes(precision, config.caching, model.spec.text_encoders)
+    settings["gradient_accumulation_steps"] = config.schedule.gradient_accumulation_steps
     optimizer = optimizer_settings(config.optimizer, precision.mixed_precision)
-    family = config.family.of(spec.options)
-    groups = (config.flow, config.loss, config.text, family, *config.technique_groups, config.ema)
-    # Models are compared by content (`weight_identities`), not by location.
-    values = {key: value for group in groups for key, value in group.model_dump().items()}
-    changeable = {
-        key: value for key, value in values.items() if not key.endswith(("_name_or_path", "_cache"))
-    }
-    changeable |= {
-        "lora_dropout": lora.lora_dropout,
-        "quantized_matmul": precision.quantized_matmul,
-        **compute_dtypes(precision, config.caching, spec.text_encoders),
-        "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
-        **{f"{OPTIMIZER}{name}": value for name, value in optimizer.items()},
-    }
-    changeable |= {
-        key: config.flat[key] for technique in config.technique_groups for key in technique.related
-    }
+    settings |= {f"{OPTIMIZER}{name}": value for name, value in optimizer.items()}
+    for technique in config.technique_groups:
+        settings |= {key: config.flat[key] for key in technique.related}
+    settings["optimizer"] = optimizer_name(config.optimizer, precision.mixed_precision)
+    settings["mixed_precision"] = trained_precision(config.optimizer, precision)
+    if config.model.model_type == "lora":
+        settings |= _settings_of_lora(config.lora, targets)
     # As read back from a manifest, for comparison: tuples become lists, other objects text.
-    written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
+    written: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return written
+
+
+def _settings_of_groups(model: Model) -> dict[str, Any]:
+    """The groups of settings that count as a whole."""
+    config = model.config
+    family = config.family.of(model.spec.options)
+    groups = (config.flow, config.loss, config.text, family, *config.technique_groups, config.ema)
+    settings = {}
+    for group in groups:
+        for key, value in group.model_dump().items():
+            # Models are compared by content (`weight_identities`), not by location.
+            if not key.endswith(("_name_or_path", "_cache")):
+                settings[key] = value
+    return settings
+
+
+def _settings_of_lora(lora: LoraConfig, targets: Targets) -> dict[str, Any]:
+    """Effective values: the rank for an unset alpha, the layers of a name, a file's content."""
+    settings = {key: getattr(lora, key) for key in LORA}
+    settings["lora_alpha"] = lora.lora_alpha or lora.lora_rank
+    settings["peft_lora_target_modules"] = targets
+    key = adapter_kind(lora).settings_file
+    if key and getattr(lora, key):
+        settings[key] = read_json(Path(getattr(lora, key)).expanduser(), Problems())
+    return settings
 
 
 def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
@@ -296,16 +299,15 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
             f"{dataset.id}.is_regularisation_data": dataset.config.is_regularisation_data,
             f"{dataset.id}.timestep_sampling_offset": dataset.config.timestep_sampling_offset,
             f"{dataset.id}{CAPTIONS}": f"texts with the digest {captions[:12]}",
-            f"{dataset.id}.conditioning_data": dataset.masks
-            and dataset.masks.config.conditioning_type,
+            f"{dataset.id}.conditioning_data": (
+                dataset.masks and dataset.masks.config.conditioning_type
+            ),
         }
     return settings
 
 
 def sample_order(config: RunConfig, trained: Sequence[Dataset], seed: int) -> dict[str, Any]:
-    """Settings that determine, together with the samples, the composition of batches and the
-    crops.
-    """
+    """Settings that decide, with the samples, which samples share a batch, and the crops."""
     order: dict[str, Any] = {"seed": seed}
     for dataset in trained:
         samples = dataset.batch_size * config.launch.data_processes
@@ -326,28 +328,28 @@ def sample_order(config: RunConfig, trained: Sequence[Dataset], seed: int) -> di
                 entry.end_step,
             ],
         }
-        if has_step_window(dataset):  # whose steps are counted in micro-batches
+        if has_step_window(dataset):
+            # Such a window begins at a micro-batch that depends on the accumulation.
             order["gradient_accumulation_steps"] = config.schedule.gradient_accumulation_steps
     return order
 
 
 def _check_weights(source: ModelSource, checkpoint: Checkpoint, report: Problems) -> None:
+    """Report a model whose files are not those that the checkpoint was trained with."""
     recorded = checkpoint.manifest.identity.weights
     for role, identity in weight_identities(source).items():
-        was = recorded.get(role, identity)  # older checkpoints lack weight digests
-        if was != identity:
+        trained_with = recorded.get(role, identity)  # older checkpoints lack weight digests
+        if trained_with != identity:
             part = source[role]
-            message = (
-                f"{part.location!r} holds another {role} ({identity[:12]}) than "
-                f"{checkpoint.path} used"
+            report.error(
+                part.key,
+                f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} "
+                f"used ({trained_with[:12]}); choose another output_dir.",
             )
-            report.error(part.key, f"{message} ({was[:12]}); choose another output_dir.")
 
 
 def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint, report: Problems) -> None:
-    """Report changed settings: errors for settings that the checkpoint cannot continue with, else
-    warnings.
-    """
+    """Report changed settings: an error if the checkpoint cannot continue with them."""
     fixed = FIXED
     optimizer = new.get("optimizer")
     if optimizer is not None:
@@ -363,21 +365,19 @@ def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint, report: Prob
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, what has changed in words) of the keys that both have with different values."""
     for key in old:
         if key in new and new[key] != old[key]:  # older versions wrote fewer keys
             yield key, f"was trained with {_difference(key, old[key], new[key])}"
 
 
 def _difference(key: str, old: Any, new: Any) -> str:
-    """A changed setting in words: `CAPTIONS` are digests, `SIZES` are lists such as
-    `21 of 768x512@61`.
-    """
-    if key.endswith(CAPTIONS):
+    """A changed setting in words."""
+    if key.endswith(CAPTIONS):  # only digests are recorded
         return "other captions, or with captions of other files"
-    if key.endswith(SIZES):
-        before, after = (
-            ", ".join(size.removesuffix("@1") for size in sizes) for sizes in (old, new)
-        )
+    if key.endswith(SIZES):  # lists such as `21 of 768x512@61`
+        before = ", ".join(size.removesuffix("@1") for size in old)
+        after = ", ".join(size.removesuffix("@1") for size in new)
         return f"{before}, and now there are {after}"
     return f"{as_user_text(old)}, not {as_user_text(new)}"
 
@@ -385,30 +385,29 @@ def _difference(key: str, old: Any, new: Any) -> str:
 def _check_start(
     lora: LoraConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any], report: Problems
 ) -> None:
-    """Report a start that a run which has already begun would ignore."""
+    """Report a changed `init_lora`, which a run that has already begun would ignore."""
     if lora.init_lora is None:
         return
     advice = "only acts at the start of a run. Choose another output_dir to start anew"
     before = recorded.get("init_lora")
     if before is None or home_path(str(before)).resolve() != home_path(lora.init_lora).resolve():
-        message = (
-            f"{checkpoint.path} did not start from {lora.init_lora!r}, and init_lora {advice},"
+        report.error(
+            "init_lora",
+            f"{checkpoint.path} did not start from {lora.init_lora!r}, and init_lora {advice}, or "
+            "remove init_lora to continue.",
         )
-        report.error("init_lora", f"{message} or remove init_lora to continue.")
     elif recorded.get("init_lora_step", lora.init_lora_step) != lora.init_lora_step:
-        message = (
+        report.error(
+            "init_lora_step",
             f"{checkpoint.path} started at step {recorded['init_lora_step']}, not "
-            f"{lora.init_lora_step};"
+            f"{lora.init_lora_step}; it {advice}, or set it back to continue.",
         )
-        report.error("init_lora_step", f"{message} it {advice}, or set it back to continue.")
 
 
 def _check_base(
     config: RunConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any], report: Problems
 ) -> None:
-    """Warn about a changed base precision, since a LoRA learns to compensate the rounding of its
-    base.
-    """
+    """Warn about another base precision: a LoRA learns to compensate the rounding of its base."""
     old = recorded.get("base_model_precision", "no_change")
     new = config.precision.base_model_precision
     if quantisation(old) != quantisation(new):
@@ -432,39 +431,34 @@ def fingerprint(datasets: Sequence[Dataset]) -> str:
 def _check_conversions(
     datasets: Sequence[Dataset], checkpoint: Checkpoint, report: Problems
 ) -> None:
-    """Warn about files that are read otherwise than when the checkpoint was trained."""
+    """Warn about files that are read differently from when the checkpoint was trained."""
     if "colour_profiles" in checkpoint.manifest.identity.settings:
         return
     for dataset in datasets:
         names = [sample.name for sample in dataset.samples if is_converted(sample)]
         if names:
-            message = (
-                f"{checkpoint.path} was trained without the colour profile or crop that is "
-                "stored in"
-            )
             pictures = f"{counted(len(names), 'picture')} ({shorten(names, 3)})"
-            advice = (
-                "They are applied now, so these look different from here on; another output_dir "
-                "starts anew."
-            )
-            report.warn(dataset.id, f"{message} {pictures}. {advice}")
-        clips = sum(sample.clip is not None for sample in dataset.samples)
-        if clips:
-            message = (
-                f"{checkpoint.path} was trained on slightly darker colours of "
-                f"{counted(clips, 'clip')}."
-            )
             report.warn(
                 dataset.id,
-                f"{message} They are exact from here on; another output_dir starts anew.",
+                f"{checkpoint.path} was trained without the colour profile or crop that is stored "
+                f"in {pictures}. They are applied now, so these look different from here on; "
+                "another output_dir starts anew.",
+            )
+        clips = [sample for sample in dataset.samples if sample.clip is not None]
+        if clips:
+            report.warn(
+                dataset.id,
+                f"{checkpoint.path} was trained on slightly darker colours of "
+                f"{counted(len(clips), 'clip')}. They are exact from here on; another output_dir "
+                "starts anew.",
             )
 
 
 def file_digests(datasets: Sequence[Dataset]) -> str:
-    """The beginnings of the SHA-256 of the trained files, sorted.
+    """The beginnings of the SHA-256 of the trained files, sorted; at most `FILES_RECORDED`.
 
-    Of many files, the lowest ones. A hash is as good as random, so this is a sample that any list
-    with the same files contains.
+    Of many files, these are the lowest digests. A hash is as good as random, so they are a sample
+    that does not depend on the order or the names of the files.
     """
     return " ".join(sorted(_digests(datasets))[:FILES_RECORDED])
 
@@ -479,10 +473,8 @@ def _digests(datasets: Sequence[Dataset]) -> set[str]:
 def _check_files(
     config: RunConfig, trained: Sequence[Dataset], checkpoint: Checkpoint, report: Problems
 ) -> None:
-    """Refuse datasets that have no file of the checkpoint's: they are more likely meant for another
-    run.
-    """
-    known = set(checkpoint.manifest.identity.files.split())  # older checkpoints lack it
+    """Refuse datasets without any file of the checkpoint: they are probably for another run."""
+    known = set(checkpoint.manifest.identity.files.split())  # empty in older checkpoints
     today = _digests(trained)
     if not known or known & today or config.datasets.override_dataset_config:
         return
@@ -498,14 +490,11 @@ def _check_files(
 
 
 def _changed_files(trained: Sequence[Dataset], checkpoint: Checkpoint) -> str:
-    """A sentence with the number of files that are gone and that are new; empty if neither is
-    known.
-    """
-    known = set(checkpoint.manifest.identity.files.split())
+    """A sentence with the numbers of files that are gone and that are new; empty if unknown."""
+    known = set(checkpoint.manifest.identity.files.split())  # empty in older checkpoints
     today = set(file_digests(trained).split())
-    if (
-        not known or max(len(known), len(today)) >= FILES_RECORDED
-    ):  # older checkpoints lack it; samples do not tell
+    is_sample = max(len(known), len(today)) >= FILES_RECORDED
+    if not known or is_sample:
         return ""
     gone = len(known - today)
     new = len(today - known)
@@ -534,20 +523,22 @@ def has_same_data(
     progress = checkpoint.manifest.progress
     is_complete = progress is not None and progress.epochs_done == epoch
     consequence = f"epoch {epoch} is complete" if is_complete else f"epoch {epoch} starts over"
-    # First compare by key; the fingerprint shows only that the data differ.
-    files = _changed_files(trained, checkpoint)
-    if changes := list(_changes(identity.order, sample_order(config, trained, seed))):
-        for key, change in changes:
-            cause = files if key.endswith(SIZES) else ""
-            report.warn(key, f"{name} {change}; {consequence}.{cause}")
+    changed_files = _changed_files(trained, checkpoint)
+    # First by key: the fingerprint shows only that the data differ.
+    changes = list(_changes(identity.order, sample_order(config, trained, seed)))
+    for key, change in changes:
+        cause = changed_files if key.endswith(SIZES) else ""
+        report.warn(key, f"{name} {change}; {consequence}.{cause}")
+    if changes:
         return False
     if fingerprint(trained) != identity.datasets:
         if not config.datasets.override_dataset_config:
             report.warn(
                 "data_backend_config",
-                f"the datasets are not those of {name}; {consequence}.{files}",
+                f"the datasets are not those of {name}; {consequence}.{changed_files}",
             )
         return False
+    # `check_resume` has reported another batch.
     of_batch = Problems()
     _check_batch(config, checkpoint, of_batch)
     return not of_batch

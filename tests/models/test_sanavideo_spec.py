@@ -16,7 +16,7 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES
 from simpletuner.models.source import ModelSource
-from simpletuner.planning.build import settle_task
+from simpletuner.planning.build import choose_task
 from simpletuner.planning.checks import check_weights
 from tests.tools.reports import found_by
 
@@ -154,19 +154,19 @@ class TestTask:
         )
 
     def test_the_task_is_t2v_unless_a_dataset_is_i2v(self) -> None:
-        flavour, entries = settle_task(FLAVOUR, [self.entry(None), self.entry(None, "image")])
+        flavour, entries = choose_task(FLAVOUR, [self.entry(None), self.entry(None, "image")])
         assert flavour == FLAVOUR
         assert [entry.video.is_i2v for entry in entries] == [False, None]
 
     def test_one_i2v_dataset_makes_the_run_i2v(self) -> None:
-        flavour, entries = settle_task(
+        flavour, entries = choose_task(
             FLAVOUR, [self.entry(None), self.entry(True), self.entry(False)]
         )
         assert (flavour.task, flavour.name) == ("i2v", FLAVOUR.name)
         assert [entry.video.is_i2v for entry in entries] == [False, True, False]
 
     def test_a_flavour_with_one_task_ignores_the_datasets(self) -> None:
-        flavour, entries = settle_task(
+        flavour, entries = choose_task(
             KANDINSKY5_VIDEO.flavours[0], [self.entry(True), self.entry(None)]
         )
         assert flavour == KANDINSKY5_VIDEO.flavours[0]

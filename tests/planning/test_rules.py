@@ -16,7 +16,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.option import Option, When, unless, when
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.errors import Problems
-from simpletuner.planning.checks import check_config, conflicts, unmet
+from simpletuner.planning.checks import check_config, check_conflicts, check_requirements
 from tests.tools.reports import found_by
 
 OPTIONS = all_options()
@@ -110,12 +110,13 @@ def test_what_an_option_requires(key: str, lacking: When) -> None:
     unmet_settings = {**met, **state(lacking, holds=False)}
     told = (lacking.lacking, lacking.fatal)
     assert (key, *told) in [
-        (each.where, each.message, each.fatal) for each in found_by(unmet, config(unmet_settings))
+        (each.where, each.message, each.fatal)
+        for each in found_by(check_requirements, config(unmet_settings))
     ]
     way_out = " Otherwise leave it out." if lacking.fatal else ""
     reported = (lacking.lacking + way_out, lacking.fatal)
     assert reports({**unmet_settings, key: on(option)}, key) == [reported] or key == ERROR_SAYS_MORE
-    assert key not in [each.where for each in found_by(unmet, config(met))]
+    assert key not in [each.where for each in found_by(check_requirements, config(met))]
     assert reports(unmet_settings, key) == []
     assert reports({**unmet_settings, key: option.default}, key) == [], (
         "the default asks for nothing else"
@@ -144,13 +145,13 @@ def test_what_an_option_excludes(key: str, other: When) -> None:
     for condition in option.requires:
         alone |= state(condition, holds=True)
     both = {**alone, **state(other, holds=True)}
-    (told,) = [each for each in found_by(conflicts, config(both)) if each.where == key]
+    (told,) = [each for each in found_by(check_conflicts, config(both)) if each.where == key]
     assert told.fatal
     value = f"{both[key]!r} " if option.choices else ""
     begin = f"{value}cannot be combined with {next(iter(other.keys))}"
     assert (told.message.startswith(begin), other.because in told.message) == (True, True)
     assert told in check_config(config(both))
-    assert not [each for each in found_by(conflicts, config(alone)) if each.where == key]
+    assert not [each for each in found_by(check_conflicts, config(alone)) if each.where == key]
     assert other.stated in " ".join(" ".join(explain_key(option)).split())
 
 

@@ -7,7 +7,7 @@ import pytest
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
-from simpletuner.planning.checks import family_problems, worth_reporting
+from simpletuner.planning.checks import check_family, worth_reporting
 from tests.tools.reports import found_by
 from tests.tools.workspace import Workspace
 
@@ -45,4 +45,4 @@ def warnings(workspace: Workspace, capsys: pytest.CaptureFixture[str], *settings
 
 def family_complaints(config: RunConfig, spec: FamilySpec) -> list[Problem]:
     """What is wrong with settings in this family, without what is not worth a line."""
-    return worth_reporting(found_by(family_problems, config, spec), config)
+    return worth_reporting(found_by(check_family, config, spec), config)

@@ -23,7 +23,7 @@ from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.speed import graph_key, keeps_attention, uses_own_arithmetic
 from simpletuner.config.types import as_user_text
 from simpletuner.errors import Problem, Problems, counted
-from simpletuner.planning.checks import conflicts
+from simpletuner.planning.checks import check_conflicts
 from simpletuner.planning.environment import check_launch, check_offload, may_shard
 from simpletuner.planning.plans import SamplePlan
 
@@ -283,7 +283,7 @@ def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
         words=f"sequence_parallel_size {size}, with fewer samples a step",
     )
     report = Problems()
-    conflicts(change.of(budget).config, report)
+    check_conflicts(change.of(budget).config, report)
     if not report.are_fatal:
         yield change
 
@@ -531,7 +531,7 @@ def check_sharded_lora(budget: AnyBudget, report: Problems) -> None:
 def _is_allowed(config: RunConfig) -> bool:
     """Whether no setting excludes another one."""
     report = Problems()
-    conflicts(config, report)
+    check_conflicts(config, report)
     check_launch(config, report)
     check_offload(config, report)
     return not report.are_fatal

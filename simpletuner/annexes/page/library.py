@@ -31,7 +31,7 @@ from simpletuner.data.files import MediaError
 from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, Problems, UserError
-from simpletuner.planning.build import settle_task
+from simpletuner.planning.build import choose_task
 from simpletuner.planning.entries import data_context
 from simpletuner.rounding import ceil_div
 
@@ -56,7 +56,7 @@ def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]
         raise Refusal(422, outside)
     names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
     entries = read_datasets(saved.datasets, Problems(), placeholders=names)
-    flavour, entries = settle_task(judgement.flavour, entries)
+    flavour, entries = choose_task(judgement.flavour, entries)
     return entries, data_context(judgement.config, judgement.spec, flavour.task)
 
 
