@@ -85,6 +85,18 @@ def test_troubleshooting_shows_the_shortage_of_today(
     assert error in page.splitlines()
 
 
+def test_troubleshooting_shows_the_warning_about_guidance(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files)
+    page = (DOCS / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
+    [shown] = [line for line in page.splitlines() if "turn black or noisy" in line]
+
+    output, _ = printed("plan", "example=kandinsky5-video-lite-lora", "validation_guidance=9")
+
+    assert shown.removeprefix("warning: ") in output
+
+
 def test_every_sample_of_an_estimate_is_regenerated() -> None:
     """A table of phases or ways that no command stands above could go stale."""
     for page in (page for page in DOCS.rglob("*.md") if page.parent.name not in LANGUAGES):
