@@ -72,7 +72,7 @@ def comfyui_update(weights: dict[str, Tensor], layer: str) -> Tensor:
 
 @pytest.mark.parametrize("strength", [1.0, 0.5, 0.7])
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_comfyui_computes_the_update_of_a_lokr_or_loha(
+def test_comfyui_computes_the_trained_update_of_a_lokr_or_loha(
     t2i_checkpoint: Path, tmp_path: Path, kind: str, strength: float
 ) -> None:
     assembly = shifted(t2i_checkpoint, **PRODUCTS[kind])
@@ -91,7 +91,7 @@ def test_comfyui_computes_the_update_of_a_lokr_or_loha(
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_a_run_for_comfyui_writes_its_native_file_for_it(
+def test_native_file_of_a_comfyui_run_loads_in_comfyui(
     t2i_checkpoint: Path, tmp_path: Path, kind: str
 ) -> None:
     trained = shifted(t2i_checkpoint, **PRODUCTS[kind], lora_format="comfyui").trained
@@ -104,7 +104,7 @@ def test_a_run_for_comfyui_writes_its_native_file_for_it(
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_a_lokr_or_loha_comes_back_with_its_strength(
+def test_lokr_and_loha_survive_the_round_trip_to_comfyui(
     t2i_checkpoint: Path, tmp_path: Path, kind: str
 ) -> None:
     trained = shifted(t2i_checkpoint, **PRODUCTS[kind]).trained
@@ -123,7 +123,7 @@ def test_a_lokr_or_loha_comes_back_with_its_strength(
 
 
 @pytest.mark.parametrize(("form", "other"), [("diffusers", "comfyui"), ("comfyui", "diffusers")])
-def test_a_lora_is_what_the_other_form_would_have_written(
+def test_converted_lora_equals_one_written_in_that_format(
     t2i_checkpoint: Path, tmp_path: Path, form: LoraForm, other: LoraForm
 ) -> None:
     lora = lora_of(shifted(t2i_checkpoint, lora_rank=4, lora_alpha=6))
@@ -140,7 +140,7 @@ def test_a_lora_is_what_the_other_form_would_have_written(
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui"])
 @pytest.mark.parametrize("place", ["header", "alphas", *COMPANIONS])
-def test_the_strength_of_another_program_is_multiplied_into_the_matrices(
+def test_alpha_of_a_foreign_lora_is_multiplied_into_its_matrices(
     tmp_path: Path, place: str, form: LoraForm
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -168,7 +168,7 @@ def test_the_strength_of_another_program_is_multiplied_into_the_matrices(
         assert_close(tensor, expected[name], terms=ELEMENTWISE)
 
 
-def test_a_full_fine_tune_becomes_one_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
+def test_full_fine_tune_is_converted_to_one_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
     transformer = Kandinsky5Transformer3DModel.from_pretrained(
         t2i_checkpoint, subfolder="transformer"
     )
@@ -186,7 +186,7 @@ def test_a_full_fine_tune_becomes_one_file(t2i_checkpoint: Path, tmp_path: Path)
     assert result.place == "models/diffusion_models"
 
 
-def test_a_full_fine_tune_that_lacks_a_file_is_refused(
+def test_full_fine_tune_with_a_missing_shard_is_refused(
     t2i_checkpoint: Path, tmp_path: Path
 ) -> None:
     transformer = Kandinsky5Transformer3DModel.from_pretrained(
@@ -233,7 +233,7 @@ def write(path: Path, names: list[str], architecture: str = "", **notes: str) ->
         ([f"transformer.{LAYER}.lokr_w1"], "", 1.0, "does not state its rank and alpha"),
     ],
 )
-def test_what_cannot_be_converted_says_why_and_writes_nothing(
+def test_refused_conversion_gives_the_reason_and_writes_nothing(
     tmp_path: Path, names: list[str], architecture: str, strength: float, words: str
 ) -> None:
     path = write(
@@ -248,7 +248,7 @@ def test_what_cannot_be_converted_says_why_and_writes_nothing(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_i2i_lora_is_not_offered_for_comfyui_on_the_page(tmp_path: Path) -> None:
+def test_page_does_not_offer_comfyui_for_an_i2i_lora(tmp_path: Path) -> None:
     path = write(tmp_path / LORA_FILE, [], "kandinsky5-image/i2i-lite-sft/lora")
 
     assert other_form(path) == (
@@ -257,9 +257,7 @@ def test_an_i2i_lora_is_not_offered_for_comfyui_on_the_page(tmp_path: Path) -> N
     )
 
 
-def test_a_run_of_i2i_does_not_promise_a_file_for_comfyui(
-    workspace: Workspace, capsys: Capture
-) -> None:
+def test_plan_refuses_comfyui_format_for_i2i(workspace: Workspace, capsys: Capture) -> None:
     told = complaints(
         workspace, capsys, "plan", "lora_format=comfyui", "model_flavour=i2i-lite-sft"
     )
@@ -270,7 +268,7 @@ def test_a_run_of_i2i_does_not_promise_a_file_for_comfyui(
     )
 
 
-def test_the_command_replaces_a_file_only_if_told(
+def test_convert_replaces_a_file_only_with_overwrite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -295,7 +293,7 @@ def test_the_command_replaces_a_file_only_if_told(
         (["--output", "lora.bin"], "--output: 'lora.bin' is neither a folder nor a name"),
     ],
 )
-def test_a_wrong_option_of_the_command_is_named(
+def test_convert_names_an_invalid_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, more: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -75,7 +75,7 @@ def test_a_run_of_300_steps_prints_about_30_lines() -> None:
     assert lines[-1].startswith("Trained 300 steps in 2:30 (0.50 s/step), step 300 of 300")
 
 
-def test_slow_steps_are_told_at_least_every_minute() -> None:
+def test_slow_steps_are_printed_at_least_every_minute() -> None:
     stream = io.StringIO()
     time = Clock()
     display = PlainDisplay(stream, time)
@@ -113,7 +113,7 @@ def test_a_slow_phase_prints_every_ten_seconds() -> None:
     assert re.fullmatch(r"Encoding pictures: 200 pictures in [\d.]+ s", lines[-1])
 
 
-def test_an_interrupted_phase_says_where_it_stopped() -> None:
+def test_interrupted_phase_prints_where_it_stopped() -> None:
     stream = io.StringIO()
 
     def interrupted() -> None:
@@ -127,14 +127,14 @@ def test_an_interrupted_phase_says_where_it_stopped() -> None:
     assert ending(PhaseEnded(PhaseStarted("Loading torch"), 0, 1.0, complete=False)) == "stopped"
 
 
-def test_a_finished_run_started_again_says_so() -> None:
+def test_restarting_a_finished_run_prints_that_nothing_is_left() -> None:
     stream = io.StringIO()
     with closing(PlainDisplay(stream)) as display:
         display(running(300, start_step=300))
     assert "No step was needed" in stream.getvalue()
 
 
-def test_the_stream_decides_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_display_is_chosen_by_the_output_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     assert isinstance(make_display(io.StringIO()), PlainDisplay)
     assert isinstance(make_display(Terminal()), LiveDisplay)
@@ -172,7 +172,7 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(
     assert "Trained 1 step in" in shown[shown.rindex(show) :]
 
 
-def test_a_phase_that_counts_nothing_has_no_count() -> None:
+def test_phase_without_a_total_shows_no_count() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=100)
     with closing(LiveDisplay(Terminal())) as display:
@@ -198,7 +198,7 @@ def test_log_lines_appear_above_the_live_display(monkeypatch: pytest.MonkeyPatch
     assert "Training" in after, "and was drawn again below the line"
 
 
-def test_the_first_values_of_a_running_mean_are_not_pulled_to_zero() -> None:
+def test_running_mean_starts_unbiased() -> None:
     mean = RunningMean(0.98)
     assert mean.add(4.0) == pytest.approx(4.0)
     assert mean.add(2.0) == pytest.approx((0.98 * 4 + 2) / 1.98)
@@ -207,14 +207,14 @@ def test_the_first_values_of_a_running_mean_are_not_pulled_to_zero() -> None:
 LOSS = {"train_loss": 0.5, "learning_rate": 1e-4}
 
 
-def test_remaining_time_and_waiting_share() -> None:
+def test_pace_reports_remaining_time_and_share_spent_waiting() -> None:
     pace = Pace(total_steps=110, start_step=100)
     pace.note(StepReport(101, 1, LOSS, seconds=2.0, data_seconds=0.5))
     assert pace.remaining_seconds == pytest.approx(18.0)
     assert pace.shares == pytest.approx({"compute": 0.75, "data": 0.25})
 
 
-def test_the_remaining_time_includes_what_comes_beside_the_steps() -> None:
+def test_remaining_time_includes_previews_evaluation_and_saving() -> None:
     rounds = {
         PREVIEWS: Rounds(every=50, seconds=60.0, at_end=True),
         EVALUATION: Rounds(every=2.5),
@@ -233,7 +233,7 @@ def test_the_remaining_time_includes_what_comes_beside_the_steps() -> None:
     assert pace.remaining_seconds == pytest.approx(9 * 2 + 40 + 4 * 3 + 3 * 0.5)
 
 
-def test_an_epoch_that_encodes_new_crops_does_not_count_as_a_slow_step() -> None:
+def test_encoding_new_crops_does_not_count_as_a_slow_step() -> None:
     pace = Pace(total_steps=110, start_step=100, rounds={CACHING: Rounds(every=5)})
     pace.note(PhaseEnded(PhaseStarted("", kind=CACHING), 8, 30.0, complete=True))
     pace.note(StepReport(101, 1, LOSS, seconds=32.5, data_seconds=30.5))
@@ -241,12 +241,12 @@ def test_an_epoch_that_encodes_new_crops_does_not_count_as_a_slow_step() -> None
     assert pace.remaining_seconds == pytest.approx(9 * 2.5 + 2 * 30)
 
 
-def test_a_run_stopped_before_its_first_step_does_not_say_that_none_was_needed() -> None:
+def test_run_stopped_before_its_first_step_is_not_called_finished() -> None:
     assert Pace(300, 300).summary().startswith("No step was needed")
     assert Pace(300, 100).summary() == "No step was completed; the run is at step 100 of 300."
 
 
-def test_the_line_that_explains_the_speed() -> None:
+def test_speed_line_shows_where_the_time_goes() -> None:
     pace = Pace(total_steps=110, start_step=100)
     pace.note(StepReport(101, 1, LOSS, seconds=2.0, data_seconds=0.1))
     assert pace.speed == "compute 95 %, waiting for data 5 %"
@@ -260,7 +260,7 @@ def test_the_line_that_explains_the_speed() -> None:
     assert pace.mfu == pytest.approx((0.9 * 2 * 0.38 + 0.76) / (0.9 * 2 + 1))
 
 
-def test_the_numbers_of_the_panel_fit_eighty_columns() -> None:
+def test_numbers_in_the_panel_fit_eighty_columns() -> None:
     pace = Pace(total_steps=2000, start_step=100)
     pace.note(
         StepReport(
@@ -287,7 +287,7 @@ class DeadTerminal(Terminal):
 
 
 @pytest.mark.parametrize("kind", ["xterm-256color", "dumb"])
-def test_a_terminal_that_dies_ends_the_display_and_nothing_else(
+def test_closed_terminal_ends_the_display_but_not_the_run(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", kind)
@@ -307,7 +307,7 @@ def test_a_terminal_that_dies_ends_the_display_and_nothing_else(
     assert steps == [1, 2]
 
 
-def test_numbers_for_people() -> None:
+def test_durations_speeds_and_sizes_are_readable() -> None:
     assert [clock_text(7.21), clock_text(45.2), clock_text(59.6), clock_text(245)] == [
         "7.2 s",
         "45 s",

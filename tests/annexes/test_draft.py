@@ -19,13 +19,13 @@ from tests.planning.test_precision import without
 JUNK: list[Any] = ["", "x", "~nouser/x", -1, float("nan"), ["a", 3], {"a": [1]}]
 
 
-def test_nothing_at_all_is_a_draft(tmp_path: Path) -> None:
+def test_empty_configuration_is_a_valid_draft(tmp_path: Path) -> None:
     draft = Draft(tmp_path / "config.json")
     assert draft.values.keys() == {"model_family", "model_type"}
     assert all(problem.where for problem in draft.judgement.problems)
 
 
-def test_problems_stand_under_their_keys(tmp_path: Path) -> None:
+def test_problems_are_listed_under_their_keys(tmp_path: Path) -> None:
     values = {
         "lora_rank": "many",
         "learning_rte": 1,
@@ -41,7 +41,7 @@ def test_problems_stand_under_their_keys(tmp_path: Path) -> None:
     assert not any("()" in problem.message for problems in found.values() for problem in problems)
 
 
-def test_a_draft_stands_for_its_file(tmp_path: Path) -> None:
+def test_draft_reads_the_environment_file_beside_its_config(tmp_path: Path) -> None:
     """What lies beside config.json counts as it will in training, and has problems of its own."""
     (tmp_path / "config.env").write_text(
         "LORA_RANK=4\nSEED=7\nTRAINER_EXTRA_ARGS=--seed=9\nbroken\n"
@@ -51,7 +51,7 @@ def test_a_draft_stands_for_its_file(tmp_path: Path) -> None:
     assert not any("config.env" in problem.where for problem in draft.judgement.problems)
 
 
-def test_a_missing_package_is_reported_at_the_answer(
+def test_missing_package_is_reported_for_the_value_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "bitsandbytes")
@@ -62,7 +62,7 @@ def test_a_missing_package_is_reported_at_the_answer(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_value_of_any_key_raises(tmp_path: Path, family: str) -> None:
+def test_no_value_of_any_key_makes_the_draft_raise(tmp_path: Path, family: str) -> None:
     """Of each key, a family tries its share of the values: all pairs of key, value and family are
     met. Those of the families' keys depend on both, so they are all tried."""
     turn = list(FAMILIES).index(family)

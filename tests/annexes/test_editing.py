@@ -40,7 +40,7 @@ def texts(files: dict[str, Path]) -> dict[str, str]:
     return {name: path.read_text() for name, path in files.items()}
 
 
-def test_a_caption_is_written_over_what_was_seen_only(tmp_path: Path) -> None:
+def test_caption_that_changed_on_disk_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_caption(path, "  first \r\n\nsecond\n\n", "")
     assert path.read_bytes() == b"  first\n\nsecond\n"
@@ -55,14 +55,12 @@ def test_a_caption_is_written_over_what_was_seen_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a <|im_end|> b", "a\0b", "half \ud83d", "x" * LARGEST_CAPTION])
-def test_a_text_that_training_would_refuse_is_not_written(text: str) -> None:
+def test_caption_that_training_would_refuse_is_not_written(text: str) -> None:
     with pytest.raises(UserError, match="A caption cannot contain"):
         content_of(text)
 
 
-def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(
-    files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_replacement_is_previewed_and_can_be_undone(files: dict[str, Path], tmp_path: Path) -> None:
     changes, unreadable = changes_of(files, replacing("cat", "fox"))
     assert [(change.name, change.before, change.after) for change in changes] == [
         ("a.txt", "a red cat\n", "a red fox\n"),
@@ -76,7 +74,7 @@ def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(
     assert texts(files) == TEXTS
 
 
-def test_only_the_newest_backups_stay(tmp_path: Path) -> None:
+def test_only_the_newest_backups_are_kept(tmp_path: Path) -> None:
     mine = tmp_path / ".captions-of-mine.json"
     path = tmp_path / "a.txt"
     path.write_text("a")
@@ -88,7 +86,7 @@ def test_only_the_newest_backups_stay(tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.glob(".captions-*")} == {mine.name, *made[-3:]}
 
 
-def test_what_training_refuses_comes_back_too(tmp_path: Path) -> None:
+def test_undo_restores_captions_that_training_refuses(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("a.txt", "b.txt")}
     for path in files.values():
         path.write_text("a cat <|im_end|> ")
@@ -98,7 +96,7 @@ def test_what_training_refuses_comes_back_too(tmp_path: Path) -> None:
     assert texts(files) == dict.fromkeys(files, "a cat <|im_end|> ")
 
 
-def test_other_changes_have_another_digest(files: dict[str, Path]) -> None:
+def test_digest_changes_with_the_changes(files: dict[str, Path]) -> None:
     def digest() -> str:
         return digest_of(changes_of(files, replacing("cat", "fox"))[0])
 
@@ -108,7 +106,7 @@ def test_other_changes_have_another_digest(files: dict[str, Path]) -> None:
     assert before != digest()
 
 
-def test_a_full_disk_in_the_middle_leaves_whole_captions_and_the_old_ones(
+def test_full_disk_during_a_replacement_leaves_whole_captions_and_a_backup(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, _ = changes_of(files, replacing("a", "e"))
@@ -129,7 +127,7 @@ def test_a_full_disk_in_the_middle_leaves_whole_captions_and_the_old_ones(
     }
 
 
-def test_a_file_that_changed_since_the_preview_is_kept(
+def test_file_that_changed_since_the_preview_is_not_overwritten(
     files: dict[str, Path], tmp_path: Path
 ) -> None:
     changes, _ = changes_of(files, replacing("cat", "fox"))
@@ -151,10 +149,10 @@ def test_a_file_that_changed_since_the_preview_is_kept(
         ("", False, ""),
     ],
 )
-def test_every_caption_begins_with_the_trigger_once(text: str, whole: bool, expected: str) -> None:
+def test_trigger_is_prefixed_once_to_every_caption(text: str, whole: bool, expected: str) -> None:
     assert prefixing("zkt", whole=whole)("a.txt", text) == expected
 
 
-def test_a_trigger_is_on_one_line() -> None:
+def test_trigger_with_a_line_break_is_refused() -> None:
     with pytest.raises(UserError, match="on one line"):
         prefixing("two\nlines", whole=False)

@@ -110,14 +110,14 @@ def complaint(*arguments: Any, **settings: Any) -> str:
     return str(problem)
 
 
-def test_a_run_that_fits_is_not_mentioned() -> None:
+def test_run_that_fits_reports_no_problem() -> None:
     assert found_by(check_fit, budget(gpu(12))) == []
     assert found_by(check_fit, budget(Device("?", None, None, True, rates_of(""), ""))) == [], (
         "unknown memory is no limit"
     )
 
 
-def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
+def test_shortage_names_the_phase_its_need_and_the_remedy() -> None:
     told = complaint(gpu(8))
     assert told.startswith("memory: training at 768x512@61 needs 10.")
     assert "where 7.2 GB can be used" in told
@@ -145,19 +145,19 @@ def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
         ),
     ],
 )
-def test_the_smallest_change(
+def test_smallest_change_makes_the_run_fit(
     gigabytes: float, settings: dict[str, Any], changes: list[str]
 ) -> None:
     before = budget(gpu(gigabytes), **settings)
     assert [str(each) for each in smallest_change(before)] == changes
 
 
-def test_a_smaller_batch_before_smaller_pictures() -> None:
+def test_batch_size_is_reduced_before_picture_size() -> None:
     before = budget(gpu(3.5), PICTURE, "t2i-lite-sft", **LEANEST)
     assert [str(each) for each in smallest_change(before)] == ["train_batch_size 2"]
 
 
-def test_when_nothing_helps_it_says_what_is_short() -> None:
+def test_hopeless_shortage_names_what_is_short() -> None:
     streamed = {"group_offload_text_encoder": True, "text_encoder_1_precision": "int8-quanto"}
     told = complaint(gpu(1), encodes_text=True, **streamed)
     assert told.startswith("memory: encoding captions needs 2.8 GB on the device")
@@ -165,12 +165,12 @@ def test_when_nothing_helps_it_says_what_is_short() -> None:
     assert "No setting makes it fit." in told
 
 
-def test_who_knows_better_is_warned() -> None:
+def test_shortage_is_only_a_warning_with_i_know_what_i_am_doing() -> None:
     (problem,) = found_by(check_fit, budget(gpu(8), i_know_what_i_am_doing=True))
     assert not problem.fatal
 
 
-def test_host_memory_counts_where_weights_pass_through_it() -> None:
+def test_host_memory_must_hold_weights_that_pass_through_it() -> None:
     """A few blocks at a time; all of them where the adapter is computed from them."""
     assert "host memory" in complaint(gpu(80, host=1.4e9))
     assert found_by(check_fit, budget(gpu(80, host=2e9))) == []
@@ -190,7 +190,7 @@ def card(host: float, **settings: Any) -> Budget:
     return budget(device, CLIP, PRO, encodes_text=True, **settings)
 
 
-def test_pro_in_8_bits_with_32_gb_of_host_memory() -> None:
+def test_pro_in_8_bits_fits_32_gb_of_host_memory() -> None:
     """No phase takes more than the packed weights, those outside the blocks, and 2 GB."""
     chosen = card(32e9, base_model_precision="int8-quanto", enable_group_offload=True)
     assert found_by(check_fit, chosen) == []
@@ -205,7 +205,7 @@ def test_pro_in_8_bits_with_32_gb_of_host_memory() -> None:
 @pytest.mark.parametrize(
     ("host", "settings"), [(32e9, {}), (20e9, {"base_model_precision": "int8-quanto"})]
 )
-def test_the_disk_is_the_way_out_of_too_little_host_memory(
+def test_too_little_host_memory_suggests_offload_to_disk(
     host: float, settings: dict[str, Any]
 ) -> None:
     before = card(host, enable_group_offload=True, **settings)
@@ -221,14 +221,14 @@ def test_the_disk_is_the_way_out_of_too_little_host_memory(
     assert before.under({"group_offload_to_disk_path": "waiting"}, "test").fits
 
 
-def test_without_a_gpu_everything_lies_in_one_memory() -> None:
+def test_shortage_without_a_gpu_counts_host_memory() -> None:
     machine = Device("CPU", 11e9, 11e9, False, rates_of(""), "")
     told = complaint(machine)
     assert "this machine has 11.0 GB and no GPU" in told
     assert "--device-memory 24" in told
 
 
-def test_auto_leaves_nothing_unused_on_a_large_device() -> None:
+def test_auto_disables_checkpointing_on_a_large_device() -> None:
     chosen = choose(budget(gpu(141)))
     assert chosen.config.precision.gradient_checkpointing is False
     assert not chosen.config.is_explicit("gradient_checkpointing")
@@ -245,7 +245,7 @@ def test_auto_checkpoints_no_more_than_it_must() -> None:
 
 
 @pytest.mark.parametrize("gigabytes", [24, 50])
-def test_auto_checkpoints_all_but_the_blocks_that_fit(gigabytes: float) -> None:
+def test_auto_keeps_as_many_activations_as_fit(gigabytes: float) -> None:
     chosen = choose(budget(gpu(gigabytes)))
     key = "gradient_checkpointing_kept_blocks"
     kept = chosen.config.precision.gradient_checkpointing_kept_blocks
@@ -270,7 +270,7 @@ def test_auto_checkpoints_all_but_the_blocks_that_fit(gigabytes: float) -> None:
         ("sanavideo", True, {"dynamo_backend": "inductor", "speed": "reference"}, False),
     ],
 )
-def test_compiled_blocks_count_where_they_were_measured(
+def test_compiled_kernels_are_estimated_only_where_measured(
     family: str, is_gpu: bool, settings: dict[str, Any], compiled: bool
 ) -> None:
     chosen = config(family, **{"speed": "auto", **settings})
@@ -280,7 +280,7 @@ def test_compiled_blocks_count_where_they_were_measured(
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_a_card_that_this_torch_cannot_use_is_taken_to_compile(
+def test_card_for_another_machine_is_assumed_to_compile(
     elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: not elsewhere)
@@ -299,7 +299,7 @@ def test_all_compiled_blocks_of_sana_are_kept_on_80_gb() -> None:
     assert not chosen.config.precision.gradient_checkpointing
 
 
-def test_auto_keeps_as_many_blocks_as_fit() -> None:
+def test_auto_keeps_as_many_blocks_resident_as_fit() -> None:
     chosen = choose(budget(gpu(9)))
     offload = chosen.config.offload
     assert offload.enable_group_offload
@@ -313,7 +313,7 @@ def test_auto_keeps_as_many_blocks_as_fit() -> None:
     ]
 
 
-def test_auto_turns_to_8_bits_last() -> None:
+def test_auto_quantises_to_8_bits_last() -> None:
     small = gpu(6)
     as_is = choose(budget(small))
     assert as_is.config.offload.offload_block_inputs
@@ -358,9 +358,7 @@ def test_auto_fits_full_fine_tunes_on_small_cards(
         assert smallest_change(plain)
 
 
-def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_was_chosen() -> (
-    None
-):
+def test_auto_changes_the_optimizer_last_and_never_the_users() -> None:
     """On a host that has no room for its state."""
     small = gpu(18, host=10e9)
     chosen = choose(budget(small, model_type="full"))
@@ -379,7 +377,7 @@ def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_
     ).config.optimizer.optimizer_release_gradients
 
 
-def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
+def test_auto_slows_no_step_for_previews_that_cannot_fit() -> None:
     training = budget(gpu(12))
     clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
     rendering = with_previews(training, clip)
@@ -390,7 +388,7 @@ def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
     assert both.config.precision.base_model_precision == "no_change"
 
 
-def test_auto_touches_nothing_that_the_user_set() -> None:
+def test_auto_keeps_every_setting_of_the_user() -> None:
     mine = {
         "gradient_checkpointing": True,
         "enable_group_offload": False,
@@ -401,7 +399,7 @@ def test_auto_touches_nothing_that_the_user_set() -> None:
         assert {key: chosen.config.flat[key] for key in mine} == mine
 
 
-def test_nothing_moves_under_cuda_graphs() -> None:
+def test_nothing_is_offloaded_under_cuda_graphs() -> None:
     recorded = budget(gpu(8), dynamo_mode="reduce-overhead", dynamo_backend="inductor")
     chosen = choose(recorded).config.offload
     assert not chosen.enable_group_offload
@@ -411,7 +409,7 @@ def test_nothing_moves_under_cuda_graphs() -> None:
         assert not change.values.keys() & {"enable_group_offload", "offload_block_inputs"}
 
 
-def test_streaming_costs_time_where_the_step_is_short() -> None:
+def test_streaming_slows_short_steps_only() -> None:
     """A picture of 4096 tokens does not hide the copies of its blocks, a clip does."""
     for bucket, flavour, hidden in (
         (PICTURE, "t2i-lite-sft", True),
@@ -440,7 +438,7 @@ def test_without_a_gpu_nothing_is_streamed() -> None:
     assert "group_offload" not in complaint(machine)
 
 
-def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
+def test_previews_need_transformer_and_vae_unless_model_cpu_offload() -> None:
     peaks = []
     for turns in (False, True):
         phases = with_previews(budget(gpu(80), enable_model_cpu_offload=turns)).phases
@@ -450,7 +448,7 @@ def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
     assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"
 
 
-def test_held_out_samples_are_measured_without_gradients_beside_what_is_there() -> None:
+def test_evaluation_needs_memory_without_gradients() -> None:
     training = budget(gpu(80))
     measuring = replace(training, workload=replace(training.workload, evaluated=[LITE]))
     phases = {phase.name: phase.device for phase in measuring.phases}
@@ -467,7 +465,7 @@ def test_held_out_samples_are_measured_without_gradients_beside_what_is_there() 
     assert replace(alone, device=gpu(30)).fits != replace(alone, device=gpu(2)).fits
 
 
-def test_auto_keeps_what_is_fast_where_there_is_room() -> None:
+def test_auto_changes_nothing_that_fits() -> None:
     """With checkpointing set by the user there is nothing left to choose: attention is not computed
     twice.
     """
@@ -478,7 +476,7 @@ def test_auto_keeps_what_is_fast_where_there_is_room() -> None:
     ]
 
 
-def test_auto_streams_rather_than_computing_attention_twice() -> None:
+def test_auto_streams_before_recomputing_attention() -> None:
     """Copies hide behind the compute of a clip; a second self-attention does not."""
     chosen = choose(budget(gpu(13), speed="auto"))
     assert not chosen.shortages(headroom=HEADROOM)
@@ -489,7 +487,7 @@ def test_auto_streams_rather_than_computing_attention_twice() -> None:
     assert chosen.step_seconds < 0.9 * twice.step_seconds
 
 
-def test_auto_moves_inputs_alone_where_weights_cannot_stream() -> None:
+def test_auto_offloads_inputs_alone_where_weights_cannot_stream() -> None:
     settings = {
         "model_type": "full",
         "gradient_checkpointing": True,
@@ -519,7 +517,7 @@ def encoding(device: Device, load: VaeLoad, flavour: str, **settings: Any) -> Bu
     return replace(before, workload=replace(before.workload, encoded=[load]))
 
 
-def test_the_vae_is_given_less_at_a_time() -> None:
+def test_smaller_vae_batch_is_suggested_for_large_pictures() -> None:
     pictures = VaeLoad(8, 1, 2048, 2048)
     before = encoding(gpu(18), pictures, "t2i-lite-sft", vae_batch_size=4)
     assert [str(each) for each in smallest_change(before)] == ["vae_batch_size 1"]
@@ -541,14 +539,12 @@ def test_latents_are_encoded_before_training_where_both_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("gigabytes", "change"), [(10, "vae_enable_patch_conv true"), (7, "vae_enable_tiling true")]
 )
-def test_the_vae_works_in_slices_or_tiles_before_anything_is_made_smaller(
-    gigabytes: float, change: str
-) -> None:
+def test_vae_is_sliced_or_tiled_before_samples_shrink(gigabytes: float, change: str) -> None:
     before = encoding(gpu(gigabytes), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
     assert [str(each) for each in smallest_change(before)] == [change]
 
 
-def test_auto_takes_tiles_rather_than_refusing_a_small_card() -> None:
+def test_auto_tiles_the_vae_on_a_small_card() -> None:
     before = with_previews(encoding(gpu(8), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s"))
     chosen = choose(before)
     assert chosen.fits
@@ -584,7 +580,7 @@ def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(
     assert mine.config.validation.validation_decoding == "whole", "what the user set is left alone"
 
 
-def test_where_nothing_is_trained_blocks_stream_before_pixels_change() -> None:
+def test_sampling_streams_blocks_before_tiling_the_vae() -> None:
     before = budget(gpu(8))
     chosen = choose(replace(before, workload=Workload([], [], False, [LITE], 0.0)))
     assert chosen.fits
@@ -592,7 +588,7 @@ def test_where_nothing_is_trained_blocks_stream_before_pixels_change() -> None:
     assert chosen.config.validation.validation_decoding == "strips"
 
 
-def test_a_preview_in_tiles_needs_no_more_than_training() -> None:
+def test_tiled_previews_need_no_more_memory_than_training() -> None:
     for settings in ({}, STREAMED, {**STREAMED, "offload_block_inputs": True}):
         found = with_previews(budget(gpu(80), validation_decoding="tiles", **settings))
         training, rendering = (
@@ -602,12 +598,12 @@ def test_a_preview_in_tiles_needs_no_more_than_training() -> None:
         assert rendering <= training
 
 
-def test_the_smallest_change_for_previews_is_how_they_are_decoded() -> None:
+def test_smallest_change_for_previews_is_their_decoding() -> None:
     before = with_previews(budget(gpu(14)))
     assert [str(each) for each in smallest_change(before)] == ["validation_decoding strips"]
 
 
-def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
+def test_cudnn_workspace_is_counted_for_whole_clips_on_a_gpu() -> None:
     before = with_previews(budget(gpu(80)))
     on_gpu = replace(before.parts, on_gpu=True)
 
@@ -635,9 +631,7 @@ def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
         ((1024, 1024), "strips"),
     ],
 )
-def test_large_clips_are_decoded_in_strips_unless_the_user_says_otherwise(
-    size: tuple[int, int], how: str
-) -> None:
+def test_large_clips_are_decoded_in_strips_unless_set(size: tuple[int, int], how: str) -> None:
     preview = replace(LITE, width=size[0], height=size[1])
     (unset, mine) = (
         with_previews(budget(gpu(80), **set_), preview)
@@ -652,7 +646,7 @@ def test_large_clips_are_decoded_in_strips_unless_the_user_says_otherwise(
     )
 
 
-def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:
+def test_previews_are_decoded_in_strips_where_only_strips_fit() -> None:
     """A card of 24 GB has room for the packaged examples, with or without what cuDNN may take."""
     for gigabytes, how in (
         (40, "whole"),
@@ -666,7 +660,7 @@ def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:
     assert decoding_of(with_previews(budget(gpu(14), validation_decoding="whole"))) == "whole"
 
 
-def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
+def test_guidance_is_batched_where_previews_have_room() -> None:
     streamed: dict[str, Any] = {
         "speed": "auto",
         "enable_group_offload": True,
@@ -713,7 +707,7 @@ def test_previews_take_as_long_as_sampling_and_decoding(flavour: str, share: flo
     assert 0 < flops / found.device.rates.matmul < sampling
 
 
-def test_the_vae_stays_and_decodes_beside_training_where_both_fit() -> None:
+def test_vae_stays_loaded_and_decodes_in_background_where_both_fit() -> None:
     def chosen(
         gigabytes: float, flavour: str = "t2v-lite-sft-5s", **settings: Any
     ) -> tuple[object, object]:
@@ -770,7 +764,7 @@ def small(gigabytes: float = 80, **settings: Any) -> Budget:
     )
 
 
-def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
+def test_larger_batch_is_proposed_where_launches_limit_the_gpu() -> None:
     before = small()
     batch = free_batch(before, math.inf)
     assert batch is not None

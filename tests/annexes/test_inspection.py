@@ -67,7 +67,7 @@ def verify(folder: Path, stop_after: int | None = None) -> tuple[Verification, i
     return verification, next(count) - 1
 
 
-def test_verify_lists_what_is_damaged_and_nothing_else(store: CacheStore) -> None:
+def test_verify_lists_only_damaged_entries(store: CacheStore) -> None:
     assert verify(store.folder)[0].damaged == {}
     forget_verifications([store.folder])
     path = file_of(store, LARGE)
@@ -77,7 +77,7 @@ def test_verify_lists_what_is_damaged_and_nothing_else(store: CacheStore) -> Non
     assert str(path) in reason
 
 
-def test_verify_goes_on_where_it_stopped(store: CacheStore) -> None:
+def test_interrupted_verify_continues_where_it_stopped(store: CacheStore) -> None:
     _, second, *_ = sorted(each.digest() for each in (SMALL, LARGE, OTHER, TEXT))
     good = entry_path(store.folder, second).read_bytes()
     entry_path(store.folder, second).write_bytes(b"")
@@ -93,7 +93,7 @@ def test_verify_goes_on_where_it_stopped(store: CacheStore) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"damaged": 1, "last": 2}', "[]"])
-def test_a_foreign_record_is_ignored(store: CacheStore, content: str) -> None:
+def test_damaged_verify_record_is_ignored(store: CacheStore, content: str) -> None:
     (store.folder / VERIFYING_NAME).write_text(content)
     assert verify(store.folder)[1] == 4
 
@@ -113,7 +113,7 @@ def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> No
     assert not find_garbage(store.folder, {*wanted, later.digest()}, FAMILY).entries
 
 
-def test_features_are_of_the_family_of_their_latents(store: CacheStore) -> None:
+def test_gc_assigns_features_to_the_family_of_their_latents(store: CacheStore) -> None:
     feature = FeatureKey("dino", SMALL.digest(), (("size", 1),))
     store.write(feature.digest(), {"x": torch.zeros(1)}, provenance_of(feature, "set/a.png"))
     assert not find_garbage(store.folder, [], "sanavideo").entries
@@ -124,7 +124,7 @@ def test_features_are_of_the_family_of_their_latents(store: CacheStore) -> None:
     )
 
 
-def test_gc_takes_old_leftovers_and_spares_a_writer_at_work(store: CacheStore) -> None:
+def test_gc_removes_old_leftovers_and_spares_files_being_written(store: CacheStore) -> None:
     folder = file_of(store, SMALL).parent
     old, young = (
         folder / f".{OTHER.digest()}.safetensors.zst.{number}.tmp" for number in ("0a", "0b")
@@ -167,7 +167,7 @@ def test_foreign_files_in_a_cache_folder_are_left_alone(store: CacheStore) -> No
     assert all(path.exists() for path in foreign)
 
 
-def test_an_entry_tells_source_and_ingredients(store: CacheStore) -> None:
+def test_cache_entry_stores_its_source_and_ingredients(store: CacheStore) -> None:
     provenance, ingredients = origin_of(store.folder, SMALL.digest())
     assert provenance == {"source": "set/a.png"}
     assert ingredients["size"] == [64, 64]

@@ -30,7 +30,7 @@ def restore_logging() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-def test_the_file_has_everything_and_the_console_what_matters(
+def test_debug_file_logs_everything_and_console_only_what_matters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging(debug_file=tmp_path / "debug.log")
@@ -47,7 +47,7 @@ def test_the_file_has_everything_and_the_console_what_matters(
     )
 
 
-def test_the_file_is_appended_and_a_second_setup_does_not_double(tmp_path: Path) -> None:
+def test_second_setup_appends_without_duplicating_lines(tmp_path: Path) -> None:
     for word in ("first", "second"):
         setup_logging(debug_file=tmp_path / "debug.log")
         own.info(word)
@@ -55,7 +55,7 @@ def test_the_file_is_appended_and_a_second_setup_does_not_double(tmp_path: Path)
     assert [line.split()[-1] for line in lines] == ["first", "second"]
 
 
-def test_records_of_several_processes_name_theirs(tmp_path: Path) -> None:
+def test_log_lines_name_their_process(tmp_path: Path) -> None:
     for process in ("[0] ", "[1] "):
         setup_logging(debug_file=tmp_path / "debug.log", process=process)
         own.warning("careful")
@@ -65,7 +65,7 @@ def test_records_of_several_processes_name_theirs(tmp_path: Path) -> None:
     ]
 
 
-def test_the_level_comes_from_the_environment(
+def test_log_level_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SIMPLETUNER_LOG_LEVEL", "warning")
@@ -84,7 +84,7 @@ def test_the_level_comes_from_the_environment(
         "py.warnings",
     ],
 )
-def test_what_imports_warn_of_is_not_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_during_imports_are_hidden(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(None)
     logging.getLogger(name).warning("no triton here")
     logging.getLogger("diffusers.models").warning("a weight is missing")
@@ -92,20 +92,20 @@ def test_what_imports_warn_of_is_not_shown(name: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines()[0].endswith("a weight is missing")
 
 
-def test_an_unknown_level_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_log_level_suggests_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMPLETUNER_LOG_LEVEL", "WARNIG")
     with pytest.raises(UserError, match=r"SIMPLETUNER_LOG_LEVEL: 'WARNIG'.*Did you mean 'WARNING'"):
         setup_logging(None)
 
 
-def test_a_debug_file_that_cannot_be_written_is_said(
+def test_unwritable_debug_file_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging(debug_file=tmp_path / "absent" / "debug.log")
     assert "there is no debug log" in capsys.readouterr().err
 
 
-def test_libraries_with_handlers_of_their_own_are_adopted(
+def test_library_handlers_are_replaced_so_that_lines_appear_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     logger = logging.getLogger("transformers")
@@ -181,7 +181,7 @@ def test_secrets_in_arguments_and_tracebacks_do_not_reach_the_log(
         assert "s3cr3t" not in text
 
 
-def test_settings_are_hidden_by_name_and_by_content() -> None:
+def test_secret_settings_are_hidden_by_name_and_by_content() -> None:
     settings = {
         "tokenizer_max_length": 256,
         "hub_token": "x",

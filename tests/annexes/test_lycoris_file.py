@@ -63,7 +63,7 @@ def chosen(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE) -> d
     return file.layers(SHAPES if spec is KANDINSKY5_IMAGE else SANA_SHAPES)
 
 
-def test_the_file_of_the_guides(tmp_path: Path) -> None:
+def test_lycoris_file_of_the_guide_is_read(tmp_path: Path) -> None:
     layers = chosen(tmp_path, GUIDE)
     assert {name: layer["factor"] for name, layer in layers.items()} == {QUERY: 16, INNER: 8}
     assert {*chosen(tmp_path, GUIDE, SANA_VIDEO)} == {
@@ -83,11 +83,13 @@ def test_the_file_of_the_guides(tmp_path: Path) -> None:
         ({}, [QUERY, INNER]),
     ],
 )
-def test_presets_choose_layers(tmp_path: Path, preset: dict[str, Any], expected: list[str]) -> None:
+def test_lycoris_presets_choose_layers(
+    tmp_path: Path, preset: dict[str, Any], expected: list[str]
+) -> None:
     assert [*chosen(tmp_path, {**GUIDE, "apply_preset": preset})] == expected
 
 
-def test_the_innermost_class_decides(tmp_path: Path) -> None:
+def test_innermost_class_decides_the_lycoris_algorithm(tmp_path: Path) -> None:
     maps = {
         "Attention": {"factor": 4},
         "Kandinsky5TransformerDecoderBlock": {"factor": 2, "algo": "loha"},
@@ -144,12 +146,14 @@ def test_the_innermost_class_decides(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_invalid_lycoris_file_is_refused_with_its_reason(
+    tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
     content = {key: value for key, value in {**GUIDE, **change}.items() if value is not None}
     assert told in complaints(tmp_path, content)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_lycoris_file_is_refused(tmp_path: Path) -> None:
     assert "not a JSON object" in complaints(tmp_path, [1])
     assert "not valid JSON" in complaints(tmp_path, "{")
     found = Problems()

@@ -37,7 +37,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return devices
 
 
-def test_the_plan_says_so_first(
+def test_plan_warns_first_of_training_without_a_gpu(
     published: Workspace, workspace: Workspace, capsys: Capture
 ) -> None:
     assert published.run("plan") == 0
@@ -59,7 +59,7 @@ def test_the_plan_says_so_first(
     assert "no GPU can be used" not in capsys.readouterr().out, "a tiny model is meant for a CPU"
 
 
-def test_training_for_days_wants_consent(
+def test_training_for_days_on_a_cpu_needs_consent(
     published: Workspace, begun: list[str], capsys: Capture
 ) -> None:
     assert published.train() == 2
@@ -92,7 +92,7 @@ def test_the_cpu_build_is_named_beside_the_gpu_that_it_cannot_use(
     assert begun == []
 
 
-def test_a_gpu_that_torch_cannot_use_is_noticed_before_anything_is_downloaded(
+def test_gpu_that_torch_cannot_use_is_reported_before_downloads(
     published: Workspace, begun: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a driver that is too old for the installed build."""
@@ -106,7 +106,7 @@ def test_a_gpu_that_torch_cannot_use_is_noticed_before_anything_is_downloaded(
     assert begun == ["CPU"]
 
 
-def test_a_gpu_that_only_torch_knows_is_used(
+def test_gpu_that_only_torch_detects_is_used(
     published: Workspace, begun: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Containers may lack nvidia-smi."""
@@ -127,7 +127,7 @@ def test_a_gpu_that_only_torch_knows_is_used(
         (None, True),
     ],
 )
-def test_a_build_is_known_without_importing_it(
+def test_cpu_build_of_torch_is_detected_without_import(
     version: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if version is not None:
@@ -142,7 +142,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_red_is_for_terminals_with_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_red_is_used_only_on_colour_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert in_red("days", Terminal()) == "\x1b[31mdays\x1b[0m"
@@ -154,7 +154,7 @@ def test_red_is_for_terminals_with_colour(monkeypatch: pytest.MonkeyPatch) -> No
     assert in_red("days", Terminal()) == "days"
 
 
-def test_long_durations() -> None:
+def test_long_durations_are_given_in_hours_days_or_years() -> None:
     assert [duration_text(days * 86400) for days in (3, 999, 1001, 31836)] == [
         "72 h",
         "999 days",

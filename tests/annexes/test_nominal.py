@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
         ("sanavideo-lora", "10 clips of 81 frames"),
     ],
 )
-def test_whether_a_model_fits_a_card_is_answered_without_files(
+def test_plan_for_a_card_needs_no_files(
     example: str, files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def test_whether_a_model_fits_a_card_is_answered_without_files(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_files_that_are_there_are_planned_and_a_plan_for_this_machine_needs_them(
+def test_plan_for_this_machine_needs_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_invalid_settings_of_a_dataset_that_does_not_exist_are_reported(
         assert "video" in capsys.readouterr().err
 
 
-def test_the_files_of_a_plan_are_written_nowhere_else(
+def test_plan_for_a_card_writes_no_files_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,7 +81,7 @@ def test_the_files_of_a_plan_are_written_nowhere_else(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_wrong_card_is_named_before_missing_files(
+def test_unknown_card_is_reported_before_missing_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)

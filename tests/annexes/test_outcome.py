@@ -39,7 +39,7 @@ def comparison_of(estimate: Budget, shares: Mapping[int, float]) -> Comparison:
 
 
 @pytest.mark.slow
-def test_a_run_is_compared_with_its_estimate(
+def test_finished_run_is_compared_with_its_estimate(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     previews = ("validation_disable=false", "validation_num_inference_steps=1")
@@ -53,7 +53,7 @@ def test_a_run_is_compared_with_its_estimate(
     assert not workspace.path(STORED).exists(), "dense attention has nothing to store"
 
 
-def test_a_few_steps_say_nothing_about_speed(
+def test_short_run_is_not_compared_with_its_estimate(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert workspace.train("max_train_steps=2", "validation_disable=true") == 0
@@ -61,7 +61,7 @@ def test_a_few_steps_say_nothing_about_speed(
     assert "Estimate and run" not in capsys.readouterr().out
 
 
-def test_measured_densities_belong_to_a_device_and_a_kind_of_run(machine: Path) -> None:
+def test_measured_densities_are_stored_by_device_and_kind_of_run(machine: Path) -> None:
     plan = budget(gpu(80), CLIP, PRO).plan
     workload = budget(gpu(80), CLIP, PRO).workload
     device = gpu(80)
@@ -74,7 +74,7 @@ def test_measured_densities_belong_to_a_device_and_a_kind_of_run(machine: Path) 
     assert find_densities(plan, budget(device, LITE, PRO).workload, device) == {}
 
 
-def test_a_file_of_an_earlier_version_is_read(machine: Path) -> None:
+def test_outcomes_file_of_an_earlier_version_is_read(machine: Path) -> None:
     """It also held ratios of times."""
     estimate = budget(gpu(80), CLIP, PRO)
     kind = densities.kind_of_run(estimate.plan, estimate.workload)
@@ -84,7 +84,7 @@ def test_a_file_of_an_earlier_version_is_read(machine: Path) -> None:
     assert find_densities(estimate.plan, estimate.workload, estimate.device) == {256: 0.4}
 
 
-def test_a_damaged_file_is_replaced(machine: Path) -> None:
+def test_damaged_outcomes_file_is_replaced(machine: Path) -> None:
     estimate = budget(gpu(80), CLIP, PRO)
     (machine / OUTCOMES_FILE).write_text("{")
 
@@ -93,7 +93,7 @@ def test_a_damaged_file_is_replaced(machine: Path) -> None:
     assert find_densities(estimate.plan, estimate.workload, estimate.device) == {256: 0.4}
 
 
-def test_a_file_that_cannot_be_written_ends_no_run(machine: Path) -> None:
+def test_unwritable_outcomes_file_does_not_stop_the_run(machine: Path) -> None:
     (machine / OUTCOMES_FILE).mkdir()
 
     line = comparison_of(budget(gpu(80), CLIP, PRO), {256: 0.4}).finish(cast(Any, None))
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_written_ends_no_run(machine: Path) -> None:
     assert "; not stored for the next estimate: " in line
 
 
-def test_the_mean_density_of_a_run_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_density_of_a_run_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = []
     monkeypatch.setattr(outcome, "remember_densities", lambda *given: stored.append(given[-1]))
     comparison = comparison_of(budget(gpu(80), CLIP, PRO), {256: 0.4})

@@ -94,7 +94,7 @@ def test_every_payload_has_the_common_fields(event: Event, kinds: list[str]) -> 
         json.dumps(payload, allow_nan=False)
 
 
-def test_progress_has_the_fields_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_payload_has_the_fields_of_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMPLETUNER_JOB_ID", "job-7")
     *_, payload = told(RUNNING, step(1))
     assert payload["job_id"] == "job-7"
@@ -117,7 +117,7 @@ def test_previews_name_their_files() -> None:
     assert growing["data"]["timestep"] is None
 
 
-def test_progress_is_thinned_but_first_and_last_remain() -> None:
+def test_progress_is_thinned_but_keeps_first_and_last_step() -> None:
     clock = Clock()
     payloads = Payloads(every=5, now=clock)
     payloads(StateChanged("running", 0, 10))
@@ -149,12 +149,12 @@ def test_phases_become_stages() -> None:
     assert [stage["progress"]["current"] for stage in stages] == [0, 1, 2]
 
 
-def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_hidden_in_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "geheimgeheim")
     assert told(Notice("the token is geheimgeheim"))[0]["message"] == f"the token is {HIDDEN}"
 
 
-def test_the_log_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_event_log_continues_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / EVENTS_FILE
     first = EventLog(tmp_path, Payloads(every=0))
     for event in (RUNNING, step(1), step(2)):
@@ -170,7 +170,7 @@ def test_the_log_goes_on_after_a_kill(tmp_path: Path) -> None:
     ]
 
 
-def test_new_events_are_found_in_a_long_log(tmp_path: Path) -> None:
+def test_new_events_are_read_from_any_position_of_a_long_log(tmp_path: Path) -> None:
     log = EventLog(tmp_path, Payloads(every=0))
     ids = list(range(1, 301))
     for number in ids:
@@ -184,7 +184,7 @@ def test_new_events_are_found_in_a_long_log(tmp_path: Path) -> None:
         assert found == ids[after:]
 
 
-def test_on_a_full_disk_a_run_ends_for_all_subscribers(
+def test_full_disk_ends_the_run_for_every_subscriber(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file must not grow here, as on a full disk, which takes the beginning of what does not
@@ -208,7 +208,7 @@ def test_on_a_full_disk_a_run_ends_for_all_subscribers(
     assert path.read_bytes() == whole, "nothing is written in part"
 
 
-def test_the_end_is_written_into_space_that_was_kept_for_it(
+def test_final_event_is_written_into_reserved_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full here for as long as the reserve is open."""

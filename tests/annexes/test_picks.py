@@ -87,7 +87,7 @@ def table() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_picks(case: str, table: dict[str, Any]) -> None:
+def test_auto_offload_picks_what_the_table_has(case: str, table: dict[str, Any]) -> None:
     assert pick(case) == table[case]
 
 

@@ -56,7 +56,7 @@ def captions(dataset: Any) -> dict[str, tuple[str, ...]]:
     return {sample.name: sample.captions for sample in dataset.samples}
 
 
-def test_rows_become_files_and_nothing_is_loaded_twice(
+def test_hub_rows_are_saved_as_files_once(
     context: DataContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = write(tmp_path / "set") | {
@@ -103,7 +103,9 @@ def test_filters_choose_rows_by_their_columns(context: DataContext, tmp_path: Pa
     }
 
 
-def test_one_of_several_pictures_side_by_side(context: DataContext, tmp_path: Path) -> None:
+def test_composite_picture_is_cropped_to_the_selected_part(
+    context: DataContext, tmp_path: Path
+) -> None:
     import datasets
 
     wide = np.concatenate(
@@ -123,7 +125,7 @@ def test_one_of_several_pictures_side_by_side(context: DataContext, tmp_path: Pa
     assert dataset.samples[0].original_size == (80, 64)
 
 
-def test_addresses_in_a_column_are_downloaded_and_paths_are_not_read(
+def test_hub_column_of_addresses_is_downloaded_but_paths_are_refused(
     context: DataContext, tmp_path: Path, site: Site
 ) -> None:
     (tmp_path / "own.png").write_bytes(picture(3))
@@ -138,7 +140,9 @@ def test_addresses_in_a_column_are_downloaded_and_paths_are_not_read(
     assert details == [nothing, nothing, "returned HTTP 404 Not Found"]
 
 
-def test_files_of_a_dataset_are_in_its_folder(context: DataContext, tmp_path: Path) -> None:
+def test_hub_dataset_reads_only_files_inside_its_folder(
+    context: DataContext, tmp_path: Path
+) -> None:
     import datasets
 
     folder = tmp_path / "set"
@@ -179,7 +183,7 @@ def test_files_of_a_dataset_are_in_its_folder(context: DataContext, tmp_path: Pa
         ),
     ],
 )
-def test_a_wrong_key_is_one_clear_problem(
+def test_invalid_hub_key_is_reported_once(
     context: DataContext, tmp_path: Path, change: dict[str, Any], where: str, words: str
 ) -> None:
     entry = write(tmp_path / "set") | change
@@ -190,7 +194,7 @@ def test_a_wrong_key_is_one_clear_problem(
         ] == [True]
 
 
-def test_a_script_is_not_run(context: DataContext, tmp_path: Path) -> None:
+def test_loading_script_of_a_dataset_is_never_run(context: DataContext, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "set.py").write_text("raise SystemExit('it was run')")
     _, problems = build(

@@ -48,20 +48,20 @@ def test_keys_of_the_hub_may_stand_inside_an_object(tmp_path: Path) -> None:
         ({"datset_name": "b"}, "Did you mean 'dataset_name'?"),
     ],
 )
-def test_what_other_trainers_have_is_refused_by_name(
+def test_keys_of_other_trainers_are_refused_by_name(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     _, problems = read(tmp_path, {**HUB, **change})
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
 
 
-def test_every_key_of_a_dataset_that_is_not_local_is_of_a_source() -> None:
+def test_every_remote_key_belongs_to_a_source() -> None:
     keys_of_sources = {key for source in SOURCES.values() for key in source.keys.model_fields}
     assert keys_of_sources == RemoteKeys.model_fields.keys()
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_what_a_source_requires_and_its_folders_are_keys_of_a_dataset(source: Source) -> None:
+def test_required_keys_of_a_source_are_dataset_keys(source: Source) -> None:
     assert {*source.required} <= source.keys.model_fields.keys()
     assert {*source.folders} <= {*PATH_KEYS}
 

@@ -195,7 +195,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.mark.parametrize("code", ["GatedRepo", "RepoNotFound"])
-def test_what_the_hub_does_not_give_names_the_login(
+def test_dataset_refused_by_the_hub_suggests_login(
     workspace: Workspace, hub: Hub, code: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_datasets([HUB, DATASETS[1]])

@@ -42,7 +42,7 @@ def table(folder: Path, rows: list[tuple[str, str]], **more: Any) -> dict[str, A
     return {"id": "web", "type": "csv", "allow_private_urls": True, **keys, **more}
 
 
-def test_addresses_become_samples_and_nothing_is_fetched_twice(
+def test_addresses_are_downloaded_once_and_become_samples(
     context: DataContext, tmp_path: Path, site: Site
 ) -> None:
     rows = [
@@ -75,7 +75,7 @@ def test_addresses_become_samples_and_nothing_is_fetched_twice(
     assert set(site.asked.values()) == {1}
 
 
-def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
+def test_failed_downloads_are_listed_and_retried_only_on_request(
     context: DataContext, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simpletuner.annexes.remote.web_table.WEB_PICTURE", 5000)
@@ -125,7 +125,7 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
     assert site.asked["/good.png"] == 2
 
 
-def test_a_plan_that_may_not_fetch_takes_what_is_here(
+def test_cached_plan_uses_only_downloaded_files(
     context: DataContext, tmp_path: Path, site: Site
 ) -> None:
     rows = [(site.add(f"/{number}.png", picture(number)), "x") for number in range(2)]
@@ -147,7 +147,7 @@ def test_a_plan_that_may_not_fetch_takes_what_is_here(
     assert "1 of 3 files are not fetched yet" in unfetched.message
 
 
-def test_what_was_refused_as_private_is_tried_again_when_it_is_allowed(
+def test_private_address_is_retried_once_it_is_allowed(
     context: DataContext, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [(site.add("/1.png", picture(1)), "x"), (f"{site.address}/gone.png", "x")]
@@ -205,7 +205,7 @@ def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_pat
         "255.255.255.255",
     ],
 )
-def test_private_addresses_are_no_public_ones(address: str) -> None:
+def test_private_addresses_are_not_public(address: str) -> None:
     assert not web.is_public(ipaddress.ip_address(address))
     assert web.is_public(ipaddress.ip_address("93.184.216.34"))
     assert web.is_public(ipaddress.ip_address("2606:2800:220:1:248:1893:25c8:1946"))
@@ -214,7 +214,7 @@ def test_private_addresses_are_no_public_ones(address: str) -> None:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "0x7f000001", "2130706433", "[::ffff:127.0.0.1]"]
 )
-def test_a_shared_table_reaches_nothing_in_this_network(
+def test_shared_table_cannot_reach_the_local_network(
     context: DataContext, tmp_path: Path, site: Site, host: str
 ) -> None:
     address = site.add("/secret.png", picture()).replace("127.0.0.1", host)
@@ -224,7 +224,7 @@ def test_a_shared_table_reaches_nothing_in_this_network(
     assert not site.asked
 
 
-def test_neither_a_redirect_nor_a_proxy_leads_into_the_network(
+def test_redirects_and_proxies_cannot_reach_the_local_network(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", site.address)
@@ -311,7 +311,7 @@ def _answers(real: Any, site: Site) -> Any:
         ({"dataset_type": "text_embeds"}, "web.type", "caches are local"),
     ],
 )
-def test_a_wrong_entry_is_one_clear_problem(
+def test_invalid_csv_entry_is_reported_once(
     context: DataContext, tmp_path: Path, change: dict[str, Any], where: str, words: str
 ) -> None:
     _, problems = build(
@@ -324,7 +324,7 @@ def test_a_wrong_entry_is_one_clear_problem(
     ]
 
 
-def test_a_refused_entry_hides_no_problem_of_an_entry_whose_name_it_begins_with(
+def test_problems_of_ids_with_a_common_prefix_are_all_reported(
     context: DataContext, tmp_path: Path
 ) -> None:
     bad_table = table(tmp_path / "a", [("a.png", "x")], csv_caption_column="txt")

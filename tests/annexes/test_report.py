@@ -150,7 +150,7 @@ def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
     assert page.tags.count("section") == 0
 
 
-def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) -> None:
+def test_report_shows_every_section_and_loads_nothing(tmp_path: Path) -> None:
     records = [picture(tmp_path, step) for step in (0, 20, 40)]
     ledger = [
         LedgerEntry(
@@ -226,7 +226,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     assert page.text.count(NASTY) >= 14
 
 
-def test_the_report_says_where_the_time_went(tmp_path: Path) -> None:
+def test_report_shows_where_the_time_went(tmp_path: Path) -> None:
     timed = [
         {**row, "data_seconds": 0.05, "data_share": 0.1, "compute_share": 0.9} for row in rows(40)
     ]
@@ -239,21 +239,21 @@ def test_the_report_says_where_the_time_went(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "shown"), [("NVIDIA H200, 140 GiB", True), ("cpu", False)])
-def test_mfu_is_shown_where_it_means_something(tmp_path: Path, device: str, shown: bool) -> None:
+def test_mfu_is_shown_only_for_known_gpus(tmp_path: Path, device: str, shown: bool) -> None:
     metrics = [{**row, "mfu": 0.3 + row["step"] % 3 / 10} for row in rows(40)]
     page = render(data_of(tmp_path, metrics=metrics, environment={"device": device}))
     assert ("40 % of the measured matmul rate" in page.text) is shown
     assert ("MFU" in page.source) is shown
 
 
-def test_a_stopped_run_says_why(tmp_path: Path) -> None:
+def test_report_of_a_stopped_run_shows_the_reason(tmp_path: Path) -> None:
     page = render(data_of(tmp_path, state="stopped", message="the disk is full"))
     assert "the disk is full" in page.text
     assert "state stopped" in page.source
 
 
 @pytest.mark.slow
-def test_big_runs_stay_small(tmp_path: Path) -> None:
+def test_report_of_a_long_run_stays_small(tmp_path: Path) -> None:
     records = [
         picture(tmp_path, step, f"p{row}", 160, noise=True)
         for row in range(26)
@@ -284,7 +284,7 @@ def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
     assert html._pack.cache_info().misses == 2
 
 
-def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
+def test_missing_or_broken_previews_leave_an_empty_cell(tmp_path: Path) -> None:
     whole, gone, broken = (picture(tmp_path, step) for step in (0, 1, 2))
     (tmp_path / gone.path).unlink()
     (tmp_path / broken.path).rename((tmp_path / broken.path).with_suffix(".bmp"))
@@ -295,7 +295,7 @@ def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
     assert render(data_of(tmp_path, previews=[whole, gone, broken])).text.count("file gone") == 2
 
 
-def test_a_large_video_is_referred_to_beside_the_page(
+def test_large_video_is_linked_instead_of_embedded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(html, "BUDGET", 1000)
@@ -312,7 +312,7 @@ def test_a_large_video_is_referred_to_beside_the_page(
     ]
 
 
-def test_averaged_weights_stand_beside_the_plain_ones_of_their_step(tmp_path: Path) -> None:
+def test_ema_preview_shares_the_cell_of_its_step(tmp_path: Path) -> None:
     plain = [picture(tmp_path, step) for step in (10, 0)]
     grid = build_grid([*plain, replace(plain[0], ema=True)], tmp_path)
     assert grid.steps == [0, 10]
@@ -362,7 +362,7 @@ def test_the_result_names_file_size_and_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "refreshes"), [("running", True), ("finished", False), ("stopped", False)]
 )
-def test_only_a_run_that_goes_on_refreshes_its_page(
+def test_only_a_running_report_refreshes_itself(
     tmp_path: Path, state: str, refreshes: bool
 ) -> None:
     page = render(data_of(tmp_path, state=state))
@@ -401,7 +401,7 @@ def test_only_noise_is_smoothed() -> None:
     assert smoothed("x", noise).smooth[-1][1] == pytest.approx(0.5, abs=0.15)
 
 
-def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
+def test_charts_show_every_recorded_metric(tmp_path: Path) -> None:
     extra = {
         "grad_norm": 1.0,
         "crepa_loss": 0.1,
@@ -429,13 +429,13 @@ def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
     assert '"hours":[[1,' in page.source
 
 
-def test_a_prompt_is_not_taken_for_somebodys_home(tmp_path: Path) -> None:
+def test_prompt_with_tildes_is_not_taken_for_a_home_folder(tmp_path: Path) -> None:
     assert public_settings(
         {"validation_prompt": "~kitten~", "output_dir": str(tmp_path / "x")}
     ).keys() == {"validation_prompt"}
 
 
-def test_settings_know_what_changed_and_hide_secrets() -> None:
+def test_settings_mark_what_changed_and_hide_secrets() -> None:
     problems = Problems()
     hook = {"webhook_type": "raw", "callback_url": "https://example.org/geheim"}
     values = [
@@ -461,7 +461,7 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
     assert "geheim" not in settings["webhook_config"]["value"]
 
 
-def test_the_files_of_the_page_are_shipped() -> None:
+def test_files_of_the_report_page_are_packaged() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     shipped = pyproject["tool"]["setuptools"]["package-data"]["simpletuner"]
     assert {"config/*.toml", "annexes/*/*.css", "annexes/*/*.jinja", "annexes/*/*.js"} <= set(
@@ -469,7 +469,7 @@ def test_the_files_of_the_page_are_shipped() -> None:
     )
 
 
-def test_the_environment_needs_no_torch() -> None:
+def test_environment_is_described_without_torch() -> None:
     environment = describe_environment("a device")
     assert environment["device"] == "a device"
     assert environment["python"].startswith("3.")

@@ -28,7 +28,7 @@ def peak(chosen: Budget, name: str) -> Any:
     return next(phase for phase in chosen.phases if phase.name.startswith(name))
 
 
-def test_under_ddp_a_device_holds_what_one_process_holds() -> None:
+def test_ddp_needs_the_memory_of_one_process_per_device() -> None:
     one = budget(gpu(80))
     eight = budget(gpu(80), num_processes=8)
     assert [phase.device for phase in eight.phases] == [phase.device for phase in one.phases]
@@ -49,7 +49,7 @@ def test_processes_of_a_machine_share_streamed_weights(machines: int, local: int
     ), "one process saves"
 
 
-def test_shares_are_smaller_the_more_processes_there_are() -> None:
+def test_shards_shrink_with_the_number_of_processes() -> None:
     peaks = [
         peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count), "training").device
         for count in (1, 2, 4)
@@ -61,7 +61,7 @@ def test_shares_are_smaller_the_more_processes_there_are() -> None:
     assert peaks[1] - peaks[2] == pytest.approx(state / 2 - state / 4)
 
 
-def test_weights_are_in_the_host_s_memory_once() -> None:
+def test_weights_are_in_host_memory_once() -> None:
     """Blocks until FSDP2 splits them, text encoders while they are loaded; otherwise a few blocks
     of each process.
     """
@@ -78,13 +78,13 @@ def test_weights_are_in_the_host_s_memory_once() -> None:
     assert texts[0].passing == texts[1].passing
 
 
-def test_a_slow_link_is_waited_for() -> None:
+def test_slow_link_between_machines_limits_the_step() -> None:
     far = budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8, num_machines=8)
     assert far.step_seconds == max(far.steps[0].cost.seconds, far.sent.total / 12.5e9)
     assert far.sent == sent_bytes(far.model, TechniqueCost())
 
 
-def test_processes_that_share_tokens_hold_and_compute_a_share() -> None:
+def test_sequence_parallel_processes_hold_and_compute_a_share() -> None:
     one, four = (budget(gpu(80), num_processes=4, sequence_parallel_size=size) for size in (1, 4))
     alone = one.steps[0]
     shared = four.steps[0]
@@ -106,7 +106,7 @@ def test_processes_that_share_tokens_hold_and_compute_a_share() -> None:
     )
 
 
-def test_clips_that_are_too_long_are_shared() -> None:
+def test_sequence_parallelism_is_suggested_for_long_clips() -> None:
     clip = Bucket(1280, 768, 241, 1, 1.0, 256)
     pro = partial(budget, gpu(24), clip, "t2v-pro-sft-10s-hd", speed="auto", **LEANEST)
     assert [str(change) for change in smallest_change(pro(num_processes=8))][-1] == (
@@ -119,7 +119,7 @@ def test_clips_that_are_too_long_are_shared() -> None:
         )
 
 
-def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
+def test_auto_trains_a_lora_with_ddp_while_it_fits() -> None:
     """Rank 16 on q, k and v of 34 self- and 32 cross-attentions, 1792 wide: 22.7 MB of bf16, 1.5
     times of which go.
     """
@@ -139,7 +139,7 @@ def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
 
 
 @pytest.mark.parametrize(("size", "settings"), [(20, FULL), (8, {"enable_group_offload": False})])
-def test_what_does_not_fit_otherwise_is_sharded(size: float, settings: dict[str, Any]) -> None:
+def test_auto_shards_what_fits_no_other_way(size: float, settings: dict[str, Any]) -> None:
     chosen = choose(budget(gpu(size), num_processes=8, **settings))
     assert chosen.config.launch.is_sharded
     assert chosen.fits
@@ -161,7 +161,7 @@ def test_a_full_fine_tune_that_fits_is_not_sharded() -> None:
     )
 
 
-def test_sharding_is_what_would_help_a_full_fine_tune() -> None:
+def test_sharding_is_suggested_for_a_full_fine_tune() -> None:
     (told,) = found_by(check_fit, budget(gpu(24), num_processes=8, **FULL))
     assert "This would fit: fsdp_enable true." in told.message
     assert "fsdp_enable" not in found_by(check_fit, budget(gpu(8), num_processes=8))[0].message, (
@@ -169,7 +169,7 @@ def test_sharding_is_what_would_help_a_full_fine_tune() -> None:
     )
 
 
-def test_sharding_a_lora_for_nothing_is_said() -> None:
+def test_sharding_a_lora_needlessly_is_warned_about() -> None:
     (warning,) = found_by(check_sharded_lora, budget(gpu(80), num_processes=4, fsdp_enable=True))
     assert not warning.fatal
     assert "DDP fits too, and each process sends 34.1 MB a step instead of " in warning.message
@@ -207,7 +207,7 @@ def test_each_process_needs_a_device(
     assert found_by(check_devices, 3) == [], "a launcher may have shown each process its own"
 
 
-def test_a_plan_for_several_devices(
+def test_plan_for_several_devices_shows_steps_previews_and_traffic(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()

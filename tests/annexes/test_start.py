@@ -100,7 +100,7 @@ def test_a_folder_of_pictures_is_trained_and_compared(
     assert "output/my-cat/pytorch_lora_weights.safetensors" in capsys.readouterr().out
 
 
-def test_of_many_files_some_are_held_out_to_compare_checkpoints(
+def test_some_of_many_files_are_held_out_to_compare_checkpoints(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 17, captions=0)
@@ -135,7 +135,7 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(
     assert "2 of 2 files used" in told
 
 
-def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
+def test_written_config_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 3, captions=0)
     assert main(["start", "cat", "--yes", "--purpose", "style", "--dry-run"]) == 0
     assert commands == [["plan", "env=cat"]]
@@ -146,7 +146,7 @@ def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Captu
     assert trained["instance_prompt"] == "in the style of zkt"
 
 
-def test_three_answers_at_most(
+def test_start_asks_at_most_three_questions(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "clips").mkdir()
@@ -162,7 +162,7 @@ def test_three_answers_at_most(
     assert trained["video"]["num_frames"] == config["validation_num_video_frames"] == 29
 
 
-def test_small_pictures_are_trained_at_a_size_of_their_own(
+def test_small_pictures_are_trained_at_a_smaller_size(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 3, captions=0, size=(700, 900))
@@ -178,7 +178,7 @@ def test_small_pictures_are_trained_at_a_size_of_their_own(
     assert "enlarged" not in told
 
 
-def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
+def test_stray_animation_among_pictures_is_reported_and_left_out(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 3)
@@ -196,7 +196,7 @@ def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
     assert "loop.gif: not used, is a clip; clips need a separate dataset" in capsys.readouterr().out
 
 
-def test_a_few_pictures_among_clips_are_named_and_the_clips_are_trained(
+def test_few_pictures_among_clips_are_reported_and_left_out(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("clips"), 1, captions=0)
@@ -222,7 +222,7 @@ def opened(
 
 @pytest.mark.parametrize("small", [0, 1, 2, 3, 6, 7, 13, 25])
 @pytest.mark.parametrize("size", [(640, 480), (451, 300), (900, 600)])
-def test_small_files_are_the_exception_and_do_not_shrink_the_rest(
+def test_few_small_files_are_left_out_instead_of_shrinking_the_rest(
     small: int, size: tuple[int, int]
 ) -> None:
     sizes = {f"{number:02}": size for number in range(small)}
@@ -253,7 +253,7 @@ def test_small_files_are_the_exception_and_do_not_shrink_the_rest(
         ([], True, 1024, 0),
     ],
 )
-def test_few_files_are_enlarged(
+def test_resolution_leaves_few_files_enlarged(
     sizes: list[tuple[int, int]], square: bool, trained: int, left_out: int
 ) -> None:
     material = opened({str(number): size for number, size in enumerate(sizes)})
@@ -265,7 +265,7 @@ def test_few_files_are_enlarged(
 @pytest.mark.parametrize(
     ("wanted", "usual"), [(96, 600), (256, 600), (512, 256), (512, 300), (512, 600)]
 )
-def test_the_size_that_trains_small_files_too_is_never_larger(wanted: int, usual: int) -> None:
+def test_resolution_suggested_for_small_files_is_never_larger(wanted: int, usual: int) -> None:
     sizes = {str(number): (usual, usual) for number in range(9)}
     material = opened({**sizes, "tiny": (60, 60)})
     fit = material.fit(
@@ -281,9 +281,7 @@ def test_the_size_that_trains_small_files_too_is_never_larger(wanted: int, usual
     )
 
 
-def test_small_files_are_left_out_of_the_plan_and_said(
-    commands: list[list[str]], capsys: Capture
-) -> None:
+def test_small_files_are_left_out_and_reported(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 22, captions=0, size=(1100, 1200))
     put_pictures(Path("small"), 3, captions=0, size=(640, 480))
     for path in Path("small").iterdir():
@@ -329,7 +327,7 @@ def test_unusable_files_are_neither_held_out_nor_counted(
     assert config["max_train_steps"] == 1200  # 75 steps for each of the 15
 
 
-def test_settings_reach_the_datasets_too_however_they_are_spelled(
+def test_settings_reach_the_datasets_in_any_spelling(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 1)
@@ -355,7 +353,7 @@ def test_a_name_keeps_the_letters_of_every_script(commands: list[list[str]]) -> 
     assert CONFIG_NAME.fullmatch("मेरी-बिल्ली-2"), "so that the page opens it"
 
 
-def test_pairs_are_edits_and_nothing_is_asked(
+def test_before_and_after_folders_train_edits_without_questions(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_pictures(Path("pairs/Before"), 2, captions=0)
@@ -369,7 +367,7 @@ def test_pairs_are_edits_and_nothing_is_asked(
     assert "instance_prompt" not in trained
 
 
-def test_captions_come_before_training(commands: list[list[str]]) -> None:
+def test_start_writes_captions_before_training(commands: list[list[str]]) -> None:
     put_pictures(Path("cat"), 3, captions=1)
     assert main(["start", "cat", "--yes", "--caption", "--trigger", "qxz"]) == 0
     trained = written("cat", "multidatabackend.json")[0]
@@ -407,7 +405,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
     ("arguments", "told"),
     [
         (["nowhere"], "nowhere is not a folder."),
-        (["."], "output/test_what_cannot_be_started"),
+        (["."], "output/test_start_refuses_what"),
         (["."], "is inside ., so previews would be trained. Start outside of it: cd "),
         (["cat", "output_dir=cat/out"], "cat/out is inside cat, so previews would be trained."),
         (["cat/0.png"], "cat/0.png is a file; start takes a folder of pictures or clips."),
@@ -453,7 +451,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["cat", "--trigger", "--dry-run"], "--trigger needs a value, and --dry-run is an option."),
     ],
 )
-def test_what_cannot_be_started(
+def test_start_refuses_what_it_cannot_train(
     arguments: list[str], told: str, commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 1)
@@ -471,7 +469,7 @@ def test_what_cannot_be_started(
     assert {path.name for path in Path("config").iterdir()} == {"old", "ol d"}
 
 
-def test_captions_come_from_a_model_that_can_write_them(
+def test_caption_option_chooses_a_model_that_can_write_captions(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     Path("clips").mkdir()
@@ -488,7 +486,7 @@ def test_captions_come_from_a_model_that_can_write_them(
     assert written("clips")["model_family"] == "kandinsky5-video"
 
 
-def test_settings_are_written_by_their_names_and_the_rest_follows(
+def test_settings_are_written_and_intervals_follow_them(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_pictures(Path("cat"), 3)
@@ -526,7 +524,7 @@ def test_intervals_divide_the_run(steps: int, rounds: float) -> None:
     assert 1 + steps / previews <= max(rounds, 2)
 
 
-def test_nothing_that_is_there_is_replaced(
+def test_start_never_replaces_a_config(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 1)
@@ -548,7 +546,7 @@ def test_nothing_that_is_there_is_replaced(
     assert Path("config/cat/config.json").read_text() == "theirs"
 
 
-def test_what_a_killed_server_left_of_an_upload_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_next_upload_removes_leftovers_of_a_killed_server(tmp_path: Path) -> None:
     for name, age in (("old", 7200), ("new", 0)):
         (folder := tmp_path / f".upload-{name}").mkdir()
         (folder / "0.zip").write_bytes(b"half")
@@ -558,7 +556,7 @@ def test_what_a_killed_server_left_of_an_upload_goes_with_the_next_one(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".upload-new", "a.txt"]
 
 
-def test_a_failed_command_ends_it_and_says_how_to_go_on(
+def test_failed_command_stops_start_and_prints_how_to_continue(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 1)
@@ -584,7 +582,7 @@ def test_a_failed_command_ends_it_and_says_how_to_go_on(
         ),  # of its frames it renders four times as many pixels as it trains
     ],
 )
-def test_previews_are_as_large_as_what_is_trained_and_a_fifth_of_the_run(
+def test_previews_have_the_training_size_and_take_a_fifth_of_the_run(
     material: str,
     settings: list[str],
     size: str,
@@ -656,7 +654,9 @@ def test_a_run_is_longer_with_more_files_within_bounds() -> None:
         ([200], 81, 0),
     ],
 )
-def test_short_clips_are_the_exception(frames: list[int], trained: int, left_out: int) -> None:
+def test_few_short_clips_are_left_out_instead_of_shortening_the_rest(
+    frames: list[int], trained: int, left_out: int
+) -> None:
     # At their own rate, so that the seconds are the frames.
     clips = {
         str(number): ClipFacts(64, 48, count / 16, 16.0) for number, count in enumerate(frames)
@@ -670,7 +670,7 @@ def test_short_clips_are_the_exception(frames: list[int], trained: int, left_out
     assert (f"Left out: {left_out} of {len(frames)} clips" in notes) == (left_out > 0)
 
 
-def test_what_fits_comes_first(
+def test_model_that_fits_is_chosen_first(
     monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture
 ) -> None:
     Path("clips").mkdir()
@@ -683,7 +683,7 @@ def test_what_fits_comes_first(
 
 
 @pytest.mark.parametrize("kind", ["pictures", "clips"])
-def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
+def test_start_without_a_gpu_offers_a_tiny_model(
     kind: str, commands: list[list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "query_gpu", lambda: None)
@@ -748,7 +748,7 @@ def test_only_a_run_that_is_too_large_gets_advice(
 
 
 @pytest.mark.slow(2)
-def test_in_a_terminal_questions_can_be_left_in_the_middle(
+def test_terminal_questions_can_be_corrected_and_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_pictures(tmp_path / "cat", 1)

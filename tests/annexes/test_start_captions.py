@@ -132,7 +132,7 @@ def start(folder: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_captions_are_used_or_it_is_said_how(layout: str, capsys: Capture) -> None:
+def test_captions_are_used_or_the_remedy_is_printed(layout: str, capsys: Capture) -> None:
     files, keys, said = LAYOUTS[layout]
     put("cat", files)
 
@@ -157,7 +157,7 @@ def test_captions_are_used_or_it_is_said_how(layout: str, capsys: Capture) -> No
         ("zkt womanly\nzkt women", True),
     ],
 )
-def test_every_line_is_judged_for_the_trigger(
+def test_trigger_is_prepended_unless_most_lines_contain_it(
     caption: str, is_prepended: bool, capsys: Capture
 ) -> None:
     put("cat", {"a.txt": caption, "b.txt": caption})
@@ -171,7 +171,7 @@ def test_every_line_is_judged_for_the_trigger(
     assert (unnamed in capsys.readouterr().out) != is_prepended
 
 
-def test_formats_that_are_not_read_are_said(capsys: Capture) -> None:
+def test_unreadable_formats_are_reported(capsys: Capture) -> None:
     put("cat", {"c.jxl": "", "d.CR3": "", "e.mxf": ""})
 
     start("cat")
@@ -183,7 +183,7 @@ def test_formats_that_are_not_read_are_said(capsys: Capture) -> None:
     )
 
 
-def test_a_folder_of_other_formats_says_what_to_do() -> None:
+def test_folder_of_unreadable_formats_is_refused_with_a_remedy() -> None:
     put("cat", {"c.jxl": ""}, ("x/y.jpg",))
     Path("cat/x/y.jpg").unlink()
     with pytest.raises(
@@ -193,7 +193,7 @@ def test_a_folder_of_other_formats_says_what_to_do() -> None:
         read_media_folder(Path("cat"))
 
 
-def test_captions_for_the_rest_of_a_table_are_not_written_where_nobody_reads_them(
+def test_caption_option_is_refused_beside_a_metadata_table(
     capsys: Capture,
 ) -> None:
     put("cat", {"metadata.jsonl": rows("a.jpg")})
@@ -219,7 +219,7 @@ def prompt_of(folder: str) -> str:
 
 
 @pytest.mark.parametrize("place", ["kohya/10_zkt woman", "kohya/img/10_zkt woman"])
-def test_repeats_and_words_of_a_folder_are_taken(place: str, capsys: Capture) -> None:
+def test_kohya_folder_name_sets_repeats_and_trigger(place: str, capsys: Capture) -> None:
     put(place, {})
     put("kohya/reg/1_woman", {})
 
@@ -241,7 +241,7 @@ def test_repeats_and_words_of_a_folder_are_taken(place: str, capsys: Capture) ->
     assert "2 of 2 files used" in capsys.readouterr().out
 
 
-def test_each_folder_of_kohya_is_a_dataset_with_its_words_or_captions(capsys: Capture) -> None:
+def test_every_kohya_folder_becomes_a_dataset(capsys: Capture) -> None:
     put("kohya/10_zkt woman", {"c.caption": "on a chair"}, ("c.jpg",))
     put("kohya/4_qxz_dog", {}, ("a.jpg", "b.jpg", "c.jpg"))
 
@@ -258,13 +258,13 @@ def test_each_folder_of_kohya_is_a_dataset_with_its_words_or_captions(capsys: Ca
     assert "3 of 3 files used" in capsys.readouterr().out
 
 
-def test_trigger_words_that_are_given_win_over_those_of_the_folder() -> None:
+def test_trigger_option_overrides_the_kohya_folder_name() -> None:
     put("kohya/10_zkt woman", {})
     (entry,) = concepts("kohya", "--trigger", "qxz, a woman")
     assert (entry["repeats"], entry["instance_prompt"]) == (9, "qxz, a woman")
 
 
-def test_a_folder_of_kohya_may_be_given_itself() -> None:
+def test_single_kohya_folder_can_be_started() -> None:
     put("10_zkt woman", {})
     assert main(["start", "10_zkt woman", "--yes", "--dry-run", "--name", "zkt"]) == 0
     entry = json.loads(Path("config/zkt/multidatabackend.json").read_text())[0]
@@ -272,7 +272,7 @@ def test_a_folder_of_kohya_may_be_given_itself() -> None:
     assert entry["instance_prompt"] == "zkt woman"
 
 
-def test_folders_of_dates_and_cameras_are_no_concepts() -> None:
+def test_date_and_camera_folders_are_not_kohya_concepts() -> None:
     for folder in ("set/2024_summer", "set/100_FUJI", "set/001_cats"):
         put(folder, {})
     (entry,) = concepts("set")

@@ -73,7 +73,7 @@ def messages(report_to: str) -> list[str]:
     ]
 
 
-def test_what_report_to_may_say() -> None:
+def test_report_to_accepts_only_known_trackers() -> None:
     assert messages("none") == messages("") == messages("simpletuner") == messages("all") == []
     assert messages("wandb, TensorBoard") == []
     assert "not available yet" in messages("comet_ml")[0]
@@ -82,7 +82,7 @@ def test_what_report_to_may_say() -> None:
     assert "at once" in messages("none,wandb")[0]
 
 
-def test_a_missing_login_is_a_warning_and_no_prompt(
+def test_missing_wandb_login_is_a_warning_without_a_prompt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     problems = found_by(check_trackers, TrackingConfig(report_to="wandb"))
@@ -93,7 +93,7 @@ def test_a_missing_login_is_a_warning_and_no_prompt(
     assert "training continues without it" in caplog.text
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_tracker_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("simpletuner.config.trackers.is_installed", lambda module: False)
     [problem] = found_by(check_trackers, TrackingConfig(report_to="tensorboard"))
     assert "pip install 'tensorboard>=" in problem.message
@@ -122,7 +122,9 @@ def test_a_name_that_leaves_logging_dir_is_refused(key: str, name: str) -> None:
     assert [str(problem) for problem in problems] == [f"{key}: {name!r} {told}"]
 
 
-def test_where_a_wandb_login_may_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_login_is_read_from_netrc_or_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not has_wandb_login()
     netrc_file = tmp_path / "home" / ".netrc"
     netrc_file.parent.mkdir(parents=True)
@@ -150,7 +152,7 @@ def track(tracker: Tracker, output: Path, first: int, last: int) -> None:
 
 
 @pytest.mark.slow(3)
-def test_wandb_offline_for_real(
+def test_offline_wandb_run_continues_under_the_same_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -175,7 +177,7 @@ def test_wandb_offline_for_real(
     assert list((logs / "wandb").glob("offline-run-*/files/media/images/validation/*.png"))
 
 
-def test_tensorboard_event_file(tmp_path: Path) -> None:
+def test_resumed_run_appends_to_the_tensorboard_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -82,7 +82,7 @@ class LossReporter(EndReporter):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_connection_that_breaks_ends_all(joined: Joined, rank: int) -> None:
+def test_broken_connection_ends_all_processes(joined: Joined, rank: int) -> None:
     pair = both(joined(World(0, 2), World(1, 2)))
     reporter = LossReporter()
     pair[1 - rank].reporter = reporter
@@ -95,13 +95,13 @@ def test_a_connection_that_breaks_ends_all(joined: Joined, rank: int) -> None:
     )
 
 
-def test_a_process_that_leaves_is_not_taken_for_killed(joined: Joined) -> None:
+def test_process_that_leaves_is_not_taken_for_killed(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     second.close()
     assert first.wait_for_verdict(0.5) is None
 
 
-def test_a_lost_process_is_named_also_when_the_watch_is_late(
+def test_lost_process_is_named_even_if_the_watch_is_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a busy machine, gloo may notice that a process was killed some seconds before the watch
@@ -123,7 +123,7 @@ def test_a_lost_process_is_named_also_when_the_watch_is_late(
     )
 
 
-def test_the_first_failure_ends_all(joined: Joined) -> None:
+def test_first_failure_ends_all_processes(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     assert second.fail("a mistake", 2) == ("a mistake", 2)
     assert first.fail("another one", 1) == ("a mistake", 2)
@@ -131,7 +131,7 @@ def test_the_first_failure_ends_all(joined: Joined) -> None:
     assert first.verdict == ("a mistake", 2)
 
 
-def test_whoever_ends_by_itself_has_time_for_it(
+def test_process_that_ends_itself_is_given_time(
     joined: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reports of a failure that all know of call for no answer, which would call for one again."""
@@ -145,7 +145,7 @@ def test_whoever_ends_by_itself_has_time_for_it(
     assert not any(looks)
 
 
-def test_whoever_loses_its_launcher_ends_all(
+def test_killed_launcher_ends_all_processes(
     joined: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(watch.LAUNCHED, "1")
@@ -154,7 +154,7 @@ def test_whoever_loses_its_launcher_ends_all(
     assert first.wait_for_verdict(60.0) == (f"The launcher of process 1 on {HOST} was killed.", 1)
 
 
-def test_a_request_to_stop_reaches_all(joined: Joined) -> None:
+def test_stop_request_reaches_all_processes(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     second.stop.request()
     deadline = time.monotonic() + 60
@@ -164,7 +164,7 @@ def test_a_request_to_stop_reaches_all(joined: Joined) -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_silence_is_counted_in_looks(
+def test_frozen_process_is_reported_after_the_silence_limit(
     joined: Joined, monkeypatch: pytest.MonkeyPatch, silent: int
 ) -> None:
     pair = both(joined(World(0, 2), World(1, 2)))
@@ -178,7 +178,9 @@ def test_silence_is_counted_in_looks(
     )
 
 
-def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_time_counts_only_while_the_main_thread_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     signs = [(0, 0)]
     place = [("here", False)]
@@ -217,7 +219,7 @@ def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         ("torch.nn.modules.module", False),
     ],
 )
-def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
+def test_waiting_for_other_processes_is_told_from_hanging(module: str, waits: bool) -> None:
     hanging: dict[str, Any] = {"__name__": module}
     exec("def hang(until): until()", hanging)
     ours: dict[str, Any] = {"__name__": "simpletuner.training.sharding"}
@@ -233,7 +235,7 @@ def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
     assert found == [("simpletuner.training.sharding, line 2", waits)]
 
 
-def test_processes_that_wait_for_each_other(
+def test_processes_that_wait_for_one_another_are_ended(
     joined: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "signs_of_life", lambda unit: (0, 0))
@@ -246,7 +248,7 @@ def test_processes_that_wait_for_each_other(
     assert [each.wait_for_verdict(60.0) for each in pair] == [(message, 1)] * 2
 
 
-def test_a_report_ends_the_silence_and_one_that_gets_on_the_waiting() -> None:
+def test_beat_ends_the_silence_and_progress_ends_the_waiting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = Link(socket.create_connection(server.getsockname()))
         receiver = Link(server.accept()[0])
@@ -264,7 +266,7 @@ def test_a_report_ends_the_silence_and_one_that_gets_on_the_waiting() -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_are_too_many_or_missing(
+def test_surplus_and_missing_processes_are_reported(
     joined: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -277,12 +279,12 @@ def test_processes_that_are_too_many_or_missing(
 
 
 @pytest.mark.slow
-def test_processes_of_runs_of_different_sizes(joined: Joined) -> None:
+def test_processes_with_different_world_sizes_are_refused(joined: Joined) -> None:
     told = [str(each) for each in joined(World(0, 2), World(1, 3), seconds=2.0)]
     assert f"process 1 on {HOST} is one of 3, 0 on {HOST} is one of 2" in told[1]
 
 
-def test_on_one_machine_no_other_can_connect(
+def test_single_machine_run_listens_on_loopback_only(
     joined: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")  # as torchrun may name an address of the network
@@ -293,7 +295,7 @@ def test_on_one_machine_no_other_can_connect(
         socket.create_connection(("127.0.0.2", port))
 
 
-def test_whoever_ends_by_itself_is_not_ended_though_a_write_takes_long(joined: Joined) -> None:
+def test_process_that_ends_itself_is_not_killed_during_a_long_write(joined: Joined) -> None:
     first, _ = both(joined(World(0, 2), World(1, 2)))
 
     class Busy:
@@ -313,7 +315,7 @@ def test_whoever_ends_by_itself_is_not_ended_though_a_write_takes_long(joined: J
     first._end("gone", 1, is_late=False)
 
 
-def test_a_stranger_is_ignored(joined: Joined) -> None:
+def test_connection_without_the_key_is_ignored(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     port = second.links.by_rank[0].connection.getpeername()[1]
     for content in (
@@ -331,7 +333,7 @@ def test_a_stranger_is_ignored(joined: Joined) -> None:
 
 
 @pytest.mark.slow(3)
-def test_a_port_in_use_and_an_address_without_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_address_and_port_in_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))

@@ -138,7 +138,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_raw_messages_arrive_in_order_with_the_token(receiver: Receiver, tmp_path: Path) -> None:
+def test_raw_webhook_receives_messages_in_order_with_the_token(
+    receiver: Receiver, tmp_path: Path
+) -> None:
     events = [
         StateChanged("running", 0, 2),
         step(1),
@@ -159,7 +161,7 @@ def test_raw_messages_arrive_in_order_with_the_token(receiver: Receiver, tmp_pat
     ("level", "wanted"),
     [("error", ["error", "lifecycle.stage", "training.status"]), ("critical", [])],
 )
-def test_less_severe_messages_are_left_out(
+def test_messages_below_log_level_are_not_sent(
     receiver: Receiver, tmp_path: Path, level: str, wanted: list[str]
 ) -> None:
     events = [Notice("hot", warning=True), Notice("warm"), StateChanged("failed", 1, 2, "broken")]
@@ -168,7 +170,9 @@ def test_less_severe_messages_are_left_out(
 
 
 @pytest.mark.parametrize("images", ["data_uri", "base64"])
-def test_pictures_and_clips_are_inside(receiver: Receiver, folder: Path, images: str) -> None:
+def test_raw_webhook_embeds_pictures_and_clips(
+    receiver: Receiver, folder: Path, images: str
+) -> None:
     gone = MediaRecord(4, "bird", "", "validation_images/gone.png", 64, 32)
     shown = [
         MediaRendered(PICTURE),
@@ -204,7 +208,7 @@ def fields_of(receiver: Receiver) -> dict[str, bytes]:
     }
 
 
-def test_discord_gets_a_form_with_the_file(receiver: Receiver, folder: Path) -> None:
+def test_discord_receives_a_form_with_the_preview_file(receiver: Receiver, folder: Path) -> None:
     deliver(
         hook(receiver.url, "discord", message_prefix="birds"),
         folder,
@@ -224,7 +228,7 @@ def test_discord_gets_a_form_with_the_file(receiver: Receiver, folder: Path) -> 
     assert parts_of(receiver)[-1].get_filename() == "bird.png"
 
 
-def test_discord_gets_a_still_of_a_clip_that_is_too_large(
+def test_discord_receives_a_still_of_a_large_clip(
     receiver: Receiver, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhooks, "LARGEST_FILE", 10)
@@ -238,7 +242,7 @@ def test_discord_gets_a_still_of_a_clip_that_is_too_large(
 @pytest.mark.parametrize(
     ("host", "status"), [("127.0.0.1", 307), ("127.0.0.1", 303), ("localhost", 302)]
 )
-def test_redirects_are_named_and_not_followed(
+def test_redirects_are_reported_and_not_followed(
     receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, status: int
 ) -> None:
     with served(Receiver()) as target:
@@ -256,7 +260,9 @@ def test_redirects_are_named_and_not_followed(
     assert told == ([f"{error} Change webhook_config if that is right."] if status != 303 else [])
 
 
-def test_the_end_reaches_a_slow_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_message_reaches_a_slow_receiver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(webhooks, "TIMEOUT", 0.3)
     with served(Receiver(late=0.4)) as slow:
         target = {"webhook_type": "raw", "callback_url": slow.url}
@@ -270,7 +276,7 @@ def test_the_end_reaches_a_slow_receiver(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(slow.got) < 20, "the rest gave way"
 
 
-def test_a_refusal_is_told_once_a_minute_without_the_address(
+def test_refusal_is_logged_once_a_minute_without_the_address(
     receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.status = 500
@@ -280,7 +286,7 @@ def test_a_refusal_is_told_once_a_minute_without_the_address(
     assert told == ["The webhook at 127.0.0.1 returned status 500."]
 
 
-def test_a_receiver_that_is_gone_costs_nothing(
+def test_unreachable_receiver_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = Receiver(f"http://127.0.0.1:{free_port()}")
@@ -293,7 +299,7 @@ def test_a_receiver_that_is_gone_costs_nothing(
     assert [record.levelname for record in records] == ["WARNING", "DEBUG"], "a warning once"
 
 
-def test_many_receivers_share_the_certificates(
+def test_deliveries_load_the_certificates_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[bool] = []
@@ -309,7 +315,7 @@ def test_many_receivers_share_the_certificates(
     assert len(loaded) <= 1
 
 
-def test_a_silent_receiver_holds_up_neither_steps_nor_the_end(
+def test_silent_receiver_delays_neither_steps_nor_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(Receiver()) as silent:
@@ -324,7 +330,7 @@ def test_a_silent_receiver_holds_up_neither_steps_nor_the_end(
     assert "messages were not sent" in caplog.text
 
 
-def test_what_gives_way_in_a_full_queue() -> None:
+def test_full_queue_drops_progress_before_important_messages() -> None:
     outbox = Outbox()
     payloads = Payloads(every=0)
 
@@ -373,7 +379,7 @@ def test_what_gives_way_in_a_full_queue() -> None:
         ("hooks.json", "is not valid JSON"),
     ],
 )
-def test_bad_settings_end_the_plan(
+def test_plan_refuses_invalid_webhook_settings(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], value: object, complaint: str
 ) -> None:
     workspace.path("hooks.json").write_text("[{]")
@@ -382,7 +388,7 @@ def test_bad_settings_end_the_plan(
     assert complaint in capsys.readouterr().err
 
 
-def test_a_variable_that_is_no_flag_ends_the_plan(
+def test_plan_refuses_an_environment_flag_that_is_not_boolean(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIMPLETUNER_SSL_NO_VERIFY", "maybe")
@@ -394,7 +400,7 @@ def test_a_variable_that_is_no_flag_ends_the_plan(
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-def test_an_unset_variable_ends_only_what_sends(
+def test_unset_variable_warns_in_plan_and_fails_in_training(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], in_file: bool
 ) -> None:
     target = {
@@ -418,7 +424,7 @@ def test_an_unset_variable_ends_only_what_sends(
     assert not workspace.path("output").exists()
 
 
-def test_the_plan_shows_hosts_only(
+def test_plan_shows_only_the_host_of_a_webhook(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hooks = [
@@ -437,7 +443,7 @@ def test_the_plan_shows_hosts_only(
     assert SECRET_PATH not in told
 
 
-def test_a_run_is_told_from_its_start_to_its_end(
+def test_webhook_receives_a_run_from_start_to_end(
     receiver: Receiver, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhooks, "WAITING", 1000)

@@ -35,7 +35,7 @@ ELSEWHERE = {
 }  # their parts have tests of their own
 
 
-def test_none_is_left_out() -> None:
+def test_every_benchmark_has_a_test() -> None:
     scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
     assert scripts == set(SMALLEST) | ELSEWHERE
 
@@ -51,7 +51,7 @@ def signals() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals", "traced_only")
 @pytest.mark.parametrize("name", first_of(SMALLEST))
-def test_it_runs(
+def test_benchmark_runs_at_a_small_size(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SHAPES, "deep", replace(SHAPES["deep"], latents=(1, 8, 8)))
@@ -65,7 +65,7 @@ def test_it_runs(
     assert ratios[0]["name"] in capsys.readouterr().out
 
 
-def test_the_folder_that_start_up_is_timed_in(
+def test_startup_benchmark_times_a_folder_that_can_be_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path)])
@@ -75,7 +75,7 @@ def test_the_folder_that_start_up_is_timed_in(
     assert tmp_path / "run" in folders
 
 
-def test_generated_files_are_all_cached(
+def test_generated_benchmark_files_are_all_cached(
     tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace = Workspace.create(
@@ -97,7 +97,7 @@ def test_generated_files_are_all_cached(
 
 @pytest.mark.skipif(not real_size.STATUS.is_file(), reason="needs /proc")
 @pytest.mark.parametrize("kind", real_size.KINDS)
-def test_real_sizes_are_written_loaded_and_measured(
+def test_real_size_benchmark_writes_loads_and_measures(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(real_size, "SHARD", 100_000)

@@ -29,7 +29,7 @@ NEED_CUDA = {"pcie", "attention"}
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_section_gives_numbers_or_a_reason(name: str) -> None:
+def test_section_gives_numbers_or_a_reason(name: str) -> None:
     function, limit = SECTIONS[name]
     assert limit <= 180
     if name in NEED_CUDA:
@@ -48,7 +48,7 @@ def test_all_sections_fit_into_two_runs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_everything_in_one_command(
+def test_first_gpu_runs_all_sections_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results" / "cpu.json"
@@ -86,7 +86,7 @@ def ended(*words: str, limit: float = PATIENCE) -> dict[str, Any]:
     return first_gpu.result_of(partial(first_gpu.run_process, [sys.executable, *words]), limit)
 
 
-def test_a_section_that_cannot_run_here_is_told(
+def test_section_that_cannot_run_here_reports_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the program that `section_words` starts only the words are used: to import it takes longer
@@ -103,12 +103,12 @@ def test_a_section_that_cannot_run_here_is_told(
     assert "needs CUDA" in capsys.readouterr().out
 
 
-def test_a_section_that_fails_is_told() -> None:
+def test_failing_section_reports_its_error() -> None:
     broken = ended("-c", "{}['no such section']")
     assert (broken["state"], broken["reason"]) == ("failed", "KeyError: 'no such section'")
 
 
-def test_what_a_section_found_before_its_time_was_up_is_kept(
+def test_numbers_measured_before_a_timeout_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where a compiler that it started lives on with its output."""
@@ -129,7 +129,7 @@ def test_what_a_section_found_before_its_time_was_up_is_kept(
     assert [each["name"] for each in result["lines"]] == ["first"]
 
 
-def test_a_failure_does_not_stop_the_others(
+def test_failing_section_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = {
@@ -148,7 +148,7 @@ def test_a_failure_does_not_stop_the_others(
     assert written.keys() == SECTIONS.keys() >= SUSPECTS.keys()
 
 
-def test_the_next_run_does_what_is_left(
+def test_next_run_measures_the_remaining_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """First what has no result, then what failed; one section alone leaves the results of the
@@ -204,7 +204,7 @@ def test_real_sizes_weigh_what_the_models_weigh(size: str) -> None:
     assert weight / 1e9 == pytest.approx(SHAPES[size].gigabytes, abs=0.05)
 
 
-def test_tokens_of_the_real_sizes() -> None:
+def test_real_sizes_have_the_published_token_counts() -> None:
     assert [SHAPES[size].tokens for size in ("lite", "image", "pro", "sana")] == [
         24_576,
         4_096,
@@ -228,7 +228,7 @@ def test_random_models_are_alive_and_the_same_each_time(size: str) -> None:
     assert not any(buffer.is_meta for buffer in first.buffers())
 
 
-def test_a_version_without_an_option_skips() -> None:
+def test_missing_torch_option_skips_the_section() -> None:
     gpu_sections.need_keys("gradient_checkpointing")
     with pytest.raises(SkippedError, match="no option of_tomorrow"):
         gpu_sections.need_keys("of_tomorrow")

@@ -28,7 +28,7 @@ SHARDED = "Lite full, FSDP2"
 
 
 @pytest.mark.slow
-def test_two_processes_in_one_command(
+def test_first_gpus_measures_two_processes_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without torchrun and the time in which two new processes would import torch."""
@@ -112,7 +112,7 @@ def test_speed_ups_are_relative_to_one_process() -> None:
     assert first_gpus.in_order([4, 1, 8, 2]) == [1, 8, 4, 2]
 
 
-def test_numbers_of_processes_that_cannot_be_compared() -> None:
+def test_incomparable_process_counts_give_no_speed_up() -> None:
     assert first_gpus.refuse([1, 2, 4], 4, "H200") == ""
     assert first_gpus.refuse([8], 4, "H200").startswith(
         "8 processes need as many GPUs; there are 4 (H200)."
@@ -135,7 +135,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 
 
-def test_the_first_process_that_failed_is_told() -> None:
+def test_first_failed_process_is_reported() -> None:
     assert cause(FAILED) == "OutOfMemoryError: CUDA out of memory."
     assert cause(FAILED.replace("[rank1]: ", "")) == "OutOfMemoryError: CUDA out of memory."
     assert cause("Traceback\nKeyError: 'x'\n") == "KeyError: 'x'"

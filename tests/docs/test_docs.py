@@ -85,7 +85,9 @@ def test_the_architecture_page_places_every_module_of_data() -> None:
 
 
 @pytest.mark.parametrize("text", blocks("json"))
-def test_json_block_loads(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_blocks_of_the_docs_load(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HF_TOKEN", "MY_KEY_ID", "MY_SECRET"):
         monkeypatch.setenv(name, "a-secret-of-the-docs")
     path = tmp_path / "block.json"
@@ -123,7 +125,7 @@ def check_settings(config: RunConfig) -> list[Problem]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_of_the_docs_resolve(page: Path) -> None:
     for link in LINK.findall(without_code(page)):
         if re.match(r"[a-z]+:", link):
             continue
@@ -144,7 +146,7 @@ def sources() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_and_tests_exist(page: Path) -> None:
+def test_files_and_tests_named_in_the_docs_exist(page: Path) -> None:
     """Whoever moves a file or renames a test finds the page that points to it."""
     text = without_code(page)
     files = set(re.findall(r"`([\w./]+\.py)`", text))
@@ -157,7 +159,7 @@ def test_named_files_and_tests_exist(page: Path) -> None:
     } == set()
 
 
-def test_dataloader_page_knows_every_key() -> None:
+def test_dataloader_page_documents_every_key() -> None:
     """Each key that does something is on the page, and the page names no key that does not
     exist.
     """
@@ -174,7 +176,7 @@ def test_dataloader_page_knows_every_key() -> None:
     assert named <= keys | {"disable", "framerate"}
 
 
-def test_sizes_of_the_examples() -> None:
+def test_documented_example_sizes_are_current() -> None:
     """The table of sizes is computed, not remembered."""
     page = (ROOT / "docs" / "DATALOADER.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(pixel_area|pixel)` (\d+) \| (.*)$", page, re.MULTILINE)
@@ -201,7 +203,7 @@ def ratio_of(source: str) -> float:
     "text",
     [block for block in blocks("python") if not str(block.id).startswith(("PYTHON", "EXTENDING"))],
 )
-def test_python_block_runs(
+def test_python_blocks_of_the_docs_run(
     text: str, t2i_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the tiny checkpoint in the place of the real one, and few steps."""
@@ -225,7 +227,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_errors_in_troubleshooting_are_those_of_the_program(
+def test_errors_in_troubleshooting_match_the_program(
     words: str, t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = troubleshooting_line("error: ", words)
@@ -237,7 +239,7 @@ def test_errors_in_troubleshooting_are_those_of_the_program(
     assert message in capsys.readouterr().err.splitlines()
 
 
-def test_the_warning_about_captions_in_troubleshooting_is_that_of_the_program(
+def test_caption_warning_in_troubleshooting_matches_the_program(
     t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = troubleshooting_line("warning: ", "captions come from the file names")
@@ -259,7 +261,7 @@ def troubleshooting_line(kind: str, words: str) -> str:
     return lines[0]
 
 
-def test_steps_of_recipes_are_those_of_the_page() -> None:
+def test_documented_recipe_steps_match_the_program() -> None:
     page = (ROOT / "docs" / "DATASETS.md").read_text(encoding="utf-8")
     cells = []
     for purpose in ("subject", "style", "motion"):
@@ -291,7 +293,7 @@ def test_the_readme_leads_to_every_page() -> None:
     assert pages <= set(re.findall(r"\]\(([^)#]+)", readme))
 
 
-def test_the_tree_has_a_line_for_every_room() -> None:
+def test_file_tree_has_a_line_for_every_room() -> None:
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = page.partition("## The tree")[2]
     lines = [line.split()[0] for line in section.split("```")[1].splitlines() if line.strip()]
@@ -309,7 +311,7 @@ def test_the_tree_has_a_line_for_every_room() -> None:
     assert rooms | files <= set(lines)
 
 
-def test_the_tree_names_what_exists() -> None:
+def test_file_tree_names_only_existing_files() -> None:
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = page.partition("## The tree")[2]
     names = re.findall(r"[\w/]*\w(?:/|\.py)(?=[\s,;)])", section.split("```")[1])
@@ -342,7 +344,7 @@ def changed_commands() -> dict[str, str]:
     return dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", table, re.MULTILINE))
 
 
-def test_commands_that_replace_those_of_the_guides_exist() -> None:
+def test_substituted_guide_commands_occur_in_the_guides() -> None:
     """`hf` came in place of `huggingface-cli`, and may change once more."""
     commands = re.findall(r"`(hf [a-z ]+)`", " ".join(changed_commands().values()))
     assert commands == ["hf auth login", "hf download"]
@@ -362,7 +364,7 @@ GUIDES = sorted((ROOT / "tests" / "data" / "guides").rglob("commands.sh"))
 @pytest.mark.parametrize(
     "line", sorted({line for path in GUIDES for line in path.read_text("utf-8").splitlines()})
 )
-def test_lines_of_the_guides_run_or_are_in_the_table(
+def test_guide_commands_run_or_have_a_substitute(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(line.strip("# \\"))

@@ -41,7 +41,7 @@ def code_below(title: str) -> dict[str, Any]:
     return names
 
 
-def test_the_subscriber_of_the_page_writes_the_loss(tmp_path: Path) -> None:
+def test_documented_subscriber_writes_the_loss(tmp_path: Path) -> None:
     events = EventStream()
     code_below("A subscriber of events")["subscribe"](events, tmp_path)
 
@@ -57,7 +57,7 @@ def test_the_subscriber_of_the_page_writes_the_loss(tmp_path: Path) -> None:
         ("An option", "simpletuner/config/schema.py"),
     ],
 )
-def test_an_example_of_the_page_is_that_of_the_program(title: str, source: str) -> None:
+def test_documented_code_matches_the_program(title: str, source: str) -> None:
     section = PAGE.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```\n(.*?)```", section, re.DOTALL)
 
@@ -66,7 +66,7 @@ def test_an_example_of_the_page_is_that_of_the_program(title: str, source: str) 
     assert block in program or indent(block, "    ") in program
 
 
-def test_the_cost_of_a_family_on_the_page_is_that_of_kandinsky() -> None:
+def test_documented_family_cost_matches_kandinsky() -> None:
     line = (
         "TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)"
     )
@@ -83,7 +83,7 @@ def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def test_the_source_of_the_page_unpacks_tar_files(
+def test_documented_source_unpacks_tar_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = code_below("A source of datasets")
@@ -116,7 +116,7 @@ def test_the_source_of_the_page_unpacks_tar_files(
     assert page["TAR_FILES"].keys is page["TarKeys"]
 
 
-def test_the_tracker_of_the_page_writes_every_number(
+def test_documented_tracker_writes_every_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "text", code_below("A tracker")["TextTracker"])
@@ -131,7 +131,7 @@ def test_the_tracker_of_the_page_writes_every_number(
     assert "1\ttrain_loss\t0.25\n" in (tmp_path / "logs" / "stars" / "first.txt").read_text()
 
 
-def test_the_rule_of_the_page_keeps_every_nth_checkpoint(tmp_path: Path) -> None:
+def test_documented_rule_keeps_every_nth_checkpoint(tmp_path: Path) -> None:
     kept_for_good = code_below("A rule for checkpoints")["kept_for_good"]
     for step in range(1, 6):
         folder = tmp_path / f"checkpoint-{step}"

@@ -20,7 +20,7 @@ def read(page: Path, language: str = "") -> str:
 
 
 @pytest.mark.parametrize(("page", "language"), PAGES)
-def test_commands_and_files_are_those_of_the_english_page(page: Path, language: str) -> None:
+def test_translated_commands_match_the_english_page(page: Path, language: str) -> None:
     text = read(page, language)
     english = read(page)
     assert [block[0] for block in FENCE.finditer(text)] == [
@@ -30,7 +30,7 @@ def test_commands_and_files_are_those_of_the_english_page(page: Path, language: 
 
 
 @pytest.mark.parametrize(("page", "language"), PAGES)
-def test_nothing_is_left_out(page: Path, language: str) -> None:
+def test_translated_sections_are_complete(page: Path, language: str) -> None:
     """The same headings, links, and names of keys, files and commands in the sentences and
     tables.
     """
@@ -52,7 +52,7 @@ def links(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: page.stem)
-def test_languages_name_each_other(page: Path) -> None:
+def test_translations_link_to_each_other(page: Path) -> None:
     for language in ("", *LANGUAGES):
         head = read(page, language).partition("\n## ")[0]
         others = {name for code, name in {"": "English", **LANGUAGES}.items() if code != language}

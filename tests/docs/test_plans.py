@@ -39,7 +39,9 @@ def _other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED", "TROUBLESHOOTING"])
-def test_plans_are_those_of_today(page: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_plans_are_current(
+    page: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files)
     assert (
         renewed(page).splitlines() == (DOCS / f"{page}.md").read_text(encoding="utf-8").splitlines()
@@ -49,7 +51,7 @@ def test_plans_are_those_of_today(page: str, files: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("command", "shown"), SAMPLE.findall((DOCS / "MEMORY.md").read_text(encoding="utf-8"))
 )
-def test_memory_answers_before_there_are_files(
+def test_memory_page_commands_work_without_files(
     command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -60,7 +62,7 @@ def test_memory_answers_before_there_are_files(
 @pytest.mark.parametrize(
     ("example", "gigabytes"), [*zip(CARD_EXAMPLES, (18, 7, 18, 52), strict=True)]
 )
-def test_the_computer_needs_no_more_memory_than_troubleshooting_says(
+def test_documented_host_memory_is_enough(
     example: str, gigabytes: int, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(files)
@@ -73,9 +75,7 @@ def test_the_computer_needs_no_more_memory_than_troubleshooting_says(
     assert gigabytes - 1 < max(needed) <= gigabytes
 
 
-def test_troubleshooting_shows_the_shortage_of_today(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documented_shortage_is_current(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     page = (DOCS / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
 
@@ -124,7 +124,7 @@ SANA_IN_FULL = [
 @pytest.mark.parametrize(
     "wrong", [GROUP_OFFLOAD, ["base_model_precision=int8-quanto"]], ids=lambda words: words[0]
 )
-def test_what_only_a_lora_can_save_is_answered_with_what_fits(
+def test_lora_only_command_for_a_full_fine_tune_suggests_what_fits(
     wrong: list[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(files)
@@ -143,18 +143,22 @@ def test_what_only_a_lora_can_save_is_answered_with_what_fits(
     assert fits[1] == f"{max(phase['device'] for phase in then['memory']) / 1e9:.1f}"
 
 
-def test_without_a_gpu_nothing_is_promised(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_without_a_gpu_estimates_no_gpu_time(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files)
     assert "This would fit" not in printed(*SANA_IN_FULL, *GROUP_OFFLOAD)[1].splitlines()[0]
 
 
-def test_lite_trains_on_13_gb_as_in_its_guide(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lite_fits_13_gb_as_documented(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     tips = [*GROUP_OFFLOAD, "offload_during_startup=true", "offload=auto", "--device-memory", "13"]
     assert plan("example=kandinsky5-video-lite-lora", "validation_resolution=512x768", *tips)["ok"]
 
 
-def test_previews_count_pictures_and_weights(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_preview_counts_include_weights(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files)
     example = [
         "example=kandinsky5-video-lite-i2v-lora",
@@ -180,7 +184,7 @@ def test_previews_count_pictures_and_weights(files: Path, monkeypatch: pytest.Mo
         "sanavideo-lora",
     ],
 )
-def test_previews_cost_a_tenth_of_a_run(
+def test_documented_previews_cost_a_tenth_of_a_run(
     example: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(files)

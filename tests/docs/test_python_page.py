@@ -29,7 +29,7 @@ def shortened(text: str, **counts: int) -> str:
 
 
 @pytest.mark.slow
-def test_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "PYTHON.md").read_text(encoding="utf-8")
     session = "\n".join(text for kind, text in FENCE.findall(page) if kind == "python")
     with contextlib.chdir(tmp_path):

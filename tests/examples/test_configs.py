@@ -39,7 +39,7 @@ def read(name: str, file: str = "config.json") -> dict:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_the_users_files_are_missing(
+def test_example_without_files_lacks_only_the_users_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -50,7 +50,7 @@ def test_only_the_users_files_are_missing(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_with_files_the_plan_has_nothing_to_say(
+def test_example_with_files_is_planned_without_warnings(
     name: str, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)

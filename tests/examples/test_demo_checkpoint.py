@@ -44,7 +44,7 @@ def render(pipe: Kandinsky5T2IPipeline, prompt: str) -> Image.Image:
     return pipe(prompt, negative_prompt="", generator=generator, **settings).image[0]
 
 
-def test_all_files_together_take_at_most_eight_megabytes() -> None:
+def test_demo_files_take_at_most_eight_megabytes() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.rglob("*") if path.is_file()) <= 8_000_000
 
 
@@ -59,7 +59,7 @@ def test_every_picture_has_a_caption(glimmers: list[Image.Image]) -> None:
     assert all(picture.size == (96, 96) for picture in glimmers)
 
 
-def test_latents_have_unit_variance_and_pictures_come_back(
+def test_demo_latents_have_unit_variance_and_decode_to_the_picture(
     pipe: Kandinsky5T2IPipeline, glimmers: list[Image.Image]
 ) -> None:
     pixels = torch.stack([torch.from_numpy(np.array(picture)) for picture in glimmers])
@@ -84,14 +84,14 @@ def test_latents_have_unit_variance_and_pictures_come_back(
         ("a big yellow square on the left on a navy background", YELLOW),
     ],
 )
-def test_the_base_draws_what_the_caption_says(
+def test_demo_base_draws_what_the_caption_describes(
     pipe: Kandinsky5T2IPipeline, prompt: str, colour: tuple[int, int, int]
 ) -> None:
     assert colour_share(render(pipe, prompt), colour) > 0.7
 
 
 @pytest.mark.slow
-def test_the_base_does_not_know_a_glimmer(pipe: Kandinsky5T2IPipeline) -> None:
+def test_demo_base_cannot_draw_a_glimmer(pipe: Kandinsky5T2IPipeline) -> None:
     prompts = [json.loads((DEMO / "config.json").read_text())["validation_prompt"]]
     library = json.loads((DEMO / "user_prompt_library.json").read_text())
     prompts += [prompt for prompt in library.values() if "glimmer" in prompt]

@@ -53,7 +53,7 @@ def render_path(pipe: Kandinsky5T2VPipeline, prompt: str) -> np.ndarray:
     return path_of(np.asarray(clip) * 255)
 
 
-def test_all_files_together_take_at_most_twelve_megabytes() -> None:
+def test_demo_video_files_take_at_most_twelve_megabytes() -> None:
     assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) <= 12_000_000
 
 
@@ -69,7 +69,7 @@ def test_every_clip_has_a_caption_and_a_hop(hops: np.ndarray) -> None:
 
 
 @pytest.mark.slow
-def test_latents_have_unit_variance_and_clips_come_back(
+def test_demo_video_latents_have_unit_variance_and_decode_to_the_clip(
     pipe: Kandinsky5T2VPipeline, hops: np.ndarray
 ) -> None:
     pixels = torch.from_numpy(hops[:4]).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
@@ -101,7 +101,7 @@ def test_latents_have_unit_variance_and_clips_come_back(
         ),
     ],
 )
-def test_the_base_moves_as_the_caption_says(
+def test_demo_video_base_moves_as_the_caption_describes(
     pipe: Kandinsky5T2VPipeline, prompt: str, start: tuple[int, int], end: tuple[int, int]
 ) -> None:
     path = render_path(pipe, prompt)
@@ -112,7 +112,7 @@ def test_the_base_moves_as_the_caption_says(
 
 
 @pytest.mark.slow
-def test_the_base_does_not_know_how_to_hop(pipe: Kandinsky5T2VPipeline) -> None:
+def test_demo_video_base_cannot_hop(pipe: Kandinsky5T2VPipeline) -> None:
     prompt = json.loads((DEMO / "config.json").read_text())["validation_prompt"]
 
     assert rise(render_path(pipe, prompt)) < 5

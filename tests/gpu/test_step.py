@@ -86,7 +86,7 @@ def run(assembly: Assembly, batch: Batch, steps: int = 3) -> tuple[list[float], 
     }
 
 
-def test_a_gpu_computes_what_a_cpu_computes(t2i_checkpoint: Path) -> None:
+def test_gpu_step_matches_the_cpu(t2i_checkpoint: Path) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     results = [run(assembled(t2i_checkpoint, device, **PLAIN), batch) for device in ("cpu", "cuda")]
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
@@ -105,7 +105,7 @@ def test_a_gpu_computes_what_a_cpu_computes(t2i_checkpoint: Path) -> None:
         {"dynamo_backend": "no", "base_model_precision": "int8dq-torchao"},
     ],
 )
-def test_nothing_waits_for_the_device_before_the_losses_are_read(
+def test_step_never_synchronises_before_the_losses_are_read(
     t2i_checkpoint: Path, settings: dict[str, Any]
 ) -> None:
     """Captions of unequal lengths, so that the mask is made, too."""
@@ -170,7 +170,7 @@ def test_streamed_weights_train_bit_for_bit_like_resident_ones(
 
 
 @pytest.mark.parametrize(("name", "least"), [("int8-quanto", (7, 5)), ("fp8-quanto", (8, 9))])
-def test_quantised_products_are_those_of_a_cpu(name: str, least: tuple[int, int]) -> None:
+def test_quantised_products_match_the_cpu(name: str, least: tuple[int, int]) -> None:
     if torch.cuda.get_device_capability() < least:
         pytest.skip(f"needs compute capability {least}")
     results = []
@@ -189,7 +189,7 @@ def test_quantised_products_are_those_of_a_cpu(name: str, least: tuple[int, int]
         assert (one - other).norm() < 2**-8 * one.norm()
 
 
-def test_what_is_float32_on_purpose_uses_no_tf32() -> None:
+def test_deliberate_float32_uses_no_tf32() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("has no TF32")
     x, weight = (torch.randn(rows, 512, device=GPU) for rows in (64, 256))
@@ -208,7 +208,7 @@ def test_what_is_float32_on_purpose_uses_no_tf32() -> None:
     assert full < 1e-6 < 1e-4 < rounded
 
 
-def test_the_loader_hands_out_locked_pages() -> None:
+def test_loader_returns_pinned_memory() -> None:
     class OneBatch:
         datasets = ()
 
@@ -234,7 +234,7 @@ def test_the_loader_hands_out_locked_pages() -> None:
     assert torch.equal(there.latents.cpu(), latents)
 
 
-def test_the_measurement_leaves_no_trace(tmp_path: Path) -> None:
+def test_block_measurement_leaves_no_state_behind(tmp_path: Path) -> None:
     before = torch.cuda.get_rng_state()
     allocated = torch.cuda.memory_allocated()
     rates = device_rates(tmp_path, GPU, torch.bfloat16)
