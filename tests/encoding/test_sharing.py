@@ -52,8 +52,7 @@ from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.renderer import Renderer
 from simpletuner.validation.runner import ValidationRunner
 from tests.tools.processes import PATIENCE
-from tests.tools.workspace import DATASETS, Workspace
-from tests.validation.test_eval_loss import EVAL
+from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {

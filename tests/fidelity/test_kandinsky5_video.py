@@ -13,28 +13,22 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo
 from PIL.Image import Image
 
-from simpletuner.config.load import Layer, resolve
 from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place
-from simpletuner.errors import Problems
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.options import parse_rope_scale, rope_scale_of_size
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.kandinsky5.templates import OFFICIAL
-from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
-from simpletuner.models.source import ModelSource
-from tests.tools.families import CPU, Recorder, adapter_settings, picture, zeros
+from tests.tools.families import CPU, Recorder, make_video_adapter, picture, zeros
 from tests.tools.tiny import PIPELINES, make_checkpoint
 from tests.tools.tolerances import MODEL, SAMPLING, VAE, assert_close, limit
 
 SIZE = (96, 64)
 FRAMES = 17
-FLAVOURS = {"t2v": "t2v-lite-sft-5s", "i2v": "i2v-lite-5s"}
 PROMPT = "a red ball  rolls"
 SEED = 5
 
@@ -42,23 +36,6 @@ SEED = 5
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {task: make_checkpoint(tmp_path_factory.mktemp(task), task) for task in ("t2v", "i2v")}
-
-
-def make_video_adapter(
-    checkpoint: Path, task: str, size: tuple[int, int] | None = SIZE, **settings: Any
-) -> Kandinsky5VideoAdapter:
-    flavour = KANDINSKY5_VIDEO.flavour(FLAVOURS[task])
-    values = {
-        "model_type": "lora",
-        "model_family": "kandinsky5-video",
-        "model_flavour": flavour.name,
-    }
-    values |= {"pretrained_model_name_or_path": str(checkpoint), **settings}
-    problems = Problems()
-    config = resolve([Layer("test", list(values.items()))], problems)
-    assert config is not None, problems
-    source = ModelSource.from_settings(KANDINSKY5_VIDEO, flavour, config.flat)
-    return Kandinsky5VideoAdapter(adapter_settings(config), flavour, source, size)
 
 
 def source_for(task: str) -> Image | None:

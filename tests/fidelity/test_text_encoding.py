@@ -21,8 +21,7 @@ from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import TextTemplate
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS, Kandinsky5TextEncoder
 from simpletuner.models.prompt_start import FEWEST_TO_READ, PromptStart
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.tools.families import CPU, make_adapter, picture
+from tests.tools.families import CPU, make_adapter, make_video_adapter, picture
 from tests.tools.sana_family import make_sana_adapter
 from tests.tools.tiny import PIPELINES, WIDTH, make_checkpoint, split_as_qwen
 from tests.tools.tiny_sana import build_gemma

@@ -16,7 +16,7 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import Problems
 from simpletuner.planning.techniques.crepa import CrepaSpec
 from simpletuner.techniques.crepa import Crepa
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.tools.families import make_video_adapter
 from tests.tools.sharded_run import CLIPPED, LEG, Case, Run
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
@@ -39,17 +38,23 @@ from simpletuner.models.cost import (
 from simpletuner.models.cost_table import peak_of, read_cost_table, sum_of
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
-from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.models.spec import FamilySpec
 from tests.tools.saved_tensors import saved_bytes
-from tests.tools.tiny import WIDTH, build_kandinsky
+from tests.tools.tiny import build_kandinsky
 from tests.tools.tiny_sana import build_sana
+from tests.tools.transformers import (
+    KANDINSKY_TARGETS,
+    SANA_TARGETS,
+    adapters_of,
+    block_inputs,
+    kandinsky_inputs,
+    sana_inputs,
+    with_lora,
+)
 
 FLAVOURS = [(spec, flavour.name) for spec in FAMILIES.values() for flavour in spec.flavours]
-KANDINSKY_TARGETS = ["to_query", "to_key", "to_value"]
-SANA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -183,34 +188,6 @@ def test_flops_of_published_models_have_not_changed(
     )
 
 
-def adapters_of(cost: TransformerCost, targets: list[str], rank: int) -> Adapters:
-    return Adapters(rank, frozenset(matching_modules(linear_modules(cost.shapes), targets)))
-
-
-def kandinsky_inputs(
-    frames: int, side: int, text: int, dtype: torch.dtype, channels: int = 16
-) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(2, frames, side, side, channels).to(dtype),
-        "encoder_hidden_states": torch.randn(2, text, WIDTH).to(dtype),
-        "pooled_projections": torch.randn(2, WIDTH).to(dtype),
-        "timestep": torch.full((2,), 500.0),
-        "visual_rope_pos": [torch.arange(frames), torch.arange(side // 2), torch.arange(side // 2)],
-        "text_rope_pos": torch.arange(text),
-        "return_dict": False,
-    }
-
-
-def sana_inputs(frames: int, side: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(2, 16, frames, side, side).to(dtype),
-        "encoder_hidden_states": torch.randn(2, 300, WIDTH).to(dtype),
-        "encoder_attention_mask": torch.ones(2, 300, dtype=torch.long),
-        "timestep": torch.full((2,), 500.0),
-        "return_dict": False,
-    }
-
-
 Step = tuple[TransformerCost, Any, dict[str, Any], BatchShape, Adapters]
 
 
@@ -236,16 +213,6 @@ def sana_case(rank: int = 4) -> Step:
         BatchShape(2, 3, 4, 4, 300),
         adapters_of(cost, SANA_TARGETS, rank),
     )
-
-
-def with_lora(model: Any, adapters: Adapters) -> Any:
-    model.requires_grad_(False)
-    model.add_adapter(
-        LoraConfig(
-            r=adapters.rank, target_modules=sorted(adapters.modules), init_lora_weights=False
-        )
-    )
-    return model.train()
 
 
 def counted(act: Callable[[], object]) -> int:
@@ -290,16 +257,6 @@ def test_flops_of_a_full_step_are_exact() -> None:
     expected = cost.forward(load) + cost.backward(load, NO_ADAPTERS, full=True)
     found = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
     assert found == pytest.approx(expected.total, rel=0.01)
-
-
-def block_inputs(model: Any, inputs: dict[str, Any], block: nn.Module) -> tuple[Any, ...]:
-    """What the model hands to a block."""
-    seen: list[tuple[Any, ...]] = []
-    hook = block.register_forward_pre_hook(lambda module, arguments: seen.append(arguments))
-    with torch.no_grad():
-        model(**inputs)
-    hook.remove()
-    return seen[0]
 
 
 def metered(

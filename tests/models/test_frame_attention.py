@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.models.loading import attend_by_frame, frame_causal_attention
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.tools.families import CPU
+from tests.tools.families import CPU, make_video_adapter
 from tests.tools.tiny import build_video_vae, make_checkpoint
 from tests.tools.tolerances import MODEL, VAE, assert_close
 

@@ -23,8 +23,7 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.loading import with_solver
 from simpletuner.models.usage import SOLVERS
 from simpletuner.validation.renderer import Renderer, RenderSettings
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.tools.families import CPU, make_adapter, make_config, picture
+from tests.tools.families import CPU, make_adapter, make_config, make_video_adapter, picture
 from tests.tools.reports import found_by
 from tests.tools.sana_family import make_sana_adapter, make_sana_config
 from tests.tools.tiny import make_checkpoint

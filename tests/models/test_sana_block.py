@@ -22,8 +22,8 @@ from simpletuner.models.sanavideo.cost import COST
 from simpletuner.models.sanavideo.spec import ALL_LINEAR, SANA_VIDEO
 from simpletuner.models.sanavideo.video import CompiledOnGrid
 from simpletuner.speed.compile import configure_compiler
-from tests.models.test_cost import adapters_of
 from tests.tools.saved_tensors import saved_bytes
+from tests.tools.transformers import adapters_of
 
 DEFAULT = list(SANA_VIDEO.lora_targets)
 RANK = 4

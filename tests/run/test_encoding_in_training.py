@@ -19,8 +19,7 @@ from simpletuner.data import files
 from simpletuner.encoding import decoding
 from tests.run.test_resume import STEPS, assert_same_run
 from tests.tools.cases import first_of
-from tests.tools.workspace import DATASETS, Workspace
-from tests.validation.test_eval_loss import EVAL
+from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 pytestmark = pytest.mark.slow(4)
 

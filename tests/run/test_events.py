@@ -25,8 +25,7 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from tests.run.test_interruption import train
-from tests.tools.workspace import DATASETS, Workspace
-from tests.validation.test_eval_loss import EVAL
+from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 
 class Status:

@@ -25,8 +25,7 @@ from simpletuner.training.loader import in_loop, read_ahead
 from tests.run.test_kandinsky5_video import CLIPS, make_workspace
 from tests.run.test_resume import RESULT
 from tests.tools.tiny import make_checkpoint
-from tests.tools.workspace import DATASETS, Workspace
-from tests.validation.test_eval_loss import EVAL
+from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 pytestmark = pytest.mark.slow(6)
 

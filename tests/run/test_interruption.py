@@ -48,8 +48,7 @@ from tests.run.test_resume import SETTINGS, assert_same_run
 from tests.tools.cases import first_of
 from tests.tools.processes import finish
 from tests.tools.tiny import make_checkpoint
-from tests.tools.workspace import DATASETS, Workspace
-from tests.validation.test_eval_loss import EVAL
+from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 pytestmark = pytest.mark.slow(3)
 

@@ -39,18 +39,18 @@ from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch
 from simpletuner.validation.quiet import quiet
 from tests.fidelity import test_sanavideo_training as sana
-from tests.models.test_cost import (
+from tests.speed import test_speed as speed
+from tests.speed.test_speed import loss_and_gradients
+from tests.tools.assembly import CPU, make_assembly, make_batch
+from tests.tools.cases import first_of
+from tests.tools.tiny import WIDTH, build_kandinsky, make_checkpoint
+from tests.tools.transformers import (
     KANDINSKY_TARGETS,
     adapters_of,
     block_inputs,
     kandinsky_inputs,
     with_lora,
 )
-from tests.speed import test_speed as speed
-from tests.speed.test_speed import loss_and_gradients
-from tests.tools.assembly import CPU, make_assembly, make_batch
-from tests.tools.cases import first_of
-from tests.tools.tiny import WIDTH, build_kandinsky, make_checkpoint
 
 pytestmark = pytest.mark.slow
 

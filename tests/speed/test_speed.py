@@ -23,9 +23,9 @@ from simpletuner.training.losses import Losses
 from simpletuner.training.settings import TrainingSpec
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch, run_micro_step
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.models.test_nabla import differentiable_flex
 from tests.tools import families
+from tests.tools.families import make_video_adapter
 from tests.tools.tiny import make_checkpoint
 from tests.tools.workspace import Workspace
 

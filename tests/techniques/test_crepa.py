@@ -38,9 +38,8 @@ from simpletuner.techniques.crepa import (
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.state import Assembly
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tools.assembly import make_assembly, make_batch, make_site, no_forward
-from tests.tools.families import CPU, make_adapter, make_config
+from tests.tools.families import CPU, make_adapter, make_config, make_video_adapter
 from tests.tools.tiny import WIDTH, make_checkpoint
 from tests.tools.tolerances import ROTATION, assert_close, distance
 from tests.training.test_step import Batches

@@ -35,9 +35,8 @@ from simpletuner.techniques.scheduled_sampling import (
 )
 from simpletuner.training import step
 from simpletuner.training.losses import Losses
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tools.assembly import make_assembly, make_batch, make_site, no_forward
-from tests.tools.families import CPU, make_adapter, picture
+from tests.tools.families import CPU, make_adapter, make_video_adapter, picture
 from tests.tools.sana_family import SIZE, make_sana_adapter
 from tests.tools.tiny import make_checkpoint
 from tests.tools.tolerances import MODEL, ROTATION, assert_close, distance

@@ -28,9 +28,8 @@ from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread, draw_kept
 from simpletuner.training import step
 from simpletuner.training.losses import Losses
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tools.assembly import make_assembly, make_batch, make_site, no_forward
-from tests.tools.families import CPU, make_adapter
+from tests.tools.families import CPU, make_adapter, make_video_adapter
 from tests.tools.tiny import make_checkpoint
 from tests.tools.tolerances import ROTATION, distance
 

@@ -18,7 +18,8 @@ from simpletuner.errors import Problems
 from simpletuner.models.adapter import AdapterSettings
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
+from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
 from simpletuner.models.source import ModelSource
 
 CPU = torch.device("cpu")
@@ -45,6 +46,28 @@ def make_adapter(checkpoint: Path, task: str = "t2i", **settings: Any) -> Kandin
     flavour = KANDINSKY5_IMAGE.flavour(f"{task}-lite-sft")
     source = ModelSource.from_settings(KANDINSKY5_IMAGE, flavour, config.flat)
     return Kandinsky5ImageAdapter(adapter_settings(config), flavour, source)
+
+
+VIDEO_FLAVOURS = {"t2v": "t2v-lite-sft-5s", "i2v": "i2v-lite-5s"}
+
+
+def make_video_adapter(
+    checkpoint: Path, task: str, size: tuple[int, int] | None = (96, 64), **settings: Any
+) -> Kandinsky5VideoAdapter:
+    """The adapter of a tiny checkpoint of clips, whose result is sampled at `size`."""
+    flavour = KANDINSKY5_VIDEO.flavour(VIDEO_FLAVOURS[task])
+    values = {
+        "model_type": "lora",
+        "model_family": "kandinsky5-video",
+        "model_flavour": flavour.name,
+        "pretrained_model_name_or_path": str(checkpoint),
+        **settings,
+    }
+    problems = Problems()
+    config = resolve([Layer("test", list(values.items()))], problems)
+    assert config is not None, problems
+    source = ModelSource.from_settings(KANDINSKY5_VIDEO, flavour, config.flat)
+    return Kandinsky5VideoAdapter(adapter_settings(config), flavour, source, size)
 
 
 def adapter_settings(config: RunConfig) -> AdapterSettings:

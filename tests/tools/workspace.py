@@ -59,6 +59,15 @@ DATASETS: list[dict[str, Any]] = [
         "cache_dir": "cache/text",
     },
 ]
+# A dataset of pictures that are evaluated and not trained on.
+EVAL: dict[str, Any] = {
+    "id": "held-out",
+    "type": "local",
+    "dataset_type": "eval",
+    "instance_data_dir": "datasets/held out",
+    "caption_strategy": "textfile",
+    "resolution": 64,
+}
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

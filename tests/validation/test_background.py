@@ -22,8 +22,7 @@ from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.checkpoints import CheckpointWriter, UnfinishedCheckpoint
 from simpletuner.validation.background import DecodingThread
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.tools.families import CPU, make_adapter, picture
+from tests.tools.families import CPU, make_adapter, make_video_adapter, picture
 from tests.tools.processes import PATIENCE
 from tests.tools.tiny import make_checkpoint
 from tests.tools.workspace import Workspace

@@ -25,15 +25,8 @@ from tests.tools.assembly import make_assembly, make_batch
 from tests.tools.clips import write_clip
 from tests.tools.refusals import complaints, warnings
 from tests.tools.tiny import make_checkpoint
-from tests.tools.workspace import DATASETS, Workspace
+from tests.tools.workspace import DATASETS, EVAL, Workspace
 
-EVAL: dict[str, Any] = {
-    **DATASETS[0],
-    "id": "held-out",
-    "dataset_type": "eval",
-    "instance_data_dir": "datasets/held out",
-}
-EVAL.pop("repeats")
 LORA = "output/pytorch_lora_weights.safetensors"
 
 

@@ -22,9 +22,8 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.reporting.events import Event, PreviewGrew
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.validation.sketch import IN_PROGRESS, ColourMap, GrowingPreview
-from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.run.test_interruption import PREVIEWED, train
-from tests.tools.families import CPU, make_adapter, picture
+from tests.tools.families import CPU, make_adapter, make_video_adapter, picture
 from tests.tools.sana_family import make_sana_adapter
 from tests.tools.tiny import TOKENIZERS, make_checkpoint
 from tests.tools.tiny_sana import make_sana_checkpoint
