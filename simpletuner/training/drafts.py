@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from simpletuner.memory.offload.image import wraps
-from simpletuner.training.sharding import replaced
+from simpletuner.memory.offload.image import is_wrapper
+from simpletuner.training.sharding import map_tensors
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CopiedDrafts:
 
     def __init__(self, drafts: Iterable[Draft], device: torch.device) -> None:
         self._copies = [
-            replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts
+            replace(draft, content=map_tensors(draft.content, _to_host)) for draft in drafts
         ]
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -61,13 +61,12 @@ class CopiedDrafts:
 
 
 def _to_host(path: str, tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda" or wraps(tensor):
+    if tensor.device.type != "cuda" or is_wrapper(tensor):
         return tensor.detach().to("cpu", copy=True)
     return page_locked_copy(tensor.detach())
 
 
 def page_locked_copy(tensor: Tensor) -> Tensor:
     """A copy of a GPU tensor in pinned memory, complete once the current stream has executed it."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-        tensor, non_blocking=True
-    )
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import EmaConfig
-from simpletuner.training.sharding import as_sharded, like, local
+from simpletuner.training.sharding import as_sharded, local, shard_like
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -46,7 +46,7 @@ class Ema:
         self.average: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             copied = local(parameter.detach()).to(self.device, torch.float32, copy=True)
-            self.average[name] = like(copied, parameter)
+            self.average[name] = shard_like(copied, parameter)
         self._parameters = dict(parameters)
         self._updates = 0
 
@@ -64,16 +64,16 @@ class Ema:
         parameters = in_bundles(self._parameters.values())
         averages = in_bundles(self.average.values())
         for trained, averaged in zip(parameters, averages, strict=True):
-            row = in_row(trained).to(self.device).float()  # widened there: bf16 is half of the copy
+            # Widened after the copy, which is half as large in bf16.
+            row = flattened(trained).to(self.device).float()
             self._move([local(average) for average in averaged], row)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context with the average in the parameters, rounded to their dtype; restores them
-        exactly on exit.
+        """A context with the average in the parameters, rounded to their dtype.
 
-        The trained weights are kept on the average's device meanwhile, so that a large model needs
-        no second copy on the accelerator.
+        Restores the trained weights exactly on exit. The trained weights are kept on the average's
+        device meanwhile, so that a large model needs no second copy on the accelerator.
         """
         # Copied even on the same device, where `to` would return the parameters to be overwritten.
         waiting = {
@@ -107,8 +107,10 @@ class Ema:
             local(average).copy_(local(self._parameters[name].detach()))
 
     def _decay(self, global_step: int) -> float:
-        """min((1 + n) / (10 + n), ema_decay) with n = global_step - 1; 0, a copy, in the first
-        update and before ema_warmup_steps."""
+        """The decay of an update: min((1 + n) / (10 + n), ema_decay) with n = global_step - 1.
+
+        0, a copy, in the first update and before `ema_warmup_steps`.
+        """
         if self._updates == 0 or global_step < self.config.ema_warmup_steps:
             return 0.0
         # The warm-up of TensorFlow's ExponentialMovingAverage, which quickly forgets the initial
@@ -116,9 +118,9 @@ class Ema:
         n = global_step - 1
         return min((1 + n) / (10 + n), self.config.ema_decay)
 
-    def _move(self, averages: list[Tensor], flat: Tensor) -> None:
-        """Move averages towards the weights in a row from `in_row`, which is overwritten."""
-        weights = apart(flat, averages)
+    def _move(self, averages: list[Tensor], row: Tensor) -> None:
+        """Move averages towards the weights in a row from `flattened`, which is overwritten."""
+        weights = views_of(row, averages)
         decay = self.decay_value
         # With rounding, a + (w - a) is not always w, but the first update must be an exact copy.
         if decay == 0:
@@ -137,22 +139,20 @@ class Ema:
             local(parameter).copy_(local(weights[name]))
 
 
-def in_row(bundle: Iterable[nn.Parameter]) -> Tensor:
-    """The weights of a bundle flattened into one row, as a copy."""
+def flattened(bundle: Iterable[nn.Parameter]) -> Tensor:
+    """The weights of a bundle in one row, as a copy."""
     return torch.cat([local(parameter.detach()).flatten() for parameter in bundle])
 
 
-def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:
-    """Views of a row from `in_row`, in the shapes of the tensors."""
-    shapes = [each.shape for each in shaped]
-    parts = flat.split([shape.numel() for shape in shapes])
+def views_of(row: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Views of a row from `flattened`, in the shapes of the tensors."""
+    shapes = [tensor.shape for tensor in tensors]
+    parts = row.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def in_bundles(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor forms a group
-    alone.
-    """
+    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor is alone."""
     bundles: list[list[AnyTensor]] = []
     room = 0
     for tensor in tensors:

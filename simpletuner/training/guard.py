@@ -1,5 +1,6 @@
-"""Gradient size and clipping, and checks that keep NaN and infinity out of weights, files and
-previews.
+"""The size of gradients, clipping, and checks that stop NaN and infinity.
+
+NaN and infinity reach neither weights nor files nor previews.
 
 A step checks only numbers that it reads from the device anyway (the losses, and the gradient size
 for clipping), so the checks cost no synchronisation. Weights are checked when they are saved,
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.errors import NonFiniteError, UserError, shorten
-from simpletuner.training.sharding import from_all, local, local_parts
+from simpletuner.training.sharding import gather_values, local, local_shards
 
 if TYPE_CHECKING:
     from simpletuner.training.ema import Ema
@@ -35,22 +37,19 @@ def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[
     Raises:
         NonFiniteError: naming the files of the affected micro-batches.
     """
-    guilty = [
-        name
-        for loss, names in zip(losses, files, strict=True)
-        if not math.isfinite(loss)
-        for name in names
-    ]
-    if guilty:
+    affected: list[str] = []
+    for loss, names in zip(losses, files, strict=True):
+        if not math.isfinite(loss):
+            affected.extend(names)
+    if affected:
         raise NonFiniteError(
             f"The loss is {', '.join(map(str, losses))}. The weights were not updated. "
-            f"Trained on: {', '.join(guilty)}."
+            f"Trained on: {', '.join(affected)}."
         )
 
 
 def stop_if_result_not_finite(weights: Mapping[str, Tensor], ema: Ema | None) -> None:
-    """Check all trained weights, including the moving average, before they are saved, published or
-    rendered.
+    """Check all trained weights and their average before they are saved, published or rendered.
 
     Raises:
         NonFiniteError: naming the tensors.
@@ -68,10 +67,11 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
     Raises:
         NonFiniteError: naming the tensors.
     """
-    if guilty := not_finite(weights):
+    affected = not_finite(weights)
+    if affected:
         raise NonFiniteError(
-            f"{len(guilty)} of {len(weights)} trained tensors are NaN or infinite and were not "
-            f"saved: {shorten(guilty)}. Continue from the last checkpoint with a lower "
+            f"{len(affected)} of {len(weights)} trained tensors are NaN or infinite and were not "
+            f"saved: {shorten(affected)}. Continue from the last checkpoint with a lower "
             "learning_rate."
         )
 
@@ -85,9 +85,10 @@ def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str) -> None
     Raises:
         UserError: naming the tensors.
     """
-    if guilty := not_finite(weights):
+    affected = not_finite(weights)
+    if affected:
         raise UserError(
-            f"{origin} holds NaN or infinite values in {shorten(guilty)}; choose an earlier "
+            f"{origin} holds NaN or infinite values in {shorten(affected)}; choose an earlier "
             "checkpoint."
         )
 
@@ -97,7 +98,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     if not tensors:
         return []
     # The maximum norm is infinite or NaN exactly if a value is; a sum of squares could overflow.
-    largest = from_all(norms(tensors.values(), math.inf), tensors.values())
+    largest = gather_values(norms(tensors.values(), math.inf), tensors.values())
     # One row per process; `amax` propagates NaN.
     values = largest.view(-1, len(tensors)).amax(0).tolist()
     return [name for name, value in zip(tensors, values, strict=True) if not math.isfinite(value)]
@@ -106,29 +107,21 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 @torch.no_grad()
 def norms(tensors: Iterable[Tensor], order: float) -> Tensor:
     """The norm of each tensor, or of this process's shard: float32, on the device."""
+    shards = local_shards(tensors)
+    if not shards:
+        return torch.zeros(0)
     # float32, since norms of bf16 gradients are bf16, whose 8 bits are too few for the sum of
     # hundreds of squares.
-    parts = local_parts(tensors)
-    return (
-        torch.stack([norm.float() for norm in torch._foreach_norm(parts, order)])
-        if parts
-        else torch.zeros(0)
-    )
-
-
-# The scaler skips an overflowing float16 step and halves its scale. Below 1, the scale is not the
-# cause.
-LOWEST_SCALE = 1.0
+    return torch.stack([norm.float() for norm in torch._foreach_norm(shards, order)])
 
 
 def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
     """Rescale gradients summed with `loss_divisor` to the mean over all samples."""
     factor = len(counts) * counts[0] / sum(counts)
-    if factor != 1:
-        torch._foreach_mul_(
-            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            factor,
-        )
+    if factor == 1:
+        return
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_(gradients, factor)
 
 
 def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, Tensor]:
@@ -136,11 +129,12 @@ def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -
     (norm).
 
     torch's `clip_grad_norm_` would scale by a tensor on the device even if nothing is clipped.
-    Here, the size is read together with the losses, for clipping, for logging, and to check that it
+    Here, the size is read together with the losses: for clipping, for logging, and to check that it
     is finite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return total_size(from_all(norms(gradients, norm_order(config)), gradients), config)
+    local_norms = norms(gradients, norm_order(config))
+    return total_size(gather_values(local_norms, gradients), config)
 
 
 def norm_order(config: OptimizerConfig) -> float:
@@ -150,8 +144,10 @@ def norm_order(config: OptimizerConfig) -> float:
 
 def total_size(norms: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     """The size of a gradient from the norms of its tensors; empty without tensors."""
+    if not len(norms):
+        return {}
     name = "grad_absmax" if config.grad_clip_method == "value" else "grad_norm"
-    return {name: norms.norm(norm_order(config))} if len(norms) else {}
+    return {name: norms.norm(norm_order(config))}
 
 
 def clip_gradients(
@@ -163,19 +159,23 @@ def clip_gradients(
         sizes: the result of `gradient_size` for these parameters, as numbers.
     """
     limit = config.max_grad_norm
-    exceeds = any(0 < limit < size for size in sizes.values())
-    parts = (
-        local_parts(parameter.grad for parameter in parameters if parameter.grad is not None)
-        if exceeds
-        else []
+    if limit <= 0 or not any(size > limit for size in sizes.values()):
+        return
+    gradients = local_shards(
+        parameter.grad for parameter in parameters if parameter.grad is not None
     )
-    if not parts:  # released gradients have been freed
+    if not gradients:  # released gradients have been freed
         return
     if "grad_norm" in sizes:
-        torch._foreach_mul_(parts, limit / sizes["grad_norm"])
+        torch._foreach_mul_(gradients, limit / sizes["grad_norm"])
     else:
-        torch._foreach_clamp_min_(parts, -limit)
-        torch._foreach_clamp_max_(parts, limit)
+        torch._foreach_clamp_min_(gradients, -limit)
+        torch._foreach_clamp_max_(gradients, limit)
+
+
+# An overflowing float16 gradient is the scale's fault: the scaler skips the step and halves its
+# scale. A gradient that still overflows at a scale below 1 is too large by itself.
+LOWEST_SCALE = 1.0
 
 
 def stop_if_gradients_not_finite(
@@ -198,25 +198,28 @@ def stop_if_gradients_not_finite(
     Raises:
         NonFiniteError: naming the tensors, in the order of the backward pass, and the files.
     """
-    if all(map(math.isfinite, sizes)) or (
-        scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE
-    ):
+    if all(math.isfinite(size) for size in sizes):
         return
+    if scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE:
+        return
+
     gradients = {
         name: weight.grad for name, weight in parameters.items() if weight.grad is not None
     }
-    guilty = not_finite(gradients)[::-1]  # the backward pass runs from the last layer to the first
+    affected = not_finite(gradients)[::-1]  # the backward pass begins with the last layer
     if release is not None:
-        guilty += release.not_finite()
-    partly = "of this step are partly updated and are not saved: continue from the last checkpoint"
-    left = partly if release is not None and release.is_halfway else "were not updated"
-    # Empty if every tensor is finite but their total is not.
-    what = (
-        f"of {shorten(guilty)}, in the order of the backward pass,"
-        if guilty
-        else "of all tensors together"
-    )
+        affected += release.not_finite()
+    gradient = "The gradient of all tensors together"  # each is finite, but their total is not
+    if affected:
+        gradient = f"The gradient of {shorten(affected)}, in the order of the backward pass,"
+
+    state = "were not updated"
+    if release is not None and release.is_halfway:
+        state = (
+            "of this step are partly updated and are not saved: continue from the last checkpoint"
+        )
+    trained_on = ", ".join(chain.from_iterable(files))
     raise NonFiniteError(
-        f"The gradient {what} is NaN or infinite, although the loss is finite. The weights {left}. "
-        f"Trained on: {', '.join(name for names in files for name in names)}."
+        f"{gradient} is NaN or infinite, although the loss is finite. The weights {state}. "
+        f"Trained on: {trained_on}."
     )

@@ -85,7 +85,7 @@ class LoraAdapter(AdapterWeights):
             yield Draft(
                 name, partial(lora_files.write_weights, header=header), self.file_weights(weights)
             )
-        yield self.exact()
+        yield self.exact_draft()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

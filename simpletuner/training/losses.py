@@ -19,8 +19,10 @@ from simpletuner.training.guard import stop_if_losses_not_finite
 
 @dataclass
 class MicroLoss:
-    """The losses of one micro-step, as device tensors, so that the host synchronises once per step,
-    or as numbers.
+    """The losses of one micro-step.
+
+    Tensors on the device until the host reads all of a step at once (`StepNumbers.to_host`), then
+    numbers.
 
     Attributes:
         names: names of the samples.
@@ -40,23 +42,20 @@ class MicroLoss:
 
     def log(self, extra: Mapping[str, Tensor]) -> None:
         """Log scalars, which may be on the CPU."""
-        self.extra |= {
-            name: upload(value.detach(), self.per_sample.device) for name, value in extra.items()
-        }
+        for name, value in extra.items():
+            self.extra[name] = upload(value.detach(), self.per_sample.device)
 
     @classmethod
     def merged(cls, parts: Sequence[MicroLoss]) -> MicroLoss:
         """Merge the numbers of all processes, with samples in the order of the global batch."""
+        extra = _values_by_name(part.extra for part in parts)
         return cls(
             names=[*chain.from_iterable(part.names for part in parts)],
             timesteps=[*chain.from_iterable(part.timesteps for part in parts)],
             per_sample=[*chain.from_iterable(part.per_sample for part in parts)],
             diffusion=fmean(part.diffusion for part in parts),
             total=fmean(part.total for part in parts),
-            extra={
-                name: fmean(values)
-                for name, values in _by_name(part.extra for part in parts).items()
-            },
+            extra={name: fmean(values) for name, values in extra.items()},
         )
 
 
@@ -81,30 +80,29 @@ class Losses(list[MicroLoss]):
             NonFiniteError: naming the files of the affected micro-batches.
         """
         # Before averaging, which would hide the micro-batch of a NaN.
-        everyone = Losses(chain.from_iterable(parts))
-        stop_if_losses_not_finite([micro.total for micro in everyone], everyone.names)
+        separate = Losses(chain.from_iterable(parts))
+        stop_if_losses_not_finite([micro.total for micro in separate], separate.names)
         return cls(map(MicroLoss.merged, zip(*parts, strict=True)))
 
     def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
-        """The metrics of the step: samples have equal weights, as do micro-steps in the scalars of
-        techniques.
+        """The metrics of the step.
+
+        In losses, all samples have equal weight; in scalars of techniques, all micro-steps.
         """
         counts = torch.tensor(self.counts, dtype=torch.float32)
         shares = counts / counts.mean()  # all 1 if batches have equal sizes
+        per_sample = torch.tensor([*chain.from_iterable(micro.per_sample for micro in self)])
+        totals = torch.tensor([micro.total for micro in self])
         means = {
-            "train_loss": torch.tensor([*chain.from_iterable(micro.per_sample for micro in self)])
-            .mean()
-            .item(),
-            "optimization_loss": (torch.tensor([micro.total for micro in self]) * shares)
-            .mean()
-            .item(),
+            "train_loss": per_sample.mean().item(),
+            "optimization_loss": (totals * shares).mean().item(),
         }
-        extra = _by_name(micro.extra for micro in self)
+        extra = _values_by_name(micro.extra for micro in self)
         if extra:
-            means["diffusion_loss"] = (
-                (torch.tensor([micro.diffusion for micro in self]) * shares).mean().item()
-            )
-        means |= {name: torch.tensor(values).mean().item() for name, values in extra.items()}
+            diffusion = torch.tensor([micro.diffusion for micro in self])
+            means["diffusion_loss"] = (diffusion * shares).mean().item()
+        for name, values in extra.items():
+            means[name] = torch.tensor(values).mean().item()
         for technique in techniques:
             means |= technique.summary(means)
         return means
@@ -112,8 +110,9 @@ class Losses(list[MicroLoss]):
 
 @dataclass
 class StepNumbers:
-    """All that the host reads of a step: scalars, and 1-D tensors with a value per sample; or the
-    same as numbers.
+    """All that the host reads of a step, as tensors or as numbers.
+
+    Tensors are scalars, or 1-D with a value per sample.
 
     Attributes:
         sizes: size of the gradient that is clipped, by name, for the model and for the modules of
@@ -132,20 +131,22 @@ class StepNumbers:
         tensors = [leaf.flatten() for leaf in leaves if isinstance(leaf, Tensor)]
         # One tensor, one copy, one synchronisation.
         numbers = torch.cat(tensors).tolist()
+        # Put the numbers in the places of the tensors: a list for 1-D tensors, else a scalar.
         start = 0
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 end = start + leaf.numel()
-                leaves[place] = numbers[start:end] if leaf.ndim else numbers[start]
+                leaves[index] = numbers[start:end] if leaf.ndim else numbers[start]
                 start = end
         micro_losses, sizes, tiles = tree_unflatten(leaves, structure)
         return StepNumbers(Losses(MicroLoss(**micro) for micro in micro_losses), sizes, tiles)
 
 
-def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+def _values_by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     by_name: dict[str, list[float]] = {}
-    for name, value in chain.from_iterable(extra.items() for extra in extras):
-        by_name.setdefault(name, []).append(value)
+    for extra in extras:
+        for name, value in extra.items():
+            by_name.setdefault(name, []).append(value)
     return by_name
 
 

@@ -22,8 +22,8 @@ from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses
 from simpletuner.weights.files import Shape
 
-# (tokens, text tokens) -> FLOPs of training on one sample, without recomputation, and with
-# block-sparse attention counted as if it visited all tiles.
+# (tokens, text tokens) -> FLOPs of training on one sample. Recomputation is not counted, and
+# block-sparse attention counts as if it visited all tiles.
 SampleFlops = Callable[[int, int], Work]
 
 
@@ -70,16 +70,24 @@ class StepMeter:
             passes: forward passes of the step.
         """
         work = self._work
-        visited, pairs = (
-            (sum(counts) for counts in zip(*tiles.values(), strict=True)) if tiles else (1, 1)
-        )
+        # Before the waits are read, which may block until the device has caught up.
+        seconds = time.perf_counter() - self._started
+        weights_seconds = None
+        if self._streamer is not None:
+            weights_seconds = self._streamer.waited()
+        # The share of block-sparse attention that was computed; 1 without it.
+        visited: float = 1
+        pairs = 1
+        if tiles:
+            visited = sum(count for count, _ in tiles.values())
+            pairs = sum(count for _, count in tiles.values())
         return StepReport(
             step=self._step,
             epoch=loader.epoch,
             metrics=metrics,
-            seconds=time.perf_counter() - self._started,
+            seconds=seconds,
             data_seconds=self.waiting_for_data.read(),
-            weights_seconds=None if self._streamer is None else self._streamer.waited(),
+            weights_seconds=weights_seconds,
             timesteps=[*chain.from_iterable(micro.timesteps for micro in losses)],
             epochs_done=loader.epochs_done,
             flops=replace(work, sparse=work.sparse * visited / pairs).total or None,
@@ -132,17 +140,14 @@ def count_flops(
 
 
 def weight_shapes(model: nn.Module) -> dict[str, Shape]:
-    """Weight shapes of linear layers and convolutions, including quantised ones, by their names
-    without a LoRA.
-    """
+    """Weight shapes of linear layers and convolutions, by their names as without a LoRA."""
     shapes: dict[str, Shape] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and ".lora_" not in name:
-            # The shape of a quantised weight may differ from that of its layer.
-            sides = (
-                (module.out_features, module.in_features)
-                if isinstance(module, nn.Linear)
-                else module.weight.shape
-            )
-            shapes[f"{name.removesuffix('.base_layer')}.weight"] = tuple(sides)
+            plain_name = f"{name.removesuffix('.base_layer')}.weight"
+            if isinstance(module, nn.Linear):
+                # The shape of a quantised weight may differ from that of its layer.
+                shapes[plain_name] = (module.out_features, module.in_features)
+            else:
+                shapes[plain_name] = tuple(module.weight.shape)
     return shapes

@@ -35,8 +35,9 @@ class NoiseSource:
     techniques: Sequence[Technique]
 
     def add(self, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
-        """Draw sigmas and noise for this position in the run, and seed the device's generator for
-        dropout.
+        """The batch with the sigmas and the noise of this position in the run.
+
+        Also seeds the device's generator, from which dropout draws.
         """
         settings = self.settings
         place = self.place(len(batch.names), global_step, micro_step)
@@ -59,8 +60,9 @@ class NoiseSource:
         return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
 
     def draw_ahead(self, batch: Batch, number: int) -> Batch:
-        """The batch with its noise as `add` would draw it; slow, so it is called ahead in the
-        background.
+        """The batch with its noise, as `add` would draw it.
+
+        Drawing is slow, so the loader calls this ahead of the step, in the background.
 
         Args:
             number: number of earlier micro-batches in the run.
@@ -74,11 +76,15 @@ class NoiseSource:
         # With shared noise, every process draws as if it were alone.
         world = World() if self.settings.shared_noise else self.world
         return Place(
-            self.settings.seed, global_step, micro_step, world.slots(count), world.size * count
+            self.settings.seed,
+            global_step,
+            micro_step,
+            slots=world.slots(count),
+            group=world.size * count,
         )
 
     def _draw(self, batch: Batch, place: Place) -> Tensor:
-        """The noise of a micro-batch, as its techniques deal it."""
+        """The noise of a micro-batch, after techniques have dealt it to the samples."""
         noise = sample_noise(batch.latents, place.generators("noise"))
         for technique in self.techniques:
             noise = technique.deal(batch, noise, place)

@@ -1,8 +1,8 @@
-"""Optimizer in backward: updates each weight as soon as its gradient is complete, so that gradients
-are never all held.
+"""Optimizer in backward: updates each weight as soon as its gradient is complete.
 
-The optimizer is the usual one, applied to one parameter at a time, so the weights are bit-identical
-to an update at the end of the step. The plan refuses settings that need all gradients first.
+So all gradients are never held at once. The optimizer is the usual one, applied to one parameter at
+a time, so the weights are bit-identical to an update at the end of the step. The plan refuses
+settings that need all gradients first.
 
 `HostState` keeps the optimizer state in host memory; the state of a weight is on the device only
 for its update.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.memory.offload.image import Span, leaves, rebuild, wraps
+from simpletuner.memory.offload.image import Span, is_wrapper, plain_tensors, rebuild
 from simpletuner.memory.offload.side_stream import SideStream
 from simpletuner.training.guard import norm_order, norms, not_finite, total_size
 
@@ -52,16 +52,16 @@ class GradientRelease:
         self._parameters = parameters
         self._optimizer = optimizer
         self._config = config
-        groups = optimizer.param_groups
+        self._group_of: dict[nn.Parameter, int] = {}  # without the weights of techniques
         released = {*parameters.values()}
-        self._group = {
-            weight: n
-            for n, group in enumerate(groups)
-            for weight in group["params"]
-            if weight in released
-        }
-        self._norms: dict[str, Tensor] = {}  # of gradients, in the order of the backward pass
-        self._after: dict[int, dict[str, Any]] = {}  # changes of parameter groups in this step
+        for number, group in enumerate(optimizer.param_groups):
+            for weight in group["params"]:
+                if weight in released:
+                    self._group_of[weight] = number
+        # Norms of gradients, in the order of the backward pass.
+        self._norms: dict[str, Tensor] = {}
+        # What the updates of this step have changed in parameter groups, such as a count of steps.
+        self._group_changes: dict[int, dict[str, Any]] = {}
         self._updates = False
         # Weak, since the garbage collector cannot see references from hooks and would never free
         # the model.
@@ -72,11 +72,9 @@ class GradientRelease:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """A context in which a backward pass updates the weights; elsewhere, it only drops
-        gradients.
-        """
+        """A context in which a backward pass updates weights; outside, it only drops gradients."""
         self._norms.clear()
-        self._after.clear()
+        self._group_changes.clear()
         self._updates = True
         try:
             yield
@@ -86,29 +84,29 @@ class GradientRelease:
     def finish(self) -> None:
         """End a step: update the remaining parameters, and advance the state of each group once."""
         groups = self._optimizer.param_groups
-        for number, group in self._after.items():
-            groups[number].update(group)
-        self._after.clear()
-        self._step(
-            [group for number, group in enumerate(groups) if number not in self._group.values()]
-        )
+        for number, changes in self._group_changes.items():
+            groups[number].update(changes)
+        self._group_changes.clear()
+        released_groups = {*self._group_of.values()}
+        self._step([group for number, group in enumerate(groups) if number not in released_groups])
         if self.host is not None:
             self.host.finish()
         self.is_halfway = False
 
     def gradient_size(self) -> dict[str, Tensor]:
-        """The size of the last backward pass's gradient before clipping, as
-        `guard.gradient_size`.
-        """
+        """The size of the last backward pass's gradient before clipping, as in `guard`."""
         # In the order of the parameters, not of the backward pass, since sums round differently.
         ordered = [self._norms[name] for name in self._parameters if name in self._norms]
-        return total_size(torch.cat(ordered), self._config) if ordered else {}
+        if not ordered:
+            return {}
+        return total_size(torch.cat(ordered), self._config)
 
     def not_finite(self) -> list[str]:
         """The weights with a NaN or infinite gradient, in the order of the backward pass."""
         return not_finite(self._norms)
 
     def _release(self, name: str, parameter: nn.Parameter) -> None:
+        """Measure a complete gradient, update its weight, and free it."""
         assert parameter.grad is not None
         # Kept on the device, so that the host synchronises once for all.
         self._norms[name] = norms([parameter.grad], norm_order(self._config))
@@ -122,36 +120,36 @@ class GradientRelease:
         parameter.grad = None
 
     def _update(self, parameter: nn.Parameter) -> None:
-        """Update one parameter, with its group as before this step, since some optimizers count
-        steps in groups.
+        """Update one parameter alone, with its group as it was before this step.
+
+        Some optimizers count steps in the group, which must advance once per step, not per weight.
+        So each update gets a copy of the group; what it changes is applied in `finish`.
         """
-        number = self._group[parameter]
+        number = self._group_of[parameter]
         before = self._optimizer.param_groups[number]
-        # Cloned, since an optimizer may count steps in a tensor of its group, in place and once per
-        # weight.
-        copied = {
-            key: each.clone() if isinstance(each, Tensor) else each for key, each in before.items()
-        }
-        after = {**copied, "params": [parameter]}
+        group: dict[str, Any] = {}
+        for key, value in before.items():
+            # Cloned, since an optimizer may count in a tensor, in place.
+            group[key] = value.clone() if isinstance(value, Tensor) else value
+        group["params"] = [parameter]
         if self.host is not None:
-            self.host.bring(parameter)
-        self._step([after])
+            self.host.bring_to_device(parameter)
+        self._step([group])
         if self.host is not None:
-            self.host.leave(parameter)
-        changes = {
-            key: each
-            for key, each in after.items()
-            if key != "params" and each is not before.get(key)
-        }
-        self._after.setdefault(number, {}).update(changes)
+            self.host.send_to_host(parameter)
+        changes = self._group_changes.setdefault(number, {})
+        for key, value in group.items():
+            if key != "params" and value is not before.get(key):
+                changes[key] = value
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
-        whole = self._optimizer.param_groups
+        """Update the parameters of these groups only."""
+        all_groups = self._optimizer.param_groups
         self._optimizer.param_groups = groups
         try:
             self._optimizer.step()
         finally:
-            self._optimizer.param_groups = whole
+            self._optimizer.param_groups = all_groups
 
 
 def _call(
@@ -159,7 +157,9 @@ def _call(
     name: str,
     weight: nn.Parameter,
 ) -> None:
-    if (method := release()) is not None:
+    """Call the method of a weak reference, if its object still exists."""
+    method = release()
+    if method is not None:
         method(name, weight)
 
 
@@ -177,39 +177,40 @@ class HostState:
         self._optimizer = optimizer
         self._side = SideStream(device)
         self._host: dict[nn.Parameter, State] = {}
-        self._arriving: dict[nn.Parameter, tuple[State, torch.cuda.Event | None]] = {}
-        self._next: dict[
-            nn.Parameter | None, nn.Parameter
-        ] = {}  # after each weight, in the order of the last step
+        # Copies on the device that have been started, and the events that complete them.
+        self._prefetched: dict[nn.Parameter, tuple[State, torch.cuda.Event | None]] = {}
+        # The weight after each weight, in the order of the last step; None is before the first.
+        self._next: dict[nn.Parameter | None, nn.Parameter] = {}
         self._last: nn.Parameter | None = None
 
-    def bring(self, parameter: nn.Parameter) -> None:
+    def bring_to_device(self, parameter: nn.Parameter) -> None:
         """Put the state of a weight, if any, on the device before its update."""
         # Gradients complete in the same order in every step, so the last step's order is used for
         # prefetching.
         self._next[self._last] = parameter
         self._last = parameter
-        if parameter in self._host:
-            # Not prefetched: the first weight of a step, or one out of order.
-            if parameter not in self._arriving:
-                self._arriving[parameter] = self._fetch(parameter)
-            state, arrived = self._arriving.pop(parameter)
-            self._optimizer.state[parameter] = dict(state)
-            self._side.make_compute_wait(arrived)
+        if parameter not in self._host:
+            return
+        # Not prefetched: the first weight of a step, or one out of order.
+        if parameter not in self._prefetched:
+            self._prefetched[parameter] = self._fetch(parameter)
+        state, arrived = self._prefetched.pop(parameter)
+        self._optimizer.state[parameter] = dict(state)
+        self._side.make_compute_wait(arrived)
 
-    def leave(self, parameter: nn.Parameter) -> None:
+    def send_to_host(self, parameter: nn.Parameter) -> None:
         """Copy the state of an updated weight to the host, and prefetch the next weight's state."""
         state = self._optimizer.state[parameter]
         self._keep(parameter, state)
         self._side.keep(state)
         following = self._next.get(parameter)
         if following is not None and following in self._host:
-            self._arriving[following] = self._fetch(following)
+            self._prefetched[following] = self._fetch(following)
 
     def finish(self) -> None:
         """Wait for all copies at the end of a step."""
         self._side.finish()
-        self._arriving.clear()
+        self._prefetched.clear()
         self._last = None
 
     def load(self, parameter: nn.Parameter, saved: State) -> None:
@@ -219,42 +220,48 @@ class HostState:
 
     def _fetch(self, parameter: nn.Parameter) -> tuple[State, torch.cuda.Event | None]:
         """A copy of a weight's state on the device, and the event that completes it."""
-        room = partial(torch.empty_like, device=self._side.device)
-        state = {key: self._copy(value, room) for key, value in self._host[parameter].items()}
+        allocate = partial(torch.empty_like, device=self._side.device)
+        state = {key: self._copy(value, allocate) for key, value in self._host[parameter].items()}
         return state, self._side.end_of_copies()
 
     def _keep(self, parameter: nn.Parameter, state: State) -> None:
-        # Pinning is slow and states keep their shapes, so every step reuses the buffers of the
-        # first.
-        rooms = (
-            part
-            for value in self._host.get(parameter, {}).values()
-            if _moves(value)
-            for part in leaves(value)
-        )
-        room = (lambda part: next(rooms)) if parameter in self._host else self._buffer
-        self._host[parameter] = {key: self._copy(value, room) for key, value in state.items()}
+        """Copy a state to the host."""
+        allocate: Callable[[Tensor], Tensor] = self._pinned_buffer
+        if parameter in self._host:
+            # Pinning is slow and states keep their shapes, so every step reuses the buffers of the
+            # first, which come in the same order.
+            buffers = _buffers_of(self._host[parameter])
+
+            def allocate(part: Tensor) -> Tensor:
+                return next(buffers)
+
+        self._host[parameter] = {key: self._copy(value, allocate) for key, value in state.items()}
         # Checkpoints read the state here, as usual.
         self._optimizer.state[parameter] = self._host[parameter]
 
-    def _copy(self, value: Any, room: Callable[[Tensor], Tensor]) -> Any:
-        """A copy of a moment, with its parts in the buffers from `room`; all other values are
-        unchanged.
-        """
-        if not _moves(value):
+    def _copy(self, value: Any, allocate: Callable[[Tensor], Tensor]) -> Any:
+        """A copy of a moment in the buffers from `allocate`; other values are unchanged."""
+        if not _is_moment(value):
             return value
-        parts = leaves(value)
+        parts = plain_tensors(value)
         # Allocated on the compute stream, which will free it.
-        copies = [room(part) for part in parts]
+        copies = [allocate(part) for part in parts]
         with self._side.after_compute():
             for copy, part in zip(copies, parts, strict=True):
                 copy.copy_(part, non_blocking=True)
         return rebuild(value, iter(copies))
 
-    def _buffer(self, part: Tensor) -> Tensor:
+    def _pinned_buffer(self, part: Tensor) -> Tensor:
         return Span.of(part).view(self._side.host_memory(part.nbytes, self))
 
 
-def _moves(value: Any) -> bool:
+def _buffers_of(state: State) -> Iterator[Tensor]:
+    """The plain tensors of all moments of a state."""
+    for value in state.values():
+        if _is_moment(value):
+            yield from plain_tensors(value)
+
+
+def _is_moment(value: Any) -> bool:
     """Whether a value is as large as a weight, unlike a step count."""
-    return isinstance(value, Tensor) and (wraps(value) or value.ndim > 0)
+    return isinstance(value, Tensor) and (is_wrapper(value) or value.ndim > 0)

@@ -1,6 +1,4 @@
-"""The settings of training, in groups: what a step, a transformer and an assembly need of a run's
-config.
-"""
+"""The settings of training, in groups: for a step, a transformer and an assembly."""
 
 from __future__ import annotations
 

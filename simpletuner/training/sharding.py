@@ -1,5 +1,4 @@
-"""FSDP2: each process keeps a shard of every weight, and gathers a block's weights for its forward
-and backward pass.
+"""FSDP2: each process keeps a shard of every weight, and gathers a block's weights to compute it.
 
 Uses torch's `fully_shard`. A forward pass is then collective: all processes must run the same
 passes. Sharded trained weights are `DTensor`s, as are their gradients and optimizer states; only
@@ -54,11 +53,12 @@ def shard(
         keep_trained: keep trained parameters whole in every process, as for an adapter.
     """
     reshard = config.fsdp_reshard_after_forward
-    kept = {weight for weight in transformer.parameters() if weight.requires_grad and keep_trained}
+    kept: set[nn.Parameter] = set()
+    if keep_trained:
+        kept = {weight for weight in transformer.parameters() if weight.requires_grad}
     mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    warnings.filterwarnings(
-        "ignore", "FSDP2-wrapped module .* returned a view"
-    )  # it is never modified in place
+    # Such a view is never modified in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     for module in _units(transformer, blocks, kept):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
     # diffusers writes the class name into config.json; undo the prefix that `fully_shard` adds.
@@ -74,50 +74,49 @@ def shard(
 def _units(
     transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection[nn.Parameter]
 ) -> Iterator[nn.Module]:
-    """The modules whose weights are gathered together, innermost first: the blocks, then the
-    transformer.
+    """The modules whose weights are gathered together: the blocks, then the rest of the model.
 
     The gradients of a unit are reduced in one tensor, so layers that train in another dtype than
-    most of their block (Kandinsky's modulation) are separate units.
+    most of their block (Kandinsky's modulation) are separate units. They come before the module
+    that contains them, since `fully_shard` leaves out what is sharded already.
     """
-    inside = {module for block in blocks for module in block.modules()}
-    rest = [module for module in transformer.modules() if module not in inside]
-    for modules in [*(list(block.modules()) for block in blocks), rest]:
-        yield from _of_another_dtype(modules, kept)
-        yield modules[0]
+    in_blocks: set[nn.Module] = set()
+    for block in blocks:
+        modules = list(block.modules())
+        in_blocks.update(modules)
+        yield from _with_another_dtype(modules, kept)
+        yield block
+    rest = [module for module in transformer.modules() if module not in in_blocks]
+    yield from _with_another_dtype(rest, kept)
+    yield transformer
 
 
-def _of_another_dtype(
+def _with_another_dtype(
     modules: Sequence[nn.Module], kept: Collection[nn.Parameter]
 ) -> list[nn.Module]:
     """The modules with trained parameters of another dtype than the most frequent one."""
-    owned = {
-        module: [
-            parameter
-            for parameter in module.parameters(recurse=False)
-            if parameter.requires_grad and parameter not in kept
-        ]
-        for module in modules
-    }
+    dtypes: dict[nn.Module, set[torch.dtype]] = {}
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in (parameter for parameters in owned.values() for parameter in parameters):
-        sizes[parameter.dtype] += parameter.numel()
-    usual = [dtype for dtype, _ in sizes.most_common(1)]
-    return [
-        module
-        for module, parameters in owned.items()
-        if any(parameter.dtype not in usual for parameter in parameters)
-    ]
+    for module in modules:
+        dtypes[module] = set()
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and parameter not in kept:
+                dtypes[module].add(parameter.dtype)
+                sizes[parameter.dtype] += parameter.numel()
+    usual = {dtype for dtype, _ in sizes.most_common(1)}
+    return [module for module in modules if dtypes[module] - usual]
 
 
 def _reshard_after_sampling(transformer: nn.Module, inputs: Any, output: Any) -> None:
-    """Free weights gathered by a pass without gradients: no backward pass frees them, and updates
-    make them stale.
+    """Free the weights gathered by a pass without gradients.
+
+    No backward pass frees them, and they would be stale after the next update.
     """
-    if not torch.is_grad_enabled():
-        for module in transformer.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    if torch.is_grad_enabled():
+        return
+    for module in transformer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -126,26 +125,30 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a tensor, sharing its memory; an unsharded tensor is returned as
-    is.
-    """
+    """This process's shard of a tensor, sharing its memory; an unsharded tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The local shard of every tensor; a zero for an empty shard, since an empty tensor has no
-    maximum.
-    """
-    return [part if part.numel() else part.new_zeros(1) for part in map(local, tensors)]
+def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The local shard of every tensor; a zero for an empty one, which would have no maximum."""
+    shards = []
+    for tensor in tensors:
+        shard = local(tensor)
+        if not shard.numel():
+            shard = shard.new_zeros(1)
+        shards.append(shard)
+    return shards
 
 
-def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-    """All-gather: the values `N` of every process that holds a shard of these tensors,
-    concatenated. Collective.
+def gather_values(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """The values `N` of all processes that hold shards of these tensors, concatenated.
+
+    Collective if a tensor is sharded; otherwise the values as they are.
     """
-    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
-    if mesh is None:
+    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    if not meshes:
         return values
+    mesh = meshes[0]
     # NCCL needs GPU memory, and the moving average may be on the CPU.
     values = values.to(mesh.device_type)
     received = [torch.empty_like(values) for _ in range(mesh.size())]
@@ -153,34 +156,34 @@ def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat(received)
 
 
-def like(part: Tensor, tensor: Tensor) -> Tensor:
+def shard_like(shard: Tensor, tensor: Tensor) -> Tensor:
     """A `DTensor` from a local shard, distributed like another tensor."""
     if not isinstance(tensor, DTensor):
-        return part
-    meta = TensorMeta(tensor.shape, tensor.stride(), part.dtype)
+        return shard
+    meta = TensorMeta(tensor.shape, tensor.stride(), shard.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, meta)
     # Not `from_local`, which would move a shard on the CPU to the mesh's device.
-    return DTensor(
-        part, DTensorSpec(tensor.device_mesh, tensor.placements, meta), requires_grad=False
-    )
+    return DTensor(shard, spec, requires_grad=False)
 
 
 def as_sharded(full: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that every process holds in full, like another tensor; without
-    communication.
-    """
+    """A tensor that every process holds in full, sharded like another, without communication."""
     if not isinstance(tensor, DTensor) or isinstance(full, DTensor):
         return full
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def room_for(tensor: Tensor, other: Tensor) -> Tensor:
-    """Zeros in the shape and dtype of `tensor`, distributed like `other` if that is sharded, else
-    on the CPU.
+def zeros_to_load(placeholder: Tensor, parameter: Tensor) -> Tensor:
+    """Zeros in the shape and dtype of a placeholder, distributed like the parameter.
+
+    On the CPU if the parameter is not sharded.
     """
-    if not isinstance(other, DTensor):
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    shape = placeholder.shape
+    dtype = placeholder.dtype
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype)
     return zeros(
-        tensor.shape, dtype=tensor.dtype, device_mesh=other.device_mesh, placements=other.placements
+        shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements
     )
 
 
@@ -188,8 +191,9 @@ def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor, on the CPU. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu()
-    part: Any = like(local(tensor.detach()).to(tensor.device_mesh.device_type), tensor)
-    full: Tensor = part.full_tensor()
+    on_device = local(tensor.detach()).to(tensor.device_mesh.device_type)
+    sharded: Any = shard_like(on_device, tensor)
+    full: Tensor = sharded.full_tensor()
     return full.cpu()
 
 
@@ -203,78 +207,79 @@ def without_shards(state: Any, folder: Path | None, sharers: World) -> Any:
     if sharers.size == 1:
         return state
     if folder is None:
-        return replaced(state, partial(_whole, keep=sharers.is_main))
+        return map_tensors(state, partial(_gathered_in_main, is_main=sharers.is_main))
     shards: dict[str, Tensor] = {}
-    rest = replaced(state, partial(_set_aside, shards))
+    without = map_tensors(state, partial(_take_shard, shards))
     # On one machine, the main process flushes all files.
-    save(
-        shards,
-        storage_writer=FileSystemWriter(
-            folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine
-        ),
-    )
-    return rest
+    writer = FileSystemWriter(folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine)
+    save(shards, storage_writer=writer)
+    return without
 
 
 def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) -> Any:
-    """A state from `state.pt` with its placeholders loaded, distributed like the parameters.
-    Collective.
+    """A state from `state.pt` with its placeholders loaded. Collective.
+
+    The loaded tensors are distributed like the parameters.
     """
     shards: dict[str, Tensor] = {}
     parameter = next(iter(parameters))
-    whole = replaced(state, partial(_make_room, shards, parameter))
+    # `load` reads into tensors in place, so the state has the values after it.
+    complete = map_tensors(state, partial(_replace_placeholder, shards, parameter))
     if shards:
         # torch warns about loading in one process.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             # Without sharding, every process reads all values itself.
             load(shards, checkpoint_id=folder / SHARDS_FOLDER, no_dist=not is_shard(parameter))
-    return whole
+    return complete
 
 
 def shard_moments(state: dict[str, Any], parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """An optimizer state in which every tensor with the shape of its parameter is distributed like
-    the parameter.
+    """An optimizer state whose moments are distributed like their parameters.
+
+    A moment is a tensor with the shape of its parameter; all else, such as step counts, is small.
     """
-    moments = dict(state["state"])
+    by_number = dict(state["state"])
     for number, parameter in enumerate(parameters):
-        if number in moments:
-            kept = moments[number].items()
-            moments[number] = {
-                k: as_sharded(v, parameter) if _is_like(v, parameter) else v for k, v in kept
-            }
-    return {**state, "state": moments}
+        if number not in by_number:
+            continue
+        moments = dict(by_number[number])
+        for name, value in moments.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                moments[name] = as_sharded(value, parameter)
+        by_number[number] = moments
+    return {**state, "state": by_number}
 
 
-def _is_like(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def _whole(path: str, tensor: Tensor, *, keep: bool) -> Tensor:
+def _gathered_in_main(path: str, tensor: Tensor, *, is_main: bool) -> Tensor:
+    """The whole tensor in the main process, and an empty one in all others."""
     if not is_shard(tensor):
         return tensor
     full = gathered(tensor)
-    return full if keep else full.new_empty(0)
+    return full if is_main else full.new_empty(0)
 
 
-def _set_aside(shards: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:
+def _take_shard(shards: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:
+    """Move a sharded tensor to `shards`; returns its placeholder."""
     if not is_shard(tensor):
         return tensor
     shards[path] = tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _make_room(
+def _replace_placeholder(
     shards: dict[str, Tensor], parameter: nn.Parameter, path: str, tensor: Tensor
 ) -> Tensor:
-    if tensor.is_meta:
-        shards[path] = room_for(tensor, parameter)
-    return shards.get(path, tensor)
+    """Add a tensor to `shards` that will be loaded in the place of a placeholder."""
+    if not tensor.is_meta:
+        return tensor
+    shards[path] = zeros_to_load(tensor, parameter)
+    return shards[path]
 
 
-def replaced(state: Any, replace: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """A copy of a nested state in which every tensor is replaced by `replace(path, tensor)`."""
+def map_tensors(state: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A copy of a nested state in which every tensor is replaced by `change(path, tensor)`."""
     if isinstance(state, dict):
-        return {key: replaced(value, replace, f"{path}/{key}") for key, value in state.items()}
+        return {key: map_tensors(value, change, f"{path}/{key}") for key, value in state.items()}
     if isinstance(state, list):
-        return [replaced(value, replace, f"{path}/{number}") for number, value in enumerate(state)]
-    return replace(path, state) if isinstance(state, Tensor) else state
+        return [map_tensors(value, change, f"{path}/{index}") for index, value in enumerate(state)]
+    return change(path, state) if isinstance(state, Tensor) else state

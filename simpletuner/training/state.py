@@ -135,14 +135,16 @@ class Assembly:
 
     def updating(self) -> AbstractContextManager[None]:
         """A context for the backward pass of a step."""
-        return nullcontext() if self.release is None else self.release.updating()
+        if self.release is None:
+            return nullcontext()
+        return self.release.updating()
 
     @contextmanager
     def exchange_only(self, *, transformer: bool, modules: bool) -> Iterator[None]:
-        """A context whose backward pass synchronises the gradients of the selected modules; others
-        only accumulate.
+        """A context whose backward pass synchronises the gradients of the selected modules.
+
+        Gradients of the other modules only accumulate in this process.
         """
-        # `no_sync` applies to the modules that only accumulate.
         with ExitStack() as stack:
             if not transformer:
                 stack.enter_context(self.accelerator.no_sync(self.transformer))
@@ -154,12 +156,12 @@ class Assembly:
     def averaged(self, wanted: bool) -> AbstractContextManager[None]:
         """A context with the moving average in place of the weights, if wanted."""
         ema = self.trained.ema
-        return ema.applied() if wanted and ema is not None else nullcontext()
+        if wanted and ema is not None:
+            return ema.applied()
+        return nullcontext()
 
     def sampling_weights(self) -> AbstractContextManager[None]:
-        """A context with the weights for sampling and publishing; schedule-free optimizers train
-        different weights.
-        """
+        """A context with the weights for sampling; schedule-free optimizers train others."""
         return sampling_weights(self.optimizer)
 
 
@@ -170,14 +172,11 @@ def random_states() -> dict[str, Any]:
     that draws from them is not affected by an interruption.
     """
     numpy_state: Any = np.random.get_state()
-    # NumPy's array as a tensor, since `torch.load` with `weights_only` rejects arrays.
+    name, keys, *rest = numpy_state
     return {
         "python": random.getstate(),
-        "numpy": [
-            numpy_state[0],
-            torch.from_numpy(numpy_state[1].astype(np.int64)),
-            *numpy_state[2:],
-        ],
+        # A tensor, since `torch.load` with `weights_only` rejects NumPy's arrays.
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all(),  # empty without a GPU
         "accelerator": accelerator_state(),

@@ -1,6 +1,4 @@
-"""The trained weights of a transformer: the interface of LoRAs and full fine-tunes, and what
-adapters share.
-"""
+"""The interface of trained weights (LoRA or full), and what all kinds of adapters share."""
 
 from __future__ import annotations
 
@@ -71,8 +69,7 @@ class Trained(Protocol):
         """The trained parameters by name, in a fixed order."""
 
     def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
-        """The weights and their moving average for a checkpoint: in the form that users load, and
-        exactly as trained.
+        """The files of a checkpoint: weights and average for users, and weights exactly as trained.
 
         Write or copy each draft before requesting the next, and close the generator.
         """
@@ -85,15 +82,17 @@ class Trained(Protocol):
         """
 
     def disabled(self) -> AbstractContextManager[None]:
-        """A context in which the transformer is as before training.
+        """A context in which the transformer predicts as before training.
 
         Raises:
             RuntimeError: full fine-tunes do not keep that state.
         """
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
-        """Write the result and verify it by loading it as users will; returns a message for the
-        user.
+        """Write the result and verify it by loading it as users will.
+
+        Returns:
+            a message for the user.
 
         Raises:
             RuntimeError: the result does not load as saved.
@@ -112,10 +111,12 @@ class AdapterWeights:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {
-            name: each for name, each in self.transformer.named_parameters() if each.requires_grad
+            name: parameter
+            for name, parameter in self.transformer.named_parameters()
+            if parameter.requires_grad
         }
 
-    def exact(self) -> Draft:
+    def exact_draft(self) -> Draft:
         """The parameters exactly as trained."""
         weights = {
             name: parameter.detach().contiguous() for name, parameter in self.parameters().items()
@@ -147,13 +148,17 @@ def load_parameters(
             if list(parameter.shape) != weights[name].get_slice(name).get_shape():
                 raise UserError(f"{origin}: {name} has another shape; check {keys}.")
         # One at a time, since all tensors may not fit into memory.
-        spoilt = [
-            name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})
-        ]
-        refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin)
+        damaged = {}
+        for name, file in weights.items():
+            tensor = file.get_tensor(name)
+            if not_finite({name: tensor}):
+                damaged[name] = tensor
+        refuse_not_finite(damaged, origin)
+
         with torch.no_grad():
             for name, parameter in parameters.items():
-                local(parameter).copy_(local(as_sharded(weights[name].get_tensor(name), parameter)))
+                saved = as_sharded(weights[name].get_tensor(name), parameter)
+                local(parameter).copy_(local(saved))
 
 
 @contextmanager

@@ -1,6 +1,4 @@
-"""Builds the configured optimizer, and chooses the kernel of its updates and the rates of a
-step.
-"""
+"""Builds the configured optimizer, and chooses the kernel of its updates."""
 
 from __future__ import annotations
 
@@ -59,23 +57,24 @@ def build_optimizer(
         ConfigError: the library rejects a value.
     """
     name = optimizer_name(config, mixed_precision)
-    trained = list(params)
     spec = OPTIMIZERS[name]
     factory = pkgutil.resolve_name(spec.factory)
     arguments: dict[str, Any] = {**optimizer_settings(config, mixed_precision), **spec.constants}
-    if betas := tuple(arguments.pop(name) for name in BETAS if name in arguments):
+    betas = tuple(arguments.pop(key) for key in BETAS if key in arguments)
+    if betas:
         arguments["betas"] = betas  # as the libraries expect
-    apart = {*faster}
+
+    trained = list(params)
+    in_faster_group = {*faster}
+    in_first_group = [weight for weight in trained if weight not in in_faster_group]
     try:
-        optimizer: torch.optim.Optimizer = factory(
-            [weight for weight in trained if weight not in apart], lr=learning_rate, **arguments
-        )
+        optimizer: torch.optim.Optimizer = factory(in_first_group, lr=learning_rate, **arguments)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError([Problem("optimizer_config", f"{name} refuses it: {error}")]) from error
     if faster:
         optimizer.add_param_group({"params": list(faster), RATE_RATIO: ratio})
-    for owner, extra in modules.items():
-        optimizer.add_param_group({"params": list(extra.parameters()), OWNER: owner})
+    for owner, module in modules.items():
+        optimizer.add_param_group({"params": list(module.parameters()), OWNER: owner})
     _choose_kernel(optimizer, name, trained)
     if spec.schedule_free:
         optimizer.train()  # type: ignore[attr-defined]
@@ -100,25 +99,27 @@ def _choose_kernel(
     for group in optimizer.param_groups:
         group_kernel = kernel
         if OWNER in group and kernel == "foreach":
-            # A technique's module may have no gradients in some steps, for which optimi's foreach
-            # fails.
+            # A technique's module may have no gradient in a step, for which optimi's foreach fails.
             group_kernel = "loop"
         for option in kernel_options(group):
             group[option] = option == group_kernel
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
-    """Whether optimi's Triton kernels can run; by default, optimi uses them even without a
-    compiler, and fails.
+    """Whether optimi's Triton kernels can run for these parameters.
 
-    They need whole parameters, so parameters must not be sharded.
+    By default, optimi uses them even without a compiler, and fails. They need whole parameters, so
+    parameters must not be sharded.
     """
-    plain = all(weight.is_cuda and not is_shard(weight) for weight in params)
-    on_gpu = plain and torch.cuda.is_bf16_supported()
-    return on_gpu and has_compiler() and importlib.util.find_spec("triton") is not None
+    if any(not weight.is_cuda or is_shard(weight) for weight in params):
+        return False
+    if not torch.cuda.is_bf16_supported():
+        return False
+    return has_compiler() and importlib.util.find_spec("triton") is not None
 
 
 def kernel_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a parameter group that select a kernel."""
     return {key: group[key] for key in KERNEL_KEYS if key in group}
 
 
@@ -131,8 +132,7 @@ def has_wide_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
 @contextmanager
 def sampling_weights(optimizer: Any) -> Iterator[None]:
-    """A context with the weights for sampling and publishing in the parameters; restores the
-    training weights on exit.
+    """A context with the weights for sampling and publishing; restores the training weights.
 
     They differ only for schedule-free optimizers, which compute gradients at one point while the
     result is the average of another sequence (Defazio et al., arXiv 2405.15682). Switching back and

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from simpletuner.memory.offload import attach
-from simpletuner.memory.offload.image import leaves
+from simpletuner.memory.offload.image import plain_tensors
 from simpletuner.memory.offload.streamer import in_backward
 from simpletuner.memory.quantisation import scaled_rows
 from tests.tools.cases import first_of
@@ -189,7 +189,8 @@ def test_a_block_computes_in_its_slot(
     trained = Trained(prepare=prepare, checkpointing=checkpointing)
     streamer = trained.offloaded()
     weights = [
-        [leaf for tensor in image.tensors for leaf in leaves(tensor)] for image in streamer.images
+        [leaf for tensor in image.tensors for leaf in plain_tensors(tensor)]
+        for image in streamer.images
     ]
     slots = {slot.untyped_storage().data_ptr() for slot in streamer.slots}
     seen: list[set[int]] = []

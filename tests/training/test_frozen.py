@@ -18,7 +18,7 @@ from simpletuner.config.precision import quantisation
 from simpletuner.errors import UserError
 from simpletuner.memory.heap import LARGE, large_tensors_apart
 from simpletuner.memory.offload.attach import Offload, streamed_blocks
-from simpletuner.memory.offload.image import WeightImage, leaves
+from simpletuner.memory.offload.image import WeightImage, plain_tensors
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantisation.layers import quantise
 from simpletuner.models.adapter import load_adapter
@@ -198,7 +198,9 @@ def test_what_streams_is_in_its_image_alone(
         assert image.holds([block])
         inside = {image.flat.untyped_storage().data_ptr()}
         assert {
-            leaf.untyped_storage().data_ptr() for tensor in image.tensors for leaf in leaves(tensor)
+            leaf.untyped_storage().data_ptr()
+            for tensor in image.tensors
+            for leaf in plain_tensors(tensor)
         } == inside
     streamer = Offload(config.offload, CPU).attach(
         transformer, blocks, keeps_saved=False, packed=packed

@@ -210,7 +210,7 @@ def test_the_next_state_arrives_while_the_backward_pass_goes_on(
     log: list[str] = []
     host = HostState(apart, torch.device("cpu"))
     fetch = HostState._fetch
-    bring = HostState.bring
+    bring = HostState.bring_to_device
     monkeypatch.setattr(
         HostState,
         "_fetch",
@@ -218,7 +218,7 @@ def test_the_next_state_arrives_while_the_backward_pass_goes_on(
     )
     monkeypatch.setattr(
         HostState,
-        "bring",
+        "bring_to_device",
         lambda self, each: log.append(f"need {names[each]}") or bring(self, each),
     )
     release = GradientRelease(

@@ -150,7 +150,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
             with self.ema.applied():
                 averaged = self.native(note)
                 yield replace(averaged, name=f"ema/{averaged.name}")
-        yield self.exact()
+        yield self.exact_draft()
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
         if self.ema is not None:

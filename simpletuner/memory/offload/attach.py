@@ -27,8 +27,8 @@ from simpletuner.memory.offload.image import (
     frozen_tensors,
     on_disk,
     page_lock,
-    set_aside,
     shared_by_machine,
+    without_tensors,
 )
 from simpletuner.memory.offload.streamer import SlotReferences, Streamer
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.device) -> None:
     """Move a model to a device, except for the frozen weights of blocks that will stream."""
-    with set_aside(
+    with without_tensors(
         streamed, {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
     ):
         model.to(device)
@@ -190,9 +190,9 @@ class Offload:
         Raises:
             UserError: the folder for images on disk cannot be created.
         """
-        return WeightImage(group, self._settle)
+        return WeightImage(group, self._store)
 
-    def _settle(self, image: WeightImage, flat: Tensor) -> Tensor:
+    def _store(self, image: WeightImage, flat: Tensor) -> Tensor:
         """Store an image on disk, or in host memory, pinned for a GPU."""
         path = self.config.group_offload_to_disk_path
         shared = self.world.local_size > 1
@@ -240,7 +240,7 @@ def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
     apply: Callable[..., nn.Module] = block._apply
 
     def apply_to_rest(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with set_aside([block], tensors):
+        with without_tensors([block], tensors):
             return apply(fn, recurse)
 
     block._apply = apply_to_rest  # type: ignore[method-assign]

@@ -234,7 +234,7 @@ def _mapped(file: IO[bytes], flat: Tensor, *, shared: bool) -> Tensor:
 ALIGNMENT = 256  # bytes, as in CUDA's allocator; some kernels rely on it
 
 # Turns a plain buffer into the stored image: pins it, or moves it to disk.
-Settle = Callable[["WeightImage", Tensor], Tensor]
+Store = Callable[["WeightImage", Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class WeightImage:
 
     Args:
         modules: the modules to pack; trainable parameters are not packed.
-        settle: turns the packed buffer into the stored buffer.
+        store: turns the packed buffer into the stored buffer.
 
     Attributes:
         tensors: the packed tensors, in the order of the modules.
@@ -277,21 +277,21 @@ class WeightImage:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], settle: Settle = lambda image, flat: flat
+        self, modules: Sequence[nn.Module], store: Store = lambda image, flat: flat
     ) -> None:
         # By identity, so that weights shared between layers are stored once.
         unique = {id(tensor): tensor for module in modules for tensor in frozen_tensors(module)}
         self.tensors = list(unique.values())
-        self._leaves = [leaf for tensor in self.tensors for leaf in leaves(tensor)]
+        self._plain = [leaf for tensor in self.tensors for leaf in plain_tensors(tensor)]
         self._places = list[Span]()
         end = 0
-        for leaf in self._leaves:
+        for leaf in self._plain:
             self._places.append(Span.of(leaf, end))
             end += round_up(leaf.nbytes, ALIGNMENT)
         packed = whole_pages(end)
-        for leaf, place in zip(self._leaves, self._places, strict=True):
+        for leaf, place in zip(self._plain, self._places, strict=True):
             place.view(packed).copy_(leaf.detach())
-        self.flat = settle(self, packed)
+        self.flat = store(self, packed)
         self._bindings: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.bind(self.flat)
         trim_heap()  # the original tensors are free now
@@ -305,7 +305,7 @@ class WeightImage:
         packing.
         """
         current = {id(tensor) for module in modules for tensor in frozen_tensors(module)}
-        kept = zip(self._leaves, self._places, strict=True)
+        kept = zip(self._plain, self._places, strict=True)
         return current == {id(tensor) for tensor in self.tensors} and all(
             Span.of(leaf, place.offset) == place
             and leaf.data_ptr() == self.flat.data_ptr() + place.offset
@@ -331,8 +331,8 @@ class WeightImage:
         views = [place.view(flat) for place in self._places]
         remaining = iter(views)
         shells = [(tensor, rebuild(tensor, remaining)) for tensor in self.tensors]
-        wrappers = [(tensor, shell) for tensor, shell in shells if wraps(tensor)]
-        return [*zip(self._leaves, views, strict=True), *wrappers]
+        wrappers = [(tensor, shell) for tensor, shell in shells if is_wrapper(tensor)]
+        return [*zip(self._plain, views, strict=True), *wrappers]
 
 
 def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -341,23 +341,23 @@ def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def wraps(tensor: Any) -> bool:
+def is_wrapper(tensor: Any) -> bool:
     """Whether a tensor only wraps other tensors and has no memory, like torchao's quantised
     tensors.
     """
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def leaves(tensor: Any) -> list[Tensor]:
+def plain_tensors(tensor: Any) -> list[Tensor]:
     """The plain tensors of a tensor: itself, or the tensors that it wraps."""
-    if not wraps(tensor):
+    if not is_wrapper(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [leaf for name in names for leaf in leaves(getattr(tensor, name))]
+    return [leaf for name in names for leaf in plain_tensors(getattr(tensor, name))]
 
 
 @contextmanager
-def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
+def without_tensors(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
     """Temporarily remove parameters and buffers, given by `id`, from their modules."""
     parts: Any = (part for module in modules for part in module.modules())
     tables = [(table, dict(table)) for part in parts for table in (part._parameters, part._buffers)]
@@ -379,7 +379,7 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
 
 def rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:
     """A tensor of the same type with new contents."""
-    if not wraps(tensor):
+    if not is_wrapper(tensor):
         return next(contents)
     names, context = tensor.__tensor_flatten__()
     inner = {name: rebuild(getattr(tensor, name), contents) for name in names}
