@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "state.pt"
 MODULE_SUFFIX = ".module.safetensors"
 # Errors raised on reading a file that is not a saved state.
-FOREIGN = (
+FOREIGN_FILE_ERRORS = (
     LookupError,
     TypeError,
     AttributeError,
@@ -87,13 +87,14 @@ def load_checkpoint(
         UserError: the checkpoint is damaged or edited, holds NaN or infinity, or has other trained
             layers or another optimizer.
     """
-    if damaged := checkpoint_folder.damaged_files(checkpoint):
+    damaged = checkpoint_folder.damaged_files(checkpoint)
+    if damaged:
         raise UserError(
             f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint."
         )
     try:
         return _restore(checkpoint, assembly, loader, same_data=same_data)
-    except FOREIGN as error:  # a file has been changed together with its hash in the manifest
+    except FOREIGN_FILE_ERRORS as error:  # a file was changed together with its recorded hash
         is_of_device = is_out_of_memory(error) or isinstance(error, DEVICE_FAILURES)
         if is_of_device or assembly.world.size > 1:  # a failed collective raises the same types
             raise
@@ -108,50 +109,70 @@ def _restore(
     checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool
 ) -> TrainState:
     folder = checkpoint.path / STATE_FOLDER
-    saved = checkpoint.manifest
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly.modules, folder)
-    # To the CPU first, since the optimizer moves its state to the device of its parameters.
-    parameters = [
-        parameter for group in assembly.optimizer.param_groups for parameter in group["params"]
-    ]
-    # Memory-mapped if its tensors are copied elsewhere, one at a time.
-    mapped = any(map(is_shard, parameters)) or assembly.accelerator.device.type != "cpu"
-    content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
-    step = content["global_step"]
-    epoch = content["epoch"]
-    if (step, epoch) != (saved.step, saved.epoch):
-        raise ValueError(f"step {step} of epoch {epoch}, which is another in its manifest")
-    content = load_shards(content, folder, parameters)
-    host = assembly.release.host if assembly.release is not None else None
-    spec = OPTIMIZERS[assembly.settings.optimizer_name]
+    content = _read_state(checkpoint, assembly)
     try:
-        load_state(assembly.optimizer, shard_moments(content["optimizer"], parameters), spec, host)
+        _load_optimizer(assembly, content["optimizer"])
     except ValueError as error:
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
     if content["scaler"]:  # empty unless mixed_precision was fp16
         assembly.scaler.load_state_dict(content["scaler"])
     for technique in assembly.techniques:
-        if (
-            technique.name in content["techniques"]
-        ):  # otherwise it has been enabled since and starts now
+        # A technique without a state has been enabled since, and starts now.
+        if technique.name in content["techniques"]:
             technique.load_state_dict(content["techniques"][technique.name])
     ema = assembly.trained.ema
     if ema is not None and content["ema"] is None:
-        # turned on since; otherwise it would average the weights of step 0 until its first update
+        # Enabled since; without this, it would average the weights of step 0 until its first
+        # update.
         ema.restart()
     elif ema is not None:
         refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}")
         ema.load_state_dict(content["ema"])
     loader.load_state_dict(content["loader"] if same_data else loader.beginning())
     restore_random_states(content["random"])
-    return TrainState(step, epoch, loader.epochs_done)
+    return TrainState(content["global_step"], content["epoch"], loader.epochs_done)
+
+
+def _read_state(checkpoint: Checkpoint, assembly: Assembly) -> dict[str, Any]:
+    """The content of `state.pt`, with sharded tensors distributed like the parameters.
+
+    Raises:
+        ValueError: it belongs to another step than the manifest.
+    """
+    folder = checkpoint.path / STATE_FOLDER
+    saved = checkpoint.manifest
+    parameters = [
+        parameter for group in assembly.optimizer.param_groups for parameter in group["params"]
+    ]
+    # Memory-mapped if its tensors are copied elsewhere, one at a time. On the CPU in any case: the
+    # optimizer moves its state to the device of its parameters.
+    mapped = any(map(is_shard, parameters)) or assembly.accelerator.device.type != "cpu"
+    content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
+    step = content["global_step"]
+    epoch = content["epoch"]
+    if (step, epoch) != (saved.step, saved.epoch):
+        raise ValueError(f"step {step} of epoch {epoch}, which is another in its manifest")
+    state: dict[str, Any] = load_shards(content, folder, parameters)
+    return state
+
+
+def _load_optimizer(assembly: Assembly, saved: dict[str, Any]) -> None:
+    """Restore the optimizer.
+
+    Raises:
+        ValueError: it belongs to another optimizer.
+    """
+    optimizer = assembly.optimizer
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    host = None if assembly.release is None else assembly.release.host
+    spec = OPTIMIZERS[assembly.settings.optimizer_name]
+    load_state(optimizer, shard_moments(saved, parameters), spec, host)
 
 
 def _load_modules(modules: Mapping[str, nn.Module], folder: Path) -> None:
-    """Restore the weights of techniques; newly enabled techniques start now, disabled ones are
-    ignored.
-    """
+    """Restore the weights of techniques: new techniques start now, disabled ones are ignored."""
     saved = {
         path.name.removesuffix(MODULE_SUFFIX): path
         for path in sorted(folder.glob(f"*{MODULE_SUFFIX}"))
@@ -209,10 +230,9 @@ class UnfinishedCheckpoint:
     building: ExitStack
 
     def complete(self) -> None:
-        """Write the copies, hash and flush all files, and rename the folder; removes it if that
-        fails.
+        """Write the copies, hash and flush all files, and rename the folder.
 
-        Needs neither the weights nor other processes.
+        Removes the folder if that fails. Needs neither the weights nor other processes.
         """
         with self.building:
             if self.copies is not None:
@@ -265,7 +285,7 @@ class CheckpointWriter(Callback):
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         # Raises background errors, such as a full disk, before the next checkpoint.
         if self._completing is not None and self._completing.done():
-            self._settle()
+            self._finish_completing()
         regular = Interval(
             self.config.checkpoint_step_interval, self.config.checkpoint_epoch_interval
         )
@@ -276,24 +296,22 @@ class CheckpointWriter(Callback):
             self.save(assembly, state, rolling=True)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Save the last step. An interrupted run saves a rolling checkpoint, which never displaces
-        a regular one.
+        """Save the last step.
+
+        An interrupted run saves a rolling checkpoint, which never displaces a regular one.
         """
         self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
-        self._settle()
+        self._finish_completing()
 
     def on_failure(self, assembly: Assembly, state: TrainState) -> None:
-        """Save the last complete step. Previews that cannot be completed are rendered when the run
-        continues.
-        """
+        """Save the last complete step; unfinished previews are rendered when the run continues."""
         if self.saved_step is None:  # before the first step
             return
         previews = self.previews
         self.previews = None
         if previews is not None:
-            with suppress(
-                Exception
-            ):  # whatever fails there must not keep the weights from being saved
+            # A failure of previews must not keep the weights from being saved.
+            with suppress(Exception):
                 previews.publish_finished()
         self.on_train_end(assembly, state)
 
@@ -305,15 +323,17 @@ class CheckpointWriter(Callback):
         """
         if self.saved_step == state.global_step or not assembly.writes:
             return
-        self._settle()
+        self._finish_completing()
         if self.previews is not None:
             self.previews.publish_finished()
-        path = self.output_dir / f"checkpoint-{state.global_step}{ROLLING if rolling else ''}"
-        started = time.monotonic()
         step = state.global_step
-        shared = assembly.trained.sharers.size > 1
-        # Not if processes write together: if one fails, all others would wait for it forever.
-        with nullcontext() if shared else assembly.world.uninterrupted():
+        suffix = ROLLING if rolling else ""
+        path = self.output_dir / f"checkpoint-{step}{suffix}"
+        started = time.monotonic()
+        # Uninterrupted, unless processes write together: if one fails, all others would wait for it
+        # forever.
+        writes_together = assembly.trained.sharers.size > 1
+        with nullcontext() if writes_together else assembly.world.uninterrupted():
             unfinished = self.write(path, assembly, state)
         self.saved_step = step
         if unfinished is None:
@@ -351,20 +371,26 @@ class CheckpointWriter(Callback):
                 else:
                     for draft in drafts:
                         sharers.on_main(partial(draft.write_into, folder))
-            written = building.pop_all()
+            # From here on, `UnfinishedCheckpoint` renames or removes the folder.
+            folder_building = building.pop_all()
+        manifest = self._manifest(assembly, state)
+        unfinished = UnfinishedCheckpoint(folder, manifest, copies, folder_building)
+        return sharers.main_only(lambda: unfinished)
+
+    def _manifest(self, assembly: Assembly, state: TrainState) -> Manifest:
+        """The manifest, still without the files."""
         line = checkpoint_folder.read_line(self.output_dir) or Line()
-        described = Manifest(
+        progress = Progress(
+            self.loader.index, self.loader.epochs_done, assembly.settings.total_steps
+        )
+        return Manifest(
             step=state.global_step,
             epoch=state.epoch,
             identity=self.identity,
             files={},
-            progress=Progress(
-                self.loader.index, self.loader.epochs_done, assembly.settings.total_steps
-            ),
+            progress=progress,
             forks=line.forks,
         )
-        unfinished = UnfinishedCheckpoint(folder, described, copies, written)
-        return sharers.main_only(lambda: unfinished)
 
     def _drafts(self, assembly: Assembly, state: TrainState, folder: Path) -> Generator[Draft]:
         """The files except the manifest. Collective if the trained weights are sharded.
@@ -399,21 +425,19 @@ class CheckpointWriter(Callback):
             yield Draft.of_tensors(f"{STATE_FOLDER}/{name}{MODULE_SUFFIX}", weights)
         yield Draft("config.json", write_json, dict(self.settings))
 
-    def _settle(self) -> None:
-        """Wait for the checkpoint that is being completed, and publish it."""
+    def _finish_completing(self) -> None:
+        """Wait for the checkpoint that is being completed, publish it, and remove old ones."""
         completing = self._completing
         self._completing = None
         if completing is None:
             return
         saved = completing.result()
         rolling = saved.path.name.endswith(ROLLING)
-        limit = (
-            self.config.checkpoints_rolling_total_limit
-            if rolling
-            else self.config.checkpoints_total_limit
-        )
-        # Only now, since the new checkpoint could have failed, and in this thread, where uploads
-        # select theirs.
+        limit = self.config.checkpoints_total_limit
+        if rolling:
+            limit = self.config.checkpoints_rolling_total_limit
+        # Old ones only now, since the new checkpoint could have failed, and in this thread, where
+        # uploads choose the checkpoint to send.
         in_use = [path for user in self.users for path in user.in_use]
         removed = checkpoint_folder.prune(self.output_dir, limit, rolling=rolling, in_use=in_use)
         self.events.publish(replace(saved, removed=removed))

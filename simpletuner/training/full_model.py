@@ -28,7 +28,7 @@ from simpletuner.training.trained import Publication, load_parameters, open_weig
 from simpletuner.weights.part import INDEX_FILE
 
 FOLDER = "transformer"
-AVERAGED = "transformer_ema"
+AVERAGE_FOLDER = "transformer_ema"
 WEIGHTS_PATTERN = SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}.")
 
 
@@ -51,7 +51,7 @@ class FullModel:
         yield from self._files(FOLDER)
         if self.ema is not None:
             with self.ema.applied():
-                yield from self._files(AVERAGED)
+                yield from self._files(AVERAGE_FOLDER)
 
     def load(self, folder: Path) -> None:
         files = sorted((folder / FOLDER).glob("*.safetensors"))
@@ -63,13 +63,13 @@ class FullModel:
         )
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
-        """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the
-        other parts.
+        """Write a pipeline folder for `from_pretrained`, and verify it.
+
+        It has the transformer, or its average, and copies of the other parts of the base model.
         """
         final = output_dir / PIPELINE_FOLDER
-        with (
-            ExitStack() as building
-        ):  # renames the folder in the main process once all have written
+        # Renames the folder in the main process, after all processes have written.
+        with ExitStack() as building:
             folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(publication, folder))
             with nullcontext() if self.ema is None else self.ema.applied():
@@ -91,16 +91,15 @@ class FullModel:
             saved = self.sharers.main_only(lambda: reading.enter_context(open_weights(files))) or {}
             wrong = set(saved) - set(expected)
             for name, tensor in expected.items():
-                trained = gathered(tensor)  # collective; the main process compares
-                if not (name in saved and torch.equal(saved[name].get_tensor(name), trained)):
+                trained = gathered(tensor)  # collective; only the main process has read the files
+                if name not in saved or not torch.equal(saved[name].get_tensor(name), trained):
                     wrong.add(name)
-        if differing := self.sharers.broadcast(sorted(wrong)):
+        differing = self.sharers.broadcast(sorted(wrong))
+        if differing:
             raise RuntimeError(f"{folder}: {shorten(differing)} is not what was trained")
 
-    def _files(self, name: str) -> Iterator[Draft]:
-        """The files of diffusers' `save_pretrained` in a folder of that name, gathered one file at
-        a time.
-        """
+    def _files(self, folder: str) -> Iterator[Draft]:
+        """The files of diffusers' `save_pretrained` in a folder, gathered one file at a time."""
         model: Any = self.transformer
         weights = model.state_dict()
         # By full shapes, since a sharded tensor would count only its local shard.
@@ -112,25 +111,27 @@ class FullModel:
         files = split_torch_state_dict_into_shards(
             shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB"
         )
-        yield Draft(f"{name}/config.json", lambda path, _: model.save_config(path.parent))
+        yield Draft(f"{folder}/config.json", lambda path, _: model.save_config(path.parent))
         for file, keys in files.filename_to_tensors.items():
             tensors: dict[str, Any] = {}
             for key in keys:
-                # Gathering is collective; only the main process keeps the result.
-                whole = gathered(weights[key]) if is_shard(weights[key]) else weights[key].detach()
-                tensors[key] = self.sharers.main_only(whole.contiguous)
-            yield Draft.of_tensors(f"{name}/{file}", tensors, {"format": "pt"})
+                weight = weights[key].detach()
+                if is_shard(weight):
+                    weight = gathered(weight)  # collective; only the main process keeps the result
+                tensors[key] = self.sharers.main_only(weight.contiguous)
+            yield Draft.of_tensors(f"{folder}/{file}", tensors, {"format": "pt"})
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-            yield Draft(f"{name}/{SAFE_WEIGHTS_INDEX_NAME}", write_json, index)
+            yield Draft(f"{folder}/{SAFE_WEIGHTS_INDEX_NAME}", write_json, index)
 
 
 def copy_parts(publication: Publication, folder: Path) -> None:
     """Copy all parts of the base model except the transformer to a pipeline folder."""
     for role, part in publication.source.parts.items():
-        if role != "transformer":
-            # Files in the hub's cache are links to blobs; the result must not depend on them.
-            shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
+        if role == "transformer":
+            continue
+        # Files in the hub's cache are links to blobs; the result must not depend on them.
+        shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
     scheduler = publication.source["scheduler"]
     shutil.copyfile(scheduler.fetch_index(), folder / INDEX_FILE)
     if publication.shift is not None:  # the shift of previews

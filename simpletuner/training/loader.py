@@ -1,5 +1,4 @@
-"""Prefetching data loader: a background thread turns planned batches into tensors ahead of the
-training loop.
+"""Prefetching data loader: a background thread makes batches ahead of the training loop.
 
 The content of a batch is a pure function of the seed and the position in the run, so prefetching,
 stopping and resuming cannot change it.
@@ -69,21 +68,18 @@ class BatchLoader:
                 self._supply = self._read_epoch()
             batch = next(self._supply, None)
             if batch is not None:
-                self.index = self.index + 1
-                self.count = self.count + 1
+                self.index += 1
+                self.count += 1
                 return batch
-            self.epoch = self.epoch + 1
+            self.epoch += 1
             self.index = 0
             self._supply = None
 
     @property
     def epochs_done(self) -> int:
         """Number of complete epochs."""
-        return (
-            self.epoch
-            if self.index >= self.sampler.batches_per_epoch(self.epoch)
-            else self.epoch - 1
-        )
+        is_complete = self.index >= self.sampler.batches_per_epoch(self.epoch)
+        return self.epoch if is_complete else self.epoch - 1
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
@@ -106,10 +102,9 @@ class BatchLoader:
         upcoming: list[PlannedBatch] = []
         while len(upcoming) < count:
             batches = self.sampler.batches(epoch)
-            upcoming += [
-                batches[each] for each in range(index, len(batches))[: count - len(upcoming)]
-            ]
-            epoch = epoch + 1
+            end = min(index + count - len(upcoming), len(batches))
+            upcoming += [batches[number] for number in range(index, end)]
+            epoch += 1
             index = 0
         return upcoming
 
@@ -123,13 +118,13 @@ class BatchLoader:
         """The rest of the current epoch."""
         self.prepare_epoch(self.epoch)
         batches = self.sampler.batches(self.epoch)
-        before = self.count - self.index
+        count_before_epoch = self.count - self.index
 
         def make(index: int) -> Batch:
-            # Planned here, by the reading thread.
+            # Batches are planned when they are indexed, so in the reading thread.
             batch = self.read(batches[index])
             if self.noise is not None:
-                batch = self.noise.draw_ahead(batch, before + index)
+                batch = self.noise.draw_ahead(batch, count_before_epoch + index)
             return batch.pin_memory() if self.pin and torch.cuda.is_available() else batch
 
         # One batch ahead even without prefetching, so that reading overlaps with the step.
@@ -148,44 +143,46 @@ _READS_AHEAD: ContextVar[bool] = ContextVar("reads ahead", default=False)
 def read_ahead(
     items: Iterable[Item], make: Callable[[Item], Result], ahead: int
 ) -> Generator[Result]:
-    """Yield `make(item)` for every item, in order; a background thread prefetches up to `ahead`
-    items.
+    """Yield `make(item)` for every item, in order.
+
+    A background thread prefetches up to `ahead` items.
     """
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def begin() -> None:
+    def prepare_thread() -> None:
         _READS_AHEAD.set(True)
-        if gpu is not None:  # a thread starts with the first, where locking pages would take memory
+        if gpu is not None:
+            # A new thread uses GPU 0, where pinning memory would create a context and take memory.
             torch.cuda.set_device(gpu)
 
-    rest = iter(items)
-    waiting = deque[tuple[Item, Future[Result]]]()
-    with ThreadPoolExecutor(1, "batch-reader", begin) as reader:
+    remaining = iter(items)
+    pending = deque[tuple[Item, Future[Result]]]()
+    with ThreadPoolExecutor(1, "batch-reader", prepare_thread) as reader:
 
-        def start(item: Item) -> tuple[Item, Future[Result]]:
-            return item, reader.submit(make, item)
+        def start(count: int) -> None:
+            for item in islice(remaining, count):
+                pending.append((item, reader.submit(make, item)))
 
         try:
-            # `ahead` items, and the one being made.
-            waiting.extend(map(start, islice(rest, ahead + 1)))
-            while waiting:
-                item, made = waiting.popleft()
+            start(ahead + 1)  # `ahead` items, and the one being made
+            while pending:
+                item, future = pending.popleft()
                 try:
-                    result = made.result()
+                    result = future.result()
                 except OnlyInLoopError:
-                    wait(
-                        later for _, later in waiting
-                    )  # no thread may create tensors while a model is loaded
+                    # No thread may create tensors while a model is loaded.
+                    wait(later for _, later in pending)
                     result = make(item)
-                waiting.extend(map(start, islice(rest, 1)))
+                start(1)
                 yield result
         finally:
             reader.shutdown(wait=False, cancel_futures=True)
 
 
 def in_loop(call: Callable[[], Result]) -> Result:
-    """Make a call that loads a model. In a prefetch thread, raise instead: the loop then makes the
-    item itself.
+    """Make a call that loads a model, unless in a prefetch thread.
+
+    There, the error makes the loop repeat the work of the item in its own thread.
 
     Raises:
         OnlyInLoopError: in a prefetch thread.

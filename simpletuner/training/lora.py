@@ -71,26 +71,27 @@ class LoraAdapter(AdapterWeights):
 
     @property
     def adapters(self) -> Adapters:
-        layers = (
+        layers = [
             name
-            for name, each in self.transformer.named_modules()
-            if isinstance(each, BaseTunerLayer)
-        )
+            for name, module in self.transformer.named_modules()
+            if isinstance(module, BaseTunerLayer)
+        ]
         return Adapters(self.settings.r, frozenset(layers))
 
     def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
-        averages = {} if self.ema is None else {f"ema/{LORA_FILE}": plain_names(self.ema.average)}
-        header = self.header(note)
-        for name, weights in {LORA_FILE: self.state_dict(), **averages}.items():
-            yield Draft(
-                name, partial(lora_files.write_weights, header=header), self.file_weights(weights)
-            )
+        files = {LORA_FILE: self.state_dict()}
+        if self.ema is not None:
+            files[f"ema/{LORA_FILE}"] = plain_names(self.ema.average)
+        write = partial(lora_files.write_weights, header=self.header(note))
+        for name, weights in files.items():
+            yield Draft(name, write, self.file_weights(weights))
         yield self.exact_draft()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """A context without the LoRA; inits that change the base use their initial LoRA, which
-        restores the model.
+        """A context without the effect of training.
+
+        Inits that change the base use their initial LoRA instead of none, which restores the model.
         """
         if not self.initial:
             with without_adapters(self.transformer):
@@ -107,31 +108,27 @@ class LoraAdapter(AdapterWeights):
         if self.ema is not None:
             self._publish(output_dir / "ema", publication, plain_names(self.ema.average))
         path, checked = self._publish(output_dir, publication, self.state_dict())
-        loads = "load through the stock pipeline as they were trained"
+        result = "load through the stock pipeline as they were trained"
         if self.form == "comfyui":
-            loads = "are what was trained, under the names that ComfyUI looks for"
-        lost = rounding_error(self, publication.dtype)
-        rounds = (
-            f", which rounds them to {publication.dtype}: {lost:.1e} of their effect"
-            if lost > EXACT
-            else ""
-        )
-        return (
-            f"Saved {path} ({size_text(path.stat().st_size)}); all {checked} tensors "
-            f"{loads}{rounds}."
-        )
+            result = "are what was trained, under the names that ComfyUI looks for"
+        error = rounding_error(self, publication.dtype)
+        if error > EXACT:
+            result += f", which rounds them to {publication.dtype}: {error:.1e} of their effect"
+        size = size_text(path.stat().st_size)
+        return f"Saved {path} ({size}); all {checked} tensors {result}."
 
     def _publish(
         self, folder: Path, publication: Publication, weights: Mapping[str, Tensor]
     ) -> tuple[Path, int]:
-        """Write a file, verify it, then move it into place; returns its path and the number of
-        tensors.
+        """Write a file, verify it, then move it into place.
+
+        Returns:
+            its path and the number of its tensors.
         """
-        named = self.file_weights(weights)
+        tensors = self.file_weights(weights)
         header = self.header(publication.note)
-        return lora_files.write_verified(
-            folder, named, header, self.form, publication.adapter
-        ), len(named)
+        path = lora_files.write_verified(folder, tensors, header, self.form, publication.adapter)
+        return path, len(tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as trained, on the CPU."""
@@ -146,10 +143,10 @@ class LoraAdapter(AdapterWeights):
             UserError: a key is missing, unknown or of another shape.
         """
         trained = plain_names(self.parameters())
-        shapes, given = (
-            {name: each.shape for name, each in some.items()} for some in (trained, weights)
-        )
-        if wrong := sorted({name for name, _ in shapes.items() ^ given.items()}):
+        expected_shapes = {(name, parameter.shape) for name, parameter in trained.items()}
+        shapes = {(name, tensor.shape) for name, tensor in weights.items()}
+        wrong = sorted({name for name, _ in expected_shapes ^ shapes})
+        if wrong:
             raise UserError(f"The LoRA weights do not fit this model: {shorten(wrong)}.")
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -163,17 +160,19 @@ class LoraAdapter(AdapterWeights):
                 weights.
         """
         source = dict(weights or self.state_dict())
-        result = {}
+        written = {}
         for name, tensor in source.items():
-            folded = fold_scale(tensor, self.scale) if ".lora_B." in name else tensor
+            if ".lora_B." in name:
+                tensor = fold_scale(tensor, self.scale)
             if self.initial and (".lora_A." in name or ".lora_B." in name):
-                folded = self._with_initial(name, folded)
+                tensor = self._with_initial(name, tensor)
             elif self.form == "comfyui" and name.endswith(MAGNITUDE):
                 module = name.removesuffix(MAGNITUDE)
-                folded = lora_files.comfyui_magnitude(tensor, *self.layer(module, source))
+                base, update = self.layer(module, source)
+                tensor = lora_files.comfyui_magnitude(tensor, base, update)
                 name = module + COMFYUI_MAGNITUDE
-            result[PREFIXES[self.form] + name] = folded.contiguous()
-        return result
+            written[PREFIXES[self.form] + name] = tensor.contiguous()
+        return written
 
     def header(self, note: Mapping[str, str]) -> dict[str, str]:
         """The header of a file of these weights, with additional entries."""
@@ -194,24 +193,26 @@ class LoraAdapter(AdapterWeights):
         return {**file_settings(settings, self.form), **note}
 
     def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The base weight (out, in) of a layer, and its update by `weights`, in the form of
-        `state_dict`.
+        """The base weight of a layer, and its update by weights in the form of `state_dict`.
+
+        Returns:
+            two tensors (out, in).
         """
         layer: Any = self.transformer.get_submodule(module)
-        down, up = (weights[f"{module}.lora_{side}.weight"] for side in "AB")
-        return dequantize_module_weight(layer.get_base_layer()), self.scale * (
-            up.float() @ down.float()
-        )
+        base = dequantize_module_weight(layer.get_base_layer())
+        down = weights[f"{module}.lora_A.weight"].float()
+        up = weights[f"{module}.lora_B.weight"].float()
+        return base, self.scale * (up @ down)
 
     def _with_initial(self, name: str, tensor: Tensor) -> Tensor:
-        """The trained minus the initial adapter, as one adapter of twice the rank: [B, -B0] [A; A0]
-        = B A - B0 A0.
+        """The trained minus the initial adapter, as one adapter of twice the rank.
+
+        [B, -B0] [A; A0] = B A - B0 A0, where B has its scale already.
         """
-        first = self.initial[name].to(tensor)
-        is_down = ".lora_A." in name
-        return torch.cat(
-            [tensor, first if is_down else -self.scale * first], dim=0 if is_down else 1
-        )
+        initial = self.initial[name].to(tensor)
+        if ".lora_A." in name:
+            return torch.cat([tensor, initial], dim=0)
+        return torch.cat([tensor, -self.scale * initial], dim=1)
 
 
 def add_lora(
@@ -244,7 +245,7 @@ def add_lora(
 def inject(transformer: nn.Module, settings: PeftConfig, seed: int, dtype: torch.dtype) -> None:
     """Freeze a diffusers model and add a peft adapter to it."""
     model: Any = transformer.requires_grad_(False)
-    # peft draws the initial weights from the global generator
+    # peft draws the initial weights from the global generator.
     with seeded(seed, {parameter.device for parameter in transformer.parameters()}):
         model.add_adapter(settings, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
@@ -273,24 +274,26 @@ def start_from(adapter: LoraAdapter, path: Path) -> None:
     start = _as_trained(adapter, weights)
     initial = adapter.state_dict()
     # A file may have fewer layers; the remaining layers start as in a new LoRA.
-    adapter.load_state_dict(
-        {name: start[name].to(each) if name in start else each for name, each in initial.items()}
-    )
+    for name, tensor in initial.items():
+        if name in start:
+            initial[name] = start[name].to(tensor)
+    adapter.load_state_dict(initial)
 
 
 def _as_trained(adapter: LoraAdapter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A file's weights in the form of an adapter: without the scale, with magnitudes in peft's
-    form.
-    """
-    start = {
-        name: weight / adapter.scale if ".lora_B." in name else weight
-        for name, weight in weights.items()
-    }
-    for name in [name for name in start if name.endswith(COMFYUI_MAGNITUDE)]:
-        module = name.removesuffix(COMFYUI_MAGNITUDE)
-        start[module + MAGNITUDE] = lora_files.trained_magnitude(
-            start.pop(name), *adapter.layer(module, start)
-        )
+    """A file's weights in an adapter's form: without the scale, and magnitudes as in peft."""
+    start = {}
+    magnitudes = {}  # in ComfyUI's form, by module
+    for name, weight in weights.items():
+        if name.endswith(COMFYUI_MAGNITUDE):
+            magnitudes[name.removesuffix(COMFYUI_MAGNITUDE)] = weight
+        elif ".lora_B." in name:
+            start[name] = weight / adapter.scale
+        else:
+            start[name] = weight
+    for module, magnitude in magnitudes.items():
+        base, update = adapter.layer(module, start)
+        start[module + MAGNITUDE] = lora_files.trained_magnitude(magnitude, base, update)
     return start
 
 
@@ -299,35 +302,36 @@ EXACT = 1e-6
 
 
 def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
-    """The largest relative error, over all modules, of the update B A that a pipeline in `dtype`
-    computes.
-    """
+    """The largest relative error of an update B A in a pipeline of this dtype, over all modules."""
+    # With an initial adapter, the file holds the difference of two products, which has no pairs to
+    # compare.
+    if adapter.initial:
+        return 0.0
     trained = adapter.state_dict()
     saved = adapter.file_weights()
     prefix = PREFIXES[adapter.form]
     worst = 0.0
-    # With an initial adapter, the file holds the difference of two products, which has no pairs to
-    # compare.
-    for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
-        other = name.replace(".lora_A.", ".lora_B.")
-        right = adapter.scale * (
-            trained[other].flatten(1).double() @ trained[name].flatten(1).double()
-        )
-        loaded = (saved[prefix + each].flatten(1).to(dtype).double() for each in (other, name))
+    for down_name in trained:
+        if ".lora_A." not in down_name:
+            continue
+        up_name = down_name.replace(".lora_A.", ".lora_B.")
         # In float64, whose rounding is far below `EXACT`.
-        error = next(loaded) @ next(loaded) - right
+        down = trained[down_name].flatten(1).double()
+        up = trained[up_name].flatten(1).double()
+        exact = adapter.scale * (up @ down)
+        rounded_down = saved[prefix + down_name].flatten(1).to(dtype).double()
+        rounded_up = saved[prefix + up_name].flatten(1).to(dtype).double()
+        error = rounded_up @ rounded_down - exact
         # B is 0 until the first update, and so is the norm.
-        worst = max(
-            worst, float(error.norm() / right.norm().clamp_min(torch.finfo(torch.double).tiny))
-        )
+        norm = exact.norm().clamp_min(torch.finfo(torch.double).tiny)
+        worst = max(worst, float(error.norm() / norm))
     return worst
 
 
 def plain_names(weights: Mapping[str, AnyTensor]) -> dict[str, AnyTensor]:
-    """Parameters of a LoRA by their names in `LoraAdapter.state_dict`, without the adapter's
-    name.
-    """
-    return {
-        name.replace(f".{ADAPTER}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
-        for name, tensor in weights.items()
-    }
+    """Parameters by their names in `LoraAdapter.state_dict`, without the adapter's name."""
+    plain = {}
+    for name, tensor in weights.items():
+        short = name.replace(f".{ADAPTER}.", ".")
+        plain[short.replace(f"{MAGNITUDE}.weight", MAGNITUDE)] = tensor
+    return plain

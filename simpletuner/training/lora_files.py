@@ -1,5 +1,4 @@
-"""LoRA files: key names of different programs, conversions between them, verified writing, and
-reading.
+"""LoRA files: reading, verified writing, and conversions between the forms of programs.
 
 Two forms are written. diffusers uses `transformer.<module>.lora_A.weight`. ComfyUI's generic form
 has the prefix `diffusion_model.` instead, and works for models whose layers have the same names in
@@ -69,17 +68,18 @@ def verify_file(path: Path, expected: Mapping[str, Tensor], form: LoraForm, pipe
     Raises:
         RuntimeError: a key is missing after loading, or a value differs.
     """
-    loaded = _loaded(path, form, pipeline)
-    wrong = [
-        name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])
-    ]
+    loaded = _load_as_users_do(path, form, pipeline)
+    wrong = []
+    for name, tensor in expected.items():
+        if name not in loaded or not _equal(loaded[name], tensor):
+            wrong.append(name)
     if wrong or len(loaded) != len(expected):
         raise RuntimeError(
             f"{path} does not load as it was saved: {shorten(wrong or sorted(loaded))}"
         )
 
 
-def _loaded(path: Path, form: LoraForm, pipeline: Any) -> dict[str, Tensor]:
+def _load_as_users_do(path: Path, form: LoraForm, pipeline: Any) -> dict[str, Tensor]:
     """The tensors that the user's program loads from a file."""
     prefix = PREFIXES[form]
     if form == "diffusers":
@@ -92,7 +92,7 @@ def _loaded(path: Path, form: LoraForm, pipeline: Any) -> dict[str, Tensor]:
         return {prefix + name: tensor for name, tensor in loaded.items()}
     layers = [prefix + name for name, _ in pipeline.transformer.named_modules()]
     known = {layer + part for layer in layers for part in COMFYUI_PARTS}
-    return {name: each for name, each in load_file(path).items() if name in known}
+    return {name: tensor for name, tensor in load_file(path).items() if name in known}
 
 
 def _equal(loaded: Tensor, expected: Tensor) -> bool:
@@ -118,24 +118,22 @@ def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor
 
 
 def trained_magnitude(scale: Tensor, base: Tensor, update: Tensor) -> Tensor:
-    """The trained magnitude (out,) of ComfyUI's `dora_scale`; the inverse of
-    `comfyui_magnitude`.
-    """
+    """The trained magnitude (out,) from ComfyUI's; the inverse of `comfyui_magnitude`."""
     return (scale.float().flatten() / _norm_ratio(base, update)).to(scale.dtype)
 
 
 def _norm_ratio(base: Tensor, update: Tensor) -> Tensor:
+    """|W| / |W + D| per row."""
     base = base.detach().float().cpu()
     update = update.detach().float().cpu()
     return base.norm(dim=1) / (base + update).norm(dim=1)
 
 
 def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> dict[str, Tensor]:
-    """Read a LoRA file in any common form as `<module>.lora_A.weight` / `lora_B.weight`, with the
-    scale folded in.
+    """Read a LoRA file in any common form, with the scale folded in.
 
-    Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` in ComfyUI's
-    form.
+    Names of the result are `<module>.lora_A.weight` and `<module>.lora_B.weight`. Magnitudes of a
+    DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` in ComfyUI's form.
 
     Args:
         path: the file, or a folder with one.
@@ -148,31 +146,34 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     path = lora_file(path)
     if not path.is_file():
         raise UserError(f"{key}: {str(path)!r} does not exist.")
-    # fp8 has no arithmetic; float32 can represent all its values.
-    raw = {
-        name: tensor.float() if tensor.dtype.itemsize == 1 else tensor
-        for name, tensor in load_file(path).items()
-    }
-    if guilty := [name for name, tensor in raw.items() if not bool(tensor.isfinite().all())]:
+    raw = load_file(path)
+    for name, tensor in raw.items():
+        if tensor.dtype.itemsize == 1:
+            raw[name] = tensor.float()  # fp8 has no arithmetic; float32 can represent its values
+    damaged = [name for name, tensor in raw.items() if not bool(tensor.isfinite().all())]
+    if damaged:
         raise UserError(
-            f"{key}: {str(path)!r} holds NaN or infinite values in {shorten(guilty, 3)}."
+            f"{key}: {str(path)!r} holds NaN or infinite values in {shorten(damaged, 3)}."
         )
     pairs = _by_module(raw, modules)
     if not pairs:
+        first = next(iter(raw))
         raise UserError(
-            f"{key}: no key of {str(path)!r} belongs to this model (the first is "
-            f"{next(iter(raw))!r})."
+            f"{key}: no key of {str(path)!r} belongs to this model (the first is {first!r})."
         )
     settings = lora_settings(path)
     weights = {}
     for module, pair in pairs.items():
         rank = pair["A"].shape[0]
-        scale = float(pair["alpha"]) / rank if "alpha" in pair else settings.scale(module, rank)
+        if "alpha" in pair:
+            scale = float(pair["alpha"]) / rank
+        else:
+            scale = settings.scale(module, rank)
         weights[f"{module}.lora_A.weight"] = pair["A"]
         weights[f"{module}.lora_B.weight"] = pair["B"] * scale
-        weights |= {
-            module + MAGNITUDES[role]: tensor for role, tensor in pair.items() if role in MAGNITUDES
-        }
+        for role, suffix in MAGNITUDES.items():
+            if role in pair:
+                weights[module + suffix] = pair[role]
     return weights
 
 

@@ -45,19 +45,20 @@ class LoraHook:
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         apply: Any = linear if self.down.dim() == 2 else conv2d
-        update = apply(apply(inputs[0].to(self.down.dtype), self.down), self.up) * self.strength
+        reduced = apply(inputs[0].to(self.down.dtype), self.down)
+        update = apply(reduced, self.up) * self.strength
         if self.magnitude is not None or self.dora_scale is not None:
-            if (
-                self._ratio is None
-            ):  # lazily: weights of a streamed layer are on the device only in its forward pass
-                self._ratio = self._growth(layer).view(-1, *self.up.shape[2:])
+            if self._ratio is None:
+                # Not before: weights of a streamed layer are on the device only in its forward
+                # pass.
+                self._ratio = self._row_ratios(layer).view(-1, *self.up.shape[2:])
             # DoRA scales the product W x, not the bias.
             plain = output if layer.bias is None else output - layer.bias.view_as(self._ratio)
             # ratio (W x + D x) - W x, since the output already contains W x.
             update = (self._ratio - 1) * plain + self._ratio * update
         return (output + update).to(output.dtype)
 
-    def _growth(self, layer: nn.Module) -> Tensor:
+    def _row_ratios(self, layer: nn.Module) -> Tensor:
         """m / |W + D| per row: a DoRA's weight is m (W + D) / |W + D| (arXiv:2402.09353)."""
         weight = dequantize_module_weight(layer).to(self.down.dtype).flatten(1)
         change = linear(self.down.flatten(1).T, self.up.flatten(1)).T  # D = B A, `out in`
@@ -65,9 +66,8 @@ class LoraHook:
         if self.dora_scale is not None:
             magnitude = trained_magnitude(self.dora_scale, weight, change.cpu()).to(weight.device)
         assert magnitude is not None
-        return magnitude.flatten() / torch.linalg.norm(weight + self.strength * change, dim=1).to(
-            weight.dtype
-        )
+        norm = torch.linalg.norm(weight + self.strength * change, dim=1).to(weight.dtype)
+        return magnitude.flatten() / norm
 
 
 Loras = Sequence[tuple[Path, float]]  # (file, strength)
@@ -91,17 +91,17 @@ def applied_loras(
         for path, strength in loras:
             weights = read_lora_file(path, names, "LoRA")
             placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
-            for layer in [
-                name.removesuffix(".lora_A.weight")
-                for name in placed
-                if name.endswith(".lora_A.weight")
-            ]:
-                down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")
+            for name in placed:
+                if not name.endswith(".lora_A.weight"):
+                    continue
+                layer = name.removesuffix(".lora_A.weight")
                 hook = LoraHook(
-                    down,
-                    up,
+                    placed[f"{layer}.lora_A.weight"],
+                    placed[f"{layer}.lora_B.weight"],
                     strength,
-                    *(placed.get(layer + suffix) for suffix in MAGNITUDES.values()),
+                    magnitude=placed.get(layer + MAGNITUDES["magnitude"]),
+                    dora_scale=placed.get(layer + MAGNITUDES["comfyui magnitude"]),
                 )
-                hooks.callback(transformer.get_submodule(layer).register_forward_hook(hook).remove)
+                handle = transformer.get_submodule(layer).register_forward_hook(hook)
+                hooks.callback(handle.remove)
         yield

@@ -20,9 +20,7 @@ def fold_scale(weight: Tensor, scale: float) -> Tensor:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """Write a safetensors file with header entries, atomically; its folder is created if
-    missing.
-    """
+    """Write a safetensors file with header entries, atomically, and its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
     write_atomically(path, with_metadata(to_safetensors(content), {"format": "pt", **header}))

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from simpletuner.diffusion.seeds import seed_device
 from simpletuner.training.update import SEED
 
-warnings.filterwarnings(
-    "ignore", ".*_stable_hash_for_caching"
-)  # compiled updates are not kept for the next start
+# Only a cache for the next start of the program lacks this hash.
+warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")
 
 
 class _Repeatable(Optimizer):
@@ -29,8 +28,10 @@ class _Repeatable(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({SEED: 0, **param_group})
-        parameters = (each for group in self.param_groups for each in group["params"])
-        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        self._numbers: dict[Tensor, int] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._numbers[parameter] = len(self._numbers)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters with a gradient, one at a time."""
@@ -39,7 +40,9 @@ class _Repeatable(Optimizer):
         try:
             for group in groups:
                 rate = torch.tensor(float(group["lr"]))  # torchao requires a tensor
-                for parameter in (each for each in group["params"] if each.grad is not None):
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
                     seed_device(parameter.device, group[SEED] + self._numbers[parameter])
                     # One at a time: torchao rounds a group from one random stream, so the order
                     # would matter.
@@ -50,16 +53,19 @@ class _Repeatable(Optimizer):
         return loss
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Allocate a moment. Tensors too small for blocks stay float32, since in bf16 they would
+        """Allocate a moment.
+
+        Tensors too small for blocks are not quantised. They are float32, since in bf16 they would
         stop changing.
         """
-        made: Tensor = super()._new_buffer(p, signed)  # type: ignore[misc]
-        return made if type(made) is not Tensor else made.float()
+        moment: Tensor = super()._new_buffer(p, signed)  # type: ignore[misc]
+        is_quantised = type(moment) is not Tensor
+        return moment if is_quantised else moment.float()
 
 
 class AdamW8bit(_Repeatable, torchao.optim.AdamW8bit):
-    """With 8 bits a number."""
+    """With 8 bits per number."""
 
 
 class AdamW4bit(_Repeatable, torchao.optim.AdamW4bit):
-    """With 4 bits a number."""
+    """With 4 bits per number."""

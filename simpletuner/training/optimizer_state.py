@@ -37,53 +37,57 @@ def load_state(
         ValueError: the state belongs to other parameters, or to another value of a lasting setting.
     """
     # This machine's kernels, before the saved groups overwrite them.
-    chosen = [*map(kernel_options, optimizer.param_groups)]
+    chosen = [kernel_options(group) for group in optimizer.param_groups]
     groups = _saved_groups(optimizer, state["param_groups"], spec)
     # Without the state, which torch would round to the weights' dtypes and move to the device as a
     # whole.
     optimizer.load_state_dict({"param_groups": groups, "state": {}})
-    numbers = (number for group in groups for number in group["params"])
-    weights = ((group, weight) for group in optimizer.param_groups for weight in group["params"])
-    for number, (group, weight) in zip(numbers, weights, strict=True):
-        if not (saved := state["state"].get(number)):
-            continue
-        saved = _renewed(optimizer, saved, group, weight, spec)
-        if host is not None and OWNER not in group:
-            host.load(weight, _placed(saved, group, weight, on_host=True))
-        else:
-            optimizer.state[weight] = _placed(saved, group, weight, on_host=False)
+    for group, numbered in zip(optimizer.param_groups, groups, strict=True):
+        for weight, number in zip(group["params"], numbered["params"], strict=True):
+            saved = state["state"].get(number)
+            if not saved:
+                continue
+            saved = _with_current_settings(saved, optimizer, group, weight, spec)
+            if host is not None and OWNER not in group:
+                host.load(weight, _placed(saved, group, weight, on_host=True))
+            else:
+                optimizer.state[weight] = _placed(saved, group, weight, on_host=False)
     _replace_missing_kernels(optimizer, chosen)
 
 
-def _renewed(
-    optimizer: torch.optim.Optimizer,
+def _with_current_settings(
     state: State,
+    optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     weight: Tensor,
     spec: OptimizerSpec,
 ) -> State:
-    """The saved state of a weight, with what it repeats of the group's settings as they are now."""
+    """The saved state of a weight, in which copies of the group's settings are replaced."""
     repeated = {name: group[name] for name in spec.settings if name in state}
-    renewed = {**state, **repeated}
+    current = {**state, **repeated}
     if isinstance(optimizer, DecayingSquares):
         dtype = torch.float32 if optimizer.is_wide(group, weight) else weight.dtype
-        renewed["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
+        current["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
     if "eps_sq" in state:  # of StableAdamW
-        renewed["eps_sq"] = torch.full_like(state["eps_sq"], group["eps"] ** 2)
-    return renewed
+        current["eps_sq"] = torch.full_like(state["eps_sq"], group["eps"] ** 2)
+    return current
 
 
 def _placed(
     state: State, group: Mapping[str, Any], weight: Tensor, *, on_host: bool
 ) -> dict[str, Any]:
-    """The saved state of a weight, on the device where its update reads it."""
-
-    def placed(key: str, value: Any) -> Any:
-        # torch's fused kernels keep step counts on the device, all other kernels on the CPU.
-        stays = not group.get("fused") if key == "step" else on_host
-        return value if stays else tree_map_only(Tensor, lambda each: each.to(weight.device), value)
-
-    return {key: placed(key, value) for key, value in state.items()}
+    """The saved state of a weight, from the CPU to the device where its update reads it."""
+    placed = {}
+    for key, value in state.items():
+        stays_on_cpu = on_host
+        if key == "step":
+            # torch's fused kernels keep step counts on the device, all other kernels on the CPU.
+            stays_on_cpu = not group.get("fused")
+        if not stays_on_cpu:
+            # A moment may be quantised, or nested.
+            value = tree_map_only(Tensor, lambda tensor: tensor.to(weight.device), value)
+        placed[key] = value
+    return placed
 
 
 def _replace_missing_kernels(

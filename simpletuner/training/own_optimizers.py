@@ -1,6 +1,4 @@
-"""Optimizers of our own: Muon beside AdamW, and optimi's Adam family with second moments that decay
-in bf16.
-"""
+"""Optimizers of our own: Muon beside AdamW, and optimi's Adam family made to decay in bf16."""
 
 from __future__ import annotations
 
@@ -57,11 +55,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
             torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
         )
         self._parts: list[torch.optim.Optimizer] = []
-        if matrices := [weight for weight in weights if weight.ndim == 2]:
+        matrices = [weight for weight in weights if weight.ndim == 2]
+        if matrices:
             # Scales updates by .2 sqrt(max(out, in)), the usual size of AdamW's updates.
             self._parts.append(muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
-        if rest := [weight for weight in weights if weight.ndim != 2]:
-            self._parts.append(self._adamw(rest))
+        others = [weight for weight in weights if weight.ndim != 2]
+        if others:
+            self._parts.append(self._adamw(others))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -91,8 +91,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 class DecayingSquares(OptimiOptimizer):
-    """An optimizer of optimi's Adam family whose second moment is float32 if it could not decay in
-    bf16.
+    """An optimizer of optimi's Adam family, with a float32 second moment where bf16 cannot decay.
 
     The second moment v is a moving average of squared gradients, of which a step keeps beta2 * v.
     optimi stores v in the weight's dtype. bf16 has 8 significant bits: a relative change below half
@@ -113,12 +112,12 @@ class DecayingSquares(OptimiOptimizer):
             self._updating.enter_context(WideSquares())
 
     def is_wide(self, group: Mapping[str, Any], weight: Tensor) -> bool:
-        """Whether a weight's second moment is wider than the weight; optimi's Triton kernels would
-        round it.
+        """Whether a weight's second moment is wider than the weight.
+
+        optimi's Triton kernels would round it.
         """
-        return weight.dtype == torch.bfloat16 and is_lost_in_bf16(
-            group.get("beta3", group["beta2"])
-        )
+        beta = group.get("beta3", group["beta2"])  # Adan's second moment decays by its third beta
+        return weight.dtype == torch.bfloat16 and is_lost_in_bf16(beta)
 
     def _init_state(self, group: dict[str, Any], state: dict[str, Any], param: Tensor) -> None:
         super()._init_state(group, state, param)

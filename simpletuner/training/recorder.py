@@ -1,6 +1,4 @@
-"""Callbacks that update the moving average, publish steps as events, and handle requests made with
-files.
-"""
+"""Callbacks that update the moving average, publish steps as events, and handle requests."""
 
 from __future__ import annotations
 
@@ -53,26 +51,27 @@ class Recorder(Callback):
         self.events.publish(StateChanged("running", state.global_step, total, rounds=self.rounds))
 
     def on_failure(self, assembly: Assembly, state: TrainState) -> None:
-        """Record the last step if the callbacks before this one have failed: its checkpoint needs
-        its line.
-        """
+        """Record the last step if an earlier callback failed: its checkpoint needs its line."""
         if state.report is not None and state.report.step > self._recorded:
             self.on_step_end(assembly, state, state.report)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         self._recorded = report.step
         ema = assembly.trained.ema
-        average = {} if ema is None else {"ema_decay_value": ema.decay_value}
+        metrics = dict(report.metrics)
+        if ema is not None:
+            metrics["ema_decay_value"] = ema.decay_value
         completed = replace(
             report,
-            metrics={**report.metrics, **average},
+            metrics=metrics,
             mfu=utilisation(report, self.matmul_flops),
             memory_bytes=peak_memory(),
             reserved_bytes=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
             epochs=self.epochs,
         )
         self.events.publish(completed)
-        if notice := self.slow_steps.add(report):
+        notice = self.slow_steps.add(report)
+        if notice:
             self.events.say(notice)
 
 
@@ -94,7 +93,8 @@ def peak_memory() -> int:
     import resource  # Unix only
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+    # macOS counts bytes, Linux kibibytes.
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @dataclass
@@ -122,8 +122,8 @@ class RequestHandler(Callback):
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         total_steps = assembly.settings.total_steps
-        # The main process looks for all: a file could appear between two looks, and requests are
-        # collective.
+        # The main process looks for all processes: requests are collective, and a file could appear
+        # after one process has looked and before another does.
         for request in assembly.world.on_main(partial(take_requests, self.output_dir)):
             if request == "stop":
                 self._stop(state, total_steps, "as requested.")
@@ -136,22 +136,19 @@ class RequestHandler(Callback):
                 self.actions[request](assembly, state)
         if self.ends_with_epoch and report.epochs_done > state.epochs_done:
             self._stop(state, total_steps, f"epoch {report.epochs_done} is complete.")
-        if (
-            self.least_free
-            and (free := shutil.disk_usage(self.output_dir).free / 1e9) < self.least_free
-        ):
-            threshold = f"disk_low_threshold is {self.least_free:g} GB."
-            self._stop(
-                state,
-                total_steps,
-                f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}",
-            )
+        if self.least_free:
+            free = shutil.disk_usage(self.output_dir).free / 1e9
+            if free < self.least_free:
+                disk = f"{str(self.output_dir)!r} has {free:.1f} GB free"
+                threshold = f"disk_low_threshold is {self.least_free:g} GB."
+                self._stop(state, total_steps, f"{disk} and {threshold}")
 
     def _is_asked_to_stop(self, state: TrainState, total_steps: int) -> bool:
         """Polled between steps and, during previews, between sampling steps."""
-        if asked := take_request(self.output_dir, "stop"):
+        is_requested = take_request(self.output_dir, "stop")
+        if is_requested:
             self._stop(state, total_steps, "as requested.")
-        return asked
+        return is_requested
 
     def _stop(self, state: TrainState, total_steps: int, reason: str) -> None:
         self.events.stop.request()

@@ -9,9 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool) -> nn.Module:
-    """Wrap the transformer for gradient synchronisation; frozen weights are excluded.
-    Collective.
-    """
+    """Wrap the transformer for gradient synchronisation, without frozen weights. Collective."""
     frozen = [name for name, weight in transformer.named_parameters() if not weight.requires_grad]
     frozen += [name for name, _ in transformer.named_buffers()]
     # Otherwise DDP would broadcast the whole frozen model at the start.
@@ -26,8 +24,9 @@ def replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool
 
 
 def replicate_whole(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Wrap a module that is already placed for gradient synchronisation; unchanged in a single
-    process. Collective.
+    """Wrap a module on its device for gradient synchronisation. Collective.
+
+    In a single process, the module is returned unchanged.
     """
     replica: nn.Module = accelerator.prepare(module, device_placement=[False])
     if isinstance(replica, DistributedDataParallel):

@@ -1,6 +1,4 @@
-"""What the headers of weight files say of their run, after the ModelSpec standard and in
-Kandinsky's own entries.
-"""
+"""The entries of a run in the headers of weight files: ModelSpec's, and Kandinsky's own."""
 
 from __future__ import annotations
 
@@ -52,11 +50,9 @@ class WeightNote:
 
     def _description(self, step: int, epoch: int) -> str:
         """The comment with its placeholders filled in."""
-        text = (
-            self.comment
-            if isinstance(self.comment, str)
-            else "\n".join(str(line) for line in self.comment)
-        )
+        text = self.comment
+        if not isinstance(text, str):
+            text = "\n".join(str(line) for line in text)
         values = {
             "{current_step}": str(step),
             "{current_epoch}": str(epoch),

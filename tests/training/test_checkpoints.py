@@ -160,7 +160,7 @@ def edit_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     torch.save(change(torch.load(path, weights_only=True)), path)
 
 
-FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
+FOREIGN_FILE_ERRORS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text": (lambda folder: (folder / STATE_FILE).write_text("a state"), "holds what no run saves"),
     "nothing": (lambda folder: (folder / STATE_FILE).write_bytes(b""), "holds what no run saves"),
     "list": (lambda folder: edit_state(folder / STATE_FILE, list), "holds what no run saves"),
@@ -185,11 +185,11 @@ def lora(t2i_checkpoint: Path) -> Any:
     return make_assembly(t2i_checkpoint)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", FOREIGN_FILE_ERRORS)
 def test_a_file_that_was_edited_together_with_its_hash_is_said(
     tmp_path: Path, lora: Any, name: str
 ) -> None:
-    edit, words = FOREIGN[name]
+    edit, words = FOREIGN_FILE_ERRORS[name]
     batches = Batches(None)
     loader: Any = batches
     writer = CheckpointWriter(
