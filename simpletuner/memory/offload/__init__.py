@@ -2,8 +2,8 @@
 
 Used for training, sampling and caching.
 
-image          packs the frozen tensors of a group of blocks into one flat host buffer: pinned, or a
-memory-mapped file streamer       the ring of device slots: prefetches and evicts groups
+image          packs the frozen tensors of a group of blocks into one flat host buffer
+streamer       the ring of device slots: prefetches and evicts groups
 copiers        copies images into slots, on a side stream, in line, or from disk
 attach         applies group offload to a model
 side_stream    the stream beside the compute stream, and its events

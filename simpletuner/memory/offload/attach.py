@@ -37,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.device) -> None:
     """Move a model to a device, except for the frozen weights of blocks that will stream."""
-    with without_tensors(
-        streamed, {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
-    ):
+    staying = {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
+    with without_tensors(streamed, staying):
         model.to(device)
     trim_heap()
 
 
 def streamed_blocks(blocks: Sequence[nn.Module], residents: int) -> list[nn.Module]:
-    """All blocks except `residents` evenly spaced blocks, which stay on the device and give copies
-    more time.
+    """All blocks but `residents` evenly spaced ones.
+
+    Those stay on the device. While they compute, the copies of the next groups go on.
     """
     count = min(residents, len(blocks))
-    # Midpoints of equal parts.
-    staying = {int((index + 0.5) * len(blocks) / count) for index in range(count)}
-    return [block for index, block in enumerate(blocks) if index not in staying]
+    # The model is divided into equal parts; the block in the middle of each part stays.
+    resident_indices = {int((index + 0.5) * len(blocks) / count) for index in range(count)}
+    return [block for index, block in enumerate(blocks) if index not in resident_indices]
 
 
 class LayerQuantiser(Protocol):
@@ -82,8 +82,7 @@ class Offload:
         keeps_saved: bool,
         packed: list[WeightImage] | None = None,
     ) -> Streamer | None:
-        """Stream the frozen weights of a transformer; call this after all other changes to the
-        transformer.
+        """Stream the frozen weights of a transformer, after all other changes to it.
 
         Args:
             blocks: the blocks to stream, in the order of the forward pass; see `streamed_blocks`.
@@ -99,10 +98,10 @@ class Offload:
                 "group_offload_resident_blocks covers every block: nothing is left to offload."
             )
             return None
-        wanted = self.config.group_offload_blocks_per_group
-        if wanted > len(blocks):
+        group_size = self.config.group_offload_blocks_per_group
+        if group_size > len(blocks):
             message = "group_offload_blocks_per_group: %d is more than the %d blocks that stream"
-            logger.warning(f"{message}; they form one group.", wanted, len(blocks))
+            logger.warning(f"{message}; they form one group.", group_size, len(blocks))
         streamer = self.stream(blocks, packed)
         # Autograd would save views of slots, which later groups overwrite before the backward pass.
         if keeps_saved:
@@ -122,8 +121,7 @@ class Offload:
     def attach_to_stacks(
         self, model: nn.Module, quantise: LayerQuantiser | None = None
     ) -> list[Streamer]:
-        """Move a frozen model to the device, streaming its stacks of layers that are longer than
-        the ring.
+        """Move a frozen model to the device, streaming its long stacks of layers.
 
         Stacks are the outermost module lists, such as the layers of a language model or the up
         blocks of a VAE decoder. Every stack has a separate ring, because a call may run only some
@@ -137,10 +135,11 @@ class Offload:
         stacks = [list(stack) for stack in _outermost_lists(model) if len(stack) > SLOTS]
         packed = []
         # Group by group, so that the host never holds all quantised layers twice.
-        for group in (group for stack in stacks for group in self.groups(stack)):
-            if quantise is not None:
-                quantise(within=group)
-            packed.append(self.pack(group))
+        for stack in stacks:
+            for group in self.groups(stack):
+                if quantise is not None:
+                    quantise(within=group)
+                packed.append(self.pack(group))
         if quantise is not None:
             quantise(within=[model])
         # Last, so that modules that do not stream are quantised before they move to the device.
@@ -162,8 +161,10 @@ class Offload:
         images = []
         for group in groups:
             image = packed.pop(0) if packed else None
-            # Layers may have been replaced since packing.
-            images.append(image if image is not None and image.holds(group) else self.pack(group))
+            # Stale if layers have been replaced since packing, such as by an adapter.
+            if image is None or not image.holds(group):
+                image = self.pack(group)
+            images.append(image)
         use_stream = self.config.group_offload_use_stream
         to_disk = self.config.group_offload_to_disk_path is not None
         if use_stream and self.device.type != "cuda":
@@ -195,12 +196,13 @@ class Offload:
     def _store(self, image: WeightImage, flat: Tensor) -> Tensor:
         """Store an image on disk, or in host memory, pinned for a GPU."""
         path = self.config.group_offload_to_disk_path
-        shared = self.world.local_size > 1
+        is_shared = self.world.local_size > 1
         if path is None:
-            kept = shared_by_machine(flat, self.world, None) if shared else flat
+            if is_shared:
+                flat = shared_by_machine(flat, self.world, None)
             if self.device.type == "cuda":
-                page_lock(kept, image)
-            return kept
+                page_lock(flat, image)
+            return flat
         folder = Path(path).expanduser()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +210,9 @@ class Offload:
             raise UserError(
                 f"group_offload_to_disk_path: cannot create {str(folder)!r}: {error.strerror}."
             ) from None
-        return shared_by_machine(flat, self.world, folder) if shared else on_disk(flat, folder)
+        if is_shared:
+            return shared_by_machine(flat, self.world, folder)
+        return on_disk(flat, folder)
 
 
 def _wrap_forward(module: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> None:
@@ -234,8 +238,9 @@ def _entering(streamer: Streamer, group: int) -> Iterator[None]:
 
 
 def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
-    """Exclude the streamed tensors from `to`, `cuda`, `float` and similar calls; LoRA weights move
-    as usual.
+    """Exclude the streamed tensors from `to`, `cuda`, `float` and similar calls.
+
+    The other weights of the block, such as a LoRA's, move as usual.
     """
     apply: Callable[..., nn.Module] = block._apply
 

@@ -20,19 +20,19 @@ from simpletuner.memory.offload.side_stream import SideStream
 logger = logging.getLogger(__name__)
 
 
-class _Kept:
-    """One tensor in host memory.
+class _HostTensor:
+    """A tensor in host memory, saved by autograd.
 
     Attributes:
         host: the values.
-        before: the tensor kept before this one, which the backward pass needs next.
-        coming: the copy on the device and the event that completes it, once requested.
+        previous: the tensor saved before this one, which the backward pass needs next.
+        prefetched: the copy on the device and the event that completes it, once started.
     """
 
-    def __init__(self, host: Tensor, before: weakref.ref[_Kept] | None) -> None:
+    def __init__(self, host: Tensor, previous: weakref.ref[_HostTensor] | None) -> None:
         self.host = host
-        self.before = before
-        self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self.previous = previous
+        self.prefetched: tuple[Tensor, torch.cuda.Event | None] | None = None
 
 
 class BlockInputs:
@@ -48,8 +48,9 @@ class BlockInputs:
             logger.warning(
                 "offload_block_inputs saves nothing: the compute device is not a CUDA device."
             )
-        self._free: list[Tensor] = []  # pinned bytes
-        self._last: weakref.ref[_Kept] | None = None
+        self._free: list[Tensor] = []  # pinned buffers, as bytes
+        # Weak, so that a buffer is free as soon as autograd drops the saved tensor.
+        self._last: weakref.ref[_HostTensor] | None = None
 
     def around(self, hidden_states: Tensor) -> saved_tensors_hooks:
         """Hooks around one checkpointed call of a block.
@@ -59,41 +60,42 @@ class BlockInputs:
         """
         address = hidden_states.data_ptr()
 
-        def pack(tensor: Tensor) -> Tensor | _Kept:
-            return self._leave(tensor) if tensor.data_ptr() == address else tensor
+        def pack(tensor: Tensor) -> Tensor | _HostTensor:
+            return self._to_host(tensor) if tensor.data_ptr() == address else tensor
 
-        def unpack(saved: Tensor | _Kept) -> Tensor:
-            return saved if isinstance(saved, Tensor) else self._return(saved)
+        def unpack(saved: Tensor | _HostTensor) -> Tensor:
+            return saved if isinstance(saved, Tensor) else self._to_device(saved)
 
         return saved_tensors_hooks(pack, unpack)
 
-    def _leave(self, tensor: Tensor) -> _Kept:
+    def _to_host(self, tensor: Tensor) -> _HostTensor:
+        """Start copying a tensor to the host."""
         buffer = self._buffer(tensor.nbytes)
         host = Span.of(tensor).view(buffer)
         with self.side.after_compute():
             host.copy_(tensor, non_blocking=True)
         self.side.keep(tensor)
-        kept = _Kept(host, self._last)
-        self._last = weakref.ref(kept)
-        # The buffer is free as soon as autograd drops the saved tensor.
-        weakref.finalize(kept, self._free.append, buffer).atexit = False
-        return kept
+        saved = _HostTensor(host, self._last)
+        self._last = weakref.ref(saved)
+        weakref.finalize(saved, self._free.append, buffer).atexit = False
+        return saved
 
-    def _return(self, kept: _Kept) -> Tensor:
-        tensor, arrival = kept.coming or self._fetch(kept)
-        before = kept.before() if kept.before is not None else None
+    def _to_device(self, saved: _HostTensor) -> Tensor:
+        """The tensor on the device, as soon as compute needs it."""
+        tensor, arrival = saved.prefetched or self._fetch(saved)
+        previous = saved.previous() if saved.previous is not None else None
         self.side.make_compute_wait(arrival)
         # Prefetch one block ahead: the copy runs while this block is recomputed.
-        if before is not None and before.coming is None:
-            before.coming = self._fetch(before)
+        if previous is not None and previous.prefetched is None:
+            previous.prefetched = self._fetch(previous)
         return tensor
 
-    def _fetch(self, kept: _Kept) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _fetch(self, saved: _HostTensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """Start copying a tensor back to the device."""
         # A real copy even on a CPU: the buffer will be reused for another tensor.
-        tensor = torch.empty_like(kept.host, device=self.side.device)
+        tensor = torch.empty_like(saved.host, device=self.side.device)
         with self.side.after_compute():
-            tensor.copy_(kept.host, non_blocking=True)
+            tensor.copy_(saved.host, non_blocking=True)
         return tensor, self.side.keep(tensor)
 
     def _buffer(self, nbytes: int) -> Tensor:
@@ -104,10 +106,8 @@ class BlockInputs:
         than tensors.
         """
         self._free.sort(key=Tensor.numel)
-        index = next(
-            (index for index, each in enumerate(self._free) if each.numel() >= nbytes), None
-        )
-        if index is not None:
-            return self._free.pop(index)
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= nbytes:
+                return self._free.pop(index)
         del self._free[:1]
         return self.side.host_memory(nbytes)

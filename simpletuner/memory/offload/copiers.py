@@ -8,6 +8,7 @@ disk blocks the host.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,8 +38,11 @@ class Copier:
 
     def submit(self, slot: Tensor, flat: Tensor) -> Any:
         """Start copying an image into a slot; returns the pending copy, for `wait`."""
-        # In line, all later compute waits for the copy itself.
-        with self.clock.running() if self.side.stream is None else self.side.after_compute():
+        if self.side.stream is None:
+            around: AbstractContextManager[object] = self.clock.running()  # compute waits for it
+        else:
+            around = self.side.after_compute()
+        with around:
             slot[: flat.numel()].copy_(flat, non_blocking=True)
         return self.side.end_of_copies()
 
@@ -84,7 +88,7 @@ class DiskCopier(Copier):
     ) -> torch.cuda.Event | None:
         with torch.cuda.device(self.side.device):
             if self._copied is not None:
-                # before the staging buffer is overwritten; blocks only this thread
+                # The last copy must have read the staging buffer. Blocks only this thread.
                 self._copied.synchronize()
             staged = self._staging[: flat.numel()].copy_(flat)
             with self.side.after_compute(free):
@@ -96,4 +100,6 @@ class DiskCopier(Copier):
 def choose_copier(device: torch.device, nbytes: int, *, use_stream: bool, on_disk: bool) -> Copier:
     """The copier for a device; `nbytes` is the size of the largest image."""
     side = SideStream(device, in_line=not use_stream)
-    return DiskCopier(side, nbytes) if side.stream is not None and on_disk else Copier(side)
+    if side.stream is not None and on_disk:
+        return DiskCopier(side, nbytes)
+    return Copier(side)

@@ -36,20 +36,20 @@ PROCESSES = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 FILES = "simpletuner-offload-"
 MARK = 16  # random bytes that identify a shared file
-# age at which a file name, which exists only briefly, must be left from a killed process
+# Named files exist only briefly; an older one was left by a killed process.
 STRAY_SECONDS = 3600.0
 
 
 def whole_pages(nbytes: int) -> Tensor:
-    """An uninitialised buffer that shares no memory page with other data, since a page can be
-    locked only once.
+    """An uninitialised buffer that shares no memory page with other data.
+
+    A page can be locked only once.
     """
-    # One page to align the start, and one to keep other data off the last page.
-    room = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
-    start = -room.data_ptr() % PAGE
-    return torch.from_numpy(
-        room.numpy()[start : start + nbytes]
-    )  # unlike a slice, its storage starts at the page
+    # One page more to align the start, and one to keep other data off the last page.
+    memory = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    # By way of NumPy, so that the storage starts at the page; that of a slice would not.
+    return torch.from_numpy(memory.numpy()[start : start + nbytes])
 
 
 def page_lock(flat: Tensor, owner: object) -> None:
@@ -123,13 +123,13 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
         UserError: the processes see neither each other nor the same folder.
         DiskFullError: no space left in the folder.
     """
-    file = _open_together(world, folder, named=False) or _open_together(world, folder, named=True)
+    file = _open_together(world, folder, named=False)
     if file is None:
-        place = (
-            f"group_offload_to_disk_path {str(folder)!r}"
-            if folder
-            else f"{SHARED_MEMORY} (docker run --ipc=host)"
-        )
+        file = _open_together(world, folder, named=True)
+    if file is None:
+        place = f"{SHARED_MEMORY} (docker run --ipc=host)"
+        if folder:
+            place = f"group_offload_to_disk_path {str(folder)!r}"
         raise UserError(
             f"The {world.local_size} processes of this machine cannot share weights: they see "
             "neither each other in /proc nor the same files. Let their containers share process "
@@ -142,9 +142,7 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
 
 
 def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
-    """Move the frozen tensors of modules into memory shared by all processes of a machine.
-    Collective.
-    """
+    """Move frozen tensors of modules to memory that a machine's processes share. Collective."""
     if world.local_size > 1:
         WeightImage(modules, lambda image, flat: shared_by_machine(flat, world, None))
 
@@ -156,28 +154,26 @@ def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[byte
         named: give the file a temporary name; otherwise processes open it through the first process
             in /proc.
     """
-    made: list[IO[bytes]] = []
-    with ExitStack() as names:
+    created: list[IO[bytes]] = []  # in the first process
+    with ExitStack() as removed_on_exit:
 
-        def make() -> tuple[str, bytes]:
+        def create() -> tuple[str, bytes]:
             with writing_to(folder or SHARED_MEMORY):
-                made.append(
-                    _named_file(folder or SHARED_MEMORY) if named else _unnamed_file(folder)
-                )
-                path = (
-                    str(made[0].name)
-                    if named
-                    else f"{PROCESSES}/{os.getpid()}/fd/{made[0].fileno()}"
-                )
                 if named:
-                    names.callback(os.unlink, path)
+                    file = _named_file(folder or SHARED_MEMORY)
+                    path = str(file.name)
+                    removed_on_exit.callback(os.unlink, path)
+                else:
+                    file = _unnamed_file(folder)
+                    path = f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
+                created.append(file)
                 mark = secrets.token_bytes(MARK)
-                made[0].write(mark)
-                made[0].flush()
+                file.write(mark)
+                file.flush()
                 return path, mark
 
-        path, mark = world.on_leader(make)
-        file = made[0] if made else _opened(path, mark)
+        path, mark = world.on_leader(create)
+        file = created[0] if created else _opened(path, mark)
         if all(world.gather(file is not None)):
             return file
     if file is not None:
@@ -186,8 +182,9 @@ def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[byte
 
 
 def _opened(path: str, mark: bytes) -> IO[bytes] | None:
-    """The file at a path if it begins with the mark; in another container, the path may be a
-    different file.
+    """The file at a path if it begins with the mark.
+
+    In another container, the path may be a different file.
     """
     with suppress(OSError):
         if Path(path).is_file():  # opening a pipe would block
@@ -199,16 +196,16 @@ def _opened(path: str, mark: bytes) -> IO[bytes] | None:
 
 
 def _named_file(folder: Path) -> IO[bytes]:
-    """A file with a random name, accessible only to this user. Removes stale files of killed
-    processes.
+    """A file with a random name, accessible only to this user.
+
+    Removes stale files of killed processes first.
     """
-    for stray in folder.glob(f"{FILES}*"):
+    for path in folder.glob(f"{FILES}*"):
         with suppress(OSError):
-            if (
-                time.time() - stray.stat().st_mtime > STRAY_SECONDS
-                and stray.stat().st_uid == os.geteuid()
-            ):
-                stray.unlink()
+            status = path.stat()
+            is_stale = time.time() - status.st_mtime > STRAY_SECONDS
+            if is_stale and status.st_uid == os.geteuid():
+                path.unlink()
     return cast(IO[bytes], tempfile.NamedTemporaryFile(dir=folder, prefix=FILES, delete=False))
 
 
@@ -254,14 +251,17 @@ class Span:
     @classmethod
     def of(cls, tensor: Tensor, offset: int = 0) -> Span:
         """The span of a tensor stored at `offset` bytes."""
-        return cls(
-            offset, tensor.size(), torch.empty_like(tensor, device="meta").stride(), tensor.dtype
-        )
+        # That of a dense copy, which is the tensor's own unless it has gaps.
+        stride = torch.empty_like(tensor, device="meta").stride()
+        return cls(offset, tensor.size(), stride, tensor.dtype)
 
     def view(self, flat: Tensor) -> Tensor:
         """This span of a buffer as a tensor; the buffer may be longer than the image."""
-        whole = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
-        return torch.as_strided(whole, self.size, self.stride, self.offset // self.dtype.itemsize)
+        itemsize = self.dtype.itemsize
+        # `view` needs a multiple of the item size.
+        usable = flat.numel() // itemsize * itemsize
+        numbers = flat[:usable].view(self.dtype)
+        return torch.as_strided(numbers, self.size, self.stride, self.offset // itemsize)
 
 
 class WeightImage:
@@ -282,15 +282,15 @@ class WeightImage:
         # By identity, so that weights shared between layers are stored once.
         unique = {id(tensor): tensor for module in modules for tensor in frozen_tensors(module)}
         self.tensors = list(unique.values())
-        self._plain = [leaf for tensor in self.tensors for leaf in plain_tensors(tensor)]
-        self._places = list[Span]()
+        self._plain = [plain for tensor in self.tensors for plain in plain_tensors(tensor)]
+        self._spans: list[Span] = []
         end = 0
-        for leaf in self._plain:
-            self._places.append(Span.of(leaf, end))
-            end += round_up(leaf.nbytes, ALIGNMENT)
+        for plain in self._plain:
+            self._spans.append(Span.of(plain, end))
+            end += round_up(plain.nbytes, ALIGNMENT)
         packed = whole_pages(end)
-        for leaf, place in zip(self._plain, self._places, strict=True):
-            place.view(packed).copy_(leaf.detach())
+        for plain, span in zip(self._plain, self._spans, strict=True):
+            span.view(packed).copy_(plain.detach())
         self.flat = store(self, packed)
         self._bindings: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.bind(self.flat)
@@ -301,38 +301,43 @@ class WeightImage:
         return self.flat.nbytes
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether the image is up to date with these modules: no tensor was added or replaced since
-        packing.
+        """Whether the image is up to date with these modules.
+
+        It is stale if a tensor has been added, replaced or given other content since packing.
         """
         current = {id(tensor) for module in modules for tensor in frozen_tensors(module)}
-        kept = zip(self._plain, self._places, strict=True)
-        return current == {id(tensor) for tensor in self.tensors} and all(
-            Span.of(leaf, place.offset) == place
-            and leaf.data_ptr() == self.flat.data_ptr() + place.offset
-            for leaf, place in kept
-        )
+        if current != {id(tensor) for tensor in self.tensors}:
+            return False
+        for plain, span in zip(self._plain, self._spans, strict=True):
+            if Span.of(plain, span.offset) != span:
+                return False
+            if plain.data_ptr() != self.flat.data_ptr() + span.offset:
+                return False
+        return True
 
     def bind(self, flat: Tensor) -> None:
-        """Point the tensors at a buffer with this image: the host buffer, or a slot on the
-        device.
-        """
-        binding = self._bindings.get(flat.data_ptr())
-        if binding is None:
-            binding = self._bindings[flat.data_ptr()] = self._make_binding(flat)
+        """Point the tensors at a buffer with this image: on the host, or a slot on the device."""
+        address = flat.data_ptr()
+        if address not in self._bindings:
+            self._bindings[address] = self._make_binding(flat)
         # Tensor subclasses of quantised weights would intercept the assignment.
         with torch._C.DisableTorchFunctionSubclass():
-            for tensor, content in binding:
+            for tensor, content in self._bindings[address]:
                 tensor.data = content
 
     def _make_binding(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every plain tensor with its view, then the wrappers, which must report the device of
-        their content.
+        """Every tensor with its content in a buffer.
+
+        Plain tensors come first, then wrappers, which must report the device of their content.
         """
-        views = [place.view(flat) for place in self._places]
+        views = [span.view(flat) for span in self._spans]
+        binding = list(zip(self._plain, views, strict=True))
         remaining = iter(views)
-        shells = [(tensor, rebuild(tensor, remaining)) for tensor in self.tensors]
-        wrappers = [(tensor, shell) for tensor, shell in shells if is_wrapper(tensor)]
-        return [*zip(self._plain, views, strict=True), *wrappers]
+        for tensor in self.tensors:
+            rebuilt = rebuild(tensor, remaining)  # also of plain tensors, to take their views
+            if is_wrapper(tensor):
+                binding.append((tensor, rebuilt))
+        return binding
 
 
 def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -342,9 +347,7 @@ def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor only wraps other tensors and has no memory, like torchao's quantised
-    tensors.
-    """
+    """Whether a tensor only wraps others and has no memory, like torchao's quantised tensors."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -353,28 +356,32 @@ def plain_tensors(tensor: Any) -> list[Tensor]:
     if not is_wrapper(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [leaf for name in names for leaf in plain_tensors(getattr(tensor, name))]
+    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]
 
 
 @contextmanager
 def without_tensors(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
     """Temporarily remove parameters and buffers, given by `id`, from their modules."""
-    parts: Any = (part for module in modules for part in module.modules())
-    tables = [(table, dict(table)) for part in parts for table in (part._parameters, part._buffers)]
-    for table, before in tables:
-        for name, value in before.items():
+    tables: list[dict[str, Any]] = []
+    for module in modules:
+        for part in module.modules():
+            tables += [part._parameters, part._buffers]
+    originals = [dict(table) for table in tables]
+    for table, original in zip(tables, originals, strict=True):
+        for name, value in original.items():
             if id(value) in tensors:
                 del table[name]
     try:
         yield
     finally:
-        for table, before in tables:
-            after = {
-                name: value if id(value) in tensors else table[name]
-                for name, value in before.items()
-            }
+        for table, original in zip(tables, originals, strict=True):
+            # The others may have been replaced meanwhile, by `to`. In the original order, which is
+            # that of the state dict.
+            for name, value in original.items():
+                if id(value) not in tensors:
+                    original[name] = table[name]
             table.clear()
-            table.update(after)  # restores the order of the state dict
+            table.update(original)
 
 
 def rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:

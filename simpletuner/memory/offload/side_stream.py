@@ -1,6 +1,4 @@
-"""A stream beside the compute stream, for copies between host and device and for decoding, and its
-events.
-"""
+"""A stream beside the compute stream, for copies and for decoding, and its events."""
 
 from __future__ import annotations
 
@@ -28,12 +26,16 @@ class SideStream:
 
     def __init__(self, device: torch.device, *, in_line: bool = False) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and not in_line else None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and not in_line:
+            self.stream = torch.cuda.Stream(device)
         self._kept: deque[tuple[object, torch.cuda.Event]] = deque()
 
     def after_compute(self, end: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-        """A context on this stream that waits for the compute before an event of `end_of_compute`,
-        by default now.
+        """A context on this stream, which first waits for all compute so far.
+
+        Args:
+            end: wait only for the compute before this event of `end_of_compute`.
         """
         if self.stream is None:
             return nullcontext()
@@ -41,16 +43,19 @@ class SideStream:
         return torch.cuda.stream(self.stream)
 
     def end_of_compute(self) -> torch.cuda.Event | None:
-        """An event after all compute so far, for `after_compute` in another thread, whose current
-        stream differs.
+        """An event after all compute so far, for `after_compute` in another thread.
+
+        There, the current stream would be another one.
         """
-        return (
-            None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
-        )
+        if self.stream is None:
+            return None
+        return torch.cuda.current_stream(self.device).record_event()
 
     def end_of_copies(self) -> torch.cuda.Event | None:
         """An event after all copies so far; None if they were synchronous."""
-        return None if self.stream is None else self.stream.record_event()
+        if self.stream is None:
+            return None
+        return self.stream.record_event()
 
     def keep(self, copied: object) -> torch.cuda.Event | None:
         """Hold a reference to tensors until the copies so far are complete; returns that event.
@@ -69,13 +74,15 @@ class SideStream:
         return end
 
     def make_compute_wait(self, end: torch.cuda.Event | None) -> None:
-        """Make the compute stream wait for an event of `end_of_copies`, and release the tensors
-        kept until then.
+        """Make the compute stream wait for an event of `end_of_copies`.
+
+        Releases the tensors that were kept until then: those of this event and of earlier ones.
         """
-        if end is not None:
-            torch.cuda.current_stream(self.device).wait_event(end)
-            while any(event is end for _, event in self._kept):
-                self._kept.popleft()
+        if end is None:
+            return
+        torch.cuda.current_stream(self.device).wait_event(end)
+        while any(event is end for _, event in self._kept):
+            self._kept.popleft()
 
     def finish(self) -> None:
         """Block the host until all copies are complete."""
@@ -84,8 +91,10 @@ class SideStream:
         self._kept.clear()
 
     def host_memory(self, nbytes: int, owner: object | None = None) -> Tensor:
-        """Pinned host memory, unlocked when `owner`, by default the tensor itself, is
-        garbage-collected.
+        """Pinned host memory, unlocked when its owner is garbage-collected.
+
+        Args:
+            owner: by default the tensor itself.
         """
         flat = whole_pages(nbytes)
         if self.stream is not None:
