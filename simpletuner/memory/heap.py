@@ -27,19 +27,21 @@ def trim_heap() -> None:
 
 @contextmanager
 def large_tensors_apart() -> Iterator[None]:
-    """Keep large tensors out of the heap, so that their memory returns to the system as soon as
-    they are freed.
+    """Keep large tensors out of the heap: their memory returns to the system when they are freed.
 
     In the heap, long-lived small tensors fragment the space of large temporary ones, and the heap
     grows.
     """
-    if _has_glibc():
-        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
+    if not _has_glibc():
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(MMAP_THRESHOLD, LARGE)
     try:
         yield
     finally:
-        for option, value in ADAPTED.items() if _has_glibc() else ():
-            ctypes.CDLL(None).mallopt(option, value)
+        for option, value in ADAPTED.items():
+            libc.mallopt(option, value)
 
 
 @cache

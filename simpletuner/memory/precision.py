@@ -26,14 +26,12 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
         ConfigError: the device does not support them.
     """
     report = Problems()
-    _lacking(config, device, report)
+    _report_lacking(config, device, report)
     report.raise_if_fatal()
 
 
-def _lacking(config: PrecisionConfig, device: torch.device, report: Problems) -> None:
-    """Report the GPU vendor or its compute capability, and only if both are sufficient, operations
-    that fail.
-    """
+def _report_lacking(config: PrecisionConfig, device: torch.device, report: Problems) -> None:
+    """Report what the device lacks: the right vendor, else the capability, else operations."""
     if device.type == "cpu":
         return
     quantisations = multiplied(config)
@@ -62,11 +60,11 @@ def refusal(stored: Quantisation, device: torch.device) -> str:
     (pytorch #192707).
     """
     dtype = torch.float8_e4m3fn if "float8" in stored.kind else torch.int8
-    levels = torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=dtype, device=device).t()
+    side = 2 * MULTIPLE
+    rows = torch.zeros(side, side, dtype=torch.bfloat16, device=device)
+    levels = torch.zeros(side, side, dtype=dtype, device=device).t()
     try:
-        multiply(
-            torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=torch.bfloat16, device=device), levels
-        )
+        multiply(rows, levels)
     except DEVICE_FAILURES:
         raise
     except RuntimeError as error:

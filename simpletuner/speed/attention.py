@@ -41,10 +41,12 @@ def activate_attention(config: PrecisionConfig, device: torch.device) -> None:
     package = ATTENTION_PACKAGES.get(mechanism)
     if package is None:
         return
-    fault = _unsupported(package, transformer_dtype(config), device)
-    fault = fault or _load(mechanism, package)
-    if fault:
-        raise ConfigError([Problem("attention_mechanism", f"{mechanism!r} {fault} Use diffusers.")])
+    reason = _unsupported(package, transformer_dtype(config), device)
+    if not reason:
+        reason = _load(mechanism, package)
+    if reason:
+        message = f"{mechanism!r} {reason} Use diffusers."
+        raise ConfigError([Problem("attention_mechanism", message)])
 
 
 def _unsupported(package: AttentionPackage, dtype: str, device: torch.device) -> str:
@@ -54,7 +56,7 @@ def _unsupported(package: AttentionPackage, dtype: str, device: torch.device) ->
     if not package.capabilities:
         return ""
     needed = " or ".join(f"{number}.x" for number in package.capabilities)
-    # ROCm reports numbers of its own as compute capabilities.
+    # As compute capabilities, ROCm reports its own numbers.
     if torch.version.hip:
         return f"needs an NVIDIA GPU of compute capability {needed}, not an AMD GPU."
     major, minor = torch.cuda.get_device_capability(device)
@@ -64,7 +66,7 @@ def _unsupported(package: AttentionPackage, dtype: str, device: torch.device) ->
 
 
 def _load(mechanism: str, package: AttentionPackage) -> str:
-    """Import a package and register what torch shall run; returns why that failed, or nothing."""
+    """Import a package and register its kernel; returns why that failed, empty if it worked."""
     try:
         if package.torch_name:
             activate_flash_attention_impl(package.torch_name)

@@ -1,13 +1,17 @@
-"""Regional compilation: torch.compile for the repeated blocks of a transformer, and checks of their
-gradients.
+"""Regional compilation: torch.compile for the repeated blocks of a transformer.
 
 Blocks of one class share compiled code. Only a function inside `block.forward` is compiled, so that
 hooks on blocks, checkpointing and weight streaming stay outside.
+
+Tests compare compiled fast blocks with uncompiled ones. Blocks of families without fast blocks are
+compared in the run, at the first batch of each shape, and stay uncompiled if their gradients
+differ.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +30,7 @@ from simpletuner.models.blocks import DynamicSizes, FastBlocks, call_kernel
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
 # Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are
-# off by thousandths, wrong blocks by more than 1.
+# off by thousandths, miscompiled ones by more than 1. So any bound in between separates them.
 TOLERANCE = 0.05
 
 # By default, torch stops recompiling a function after eight versions. Padding, gradients, empty
@@ -38,8 +42,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CompiledPiece:
-    """A function of `FastBlocks.pieces`, compiled for any number of tokens; uncompiled if the
-    compiler fails.
+    """A function of `FastBlocks.pieces`, compiled for any number of tokens.
+
+    It stays uncompiled if the compiler fails.
 
     Attributes:
         sampling: also run compiled code in calls without gradients, as in previews.
@@ -56,8 +61,9 @@ class CompiledPiece:
     sizes: DynamicSizes = field(default_factory=DynamicSizes)
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
-        # A single token, from an empty caption, is not worth another graph.
-        if not (torch.is_grad_enabled() or self.sampling) or hidden.shape[1] == 1:
+        if not torch.is_grad_enabled() and not self.sampling:
+            return self.eager(block, hidden, *others)
+        if hidden.shape[1] == 1:  # the token of an empty caption is not worth another graph
             return self.eager(block, hidden, *others)
         configure_compiler(ones_are_sizes=self.ones_are_sizes)
         inputs = (with_gradient(hidden), *others)
@@ -72,15 +78,21 @@ class CompiledPiece:
         return self.eager(block, *inputs)
 
 
-Case = tuple[object, ...]  # class of a block, and shapes and strides of its inputs
+# What one compiled version serves: training or sampling, a class of blocks, and the shapes of the
+# inputs.
+Case = tuple[object, ...]
 
 
 class CheckedForward:
     """`forward` of a stock block: compiled if its gradients have been verified, else uncompiled.
 
-    Each shape is verified with its first inputs: on CPUs, inductor miscompiles blocks of Sana
-    Video, and some gradients are silently wrong by orders of magnitude. Without gradients, outputs
-    are compared.
+    Each case is verified with its first inputs: on CPUs, inductor miscompiles blocks of Sana Video,
+    and some gradients are silently wrong by orders of magnitude. Without gradients, outputs are
+    compared.
+
+    Args:
+        verdicts: whether compiled code is right, by case; shared by all blocks.
+        sampling: also run compiled code without gradients.
     """
 
     def __init__(
@@ -96,36 +108,32 @@ class CheckedForward:
         # The first block's hidden states are a transposed view, whose strides would need a separate
         # graph.
         inputs = (with_gradient(hidden.contiguous()), *others)
-        training = torch.is_grad_enabled()
-        if not training and not self.sampling:
+        is_training = torch.is_grad_enabled()
+        if not is_training and not self.sampling:
             return self.eager(*inputs, **named)
-        # Training and sampling are compiled separately.
-        case = (
-            training,
-            type(self.block),
-            *(_shape(value) for value in (*inputs, *named.values())),
-        )
-        configure_compiler(
-            ones_are_sizes=False
-        )  # dynamic ones would break the attention of Sana Video
+        configure_compiler(ones_are_sizes=False)  # else the attention of Sana Video would break
+        guards = [_guard(value) for value in (*inputs, *named.values())]
+        case = (is_training, type(self.block), *guards)
         if case not in self.verdicts:
             self.verdicts[case] = self._is_right(inputs, named)
-        return (self.compiled if self.verdicts[case] else self.eager)(*inputs, **named)
+        forward = self.compiled if self.verdicts[case] else self.eager
+        return forward(*inputs, **named)
 
     def _is_right(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Compare the compiled with the uncompiled block; logs why it is not used."""
         name = type(self.block).__name__
-        forwards = [partial(each, **named) for each in (self.eager, self.compiled)]
+        forwards = [partial(self.eager, **named), partial(self.compiled, **named)]
         try:
-            worst = largest_error(self.block, forwards, inputs)
-        except TorchDynamoException as error:
-            logger.warning("%s is not compiled at this size: %s", name, _reason(error))
+            error = largest_error(self.block, forwards, inputs)
+        except TorchDynamoException as failure:
+            logger.warning("%s is not compiled at this size: %s", name, _reason(failure))
             return False
-        if worst >= TOLERANCE:
-            of = "gradients" if torch.is_grad_enabled() else "output"
-            logger.warning(
-                "%s is not compiled at this size: relative error of its %s %.2g.", name, of, worst
-            )
-        return worst < TOLERANCE
+        if error < TOLERANCE:
+            return True
+        compared = "gradients" if torch.is_grad_enabled() else "output"
+        message = "%s is not compiled at this size: relative error of its %s %.2g."
+        logger.warning(message, name, compared, error)
+        return False
 
 
 def compile_blocks(
@@ -137,33 +145,50 @@ def compile_blocks(
     sampling: bool,
     recomputing: bool,
 ) -> None:
-    """Compile the functions of fast blocks; for families without them, the forward of blocks, with
-    verification.
+    """Compile the functions of fast blocks or, for families without them, `forward` of blocks.
+
+    The latter is verified.
 
     Args:
         sampling: also compile previews, which run without gradients.
         recomputing: let the last functions of checkpointed blocks recompute themselves.
     """
     any_sizes = fast is not None or layout.compiled is not None
-    strict = launch.dynamo_fullgraph
     compiler = make_compiler(backend, launch, any_sizes=any_sizes)
     if fast is not None:
-        if recomputing:
-            fast.outside_checkpoint = outside_checkpoints()
-            fast.recomputing = {name: checkpointed(fast.pieces[name]) for name in fast.last}
-        for pieces in (fast.pieces, fast.recomputing):
-            for name, piece in pieces.items():
-                # Not with dynamo_dynamic, where even constant ones are symbols, and equal sizes
-                # become one symbol.
-                pieces[name] = CompiledPiece(
-                    piece, compiler(piece), sampling, strict, not launch.dynamo_dynamic
-                )
+        _compile_pieces(fast, compiler, launch, sampling=sampling, recomputing=recomputing)
         return
     # The first stock block of a class is verified for all of them.
     verdicts: dict[Case, bool] = {}
-    compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
+    if layout.compiled is not None:
+        compiler = partial(layout.compiled, compiler)
     for block in layout.blocks:
-        block.forward = CheckedForward(block, compiled, verdicts, sampling)
+        block.forward = CheckedForward(block, compiler, verdicts, sampling)
+
+
+def _compile_pieces(
+    fast: FastBlocks,
+    compiler: Compiler,
+    launch: LaunchConfig,
+    *,
+    sampling: bool,
+    recomputing: bool,
+) -> None:
+    """Compile the functions of fast blocks."""
+    if recomputing:
+        fast.outside_checkpoint = outside_checkpoints()
+        fast.recomputing = {name: checkpointed(fast.pieces[name]) for name in fast.last}
+    for pieces in (fast.pieces, fast.recomputing):
+        for name, piece in pieces.items():
+            pieces[name] = CompiledPiece(
+                eager=piece,
+                compiled=compiler(piece),
+                sampling=sampling,
+                strict=launch.dynamo_fullgraph,
+                # Not with dynamo_dynamic, where even constant ones are symbols, and equal sizes
+                # become one symbol.
+                ones_are_sizes=not launch.dynamo_dynamic,
+            )
 
 
 def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Compiler:
@@ -192,7 +217,8 @@ def sizes_of(tensor: Tensor) -> list[int]:
     Per-sample vectors, `B C`, have no tokens, and a symbolic width would slow down matmuls and
     loops.
     """
-    return [0, 1] if tensor.ndim > 2 or tensor.dtype == torch.bool else [0]
+    has_tokens = tensor.ndim > 2 or tensor.dtype == torch.bool  # masks are bool, `B S`
+    return [0, 1] if has_tokens else [0]
 
 
 def configure_compiler(*, ones_are_sizes: bool) -> None:
@@ -224,11 +250,9 @@ def with_gradient(hidden: Tensor) -> Tensor:
 
     The first block's input does not, and would need a separate compiled version.
     """
-    return (
-        hidden
-        if hidden.requires_grad or not torch.is_grad_enabled()
-        else hidden.detach().requires_grad_()
-    )
+    if hidden.requires_grad or not torch.is_grad_enabled():
+        return hidden
+    return hidden.detach().requires_grad_()
 
 
 def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequence[Any]) -> float:
@@ -236,38 +260,46 @@ def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequenc
 
     Compares the gradients of a block's weights and inputs or, without gradients, its output.
     """
-    trains = torch.is_grad_enabled()
-    results = (
-        _gradients(block, forward, inputs) if trains else [forward(*inputs)] for forward in forwards
-    )
-    return max(map(_error, *results), default=0.0)
+    results: list[list[Tensor]] = []
+    for forward in forwards:
+        if torch.is_grad_enabled():
+            results.append(_gradients(block, forward, inputs))
+        else:
+            results.append([forward(*inputs)])
+    return max(map(_relative_error, *results), default=0.0)
 
 
-def _error(right: Tensor, wrong: Tensor) -> float:
-    # If the right value is zero, any difference counts as a large error.
-    error = float((wrong - right).float().norm() / right.float().norm().clamp_min(1e-12))
-    return error if error == error else float("inf")  # `max` would ignore NaN
+def _relative_error(expected: Tensor, actual: Tensor) -> float:
+    # If the expected value is zero, any difference counts as a large error.
+    size = expected.float().norm().clamp_min(1e-12)
+    error = float((actual - expected).float().norm() / size)
+    return math.inf if math.isnan(error) else error  # `max` would ignore NaN
 
 
 def _gradients(block: nn.Module, forward: Forward, inputs: Sequence[Any]) -> list[Tensor]:
-    """Gradients of half the squared norm of the output."""
-    copies = [
-        value.detach().requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for value in inputs
-    ]
+    """Gradients of half the squared norm of the output, for all that needs a gradient.
+
+    The derivative of that loss by the output is the output itself, so every element counts, and no
+    target is needed.
+    """
+    copies: list[Any] = []
+    for value in inputs:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            # A leaf of a graph of its own, which leaves the gradients of the run alone.
+            value = value.detach().requires_grad_(value.requires_grad)
+        copies.append(value)
     with outside_checkpoints():
         output = forward(*copies)
-        wanted = [
-            each
-            for each in (*copies, *block.parameters())
-            if isinstance(each, Tensor) and each.requires_grad
+        leaves = [
+            value
+            for value in (*copies, *block.parameters())
+            if isinstance(value, Tensor) and value.requires_grad
         ]
-        gradients = torch.autograd.grad(output, wanted, output.detach(), allow_unused=True)
+        gradients = torch.autograd.grad(output, leaves, output.detach(), allow_unused=True)
+    # A zero for what the output does not depend on, in either version of the block.
     return [
-        torch.zeros_like(like) if gradient is None else gradient
-        for gradient, like in zip(gradients, wanted, strict=True)
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(gradients, leaves, strict=True)
     ]
 
 
@@ -276,14 +308,15 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).splitlines()[:2])
 
 
-def _shape(value: Any) -> object:
-    """The guard of compiled code: shape, strides and dtype of a tensor, or the value itself."""
-    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+def _guard(value: Any) -> object:
+    """What compiled code depends on: shape, strides and dtype of a tensor, or the value itself."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return value
 
 
 class FirstGradients:
-    """`forward` of a block that logs how far quantised products change its gradients, in the first
-    training call.
+    """`forward` of a block that logs how far quantised products change its first gradients.
 
     The block is compared with its unpacked products on the run's batch, because the error depends
     on outliers, which random inputs lack. Both run uncompiled, with the same dropout.
@@ -342,9 +375,7 @@ class FirstGradients:
 
 @contextmanager
 def unpacked_products(block: nn.Module) -> Iterator[None]:
-    """A context in which quantised layers multiply by their unpacked, but still rounded,
-    weights.
-    """
+    """A context in which quantised layers multiply by their unpacked, still rounded, weights."""
     layers = [module for module in block.modules() if isinstance(module, QuantisedLinear)]
     forms = [layer.form for layer in layers]
     for layer in layers:

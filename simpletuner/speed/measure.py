@@ -32,7 +32,8 @@ def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> Devi
     Without a GPU's own memory (Apple), there are no copies from the host to measure.
     """
     known = read_rates(folder)
-    if known is not None and (known.device, known.dtype) == (device_name(device), _name(dtype)):
+    measured = (device_name(device), _dtype_name(dtype))
+    if known is not None and (known.device, known.dtype) == measured:
         return known
     rates = _measure_cpu(dtype) if device.type == "cpu" else _measure_gpu(device, dtype)
     write_rates(folder, rates)
@@ -44,7 +45,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     backend = backend_of(device)
-    return torch.cuda.get_device_name(device) if backend == "cuda" else TITLES[backend]
+    if backend == "cuda":
+        return torch.cuda.get_device_name(device)
+    return TITLES[backend]
 
 
 def backend_of(device: torch.device) -> Backend:
@@ -61,27 +64,28 @@ def matmul_flops(
     generator = torch.Generator(device).manual_seed(0)
     # Random values, since multiplying zeros takes less power, and a GPU would run at an
     # unsustainable clock.
-    left, right = (
-        torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(2)
-    )
-    out = torch.empty_like(left)
-    return 2 * side**3 / fastest(lambda: torch.mm(left, right, out=out), device, rounds)
+    left = torch.randn(side, side, device=device, dtype=dtype, generator=generator)
+    right = torch.randn(side, side, device=device, dtype=dtype, generator=generator)
+    product = torch.empty_like(left)
+    seconds = fastest(lambda: torch.mm(left, right, out=product), device, rounds)
+    return 2 * side**3 / seconds
 
 
 def host_to_device_bytes(
     device: torch.device, count: int = COPIED_BYTES, rounds: int = ROUNDS
 ) -> float:
     """Bytes per second from pinned host memory to a GPU."""
-    host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(count, dtype=torch.uint8, device=device)
-    return count / fastest(lambda: there.copy_(host, non_blocking=True), device, rounds)
+    on_host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(count, dtype=torch.uint8, device=device)
+    seconds = fastest(lambda: on_device.copy_(on_host, non_blocking=True), device, rounds)
+    return count / seconds
 
 
 def _measure_gpu(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     side = APPLE_SIDE if device.type == "mps" else SIDE
     rate = matmul_flops(device, dtype, side)
     copies = None if device.type == "mps" else host_to_device_bytes(device)
-    rates = DeviceRates(device_name(device), rate, copies, _name(dtype))
+    rates = DeviceRates(device_name(device), rate, copies, _dtype_name(dtype))
     # The peak memory that a run reports must not include the benchmark.
     torch.get_device_module(device).empty_cache()
     if device.type == "cuda":
@@ -98,8 +102,8 @@ def _measure_cpu(dtype: torch.dtype) -> DeviceRates:
         if 2 * SMALL_SIDE**3 / rate < AFFORDABLE_SECONDS:
             rate = matmul_flops(device, dtype, MEDIUM_SIDE, rounds=3)
             break
-    return DeviceRates(device_name(device), rate, dtype=_name(dtype))
+    return DeviceRates(device_name(device), rate, dtype=_dtype_name(dtype))
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,6 +1,4 @@
-"""Activation checkpointing: recomputes the activations of blocks in the backward pass instead of
-keeping them.
-"""
+"""Activation checkpointing: recomputes activations of blocks instead of keeping them."""
 
 from __future__ import annotations
 
@@ -41,13 +39,18 @@ def enable_checkpointing(
     if not config.gradient_checkpointing:
         return
     kept = config.gradient_checkpointing_kept_blocks
-    are_chosen = checkpointed_blocks(len(layout.blocks), config.checkpoint_interval, kept)
-    chosen = {id(block) for block, is_one in zip(layout.blocks, are_chosen, strict=True) if is_one}
+    are_checkpointed = checkpointed_blocks(len(layout.blocks), config.checkpoint_interval, kept)
+    chosen: set[int] = set()
+    for block, is_checkpointed in zip(layout.blocks, are_checkpointed, strict=True):
+        if is_checkpointed:
+            chosen.add(id(block))
 
     def run_block(block: nn.Module, hidden: Tensor, *others: Any) -> Any:
         if id(block) not in chosen:
             return block(hidden, *others)
-        contexts = noop_context_fn if keep is None else partial(keeping_contexts, keep)
+        contexts: Callable[[], Any] = noop_context_fn
+        if keep is not None:
+            contexts = partial(keeping_contexts, keep)
         with nullcontext() if block_inputs is None else block_inputs.around(hidden):
             return checkpoint(
                 block,
@@ -92,9 +95,7 @@ def outside_checkpoints() -> saved_tensors_hooks:
 def keeping_contexts(
     keep: SelfAttention,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts for a block's forward pass and recomputation, which pass on the output of
-    attention.
-    """
+    """Contexts for a block's forward pass and its recomputation, which reuses the attention."""
     kept = KeptAttention()
     return keep.through(kept), keep.through(kept)
 
@@ -127,7 +128,7 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
-        return tuple(each.view_as(each) for each in inputs)
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -135,22 +136,30 @@ class Recomputed(torch.autograd.Function):
 
 
 class SavedAsRecipes(saved_tensors_hooks):
-    """Hooks that save views of `Recomputed` outputs as recipes, and all other tensors as usual."""
+    """Hooks that save views of `Recomputed` outputs as recipes, and all other tensors as usual.
+
+    A recipe makes the view from the recomputed tensor when the backward pass needs it.
+    """
 
     def __init__(self, passed: Sequence[Tensor]) -> None:
         # Kernels save transposed or reshaped views, which share only the storage.
-        places = {value.untyped_storage()._cdata: index for index, value in enumerate(passed)}
+        index_of = {value.untyped_storage()._cdata: index for index, value in enumerate(passed)}
         node: Any = passed[0].grad_fn
 
         @cache  # a checkpoint returns every tensor only once
-        def again() -> tuple[Tensor, ...]:
+        def recomputed() -> tuple[Tensor, ...]:
             return node.saved_tensors
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-            index = places.get(tensor.untyped_storage()._cdata)
+            index = index_of.get(tensor.untyped_storage()._cdata)
             if index is None:
                 return tensor
-            view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            return lambda: torch.as_strided(again()[index], *view)
+            size = tensor.size()
+            stride = tensor.stride()
+            offset = int(tensor.storage_offset())
+            return lambda: torch.as_strided(recomputed()[index], size, stride, offset)
 
-        super().__init__(pack, lambda saved: saved if isinstance(saved, Tensor) else saved())
+        def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+            return saved if isinstance(saved, Tensor) else saved()
+
+        super().__init__(pack, unpack)

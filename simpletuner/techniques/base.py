@@ -29,7 +29,7 @@ from simpletuner.planning.techniques.spec import TechniqueSpec
 if TYPE_CHECKING:
     from simpletuner.models.sequence import SequenceGroup
 
-# The model's current velocity prediction, in a forward pass without techniques.
+# A forward pass without techniques: returns the model's current velocity prediction.
 Predict = Callable[[NoisyBatch], Tensor]
 # An extra forward pass, with gradients, through the given function; returns losses by their logged
 # names.
@@ -58,18 +58,16 @@ class Technique:
 
     @property
     def name(self) -> str:
-        """Name of its module and state in a checkpoint; a run has at most one technique per
-        class.
-        """
+        """Name of its module and its state in a checkpoint; unique, as a class is used once."""
         return type(self).__name__
 
     def attach(self, site: Site) -> None:
-        """Register hooks and build a module; called once, after the model is built and before the
-        optimizer.
+        """Register hooks and build a module.
 
-        Hooks must do nothing under `no_grad` and draw no random numbers: activation checkpointing
-        runs a block and its hooks twice. For hidden states, use `site.hidden`, which records each
-        only once. torch's global generators are seeded for the technique, and restored afterwards.
+        Called once, after the model is built and before the optimizer is. Hooks must do nothing
+        under `no_grad` and draw no random numbers: activation checkpointing runs a block and its
+        hooks twice. For hidden states, use `site.hidden`, which records each only once. torch's
+        global generators are seeded for the technique, and restored afterwards.
         """
         self.site = site
 
@@ -81,8 +79,9 @@ class Technique:
         load_vae: Callable[[], LatentEncoder],
         device: torch.device,
     ) -> FeatureEncoder:
-        """Load what computes the features of its spec, onto the device; called only if an entry is
-        missing.
+        """Load what computes the features of its spec, onto the device.
+
+        Called only if a cache entry is missing.
         """
         raise NotImplementedError
 
@@ -95,17 +94,14 @@ class Technique:
         return None
 
     def adopt(self, module: nn.Module) -> None:
-        """Receive the module wrapped for several processes; the technique must call the wrapped
-        module from now on.
-        """
+        """Receive the module wrapped for several processes, and call that from now on."""
 
     def deal(self, batch: Batch, noise: Tensor, place: Place) -> Tensor:
-        """Choose the noise of a micro-batch, `B C F H W`, before offsets and perturbations are
-        added.
+        """Choose the noise of a micro-batch, `B C F H W`.
 
-        Called ahead of the step, in the thread that reads batches, so it must be a function of its
-        arguments alone. Where samples of a micro-batch trade their noise, results depend on the
-        number of processes.
+        Offsets and perturbations are added to it later. Called ahead of the step, in the thread
+        that reads batches, so it must be a function of its arguments alone. Where samples of a
+        micro-batch trade their noise, results depend on the number of processes.
 
         Args:
             noise: standard normal, on the device of the batch, which is the CPU in a run.
@@ -114,9 +110,7 @@ class Technique:
         return noise
 
     def acting(self, batch: Batch) -> AbstractContextManager[None]:
-        """A context around the forward and backward pass of a micro-batch; undoes its changes on
-        exit.
-        """
+        """A context around the forward and backward pass of a micro-batch, undone on exit."""
         return nullcontext()
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
@@ -130,8 +124,9 @@ class Technique:
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
-        """The tokens that pass through a visual block in this micro-step, int64 `B K`; None for all
-        tokens.
+        """The tokens that pass through a visual block in this micro-step, int64 `B K`.
+
+        None for all tokens.
         """
         return None
 
@@ -155,7 +150,7 @@ class Technique:
         return {}
 
     def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Derived numbers to log, from a step's metrics averaged over processes and micro-steps."""
+        """Derived numbers to log, from the means of a step over processes and micro-steps."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,13 +191,15 @@ class Site:
 
     def kept_tokens(self, block: int) -> Tensor | None:
         """The tokens in the hidden states of a visual block, int64 `B K`; None if all are."""
-        everyone = (technique.kept_tokens(block) for technique in self.others)
-        return next((kept for kept in everyone if kept is not None), None)
+        for technique in self.others:
+            kept = technique.kept_tokens(block)
+            if kept is not None:
+                return kept
+        return None
 
 
 class HiddenStates:
-    """The output tokens of watched visual blocks in the forward pass of a micro-step, for use in a
-    loss.
+    """The output of watched visual blocks in the forward pass of a micro-step, for a loss.
 
     Compilation and streaming replace a block's `forward`; hooks run outside of it, independently of
     both. Activation checkpointing runs a block and its hooks again in the backward pass. The
@@ -214,7 +211,7 @@ class HiddenStates:
         self._layout = layout
         self._group = group
         self._watched: set[int] = set()
-        self._found: dict[int, Tensor] = {}
+        self._recorded: dict[int, Tensor] = {}
         self._is_open = False
 
     def watch(self, block: int) -> None:
@@ -228,24 +225,23 @@ class HiddenStates:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Record within this context, which must span the forward pass and all reads of its hidden
-        states.
-        """
+        """Record within this context, which must span the forward pass and all reads."""
         self._is_open = True
         try:
             yield
         finally:
             self._is_open = False
             # Otherwise the graph and its activations would stay alive until the next forward pass.
-            self._found.clear()
+            self._recorded.clear()
 
     def __getitem__(self, block: int) -> Tensor:
-        """The output `B S D` of a watched block, part of the graph; `S` counts the tokens that
-        passed through it.
+        """The output `B S D` of a watched block, as part of the graph.
+
+        `S` counts the tokens that passed through the block.
         """
-        hidden = self._found[block]
+        hidden = self._recorded[block]
         return hidden if self._group is None else self._group.gathered(hidden)
 
     def _keep(self, block: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if self._is_open:
-            self._found[block] = output
+            self._recorded[block] = output

@@ -4,8 +4,10 @@ Hwang et al., "Cross-Frame Representation Alignment for Fine-Tuning Video Diffus
 2506.09229. With a frame f, the teacher's features y, the block's tokens h, a trained projector phi,
 and sim the mean cosine over the positions of a frame:
 
-    score(f) = sim(y_f, phi(h_f)) + sum over neighbours k of exp(-|k - f| / tau) * sim(y_k,
-    phi(h_f)) loss     = -weight * mean over f of score(f)
+    score(f) = sim(y_f, phi(h_f)) + sum over k of exp(-|k - f| / tau) * sim(y_k, phi(h_f))
+    loss     = -weight * mean over f of score(f)
+
+The sum runs over the neighbours k of frame f.
 
 The teacher is a vision encoder (`techniques.teacher`) or a later block.
 
@@ -52,9 +54,8 @@ class Grid:
         """The mean over the tokens of each frame, `B F 1 1 D`."""
         # A route may leave a frame without tokens.
         count = self.present.sum((2, 3)).clamp(min=1)
-        return (self.values * self.present[..., None]).sum((2, 3), keepdim=True) / count[
-            ..., None, None, None
-        ]
+        total = (self.values * self.present[..., None]).sum((2, 3), keepdim=True)
+        return total / count[..., None, None, None]
 
     def pooled(self) -> Grid:
         """The grid of frame means, one token per frame."""
@@ -82,7 +83,8 @@ class Alignment:
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over the frames with tokens, then over samples."""
-        return (values.sum(1) / (self.weights > 0).sum(1).clamp(min=1)).mean()
+        frames = (self.weights > 0).sum(1).clamp(min=1)
+        return (values.sum(1) / frames).mean()
 
     @property
     def score(self) -> Tensor:
@@ -96,27 +98,30 @@ def align(student: Grid, teacher: Grid, neighbours: Mapping[int, float]) -> Alig
     Args:
         neighbours: weights by frame offset; 0 is the frame itself.
     """
-    own, seen = similarity(student, teacher, 0)
+    own, exists = similarity(student, teacher, 0)
     total = own
-    weights = seen
+    weights = exists
     for shift, weight in neighbours.items():
-        similar, is_there = similarity(student, teacher, shift)
+        similar, exists = similarity(student, teacher, shift)
         total = total + weight * similar
-        weights = weights + weight * is_there
+        weights = weights + weight * exists
     return Alignment(total, weights, own)
 
 
 def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor]:
-    """The mean cosine of a frame with the teacher's frame `shift` later, and whether that frame
-    exists; both `B F`.
+    """The mean cosine of each frame with the teacher's frame `shift` later.
+
+    Returns:
+        the mean, and 1 if that frame exists, else 0; both `B F`.
     """
     frames = student.values.shape[1]
+    # The frames that have such a neighbour: all but the first for shift -1, all but the last for 1.
     before = max(-shift, 0)
     after = max(shift, 0)
-    learner = slice(before, frames - after)
-    target = slice(after, frames - before)
-    both = student.present[:, learner] * teacher.present[:, target]
-    cosines = (student.values[:, learner] * teacher.values[:, target]).sum(-1)
+    frame = slice(before, frames - after)
+    neighbour = slice(after, frames - before)
+    both = student.present[:, frame] * teacher.present[:, neighbour]
+    cosines = (student.values[:, frame] * teacher.values[:, neighbour]).sum(-1)
     count = both.sum((2, 3))
     mean = (cosines * both).sum((2, 3)) / count.clamp(min=1)
     # A frame at the end of the clip has no such neighbour: similarity 0 with weight 0.
@@ -126,13 +131,16 @@ def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor
 def neighbours_of(config: CrepaConfig, frames: int) -> dict[int, float]:
     """Weights by frame offset, before and after, within a clip of this many frames."""
     furthest = min(config.crepa_adjacent_distance, frames - 1)
+    if furthest == 0:
+        return {}
+    # With distance 2: offsets -2 and 2; cumulative: -1, 1, -2 and 2.
     first = 1 if config.crepa_cumulative_neighbors else furthest
-    distances = range(first, furthest + 1) if furthest else ()
-    weights = {distance: math.exp(-distance / config.crepa_adjacent_tau) for distance in distances}
-    # Distance 2: offsets -2 and 2; cumulative: -1, 1, -2 and 2.
-    return {
-        shift: weight for distance, weight in weights.items() for shift in (-distance, distance)
-    }
+    weights: dict[int, float] = {}
+    for distance in range(first, furthest + 1):
+        weight = math.exp(-distance / config.crepa_adjacent_tau)
+        weights[-distance] = weight
+        weights[distance] = weight
+    return weights
 
 
 class Crepa(Technique):
@@ -185,38 +193,34 @@ class Crepa(Technique):
         self._project = module
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Set the weight of this micro-step, and compute uncached features before activations take
-        memory.
+        """Set the weight of this micro-step, and compute uncached features.
+
+        Before the forward pass, whose activations take memory.
         """
         step = noisy.place_for("CREPA").global_step
         cutoff = self.config.crepa_cutoff_step
-        is_aligned = noisy.batch.dataset_id not in self.spec.regularised
-        self._scheduled = (
-            scheduled_weight(self.config, step, self.spec.total_steps) if is_aligned else 0.0
-        )
+        self._scheduled = 0.0
+        if noisy.batch.dataset_id not in self.spec.regularised:
+            self._scheduled = scheduled_weight(self.config, step, self.spec.total_steps)
         self._follow_threshold()
         self._is_cut = self._is_off or 0 < cutoff <= step
         if not self._encoders or not self._measures:
             return noisy
-        features = {
-            FEATURES: [
-                encoder.encode(latent)
-                for encoder in self._encoders
-                for latent in noisy.batch.latents
-            ]
-        }
-        return replace(
-            noisy, batch=replace(noisy.batch, features={**noisy.batch.features, **features})
-        )
+        encoded = [
+            encoder.encode(latent) for encoder in self._encoders for latent in noisy.batch.latents
+        ]
+        features = {**noisy.batch.features, FEATURES: encoded}
+        return replace(noisy, batch=replace(noisy.batch, features=features))
 
     @property
     def _measures(self) -> bool:
-        """Whether to compute the similarity in this micro-step: for the loss, or because it may
-        fall below the threshold.
+        """Whether to compute the similarity in this micro-step.
+
+        For the loss or, while that is off, to see whether it falls below the threshold again.
         """
-        return self._scheduled > 0 and (
-            not self._is_off or self.config.crepa_threshold_mode == "recoverable"
-        )
+        if self._scheduled <= 0:
+            return False
+        return not self._is_off or self.config.crepa_threshold_mode == "recoverable"
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         weight = 0.0 if self._is_off else self._scheduled
@@ -231,10 +235,8 @@ class Crepa(Technique):
             if weight > 0:
                 return {"crepa_loss": weight * loss}
         # Gradient synchronisation requires the projector in every step.
-        nothing = self._project(
-            torch.zeros(1, 1, 1, 1, self.site.layout.width, device=prediction.device)
-        )
-        return {"crepa_loss": 0.0 * nothing.sum()}
+        token = torch.zeros(1, 1, 1, 1, self.site.layout.width, device=prediction.device)
+        return {"crepa_loss": 0.0 * self._project(token).sum()}
 
     def metrics(self) -> Mapping[str, Tensor]:
         return self._log
@@ -272,27 +274,26 @@ class Crepa(Technique):
         if not config.crepa_spatial_align:
             student = student.pooled()
             teacher = teacher.pooled()
-        alignment = align(
-            student.unit(), teacher.unit(), neighbours_of(config, student.values.shape[1])
-        )
+        frames = student.values.shape[1]
+        alignment = align(student.unit(), teacher.unit(), neighbours_of(config, frames))
         self._record(alignment)
         score = alignment.score if config.crepa_normalize_neighbour_sum else alignment.total
-        # Without normalisation, the paper's plain sum over the frames.
-        return -(alignment.mean(score) if config.crepa_normalize_by_frames else score.sum(1).mean())
+        if config.crepa_normalize_by_frames:
+            return -alignment.mean(score)
+        return -score.sum(1).mean()  # the paper's plain sum over the frames
 
     def _record(self, alignment: Alignment) -> None:
         """Update the moving average and the logged metrics."""
         score = alignment.mean(alignment.score.detach())
         decay = self.config.crepa_similarity_ema_decay
         world = self.site.world
-        if (
-            world.size > 1 and self.config.crepa_similarity_threshold is not None
-        ):  # all processes must decide alike
+        if world.size > 1 and self.config.crepa_similarity_threshold is not None:
+            # All processes must decide alike about the threshold.
             score = score.new_tensor(world.mean([score.item()])[0])
-        # Starts at the first score: from 0, the threshold would be reached too late.
-        self._average = (
-            score if self._average is None else decay * self._average + (1 - decay) * score
-        )
+        if self._average is None:
+            self._average = score  # from 0, the threshold would be reached too late
+        else:
+            self._average = decay * self._average + (1 - decay) * score
         self._log |= {
             "crepa_alignment_score": score,
             "crepa_alignment_score_ema": self._average,
@@ -324,10 +325,10 @@ class Crepa(Technique):
 
 
 def scheduled_weight(crepa: CrepaConfig, step: int, total_steps: int) -> float:
-    """The scheduled weight after `step` optimizer steps: linear warm-up, decay, and 0 from the
-    cutoff on.
+    """The scheduled weight after `step` optimizer steps.
 
-    The decay runs from the end of the warm-up to `crepa_decay_steps`, both counted from step 0.
+    Linear warm-up, decay, and 0 from the cutoff on. The decay runs from the end of the warm-up to
+    `crepa_decay_steps`, both counted from step 0.
     """
     start = crepa.crepa_lambda
     end = crepa.crepa_lambda_end
@@ -337,13 +338,13 @@ def scheduled_weight(crepa: CrepaConfig, step: int, total_steps: int) -> float:
     if step < warmup:
         return start * step / warmup
     length = max((crepa.crepa_decay_steps or total_steps) - warmup, 1)
-    left = 1 - min((step - warmup) / length, 1.0)
+    remaining = 1 - min((step - warmup) / length, 1.0)  # of the decay: 1 at its start, 0 at its end
     match crepa.crepa_scheduler:
         case "linear":
-            return end + (start - end) * left
+            return end + (start - end) * remaining
         case "cosine":
-            return end + (start - end) * (1 - math.cos(math.pi * left)) / 2
+            return end + (start - end) * (1 - math.cos(math.pi * remaining)) / 2
         case "polynomial":
-            return end + (start - end) * float(left**crepa.crepa_power)
+            return end + (start - end) * float(remaining**crepa.crepa_power)
         case "constant":
             return start

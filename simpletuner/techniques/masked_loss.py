@@ -42,13 +42,14 @@ class MaskedLoss(Technique):
         if self._config.masked_loss_prior:
             with self.site.disabled():
                 self._prior = replace(_masked(noisy, 1 - mask), target=predict(noisy))
-        # Routes must keep positions that are at least half white.
-        protected = (mask if noisy.batch.host_mask is None else noisy.batch.host_mask) >= 0.5
+        # Routes must keep positions that are at least half white. They need them on the CPU, where
+        # batches keep a copy of the mask.
+        host_mask = mask if noisy.batch.host_mask is None else noisy.batch.host_mask
+        protected = host_mask >= 0.5
         if noisy.protected is not None:
             protected = protected | noisy.protected.to(protected.device)
-        return replace(
-            _masked(noisy, self._weights(mask, noisy.frame_weights)), protected=protected
-        )
+        weighted = _masked(noisy, self._weights(mask, noisy.frame_weights))
+        return replace(weighted, protected=protected)
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         if self._prior is None:

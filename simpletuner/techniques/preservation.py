@@ -36,15 +36,14 @@ class Preservation(Technique):
         embeds = noisy.batch.other_embeds
         if embeds is None or not noisy.is_drawn(self.probability, "preservation"):
             return ()
-        return (partial(self._change, replace(noisy, batch=replace(noisy.batch, embeds=embeds))),)
+        with_other_captions = replace(noisy, batch=replace(noisy.batch, embeds=embeds))
+        return (partial(self._change, with_other_captions),)
 
-    def _change(self, other: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
-        """`preservation_loss`, the mean over all latent positions except a conditioning first
-        frame.
-        """
+    def _change(self, noisy: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
+        """`preservation_loss`: the mean over all positions but a conditioning first frame."""
         with torch.no_grad(), self.site.disabled():
-            base = forward(other)
-        change = (forward(other) - base)[:, :, other.given_frames :]
+            base = forward(noisy)
+        change = (forward(noisy) - base)[:, :, noisy.given_frames :]
         return {"preservation_loss": self.weight * change.square().mean()}
 
 

@@ -1,5 +1,4 @@
-"""Scheduled sampling: replaces some inputs with rollouts of the model, so that it learns from its
-own errors.
+"""Scheduled sampling: replaces some inputs with rollouts, so that the model meets its own errors.
 
 A plain input is the exact mix of data and noise, but the states of a sampler drift from it, and the
 model is never trained on drifted states (exposure bias). Here, a sample starts some sampler steps
@@ -39,10 +38,10 @@ FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 UNFINISHED = {"lower_order_final": False, "final_sigmas_type": "sigma_min"}
 # Below 1, where the solvers' logarithms are infinite.
 LARGEST_SIGMA = 1 - 1e-6
-# If the rectification exceeds the loss by this factor for this many steps, the run learns little
+# If the rectification exceeds the loss by this factor for so many steps, the run learns little
 # else.
-DOMINANT = 5.0
-PATIENCE = 100
+DOMINANT_RATIO = 5.0
+DOMINANT_STEPS = 100
 ADR = "reflexflow_adr"
 FLOW_LOSS = "reflexflow_flow_loss"
 
@@ -60,7 +59,7 @@ class ScheduledSampling(Technique):
 
     def attach(self, site: Site) -> None:
         self._is_sharded = site.is_sharded
-        self._grids = dict[bool, np.ndarray]()
+        self._grids: dict[bool, np.ndarray] = {}
         # Sana Video uses another grid (shift 8) for clips with a conditioning first frame.
         for from_picture in (False, True):
             sampler = site.adapter.load_sampler(self._shift, from_picture=from_picture)
@@ -72,31 +71,38 @@ class ScheduledSampling(Technique):
         place = noisy.place_for("scheduled sampling")
         self._sampled = None
         self._watch.begin(place.global_step)
-        offsets = [] if noisy.batch.dataset_id in self._skipped else self._offsets(place)
+        if noisy.batch.dataset_id in self._skipped:
+            return noisy
+        offsets = self._offsets(place)
         if not any(offsets):
             return noisy
         paths = self._paths(noisy, offsets[place.slots.start : place.slots.stop])
-        states = self._sample(noisy, paths, predict)
-        clean = self._clean(noisy, paths, predict) if self._config.compares_clean else noisy.target
-        if self._is_sharded:  # passes of other processes need this process, whatever it predicts
-            for _ in range(self._passes(max(offsets)) - self._passes(max(map(len, paths)) - 1)):
+        states = self._roll_out(noisy, paths, predict)
+        clean = noisy.target
+        if self._config.compares_clean:
+            clean = self._clean_predictions(noisy, paths, predict)
+        if self._is_sharded:
+            # Passes of other processes need this process, whatever it predicts in them.
+            longest_anywhere = max(offsets)
+            longest_here = max(len(path) for path in paths) - 1
+            for _ in range(self._passes(longest_anywhere) - self._passes(longest_here)):
                 predict(noisy.subset([0]))
         drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
         # Computed on the device: an `if` would synchronise in every micro-step.
-        usable = (states.isfinite() & clean.isfinite()).flatten(1).all(1) & drawn
-        self._sampled = _Sampled(usable, (drawn & ~usable).sum(), clean)
-        return noisy.at_sigmas(
-            noisy.sigmas, torch.where(_spread(usable), states, noisy.noisy_latents)
-        )
+        is_finite = (states.isfinite() & clean.isfinite()).flatten(1).all(1)
+        usable = is_finite & drawn
+        lost = (drawn & ~usable).sum()
+        self._sampled = _Sampled(usable, lost, clean)
+        inputs = torch.where(_per_latent(usable), states, noisy.noisy_latents)
+        return noisy.at_sigmas(noisy.sigmas, inputs)
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         """The anti-drift rectification, in [0, 4 beta1]."""
         if self._sampled is None or not self._config.scheduled_sampling_reflexflow:
             return {}
-        misdirection = (
-            misdirections(noisy, prediction) * self._config.scheduled_sampling_reflexflow_beta1
-        )
-        self._sampled.rectification = misdirection * self._sampled.usable
+        beta1 = self._config.scheduled_sampling_reflexflow_beta1
+        rectification = misdirections(noisy, prediction) * beta1
+        self._sampled.rectification = rectification * self._sampled.usable
         return {ADR: self._sampled.rectification.mean()}
 
     def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
@@ -109,15 +115,14 @@ class ScheduledSampling(Technique):
         self._watch.add(sampled, sampled.losses)
         if not config.scheduled_sampling_reflexflow:
             return loss
-        lost = (sampled.clean - prediction.detach()).abs()
-        weights = content_weights(lost, noisy.coverage, config.scheduled_sampling_reflexflow_alpha)
+        change = (sampled.clean - prediction.detach()).abs()
+        alpha = config.scheduled_sampling_reflexflow_alpha
+        weights = content_weights(change, noisy.coverage, alpha)
         weighed = config.scheduled_sampling_reflexflow_beta2 * weights * loss
-        return torch.where(_spread(sampled.usable), weighed, loss)
+        return torch.where(_per_latent(sampled.usable), weighed, loss)
 
     def metrics(self) -> Mapping[str, Tensor]:
-        """The loss of the rollouts, averaged over all samples like the rectification, with 0 for
-        plain inputs.
-        """
+        """The loss of the rollouts, with 0 for plain inputs, as in the rectification."""
         sampled = self._sampled
         if sampled is None or sampled.rectification is None or sampled.losses is None:
             return {}
@@ -125,8 +130,10 @@ class ScheduledSampling(Technique):
 
     def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """The share of the rectification in the sum of both."""
-        both = metrics.get(ADR, 0.0) + metrics.get(FLOW_LOSS, 0.0)
-        return {"reflexflow_adr_share": metrics[ADR] / both} if both else {}
+        total = metrics.get(ADR, 0.0) + metrics.get(FLOW_LOSS, 0.0)
+        if not total:
+            return {}
+        return {"reflexflow_adr_share": metrics[ADR] / total}
 
     def state_dict(self) -> dict[str, Any]:
         return self._watch.state_dict()
@@ -135,31 +142,41 @@ class ScheduledSampling(Technique):
         self._watch = _Watch(**state)
 
     def _offsets(self, place: Place) -> list[int]:
-        """The rollout lengths of the samples of all processes, so that all run the same number of
-        passes.
+        """The rollout lengths of the samples of all processes; 0 for plain inputs.
+
+        Every process draws all of them, so that all can run the same number of passes.
         """
-        chance = self._config.probability_at(place.global_step)
+        probability = self._config.probability_at(place.global_step)
+        everywhere = replace(place, slots=range(place.group))
         offsets = []
-        for generator in replace(place, slots=range(place.group)).generators("scheduled sampling"):
+        for generator in everywhere.generators("scheduled sampling"):
             # Both are drawn for every sample: a higher probability adds rollouts without changing
-            # other lengths.
+            # the lengths of others.
             gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
-            offsets.append(self._config.offset_at(share) if gate < chance else 0)
+            offset = 0
+            if gate < probability:
+                offset = self._config.offset_at(share)
+            offsets.append(offset)
         return offsets
 
     def _paths(self, noisy: NoisyBatch, offsets: Sequence[int]) -> list[list[float]]:
         """The noise levels of each sample's rollout; empty for a plain input."""
         grid = self._grids[noisy.given_frames > 0]
-        drawn = zip(noisy.host_sigmas, offsets, strict=True)
-        return [path_to(sigma, offset, grid) if offset else [] for sigma, offset in drawn]
+        paths: list[list[float]] = []
+        for sigma, offset in zip(noisy.host_sigmas, offsets, strict=True):
+            paths.append(path_to(sigma, offset, grid) if offset else [])
+        return paths
 
     def _passes(self, steps: int) -> int:
-        """Number of forward passes for rollouts of these lengths, including the pass for their
-        plain inputs.
-        """
-        return steps + self._config.compares_clean if steps > 0 else 0
+        """Number of forward passes for rollouts of at most so many steps.
 
-    def _sample(
+        One more if their plain inputs are compared.
+        """
+        if steps <= 0:
+            return 0
+        return steps + 1 if self._config.compares_clean else steps
+
+    def _roll_out(
         self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict
     ) -> Tensor:
         """The states at the ends of the paths, `B C F H W`; samples without a path are unchanged.
@@ -169,35 +186,38 @@ class ScheduledSampling(Technique):
         states = list(noisy.noisy_latents)
         solvers = {row: self._solver(path) for row, path in enumerate(paths) if path}
         for row in solvers:
+            start = paths[row][0]
             # The same noise as the plain input: a perfect model would return to that input.
-            states[row] = (1 - paths[row][0]) * noisy.batch.latents[row].float() + paths[row][
-                0
-            ] * noisy.noise[row]
-        for left in range(max(map(len, paths)) - 1, 0, -1):
-            rows = [row for row in solvers if len(paths[row]) > left]
-            sigmas = upload(
-                torch.tensor([paths[row][-left - 1] for row in rows]), noisy.sigmas.device
-            )
+            states[row] = (1 - start) * noisy.batch.latents[row].float() + start * noisy.noise[row]
+        longest = max(len(path) for path in paths) - 1
+        for steps_left in range(longest, 0, -1):
+            rows = [row for row in solvers if len(paths[row]) > steps_left]
+            sigmas = torch.tensor([paths[row][-steps_left - 1] for row in rows])
+            inputs = torch.stack([states[row] for row in rows])
             velocities = predict(
-                noisy.subset(rows).at_sigmas(sigmas, torch.stack([states[row] for row in rows]))
+                noisy.subset(rows).at_sigmas(upload(sigmas, noisy.sigmas.device), inputs)
             )
             for row, velocity in zip(rows, velocities, strict=True):
                 solver = solvers[row]
-                # After `set_begin_index` a solver counts its steps and reads no timestep.
-                states[row] = solver.step(
-                    velocity, solver.timesteps[0], states[row], return_dict=False
-                )[0]
+                # After `set_begin_index` a solver counts its steps and does not read the timestep.
+                timestep = solver.timesteps[0]
+                result = solver.step(velocity, timestep, states[row], return_dict=False)
+                states[row] = result[0]
         return torch.stack(states)
 
-    def _clean(
+    def _clean_predictions(
         self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict
     ) -> Tensor:
-        """Predictions for the plain inputs of samples with a path; the target, unused, for all
-        other samples.
+        """Predictions for the plain inputs of samples with a path.
+
+        For all other samples the target, which is not used.
         """
+        predictions = list(noisy.target)
         rows = [row for row, path in enumerate(paths) if path]
-        predicted = dict(zip(rows, predict(noisy.subset(rows)), strict=True)) if rows else {}
-        return torch.stack([predicted.get(row, target) for row, target in enumerate(noisy.target)])
+        if rows:
+            for row, prediction in zip(rows, predict(noisy.subset(rows)), strict=True):
+                predictions[row] = prediction
+        return torch.stack(predictions)
 
     def _solver(self, path: Sequence[float]) -> Any:
         """A diffusers scheduler that takes one sample along a path."""
@@ -250,49 +270,54 @@ class _Watch:
         self._lost = lost
         self._dominated = dominated
         self._step = 0
-        self._numbers = list[Tensor]()
+        self._numbers: list[Tensor] = []
 
     def begin(self, step: int) -> None:
         """Read the numbers of the previous step."""
         if step != self._step:
-            self._settle()
+            self._read()
         self._step = step
 
     def add(self, sampled: _Sampled, losses: Tensor) -> None:
         """Record a micro-step and the losses of its rollouts, `B`."""
-        adr = (
-            losses.new_zeros(())
-            if sampled.rectification is None
-            else sampled.rectification.detach().sum()
-        )
-        self._numbers.append(torch.stack([sampled.lost, adr, losses.sum()]))
+        rectification = losses.new_zeros(())
+        if sampled.rectification is not None:
+            rectification = sampled.rectification.detach().sum()
+        self._numbers.append(torch.stack([sampled.lost, rectification, losses.sum()]))
 
     def state_dict(self) -> dict[str, int]:
-        self._settle()
+        self._read()
         return {"lost": self._lost, "dominated": self._dominated}
 
-    def _settle(self) -> None:
+    def _read(self) -> None:
+        """Count what happened in the last step, and warn about it."""
         if not self._numbers:
             return
         lost, rectification, loss = torch.stack(self._numbers).sum(0).tolist()
         self._numbers.clear()
         if lost:
             self._lost += int(lost)
-            message = (
+            logger.warning(
                 "Step %d: %d sampled inputs were not finite and were replaced by plain inputs (%d "
-                "so far)."
+                "so far).",
+                self._step + 1,
+                lost,
+                self._lost,
             )
-            logger.warning(message, self._step + 1, lost, self._lost)
         if loss:  # otherwise this process had no rollout
-            self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
+            if rectification > DOMINANT_RATIO * loss:
+                self._dominated += 1
+            else:
+                self._dominated = 0
         # Warn once, not in every later step.
-        if self._dominated == PATIENCE:
-            message = (
+        if self._dominated == DOMINANT_STEPS:
+            logger.warning(
                 "reflexflow_adr has been above %g times the loss of the same samples for %d "
-                "steps; a smaller "
+                "steps; a smaller scheduled_sampling_reflexflow_beta1 would leave more weight to "
+                "the loss.",
+                DOMINANT_RATIO,
+                DOMINANT_STEPS,
             )
-            message += "scheduled_sampling_reflexflow_beta1 would leave more weight to the loss."
-            logger.warning(message, DOMINANT, PATIENCE)
 
 
 def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
@@ -306,35 +331,39 @@ def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
     """
     rising = grid[::-1]
     indices = np.arange(len(grid), dtype=float)
-    here = float(np.interp(sigma, rising, indices))
-    top = indices[-1]
-    above = {min(here + step, top) for step in range(1, offset + 1)}
-    levels = (
-        np.interp(sorted(above, reverse=True), indices, rising).clip(max=LARGEST_SIGMA).tolist()
-    )
+    # Positions on the grid may be fractions: 2.5 is halfway between the levels 2 and 3.
+    position = float(np.interp(sigma, rising, indices))
+    noisiest = indices[-1]
+    positions = {min(position + step, noisiest) for step in range(1, offset + 1)}
+    levels = np.interp(sorted(positions, reverse=True), indices, rising)
+    levels = levels.clip(max=LARGEST_SIGMA).tolist()
     path = [level for level in levels if level > sigma]
-    return [*path, sigma] if path else []
+    if not path:
+        return []
+    return [*path, sigma]
 
 
-def content_weights(lost: Tensor, coverage: Tensor | None, alpha: float) -> Tensor:
-    """`1 + alpha lost / mean(lost)`, with the mean over positions that the loss covers;
-    `B C F H W`.
+def content_weights(change: Tensor, coverage: Tensor | None, alpha: float) -> Tensor:
+    """`1 + alpha change / mean(change)`, `B C F H W`; the mean is over what the loss covers.
 
     Args:
-        lost: change of the prediction, at least 0, `B C F H W`.
+        change: of the prediction, at least 0, `B C F H W`.
         coverage: weight of each position in the loss, broadcastable to `B 1 F H W`, or None.
     """
-    covered = torch.ones_like(lost[:, :1]) if coverage is None else coverage.expand_as(lost[:, :1])
-    means = per_sample(lost * covered) / per_sample(covered).clamp_min(torch.finfo(lost.dtype).tiny)
+    limits = torch.finfo(change.dtype)
+    covered = torch.ones_like(change[:, :1])
+    if coverage is not None:
+        covered = coverage.expand_as(change[:, :1])
+    means = per_sample(change * covered) / per_sample(covered).clamp_min(limits.tiny)
     # Clamped: if nothing is covered, an infinite weight times a loss of 0 would be NaN.
-    return 1 + alpha * lost / _spread(means.clamp_min(torch.finfo(lost.dtype).eps))
+    return 1 + alpha * change / _per_latent(means.clamp_min(limits.eps))
 
 
 def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
-    """Squared distance of two unit vectors, the prediction and the direction from data to input; in
-    [0, 4], `B`.
+    """Squared distance of two unit vectors: the prediction, and from data to input; `B`.
 
-    Only positions that the loss covers count; a conditioning first frame has no direction.
+    In [0, 4]. Only positions that the loss covers count; a conditioning first frame has no
+    direction.
     """
     away = noisy.noisy_latents - noisy.batch.latents
     if noisy.coverage is not None:
@@ -345,6 +374,6 @@ def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
     return 2 - 2 * cosine_similarity(prediction.flatten(1), away.flatten(1), dim=1)
 
 
-def _spread(values: Tensor) -> Tensor:
+def _per_latent(values: Tensor) -> Tensor:
     """Reshape one value per sample, `B`, to broadcast with latents."""
     return values.view(-1, 1, 1, 1, 1)

@@ -36,9 +36,8 @@ class Slider(Technique):
         strength = self.strengths.get(batch.dataset_id, 1.0)
         try:
             for layer in self._layers:
-                layer.scaling.update(
-                    {name: strength * scale for name, scale in layer.scaling.items()}
-                )
+                for name, scale in layer.scaling.items():
+                    layer.scaling[name] = strength * scale
             yield
         finally:
             for layer, scaling in zip(self._layers, usual, strict=True):

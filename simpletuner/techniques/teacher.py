@@ -1,6 +1,4 @@
-"""The teacher of CREPA: a frozen DINOv2 (Oquab et al., arXiv 2304.07193) applied to the decoded
-frames of a clip.
-"""
+"""The teacher of CREPA: a frozen DINOv2 (Oquab et al., arXiv 2304.07193) on decoded frames."""
 
 from __future__ import annotations
 
@@ -46,20 +44,22 @@ class FrameTeacher:
         self.decoder = decoder
         self.config = config
         self.patch_size = patch_size
-        self.skipped = 1 + model.config.to_dict().get(
-            "num_register_tokens", 0
-        )  # tokens before the patch tokens
+        # The tokens before the patch tokens: one of the class, and registers.
+        self.skipped = 1 + model.config.to_dict().get("num_register_tokens", 0)
 
     @torch.no_grad()
     def encode(self, latents: Tensor) -> Tensor:
         """Features of clean latents `C F H W`, on the model's token grid: bfloat16, `F h w E`."""
         count, height, width = latents.shape[1:]
         pixels = self.decoder.decode(latents[None])[0].transpose(0, 1)  # F 3 H W in [-1, 1]
-        # Every fourth of, say, 61 frames for 16 latent frames: the VAE encodes frame 0 alone, then
-        # groups of four.
-        frames = pixels[:: (len(pixels) - 1) // max(count - 1, 1) or 1]
-        at_once = max(self.config.crepa_encoder_frames_batch_size, 0) or count
-        features = [self._features(each) for each in frames.split(at_once)]
+        # The VAE encodes frame 0 alone, then groups of four: 61 frames have 16 latent frames, so
+        # every fourth is taken, (61 - 1) / (16 - 1) = 4. A picture has one frame.
+        interval = max((len(pixels) - 1) // max(count - 1, 1), 1)
+        frames = pixels[::interval]
+        batch_size = count
+        if self.config.crepa_encoder_frames_batch_size > 0:
+            batch_size = self.config.crepa_encoder_frames_batch_size
+        features = [self._features(batch) for batch in frames.split(batch_size)]
         grid = height // self.patch_size, width // self.patch_size
         # 2-D: interpolation along flattened tokens would shift columns of a 2:3 clip by a third of
         # its width.
@@ -74,9 +74,12 @@ class FrameTeacher:
         pictures = interpolate(
             frames / 2 + 0.5, (rows * side, columns * side), mode="bilinear", antialias=True
         )
-        mean, deviation = (pictures.new_tensor(each).view(3, 1, 1) for each in (MEAN, DEVIATION))
-        tokens = self.model(((pictures - mean) / deviation).to(self.model.dtype)).last_hidden_state
-        return tokens[:, self.skipped :].transpose(1, 2).unflatten(2, (rows, columns)).float()
+        mean = pictures.new_tensor(MEAN).view(3, 1, 1)
+        deviation = pictures.new_tensor(DEVIATION).view(3, 1, 1)
+        normalised = (pictures - mean) / deviation
+        tokens = self.model(normalised.to(self.model.dtype)).last_hidden_state
+        patches = tokens[:, self.skipped :].transpose(1, 2)
+        return patches.unflatten(2, (rows, columns)).float()
 
 
 def load_teacher(
@@ -91,9 +94,8 @@ def load_teacher(
     decoder = load_vae()
     if config.crepa_drop_vae_encoder:
         decoder.vae.encoder = nn.Identity()
-    return FrameTeacher(
-        model.requires_grad_(False).eval().to(device), decoder, config, adapter.spec.patch_size
-    )
+    model = model.requires_grad_(False).eval().to(device)
+    return FrameTeacher(model, decoder, config, adapter.spec.patch_size)
 
 
 def _load_model(encoder: VisionEncoder, dtype: torch.dtype) -> Any:
@@ -118,11 +120,8 @@ def rename_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             name = re.sub(pattern, new, name)
         # torch hub has one fused projection, transformers three.
         if "attn.qkv" in name:
-            parts = zip(("query", "key", "value"), weight.chunk(3), strict=True)
-            renamed |= {
-                name.replace("attn.qkv", f"attention.attention.{part}"): each
-                for part, each in parts
-            }
+            for part, rows in zip(("query", "key", "value"), weight.chunk(3), strict=True):
+                renamed[name.replace("attn.qkv", f"attention.attention.{part}")] = rows
         else:
             renamed[name] = weight
     return renamed

@@ -66,17 +66,17 @@ class Tread(Technique):
         # Constant across steps, so that compiled blocks see one shape, unless a sample has more
         # protected tokens.
         most = 0 if protected is None else int(protected.sum(1).max())
-        if (
-            noisy.batch.loss_mask is not None
-        ):  # masks differ between samples, so also between processes
+        if noisy.batch.loss_mask is not None:
+            # Masks differ between samples, so also between processes, which need equal shapes.
             most = max(self._world.gather(most))
         for number, window in enumerate(self._windows):
-            generators = place.generators(f"tread {number}")
-            kept = draw_kept(
-                units, max(count_kept(window.route.ratio, units), most), protected, generators
-            )
-            tokens = None if kept.shape[1] == units else whole_units(kept, self._unit)
-            window.begin(None if tokens is None else upload(tokens, noisy.sigmas.device))
+            count = max(count_kept(window.route.ratio, units), most)
+            kept = draw_kept(units, count, protected, place.generators(f"tread {number}"))
+            if kept.shape[1] == units:
+                window.begin(None)
+            else:
+                tokens = whole_units(kept, self._unit)
+                window.begin(upload(tokens, noisy.sigmas.device))
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
@@ -85,7 +85,10 @@ class Tread(Technique):
         `HiddenStates` records the output of the block itself, so even the last block of a window
         has only these tokens.
         """
-        return next((window.kept for window in self._windows if window.route.holds(block)), None)
+        for window in self._windows:
+            if window.route.holds(block):
+                return window.kept
+        return None
 
     def _protected(self, noisy: NoisyBatch) -> Tensor | None:
         """Units with a protected position, which are always kept; bool `B N` on the CPU."""
@@ -129,28 +132,26 @@ class _Window:
     ) -> tuple[Any, ...] | None:
         if self.kept is None or not torch.is_grad_enabled():
             return None
-        cut = list(inputs)
+        shortened = list(inputs)
         if opens:
             # The tokens that skip the window wait here for `_leave`.
             self._all_tokens = inputs[0]
             if not self._tables:  # recomputation reuses the forward pass's tensors
-                takers = self.routing.tables.items()
-                self._tables = {
-                    argument: take(inputs[argument], self.kept) for argument, take in takers
-                }
-            cut[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
+                for argument, take in self.routing.tables.items():
+                    self._tables[argument] = take(inputs[argument], self.kept)
+            shortened[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
         for argument, table in self._tables.items():
-            cut[argument] = table
-        return tuple(cut)
+            shortened[argument] = table
+        return tuple(shortened)
 
     def _leave(self, block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if self.kept is None or self._all_tokens is None or not torch.is_grad_enabled():
             return None
-        together = self._all_tokens.scatter(1, _rows(self.kept, output), output)
+        all_tokens = self._all_tokens.scatter(1, _rows(self.kept, output), output)
         # Recomputing this block needs only the shape; the graph would keep activations of earlier
         # blocks alive.
         self._all_tokens = self._all_tokens.detach()
-        return together
+        return all_tokens
 
 
 def draw_kept(
@@ -174,7 +175,5 @@ def whole_units(units: Tensor, size: int) -> Tensor:
 
 
 def _rows(kept: Tensor, tokens: Tensor) -> Tensor:
-    """The index `B K D` for `gather` and `scatter` of whole tokens; an expanded view that takes no
-    memory.
-    """
+    """The index `B K D` for `gather` and `scatter` of whole tokens, a view without memory."""
     return kept[..., None].expand(-1, -1, tokens.shape[-1])

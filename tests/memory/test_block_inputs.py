@@ -23,9 +23,9 @@ class Counting(BlockInputs):
         self.left = 0
         self.fetched = 0
 
-    def _leave(self, tensor: Tensor) -> Any:
+    def _to_host(self, tensor: Tensor) -> Any:
         self.left += 1
-        return super()._leave(tensor)
+        return super()._to_host(tensor)
 
     def _fetch(self, kept: Any) -> Any:
         self.fetched += 1

@@ -25,9 +25,9 @@ from simpletuner.planning.techniques.preservation import RegularisationSpec
 from simpletuner.planning.techniques.scheduled_sampling import ScheduledSamplingSpec
 from simpletuner.techniques.preservation import Regularisation
 from simpletuner.techniques.scheduled_sampling import (
-    DOMINANT,
+    DOMINANT_RATIO,
+    DOMINANT_STEPS,
     LARGEST_SIGMA,
-    PATIENCE,
     ScheduledSampling,
     content_weights,
     misdirections,
@@ -390,7 +390,7 @@ class TestWatch:
         noisy = technique.before_forward(noisy, velocity)
         technique.extra_losses(noisy, -noisy.target)
         technique.weigh(
-            noisy, -noisy.target, torch.full_like(noisy.target, 4 * 10 / DOMINANT * 0.9)
+            noisy, -noisy.target, torch.full_like(noisy.target, 4 * 10 / DOMINANT_RATIO * 0.9)
         )
         return noisy
 
@@ -432,10 +432,10 @@ class TestWatch:
         technique = technique_for(make_adapter(t2i_checkpoint), max_step_offset=1)
         technique.load_state_dict(state)
         with caplog.at_level(logging.WARNING):
-            for number in range(60, PATIENCE):
+            for number in range(60, DOMINANT_STEPS):
                 self.run_step(technique, batch, number, oracle)
             assert caplog.text == ""
-            for number in range(PATIENCE, PATIENCE + 20):
+            for number in range(DOMINANT_STEPS, DOMINANT_STEPS + 20):
                 self.run_step(technique, batch, number, oracle)
         assert caplog.text.count("reflexflow_adr has been above 5 times the loss") == 1
 

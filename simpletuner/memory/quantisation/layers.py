@@ -36,8 +36,9 @@ def pack(weight: Tensor, quantisation: Quantisation) -> Packed:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Matmul with a packed weight. The backward pass unpacks it again, so autograd saves no
-    unpacked weight.
+    """Matmul with a packed weight.
+
+    The backward pass unpacks it again, so autograd does not save the unpacked weight.
     """
 
     @staticmethod
@@ -52,22 +53,26 @@ class FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         packed = ctx.saved_tensors
-        inputs = ctx.form.input_gradient(gradient, *packed) if ctx.needs_input_grad[0] else None
-        return (inputs, None, None, *(None for _ in packed))
+        input_gradient = None
+        if ctx.needs_input_grad[0]:
+            input_gradient = ctx.form.input_gradient(gradient, *packed)
+        # None for the bias, the format and the packed tensors, which are frozen.
+        return (input_gradient, None, None, *(None for _ in packed))
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer whose weight is packed into buffers named `packed_...`; supports adapters as
-    usual.
+    """A linear layer whose weight is packed into buffers named `packed_...`.
+
+    It supports adapters as usual.
     """
 
     def __init__(self, layer: nn.Linear, packed: Packed) -> None:
         nn.Module.__init__(self)  # nn.Linear would allocate a full-size weight
         self.in_features = layer.in_features
         self.out_features = layer.out_features
-        bias = (
-            None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)
-        )
+        bias = None
+        if layer.bias is not None:
+            bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
         self.register_parameter("bias", bias)
         self.form, tensors = packed
         self.names = tuple(f"packed_{name}" for name in tensors)
@@ -81,15 +86,15 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight `out in`, unpacked at each access; read by DoRA, and by peft when it adds
-        adapters.
+        """The weight `out in`, unpacked at each access.
+
+        Read by DoRA, and by peft when it adds adapters.
         """
         return self.form.unpack(*self.packed)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if (
-            not inputs.requires_grad
-        ):  # torch 2.11 cannot compile a function whose inputs have no gradient
+        if not inputs.requires_grad:
+            # torch 2.11 cannot compile a `Function` whose inputs need no gradient.
             return self.form.product(inputs, self.bias, *self.packed)
         return FrozenProduct.apply(inputs, self.bias, self.form, *self.packed)
 
@@ -117,18 +122,20 @@ def quantise(
     chosen = dict(linear_layers(model, layers))
     if not chosen:
         raise RuntimeError(f"no linear layer of {type(model).__name__} matches {layers!r}")
-    inside = {module for part in within or [model] for module in part.modules()}
+    inside: set[nn.Module] = set()
+    for part in within or [model]:
+        inside.update(part.modules())
     names = []
     for name, layer in chosen.items():
         # Layers from an earlier call are already packed.
         if layer in inside and type(layer) is not QuantisedLinear:
             names.append(name)
     device = torch.device("cpu") if via == "cpu" else accelerator
-    for _, block in groupby(names, key=block_of):
+    for _, names_of_block in groupby(names, key=block_of):
         if via == "accelerator":
-            _quantise_together(model, list(block), quantisation, device)
+            _quantise_together(model, list(names_of_block), quantisation, device)
         else:
-            for name in block:
+            for name in names_of_block:
                 _quantise_together(model, [name], quantisation, device)
         trim_heap()
 
@@ -157,27 +164,24 @@ def _quantise_together(
         home = layer.weight.device
         form, tensors = pack(weights.pop(name), quantisation)
         packed = {key: tensor.to(home).contiguous() for key, tensor in tensors.items()}
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner).register_module(
-            attribute, QuantisedLinear(layer, (form, packed))
-        )
+        parent, _, attribute = name.rpartition(".")
+        quantised = QuantisedLinear(layer, (form, packed))
+        model.get_submodule(parent).register_module(attribute, quantised)
 
 
 def use_quantised_products(model: nn.Module) -> None:
-    """Let quantised layers multiply without unpacking their weights, except for layers of
-    unsupported sizes.
-    """
-    odd: list[str] = []
+    """Let quantised layers multiply without unpacking their weights, where sizes allow it."""
+    unsupported: list[str] = []
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantisedLinear):
             continue
         if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-            odd.append(name)
+            unsupported.append(name)
         else:
             layer.form = ScaledRows(rounds_inputs=True, rounds_gradients=True)
-    if odd:
+    if unsupported:
         message = (
             "quantized_matmul: %s are multiplied unpacked, since their sizes are not "
             "multiples of %d."
         )
-        logger.info(message, shorten(odd), MULTIPLE)
+        logger.info(message, shorten(unsupported), MULTIPLE)

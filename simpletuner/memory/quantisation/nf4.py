@@ -14,8 +14,11 @@ NF4_BLOCK = 64  # weights per scale, as in QLoRA
 
 @dataclass(frozen=True)
 class NormalFloat(WeightFormat):
-    """NF4 (QLoRA, arXiv:2305.14314): 4 bits per weight, an index into quantiles of a normal
-    distribution, and the largest absolute value of each block."""
+    """NF4 (QLoRA, arXiv:2305.14314): 4 bits per weight, and a scale per block.
+
+    The bits are an index into quantiles of a normal distribution; the scale is the largest absolute
+    value of the block.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, int]

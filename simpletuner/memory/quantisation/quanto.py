@@ -1,6 +1,4 @@
-"""Weights as optimum-quanto quantises them: 8 bits with a scale per row, or 2 or 4 bits with a
-scale per group.
-"""
+"""Weights as optimum-quanto quantises them: 8 bits with a scale per row, or 2 or 4 per group."""
 
 from __future__ import annotations
 
@@ -30,7 +28,9 @@ class ScaledGroups(WeightFormat):
 
     def unpack(self, *packed: Tensor) -> Tensor:
         data, scale, shift = packed
-        slices = [(data >> offset) & (2**self.bits - 1) for offset in range(0, 8, self.bits)]
+        mask = 2**self.bits - 1
+        # Lowest bits first. The last slice may be padded.
+        slices = [(data >> offset) & mask for offset in range(0, 8, self.bits)]
         return (scale * torch.cat(slices)[: self.groups] - shift).reshape(self.shape)
 
 

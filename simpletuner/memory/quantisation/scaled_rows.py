@@ -3,8 +3,11 @@
 With the weight W[n, k] = s[n] · L[n, k], levels L in int8 or float8 (e4m3) and a scale per output
 channel:
 
-    forward          x[m, k] ≈ a[m] · X[m, k]            y[m, n] = a[m] · s[n] · Σ_k X[m, k] · L[n,
-    k] input gradient   g[m, n] · s[n] ≈ b[m] · G[m, n]     dx[m, k] = b[m] · Σ_n G[m, n] · L[n, k]
+    forward:         x[m, k] ≈ a[m] · X[m, k]
+                     y[m, n] = a[m] · s[n] · Σ_k X[m, k] · L[n, k]
+
+    input gradient:  g[m, n] · s[n] ≈ b[m] · G[m, n]
+                     dx[m, k] = b[m] · Σ_n G[m, n] · L[n, k]
 
 a and b are the largest absolute value of a row (a token), divided by the largest level. In the
 backward pass, the weight's scale varies along the summed dimension and cannot be factored out, so
@@ -37,17 +40,24 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def round_rows(rows: Tensor, fold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise rows M K, multiplied by `fold` per column if set: levels of a dtype, and scales,
-    float32 M 1.
+    """Quantise rows M K, one scale per row.
+
+    Args:
+        fold: multiplies the columns before rounding, float32 1 K; None for plain rows.
+        dtype: of the levels.
+
+    Returns:
+        levels M K, and scales, float32 M 1.
     """
     largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
     folded = rows if fold is None else rows * fold
     norm = torch.linalg.vector_norm(folded, math.inf, -1, keepdim=True, dtype=torch.float32)
     scale = norm.div_(largest).clamp_min_(TINY)
-    exact = (
-        rows / scale if fold is None else folded.div_(scale)
-    )  # float32 even for bf16 rows, without copying them
-    return (exact.round_() if dtype is torch.int8 else exact).to(dtype).contiguous(), scale
+    # float32 also for bf16 rows. In place if the rows are a copy.
+    exact = rows / scale if fold is None else folded.div_(scale)
+    if dtype is torch.int8:
+        exact = exact.round_()  # conversion to float8 rounds, to int8 truncates
+    return exact.to(dtype).contiguous(), scale
 
 
 def multiply(
@@ -64,32 +74,34 @@ def multiply(
     rounded, scale = round_rows(rows, fold, levels.dtype)
     if levels.dtype is torch.int8:
         sums = torch._int_mm(rounded, levels)
-        out = torch.empty_like(
-            sums, dtype=rows.dtype
-        )  # the last product rounds into it, without a float32 copy
-        return (
-            torch.mul(sums, scale, out=out)
-            if columns is None
-            else torch.mul(sums * scale, columns, out=out)
-        )
+        # The last product rounds into it, without a float32 copy.
+        out = torch.empty_like(sums, dtype=rows.dtype)
+        if columns is None:
+            return torch.mul(sums, scale, out=out)
+        return torch.mul(sums * scale, columns, out=out)
     if columns is None:
         columns = scale.new_ones((1, levels.shape[1]))
     # Row-wise scaled kernels write only bf16, and torch 2.11 has none for CPUs.
     if rows.device.type == "cpu":
         out = (rounded.float() @ levels.float()).mul_(scale).mul_(columns).bfloat16()
     else:
-        # Fast accumulation has fewer bits on Ada and Hopper; gradients use full precision.
-        quick = fold is None
-        dtype = torch.bfloat16
         out = torch._scaled_mm(
-            rounded, levels, scale, columns, out_dtype=dtype, use_fast_accum=quick
+            rounded,
+            levels,
+            scale,
+            columns,
+            out_dtype=torch.bfloat16,
+            # Has fewer bits on Ada and Hopper, so gradients, which have a fold, do without.
+            use_fast_accum=fold is None,
         )
     return out.to(rows.dtype)
 
 
 def can_multiply(rows: Tensor, levels: Tensor) -> bool:
     """Whether the GPU operations support rows (..., K) and levels of these sizes."""
-    return math.prod(rows.shape[:-1]) > FEW and not any(side % MULTIPLE for side in levels.shape)
+    if math.prod(rows.shape[:-1]) <= FEW:
+        return False
+    return all(side % MULTIPLE == 0 for side in levels.shape)
 
 
 @dataclass(frozen=True)
@@ -112,8 +124,9 @@ class ScaledRows(WeightFormat):
 
     def unpack(self, *packed: Tensor) -> Tensor:
         levels, scale = packed
-        # Multiplication promotes integers but not float8.
-        weight = (levels.to(scale.dtype) if levels.is_floating_point() else levels) * scale
+        if levels.is_floating_point():  # multiplication promotes integers but not float8
+            levels = levels.to(scale.dtype)
+        weight = levels * scale
         return weight if self.dtype is None else weight.to(self.dtype)
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:

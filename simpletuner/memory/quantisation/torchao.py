@@ -14,7 +14,15 @@ from simpletuner.memory.quantisation.scaled_rows import ScaledRows
 
 @dataclass(frozen=True)
 class TorchaoWeight(WeightFormat):
-    """A torchao tensor subclass, reassembled at every use."""
+    """A torchao tensor subclass, reassembled at every use.
+
+    Attributes:
+        kind: the subclass.
+        names: its inner tensors, in the order of the packed ones.
+        absent: inner tensors that are None.
+        settings: the rest of what `__tensor_flatten__` returns.
+        shape: of the weight.
+    """
 
     kind: Any
     names: tuple[str, ...]
@@ -43,12 +51,11 @@ def pack_torchao(weight: Tensor, kind: str) -> Packed:
     quantization.quantize_(carrier, getattr(quantization, kind)())
     packed: Any = carrier.weight
     if kind == "Int8DynamicActivationInt8WeightConfig":
-        return ScaledRows(weight.dtype, rounds_inputs=True), {
-            "data": packed.qdata,
-            "scale": packed.scale,
-        }
+        scaled_rows = ScaledRows(weight.dtype, rounds_inputs=True)
+        return scaled_rows, {"data": packed.qdata, "scale": packed.scale}
     listed, settings = packed.__tensor_flatten__()
     inner = {name: getattr(packed, name) for name in listed}
     tensors = {name: tensor for name, tensor in inner.items() if tensor is not None}
     absent = tuple(name for name, tensor in inner.items() if tensor is None)
-    return TorchaoWeight(type(packed), tuple(tensors), absent, settings, weight.shape), tensors
+    format_ = TorchaoWeight(type(packed), tuple(tensors), absent, settings, weight.shape)
+    return format_, tensors
