@@ -27,11 +27,11 @@ from simpletuner.redaction import hide_secrets
 # Sections whose values are needed only when something is sent.
 SENDING = ("Publishing", "Webhooks")
 MOST_GUESSED = 50  # unknown keys that get a suggestion, each of which takes 3 ms
-LONGEST_SHOWN = (
-    120  # characters of a wrong value, so that a pasted object does not bury the message
-)
-# What keys call the dtypes of PyTorch: the first name that a key accepts. mixed_precision no means
-# float32.
+SAME_WORD = 0.85  # similarity of words that differ in one or two letters
+# Characters of a wrong value, so that a pasted object does not bury the message.
+LONGEST_SHOWN = 120
+# Names of PyTorch's dtypes here; a key accepts at most the first that is one of its words.
+# mixed_precision no means float32.
 DTYPES = {
     "float32": ("fp32", "no"),
     "fp32": ("no",),
@@ -77,31 +77,31 @@ def resolve(
     values, origins = _merge(layers, defaults, report)
     for name, value in fixed.items():
         if name in values and not same_value(values[name], value):
-            report.warn(
-                name,
-                f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})",
-            )
+            message = f"{values[name]!r} is ignored: the model fixes it to {value!r}."
+            report.warn(name, f"{message} ({origins[name]})")
         values[name] = value
         origins[name] = schema.FAMILY_FIXED
+
     # Separate from problems whose messages already name their layer.
     invalid = Problems()
-
-    def build(group: type[schema.GroupType]) -> schema.GroupType:
-        of_group = {name: values[name] for name in group.model_fields if name in values}
-        return build_group(group, of_group, invalid)
-
-    built = {group: build(group) for group in schema.all_groups()}
-    groups = {attribute: built[group] for attribute, group in schema.GROUPS.items()}
-    techniques = schema.TechniqueOptions(
-        {group: built[group] for group in schema.technique_groups()}
-    )
-    families = schema.FamilyOptions({group: built[group] for group in schema.family_groups()})
+    built: dict[type[Group], Group] = {}
+    for group in schema.all_groups():
+        values_of_group = {name: values[name] for name in group.model_fields if name in values}
+        built[group] = build_group(group, values_of_group, invalid)
     for problem in invalid:
         report.append(_with_origin(problem, origins))
-    origins = {name: origins.get(name, "default") for name in schema.all_options()}
+
+    groups = {attribute: built[group] for attribute, group in schema.GROUPS.items()}
+    techniques: dict[type[Group], Group] = {
+        group: built[group] for group in schema.technique_groups()
+    }
+    families = {group: built[group] for group in schema.family_groups()}
     # `GROUPS` is read from RunConfig's annotations, so the names match; mypy cannot infer that.
     return schema.RunConfig(
-        **cast(Any, groups), techniques=techniques, family=families, origins=origins
+        **cast(Any, groups),
+        techniques=schema.TechniqueOptions(techniques),
+        family=schema.FamilyOptions(families),
+        origins={name: origins.get(name, "default") for name in schema.all_options()},
     )
 
 
@@ -128,9 +128,7 @@ def _merge(
 def build_group(
     group: type[schema.GroupType], values: Mapping[str, Any], report: Problems
 ) -> schema.GroupType:
-    """Build a group; invalid values are reported and replaced, so that the rest can be checked
-    too.
-    """
+    """Build a group; invalid values are reported and replaced, so that the rest is checked too."""
     try:
         return group.model_validate(values)
     except ValidationError as error:
@@ -141,8 +139,9 @@ def build_group(
 def canonical(
     layer: Layer, report: Problems, names: Mapping[str, Option] | None = None, file: File = "config"
 ) -> dict[str, Any]:
-    """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None
-    for unset.
+    """A layer's values by canonical key; None for unset.
+
+    Strips `--`, resolves aliases and expands variables of the environment.
 
     Args:
         names: the known keys, by default those of config.json.
@@ -168,33 +167,44 @@ def canonical(
             )
             if problem is None:
                 guesses = names if unknown_keys <= MOST_GUESSED else ()
-                problem = Problem(
-                    written, f"{unknown_key(lowered, guesses)}{source}", remedy={written: None}
-                )
+                message = f"{unknown_key(lowered, guesses)}{source}"
+                problem = Problem(written, message, remedy={written: None})
             report.append(problem)
             continue
-        name = names[key].name
-        option = names[key]
-        # Planning works without these variables; `check_unset` warns.
-        keep = option.section in SENDING
-        value = expand_environment(
-            raw, name, report, secret=option.may_hold_secret, keep_unset=keep
-        )
-        if value == "":  # an empty resume_from_checkpoint requests a new run; unset means latest
-            value = "none" if name == "resume_from_checkpoint" else None
+
+        declared = names[key]
+        name = declared.name
+        value = _expanded(raw, declared, report)
         if value is None:
             # In a file, a null alias does not unset another spelling of the key.
             values[name] = None if layer.last_wins else values.get(name)
             continue
         if values.get(name) is not None and not same_value(values[name], value):
-            message = (
-                f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."
-            )
-            note = " The last one is used." if layer.last_wins else ""
-            report.append(Problem(name, message + note, fatal=not layer.last_wins))
+            first = f"{spelled[name]}={values[name]!r}"
+            message = f"is given twice: {first} and {written}={value!r}{source}."
+            if layer.last_wins:
+                report.warn(name, f"{message} The last one is used.")
+            else:
+                report.error(name, message)
         values[name] = value
         spelled[name] = written
     return values
+
+
+def _expanded(raw: Any, declared: Option, report: Problems) -> Any:
+    """A raw value with variables of the environment expanded; None for unset."""
+    value = expand_environment(
+        raw,
+        declared.name,
+        report,
+        secret=declared.may_hold_secret,
+        # Planning works without these variables; `check_unset` warns.
+        keep_unset=declared.section in SENDING,
+    )
+    if value != "":
+        return value
+    # An empty resume_from_checkpoint requests a new run; unset means latest.
+    return "none" if declared.name == "resume_from_checkpoint" else None
 
 
 def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
@@ -232,10 +242,11 @@ def with_stand_ins(
         field = model.model_fields.get(name)
         if field is None:
             continue
+        guess = None
         # A nested word is part of a list or object, which is dropped as a whole.
-        is_word = details["type"] == "literal_error" and len(details["loc"]) == 1
-        # A misspelt word must not hide problems of the intended word.
-        guess = nearest(str(details["input"]), _allowed(details)) if is_word else None
+        if details["type"] == "literal_error" and len(details["loc"]) == 1:
+            # A misspelt word must not hide problems of the intended word.
+            guess = nearest(str(details["input"]), _allowed(details))
         if guess is not None:
             result[name] = guess
         elif field.is_required():
@@ -250,29 +261,30 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     Long names resemble each other through shared words (`deepspeed_config`, `tread_config`), so the
     guess must also start alike, unless they differ in only one or two letters.
     """
+    message = "is not a known key."
     guess = nearest(key, known)
-    meant = guess is not None and (
-        guess[:2] == key[:2] or nearest(key, [guess], cutoff=0.85) is not None
-    )
-    return f"is not a known key.{did_you_mean(key, [guess]) if guess and meant else ''}"
+    if guess is None:
+        return message
+    starts_alike = guess[:2] == key[:2]
+    if starts_alike or nearest(key, [guess], cutoff=SAME_WORD) is not None:
+        message += did_you_mean(key, [guess])
+    return message
 
 
 def _key_path(details: ErrorDetails) -> str:
-    """`video.num_frames` or `instance_prompt[1]`, without pydantic's names for the members of a
-    union.
-    """
+    """The place of an error as users write it: `video.num_frames` or `instance_prompt[1]`."""
     path = ""
     for part in details["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif (
-            part.isidentifier()
-        ):  # members of a union have names such as function-before[parse_text(), str]
+        # pydantic names the members of a union: function-before[parse_text(), str].
+        elif part.isidentifier():
             path += f".{part}" if path else part
     return path
 
 
 def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
+    """The message of an error in words for users, without the key."""
     kind = details["type"]
     value = details["input"]
     context = details.get("ctx", {})
@@ -293,9 +305,9 @@ def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
         return f"{shown} is out of range; it must be {LIMITS[limit]} {context[limit]:.10g}."
     if kind == "value_error":
         return f"{shown} {context['error']}."
-    return (
-        f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
-    )
+    if kind in EXPECTED:
+        return f"{shown} is not {EXPECTED[kind]}."
+    return f"{shown}: {details['msg']}."
 
 
 def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
@@ -318,15 +330,14 @@ def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
 
 def _allowed(details: ErrorDetails) -> list[str]:
     """The words of a `literal_error`."""
-    # pydantic's form: 'a', 'b' or 'c'.
-    return [
-        word.strip("' ")
-        for word in str(details.get("ctx", {})["expected"]).replace(" or ", ", ").split(",")
-    ]
+    expected = str(details.get("ctx", {})["expected"])  # 'a', 'b' or 'c'
+    return [word.strip("' ") for word in expected.replace(" or ", ", ").split(",")]
 
 
 def _known_keys(model: type[Group]) -> list[str]:
     """The keys of nested objects in a model, as users write them."""
     described = model.model_json_schema()
-    structures = described.get("$defs", {}).values() or [described]
-    return [key for structure in structures for key in structure.get("properties", ())]
+    keys: list[str] = []
+    for structure in described.get("$defs", {}).values() or [described]:
+        keys += structure.get("properties", ())
+    return keys

@@ -1,5 +1,4 @@
-"""How a key is declared: `option()`, what it requires and excludes, and the `Option` that help and
-checks read.
+"""How a key is declared with `option()`, and the `Option` that help and checks read.
 
 An attribute of a group declares a key once: the annotation is its type, `option()` sets its
 default, limits and conditions, and the docstring below is its help. The command line, `--help`, the
@@ -36,11 +35,10 @@ JSON_OR_FILE = "JSON or file"  # form of keys that also accept the path of a JSO
 
 @dataclass(frozen=True)
 class When:
-    """A condition on the settings: one of these keys has one of its values, or is on if no values
-    are listed.
+    """A condition on the settings: at least one of these keys has one of its values.
 
     Attributes:
-        keys: allowed values by key; no values means anything but false, 0 and unset.
+        keys: allowed values by key; without values, the key must be on: not false, 0 or unset.
         negated: the condition holds if no key matches.
         because: the reason, for messages.
         fatal: setting a key whose condition does not hold is an error instead of having no effect.
@@ -58,29 +56,34 @@ class When:
 
     def holds(self, settings: Mapping[str, Any]) -> bool:
         """Whether the settings, by key, meet the condition."""
-        met = (
-            settings[key] in values if values else bool(settings[key])
+        matches = any(
+            settings[key] in values if values else settings[key]
             for key, values in self.keys.items()
         )
-        return any(met) != self.negated and (self.also is None or self.also.holds(settings))
+        if matches == self.negated:
+            return False
+        return self.also is None or self.also.holds(settings)
 
     def __str__(self) -> str:
-        return _either(
-            [f"{key} {_either([*map(str, values)])}".strip() for key, values in self.keys.items()]
-        )
+        alternatives = []
+        for key, values in self.keys.items():
+            words = _joined_by_or([str(value) for value in values])
+            alternatives.append(f"{key} {words}".strip())
+        return _joined_by_or(alternatives)
 
     @property
     def stated(self) -> str:
         """The condition in words, with all its parts."""
-        # "lr_scheduler linear or sine" becomes "lr_scheduler other than linear or sine".
-        words = str(self).replace(" ", " other than ", 1) if self.negated else str(self)
+        words = str(self)
+        if self.negated:
+            # "lr_scheduler linear or sine" becomes "lr_scheduler other than linear or sine".
+            words = words.replace(" ", " other than ", 1)
         return f"{words} with {self.also.stated}" if self.also else words
 
     def shown(self, settings: Mapping[str, Any]) -> str:
-        """The keys with their values in these settings."""
-        return " and ".join(
-            f"{key} {settings[key]}" if values else key for key, values in self.keys.items()
-        )
+        """The keys, those with listed values followed by their value in these settings."""
+        keys = [f"{key} {settings[key]}" if values else key for key, values in self.keys.items()]
+        return " and ".join(keys)
 
     @functools.cached_property  # read for hundreds of keys whenever a setting changes
     def lacking(self) -> str:
@@ -96,16 +99,19 @@ class When:
         return f": {self.because}" if self.because else ""
 
 
-def _either(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+def _joined_by_or(words: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`; empty for no words."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def when(*keys: str, because: str = "", fatal: bool = False, **values: object) -> When:
     """One of the keys is on or has its value, which may be a tuple of values; see `When`."""
-    of_keys = {
-        key: value if isinstance(value, tuple) else (value,) for key, value in values.items()
-    }
-    return When({**dict.fromkeys(keys, ()), **of_keys}, negated=False, because=because, fatal=fatal)
+    allowed: dict[str, tuple[object, ...]] = dict.fromkeys(keys, ())
+    for key, value in values.items():
+        allowed[key] = value if isinstance(value, tuple) else (value,)
+    return When(allowed, negated=False, because=because, fatal=fatal)
 
 
 def unless(*keys: str, because: str = "", **values: object) -> When:
@@ -182,19 +188,18 @@ def option(default: Any = ..., **words: Unpack[OptionWords]) -> Any:
     """
     extra: dict[str, Any] = {**words}
     limits = {name: extra.pop(name) for name in LIMITS if name in extra}
-    for rule in extra.keys() & {"requires", "excludes"}:
+    # Infinity, which lifts the default limit, is not shown as one.
+    extra["limits"] = {name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER}
+    for rule in ("requires", "excludes"):
         # A single condition may be written without its tuple.
-        extra[rule] = (extra[rule],) if isinstance(extra[rule], When) else extra[rule]
+        if isinstance(extra.get(rule), When):
+            extra[rule] = (extra[rule],)
     # No default upper limit without a lower one: numbers such as Sana's motion score are not
     # amounts.
-    checked = (
-        limits if not limits or limits.keys() & {"le", "lt"} else {**limits, "le": LARGEST_NUMBER}
-    )
-    extra["limits"] = {
-        name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER
-    }  # inf is no limit
+    if limits and not limits.keys() & {"le", "lt"}:
+        limits["le"] = LARGEST_NUMBER
     # pydantic stores the rest in json_schema_extra; `describe` reads it back.
-    return Field(default, json_schema_extra=extra, **checked)
+    return Field(default, json_schema_extra=extra, **limits)
 
 
 common = functools.partial(option, common=True)
@@ -214,11 +219,14 @@ def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
     """
     docstrings = {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    for group in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for attribute, below in itertools.pairwise(group.body):
-            match attribute, below:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(
-                    value=ast.Constant(value=str(text))
+    for group in tree.body:
+        if not isinstance(group, ast.ClassDef):
+            continue
+        for pair in itertools.pairwise(group.body):
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
                 ):
                     docstrings[group.name, name] = inspect.cleandoc(text).replace("\n", " ")
     return docstrings
@@ -226,7 +234,13 @@ def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
 
 @dataclass(frozen=True)
 class Option:
-    """One declared key."""
+    """One declared key; most attributes are those of `OptionWords`.
+
+    Attributes:
+        section: title of its section on the reference page: the docstring of its group.
+        limits: limits of a number as declared, without the default upper limit.
+        parsers: the functions that parse what users write.
+    """
 
     name: str
     section: str
@@ -248,15 +262,13 @@ class Option:
 
     @property
     def help(self) -> str:
-        """One or two sentences: the docstring of the key, or the reason why it is accepted without
-        effect.
-        """
+        """One or two sentences: the key's docstring, or why it is accepted without effect."""
         attribute = self.name.rpartition(".")[2]  # of `video.num_frames`
-        for owner in self.group.__mro__:
-            if issubclass(owner, Group) and (
-                text := _docstrings(owner.__module__).get((owner.__name__, attribute))
-            ):
-                return text
+        for owner in self.group.__mro__:  # the group may inherit the key
+            if issubclass(owner, Group):
+                text = _docstrings(owner.__module__).get((owner.__name__, attribute))
+                if text:
+                    return text
         return f"Accepted; {self.requires[0].because}."
 
     @property
@@ -271,9 +283,8 @@ class Option:
         if self.form:
             return self.form
         if self.choices:
-            return " \\| ".join(
-                f"`{word}`" for word in self.choices
-            )  # a bare | would end the cell of a Markdown table
+            # A bare | would end the cell of a Markdown table.
+            return " \\| ".join(f"`{word}`" for word in self.choices)
         base = _strip_optional(self.annotation)
         names = {bool: "true/false", int: "integer", float: "number", str: "text"}
         if get_origin(base) is list:
@@ -283,17 +294,25 @@ class Option:
     @property
     def default_text(self) -> str:
         """The default as text, with values in backticks; empty if there is none."""
-        return self.default_note or ("required" if self.required else as_written(self.default))
+        if self.default_note:
+            return self.default_note
+        return "required" if self.required else as_written(self.default)
 
     @property
     def relations(self) -> dict[str, list[str]]:
         """Aliases and conditions on other keys, by title."""
+        required = []
+        ineffective = []
+        for condition in self.requires:
+            if condition.negated:
+                ineffective.append(str(condition))
+            elif condition.keys:  # a condition without keys comes from `accepted`
+                required.append(str(condition))
         return {
             "Also written": list(self.aliases),
-            # Conditions without keys come from `accepted`.
-            "Requires": [str(each) for each in self.requires if each.keys and not each.negated],
-            "No effect with": [str(each) for each in self.requires if each.negated],
-            "Excludes": [each.stated for each in self.excludes],
+            "Requires": required,
+            "No effect with": ineffective,
+            "Excludes": [condition.stated for condition in self.excludes],
         }
 
     def has_effect(self, settings: Mapping[str, Any]) -> bool:
@@ -301,17 +320,15 @@ class Option:
         return all(condition.holds(settings) for condition in self.requires)
 
     def conflicts(self, settings: Mapping[str, Any], report: Problems) -> None:
-        """Report settings that exclude the key, if it is on, and the refusal or remark for its
-        value.
-        """
+        """Report settings that exclude the key, if it is on, and values that are refused."""
         value = settings[self.name]
         is_on = bool(value) and value != self.default
         if is_on:  # a key that is off, or at its default, excludes nothing
             self._check_excluded(value, settings, report)
         if not self.has_effect(settings):
             return
-        # Asked only of keys with such words: the values of others, such as lists, cannot be looked
-        # up.
+        # Looked up only for keys with such words: the value of another may be a list, which cannot
+        # be hashed.
         if self.refused and value in self.refused:
             report.error(self.name, f"{value!r} {self.refused[value]}.")
         if self.remarks and value in self.remarks:
@@ -319,18 +336,18 @@ class Option:
 
     def _check_excluded(self, value: Any, settings: Mapping[str, Any], report: Problems) -> None:
         """Report settings that cannot be combined with this key."""
+        shown = f"{value!r} " if isinstance(value, str) else ""
         for condition in self.excludes:
             if condition.holds(settings):
-                shown = f"{value!r} " if isinstance(value, str) else ""
-                what = f"{condition.shown(settings)}{condition.reason}"
-                report.error(self.name, f"{shown}cannot be combined with {what}.")
+                excluded = f"{condition.shown(settings)}{condition.reason}"
+                report.error(self.name, f"{shown}cannot be combined with {excluded}.")
 
     @functools.cached_property
     def may_hold_secret(self) -> bool:
         """Whether values from `{env:...}` are hidden: true for texts sent to external services."""
-        outside = self.section in ("Tracking", "Publishing", "Webhooks")
+        is_sent = self.section in ("Tracking", "Publishing", "Webhooks")
         # Flags, numbers and choices are not secrets.
-        return outside and self.type_name in ("text", "list", "JSON", JSON_OR_FILE)
+        return is_sent and self.type_name in ("text", "list", "JSON", JSON_OR_FILE)
 
     @property
     def is_flag(self) -> bool:
@@ -338,9 +355,7 @@ class Option:
 
     @property
     def part(self) -> type[Group] | None:
-        """The group of an object's keys, for a key such as `video` of a dataset; None for plain
-        values.
-        """
+        """The group of an object's keys, as for `video` of a dataset; None for plain values."""
         base = _strip_optional(self.annotation)
         return base if isinstance(base, type) and issubclass(base, Group) else None
 
@@ -351,19 +366,24 @@ class Option:
 
 def as_written(value: Any) -> str:
     """A value as JSON, in backticks; true and false stay bare, None is empty."""
-    if value is None or isinstance(value, bool):
-        return "" if value is None else str(value).lower()
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def describe(name: str, group: type[Group], info: FieldInfo) -> Option:
     """The `Option` for a group's field declared with `option()`."""
     words: dict[str, Any] = dict(cast(Any, info.json_schema_extra))
+    required: Conditions = words.get("requires", ())
     # A group's switch does not require itself, and a key's condition on the switch replaces that of
     # the group.
-    named = {name}.union(*(condition.keys for condition in words.get("requires", ())))
-    if group.requires and not named & group.requires.keys.keys():
-        words["requires"] = (group.requires, *words.get("requires", ()))
+    mentioned = {name}
+    for condition in required:
+        mentioned |= condition.keys.keys()
+    if group.requires and not mentioned & group.requires.keys.keys():
+        words["requires"] = (group.requires, *required)
     return Option(
         name=name,
         section=group.__doc__ or "",
@@ -385,8 +405,7 @@ def options_of(*groups: type[Group]) -> dict[str, Option]:
     for group in groups:
         for name, info in group.model_fields.items():
             declared = describe(name, group, info)
-            for known in (declared.name, *declared.aliases):
-                options[known] = declared
+            options |= dict.fromkeys((declared.name, *declared.aliases), declared)
     return options
 
 
@@ -424,18 +443,19 @@ class Package:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module such as `flash_attn.cute` is installed. Imports nothing, since most packages
-    import torch.
+    """Whether a module such as `flash_attn.cute` is installed.
+
+    Imports nothing, since most optional packages import torch.
     """
     parent, _, child = module.partition(".")
     spec = importlib.util.find_spec(parent)
-    if spec is None or not child:
-        return spec is not None
+    if spec is None:
+        return False
+    if not child:
+        return True
     # `importlib.util.find_spec` would import the parent of a submodule.
-    return (
-        importlib.machinery.PathFinder.find_spec(module, spec.submodule_search_locations)
-        is not None
-    )
+    folders = spec.submodule_search_locations
+    return importlib.machinery.PathFinder.find_spec(module, folders) is not None
 
 
 def check_installed(package: Package, key: str, value: str, report: Problems) -> None:

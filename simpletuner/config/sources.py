@@ -1,6 +1,8 @@
-"""Sources of settings: the command line (`key=value`, `--key=value`, `--key value` and bare
-`--flag`), environment variables, and files, located by name, as a packaged example, or in the
-default locations."""
+"""Sources of settings: the command line, environment variables, and files.
+
+The command line has the forms `key=value`, `--key=value`, `--key value` and a bare `--flag`. Files
+are located by name, as a packaged example, or in the default locations.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from simpletuner.config.types import plain_key
 from simpletuner.errors import ConfigError, Problem, Problems, did_you_mean, not_one_of
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
-# A JSON object: settings of a process that the page starts which a command line would show to every
-# user.
+# Variable with a JSON object: settings that the page passes to a process it starts, since all users
+# of a machine can read a command line.
 SECRET_SETTINGS = "SIMPLETUNER_SECRET_SETTINGS"
 # Origins of settings that are in no file: the command line, and function arguments.
 COMMAND_LINE = "command line"
@@ -50,8 +52,8 @@ LAUNCH_VARIABLES = {
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
 ENV_NAME = re.compile(r"[A-Za-z_]\w*")
-# Tokens of a shell value; the first matching alternative wins. A # inside a word does not start a
-# comment.
+# Tokens of a shell value; the first alternative that matches counts. A # inside a word does not
+# start a comment.
 SHELL_WORD = re.compile(
     r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<comment>(?:^|(?<=\s))#.*)"""
     r"""|(?P<open>['"])|(?P<plain>[^'"\\#]+|.)"""
@@ -61,7 +63,7 @@ SHELL_WORD = re.compile(
 VARIABLE = re.compile(
     r"\\(?P<escaped>[\"\\$`])|\$(?P<name>\{\w+\}|[A-Za-z_]\w*)|(?P<command>`|\$[({])"
 )
-# Variables of shells, libraries and this program's launcher, which are no settings.
+# Variables of shells, libraries and this program's launcher, which are not settings.
 SHELL_VARIABLES = frozenset(
     {
         EXTRA_ARGUMENTS,
@@ -102,17 +104,14 @@ class Located:
 
 def config_from_values(values: Mapping[str, Any]) -> Located:
     """A configuration without a file."""
-    return Located(
-        [
-            launch_layer(),
-            Layer(ARGUMENTS, [(key, resolve_alias(value)) for key, value in values.items()]),
-        ]
-    )
+    settings = [(key, resolve_alias(value)) for key, value in values.items()]
+    return Located([launch_layer(), Layer(ARGUMENTS, settings)])
 
 
 class CollectRemote(Protocol):
-    """Lists the files of remote datasets by id; `simpletuner.data.entries.Collect` names the types,
-    which are above.
+    """Lists the files of remote datasets by id.
+
+    `simpletuner.data.entries.Collect` has the types, which this room must not import.
     """
 
     def __call__(
@@ -145,30 +144,30 @@ class Arguments:
     device: AskedDevice = HERE
 
     def layers(self, report: Problems) -> tuple[list[Layer], Path]:
-        """The layers of files, environment and command line, weakest first, and the folder of the
-        config file.
+        """The layers of files, environment and command line, and the folder of the config file.
+
+        The weakest layer comes first.
         """
         try:
             located = self.base or locate(self.selectors, report)
         except ConfigError:
-            if self.names_configuration:  # that none was found is a consequence
-                raise ConfigError(
-                    problem for problem in report if problem.where != "config"
-                ) from None
-            raise
+            if not self.names_configuration:
+                raise
+            # That no configuration was found is a consequence of the bare word.
+            causes = [problem for problem in report if problem.where != "config"]
+            raise ConfigError(causes) from None
         # Arguments from a config.env follow the command line.
-        more = parse_arguments([], located.extra_arguments)
-        report.extend(more.problems)
-        return [
-            *located.layers,
-            replace(self, settings=[*self.settings, *more.settings]).layer(),
-        ], located.folder
+        extra = parse_arguments([], located.extra_arguments)
+        report.extend(extra.problems)
+        layer = self._with_settings(extra.settings).layer()
+        return [*located.layers, layer], located.folder
 
     def with_seed(self, seed: int | None) -> Arguments:
         """These arguments with the seed drawn by another process, if any."""
-        return (
-            self if seed is None else replace(self, settings=[*self.settings, ("seed", str(seed))])
-        )
+        return self if seed is None else self._with_settings([("seed", str(seed))])
+
+    def _with_settings(self, settings: Iterable[tuple[str, object]]) -> Arguments:
+        return replace(self, settings=[*self.settings, *settings])
 
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
@@ -177,16 +176,20 @@ class Arguments:
 
 
 def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Arguments:
-    """Parse the command line, followed by TRAINER_EXTRA_ARGS (or `extra` instead), split at white
-    space.
+    """Parse the command line.
+
+    Args:
+        extra: arguments that follow it, split at white space; TRAINER_EXTRA_ARGS by default.
     """
     arguments = Arguments()
-    waiting = [*tokens, *(os.environ.get(EXTRA_ARGUMENTS, "") if extra is None else extra).split()]
+    if extra is None:
+        extra = os.environ.get(EXTRA_ARGUMENTS, "")
+    waiting = [*tokens, *extra.split()]
     while waiting:
         token = waiting.pop(0)
         key, equals, value = token.partition("=")
-        name = plain_key(key)
-        if not key.lstrip("-") or (not equals and not token.startswith("--")):
+        is_bare_word = not equals and not token.startswith("--")
+        if is_bare_word or not key.lstrip("-"):
             choice = _choice_of_configuration(token)
             if choice:
                 arguments.names_configuration = True
@@ -196,8 +199,9 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         if not equals and waiting and _is_value(waiting[0], key):
             equals = "="
             value = waiting.pop(0)
-        # As written, for messages; `canonical` resolves the name.
+        name = plain_key(key)
         if name not in SELECTORS:
+            # As written, for messages; `canonical` resolves the name.
             arguments.settings.append((key, value if equals else True))
         elif equals:
             arguments.selectors[SELECTORS[name]] = value
@@ -207,15 +211,10 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
 
 
 def _choice_of_configuration(token: str) -> str:
-    """How to choose the configuration that a bare word means, as the end of a message; empty for
-    other words.
-    """
-    suffixes = tuple(f".{backend}" for backend in BACKENDS)
-    files = (
-        [token]
-        if token.endswith(suffixes)
-        else [f"{token}/config.json", f"config/{token}/config.json"]
-    )
+    """The end of the message about a bare word that means a configuration; empty for others."""
+    files = [f"{token}/config.json", f"config/{token}/config.json"]
+    if token.endswith(tuple(f".{backend}" for backend in BACKENDS)):
+        files = [token]
     if any(map(os.path.isfile, files)):
         return f"is not a setting. Did you mean env={token}?"
     if token in example_names():
@@ -256,11 +255,11 @@ def _is_value(token: str, key: str) -> bool:
     if not equals:
         return True
     names = option_names()
-    option = names.get(plain_key(key))
+    if plain_key(word) in names or plain_key(word) in SELECTORS:
+        return False
     # `--prompt a=b` has a value, `--use_ema seed=1` is a flag and a setting.
-    return plain_key(word) not in {*names, *SELECTORS} and not (
-        option is not None and option.is_flag
-    )
+    option = names.get(plain_key(key))
+    return option is None or not option.is_flag
 
 
 def example_names() -> list[str]:
@@ -275,14 +274,11 @@ def example_file(name: str, report: Problems) -> Path:
         ConfigError: the example does not exist.
     """
     names = example_names()
-    if name not in names:
-        message = (
-            f"{name!r} is not a packaged example. Available: "
-            f"{', '.join(names)}.{did_you_mean(name, names)}"
-        )
-        report.error("example", message)
-        raise ConfigError(report)
-    return EXAMPLES / name / "config.json"
+    if name in names:
+        return EXAMPLES / name / "config.json"
+    available = f"Available: {', '.join(names)}.{did_you_mean(name, names)}"
+    report.error("example", f"{name!r} is not a packaged example. {available}")
+    raise ConfigError(report)
 
 
 def locate(selectors: Mapping[str, str], report: Problems) -> Located:
@@ -297,33 +293,38 @@ def locate(selectors: Mapping[str, str], report: Problems) -> Located:
     """
     choosing = [key for key in ("example", "env", "config_path") if key in selectors]
     if len(choosing) > 1:
-        report.error(
-            choosing[0], f"and {choosing[1]} both choose a configuration; give one of them."
-        )
-    # What is given on the command line counts for more than the environment.
-    variables = () if "config_path" in selectors else ENV_VARIABLES
-    name = selectors.get("env")
-    for variable in variables:
-        name = name or os.environ.get(variable)
-    name = None if name == "default" else name
+        message = f"and {choosing[1]} both choose a configuration; give one of them."
+        report.error(choosing[0], message)
     if "example" in selectors:
-        path = example_file(selectors["example"], report)
-    else:
-        candidates = _candidates(name, selectors, report)
-        files = [*filter(os.path.isfile, candidates)]  # unlike Path.is_file, never raises
-        if files:
-            path = files[0]
-        elif name and name.startswith("examples/"):
-            path = example_file(name.removeprefix("examples/"), report)
-        else:
-            report.error("config", _not_found(candidates, name))
-            raise ConfigError(report)
-    return located_at(path, report)
+        return located_at(example_file(selectors["example"], report), report)
+
+    name = _environment_name(selectors)
+    candidates = _candidates(name, selectors, report)
+    for path in candidates:
+        if os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
+            return located_at(path, report)
+    if name and name.startswith("examples/"):
+        return located_at(example_file(name.removeprefix("examples/"), report), report)
+    report.error("config", _not_found(candidates, name))
+    raise ConfigError(report)
+
+
+def _environment_name(selectors: Mapping[str, str]) -> str | None:
+    """The name of the environment that is asked for; None for the default configuration."""
+    name = selectors.get("env")
+    # A path on the command line overrides the name in a variable.
+    if "config_path" not in selectors:
+        for variable in ENV_VARIABLES:
+            if not name:
+                name = os.environ.get(variable)
+    return None if name == "default" else name
 
 
 def located_at(path: Path, report: Problems, draft: Layer | None = None) -> Located:
-    """The configuration in a file, or a draft of it, above the launch variables and the config.env
-    beside it.
+    """The configuration in a file, above the launch variables and the config.env beside it.
+
+    Args:
+        draft: the content of the file, as a wizard would write it; by default the file is read.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -333,26 +334,26 @@ def located_at(path: Path, report: Problems, draft: Layer | None = None) -> Loca
     if path.suffix != ".env" and settings.is_file():
         layers.append(read_env_layer(settings, report))
     layers.append(draft or read_config_file(path, report))
-    # Read a second time; its problems have been reported.
-    extra = (
-        read_env_file(settings, Problems()).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
-    )
-    # If train.sh has exported the variable, do not apply it twice.
-    return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
+    extra = ""
+    # If train.sh has exported the variable, it must not be applied twice.
+    if settings.is_file() and EXTRA_ARGUMENTS not in os.environ:
+        # Read a second time; its problems have been reported.
+        extra = read_env_file(settings, Problems()).get(EXTRA_ARGUMENTS, "")
+    return Located(layers, path.parent, extra)
 
 
 def launch_layer() -> Layer:
     """The launch variables of the environment, by the keys they set."""
-    # An empty variable counts as unset.
-    present = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
-    return Layer(
-        "environment", [(LAUNCH_VARIABLES[name], value) for name, value in present.items()]
-    )
+    settings = []
+    for name, key in LAUNCH_VARIABLES.items():
+        value = os.environ.get(name)
+        if value:  # an empty variable counts as unset
+            settings.append((key, value))
+    return Layer("environment", settings)
 
 
 def read_config_file(path: Path, report: Problems) -> Layer:
-    """A config file as a layer, by its extension; paths below config/examples/ are redirected into
-    the package.
+    """A config file as a layer; paths below config/examples/ are redirected into the package.
 
     Raises:
         ConfigError: the file cannot be read, so the run cannot be checked any further.
@@ -376,9 +377,7 @@ def read_config_file(path: Path, report: Problems) -> Layer:
 
 
 def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parsed config.json, which may be nested as
-    `{"_metadata": ..., "config": {...}}`.
-    """
+    """The settings of a config.json, perhaps wrapped as `{"_metadata": ..., "config": {...}}`."""
     inner = content.get("config") if "_metadata" in content else None
     return inner if isinstance(inner, dict) else content
 
@@ -390,19 +389,19 @@ def read_json_layer(path: Path, report: Problems) -> Layer | None:
 
 
 def _read_toml_layer(path: Path, report: Problems) -> Layer | None:
-    if (text := read_text(path, report)) is None:
+    text = read_text(path, report)
+    if text is None:
         return None
     try:
-        return Layer(str(path), list(tomllib.loads(text).items()))
+        content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         report.error(str(path), f"is not valid TOML: {error}.")
         return None
+    return Layer(str(path), list(content.items()))
 
 
 def read_env_layer(path: Path, report: Problems) -> Layer:
-    """The variables of a config.env that are settings, or meant as such; all others are for the
-    shell.
-    """
+    """The variables of a config.env that are settings, or meant as such; others are the shell's."""
     known = option_names()
     variables = read_env_file(path, report)
     settings = []
@@ -416,16 +415,13 @@ def read_env_layer(path: Path, report: Problems) -> Layer:
 
 
 def _is_meant_as_setting(name: str, known: Iterable[str]) -> bool:
-    """Whether a variable is a setting of another trainer or an earlier version, or a misspelt
-    one.
-    """
+    """Whether a variable is misspelt, or a setting of another trainer or an earlier version."""
     if name in SHELL_VARIABLES or name.startswith(SHELL_PREFIXES):
         return False
     key = name.lower()
-    return bool(
-        why_absent(key, "config")
-        or difflib.get_close_matches(key, known, n=1, cutoff=LIKE_A_SETTING)
-    )
+    if why_absent(key, "config"):
+        return True
+    return bool(difflib.get_close_matches(key, known, n=1, cutoff=LIKE_A_SETTING))
 
 
 def read_env_file(path: Path, report: Problems) -> dict[str, str]:
@@ -434,27 +430,28 @@ def read_env_file(path: Path, report: Problems) -> dict[str, str]:
     Variables from earlier lines and from the environment expand; commands never run.
     """
     values: dict[str, str] = {}
-    for number, line in enumerate((read_text(path, report) or "").splitlines(), start=1):
-        # `A+=b`: the key ends with the plus sign.
-        key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
-        if key.startswith("#") or not key:
+    content = read_text(path, report) or ""
+    for number, line in enumerate(content.splitlines(), start=1):
+        assignment = re.sub(r"^export\s+", "", line.strip())
+        key, equals, value = assignment.partition("=")
+        if not key or key.startswith("#"):
             continue
-        name = key.rstrip("+")
+        name = key.rstrip("+")  # of `NAME+=value`
         if not equals or not ENV_NAME.fullmatch(name):
-            report.warn(
-                str(path), f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored."
-            )
+            message = f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored."
+            report.warn(str(path), message)
             continue
         try:
             text = expand_shell(value, {**os.environ, **values})
         except ValueError as error:
             # Errors in variables that only the shell uses do not affect the run.
-            fatal = name.lower() in option_names() or name in (*LAUNCH_VARIABLES, EXTRA_ARGUMENTS)
-            report.append(
-                Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal)
-            )
+            is_used = name.lower() in option_names() or name in (*LAUNCH_VARIABLES, EXTRA_ARGUMENTS)
+            message = f"line {number} cannot be read: {error}."
+            report.append(Problem(str(path), message, fatal=is_used))
             continue
-        values[name] = values.get(name, "") + text if key.endswith("+") else text
+        if key.endswith("+"):
+            text = values.get(name, "") + text
+        values[name] = text
     return values
 
 
@@ -477,21 +474,25 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
 
     result = ""
     for word in SHELL_WORD.finditer(text.strip()):
-        match word.lastgroup, word[word.lastgroup or 0]:
-            case "comment", _:
-                return result.rstrip()
-            case "open", _:
-                raise ValueError("a quotation mark is not closed")
-            case "plain" | "double", part:
-                result += VARIABLE.sub(expand, part)
-            case _, part:
-                result += part
+        kind = word.lastgroup or ""  # the alternative of SHELL_WORD that matched
+        part = word[kind or 0]
+        if kind == "comment":
+            return result.rstrip()
+        if kind == "open":
+            raise ValueError("a quotation mark is not closed")
+        if kind in ("plain", "double"):
+            part = VARIABLE.sub(expand, part)
+        result += part
     return result
 
 
 def dataset_file(configured: str | None, folder: Path, report: Problems) -> Path:
-    """The dataset file: `data_backend_config`, else multidatabackend.json beside the config, with a
-    warning.
+    """The path of the dataset file.
+
+    Args:
+        configured: value of `data_backend_config`; without one, the file is multidatabackend.json
+            beside the config, with a warning.
+        folder: the folder of the config.
     """
     if configured is not None:
         return Path(resolve_alias(configured)).expanduser()
@@ -501,38 +502,43 @@ def dataset_file(configured: str | None, folder: Path, report: Problems) -> Path
 
 
 def resolve_alias(value: Any) -> Any:
-    """Redirect a path below config/examples/ into the package, unless it exists in the working
-    directory.
-    """
+    """Redirect a path below config/examples/ into the package, unless it exists here."""
     if isinstance(value, str) and value.startswith(EXAMPLES_ALIAS) and not os.path.lexists(value):
         return str(EXAMPLES / value.removeprefix(EXAMPLES_ALIAS))
     return value
 
 
 def _candidates(name: str | None, selectors: Mapping[str, str], report: Problems) -> list[Path]:
-    """Possible paths of the configuration: of an environment, of an explicit path, or the default
-    paths.
+    """Possible paths of the configuration, in search order.
+
+    Args:
+        name: the environment, if one was asked for.
     """
     backends = _backends(selectors, report)
     explicit = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
+    if explicit and not name:
+        return _explicit_candidates(home_path(explicit), backends)
+    folders = [Path(), Path("config")]
     if name:
         folders = [Path("config") / name, Path(name)]
-        if extra := os.environ.get("SIMPLETUNER_CONFIG_DIR"):
+        extra = os.environ.get("SIMPLETUNER_CONFIG_DIR")
+        if extra:
             folders.append(Path(extra) / name)
-    elif explicit:
-        path = home_path(explicit)
-        # With or without extension; `/` has no name to extend.
-        whole = not path.name or path.suffix.removeprefix(".") in BACKENDS
-        return (
-            [path]
-            if whole
-            else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
-        )
-    else:
-        folders = [Path(), Path("config")]
-    # `env=some/folder/config.json` names the file itself.
-    itself = [Path(name)] if name and Path(name).suffix.removeprefix(".") in BACKENDS else []
-    return [*(folder / f"config.{backend}" for folder in folders for backend in backends), *itself]
+    paths = [folder / f"config.{backend}" for folder in folders for backend in backends]
+    if name and _has_suffix_of_config(Path(name)):
+        paths.append(Path(name))  # `env=some/folder/config.json` names the file itself
+    return paths
+
+
+def _explicit_candidates(path: Path, backends: Sequence[str]) -> list[Path]:
+    """A path that may lack its extension; `/` has no name to extend."""
+    if not path.name or _has_suffix_of_config(path):
+        return [path]
+    return [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
+
+
+def _has_suffix_of_config(path: Path) -> bool:
+    return path.suffix.removeprefix(".") in BACKENDS
 
 
 def _backends(selectors: Mapping[str, str], report: Problems) -> Sequence[str]:
@@ -550,25 +556,35 @@ def _backends(selectors: Mapping[str, str], report: Problems) -> Sequence[str]:
 
 def _not_found(candidates: list[Path], name: str | None) -> str:
     """That there is no configuration, where it was looked for, and what to do."""
-    # List one file per folder, whatever its type.
-    in_folders = {path.parent: path for path in reversed(candidates)}
-    paths = reversed(in_folders.values())
-    tried = ", ".join(f"{path} (a folder)" if path.is_dir() else str(path) for path in paths)
-    what = f"the environment {name!r} was not found" if name else "no configuration was found"
-    names = sorted(folder.name for folder in Path("config").glob("*/"))
-    given = candidates[0]
-    suffix = candidates[0].suffix
-    # Of a path, the files beside it; of a folder, those in it.
-    files = (
-        (given if given.is_dir() else given.parent).glob("*config*.*")
-        if len(in_folders) == 1
-        else ()
+    # List the first file of each folder: the types of files need not be repeated.
+    first_in_folders: dict[Path, Path] = {}
+    for path in candidates:
+        first_in_folders.setdefault(path.parent, path)
+    tried = ", ".join(
+        f"{path} (a folder)" if path.is_dir() else str(path) for path in first_in_folders.values()
     )
-    hint = did_you_mean(name or "", names) or did_you_mean(str(given), map(str, files))
-    if names and not hint:
-        hint = f" Choose one with env=NAME: {', '.join(names)}."
-    elif not hint:
-        hint = " Write one with `simpletuner configure`."
-        if suffix in (".toml", ".env"):
-            hint += f" It writes JSON; write {suffix} files by hand, with the same keys."
-    return f"{what}; tried {tried}.{hint}"
+    missing = f"the environment {name!r} was not found" if name else "no configuration was found"
+    names = sorted(folder.name for folder in Path("config").glob("*/"))
+    first = candidates[0]
+    hint = did_you_mean(name or "", names)
+    if not hint and len(first_in_folders) == 1:  # the user named a path
+        folder = first if first.is_dir() else first.parent
+        hint = did_you_mean(str(first), map(str, folder.glob("*config*.*")))
+    if not hint:
+        hint = _how_to_get_one(names, first.suffix)
+    return f"{missing}; tried {tried}.{hint}"
+
+
+def _how_to_get_one(names: Sequence[str], suffix: str) -> str:
+    """Advice for a user without a configuration.
+
+    Args:
+        names: environments that could be chosen.
+        suffix: file type that was looked for.
+    """
+    if names:
+        return f" Choose one with env=NAME: {', '.join(names)}."
+    advice = " Write one with `simpletuner configure`."
+    if suffix in (".toml", ".env"):
+        advice += f" It writes JSON; write {suffix} files by hand, with the same keys."
+    return advice
