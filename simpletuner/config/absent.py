@@ -1,9 +1,7 @@
-"""Keys and values that this version does not have: those of other trainers, and those of its
-earlier versions.
+"""Keys and values that this version lacks: those of other trainers, and of earlier versions.
 
-upstream.toml says what to use instead of the first, removed.toml what became of the second. A key
-that asks for nothing is ignored; any other is an error, since the run would not be the one that its
-user wants.
+upstream.toml has replacements for the former, and removed.toml the fate of the latter. A key that
+asks for nothing is ignored; any other is an error, since the run would not be what its user wants.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ NEUTRAL = {
 }
 # Keys that older versions wrote into files, and that have no part in a run.
 OBSOLETE = frozenset({"plan_device", "plan_device_memory_gb", "device", "device_memory"})
-
 
 File = Literal["config", "datasets"]
 # The tables of removed values, by file.
@@ -79,17 +76,19 @@ def _means_the_same(value: Any, off: Any) -> bool:
 @functools.cache
 def removed_keys(file: File) -> dict[str, Removed]:
     """The keys of earlier versions, by name."""
-    table = read_toml(PACKAGE, "removed.toml")[file]
-    return {key: Removed(**row) for keys, row in table.items() for key in keys.split()}
+    removed: dict[str, Removed] = {}
+    for keys, row in read_toml(PACKAGE, "removed.toml")[file].items():
+        removed |= dict.fromkeys(keys.split(), Removed(**row))
+    return removed
 
 
 @functools.cache
 def removed_values(file: File) -> dict[str, dict[str, Removed]]:
     """The words that keys of this version had in earlier ones, by key and word."""
-    table = read_toml(PACKAGE, "removed.toml")[VALUES[file]]
-    return {
-        key: {word: Removed(**row) for word, row in rows.items()} for key, rows in table.items()
-    }
+    removed = {}
+    for key, rows in read_toml(PACKAGE, "removed.toml")[VALUES[file]].items():
+        removed[key] = {word: Removed(**row) for word, row in rows.items()}
+    return removed
 
 
 def why_no_value(key: str, word: str) -> str:
@@ -112,14 +111,15 @@ def why_no_word(word: str) -> str:
 
 @functools.cache
 def instead_of(file: File) -> dict[str, str]:
-    """Replacements for keys of other trainers: of a config.json, or of a dataset file and its
-    `type` words.
+    """Replacements for keys of other trainers; of a dataset file, also for its types.
 
     A key that ends with `*` stands for all keys that begin like it.
     """
     # Read lazily: most runs have no foreign key.
-    table = read_toml(PACKAGE, "upstream.toml")[file]
-    return {key: words for keys, words in table.items() for key in keys.split()}
+    replacements: dict[str, str] = {}
+    for keys, words in read_toml(PACKAGE, "upstream.toml")[file].items():
+        replacements |= dict.fromkeys(keys.split(), words)
+    return replacements
 
 
 @functools.cache
@@ -130,21 +130,18 @@ def simpletuner_defaults() -> dict[str, Any]:
 
 @functools.cache
 def simpletuner_variables() -> dict[str, str]:
-    """Variables of SimpleTuner's config.env that are not named like their setting, with the
-    setting.
-    """
+    """Variables of SimpleTuner's config.env whose name differs from their setting's."""
     return dict(read_toml(PACKAGE, "simpletuner.toml")["environment"])
 
 
 def is_simpletuner_default(key: str, value: Any, file: File) -> bool:
-    """Whether a key of SimpleTuner has the default that it has there: its config files hold many of
-    these.
-    """
-    defaults = simpletuner_defaults() if file == "config" else {}
-    if key not in defaults or key in removed_keys(file):
+    """Whether a key has SimpleTuner's own default, as many keys of its config files do."""
+    if file != "config" or key not in simpletuner_defaults() or key in removed_keys(file):
         return False
-    default = defaults[key]
-    return same_value(value, default) or (_is_off(key, value) and _is_off(key, default))
+    default = simpletuner_defaults()[key]
+    if same_value(value, default):
+        return True
+    return _is_off(key, value) and _is_off(key, default)
 
 
 def why_absent(key: str, file: File) -> str:
@@ -168,7 +165,9 @@ def absent_key_problem(
     if not why:
         return None
     note = _note(key, value, file, is_typed=is_typed)
-    return Problem(written, f"{why}.{note}{source}", not note, {written: None})
+    is_ignored = bool(note)
+    message = f"{why}.{note}{source}"
+    return Problem(written, message, fatal=not is_ignored, remedy={written: None})
 
 
 def _replacement(key: str, file: File) -> str:
@@ -176,13 +175,14 @@ def _replacement(key: str, file: File) -> str:
     table = instead_of(file)
     if key in table:
         return table[key]
-    setting = simpletuner_variables().get(key.upper()) if file == "config" else None
+    is_config = file == "config"
+    setting = simpletuner_variables().get(key.upper()) if is_config else None
     if setting is not None:
         return table.get(setting, f"{setting} is its name")
     for pattern, words in table.items():
-        if pattern.endswith("*") and key.startswith(pattern[:-1]):
+        if pattern.endswith("*") and key.startswith(pattern.removesuffix("*")):
             return words
-    return "it is not supported" if file == "config" and key in simpletuner_defaults() else ""
+    return "it is not supported" if is_config and key in simpletuner_defaults() else ""
 
 
 def _note(key: str, value: Any, file: File, *, is_typed: bool) -> str:
@@ -197,7 +197,10 @@ def _note(key: str, value: Any, file: File, *, is_typed: bool) -> str:
 
 def _is_off(key: str, value: Any) -> bool:
     """Whether a value of a foreign key enables nothing."""
+    if value is None:
+        return True
+    word = str(value).strip().lower().removesuffix(".0")
     neutral = NEUTRAL.get(key)
-    # 0 may be a strength, so where a number is neutral, only that number is.
-    words = (neutral,) if neutral is not None and neutral.isdecimal() else (*OFF, neutral)
-    return value is None or str(value).strip().lower().removesuffix(".0") in words
+    if neutral is not None and neutral.isdecimal():
+        return word == neutral  # only this number, since 0 is a strength too
+    return word in OFF or word == neutral

@@ -1,5 +1,4 @@
-"""The dataset file: a JSON list of objects, one per dataset or text cache, parsed into typed
-values.
+"""The dataset file: a JSON list of objects, one per dataset or cache, parsed into typed values.
 
 Unknown or misspelt keys and values of the wrong type become problems with the dataset's name, all
 reported at once.
@@ -137,11 +136,14 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
     # Plain numbers are equally likely; a mixed list would leave weights undefined.
     if not any(isinstance(entry, dict) for entry in value):
         return [(_positive(entry), 1.0) for entry in value]
-    if not all(isinstance(entry, dict) and set(entry) == {"aspect", "weight"} for entry in value):
-        raise ValueError("must hold numbers only, or objects with aspect and weight only")
-    ratios = [
-        (_positive(entry["aspect"]), _positive(entry["weight"], or_zero=True)) for entry in value
-    ]
+    for entry in value:
+        if not isinstance(entry, dict) or set(entry) != {"aspect", "weight"}:
+            raise ValueError("must hold numbers only, or objects with aspect and weight only")
+    ratios = []
+    for entry in value:
+        ratio = _positive(entry["aspect"])
+        weight = _positive(entry["weight"], or_zero=True)
+        ratios.append((ratio, weight))
     total = sum(weight for _, weight in ratios)
     if abs(total - 1) > WEIGHT_TOLERANCE:
         raise ValueError(f"has weights that sum to {total:g}, not to 1")
@@ -149,6 +151,7 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
 
 
 def _positive(value: object, *, or_zero: bool = False) -> float:
+    """A number above 0, or at least 0."""
     number = parse_number(value, f"holds {value!r}, which is not a number such as 1.5")
     if number < 0 or (number == 0 and not or_zero):
         raise ValueError(f"holds {number:g}; it must be above 0")
@@ -326,9 +329,7 @@ class DatasetConfig(SharedKeys, RemoteKeys):
 
     @property
     def is_conditioning(self) -> bool:
-        """Whether this is a conditioning dataset: any entry with a `conditioning_type`, whatever
-        its dataset_type.
-        """
+        """Whether this is a conditioning dataset, by its dataset_type or its conditioning_type."""
         return self.dataset_type == "conditioning" or self.conditioning_type is not None
 
     @property
@@ -338,9 +339,9 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     @property
     def holds_clips(self) -> bool:
         """Whether the files are clips: a video dataset, or an eval dataset with rules for clips."""
-        return self.dataset_type == "video" or (
-            self.dataset_type == "eval" and self.video != VideoConfig()
-        )
+        if self.dataset_type == "eval":
+            return self.video != VideoConfig()
+        return self.dataset_type == "video"
 
     @property
     def is_trained(self) -> bool:
@@ -360,16 +361,16 @@ PARTS = {name: key.part for name, key in OPTIONS.items() if key.part is not None
 
 def dataset_options() -> dict[str, Option]:
     """Every key of a dataset by its nested name: `resolution`, `video.num_frames`."""
-    groups: dict[str, type[Group]] = {
-        "": DatasetConfig,
-        **{f"{part}.": group for part, group in PARTS.items()},
-    }
-    return {
-        f"{prefix}{name}": replace(describe(f"{prefix}{name}", group, field), section=DATASET_FILE)
-        for prefix, group in groups.items()
-        for name, field in group.model_fields.items()
-        if name not in PARTS
-    }
+    groups: dict[str, type[Group]] = {"": DatasetConfig}
+    for part, part_group in PARTS.items():
+        groups[f"{part}."] = part_group
+    options = {}
+    for prefix, group in groups.items():
+        for field_name, field in group.model_fields.items():
+            if field_name not in PARTS:
+                name = f"{prefix}{field_name}"
+                options[name] = replace(describe(name, group, field), section=DATASET_FILE)
+    return options
 
 
 def read_datasets(
@@ -382,10 +383,9 @@ def read_datasets(
         placeholders: values for `{model_family}` and `{output_dir}` in paths.
     """
     if not path.is_file():
+        fault = f"the dataset file {str(path)!r} {why_no_file(path)}."
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
-        report.error(
-            "data_backend_config", f"the dataset file {str(path)!r} {why_no_file(path)}. {ways}"
-        )
+        report.error("data_backend_config", f"{fault} {ways}")
         return []
     fault = foreign_datasets(path, read_text(path, Problems()) or "")
     if fault:
@@ -404,9 +404,10 @@ def parse_datasets(
     if not content:
         report.error(str(path), "holds no datasets.")
         return []
-    entries = []
-    for index, entry in enumerate(content):
-        entries.append(_read_entry(entry, path.name, index, placeholders, report))
+    entries = [
+        _read_entry(entry, path.name, index, placeholders, report)
+        for index, entry in enumerate(content)
+    ]
     # Before references are checked, since they must not point to disabled entries.
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
@@ -416,9 +417,7 @@ def parse_datasets(
 
 
 def check_references(datasets: Sequence[DatasetConfig], report: Problems) -> None:
-    """Ids are unique, one text cache at most is the default, and every reference names an existing
-    entry.
-    """
+    """Report repeated ids, several default text caches, and references to missing entries."""
     for name, count in Counter(dataset.id for dataset in datasets).items():
         if count > 1:
             report.error(name, f"is the id of {count} datasets; ids must be unique.")
@@ -437,12 +436,12 @@ def check_references(datasets: Sequence[DatasetConfig], report: Problems) -> Non
 
 
 def _check_condition(dataset: DatasetConfig, report: Problems) -> None:
-    if dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
-        report.error(
-            dataset.id,
-            "conditions itself; name it in conditioning_data of the dataset it belongs to.",
-        )
-    elif dataset.conditioning_data:
+    """Report a conditioning dataset that refers to itself or to further conditioning."""
+    conditions = dataset.conditioning_data or []
+    if dataset.id in conditions or dataset.id == dataset.source_dataset_id:
+        message = "conditions itself; name it in conditioning_data of the dataset it belongs to."
+        report.error(dataset.id, message)
+    elif conditions:
         message = "has no effect: this dataset itself conditions others."
         report.warn(f"{dataset.id}.conditioning_data", message)
 
@@ -450,22 +449,20 @@ def _check_condition(dataset: DatasetConfig, report: Problems) -> None:
 def _check_names(
     datasets: Sequence[DatasetConfig], key: str, targets: Sequence[DatasetConfig], report: Problems
 ) -> None:
-    """Whether a key of the datasets, a text or a list of texts, holds ids of these targets."""
+    """Report ids in a key of the datasets, a text or a list of texts, that are not of a target."""
     known = [target.id for target in targets]
+    choices = ", ".join(known) or "there are none"
     for dataset in datasets:
         value = getattr(dataset, key) or []
-        for name in [value] if isinstance(value, str) else value:
+        names = [value] if isinstance(value, str) else value
+        for name in names:
             if name not in known:
-                choices = ", ".join(known) or "there are none"
-                message = (
-                    f"{name!r} is not the id of such an entry "
-                    f"({choices}).{did_you_mean(name, known)}"
-                )
-                report.error(f"{dataset.id}.{key}", message)
+                message = f"{name!r} is not the id of such an entry ({choices})."
+                report.error(f"{dataset.id}.{key}", f"{message}{did_you_mean(name, known)}")
 
 
 def without_effect(written: DatasetConfig, filled: DatasetConfig, report: Problems) -> None:
-    """The keys of an entry that are set and cannot act.
+    """Report the keys of an entry that are set and have no effect.
 
     Args:
         written: the entry as the user wrote it.
@@ -487,9 +484,7 @@ def without_effect(written: DatasetConfig, filled: DatasetConfig, report: Proble
 def _why_without_effect(
     declared: Option, dataset_type: str, settings: Mapping[str, Any], report: Problems
 ) -> None:
-    """The first reason why a key cannot act in an entry of this type with these settings, if there
-    is one.
-    """
+    """Report the first reason why a key has no effect in an entry of this type, if there is one."""
     if dataset_type in CACHE_KINDS and declared.name not in CACHE_ENTRY:
         report.no_effect(
             declared.name, f"has no effect: an entry of {dataset_type} only names a cache."
@@ -504,71 +499,81 @@ def _why_without_effect(
 def _read_entry(
     entry: Any, file: str, index: int, placeholders: dict[str, str], report: Problems
 ) -> DatasetConfig | None:
+    """An entry as typed values, or None if it is not an object.
+
+    Invalid values are reported and replaced, so that the rest can be checked. An entry whose id
+    cannot be used is called by its place in the file.
+    """
     number = f"{file}[{index}]"
     if not isinstance(entry, dict):
         report.error(number, f"must be an object, not {json_kind(entry)}.")
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
-    of_entry = Problems()
-    keys = _canonical(_flat(entry), DatasetConfig, of_entry)
+    problems = Problems()
+    keys = _canonical(_flat(entry), DatasetConfig, problems)
     if str(keys.get("disabled")).strip().lower() in TRUE_WORDS:
-        return DatasetConfig(id=where, disabled=True)  # drops the entry's problems
+        return DatasetConfig(id=where, disabled=True)  # its problems do not matter
     # Aliases and comments in nested objects; `canonical` handles one level.
     for part, group in PARTS.items():
         if isinstance(keys.get(part), dict):
-            with of_entry.within(part) as of_part:
-                keys[part] = _canonical(keys[part], group, of_part)
-    _take_foreign(keys, of_entry)
+            with problems.within(part) as problems_of_part:
+                keys[part] = _canonical(keys[part], group, problems_of_part)
+    _drop_foreign_types(keys, problems)
     # While the keys are still a dict: a built group is immutable.
-    _place({**placeholders, "id": str(keys.get("id", ""))}, keys)
-    config = build_group(DatasetConfig, keys, of_entry)
-    for problem in of_entry:
+    _replace_placeholders(keys, {**placeholders, "id": str(keys.get("id", ""))})
+    config = build_group(DatasetConfig, keys, problems)
+    for problem in problems:
         report.append(problem.within(where))
-    of_id = Problems()
-    _check_id(config.id, number, where, of_id)
-    report.extend(of_id)
-    return config if config.id and not of_id else config.model_copy(update={"id": number})
+    problems_of_id = Problems()
+    _check_id(config.id, number, where, problems_of_id)
+    report.extend(problems_of_id)
+    if problems_of_id or not config.id:
+        return config.model_copy(update={"id": number})
+    return config
 
 
-def _take_foreign(keys: dict[str, Any], report: Problems) -> None:
+def _drop_foreign_types(keys: dict[str, Any], report: Problems) -> None:
     """Report and remove types of other trainers, so that pydantic does not report them again."""
+    replacements = instead_of("datasets")
     for key in ("type", "dataset_type"):
         word = str(keys.get(key))
-        if key in keys and word not in OPTIONS[key].choices and word in instead_of("datasets"):
-            report.error(
-                key, f"{keys.pop(key)!r} does not exist here: {instead_of('datasets')[word]}."
-            )
+        if key in keys and word not in OPTIONS[key].choices and word in replacements:
+            report.error(key, f"{keys.pop(key)!r} does not exist here: {replacements[word]}.")
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry with the keys of its nested `huggingface` object at the top level, where they take
-    precedence.
-    """
+    """The entry with the keys of its object `huggingface`, which take precedence, at the top."""
     inner = entry.get("huggingface")
     if not isinstance(inner, dict):
         return entry
-    return {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
+    outer = {key: value for key, value in entry.items() if key != "huggingface"}
+    return outer | inner
 
 
 def _check_id(name: str, number: str, where: str, report: Problems) -> None:
     """Report an id that cannot name a folder."""
     # File systems limit bytes, not characters.
     if len(name.encode()) > LONGEST_ID:
-        report.error(
-            f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it."
-        )
+        message = f"is longer than {LONGEST_ID} bytes; folders are named after it."
+        report.error(f"{number}.id", message)
     if UNSAFE_ID.search(name) or name in (".", ".."):
         report.error(f"{where}.id", f"{name!r} cannot name a folder: use letters, digits, _ and -.")
 
 
-def _place(words: Mapping[str, str], keys: dict[str, Any]) -> None:
-    """Replace the placeholders in the paths of an entry, in place."""
-    for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
-        if isinstance(folder, dict) and isinstance(folder.get(key), str):
-            folder[key] = resolve_alias(
-                PLACEHOLDER.sub(lambda match: words[match.group(1)], folder[key])
-            )
+def _replace_placeholders(keys: dict[str, Any], words: Mapping[str, str]) -> None:
+    """Replace `{id}` and others in the paths of an entry, in place."""
+
+    def replace_in(part: dict[str, Any], key: str) -> None:
+        path = part.get(key)
+        if isinstance(path, str):
+            path = PLACEHOLDER.sub(lambda match: words[match.group(1)], path)
+            part[key] = resolve_alias(path)
+
+    for key in PATH_KEYS:
+        replace_in(keys, key)
+    if isinstance(keys.get("parquet"), dict):
+        replace_in(keys["parquet"], "path")
 
 
 def _canonical(entry: dict[str, Any], group: type[Group], report: Problems) -> dict[str, Any]:

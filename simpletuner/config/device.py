@@ -13,7 +13,7 @@ from simpletuner.config.types import Gigabytes, parse_text
 from simpletuner.errors import Problems
 
 MOST_GIGABYTES = 1e6
-LEAST_NAME = 1000  # a number below is memory in GB; cards have four digits
+LEAST_NAME = 1000  # the names of cards have four digits; a smaller number is memory in GB
 
 
 def parse_card(value: object) -> object:
@@ -91,23 +91,24 @@ HERE = AskedDevice()
 
 
 def read_asked_device(report: Problems, card: object = None, memory: object = None) -> AskedDevice:
-    """The device that a command is asked about, from the values of `--device` and
-    `--device-memory`.
-    """
-    answers = {"device": card, "device_memory": memory}
-    given: dict[str, Any] = {key: value for key, value in answers.items() if value is not None}
-    of_flags = Problems()
-    asked = build_group(AskedDevice, given, of_flags)
-    for problem in of_flags:
-        report.append(replace(problem, where=f"--{problem.where.replace('_', '-')}"))
-    return asked
+    """The device to plan for, from the values of `--device` and `--device-memory`."""
+    answers: dict[str, Any] = {}
+    if card is not None:
+        answers["device"] = card
+    if memory is not None:
+        answers["device_memory"] = memory
+    problems = Problems()
+    device = build_group(AskedDevice, answers, problems)
+    for problem in problems:
+        flag = f"--{problem.where.replace('_', '-')}"
+        report.append(replace(problem, where=flag))
+    return device
 
 
 def read_card_or_memory(answer: str, report: Problems) -> AskedDevice:
-    """The device in one answer: a card (`h100`, `RTX 4090`), or memory in GB (`24`), which is below
-    1000.
-    """
+    """The device in one answer: a card (`h100`, `RTX 4090`), or memory in GB (`24`)."""
     number = answer.upper().removesuffix("GB").strip()
-    if number.replace(".", "", 1).isdecimal() and float(number) < LEAST_NAME:
+    is_number = number.replace(".", "", 1).isdecimal()
+    if is_number and float(number) < LEAST_NAME:
         return read_asked_device(report, memory=number)
     return read_asked_device(report, card=answer)

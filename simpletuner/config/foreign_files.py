@@ -1,6 +1,4 @@
-"""Config and dataset files of other trainers: recognised and explained, since their keys mean other
-things here.
-"""
+"""Recognises config and dataset files of other trainers, and explains what to write instead."""
 
 from __future__ import annotations
 
@@ -39,23 +37,21 @@ DATASET_KEYS = (
 
 
 def foreign_config(path: Path, text: str) -> str:
-    """Why a file is not a config of this program, as text after its name; empty if it may be
-    one.
-    """
+    """Why a file is not a config here, as text after its name; empty if it may be one."""
     if path.suffix.lower() in YAML:
         keys = f" {AI_TOOLKIT}" if _author_of(text) == "ai-toolkit" else ""
         return f"is {_yaml_file(text)}; a config here is a JSON, TOML or .env file.{keys} {WAYS}"
-    content = _parsed(text) if path.suffix.lower() == ".toml" else {}
+    if path.suffix.lower() != ".toml":
+        return ""
+    content = _parsed(text)
     author = _author_of_datasets(content)
-    if author:
-        return f"is a dataset file of {author}, not a config. {_advice(content)}"
-    return ""
+    if not author:
+        return ""
+    return f"is a dataset file of {author}, not a config. {_advice(content)}"
 
 
 def foreign_datasets(path: Path, text: str) -> str:
-    """Why a file is not a dataset file of this program, as text after its name; empty if it may be
-    one.
-    """
+    """Why a file is not a dataset file here, as text after its name; empty if it may be one."""
     if path.suffix.lower() in YAML:
         return f"is {_yaml_file(text)}; a dataset file here is a JSON list. {WAYS}"
     if path.suffix.lower() != ".toml":

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
-from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar
@@ -29,16 +28,14 @@ TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 UNSET = "needs the environment variable {}, which is not set"
 LARGEST_TEXT = 1 << 28  # bytes; the captions of 100,000 files take a fifth of this
-# levels; functions that walk through settings need up to three of Python's 1000 frames a level
+# Levels. Functions that walk through settings need up to three of Python's 1000 frames per level.
 DEEPEST_NESTING = 100
 Pairs = list[tuple[str, Any]]
 Stored = TypeVar("Stored")
 
 
 def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
-    """The content of a JSON file written by this program; None if it is missing, damaged or of
-    another type.
-    """
+    """The content of a JSON file of this program; None if missing, damaged or of another type."""
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -65,12 +62,11 @@ def read_json(
     notes = Problems()  # about what is left out below, if the rest can be read
     if repaired != text:
         line = _first_difference(text, repaired)
-        notes.warn(
-            str(path), f"has a comma before a closing bracket (line {line}); it was ignored."
-        )
+        message = f"has a comma before a closing bracket (line {line}); it was ignored."
+        notes.warn(str(path), message)
 
-    # `dict` would also keep the last value, but silently.
     def keep_last(pairs: Pairs) -> dict[str, Any]:
+        # `dict` would also keep the last value, but silently.
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result and not same_value(result[key], value):
@@ -112,7 +108,8 @@ def reported_under(key: str, path: Path, report: Problems) -> Iterator[Problems]
 def read_text(path: Path, report: Problems) -> str | None:
     """A UTF-8 file as text, or None after a problem."""
     try:
-        if fault := why_unreadable(path.stat(), LARGEST_TEXT):
+        fault = why_unreadable(path.stat(), LARGEST_TEXT)
+        if fault:
             report.error(str(path), f"{fault}.")
             return None
         # -sig: Windows editors write a byte order mark, which json rejects.
@@ -133,19 +130,20 @@ def read_toml(package: str, name: str) -> dict[str, Any]:
 
 
 def why_unreadable(status: os.stat_result, most: int) -> str:
-    """Why a file must not be read whole, or an empty text: a pipe would block, a device may never
-    end.
-    """
+    """Why a file must not be read as a whole; empty if it may be."""
+    # A pipe would block, and a device may never end.
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file but a folder, a pipe, a socket or a device"
-    return f"has {status.st_size:,} bytes; the limit is {most:,}" if status.st_size > most else ""
+    if status.st_size > most:
+        return f"has {status.st_size:,} bytes; the limit is {most:,}"
+    return ""
 
 
 def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or holds what nothing could work with; the message continues the
+        ValueError: it is not JSON, or holds a value that cannot be used; the message continues the
             text's name.
     """
     try:
@@ -156,10 +154,8 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
             raise RecursionError("nested too deeply")
     except json.JSONDecodeError as error:
         raise ValueError(json_fault(error)) from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # deep nesting, or a number of more than 4300 digits
+    except (ValueError, RecursionError) as error:
+        # Deep nesting, or a number of more than 4300 digits.
         raise ValueError(f"cannot be used: {error}") from None
     return value
 
@@ -168,16 +164,18 @@ def _is_deep(value: Any) -> bool:
     """Whether a parsed value has more than `DEEPEST_NESTING` levels."""
     level = [value]
     for _ in range(DEEPEST_NESTING):
-        inner = [
-            part.values() if isinstance(part, dict) else part
-            for part in level
-            if isinstance(part, dict | list)
-        ]
-        level = [*chain.from_iterable(inner)]
+        next_level: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                next_level += part.values()
+            elif isinstance(part, list):
+                next_level += part
+        level = next_level
     return bool(level)
 
 
-# (text at the error, part of Python's message, message for users)
+# (pattern of the text at the error, part of Python's message, message for users); the first row
+# whose both conditions hold counts.
 JSON_FAULTS = (
     (r"//|/\*|#", "", "comments are not allowed"),
     (r"(True|False|None)\b", "", "true, false and null are written in lower case"),
@@ -200,9 +198,10 @@ def json_fault(error: json.JSONDecodeError) -> str:
 
 
 def _cause_of(error: json.JSONDecodeError) -> str:
+    """What is wrong, in words for people who do not know JSON; else Python's message."""
     rest = error.doc[error.pos :]
-    for text, said, cause in JSON_FAULTS:
-        if said in error.msg and re.match(text, rest):
+    for pattern, words, cause in JSON_FAULTS:
+        if words in error.msg and re.match(pattern, rest):
             return cause
     return error.msg
 
@@ -210,39 +209,44 @@ def _cause_of(error: json.JSONDecodeError) -> str:
 def expand_environment(
     value: Any, where: str, report: Problems, *, secret: bool = False, keep_unset: bool = False
 ) -> Any:
-    """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a
-    problem.
+    """Replace `{env:NAME}` in strings, inside lists and objects too.
 
     Args:
+        where: the key, for the problem of an unset variable.
         secret: hide the variables' values in all output. Variables whose names look like secrets
             are always hidden.
         keep_unset: leave references to unset variables for `check_unset`.
     """
 
-    def lookup(match: re.Match[str]) -> str:
+    def look_up(match: re.Match[str]) -> str:
         name = match.group(1)
-        if secret or SECRET_NAME.search(name):
-            # Before the value can reach a message or a log line.
-            hide(os.environ.get(name, ""))
-        if name not in os.environ:
-            if keep_unset:
-                return match.group()
-            report.error(where, f"{match.string!r} {UNSET.format(name)}.")
-        return os.environ.get(name, "")
+        text = os.environ.get(name)
+        if text is not None:
+            if secret or SECRET_NAME.search(name):
+                hide(text)  # before it can reach a message or a log line
+            return text
+        if keep_unset:
+            return match.group()
+        report.error(where, f"{match.string!r} {UNSET.format(name)}.")
+        return ""
 
     def expand(part: Any) -> Any:
         if isinstance(part, dict):
             return {key: expand(item) for key, item in part.items()}
         if isinstance(part, list):
-            return [*map(expand, part)]
-        return ENVIRONMENT_REFERENCE.sub(lookup, part) if isinstance(part, str) else part
+            return [expand(item) for item in part]
+        if isinstance(part, str):
+            return ENVIRONMENT_REFERENCE.sub(look_up, part)
+        return part
 
     return expand(value)
 
 
 def check_unset(settings: Iterable[tuple[str, Any]], report: Problems, *, fatal: bool) -> None:
-    """Report unset variables in settings that are needed only for sending; fatal if something will
-    be sent.
+    """Report unset variables in settings that are needed only for sending.
+
+    Args:
+        fatal: something will be sent.
     """
     for key, value in settings:
         for name in dict.fromkeys(ENVIRONMENT_REFERENCE.findall(repr(value))):
@@ -253,23 +257,26 @@ def check_unset(settings: Iterable[tuple[str, Any]], report: Problems, *, fatal:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two spellings have the same meaning: 20 and "20", true and "True", 1e-4 and
-    0.0001.
-    """
+    """Whether two spellings mean the same: 20 and "20", true and "True", 1e-4 and 0.0001."""
     if left == right:
         return True
     if isinstance(left, dict | list) or isinstance(right, dict | list):
         return False
-    texts = str(left).strip().lower(), str(right).strip().lower()
+    left_text = str(left).strip().lower()
+    right_text = str(right).strip().lower()
+    if left_text == right_text:
+        return True
     try:
-        return texts[0] == texts[1] or float(texts[0]) == float(texts[1])
+        return float(left_text) == float(right_text)
     except ValueError:
         return False
 
 
 def json_kind(value: Any) -> str:
     """The name of a value's JSON type, with an article."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
     return kinds.get(type(value), "a number")

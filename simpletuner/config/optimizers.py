@@ -141,7 +141,7 @@ _schedule_free = partial(_averaging, "schedulefree:AdamWScheduleFree", package=S
 _whole_weights = partial(OptimizerSpec, element_wise=False, per_weight=False)
 _bitsandbytes = partial(_whole_weights, package=BITSANDBYTES, moments=1)
 
-# optimi's classes with a second moment that decays in bf16
+# The module of optimi's classes with a second moment that decays in bf16 too.
 DECAYING = "simpletuner.training.own_optimizers"
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw_bf16": _optimi_adam(f"{DECAYING}:AdamW", ADAMW | {"eps": 1e-6}),
@@ -271,28 +271,27 @@ def update_kernel(
     suits_foreach = widened or (weights >= MANY_WEIGHTS and numbers < weights * LARGE_WEIGHT)
     if "foreach" in kernels and not sharded and suits_foreach:
         return "foreach"
-    return "triton" if "triton" in kernels and triton and not widened else "loop"
+    if "triton" in kernels and triton and not widened:
+        return "triton"
+    return "loop"
 
 
 def is_lost_in_bf16(beta: float) -> bool:
-    """Whether a bf16 number times beta may round to itself, so that a moving average with this
-    decay only grows.
+    """Whether a bf16 number times beta may round to itself.
+
+    A moving average with this decay would then only grow.
     """
     return 1 - beta < LOST_IN_BF16
 
 
 def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
-    """Whether the second moment of bf16 weights is kept in float32
-    (`training.own_optimizers.DecayingSquares`).
-    """
-    name = optimizer_name(config, mixed_precision)
+    """Whether the second moment of bf16 weights is kept in float32, see `DecayingSquares`."""
+    spec = OPTIMIZERS[optimizer_name(config, mixed_precision)]
+    if not spec.is_adam or not spec.keeps_bf16 or spec.rounds_randomly:
+        return False
     settings = optimizer_settings(config, mixed_precision)
-    spec = OPTIMIZERS[name]
     betas = [float(settings[beta]) for beta in BETAS if beta in settings]
-    # The last beta is that of the squares, also for Adan's three.
-    return (
-        spec.is_adam and spec.keeps_bf16 and not spec.rounds_randomly and is_lost_in_bf16(betas[-1])
-    )
+    return is_lost_in_bf16(betas[-1])  # the last is that of the squares, also for Adan's three
 
 
 def learning_rate(config: OptimizerConfig, model_type: str) -> float:
@@ -301,9 +300,7 @@ def learning_rate(config: OptimizerConfig, model_type: str) -> float:
 
 
 def peak_learning_rate(config: RunConfig) -> float:
-    """The peak rate after `lr_scale` (times the samples of a step) or `lr_scale_sqrt` (times their
-    square root).
-    """
+    """The peak rate, scaled by the samples of a step if `lr_scale` or `lr_scale_sqrt` is set."""
     rate = learning_rate(config.optimizer, config.model.model_type)
     schedule = config.schedule
     samples = (
@@ -313,28 +310,29 @@ def peak_learning_rate(config: RunConfig) -> float:
     )
     if config.optimizer.lr_scale:
         return rate * samples
-    return rate * math.sqrt(samples) if config.optimizer.lr_scale_sqrt else rate
+    if config.optimizer.lr_scale_sqrt:
+        return rate * math.sqrt(samples)
+    return rate
 
 
 def trained_precision(config: OptimizerConfig, precision: PrecisionConfig) -> str:
     """The dtype of trained weights: bf16 if the optimizer compensates for rounding, else fp32."""
-    name = optimizer_name(config, precision.mixed_precision)
-    return (
-        "bf16" if transformer_dtype(precision) == "bf16" and OPTIMIZERS[name].keeps_bf16 else "fp32"
-    )
+    spec = OPTIMIZERS[optimizer_name(config, precision.mixed_precision)]
+    if spec.keeps_bf16 and transformer_dtype(precision) == "bf16":
+        return "bf16"
+    return "fp32"
 
 
 def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, OptimizerValue]:
-    """The optimizer's settings: defaults, overridden by adam_* keys, the pair of betas, then
-    optimizer_config.
-    """
+    """The optimizer's settings: its defaults, overridden by the keys that are set."""
     spec = OPTIMIZERS[optimizer_name(config, mixed_precision)]
+    # The most specific key comes last.
     settings = dict(spec.settings)
     if spec.is_adam:
-        settings |= _given(config, ADAM_KEYS)
+        settings |= _set_values(config, ADAM_KEYS)
     if "beta1" in settings:  # not momentum, as in SGD and RMSprop
-        settings |= _given(config, PAIR)
-    return settings | _overrides(config, spec, Problems())  # most specific last
+        settings |= _set_values(config, PAIR)
+    return settings | _overrides(config, spec, Problems())
 
 
 def check_optimizer(config: OptimizerConfig, mixed_precision: str, report: Problems) -> None:
@@ -342,10 +340,8 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str, report: Probl
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
     if name == "adamw_bf16" and mixed_precision != "bf16":
-        report.error(
-            "optimizer",
-            f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw.",
-        )
+        message = f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw."
+        report.error("optimizer", message)
     _overrides(config, spec, report)
     _check_numbers(config, name, spec, report)
     if spec.package is not None:
@@ -353,53 +349,50 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str, report: Probl
     if config.optimizer_release_gradients and not spec.per_weight:
         message = (
             f"cannot be combined with optimizer {name!r}: it may not update each weight "
-            "independently. Use"
+            "independently. Use an AdamW such as adamw_bf16."
         )
-        report.error("optimizer_release_gradients", f"{message} an AdamW such as adamw_bf16.")
+        report.error("optimizer_release_gradients", message)
     if spec.rounds_randomly and not has_compiler():
-        report.error(
-            "optimizer", f"{name!r} needs a C compiler such as gcc: torchao compiles its update."
-        )
+        message = f"{name!r} needs a C compiler such as gcc: torchao compiles its update."
+        report.error("optimizer", message)
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
     """Whether a full fine-tune could use these optimizer settings instead."""
+    if config.model.model_type != "full":
+        return False
     changed = config.with_values(values, CHOSEN)
+    if changed.optimizer == config.optimizer and changed.offload == config.offload:
+        return False
     problems = Problems()
     all_options()["optimizer_release_gradients"].conflicts(changed.flat, problems)
     check_optimizer(changed.optimizer, changed.precision.mixed_precision, problems)
-    return (
-        config.model.model_type == "full"
-        and (changed.optimizer, changed.offload) != (config.optimizer, config.offload)
-        and not problems.are_fatal
-    )
+    return not problems.are_fatal
 
 
 def _check_numbers(
     config: OptimizerConfig, name: str, spec: OptimizerSpec, report: Problems
 ) -> None:
-    """Report betas without their pair, keys that the optimizer lacks, and schedules that it
-    replaces.
-    """
+    """Report a beta without its pair, keys that the optimizer lacks, and unsuitable schedules."""
     if (config.optimizer_beta1 is None) != (config.optimizer_beta2 is None):
         report.error("optimizer_beta1", "and optimizer_beta2 must be given together.")
-    unused = [*(() if spec.is_adam else ADAM_KEYS), *(() if "beta1" in spec.settings else PAIR)]
+    unused: list[str] = []
+    if not spec.is_adam:
+        unused += ADAM_KEYS
+    if "beta1" not in spec.settings:
+        unused += PAIR
     for key in unused:
         report.no_effect(key, f"has no effect on the optimizer {name!r}.")
     # An unset rate counts too: its default of 1e-4 is just as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
-        report.warn(
-            "learning_rate",
-            "prodigy finds the rate and multiplies it by this one, which should be 1.",
-        )
+        message = "prodigy finds the rate and multiplies it by this one, which should be 1."
+        report.warn("learning_rate", message)
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
-        report.warn(
-            "lr_scheduler",
-            f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up.",
-        )
+        message = f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up."
+        report.warn("lr_scheduler", message)
 
 
-def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:
+def _set_values(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:
     """Values of the keys that are set, by the optimizer's names."""
     values = config.model_dump(include=set(keys))
     return {setting: values[key] for key, setting in keys.items() if values[key] is not None}
@@ -419,11 +412,8 @@ def _overrides(
                 report.error("optimizer_config", f"{key}={text!r} {error}.")
         elif key or equals:  # not after a trailing comma
             allowed = ", ".join(spec.settings)
-            message = (
-                f"unknown setting {key!r}; this optimizer takes "
-                f"{allowed}.{did_you_mean(key, spec.settings)}"
-            )
-            report.error("optimizer_config", message)
+            message = f"unknown setting {key!r}; this optimizer takes {allowed}."
+            report.error("optimizer_config", f"{message}{did_you_mean(key, spec.settings)}")
     return values
 
 
@@ -440,6 +430,8 @@ def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerVal
         raise ValueError("must be at least 0 and below 1")
     if number < 0:
         raise ValueError("must not be negative")
-    if isinstance(default, int) and not number.is_integer():
+    if not isinstance(default, int):
+        return number
+    if not number.is_integer():
         raise ValueError("is not a whole number")
-    return int(number) if isinstance(default, int) else number
+    return int(number)

@@ -1,4 +1,4 @@
-"""Paths that users write, and what messages say if nothing is there."""
+"""Paths that users write, and messages about those that do not exist."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def similar_path(path: Path, pattern: str = "*") -> str:
     Args:
         pattern: of the names to consider; `*/` means folders.
     """
+    names = sorted(sibling.name for sibling in path.parent.glob(pattern) if sibling.exists())
     # Names alone: paths with the same long parent would all be similar.
-    guess = nearest(
-        path.name, sorted(each.name for each in path.parent.glob(pattern) if each.exists())
-    )
+    guess = nearest(path.name, names)
     return f" Did you mean {str(path.parent / guess)!r}?" if guess else ""

@@ -49,15 +49,17 @@ Attention = Literal[
 ]
 Library = Literal["quanto", "torchao", "bnb"]
 recomputed = partial(option, requires=when("gradient_checkpointing"))
-# Unsupported names of other trainers, and their replacements.
+# Names of other trainers: why they cannot be used, and what to use instead.
+_NO_GRADIENT = "torchao's int4 weights have no gradient for their inputs"
+_NO_SDNQ = "SDNQ is not supported"
 UNSUPPORTED = {
-    name: f"cannot be used: {reason}; the nearest supported value is {instead}"
-    for name, reason, instead in (
-        ("int4-torchao", "torchao's int4 weights have no gradient for their inputs", "int4-quanto"),
-        ("int8-sdnq", "SDNQ is not supported", "int8-quanto"),
-        ("uint8-sdnq", "SDNQ is not supported", "int8-quanto"),
-        ("int4-sdnq", "SDNQ is not supported", "int4-quanto"),
-        ("uint4-sdnq", "SDNQ is not supported", "int4-quanto"),
+    name: f"cannot be used: {reason}; the nearest supported value is {replacement}"
+    for name, reason, replacement in (
+        ("int4-torchao", _NO_GRADIENT, "int4-quanto"),
+        ("int8-sdnq", _NO_SDNQ, "int8-quanto"),
+        ("uint8-sdnq", _NO_SDNQ, "int8-quanto"),
+        ("int4-sdnq", _NO_SDNQ, "int4-quanto"),
+        ("uint4-sdnq", _NO_SDNQ, "int4-quanto"),
     )
 }
 quantised = partial(option, refused=UNSUPPORTED)
@@ -183,8 +185,8 @@ class Quantisation:
 # Turing (7.5) has the first int8 tensor cores, Ada (8.9) the first for float8. Below 8 bits, quanto
 # stores a 16-bit scale and shift per group, bitsandbytes a float32 scale.
 QUANTISATIONS = {
-    each.name: each
-    for each in (
+    stored.name: stored
+    for stored in (
         Quantisation("int8-quanto", "quanto", "qint8", 8, multiplies=(7, 5)),
         Quantisation("int4-quanto", "quanto", "qint4", 4, shared=4),
         Quantisation("int2-quanto", "quanto", "qint2", 2, shared=4),
@@ -204,16 +206,14 @@ QUANTISATIONS = {
         Quantisation("nf4-bnb", "bnb", "nf4", 4, BITSANDBYTES, shared=4, group=64),
     )
 }
-UNPACKED = (
-    "int8-torchao"  # as int8dq-torchao, but the weights are unpacked, which every device supports
-)
+# As int8dq-torchao, but the weights are unpacked before each product, which every device supports.
+UNPACKED = "int8-torchao"
 
 
 def quantisation(name: str) -> Quantisation | None:
-    """The quantisation that a precision key selects; None for plain dtypes. A bare name means
-    optimum-quanto.
-    """
-    # no_change, bf16 and fp32 become names that are not in the table, such as bf16-quanto.
+    """The quantisation that a precision key selects; None for plain dtypes."""
+    # A bare name means optimum-quanto. no_change, bf16 and fp32 become names that are not in the
+    # table, such as bf16-quanto.
     return QUANTISATIONS.get(name if "-" in name else f"{name}-quanto")
 
 
@@ -225,24 +225,20 @@ def quantised_bytes(name: str) -> float:
 
 def check_quantized_matmul(config: PrecisionConfig, report: Problems) -> None:
     """Report weights that `quantized_matmul` cannot multiply as stored."""
+    allowed = [
+        name for name, stored in QUANTISATIONS.items() if stored.multiplies and not stored.always
+    ]
     stored = quantisation(config.base_model_precision)
-    if not config.quantized_matmul or (
-        stored is not None and stored.multiplies and not stored.always
-    ):
+    if not config.quantized_matmul or (stored is not None and stored.name in allowed):
         return
-    allowed = ", ".join(
-        name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always
-    )
+    advice = "Leave it out."
+    if stored is None:
+        advice = "Leave it out, or set base_model_precision int8-quanto."
     message = (
-        f"multiplies weights stored as {allowed}, not {config.base_model_precision!r}: "
-        f"{_why_not(stored)}."
+        f"multiplies weights stored as {', '.join(allowed)}, not {config.base_model_precision!r}: "
+        f"{_why_not(stored)}. {advice}"
     )
-    advice = (
-        "Leave it out."
-        if stored is not None
-        else "Leave it out, or set base_model_precision int8-quanto."
-    )
-    report.error("quantized_matmul", f"{message} {advice}")
+    report.error("quantized_matmul", message)
 
 
 def _why_not(stored: Quantisation | None) -> str:
@@ -253,25 +249,22 @@ def _why_not(stored: Quantisation | None) -> str:
         return "it multiplies in int8 without this key"
     if stored.library == "torchao":
         return "torchao computes its own products"
-    return (
-        "GPUs multiply another float8"
-        if stored.bits == 8
-        else "below 8 bits, scales change within a row"
-    )
+    if stored.bits == 8:
+        return "GPUs multiply another float8"
+    return "below 8 bits, scales change within a row"
 
 
 def multiplied(config: PrecisionConfig) -> dict[str, Quantisation]:
-    """Quantisations whose weights are multiplied without unpacking, by the key that selects
-    them.
-    """
-    names = config.model_dump(include=set(PRECISION_KEYS))
-    always = {
-        key: stored
-        for key, name in names.items()
-        if (stored := quantisation(name)) and stored.always
-    }
-    base = quantisation(config.base_model_precision) if config.quantized_matmul else None
-    return always | ({} if base is None else {"quantized_matmul": base})
+    """Quantisations whose weights are multiplied without unpacking, by the key that asks for it."""
+    quantisations = {}
+    for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
+        stored = quantisation(name)
+        if stored is not None and stored.always:
+            quantisations[key] = stored
+    base = quantisation(config.base_model_precision)
+    if config.quantized_matmul and base is not None:
+        quantisations["quantized_matmul"] = base
+    return quantisations
 
 
 def check_capability(
@@ -282,43 +275,51 @@ def check_capability(
     Args:
         capability: compute capability of the GPU; None if unknown.
     """
+    if capability is None:
+        return
     for key, stored in multiplied(config).items():
-        if capability is None or stored.multiplies is None or capability >= stored.multiplies:
+        if stored.multiplies is None or capability >= stored.multiplies:
             continue
-        needed, found = (".".join(map(str, each)) for each in (stored.multiplies, capability))
-        message = f"{stored.name} needs a GPU of compute capability {needed}; this one has {found}."
-        report.error(key, f"{message} {instead(stored, capability)}")
+        needed = _version_text(stored.multiplies)
+        present = _version_text(capability)
+        message = (
+            f"{stored.name} needs a GPU of compute capability {needed}; this one has {present}. "
+            f"{alternative_to(stored, capability)}"
+        )
+        report.error(key, message)
 
 
-def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
+def _version_text(capability: tuple[int, int]) -> str:
+    """`8.9`"""
+    return ".".join(map(str, capability))
+
+
+def alternative_to(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
     """Advice for a GPU of this compute capability that cannot multiply the weights as stored."""
     if stored.always:
         return f"Use {UNPACKED}."
-    # (99, 0) is above any GPU.
-    can = (
-        name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability
-    )
-    others = " or ".join(name for name in can if not QUANTISATIONS[name].always)
-    return (
-        f"Set base_model_precision {others}, or quantized_matmul false."
-        if others
-        else "Set quantized_matmul false."
-    )
+    usable = []
+    for name, candidate in QUANTISATIONS.items():
+        if candidate.multiplies and candidate.multiplies <= capability and not candidate.always:
+            usable.append(name)
+    if not usable:
+        return "Set quantized_matmul false."
+    return f"Set base_model_precision {' or '.join(usable)}, or quantized_matmul false."
 
 
 def check_packages(config: PrecisionConfig, report: Problems) -> None:
     """Report quantisations whose package is not installed."""
     for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
-        if (stored := quantisation(name)) and stored.package:
+        stored = quantisation(name)
+        if stored is not None and stored.package:
             check_installed(stored.package, key, name, report)
 
 
 def text_encoder_dtype(precision: PrecisionConfig) -> str:
-    """bf16 or fp32. A float32 run encodes in float32; fp16 overflows in Qwen2.5-VL, so bf16 is used
-    instead.
-    """
+    """bf16 or fp32: the dtype of computation in text encoders."""
     if precision.text_encoder_1_precision in ("bf16", "fp32"):
         return precision.text_encoder_1_precision
+    # A float32 run encodes in float32. Never fp16, which overflows in Qwen2.5-VL.
     return "fp32" if precision.mixed_precision == "no" else "bf16"
 
 
@@ -330,14 +331,19 @@ def text_encoder_storage(precision: PrecisionConfig, encoders: int) -> str:
     """
     # The setting of an encoder that the family lacks must not change cache keys.
     names = (precision.text_encoder_1_precision, precision.text_encoder_2_precision)[:encoders]
-    stored = [found.name if (found := quantisation(name)) else "no_change" for name in names]
+    stored_as = []
+    for name in names:
+        stored = quantisation(name)
+        stored_as.append("no_change" if stored is None else stored.name)
     # `int8-quanto` if all agree, else for instance `no_change+nf4-bnb`.
-    return stored[0] if len(set(stored)) == 1 else "+".join(stored)
+    return stored_as[0] if len(set(stored_as)) == 1 else "+".join(stored_as)
 
 
 def vae_dtype(precision: PrecisionConfig, caching: CachingConfig) -> str:
     """bf16, fp16 or fp32."""
-    return caching.vae_dtype or ("fp32" if precision.mixed_precision == "no" else "bf16")
+    if caching.vae_dtype is not None:
+        return caching.vae_dtype
+    return "fp32" if precision.mixed_precision == "no" else "bf16"
 
 
 def transformer_dtype(precision: PrecisionConfig) -> str:
@@ -348,10 +354,8 @@ def transformer_dtype(precision: PrecisionConfig) -> str:
     """
     if precision.base_model_precision in ("bf16", "fp32"):
         return precision.base_model_precision
-    if (
-        precision.base_model_default_dtype is not None
-        and precision.base_model_precision not in PLAIN_PRECISIONS
-    ):
+    is_quantised = precision.base_model_precision not in PLAIN_PRECISIONS
+    if is_quantised and precision.base_model_default_dtype is not None:
         return precision.base_model_default_dtype
     return "fp32" if precision.mixed_precision == "no" else precision.mixed_precision
 

@@ -64,10 +64,11 @@ class PublishConfig(Group):
 
 def repository_name(written: str) -> str:
     """`owner/name` or `name` from a name or an address on the hub."""
+    if "://" not in written:
+        return written.partition("?")[0].strip("/")
     # https://huggingface.co/me/my-lora/tree/main is me/my-lora.
-    path = urlsplit(written).path if "://" in written else written.partition("?")[0]
-    parts = path.strip("/").split("/")
-    return "/".join(parts[:2] if "://" in written else parts)
+    parts = urlsplit(written).path.strip("/").split("/")
+    return "/".join(parts[:2])
 
 
 def check_publishing(publish: PublishConfig, project: str, report: Problems) -> None:
@@ -85,16 +86,17 @@ def check_publishing(publish: PublishConfig, project: str, report: Problems) -> 
 
 
 def _check_hub(name: str | None, project: str, report: Problems) -> None:
+    """Report a name that the hub refuses, and a missing login."""
     # Imported late, since most runs do not need it.
     from huggingface_hub import constants, get_token
 
-    # A reference `{env:NAME}` is expanded on upload.
-    if not (REPOSITORY.fullmatch(repository_name(name or project)) or REFERENCE.search(name or "")):
-        key = "hub_model_id" if name else "tracker_project_name"
+    key = "hub_model_id" if name else "tracker_project_name"
+    repository = name or project
+    is_expanded_later = REFERENCE.search(name or "") is not None  # {env:NAME}, on upload
+    if not is_expanded_later and not REPOSITORY.fullmatch(repository_name(repository)):
         rule = "letters, digits, '-', '_' and '.'"
-        report.error(
-            key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora."
-        )
+        message = f"{repository!r} is not a name for a repository ({rule}), such as me/my-lora."
+        report.error(key, message)
     if constants.HF_HUB_OFFLINE:
         report.error("push_to_hub", "HF_HUB_OFFLINE is set, so nothing can be uploaded.")
     elif get_token() is None:
@@ -104,6 +106,7 @@ def _check_hub(name: str | None, project: str, report: Problems) -> None:
 
 
 def _check_script(key: str, script: str | None, known: Sequence[str], report: Problems) -> None:
+    """Report unknown placeholders, and a program that cannot be run."""
     for word in re.findall(r"\{(\w+)\}", script or ""):
         if word not in known:
             hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."

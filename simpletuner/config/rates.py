@@ -27,7 +27,9 @@ def learning_rate_at(step: int, config: OptimizerConfig, base_lr: float, total_s
         return base_lr * number / warmup
     peak = max(warmup, 1)  # number of the step with the full rate
     remaining = total_steps - peak
-    progress = min((number - peak) / remaining, 1.0) if remaining > 0 else 0.0
+    progress = 0.0
+    if remaining > 0:
+        progress = min((number - peak) / remaining, 1.0)
     return config.lr_end + (base_lr - config.lr_end) * decay_share(progress, config)
 
 
@@ -45,8 +47,9 @@ def decay_share(progress: float, config: OptimizerConfig) -> float:
         case "cosine" | "cosine_with_warmup":
             return _half_cosine(progress)
         case "cosine_with_restarts":
-            # Cycles start at the peak; the run ends at the bottom of the last cycle.
-            return 0.0 if progress >= 1 else _half_cosine(config.lr_num_cycles * progress % 1)
+            if progress >= 1:  # the bottom of the last cycle, not the peak of the next
+                return 0.0
+            return _half_cosine(config.lr_num_cycles * progress % 1)
         case "polynomial":
             return float((1 - progress) ** config.lr_power)
         case "sine":

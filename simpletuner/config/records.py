@@ -9,13 +9,12 @@ from simpletuner.config.absent import REMOVED_IN, removed_keys, removed_values
 from simpletuner.config.types import plain_key
 from simpletuner.errors import Problems
 
-# The last version that has what removed.toml lists, and can finish a run with it.
+# The last version that has the keys of removed.toml, and can finish a run with them.
 LAST_WITH = "0.1.0"
 
 
 def without_removed(settings: Mapping[str, Any], record: str, report: Problems) -> dict[str, Any]:
-    """Recorded settings without those that are gone; one warning names all that asked for
-    something.
+    """Recorded settings without removed ones; a warning lists those that had an effect.
 
     Args:
         record: the file, for the warning. A checkpoint records every key, also those that were off.
@@ -27,6 +26,7 @@ def without_removed(settings: Mapping[str, Any], record: str, report: Problems) 
         name = plain_key(key)
         row = removed_keys("config").get(name)
         if row is not None:
+            # A detail had an effect if the mechanism that it belongs to was on.
             mechanism = row.part_of or name
             if not removed_keys("config")[mechanism].asks_for_nothing(recorded.get(mechanism)):
                 gone.append(name)
@@ -41,7 +41,7 @@ def without_removed(settings: Mapping[str, Any], record: str, report: Problems) 
 
 
 def trained_with_removed(settings: Mapping[str, Any]) -> list[str]:
-    """The recorded settings without which this version would train otherwise, as `key value`."""
+    """The recorded settings that this version lacks and training depended on, as `key value`."""
     needed = []
     for key, value in settings.items():
         written = str(value).lower() if isinstance(value, bool) else str(value)

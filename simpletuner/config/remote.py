@@ -1,6 +1,4 @@
-"""Types of datasets whose files are not in a folder: their keys and rules, and a table of all of
-them.
-"""
+"""The types of datasets whose files are not in a folder, with their keys and rules."""
 
 from __future__ import annotations
 
@@ -103,17 +101,15 @@ class RemoteKeys(HubKeys, TableKeys):
 
 @dataclass(frozen=True)
 class Source:
-    """What a `type` of datasets needs whose files are not in a folder; `annexes/remote` lists and
-    downloads them.
+    """A `type` of datasets whose files `annexes/remote` lists and downloads.
 
     Attributes:
         keys: the keys that only this type has.
         lister: the function that lists its files, as `module:function`; it is imported when a
             dataset has the type.
-        required: those that must be set.
-        folders: keys that may name the folder of downloads, the first that is set before the
-            others.
-        unpaired: why its files have no partners in another dataset, worded to follow the type;
+        required: those of the keys that must be set.
+        folders: keys that may name the folder of downloads; the first that is set counts.
+        unpaired: why its files cannot have partners in another dataset, worded to follow the type;
             empty if they can.
     """
 
@@ -181,9 +177,9 @@ def check_source(name: str, keys: Mapping[str, Any], report: Problems) -> None:
                 "Leave it out."
             )
             report.error(key, message)
-    if source is not None:
-        if keys.get("instance_data_dir"):
-            report.error(
-                "instance_data_dir", f"is for type local; with type {name} files are downloaded."
-            )
-        source.check(keys, report)
+    if source is None:
+        return
+    if keys.get("instance_data_dir"):
+        message = f"is for type local; with type {name} files are downloaded."
+        report.error("instance_data_dir", message)
+    source.check(keys, report)

@@ -1,6 +1,4 @@
-"""The place of every option on the web page and in the wizard, in the order in which users meet
-them.
-"""
+"""The place of every option on the web page and in the wizard, in their order."""
 
 from __future__ import annotations
 
@@ -38,8 +36,14 @@ TABLE = read_toml("simpletuner.config", "sections.toml")
 
 
 def _read_sections() -> Iterator[Section]:
-    """The sections of the table, with the groups that none of them names where they are taken."""
-    placed = {title for section in TABLE["sections"] for title in section.get("groups", ())}
+    """The sections of sections.toml.
+
+    A section that `takes` a kind of groups shows those that no section names; so a new technique
+    appears without a change there.
+    """
+    placed: set[str] = set()
+    for section in TABLE["sections"]:
+        placed.update(section.get("groups", ()))
     kinds: dict[str, Sequence[type[Group]]] = {
         "techniques": technique_groups(),
         "families": family_groups(),
@@ -68,9 +72,11 @@ TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))
 def section_of() -> dict[str, Section]:
     """The section of every option, by key and in the order of the page."""
     grouped = sections()
-    placed = {key: section for section in SECTIONS for key in section.keys}
+    placed: dict[str, Section] = {}
     for section in SECTIONS:
+        placed |= dict.fromkeys(section.keys, section)
+    for section in SECTIONS:
+        names = [option.name for group in section.groups for option in grouped[group]]
         # A key that a section claims is not repeated with its group.
-        names = (option.name for group in section.groups for option in grouped[group])
         placed |= {name: section for name in names if name not in placed}
     return {key: placed[key] for section in SECTIONS for key in placed if placed[key] is section}

@@ -76,40 +76,49 @@ def stores_modulation_in_bf16(config: SpeedConfig) -> bool:
 
 
 def checkpointed_blocks(blocks: int, interval: int | None, kept: int) -> list[bool]:
-    """Whether each block is recomputed: every `interval`-th block (None: none), except `kept`
-    evenly spaced blocks.
+    """Whether each block is recomputed: every `interval`-th, except `kept` evenly spaced ones.
+
+    Args:
+        interval: None recomputes no block.
     """
-    # A block is kept where floor(kept · i / blocks) rises.
-    staying = [(index + 1) * kept // blocks > index * kept // blocks for index in range(blocks)]
-    return [
-        interval is not None and index % interval == 0 and not stays
-        for index, stays in enumerate(staying)
-    ]
+    if interval is None:
+        return [False] * blocks
+    recomputed = []
+    for index in range(blocks):
+        # A block is kept where floor(kept · index / blocks) rises, which it does `kept` times.
+        is_kept = (index + 1) * kept // blocks > index * kept // blocks
+        recomputed.append(index % interval == 0 and not is_kept)
+    return recomputed
 
 
 def compile_backend(
     config: SpeedConfig, launch: LaunchConfig, device: str, *, elsewhere: bool = False
 ) -> str | None:
-    """The torch.compile backend, or None; the default is inductor on CUDA if a C compiler and
-    triton are installed.
+    """The torch.compile backend, or None.
+
+    The default is inductor on CUDA if a C compiler and triton are installed, which its GPU kernels
+    need.
 
     Args:
         elsewhere: the device is in another machine, which is assumed to have both.
     """
     if launch.dynamo_backend is not None:
         return None if launch.dynamo_backend == "no" else launch.dynamo_backend
-    # Inductor's GPU kernels need triton.
-    able = device == "cuda" and (
-        elsewhere or (has_compiler() and importlib.util.find_spec("triton") is not None)
-    )
-    return "inductor" if config.speed == "auto" and able else None
+    if config.speed != "auto" or device != "cuda":
+        return None
+    if elsewhere or (has_compiler() and importlib.util.find_spec("triton") is not None):
+        return "inductor"
+    return None
 
 
 def graph_key(launch: LaunchConfig) -> str | None:
-    """The key that enables CUDA graphs, or None. A graph replays fixed addresses, so its tensors
-    must not move.
+    """The key that enables CUDA graphs, or None.
+
+    A graph replays fixed addresses, so its tensors must not move.
     """
-    return next(iter(graph_keys(launch)), None)
+    for key in graph_keys(launch):
+        return key
+    return None
 
 
 def graph_keys(launch: LaunchConfig) -> dict[str, str]:
@@ -125,11 +134,12 @@ def graph_keys(launch: LaunchConfig) -> dict[str, str]:
 
 
 def has_compiler() -> bool:
-    """Whether a C compiler is installed, which inductor needs on a CPU and for the launchers of GPU
-    kernels.
+    """Whether a C compiler is installed.
+
+    Inductor needs one on a CPU, and for the launchers of GPU kernels.
     """
-    named = (os.environ.get("CC", ""), os.environ.get("CXX", ""))
-    return any(name and shutil.which(name) for name in (*named, "cc", "gcc", "clang", "g++"))
+    chosen = (os.environ.get("CC", ""), os.environ.get("CXX", ""))
+    return any(name and shutil.which(name) for name in (*chosen, "cc", "gcc", "clang", "g++"))
 
 
 def check_speed(
@@ -151,46 +161,41 @@ def check_speed(
 
 def check_mechanism(config: SpeedConfig, mechanism: str, report: Problems) -> None:
     """Check that the attention kernel is installed, can train and is used."""
-    asked = ATTENTION_PACKAGES.get(mechanism)
-    if asked is not None:
-        if asked.is_released:
-            check_installed(asked.package, "attention_mechanism", mechanism, report)
-        elif not is_installed(asked.package.module):
+    kernel = ATTENTION_PACKAGES.get(mechanism)
+    if kernel is not None:
+        if kernel.is_released:
+            check_installed(kernel.package, "attention_mechanism", mechanism, report)
+        elif not is_installed(kernel.package.module):
             message = (
-                "is not installed, and has to be built from source (docs/INSTALL.md says how)."
+                f"{mechanism!r} is not installed, and has to be built from source "
+                "(docs/INSTALL.md says how)."
             )
-            report.error("attention_mechanism", f"{mechanism!r} {message}")
+            report.error("attention_mechanism", message)
         if not uses_own_arithmetic(config):
-            report.error(
-                "attention_mechanism",
-                f"{mechanism!r} needs speed auto: diffusers' own blocks use torch's.",
-            )
+            message = f"{mechanism!r} needs speed auto: diffusers' own blocks use torch's."
+            report.error("attention_mechanism", message)
     if mechanism == "xformers" and config.deterministic:
-        report.error(
-            "attention_mechanism", "'xformers' sums in any order: not deterministic; use diffusers."
-        )
+        message = "'xformers' sums in any order: not deterministic; use diffusers."
+        report.error("attention_mechanism", message)
 
 
 def check_compile(config: SpeedConfig, launch: LaunchConfig, report: Problems) -> None:
     """Check the keys of torch.compile."""
     backend = launch.dynamo_backend
     mode = launch.dynamo_mode
-    if backend == "no" or (backend is None and config.speed == "reference"):
-        reason = (
-            "dynamo_backend is 'no'"
-            if backend
-            else "speed is 'reference' and dynamo_backend is not set"
-        )
+    reason = ""
+    if backend == "no":
+        reason = "dynamo_backend is 'no'"
+    elif backend is None and config.speed == "reference":
+        reason = "speed is 'reference' and dynamo_backend is not set"
+    if reason:
         for key in COMPILE_KEYS:
             report.no_effect(key, f"has no effect: {reason}.")
     if backend == "inductor" and not has_compiler():
-        report.error(
-            "dynamo_backend",
-            "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).",
-        )
+        message = "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC)."
+        report.error("dynamo_backend", message)
     if mode is not None and mode not in COMPILE_MODES:
         report.error("dynamo_mode", not_one_of(mode, COMPILE_MODES))
     elif mode is not None and backend in ("aot_eager", "cudagraphs"):
-        report.error(
-            "dynamo_mode", f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}."
-        )
+        message = f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}."
+        report.error("dynamo_mode", message)

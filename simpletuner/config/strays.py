@@ -1,5 +1,7 @@
-"""What a folder on the command line is, and what to type instead: every command but `start` and
-`sample` takes settings, and newcomers name a folder."""
+"""What a folder on the command line is, and what to type instead.
+
+Newcomers name a folder, but every command except `start` and `sample` takes settings.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,18 @@ from typing import Any
 from simpletuner.config.json_reader import read_stored
 from simpletuner.config.paths import home_path
 
-MOST_LOOKED_AT = 200  # files of a folder
+MOST_LOOKED_AT = 200  # files, since a folder may be a whole disk
 CHECKPOINT = re.compile(r"checkpoint-(\d+)(-rolling)?")
 CONFIG = "config.json"
 
 
 def describe_folder(folder: Path) -> str:
-    """What a folder is and what to type instead, as the end of a message; empty if it is neither a
-    run nor data.
-    """
+    """The end of the message about a folder; empty if it is neither a run nor data."""
     checkpoints = _checkpoints(folder)
     if checkpoints:
-        choice = (
-            _choice(_config_of_output(folder))
-            or f"--config {shlex.quote(str(checkpoints[-1] / CONFIG))}"
-        )
+        choice = _choice(_config_of_output(folder))
+        if not choice:
+            choice = f"--config {shlex.quote(str(checkpoints[-1] / CONFIG))}"
         return (
             "is the output folder of a run, not a setting; name the run's configuration instead: "
             f"{choice}."
@@ -81,9 +80,7 @@ def _configs() -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _choice(config: Path | None) -> str:
-    """The argument that chooses a configuration; empty for the one that is used without an
-    argument.
-    """
+    """The argument that chooses a configuration; empty for the default one."""
     if config is None or config.parent in (Path(), Path("config")):
         return ""
     return f"env={shlex.quote(config.parent.name)}"
@@ -110,6 +107,6 @@ def _config_of_dataset(folder: Path) -> Path | None:
 
 def _is_at(folder: Path, written: object) -> bool:
     """Whether a setting names a folder."""
-    return isinstance(written, str) and os.path.realpath(home_path(written)) == os.path.realpath(
-        folder
-    )
+    if not isinstance(written, str):
+        return False
+    return os.path.realpath(home_path(written)) == os.path.realpath(folder)

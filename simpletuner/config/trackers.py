@@ -82,24 +82,27 @@ def check_trackers(config: TrackingConfig, report: Problems) -> None:
         report.error(
             "report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once."
         )
-    # `all` means all installed trackers.
-    for name in PACKAGES if "all" not in names else ():
-        if name in names and (reason := why_missing(name)):
-            report.warn("report_to", reason)
+    if "all" not in names:  # which means all installed trackers
+        for name in PACKAGES:
+            reason = why_missing(name) if name in names else None
+            if reason:
+                report.warn("report_to", reason)
     _check_wandb_name(config.tracker_project_name, names, report)
 
 
 def _check_wandb_name(project: str, names: Sequence[str], report: Problems) -> None:
     """Report a project name that wandb would refuse when the run starts."""
     is_used = "wandb" in names or ("all" in names and why_missing("wandb") is None)
-    refused = [sign for sign in WANDB_REFUSED if sign in project]
-    if is_used and refused:
+    if not is_used:
+        return
+    refused = [character for character in WANDB_REFUSED if character in project]
+    if refused:
         message = (
             f"{project!r} has {' '.join(refused)}, which wandb does not take in the name of "
-            "a project"
+            "a project; use '-' instead."
         )
-        report.error("tracker_project_name", f"{message}; use '-' instead.")
-    elif is_used and len(project) > WANDB_LONGEST:
+        report.error("tracker_project_name", message)
+    elif len(project) > WANDB_LONGEST:
         message = (
             f"has {len(project)} characters; wandb takes at most {WANDB_LONGEST} in the name of a "
             "project."
@@ -118,32 +121,28 @@ def why_missing(name: str) -> str | None:
 
 
 def has_wandb_login() -> bool:
-    """Whether an API key is stored, or the mode (`WANDB_MODE=offline`, `wandb offline`) needs
-    none.
-    """
-    settings = _settings_files()
+    """Whether an API key is stored, or the mode (`wandb offline`) needs none."""
     if wandb_mode() in MODES_WITHOUT_LOGIN:
         return True
-    if (
-        os.environ.get("WANDB_API_KEY")
-        or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
-        or settings.get("api_key")
-    ):
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = (
-        urlsplit(
-            os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS
-        ).hostname
-        or ""
-    )
-    named = os.environ.get("NETRC")
-    # _netrc is the name on Windows; NETRC replaces both.
-    for path in (
-        [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
-    ):
+    settings = _settings_files()
+    if settings.get("api_key"):
+        return True
+    address = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS
+    return _has_password(urlsplit(address).hostname or "")
+
+
+def _has_password(host: str) -> bool:
+    """Whether a netrc file has a password for a host; wandb stores its key as one."""
+    chosen = os.environ.get("NETRC")
+    paths = [Path.home() / ".netrc", Path.home() / "_netrc"]  # the second on Windows
+    if chosen:
+        paths = [Path(chosen).expanduser()]
+    for path in paths:
         with suppress(OSError, netrc.NetrcParseError):
             login = netrc.netrc(path).hosts.get(host)
-            if login and login[2]:  # (login, account, password), where the password is the key
+            if login and login[2]:  # (login, account, password)
                 return True
     return False
 
@@ -159,14 +158,12 @@ def _settings_files() -> dict[str, str]:
     """The user's settings, overridden by those of the working directory."""
     home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     local = Path(os.environ.get("WANDB_DIR") or ".")
+    # Later files take precedence; wandb uses the folder .wandb instead of wandb if it exists.
+    paths = [home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"]
     # No interpolation, since keys may contain %.
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        # Later files take precedence; wandb uses the folder .wandb instead of wandb if it exists.
-        parser.read(
-            [home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"],
-            encoding="utf-8",
-        )
+        parser.read(paths, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return {}
     return dict(parser["default"]) if parser.has_section("default") else {}

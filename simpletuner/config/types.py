@@ -1,6 +1,4 @@
-"""The types of options: each parses what users write in a file or a flag, and says what is wrong
-with it.
-"""
+"""The types of options: they parse what users write in a file or a flag, and reject the rest."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -38,13 +37,11 @@ def parse_flag(value: object) -> object:
 
 def parse_integer(value: object) -> object:
     """An integer of at most 64 bits from a number or numeric text; 1.5 and True are refused."""
-    try:
-        # int() would truncate 1.5, so floats are parsed below; True is an int too.
-        number = (
-            int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
-        )
-    except ValueError:
-        number = None  # "1e3" and "20.0" are whole numbers too
+    number = None
+    # int() would truncate 1.5, so floats are parsed below; True is an int too.
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        with suppress(ValueError):  # "1e3" and "20.0" are whole numbers too
+            number = int(value)
     if number is None:
         exact = parse_number(value, "is not a whole number")
         if not exact.is_integer():
@@ -57,14 +54,10 @@ def parse_integer(value: object) -> object:
 
 def parse_number(value: object, complaint: str = "is not a number") -> float:
     """A finite float from a number or numeric text such as "1e-4"."""
-    try:
-        number = (
-            float(value)
-            if isinstance(value, int | float | str) and not isinstance(value, bool)
-            else math.nan
-        )
-    except (ValueError, OverflowError):
-        number = math.nan
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            number = float(value)
     if not math.isfinite(number):
         raise ValueError(complaint)
     return number
@@ -129,18 +122,27 @@ def parse_objects(key: str, value: object) -> object:
     """
     value = parse_json_text(value)
     if isinstance(value, str):
-        path = home_path(value)
-        problems = Problems()
-        if not os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
-            raise ValueError(f"{why_no_file(path)}; give a file, an object or a list of objects")
-        # `canonical` expanded what config.json holds; this file is read later.
-        value = expand_environment(
-            read_json(path, problems), key, problems, secret=True, keep_unset=True
-        )
-        if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
-            raise ValueError("; ".join(fatal))
-        hide_secrets({key: value})
+        value = _read_objects(key, home_path(value))
     return [value] if isinstance(value, dict) else value
+
+
+def _read_objects(key: str, path: Path) -> object:
+    """The content of the JSON file that a key names, expanded.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if not os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
+        raise ValueError(f"{why_no_file(path)}; give a file, an object or a list of objects")
+    problems = Problems()
+    content = read_json(path, problems)
+    # Here, since `canonical` expands only what config.json itself holds.
+    content = expand_environment(content, key, problems, secret=True, keep_unset=True)
+    faults = [problem.message.removesuffix(".") for problem in problems if problem.fatal]
+    if faults:
+        raise ValueError("; ".join(faults))
+    hide_secrets({key: content})
+    return content
 
 
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
@@ -152,13 +154,17 @@ TextList = Annotated[list[Text], BeforeValidator(parse_list)]
 Texts = Annotated[list[Text], BeforeValidator(parse_texts)]
 Json = Annotated[Any, BeforeValidator(parse_json_text)]
 BYTES_TEXT = re.compile(r"([0-9.]+) ?([MGT])i?B?", re.IGNORECASE)
+GIGABYTES = {"M": 1e-3, "G": 1.0, "T": 1e3}  # in a unit
 
 
 def parse_gigabytes(value: object) -> float:
     """GB from a number, or from text with a unit: "10G", "500 MB"."""
+    scale = 1.0
     match = BYTES_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
-    scale = {"M": 1e-3, "G": 1.0, "T": 1e3}[match[2].upper()] if match else 1.0
-    return scale * parse_number(match[1] if match else value, "is not a size such as 10G or 500M")
+    if match is not None:
+        value = match[1]
+        scale = GIGABYTES[match[2].upper()]
+    return scale * parse_number(value, "is not a size such as 10G or 500M")
 
 
 Gigabytes = Annotated[float, BeforeValidator(parse_gigabytes)]
@@ -174,7 +180,8 @@ class Size(NamedTuple):
         return f"{self.width}x{self.height}"
 
     def __repr__(self) -> str:
-        return repr(tuple(self))  # of a list of sizes, as messages and records have always shown it
+        # As lists of sizes have always been shown in messages and records.
+        return repr(tuple(self))
 
     def of_frames(self, frames: int) -> str:
         """The size of a picture, or of a clip of this many frames: 768x512, 768x512@61."""
@@ -190,13 +197,17 @@ def parse_sizes(value: object) -> object:
     if isinstance(value, tuple):
         return value
     parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
-    if wrong := [repr(part) for part in parts if not SIZE.fullmatch(part)]:
-        named = f"contains {', '.join(wrong)}, which is not" if len(parts) > 1 else "is not"
-        raise ValueError(f"{named} a size such as 1024 or 1280x768")
     if not parts:
         raise ValueError("contains no size")
-    sides = (part.partition("x") for part in parts)
-    return tuple(Size(int(float(width)), int(float(height or width))) for width, _, height in sides)
+    wrong = [repr(part) for part in parts if not SIZE.fullmatch(part)]
+    if wrong:
+        fault = f"contains {', '.join(wrong)}, which is not" if len(parts) > 1 else "is not"
+        raise ValueError(f"{fault} a size such as 1024 or 1280x768")
+    sizes = []
+    for part in parts:
+        width, _, height = part.partition("x")
+        sizes.append(Size(int(float(width)), int(float(height or width))))
+    return tuple(sizes)
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:

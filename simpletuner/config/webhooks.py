@@ -38,7 +38,9 @@ class Hook:
     def address(self) -> str:
         """The address, which is a secret; empty if unset."""
         # A raw webhook may have its address in either key.
-        return (self.callback_url if self.webhook_type == "raw" else None) or self.webhook_url or ""
+        if self.webhook_type == "raw" and self.callback_url:
+            return self.callback_url
+        return self.webhook_url or ""
 
     @property
     def host(self) -> str:
@@ -81,26 +83,30 @@ def check_webhooks(config: WebhookConfig, report: Problems) -> None:
     if _no_verify() not in {"", *TRUE_WORDS, *FALSE_WORDS}:
         report.error(NO_VERIFY, f"{_no_verify()!r} is not true or false.")
     for index, hook in enumerate(config.hooks):
-        where = f"{WEBHOOK_CONFIG}[{index}]"
-        key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
-        if not hook.address:
-            report.error(
-                f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address."
-            )
-        elif not (_host(hook.address) or REFERENCE.search(hook.address)):
-            report.error(f"{where}.{key}", "must be a URL such as https://host/path.")
-        elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
-            report.error(
-                f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters."
-            )
-        elif not hook.verifies:
-            report.warn(
-                where,
-                f"the certificate of {hook.host} is not checked, so messages could be intercepted.",
-            )
+        _check_hook(hook, f"{WEBHOOK_CONFIG}[{index}]", report)
+
+
+def _check_hook(hook: Hook, where: str, report: Problems) -> None:
+    """Report the first fault of a receiver."""
+    key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
+    token = hook.auth_token or ""
+    if not hook.address:
+        message = f"is required for a {hook.webhook_type} webhook: its address."
+        report.error(f"{where}.{key}", message)
+    elif not _host(hook.address) and not REFERENCE.search(hook.address):
+        report.error(f"{where}.{key}", "must be a URL such as https://host/path.")
+    elif not token.isascii() or not token.isprintable():
+        message = "cannot be sent: a header is one line of ASCII letters."
+        report.error(f"{where}.auth_token", message)
+    elif not hook.verifies:
+        message = (
+            f"the certificate of {hook.host} is not checked, so messages could be intercepted."
+        )
+        report.warn(where, message)
 
 
 def _no_verify() -> str:
+    """The environment variable that lets all webhooks accept any certificate."""
     return os.environ.get(NO_VERIFY, "").strip().lower()
 
 

@@ -7,8 +7,8 @@ import torch
 from simpletuner.config.precision import (
     UNPACKED,
     Quantisation,
+    alternative_to,
     check_capability,
-    instead,
     multiplied,
 )
 from simpletuner.config.schema import PrecisionConfig
@@ -69,5 +69,7 @@ def refusal(stored: Quantisation, device: torch.device) -> str:
         raise
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        return f"cannot be multiplied by this torch on this GPU ({reason}). {instead(stored)}"
+        return (
+            f"cannot be multiplied by this torch on this GPU ({reason}). {alternative_to(stored)}"
+        )
     return ""

@@ -105,15 +105,15 @@ class CrepaConfig(TechniqueGroup):
         return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
 
     def patches(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of encoder patches for a frame of these proportions, with no more
-        patches than a square.
+        """Rows and columns of encoder patches for a frame of these proportions.
+
+        A square of crepa_encoder_image_size has side² patches; other frames get at most as many.
         """
         side = self.crepa_encoder_image_size // PATCH
         # rows · columns <= side² and rows : columns ≈ height : width; 1e-9 in case sqrt ends just
         # below an integer.
-        rows, columns = (
-            int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height)
-        )
+        rows = int(side * math.sqrt(height / width) + 1e-9)
+        columns = int(side * math.sqrt(width / height) + 1e-9)
         return max(rows, 1), max(columns, 1)
 
     @property

@@ -59,10 +59,8 @@ class PreservationConfig(TechniqueGroup):
 
     @property
     def _trigger(self) -> re.Pattern[str]:
-        """Matches the trigger as whole words in any letter case; without a trigger, matches
-        nothing.
-        """
+        """Matches the trigger as whole words in any letter case."""
         if self.preservation_trigger is None:
-            return re.compile(r"(?!)")
+            return re.compile(r"(?!)")  # matches nothing
         # Not \b, which fails next to punctuation, as in the trigger <me>.
         return re.compile(rf"(?<!\w){re.escape(self.preservation_trigger)}(?!\w)", re.IGNORECASE)

@@ -13,9 +13,9 @@ from simpletuner.config.option import TechniqueGroup, common, option, unless, wh
 from simpletuner.config.types import Flag, Integer, Number
 
 PREFIX = "scheduled_sampling_"
-OFFSET, PROBABILITY, RAMP = (
-    f"{PREFIX}{name}" for name in ("max_step_offset", "probability", "ramp_steps")
-)
+OFFSET = f"{PREFIX}max_step_offset"
+PROBABILITY = f"{PREFIX}probability"
+RAMP = f"{PREFIX}ramp_steps"
 ramped = partial(option, requires=when(RAMP))
 reflexflow = partial(option, requires=when(f"{PREFIX}reflexflow"))
 
@@ -78,15 +78,12 @@ class ScheduledSamplingConfig(TechniqueGroup):
     @property
     def is_on(self) -> bool:
         """Whether any sample can have an offset."""
-        fixed = self.scheduled_sampling_probability
-        ramp = self.scheduled_sampling_ramp_steps
+        if self.scheduled_sampling_max_step_offset == 0:
+            return False
+        if not self.scheduled_sampling_ramp_steps:
+            return self.scheduled_sampling_probability > 0
         # A ramp may also descend.
-        highest = (
-            max(self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end)
-            if ramp
-            else fixed
-        )
-        return self.scheduled_sampling_max_step_offset > 0 and highest > 0
+        return self.scheduled_sampling_prob_start > 0 or self.scheduled_sampling_prob_end > 0
 
     @property
     def compares_clean(self) -> bool:
@@ -115,9 +112,13 @@ class ScheduledSamplingConfig(TechniqueGroup):
         """Mean number of extra forward passes per sample, over a run of that length."""
         # At most FINENESS steps of the run, and the midpoints of FINENESS equal slices of [0, 1).
         steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
-        offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
-        passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)
-        return fmean(map(self.probability_at, steps)) * passes
+        passes = []
+        for index in range(FINENESS):
+            offset = self.offset_at((index + 0.5) / FINENESS)
+            # A rolled-out sample may need one more pass, with its plain input.
+            compares = self.compares_clean and offset > 0
+            passes.append(offset + 1 if compares else offset)
+        return fmean(map(self.probability_at, steps)) * fmean(passes)
 
     @property
     def late(self) -> Mapping[str, str]:

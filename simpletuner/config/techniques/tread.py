@@ -22,9 +22,8 @@ class Route:
             end.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid"
-    )  # pydantic's attribute for plain dataclasses
+    # pydantic's attribute for plain dataclasses.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     ratio: Annotated[Number, Field(alias="selection_ratio", ge=0, lt=1)]
     first: Annotated[Integer, Field(alias="start_layer_idx")]
@@ -32,7 +31,8 @@ class Route:
 
     def among(self, blocks: int) -> Route:
         """The same range in a model of `blocks` blocks, both ends counted from the start."""
-        first, last = (edge + blocks if edge < 0 else edge for edge in (self.first, self.last))
+        first = self.first + blocks if self.first < 0 else self.first
+        last = self.last + blocks if self.last < 0 else self.last
         return replace(self, first=first, last=last)
 
     def holds(self, *blocks: int) -> bool:
@@ -95,9 +95,13 @@ def tokens_by_block(
         unit: number of tokens kept or dropped together.
     """
     counts = [tokens] * blocks
-    for route in (route.among(blocks) for route in routes):
-        kept = count_kept(route.ratio, tokens // unit)
-        if kept < tokens // unit:
-            counts = [kept * unit if route.holds(block) else n for block, n in enumerate(counts)]
-    # A small ratio may not drop a single unit.
+    units = tokens // unit
+    for route in routes:
+        skipped = route.among(blocks)
+        kept = count_kept(route.ratio, units)
+        if kept >= units:  # a small ratio may not drop a single unit
+            continue
+        for block in range(blocks):
+            if skipped.holds(block):
+                counts[block] = kept * unit
     return tuple(counts) if min(counts) < tokens else ()
