@@ -239,6 +239,31 @@ def test_errors_in_troubleshooting_match_the_program(
     assert message in capsys.readouterr().err.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("no configuration was found", ""),
+        ("is not valid JSON", '{\n  "model_type": "lora"\n "seed": 1\n}\n'),
+    ],
+)
+def test_config_errors_in_troubleshooting_match_the_program(
+    words: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = troubleshooting_line("error: ", words)
+    monkeypatch.chdir(tmp_path)
+    Path("config").mkdir()
+    if text:
+        Path("config/config.json").write_text(text, encoding="utf-8")
+
+    assert main(["plan"]) == 2
+
+    assert message in capsys.readouterr().err.splitlines()
+
+
 def test_caption_warning_in_troubleshooting_matches_the_program(
     t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
