@@ -11,12 +11,11 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 
 @pytest.fixture
 def context(tmp_path: Path) -> DataContext:
-    defaults = DatasetDefaults(resolution=64)
     return DataContext(
-        defaults,
-        KANDINSKY5_IMAGE,
-        "t2i",
-        tmp_path / "latents",
-        tmp_path / "texts",
-        tmp_path / "downloads",
+        defaults=DatasetDefaults(resolution=64),
+        spec=KANDINSKY5_IMAGE,
+        task="t2i",
+        latent_root=tmp_path / "latents",
+        text_root=tmp_path / "texts",
+        download_root=tmp_path / "downloads",
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -28,26 +29,25 @@ Build = Callable[..., tuple[list[Dataset], list[Problem]]]
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Six photographs of three shapes with captions."""
+    """Six photographs of three shapes, two captions each, in two folders."""
     root = tmp_path / "photos"
+    shapes = [(90, 60), (64, 64), (60, 90)]
     for number in range(6):
         path = root / f"sub {number % 2}" / f"photo_{number}.png"
-        pictures.photograph(path, [(90, 60), (64, 64), (60, 90)][number % 3], seed=number)
-        path.with_suffix(".txt").write_text(
-            f"photo number {number}\nanother caption", encoding="utf-8"
-        )
+        pictures.photograph(path, shapes[number % 3], seed=number)
+        captions = f"photo number {number}\nanother caption"
+        path.with_suffix(".txt").write_text(captions, encoding="utf-8")
     return root
 
 
 def build(
     context: DataContext, *entries: dict[str, Any], **changes: Any
 ) -> tuple[list[Dataset], list[Problem]]:
-    """Datasets and problems of entries; `changes` are for the run-wide defaults or for the
-    context.
-    """
-    defaults = {key: value for key, value in changes.items() if key in DatasetDefaults.model_fields}
-    others = {key: value for key, value in changes.items() if key not in defaults}
-    context = replace(context, defaults=context.defaults.model_copy(update=defaults), **others)
+    """Datasets and problems of entries; `changes` are for the run's defaults or its context."""
+    is_default = DatasetDefaults.model_fields.__contains__
+    defaults = {key: value for key, value in changes.items() if is_default(key)}
+    settings = {key: value for key, value in changes.items() if not is_default(key)}
+    context = replace(context, defaults=context.defaults.model_copy(update=defaults), **settings)
     problems = Problems()
     configs = [
         DatasetConfig(**{"id": f"set{number}", **entry}) for number, entry in enumerate(entries)
@@ -59,33 +59,38 @@ def fatal(problems: list[Problem]) -> list[Problem]:
     return [problem for problem in problems if problem.fatal]
 
 
-def folder(root: Path, **more: Any) -> dict[str, Any]:
-    return {"instance_data_dir": str(root), "caption_strategy": "textfile", **more}
+def folder(root: Path, **keys: Any) -> dict[str, Any]:
+    """An entry for a folder with caption files, and more keys."""
+    return {"instance_data_dir": str(root), "caption_strategy": "textfile", **keys}
 
 
 def test_a_folder_becomes_samples(context: DataContext, photos: Path) -> None:
     (dataset,), problems = build(context, folder(photos))
+
     assert not problems
-    assert [sample.name for sample in dataset.samples][:2] == [
-        "sub 0/photo_0.png",
-        "sub 0/photo_2.png",
-    ]
+
+    names = [sample.name for sample in dataset.samples]
+    assert names[:2] == ["sub 0/photo_0.png", "sub 0/photo_2.png"]
+
     sample = dataset.samples[0]
     assert sample.full_name == "set0/sub 0/photo_0.png"
     assert sample.captions == ("photo number 0", "another caption")
-    assert (sample.original_size, sample.geometry.bucket, sample.geometry.size) == (
-        (90, 60),
-        "1.5",
-        (80, 48),
-    )
-    assert len(sample.content) == 64
-    assert {label: len(samples) for label, samples in dataset.buckets.items()} == {
-        "0.67": 2,
-        "1.0": 2,
-        "1.5": 2,
-    }
+    assert sample.original_size == (90, 60)
+    assert sample.geometry.bucket == "1.5"
+    assert sample.geometry.size == (80, 48)
+    assert len(sample.content) == 64  # SHA-256 in hex
+
+    counts = {label: len(samples) for label, samples in dataset.buckets.items()}
+    assert counts == {"0.67": 2, "1.0": 2, "1.5": 2}
+
+
+def test_unset_keys_have_the_defaults_of_the_run(context: DataContext, photos: Path) -> None:
+    (dataset,), _ = build(context, folder(photos))
+
     assert dataset.latent_dir == context.latent_root / "set0"
-    assert (dataset.batch_size, dataset.repeats, dataset.config.crop_style) == (1, 0, "random")
+    assert dataset.batch_size == 1
+    assert dataset.repeats == 0
+    assert dataset.config.crop_style == "random"
 
 
 def test_every_file_is_used_or_listed_with_its_reason(context: DataContext, photos: Path) -> None:
@@ -94,46 +99,54 @@ def test_every_file_is_used_or_listed_with_its_reason(context: DataContext, phot
     (photos / "sub 0" / "photo_0.txt").unlink()
     pictures.photograph(photos / "long.png", (3000, 20))
     (photos / "long.txt").write_text("long")
+    files = {path.relative_to(photos).as_posix() for path in photos.rglob("*") if path.is_file()}
+
     (dataset,), problems = build(context, folder(photos, maximum_aspect_ratio=10))
+
     ledger = dataset.ledger()
-    files = sorted(
-        path.relative_to(photos).as_posix() for path in photos.rglob("*") if path.is_file()
+    assert [line.name for line in ledger] == sorted(
+        name for name in files if not name.endswith(".txt")
     )
-    captions = [name for name in files if name.endswith(".txt")]
-    assert sorted(entry.name for entry in ledger) == sorted(set(files) - set(captions))
-    uses = {entry.name: entry.use for entry in ledger}
+
+    uses = {line.name: line.use for line in ledger}
     assert uses["sub 0/photo_0.png"] == "has no caption file 'photo_0.txt' beside it"
     assert uses["broken/empty.png"] == "is empty"
     assert "maximum_aspect_ratio" in uses["long.png"]
-    assert all(bool(entry.use) == (entry.geometry is None) for entry in ledger)
-    assert dataset.sizes() == Counter(entry.trained_size for entry in ledger if entry.geometry)
-    unused_first = sorted(ledger, key=lambda entry: not entry.use)
-    assert ledger_rows([dataset], 16) == unused_first[:16]
-    assert not any(entry.use for entry in unused_first[-2:])
+    assert all(bool(line.use) == (line.geometry is None) for line in ledger)
+    assert dataset.sizes() == Counter(line.trained_size for line in ledger if line.geometry)
     assert dataset.counts()["damaged"] == len(pictures.BROKEN)
     assert not fatal(problems)
     assert "14 files are left out" in str(problems[0])
     assert problems[0].kind == "captions"
 
 
-def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(
+def test_a_short_ledger_has_the_unused_files_first(context: DataContext, photos: Path) -> None:
+    (photos / "notes.md").write_text("x")
+    (photos / "sub 0" / "photo_0.txt").unlink()
+
+    (dataset,), _ = build(context, folder(photos))
+
+    lines = ledger_rows([dataset], 3)
+    assert [line.name for line in lines] == ["notes.md", "sub 0/photo_0.png", "sub 0/photo_2.png"]
+    assert [bool(line.use) for line in lines] == [True, True, False]
+
+
+def test_unused_caption_files_are_mentioned_with_the_key_that_reads_them(
     context: DataContext, photos: Path
 ) -> None:
     (dataset,), problems = build(context, {"instance_data_dir": str(photos)})
-    assert dataset.samples[0].captions == ("photo 0",)
+
+    assert dataset.samples[0].captions == ("photo 0",)  # of the file name
     assert "caption_strategy to textfile" in str(problems[0])
     assert dataset.counts() == {"unused caption": 6}
 
 
 def test_unread_formats_give_one_warning_with_a_remedy(context: DataContext, photos: Path) -> None:
-    for name in (
-        "one.jxl",
-        "two.CR3",
-        "three.mxf",
-        "four.mp4",
-        "sub 0/photo_0.dng",
-        "sub 1/photo_1.mov",
-    ):
+    unread = ["one.jxl", "two.CR3", "three.mxf"]
+    clip = "four.mp4"
+    # Raw files and live photos beside a picture are not a loss.
+    beside_pictures = ["sub 0/photo_0.dng", "sub 1/photo_1.mov"]
+    for name in (*unread, clip, *beside_pictures):
         (photos / name).write_bytes(b"")
 
     (dataset,), (problem,) = build(context, folder(photos))
@@ -146,7 +159,9 @@ def test_unread_formats_give_one_warning_with_a_remedy(context: DataContext, pho
     assert "Clips are trained by a video model" in problem.message
 
 
-def test_a_folder_of_unread_formats_says_what_to_do(context: DataContext, tmp_path: Path) -> None:
+def test_a_folder_of_unread_formats_is_refused_with_a_remedy(
+    context: DataContext, tmp_path: Path
+) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.cr2").write_bytes(b"")
 
@@ -171,6 +186,7 @@ def test_other_names_of_jpeg_files_are_read(
     (dataset,), problems = build(context, {"instance_data_dir": str(tmp_path / "photos")})
 
     assert not problems
+
     red, green, blue = next(dataset.samples[0].images()).getpixel((32, 24))
     assert red > 200 > 100 > max(green, blue)
 
@@ -249,30 +265,34 @@ def test_other_names_of_jpeg_files_are_read(
         ({"skip_file_discovery": ["everything"]}, "skip_file_discovery", "vae"),
     ],
 )
-def test_bad_entries(
+def test_a_bad_entry_is_reported_under_its_key(
     context: DataContext, photos: Path, entry: dict[str, Any], where: str, words: str
 ) -> None:
     _, problems = build(context, folder(photos, id="a.b"), folder(photos, **entry))
-    found = {problem.where: problem.message for problem in fatal(problems)}
-    assert words in found[f"set1.{where}"]
+
+    messages = {problem.where: problem.message for problem in fatal(problems)}
+    assert words in messages[f"set1.{where}"]
 
 
-def test_the_unit_check_can_be_lifted(
+def test_an_environment_variable_lifts_the_check_of_units(
     context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE", "1")
-    entry = folder(
-        photos, maximum_image_size=40, target_downsample_size=32, resolution_type="pixel", crop=True
-    )
-    (dataset,), problems = build(context, entry)
+    keys = {"maximum_image_size": 40, "target_downsample_size": 32, "resolution_type": "pixel"}
+
+    (dataset,), problems = build(context, folder(photos, crop=True, **keys))
+
     assert not problems
     assert dataset.samples[0].geometry.resized == (96, 64)
 
 
 def test_missing_folders_are_one_problem(context: DataContext, photos: Path) -> None:
-    _, problems = build(
-        context, folder(photos), folder(photos / "x"), folder(photos / "y", id="other")
-    )
+    here = folder(photos)
+    missing = folder(photos / "x")
+    missing_too = folder(photos / "y", id="other")
+
+    _, problems = build(context, here, missing, missing_too)
+
     (problem,) = fatal(problems)
     assert "set1: " in problem.message
     assert "other: " in problem.message
@@ -285,6 +305,7 @@ def test_problems_of_several_entries_come_together(
     (tmp_path / "empty").mkdir()
     for path in photos.rglob("*.txt"):
         path.unlink()
+
     _, problems = build(
         context,
         folder(photos),
@@ -292,30 +313,26 @@ def test_problems_of_several_entries_come_together(
         folder(tmp_path / "gone"),
         folder(photos, crop_style="face"),
     )
-    assert {problem.where for problem in fatal(problems)} == {
-        "set0",
-        "set1",
-        "instance_data_dir",
-        "set3.crop_style",
-    }
-    assert {problem.where: problem.kind for problem in fatal(problems)}["set0"] == "captions"
-    messages = {problem.where: problem.message for problem in problems}
-    assert messages["set0"].startswith("no samples detected in dataset set0")
-    assert "6 no caption" in messages["set0"]
-    assert "the folder is empty" in messages["set1"]
+
+    by_key = {problem.where: problem for problem in fatal(problems)}
+    assert by_key.keys() == {"set0", "set1", "instance_data_dir", "set3.crop_style"}
+    assert by_key["set0"].kind == "captions"
+    assert by_key["set0"].message.startswith("no samples detected in dataset set0")
+    assert "6 no caption" in by_key["set0"].message
+    assert "the folder is empty" in by_key["set1"].message
 
 
 def test_latent_folders_belong_to_one_dataset(
     context: DataContext, photos: Path, tmp_path: Path
 ) -> None:
     shared = str(tmp_path / "cache")
+    same = f"{shared}/../cache"
     text = {"dataset_type": "text_embeds", "cache_dir": shared, "default": True}
+
     _, problems = build(
-        context,
-        folder(photos, cache_dir_vae=shared),
-        folder(photos, cache_dir_vae=shared + "/../cache"),
-        text,
+        context, folder(photos, cache_dir_vae=shared), folder(photos, cache_dir_vae=same), text
     )
+
     messages = " ".join(problem.message for problem in fatal(problems))
     assert "several datasets: set0, set1" in messages
     assert "is a text cache" in messages
@@ -329,40 +346,55 @@ def test_ids_stay_inside_the_cache_folder(context: DataContext, photos: Path) ->
 def test_image_embeds_name_the_latent_folder(
     context: DataContext, photos: Path, tmp_path: Path
 ) -> None:
-    cache = {"id": "cache", "dataset_type": "image_embeds", "cache_dir": str(tmp_path / "mine")}
+    folder_of_latents = tmp_path / "my latents"
+    cache = {"id": "cache", "dataset_type": "image_embeds", "cache_dir": str(folder_of_latents)}
+
     (dataset,), problems = build(context, folder(photos, image_embeds="cache"), cache)
+
     assert not problems
-    assert dataset.latent_dir == tmp_path / "mine"
+    assert dataset.latent_dir == folder_of_latents
 
 
 @pytest.mark.parametrize(
     ("entry", "changes", "repeats"),
     [
-        ({}, {"train_batch_size": 7}, 1),
-        ({"repeats": 1}, {"train_batch_size": 13}, 2),
+        ({}, {"train_batch_size": 7}, 1),  # 6 samples x 2 = 12
+        ({"repeats": 1}, {"train_batch_size": 13}, 2),  # x 3 = 18
+        # A step takes 2 x 2 x 4 = 16.
         ({}, {"train_batch_size": 2, "gradient_accumulation_steps": 2, "num_processes": 4}, 2),
-        ({"train_batch_size": 19}, {}, 3),
+        ({"train_batch_size": 19}, {}, 3),  # x 4 = 24
     ],
 )
-def test_too_few_samples_say_which_repeats_would_do(
+def test_too_few_samples_are_refused_with_the_repeats_that_work(
     context: DataContext, photos: Path, entry: dict[str, Any], changes: dict[str, int], repeats: int
 ) -> None:
     _, problems = build(context, folder(photos, **entry), **changes)
+    _, problems_with_repeats = build(
+        context, folder(photos, **{**entry, "repeats": repeats}), **changes
+    )
+
     (problem,) = fatal(problems)
     assert "no samples detected in dataset set0" in problem.message
     assert problem.message.endswith(f"repeats {repeats} would work.")
-    _, problems = build(context, folder(photos, **{**entry, "repeats": repeats}), **changes)
-    assert not fatal(problems)
+    assert not fatal(problems_with_repeats)
 
 
-def test_oversubscription_raises_only_repeats_that_were_left_open(
+def test_oversubscription_raises_repeats_that_are_not_set(
     context: DataContext, photos: Path
 ) -> None:
     allowed = {"train_batch_size": 7, "allow_dataset_oversubscription": True}
+
     (dataset,), problems = build(context, folder(photos), **allowed)
+
     assert dataset.repeats == 1
     assert not fatal(problems)
+
+
+def test_oversubscription_keeps_repeats_that_are_set(context: DataContext, photos: Path) -> None:
+    allowed = {"train_batch_size": 7, "allow_dataset_oversubscription": True}
+
     _, problems = build(context, folder(photos, repeats=0), **allowed)
+
     assert fatal(problems)
 
 
@@ -371,103 +403,164 @@ def test_small_buckets_are_filled_with_a_warning(
     context: DataContext, photos: Path, batch: int, processes: int, repeats: int
 ) -> None:
     counts = {"train_batch_size": batch, "num_processes": processes}
+
     _, problems = build(context, folder(photos), **counts)
+    _, problems_with_repeats = build(context, folder(photos, repeats=repeats), **counts)
+
     assert not fatal(problems)
     assert f"0.67 (2), 1.0 (2), 1.5 (2). repeats {repeats} would fill them." in str(problems[0])
-    _, problems = build(context, folder(photos, repeats=repeats), **counts)
-    assert "filled" not in "".join(map(str, problems))
+    assert "filled" not in "".join(map(str, problems_with_repeats))
+
+
+def test_too_few_samples_are_accepted_if_buckets_are_not_pruned(
+    context: DataContext, photos: Path
+) -> None:
     _, problems = build(context, folder(photos), train_batch_size=7, disable_bucket_pruning=True)
+
     assert not fatal(problems)
 
 
-def test_start_and_probability(context: DataContext, photos: Path) -> None:
-    _, problems = build(context, folder(photos, start_epoch=2), folder(photos, start_step=5))
+def test_a_dataset_must_take_part_at_the_start(context: DataContext, photos: Path) -> None:
+    late_epoch = folder(photos, start_epoch=2)
+    late_step = folder(photos, start_step=5)
+
+    _, problems = build(context, late_epoch, late_step)
+    _, problems_with_an_early_one = build(context, late_epoch, folder(photos))
+
     assert "no dataset takes part at the start" in str(fatal(problems)[0])
+    assert not problems_with_an_early_one
+
+
+def test_a_dataset_must_have_a_probability(context: DataContext, photos: Path) -> None:
     _, problems = build(context, folder(photos, probability=0))
+
     assert "nothing would be trained on" in str(fatal(problems)[0])
-    _, problems = build(context, folder(photos, start_epoch=2), folder(photos))
-    assert not problems
 
 
 def test_files_are_left_out_by_a_list_in_their_folder(context: DataContext, photos: Path) -> None:
     name = "sub 0/photo_0.png"
     (photos / "exclude.json").write_text(json.dumps([name]))
+
     (dataset,), problems = build(context, folder(photos))
-    assert not problems, "that was asked for"
-    assert (len(dataset.samples), name in dataset.facts) == (5, False)
-    assert {entry.use for entry in dataset.ledger() if entry.name == name} == {
-        "is left out by exclude.json"
-    }
-    (photos / "mine.json").write_text(json.dumps(["sub 1/photo_9.png"]))
-    (dataset,), (problem,) = build(context, folder(photos, exclude_files="mine.json"))
+
+    assert not problems, "the user asked for it"
+    assert len(dataset.samples) == 5
+    assert name not in dataset.facts
+
+    uses = {line.name: line.use for line in dataset.ledger()}
+    assert uses[name] == "is left out by exclude.json"
+
+
+def test_an_empty_list_leaves_no_file_out(context: DataContext, photos: Path) -> None:
+    (photos / "exclude.json").write_text("[]")
+
+    (dataset,), _ = build(context, folder(photos))
+
     assert len(dataset.samples) == 6
-    assert (problem.where, problem.fatal) == ("set0.exclude_files", False)
+
+
+def test_a_listed_name_that_is_not_in_the_folder_is_a_warning(
+    context: DataContext, photos: Path
+) -> None:
+    (photos / "mine.json").write_text(json.dumps(["sub 1/photo_9.png"]))
+
+    (dataset,), (problem,) = build(context, folder(photos, exclude_files="mine.json"))
+
+    assert len(dataset.samples) == 6
+    assert problem.where == "set0.exclude_files"
+    assert not problem.fatal
     assert "not in the folder: sub 1/photo_9.png. Did you mean 'sub 1/photo_" in problem.message
-    (photos / "exclude.json").write_text("[]")  # all were taken back
-    assert len(build(context, folder(photos))[0][0].samples) == 6
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [("[1]", "a JSON list of file names"), ("{}", "a JSON list"), ("[", "not valid JSON")],
 )
-def test_a_list_that_cannot_be_used_is_an_error(
+def test_a_list_of_excluded_files_must_be_a_json_list_of_names(
     content: str, message: str, context: DataContext, photos: Path
 ) -> None:
     (photos / "exclude.json").write_text(content)
+
     _, problems = build(context, folder(photos))
-    assert [(problem.where, message in problem.message) for problem in fatal(problems)] == [
-        ("set0.exclude_files", True)
-    ]
-    _, problems = build(context, folder(photos, exclude_files="x" * 300))
-    assert "cannot be read: File name too long" in problems[0].message
-    _, problems = build(context, folder(photos, exclude_files="a\0b"))
-    assert "cannot be read: embedded null byte" in problems[0].message
-    _, problems = build(context, folder(photos, exclude_files="none.json"))
-    assert ["none.json" in problem.message for problem in fatal(problems)] == [True], (
-        "a list that was named must exist"
-    )
-    _, problems = build(context, folder(photos, exclude_files="../exclude.json"))
-    assert ["must be the name of a file" in problem.message for problem in fatal(problems)] == [
-        True
-    ]
+
+    (problem,) = fatal(problems)
+    assert problem.where == "set0.exclude_files"
+    assert message in problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x" * 300, "cannot be read: File name too long"),
+        ("a\0b", "cannot be read: embedded null byte"),
+        ("none.json", "none.json"),
+        ("../exclude.json", "must be the name of a file"),
+    ],
+)
+def test_a_list_of_excluded_files_must_be_in_the_folder_if_it_is_named(
+    name: str, message: str, context: DataContext, photos: Path
+) -> None:
+    _, problems = build(context, folder(photos, exclude_files=name))
+
+    (problem,) = fatal(problems)
+    assert message in problem.message
 
 
 def test_max_num_samples_is_a_fixed_subset(context: DataContext, photos: Path) -> None:
     (dataset,), problems = build(context, folder(photos, max_num_samples=4))
-    names = [sample.name for sample in dataset.samples]
-    assert (len(names), names) == (4, sorted(names))
+    (smaller,), _ = build(context, folder(photos, max_num_samples=3))
+
     assert not problems
+
+    names = [sample.name for sample in dataset.samples]
+    assert len(names) == 4
+    assert names == sorted(names)
     assert dataset.counts()["not chosen"] == 2
-    (fewer,), _ = build(context, folder(photos, max_num_samples=3))
-    assert {sample.name for sample in fewer.samples} < set(names)
+    assert {sample.name for sample in smaller.samples} < set(names)
 
 
 def test_held_out_samples_become_an_eval_set(context: DataContext, photos: Path) -> None:
-    (dataset, held), problems = build(context, folder(photos, hold_out=2))
+    (dataset, held_out), problems = build(context, folder(photos, hold_out=2))
+
     assert not fatal(problems)
-    assert (len(dataset.samples), dataset.counts()["held out"]) == (4, 2)
-    assert (held.id, held.config.is_trained, held.batch_size) == (
-        f"{dataset.id}-held-out",
-        False,
-        1,
-    )
-    names = [{sample.name for sample in each.samples} for each in (dataset, held)]
-    assert not set.intersection(*names)
-    assert held.latent_dir != dataset.latent_dir
-    assert {sample.dataset_id for sample in held.samples} == {held.id}
-    # The same ones every time, and one more keeps those that were held out.
-    (_, again), _ = build(context, folder(photos, hold_out=3))
-    assert names[1] < {sample.name for sample in again.samples}
+    assert len(dataset.samples) == 4
+    assert dataset.counts()["held out"] == 2
+    assert held_out.id == f"{dataset.id}-held-out"
+    assert not held_out.config.is_trained
+    assert held_out.batch_size == 1
+    assert held_out.latent_dir != dataset.latent_dir
+    assert {sample.dataset_id for sample in held_out.samples} == {held_out.id}
+    assert not names_of(dataset) & names_of(held_out)
+
+
+def test_holding_out_more_samples_keeps_those_that_were_held_out(
+    context: DataContext, photos: Path
+) -> None:
+    (_, two), _ = build(context, folder(photos, hold_out=2))
+    (_, three), _ = build(context, folder(photos, hold_out=3))
+
+    assert names_of(two) < names_of(three)
+
+
+def test_holding_out_all_samples_is_refused(context: DataContext, photos: Path) -> None:
     _, problems = build(context, folder(photos, hold_out=6))
+
     assert "hold_out: 6 of 6 samples would leave nothing to train on." in str(fatal(problems)[0])
+
+
+def test_only_trained_datasets_hold_samples_out(context: DataContext, photos: Path) -> None:
     _, problems = build(context, folder(photos), folder(photos, dataset_type="eval", hold_out=1))
+
     assert "hold_out: needs a dataset that is trained." in str(fatal(problems)[0])
+
+
+def names_of(dataset: Dataset) -> set[str]:
+    return {sample.name for sample in dataset.samples}
 
 
 @pytest.fixture
 def twins(tmp_path: Path) -> Path:
-    """Three pictures in two formats each, as phones store them, and two in one."""
+    """Three pictures in two formats each, as phones store them, and two in one format."""
     root = tmp_path / "phone"
     for number in range(5):
         path = root / f"{number}.png"
@@ -482,14 +575,15 @@ def twins(tmp_path: Path) -> Path:
 def test_a_picture_in_two_formats_is_never_both_held_out_and_trained(
     count: int, context: DataContext, twins: Path
 ) -> None:
-    (dataset, held), problems = build(context, folder(twins, hold_out=count))
+    (dataset, held_out), problems = build(context, folder(twins, hold_out=count))
 
     assert not fatal(problems)
-    trained_stems, held_stems = (
-        {Path(sample.name).stem for sample in each.samples} for each in (dataset, held)
-    )
-    assert not trained_stems & held_stems
-    assert len(held.samples) in (count, count + 1)
+
+    trained_stems = {Path(name).stem for name in names_of(dataset)}
+    held_out_stems = {Path(name).stem for name in names_of(held_out)}
+
+    assert not trained_stems & held_out_stems
+    assert len(held_out.samples) in (count, count + 1)
 
 
 def test_a_single_picture_in_two_formats_cannot_be_held_out(
@@ -498,28 +592,40 @@ def test_a_single_picture_in_two_formats_cannot_be_held_out(
     for path in twins.glob("[1-4].*"):
         path.unlink()
     _, problems = build(context, folder(twins, hold_out=1))
+
     assert "hold_out: files of the same name are held out together" in str(fatal(problems)[0])
 
 
 def test_pictures_in_two_formats_are_named(context: DataContext, twins: Path) -> None:
     pictures.photograph(twins / "4.webp", (90, 64))  # another picture, as its shape shows
+
     _, (problem,) = build(context, folder(twins))
-    pairs = ", ".join(f"{number}.JPG and {number}.png" for number in range(3))
+
+    pairs = "0.JPG and 0.png, 1.JPG and 1.png, 2.JPG and 2.png"
     assert str(problem).endswith(
         f"files that differ only in their extension: {pairs}. "
         "If they show the same, it is trained twice as often: list one of each in exclude.json."
     )
-    Path(twins / "exclude.json").write_text(json.dumps([f"{number}.JPG" for number in range(3)]))
-    assert not build(context, folder(twins))[1]
 
 
-def test_a_dataset_without_usable_files_says_why_for_the_commonest_reason(
+def test_pictures_in_two_formats_are_not_named_if_one_is_excluded(
+    context: DataContext, twins: Path
+) -> None:
+    (twins / "exclude.json").write_text(json.dumps(["0.JPG", "1.JPG", "2.JPG"]))
+
+    _, problems = build(context, folder(twins))
+
+    assert not problems
+
+
+def test_a_dataset_without_usable_files_is_refused_with_the_commonest_reason(
     context: DataContext, photos: Path
 ) -> None:
     pictures.write_all(photos / "a broken one", {"cut.png": pictures.BROKEN["cut.png"]})
     for path in photos.rglob("*.txt"):
         path.unlink()
     _, problems = build(context, folder(photos))
+
     assert "For instance sub 0/photo_0.png has no caption file" in fatal(problems)[0].message
 
 
@@ -531,40 +637,50 @@ def test_eval_sets_have_batch_one_and_are_not_counted(context: DataContext, phot
     assert (datasets[1].batch_size, datasets[1].config.is_trained) == (1, False)
 
 
-def test_only_pictures_to_evaluate_are_nothing_to_train(context: DataContext, photos: Path) -> None:
+def test_a_dataset_file_of_eval_sets_alone_is_refused(context: DataContext, photos: Path) -> None:
     _, problems = build(context, folder(photos, dataset_type="eval"))
     assert "no entry is a dataset to train on" in str(fatal(problems)[0])
 
 
-def test_random_crops_move_each_epoch_and_only_then(context: DataContext, photos: Path) -> None:
-    (moving,), _ = build(context, folder(photos, crop=True))
-    (fixed,), _ = build(context, folder(photos, crop=True, vae_cache_clear_each_epoch=False))
-    (centred,), _ = build(context, folder(photos, crop=True, crop_style="center"))
-    assert moving.changes_each_epoch
-    assert [sample.geometry for sample in moving.at_epoch(2).samples] != [
-        s.geometry for s in moving.samples
-    ]
-    assert moving.at_epoch(2).at_epoch(1) == moving
-    assert moving.at_epoch(2) == moving.at_epoch(3).at_epoch(2)
-    for dataset in (fixed, centred):
-        assert dataset.at_epoch(7) is dataset
+def test_random_crops_move_each_epoch(context: DataContext, photos: Path) -> None:
+    (dataset,), _ = build(context, folder(photos, crop=True))
+
+    assert dataset.changes_each_epoch
+
+    crops = [sample.geometry for sample in dataset.samples]
+    assert [sample.geometry for sample in dataset.at_epoch(2).samples] != crops
+    assert dataset.at_epoch(2).at_epoch(1) == dataset
+    assert dataset.at_epoch(3).at_epoch(2) == dataset.at_epoch(2)
+
+
+@pytest.mark.parametrize("keys", [{"vae_cache_clear_each_epoch": False}, {"crop_style": "center"}])
+def test_fixed_crops_stay_in_place(
+    keys: dict[str, Any], context: DataContext, photos: Path
+) -> None:
+    (dataset,), _ = build(context, folder(photos, crop=True, **keys))
+
+    assert dataset.at_epoch(7) is dataset
+
+
+def test_random_crops_depend_on_the_seed(context: DataContext, photos: Path) -> None:
+    (unseeded,), _ = build(context, folder(photos, crop=True))
     (seeded,), _ = build(context, folder(photos, crop=True), seed=5)
-    assert seeded.samples != moving.samples
+
+    assert seeded.samples != unseeded.samples
 
 
 def test_random_aspects_change_buckets_each_epoch(context: DataContext, photos: Path) -> None:
-    entry = folder(photos, crop=True, crop_aspect="random", crop_aspect_buckets=[0.5, 1.0, 2.0])
-    (dataset,), problems = build(context, entry)
+    keys = {"crop": True, "crop_aspect": "random", "crop_aspect_buckets": [0.5, 1.0, 2.0]}
+
+    (dataset,), problems = build(context, folder(photos, **keys))
+
     assert not fatal(problems)
-    assert {
-        sample.geometry.bucket
-        for epoch in range(1, 9)
-        for sample in dataset.at_epoch(epoch).samples
-    } == {
-        "0.5",
-        "1.0",
-        "2.0",
-    }
+
+    buckets: set[str] = set()
+    for epoch in range(1, 9):
+        buckets |= dataset.at_epoch(epoch).buckets.keys()
+
+    assert buckets == {"0.5", "1.0", "2.0"}
 
 
 def test_captions_pass_through_filters_and_shuffling(context: DataContext, photos: Path) -> None:
@@ -573,27 +689,22 @@ def test_captions_pass_through_filters_and_shuffling(context: DataContext, photo
         "dataset_type": "text_embeds",
         "caption_filter_list": ["s/photo number/number/", "another"],
     }
-    entry = folder(
-        photos,
-        caption_shuffle={
-            "enable": True,
-            "split_on": "space",
-            "count": 1,
-            "include_original": False,
-        },
-    )
-    (dataset,), problems = build(context, entry, text)
+    shuffle = {"enable": True, "split_on": "space", "count": 1, "include_original": False}
+
+    (dataset,), problems = build(context, folder(photos, caption_shuffle=shuffle), text)
+
     assert not problems
-    assert sorted(dataset.samples[0].captions[0].split()) == ["0", "number"]
-    assert dataset.samples[0].captions[1] == "caption"
+
+    shuffled, filtered = dataset.samples[0].captions
+    assert sorted(shuffled.split()) == ["0", "number"]
+    assert filtered == "caption"
 
 
-def test_a_second_start_reads_no_file(
+def test_a_second_start_reads_only_new_and_changed_files(
     context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (photos / "bad.png").write_text("bad")
     (first,), _ = build(context, folder(photos))
-    assert not (first.latent_dir / INDEX_NAME).exists()
     first.save_index()
     (photos / "added.png").write_bytes((photos / "sub 0" / "photo_0.png").read_bytes())
     (photos / "added.txt").write_text("added")
@@ -607,9 +718,16 @@ def test_a_second_start_reads_no_file(
 
     monkeypatch.setattr(Path, "open", spy)
     (second,), _ = build(context, folder(photos))
+
     assert {name for name in read if name.endswith(".png")} == {"added.png", "photo_2.png"}
     assert set(first.samples) < set(second.samples)
     assert second.counts()["damaged"] == 1
+
+
+def test_planning_writes_no_index(context: DataContext, photos: Path) -> None:
+    (dataset,), _ = build(context, folder(photos))
+
+    assert not (dataset.latent_dir / INDEX_NAME).exists()
 
 
 @pytest.mark.parametrize(
@@ -620,73 +738,95 @@ def test_a_damaged_index_is_ignored(context: DataContext, photos: Path, content:
     first.latent_dir.mkdir(parents=True)
     (first.latent_dir / INDEX_NAME).write_text(content)
     (second,), problems = build(context, folder(photos))
+
     assert second.samples == first.samples
     assert not problems
 
 
-def test_files_that_went_are_listed_or_used_from_the_caches(
-    context: DataContext, photos: Path
-) -> None:
-    (first,), _ = build(context, folder(photos))
-    first.save_index()
-    gone = photos / "sub 0" / "photo_0.png"
-    gone.unlink()
-    gone.with_suffix(".txt").unlink()
-    (second,), problems = build(context, folder(photos))
-    assert second.counts() == {"gone": 1}
+def test_missing_files_are_listed(context: DataContext, photos: Path) -> None:
+    (before,), _ = build(context, folder(photos))
+    before.save_index()
+    (photos / "sub 0" / "photo_0.png").unlink()
+    (photos / "sub 0" / "photo_0.txt").unlink()
+
+    (after,), problems = build(context, folder(photos))
+
+    assert after.counts() == {"gone": 1}
     assert "1 gone" in str(problems[0])
-    (third,), problems = build(context, folder(photos), ignore_missing_files=True)
-    assert third.samples == first.samples
-    assert not problems
-    for path in sorted(photos.rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    photos.rmdir()
-    (fourth,), problems = build(context, folder(photos), ignore_missing_files=True)
-    assert fourth.samples == first.samples
+
+
+@pytest.mark.parametrize("is_folder_missing", [False, True])
+def test_missing_files_are_trained_from_the_caches_if_that_is_allowed(
+    is_folder_missing: bool, context: DataContext, photos: Path
+) -> None:
+    (before,), _ = build(context, folder(photos))
+    before.save_index()
+    if is_folder_missing:
+        shutil.rmtree(photos)
+    else:
+        (photos / "sub 0" / "photo_0.png").unlink()
+        (photos / "sub 0" / "photo_0.txt").unlink()
+
+    (after,), problems = build(context, folder(photos), ignore_missing_files=True)
+
+    assert after.samples == before.samples
     assert not problems
 
 
-def test_a_kept_list_does_not_see_added_files(context: DataContext, photos: Path) -> None:
+def test_files_added_after_a_kept_list_are_left_out(context: DataContext, photos: Path) -> None:
     (first,), _ = build(context, folder(photos))
     first.save_index()
     pictures.photograph(photos / "new.png", (64, 64))
     (photos / "new.txt").write_text("new")
-    (kept,), problems = build(context, folder(photos, preserve_data_backend_cache=True))
-    assert (kept.samples, problems) == (first.samples, [])
-    assert kept.counts()["not chosen"] == 1
+
+    (second,), problems = build(context, folder(photos, preserve_data_backend_cache=True))
+
+    assert not problems
+    assert second.samples == first.samples
+    assert second.counts()["not chosen"] == 1
 
 
-def test_damage_found_later_is_remembered(context: DataContext, photos: Path) -> None:
+def test_damage_that_decoding_shows_is_remembered(context: DataContext, photos: Path) -> None:
     (dataset,), _ = build(context, folder(photos))
-    less = dataset.without({"sub 0/photo_0.png": "is damaged: broken data"})
-    assert len(less.samples) == 5
-    less.save_index()
-    (again,), _ = build(context, folder(photos))
-    assert again.samples == less.samples
-    assert {file.detail for file in again.rejected} == {"is damaged: broken data"}
+    reduced = dataset.without({"sub 0/photo_0.png": "is damaged: broken data"})
+    reduced.save_index()
+
+    (rebuilt,), _ = build(context, folder(photos))
+
+    assert len(rebuilt.samples) == 5
+    assert rebuilt.samples == reduced.samples
+    assert {file.detail for file in rebuilt.rejected} == {"is damaged: broken data"}
 
 
 def test_a_held_out_file_that_turns_out_damaged_is_replaced(
     context: DataContext, photos: Path
 ) -> None:
-    datasets, _ = build(context, folder(photos, hold_out=2))
-    damaged = datasets[1].samples[0].name
-    reduced = without_failures(
-        datasets, {(datasets[1].id, damaged): ("damaged", "is damaged: broken data")}
-    )
-    assert [(len(each.samples), each.counts()["damaged"]) for each in reduced] == [(4, 0), (1, 1)]
-    for each in reduced:
-        each.save_index()
-    (dataset, held), _ = build(context, folder(photos, hold_out=2))
-    assert (len(dataset.samples), dataset.counts()["damaged"], len(held.samples)) == (3, 1, 2)
-    assert damaged not in {sample.name for sample in (*dataset.samples, *held.samples)}
+    (trained, held_out), _ = build(context, folder(photos, hold_out=2))
+    damaged = held_out.samples[0].name
+    failures = {(held_out.id, damaged): ("damaged", "is damaged: broken data")}
+
+    reduced_trained, reduced_held_out = without_failures([trained, held_out], failures)
+    reduced_trained.save_index()
+    reduced_held_out.save_index()
+    (rebuilt_trained, rebuilt_held_out), _ = build(context, folder(photos, hold_out=2))
+
+    assert len(reduced_trained.samples) == 4
+    assert reduced_trained.counts()["damaged"] == 0
+    assert len(reduced_held_out.samples) == 1
+    assert reduced_held_out.counts()["damaged"] == 1
+    assert len(rebuilt_trained.samples) == 3
+    assert rebuilt_trained.counts()["damaged"] == 1
+    assert len(rebuilt_held_out.samples) == 2
+    assert damaged not in names_of(rebuilt_trained) | names_of(rebuilt_held_out)
 
 
 def test_unreadable_files_are_reported_and_tried_again(context: DataContext, photos: Path) -> None:
     (photos / "dangling.png").symlink_to(photos / "nowhere.png")
     (dataset,), problems = build(context, folder(photos))
+
     assert dataset.counts() == {"unreadable": 1}
     assert not fatal(problems)
+
     dataset.save_index()
     assert "dangling.png" not in json.loads((dataset.latent_dir / INDEX_NAME).read_text())["files"]
 
@@ -694,26 +834,44 @@ def test_unreadable_files_are_reported_and_tried_again(context: DataContext, pho
 def test_a_table_decides_which_files_take_part(
     context: DataContext, photos: Path, tmp_path: Path
 ) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = {
-        "filename": ["photo_0.png", "photo_1.png", "lost.png"],
-        "caption": ["zero", "one", "lost"],
-    }
-    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
-    entry = {
-        "instance_data_dir": str(photos),
-        "metadata_backend": "parquet",
-        "caption_strategy": "parquet",
-        "parquet": {"path": str(tmp_path / "t.parquet")},
-    }
-    (dataset,), problems = build(context, entry)
+    write_table(
+        tmp_path / "t.parquet",
+        filename=["photo_0.png", "photo_1.png", "lost.png"],
+        caption=["zero", "one", "lost"],
+    )
+    table = {"path": str(tmp_path / "t.parquet")}
+
+    (dataset,), problems = build(context, table_entry(photos, table))
+
     assert [sample.captions for sample in dataset.samples] == [("zero",), ("one",)]
     assert dataset.counts()["not in the table"] == 4
     assert any("lost.png" in problem.message for problem in problems)
-    entry["parquet"] = {"path": str(tmp_path / "t.parquet"), "caption_column": "text"}
-    _, problems = build(context, entry)
+
+
+def test_a_column_that_the_table_lacks_is_reported_under_its_key(
+    context: DataContext, photos: Path, tmp_path: Path
+) -> None:
+    write_table(tmp_path / "t.parquet", filename=["photo_0.png"], caption=["zero"])
+    table = {"path": str(tmp_path / "t.parquet"), "caption_column": "text"}
+
+    _, problems = build(context, table_entry(photos, table))
+
     assert [problem.where for problem in fatal(problems)] == ["set0.parquet.caption_column"]
+
+
+def write_table(path: Path, **columns: list[str]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+def table_entry(root: Path, table: dict[str, str]) -> dict[str, Any]:
+    return {
+        "instance_data_dir": str(root),
+        "metadata_backend": "parquet",
+        "caption_strategy": "parquet",
+        "parquet": table,
+    }
 
 
 def test_no_picture_is_decoded_for_the_plan(
@@ -726,11 +884,14 @@ def test_no_picture_is_decoded_for_the_plan(
     (dataset,), _ = build(
         context, {"instance_data_dir": str(photos), "caption_strategy": "filename"}
     )
+
     assert dataset.samples
 
 
 @pytest.mark.parametrize("task", ["t2i", "i2i"])
-def test_the_guides_entry_works(context: DataContext, photos: Path, task: Task) -> None:
+def test_the_entry_of_the_guides_is_accepted(
+    context: DataContext, photos: Path, task: Task
+) -> None:
     entry = folder(
         photos, resolution=1024, crop=True, crop_aspect="square", repeats=10, id="my-image-dataset"
     )
@@ -740,9 +901,11 @@ def test_the_guides_entry_works(context: DataContext, photos: Path, task: Task) 
         "default": True,
         "cache_dir": "cache/text/kandinsky5",
     }
+
     (dataset,), problems = build(context, entry, text, task=task)
+
     missing = [] if task == "t2i" else ["my-image-dataset.conditioning_data"]
-    assert [problem.where for problem in problems if problem.fatal] == missing
+    assert [problem.where for problem in fatal(problems)] == missing
     assert {sample.geometry.size for sample in dataset.samples} == {(1024, 1024)}
 
 
@@ -753,8 +916,10 @@ def test_real_photographs_are_all_usable(context: DataContext) -> None:
         context,
         {"instance_data_dir": str(root), "caption_strategy": "filename", "resolution": 1024},
     )
+
     assert not fatal(problems)
     assert len(dataset.samples) >= 20
+
     for sample in dataset.samples:
         with Image.open(sample.path) as picture:
             assert picture.size == sample.original_size
@@ -763,6 +928,7 @@ def test_real_photographs_are_all_usable(context: DataContext) -> None:
 def test_the_data_room_needs_no_torch() -> None:
     modules = "build, buckets, captions, dataset, discovery, files, masks, pictures, sampler"
     code = f"import sys; from simpletuner.data import {modules}; sys.exit('torch' in sys.modules)"
+
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -772,19 +938,20 @@ def test_an_output_folder_inside_a_dataset_is_refused(context: DataContext, phot
     assert "previews would be trained" in fatal(problems)[0].message
 
 
-def test_enlarged_pictures_are_counted_with_the_key_that_changes_it(
+def test_enlarged_pictures_are_counted_under_the_key_that_decides_it(
     context: DataContext, tmp_path: Path
 ) -> None:
     for number, size in enumerate([(300, 200), (600, 400), (1500, 1000)]):
         pictures.photograph(tmp_path / "p" / f"{number}.png", size)
-    _, problems = build(
-        context, folder(tmp_path / "p", caption_strategy="filename"), resolution=1024
-    )
-    (told,) = [problem for problem in problems if problem.where == "set0.resolution"]
-    assert not told.fatal
-    assert "2 of 3 files enlarged" in told.message
-    assert "0.png the most, from 300x200 to 12" in told.message
-    assert "minimum_image_size" in told.message
+    entry = folder(tmp_path / "p", caption_strategy="filename")
+
+    _, problems = build(context, entry, resolution=1024)
+
+    (problem,) = [problem for problem in problems if problem.where == "set0.resolution"]
+    assert not problem.fatal
+    assert "2 of 3 files enlarged" in problem.message
+    assert "0.png the most, from 300x200 to 12" in problem.message
+    assert "minimum_image_size" in problem.message
 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|im_end|>", "<eos>", "<start_of_turn>"])
@@ -794,6 +961,7 @@ def test_control_tokens_in_captions_are_refused_by_file(
     (photos / "sub 0" / "photo_0.txt").write_text(f"a photo {token} of a cat")
     (dataset,), problems = build(context, folder(photos))
     (left_out,) = dataset.rejected
+
     assert (left_out.name, left_out.reason) == ("sub 0/photo_0.png", "no caption")
     assert token in left_out.detail
     assert any("photo_0.png" in problem.message for problem in problems)
@@ -802,6 +970,7 @@ def test_control_tokens_in_captions_are_refused_by_file(
 def test_angle_brackets_are_text(context: DataContext, photos: Path) -> None:
     (photos / "sub 0" / "photo_0.txt").write_text("a <red> square | <lora> a < b > c")
     (dataset,), _ = build(context, folder(photos))
+
     assert not dataset.rejected
 
 

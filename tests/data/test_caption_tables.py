@@ -42,9 +42,8 @@ def table(tmp_path: Path) -> ParquetConfig:
 
 def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
     rows, problems = read_by(read_parquet, table)
-    matched, warnings = read_by(
-        match_rows, rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"], "parquet"
-    )
+    names = ["sub/a.png", "deep/b.jpg", "é.png", "other.png"]
+    matched, warnings = read_by(match_rows, rows, names, "parquet")
 
     assert matched == {
         "sub/a.png": ("from a path",),
@@ -106,11 +105,15 @@ def test_a_row_that_fits_several_files_or_a_file_with_several_rows_is_refused(
         ),
     ],
 )
-def test_a_row_is_for_the_file_of_its_path_and_else_for_the_only_one_of_its_name(
+def test_a_row_names_a_file_by_its_path_or_else_by_its_unique_name(
     rows: Sequence[str], names: Sequence[str], matched: dict[str, str]
 ) -> None:
-    found, problems = read_by(match_rows, [(row, (row,)) for row in rows], names, "parquet")
-    assert (found, problems) == ({name: (row,) for name, row in matched.items()}, [])
+    table = [(row, (row,)) for row in rows]
+
+    captions, problems = read_by(match_rows, table, names, "parquet")
+
+    assert not problems
+    assert captions == {name: (row,) for name, row in matched.items()}
 
 
 def test_a_row_that_is_repeated_counts_once(table: ParquetConfig) -> None:
@@ -124,37 +127,45 @@ def test_a_list_column_holds_alternatives(table: ParquetConfig) -> None:
 
 
 def test_names_without_extension_mean_png(table: ParquetConfig) -> None:
-    rows, _ = read_by(
-        read_parquet, table.model_copy(update={"identifier_includes_extension": False})
-    )
+    table = table.model_copy(update={"identifier_includes_extension": False})
+
+    rows, _ = read_by(read_parquet, table)
+
     assert "b.jpg.png" in dict(rows)
 
 
-def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> None:
-    rows, problems = read_by(
-        read_parquet, table.model_copy(update={"caption_column": "texts", "width_column": "w"})
-    )
+def test_a_missing_column_is_reported_with_those_that_exist(table: ParquetConfig) -> None:
+    table = table.model_copy(update={"caption_column": "texts", "width_column": "w"})
+
+    rows, (caption, width) = read_by(read_parquet, table)
+
     assert rows == []
-    assert [problem.where for problem in problems] == [
-        "parquet.caption_column",
-        "parquet.width_column",
-    ]
-    assert "file, text, alt, many" in problems[0].message
-    assert "Did you mean 'text'?" in problems[0].message
+    assert caption.where == "parquet.caption_column"
+    assert "file, text, alt, many" in caption.message
+    assert "Did you mean 'text'?" in caption.message
+    assert width.where == "parquet.width_column"
 
 
-def test_a_missing_table_or_package_is_a_problem(
-    table: ParquetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["missing.parquet", "bad.parquet"])
+def test_a_table_that_is_missing_or_damaged_is_reported(
+    name: str, table: ParquetConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.parquet").write_text("no table")
-    for name in ("no.parquet", "bad.parquet"):
-        _, (problem,) = read_by(
-            read_parquet, table.model_copy(update={"path": str(tmp_path / name)})
-        )
-        assert problem.where == "parquet.path"
+    table = table.model_copy(update={"path": str(tmp_path / name)})
+
+    _, (problem,) = read_by(read_parquet, table)
+
+    assert problem.where == "parquet.path"
+
+
+def test_without_pyarrow_a_table_is_reported_with_the_package(
+    table: ParquetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+
     _, problems = read_by(read_parquet, table)
+
     assert "pip install 'pyarrow>=" in problems[-1].message
 
 
@@ -187,37 +198,46 @@ def test_the_tables_of_an_image_folder_are_read(column: str, kind: str, tmp_path
 
     rows, problems = read_by(read_metadata, folder)
 
-    assert (dict(rows), problems) == ({"a.png": ('a "cat", asleep',), "sub/b.png": ("a dog",)}, [])
+    assert not problems
+    assert dict(rows) == {"a.png": ('a "cat", asleep',), "sub/b.png": ("a dog",)}
 
 
 def test_every_sub_folder_may_have_a_table(tmp_path: Path) -> None:
-    tables = {
-        f"{split}/jsonl": lines({"file_name": "0.png", "text": split})
-        for split in ("train", "test")
-    }
-    folder = folder_with(tmp_path, ["train/0.png", "test/0.png"], **tables)
-
-    rows, problems = read_by(read_metadata, folder)
-
-    assert (dict(rows), problems) == ({"train/0.png": ("train",), "test/0.png": ("test",)}, [])
-
-
-@pytest.mark.parametrize("column", ["image_path", "video_path"])
-@pytest.mark.parametrize("place", ["here", "moved", "elsewhere"])
-def test_full_paths_mean_files_of_the_folder_also_after_a_move(
-    column: str, place: str, tmp_path: Path
-) -> None:
-    root = tmp_path / "set"
-    pictures.photograph(tmp_path / "elsewhere" / "a.png", (64, 64))
-    path = {"here": root, "moved": Path("/nowhere"), "elsewhere": tmp_path / "elsewhere"}[
-        place
-    ] / "a.png"
-    folder = folder_with(root, ["a.png"], jsonl=lines({column: str(path), "caption": "a cat"}))
+    folder = folder_with(
+        tmp_path,
+        ["train/0.png", "test/0.png"],
+        **{
+            "train/jsonl": lines({"file_name": "0.png", "text": "train"}),
+            "test/jsonl": lines({"file_name": "0.png", "text": "test"}),
+        },
+    )
 
     rows, problems = read_by(read_metadata, folder)
 
     assert not problems
-    assert ("a.png" in dict(rows)) == (place != "elsewhere"), "another file of that name"
+    assert dict(rows) == {"train/0.png": ("train",), "test/0.png": ("test",)}
+
+
+@pytest.mark.parametrize("column", ["image_path", "video_path"])
+@pytest.mark.parametrize("place", ["here", "moved", "elsewhere"])
+def test_full_paths_name_files_of_the_folder_even_after_a_move(
+    column: str, place: str, tmp_path: Path
+) -> None:
+    folders = {
+        "here": tmp_path / "set",
+        "moved": Path("/nowhere"),
+        "elsewhere": tmp_path / "elsewhere",
+    }
+    pictures.photograph(tmp_path / "elsewhere" / "a.png", (64, 64))
+    path = str(folders[place] / "a.png")
+    table = lines({column: path, "caption": "a cat"})
+    folder = folder_with(tmp_path / "set", ["a.png"], jsonl=table)
+
+    rows, problems = read_by(read_metadata, folder)
+
+    assert not problems
+    # The picture elsewhere is another file of that name.
+    assert ("a.png" in dict(rows)) == (place != "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -244,10 +264,13 @@ def test_full_paths_mean_files_of_the_folder_also_after_a_move(
         ({"csv": f"file_name,text\na.png,{'x' * 200_000}\n"}, "is not a CSV table"),
     ],
 )
-def test_a_table_that_cannot_be_read_says_why(
+def test_a_table_that_cannot_be_read_is_reported_with_the_reason(
     tables: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    _, problems = read_by(read_metadata, folder_with(tmp_path, ["a.png"], **tables))
+    folder = folder_with(tmp_path, ["a.png"], **tables)
+
+    _, problems = read_by(read_metadata, folder)
+
     (problem,) = [problem for problem in problems if problem.fatal]
     assert words in str(problem)
 
@@ -264,10 +287,10 @@ def test_a_dataset_trains_the_captions_of_its_table(context: DataContext, tmp_pa
 
     (dataset,) = build_datasets([config], context, problems)
 
-    assert {sample.name: sample.captions for sample in dataset.samples} == {
-        "a.png": ("a cat", "a pet")
-    }
+    captions = {sample.name: sample.captions for sample in dataset.samples}
+    assert captions == {"a.png": ("a cat", "a pet")}
     assert dataset.counts() == {"no caption": 1}
+
     messages = " ".join(map(str, problems))
     assert "no picture for 1 name in the table: gone.png" in messages
     assert "1 no caption (b.png)" in messages

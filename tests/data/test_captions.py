@@ -52,13 +52,9 @@ def test_each_line_of_a_text_file_is_an_alternative(
 
 def test_the_whole_file_may_be_one_caption(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"first\r\n\r\nsecond \n")
-    assert captions(
-        "a.png",
-        tmp_path,
-        {"a.png": "a.txt"},
-        caption_strategy="textfile",
-        disable_multiline_split=True,
-    ) == ("first\n\nsecond",)
+    keys = {"caption_strategy": "textfile", "disable_multiline_split": True}
+
+    assert captions("a.png", tmp_path, {"a.png": "a.txt"}, **keys) == ("first\n\nsecond",)
 
 
 @pytest.mark.parametrize(
@@ -71,18 +67,17 @@ def test_the_whole_file_may_be_one_caption(tmp_path: Path) -> None:
         (None, "no caption", "no caption file"),
     ],
 )
-def test_unusable_caption_files_say_why(
+def test_an_unusable_caption_file_is_left_out_with_the_reason(
     content: bytes | None, reason: str, words: str, tmp_path: Path
 ) -> None:
+    files: dict[str, str] = {}
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
+        files["a.png"] = "a.txt"
+
     with pytest.raises(LeftOutError, match=words) as raised:
-        captions(
-            "a.png",
-            tmp_path,
-            {"a.png": "a.txt"} if content is not None else {},
-            caption_strategy="textfile",
-        )
+        captions("a.png", tmp_path, files, caption_strategy="textfile")
+
     assert raised.value.reason == reason
 
 
@@ -101,9 +96,9 @@ def test_a_text_that_is_not_utf8_names_its_likely_encoding(
     text: str, encoding: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-    with pytest.raises(
-        LeftOutError, match=f"seems to be {encoding} .'{text}'.*iconv -f {encoding} -t UTF-8"
-    ):
+    advice = f"seems to be {encoding} .'{text}'.*iconv -f {encoding} -t UTF-8"
+
+    with pytest.raises(LeftOutError, match=advice):
         captions("a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile")
 
 
@@ -114,33 +109,41 @@ def test_bytes_of_no_likely_encoding_are_to_be_saved_as_utf8(tmp_path: Path) -> 
 
 
 def test_file_names_are_captions(tmp_path: Path) -> None:
-    assert captions("sub/a_red__house.png", tmp_path, caption_strategy="filename") == (
-        "a red house",
-    )
+    captions_of_name = captions("sub/a_red__house.png", tmp_path, caption_strategy="filename")
+    assert captions_of_name == ("a red house",)
+
+
+def test_file_names_are_composed(tmp_path: Path) -> None:
+    """macOS stores names decomposed."""
     name = unicodedata.normalize("NFD", "café.png")
     assert captions(name, tmp_path, caption_strategy="filename") == ("café",)
+
+
+def test_a_file_name_without_letters_is_not_a_caption(tmp_path: Path) -> None:
     with pytest.raises(LeftOutError):
         captions("__.png", tmp_path, caption_strategy="filename")
 
 
-def test_instance_prompts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"caption_strategy": "instanceprompt"}, ("sks, a dog", "a photo of sks")),
+        ({"caption_strategy": "instance_prompt"}, ("sks, a dog", "a photo of sks")),
+        (
+            {"caption_strategy": "textfile", "only_instance_prompt": True},
+            ("sks, a dog", "a photo of sks"),
+        ),
+        (
+            {"caption_strategy": "filename", "prepend_instance_prompt": True},
+            ("sks, a dog run", "a photo of sks run"),
+        ),
+    ],
+)
+def test_instance_prompts_replace_captions_or_precede_them(
+    keys: dict[str, Any], expected: tuple[str, ...], tmp_path: Path
+) -> None:
     prompts = ["sks, a dog", "a photo of sks"]
-    for strategy in ("instanceprompt", "instance_prompt"):
-        assert captions(
-            "x.png", tmp_path, caption_strategy=strategy, instance_prompt=prompts
-        ) == tuple(prompts)
-    only = {
-        "caption_strategy": "textfile",
-        "instance_prompt": prompts,
-        "only_instance_prompt": True,
-    }
-    assert captions("x.png", tmp_path, **only) == tuple(prompts)
-    before = {
-        "caption_strategy": "filename",
-        "instance_prompt": prompts,
-        "prepend_instance_prompt": True,
-    }
-    assert captions("run.png", tmp_path, **before) == ("sks, a dog run", "a photo of sks run")
+    assert captions("run.png", tmp_path, instance_prompt=prompts, **keys) == expected
 
 
 def test_one_instance_prompt_may_hold_commas() -> None:
@@ -153,15 +156,21 @@ def shuffled(caption: str, **settings: Any) -> list[str]:
     return list(edit(caption))
 
 
-def test_shuffling_keeps_parts_and_repeats() -> None:
+def test_shuffling_keeps_the_first_parts_in_place() -> None:
     caption = "a house, red, tall, old, wide"
+
     forms = shuffled(caption, count=3, position_start=1)
-    assert forms == shuffled(caption, count=3, position_start=1)
+
     assert forms[0] == caption
     assert len(forms) > 2
     for form in forms:
         assert form.startswith("a house, ")
         assert sorted(form.split(", ")) == sorted(caption.split(", "))
+
+
+def test_shuffling_depends_on_the_seed_alone() -> None:
+    caption = "a house, red, tall, old, wide"
+    assert shuffled(caption, count=3) == shuffled(caption, count=3)
     assert shuffled(caption, count=3, seed=1) != shuffled(caption, count=3)
 
 
@@ -178,27 +187,42 @@ def test_shuffling_is_off_unless_asked_for() -> None:
 
 def filtered(caption: str, entries: Any) -> str:
     problems = Problems()
-    with problems.within("text") as of_text:
-        edit = read_filters(entries, of_text)
+    edit = read_filters(entries, problems)
     assert not problems, problems
     assert edit is not None
     return edit(caption)[0]
 
 
-def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None:
-    assert filtered("a house, 4k, best quality", [", best quality", ", 4k"]) == "a house"
-    assert filtered("a house (large), image 12", [r",\s*image \d+"]) == "a house (large)"
-    assert (
-        filtered("a (b) c", ["(b)"]) == "a c"
-    )  # plain text where the caption holds it, though it is an expression
-    assert filtered("a grey car", ["s/grey/gray/"]) == "a gray car"
-    assert filtered("x/y 12", [r"s/(\d)(\d)/\2\1/", r"s/x\/y/z/"]) == "z 21"
-    (tmp_path / "list.txt").write_text("grey \n\ns/car/bus/\n", encoding="utf-8")
-    (tmp_path / "list.json").write_text('["grey ", "s/car/bus/"]', encoding="utf-8")
-    for name in ("list.txt", "list.json"):
-        assert filtered("a grey car", str(tmp_path / name)) == "a bus"
-    (tmp_path / "one.json").write_text('"s/grey/red/"', encoding="utf-8")
-    assert filtered("a grey car", str(tmp_path / "one.json")) == "a red car"
+@pytest.mark.parametrize(
+    ("caption", "entries", "expected"),
+    [
+        ("a house, 4k, best quality", [", best quality", ", 4k"], "a house"),
+        ("a house (large), image 12", [r",\s*image \d+"], "a house (large)"),
+        # Plain text where the caption holds it, though it is an expression, too.
+        ("a (b) c", ["(b)"], "a c"),
+        ("a grey car", ["s/grey/gray/"], "a gray car"),
+        ("x/y 12", [r"s/(\d)(\d)/\2\1/", r"s/x\/y/z/"], "z 21"),
+    ],
+)
+def test_filters_take_texts_expressions_and_replacements(
+    caption: str, entries: list[str], expected: str
+) -> None:
+    assert filtered(caption, entries) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("list.txt", "grey \n\ns/car/bus/\n", "a bus"),
+        ("list.json", '["grey ", "s/car/bus/"]', "a bus"),
+        ("text.json", '"s/grey/red/"', "a red car"),
+    ],
+)
+def test_filters_are_read_from_a_file(
+    name: str, content: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert filtered("a grey car", str(tmp_path / name)) == expected
 
 
 @pytest.mark.parametrize(
@@ -206,14 +230,17 @@ def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None
 )
 def test_filters_that_cannot_be_read_are_problems(value: Any) -> None:
     problems = Problems()
-    with problems.within("text") as of_text:
-        read_filters(value, of_text)
+
+    with problems.within("text") as text_report:
+        read_filters(value, text_report)
+
     assert [problem.where for problem in problems] == ["text.caption_filter_list"]
 
 
-def test_a_caption_that_is_filtered_away_is_reported(tmp_path: Path) -> None:
+def test_a_caption_that_filters_leave_empty_is_left_out(tmp_path: Path) -> None:
     edit = read_filters(["house"], Problems())
     config = DatasetConfig(id="a", caption_strategy="filename")
     source = CaptionSource(config, Folder(tmp_path, {}), {}, (edit,) if edit else ())
+
     with pytest.raises(LeftOutError, match="caption_filter_list"):
         captions_for("house.png", source)

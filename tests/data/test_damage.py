@@ -1,4 +1,4 @@
-"""No file ends a run for all others, and only what is proved damaged is called so."""
+"""No file ends a run for all others, and only a file that is proved damaged is called damaged."""
 
 from __future__ import annotations
 
@@ -34,11 +34,17 @@ def saved(picture: Image.Image, kind: str, **settings: object) -> bytes:
 
 
 def float_tiff() -> bytes:
-    """Three floats a pixel, as renderers write them."""
+    """Three floats per pixel, as renderers write them."""
     short = 3
     long = 4
-    entries = [(256, short, 2), (257, short, 2), (258, short, 32), (259, short, 1), (262, short, 2)]
-    entries += [
+    # (tag, type, value): size, bits, compression, photometric, offset of the strip, samples, rows,
+    # bytes of the strip, format.
+    entries = [
+        (256, short, 2),
+        (257, short, 2),
+        (258, short, 32),
+        (259, short, 1),
+        (262, short, 2),
         (273, long, 200),
         (277, short, 3),
         (278, short, 2),
@@ -48,18 +54,18 @@ def float_tiff() -> bytes:
     data = b"II*\0" + struct.pack("<IH", 8, len(entries))
     for tag, kind, value in entries:
         data += struct.pack("<HHII", tag, kind, 1, value)
-    return data + bytes(200 - len(data)) + np.full(12, 0.5, "<f4").tobytes()
+    return data.ljust(200, b"\0") + np.full(12, 0.5, "<f4").tobytes()
 
 
 def fields_bmp() -> bytes:
-    """32 bits a pixel with five bits for each colour."""
+    """32 bits per pixel with five bits for each colour."""
     size = struct.pack("<IiiHHIIiiII", 40, 2, 2, 1, 32, 3, 16, 0, 0, 0, 0)
     masks = struct.pack("<III", 0x7C00, 0x3E0, 0x1F)
     return b"BM" + struct.pack("<IHHI", 82, 0, 0, 66) + size + masks + bytes(16)
 
 
 def deep_jpeg() -> bytes:
-    """12 bits a colour, as medical scanners write them."""
+    """12 bits per colour, as medical scanners write them."""
     data = bytearray(saved(scene(), "JPEG"))
     data[data.index(b"\xff\xc0") + 4] = 12
     return bytes(data)
@@ -68,7 +74,7 @@ def deep_jpeg() -> bytes:
 def uncommon_tiff() -> bytes:
     """Compressed in a way that libtiff is rarely built with."""
     data = bytearray(saved(scene(), "TIFF", compression="tiff_lzw"))
-    place = data.index(struct.pack("<HHI", 259, 3, 1))
+    place = data.index(struct.pack("<HHI", 259, 3, 1))  # the tag of the compression
     data[place + 8 : place + 10] = struct.pack("<H", 50001)  # WebP
     return bytes(data)
 
@@ -101,7 +107,7 @@ def test_a_cut_container_is_truncated(kind: str) -> None:
     assert error.value.reason == "damaged"
 
 
-# What a decoder may raise, although nothing says so.
+# What a decoder may raise without documenting it.
 ODD = [
     RuntimeError("odd"),
     KeyError("odd"),
@@ -109,7 +115,7 @@ ODD = [
     AssertionError("odd"),
     RecursionError("odd"),
 ]
-# What is no fault of the file.
+# Errors that are not the fault of the file.
 OURS = [
     MemoryError(),
     OSError(errno.EMFILE, "odd"),
@@ -133,23 +139,32 @@ def test_an_unexpected_error_leaves_out_the_picture(
     data = saved(scene(), "PNG")
     place = Image if method == "open" else ImageFile.ImageFile
     monkeypatch.setattr(place, method, raising(error))
+
     with pytest.raises(UnsuitableError, match=r"cannot be decoded: .*odd"):
         decode(data)
 
 
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
-def test_an_unexpected_error_leaves_out_the_clip(
+def test_an_unexpected_error_leaves_out_the_clip_when_it_is_probed(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clip_facts, "read_facts", raising(error))
+
+    with pytest.raises(UnsuitableError, match=r"cannot be decoded: .*odd"):
+        clips.probe_clip(Path("a.mp4"))
+
+
+@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+def test_an_unexpected_error_leaves_out_the_clip_when_it_is_decoded(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def frames(*arguments: Any) -> Iterator[Any]:
         yield Image.new("RGB", (4, 4))
         raise error
 
-    monkeypatch.setattr(clip_facts, "read_facts", raising(error))
     monkeypatch.setattr(clip_frames, "read_with_av", frames)
-    with pytest.raises(UnsuitableError, match=r"cannot be decoded: .*odd"):
-        clips.probe_clip(Path("a.mp4"))
     facts = clips.ClipFacts(4, 4, 1.0, 24.0)
+
     with pytest.raises(UnsuitableError, match=r"cannot be decoded: .*odd"):
         list(clips.frames_of(Path("a.mp4"), 5, 24, facts))
 
@@ -161,6 +176,7 @@ def test_an_error_of_the_machine_is_not_blamed_on_a_file(
     monkeypatch.setattr(ImageFile.ImageFile, "load", raising(error))
     with pytest.raises(type(error)):
         decode(saved(scene(), "PNG"))
+
     monkeypatch.setattr(clip_facts, "read_facts", raising(error))
     with pytest.raises(type(error)):
         clips.probe_clip(Path("a.mp4"))
@@ -173,31 +189,37 @@ def with_aperture(
 
     The description with the new property comes last, so that no offset in the file changes.
     """
+    # The box `meta`, and in it the properties (`ipco`) and which item has which (`ipma`).
     start = data.index(b"meta") - 4
-    (length,) = struct.unpack_from(">I", data, start)
-    meta = data[start : start + length]
+    meta = data[start : start + size_at(data, start)]
+    container = meta.index(b"ipco") - 4
+    container_end = container + size_at(meta, container)
+    association = bytearray(meta[meta.index(b"ipma") - 4 :])
+
     numbers = (width, parts, height, parts, right, parts, down, parts)
     aperture = struct.pack(">I4sIIIIiIiI", 40, b"clap", *numbers)
-    container = meta.index(b"ipco") - 4
-    (size,) = struct.unpack_from(">I", meta, container)
-    count = len(list(media_boxes(meta[container + 8 : container + size])))
-    association = meta.index(b"ipma") - 4
-    chosen = bytearray(meta[association:])
-    chosen[18] += 1  # after size, type, version, number of items and id
-    place = struct.unpack_from(">I", chosen)[0]
-    chosen[place:place] = bytes([0x80 | count + 1])
-    struct.pack_into(">I", chosen, 0, place + 1)
-    inner = bytearray(meta[:container] + meta[container : container + size] + aperture + chosen)
-    struct.pack_into(">I", inner, container, size + len(aperture))
-    properties = inner.index(b"iprp") - 4
-    for box in (0, properties):
-        struct.pack_into(
-            ">I", inner, box, struct.unpack_from(">I", inner, box)[0] + len(aperture) + 1
-        )
+    count = sum(1 for _ in media_boxes(meta[container + 8 : container_end]))
+    association[18] += 1  # number of properties, after size, type, version, number of items and id
+    length = size_at(association, 0)
+    association[length:length] = bytes([0x80 | count + 1])
+    struct.pack_into(">I", association, 0, length + 1)
+
+    inner = bytearray(meta[:container_end] + aperture + association)
+    added = len(aperture) + 1
+    struct.pack_into(">I", inner, container, size_at(meta, container) + len(aperture))
+    for box in (0, inner.index(b"iprp") - 4):
+        struct.pack_into(">I", inner, box, size_at(inner, box) + added)
     return data[: start + 4] + b"free" + data[start + 8 :] + bytes(inner)
 
 
+def size_at(data: bytes | bytearray, position: int) -> int:
+    """The size of the box at a position."""
+    (size,) = struct.unpack_from(">I", data, position)
+    return size
+
+
 def media_boxes(data: bytes) -> Iterator[bytes]:
+    """The types of boxes that follow each other."""
     position = 0
     while position < len(data):
         size, kind = struct.unpack_from(">I4s", data, position)
@@ -206,12 +228,14 @@ def media_boxes(data: bytes) -> Iterator[bytes]:
 
 
 def test_the_clean_aperture_of_an_avif_is_obeyed() -> None:
-    data = with_aperture(saved(scene(), "AVIF", quality=95), 40, 20, -20, -16)
-    assert probe(data) == (40, 20)
-    shown = decode(data)
-    assert shown.size == (40, 20)
     # The middle of the aperture is left and above of the picture's.
-    assert np.abs(np.asarray(shown)[:, :, :].mean(axis=(0, 1)) - RED).max() < 8
+    data = with_aperture(saved(scene(), "AVIF", quality=95), 40, 20, -20, -16)
+
+    shown = decode(data)
+
+    assert probe(data) == (40, 20)
+    assert shown.size == (40, 20)
+    assert np.abs(np.asarray(shown).mean(axis=(0, 1)) - RED).max() < 8
     assert inspect(data).conversions == ("cropped to its clean aperture",)
 
 
@@ -243,8 +267,10 @@ def test_an_orientation_in_xmp_turns_nothing(kind: str) -> None:
     if kind == "TIFF":
         settings = {"tiffinfo": {700: XMP}}
     data = saved(scene(), kind, **settings)
+
     assert b"tiff:Orientation" in data
-    assert probe(data) == decode(data).size == (WIDTH, HEIGHT)
+    assert probe(data) == (WIDTH, HEIGHT)
+    assert decode(data).size == (WIDTH, HEIGHT)
     assert inspect(data).conversions == ("turned by EXIF alone",)
 
 
@@ -252,6 +278,7 @@ def test_exif_counts_where_xmp_contradicts_it() -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = 3
     data = saved(scene(), "JPEG", xmp=XMP, exif=exif)
+
     assert corners(decode(data))[3][0] > 150, "red is at the bottom right"
     assert inspect(data).conversions == ()
 
@@ -260,6 +287,7 @@ def test_exif_counts_where_xmp_contradicts_it() -> None:
 def test_a_transparent_level_of_deep_grey_shows_the_background(background: str, level: int) -> None:
     values = np.array([[1000, 30000, 65535]], dtype=np.uint16)
     data = saved(Image.fromarray(values), "PNG", transparency=1000)
+
     assert np.asarray(decode(data, background))[0, :, 0].tolist() == [level, 117, 255]
     assert inspect(data).conversions == ("shown on white",)
 
@@ -268,37 +296,42 @@ def test_a_transparent_level_of_deep_grey_shows_the_background(background: str, 
 def test_a_picture_converted_in_strips_equals_one_converted_whole(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picture = (
-        scene().convert(mode)
-        if mode != "I;16"
-        else Image.fromarray(np.arange(6144, dtype=np.uint16).reshape(64, 96))
-    )
+    picture = scene().convert("L" if mode == "I;16" else mode)
+    if mode == "I;16":
+        picture = Image.fromarray(np.arange(64 * 96, dtype=np.uint16).reshape(64, 96))
     if mode in ("RGBA", "LA"):
         picture.putalpha(Image.linear_gradient("L").resize(picture.size))
-    whole = flatten.flatten(picture.copy(), "white", None)
+    at_once = flatten.flatten(picture.copy(), "white", None)
     monkeypatch.setattr(flatten, "STRIP_PIXELS", 7 * WIDTH)
-    assert np.array_equal(flatten.flatten(picture, "white", None), whole)
+
+    in_strips = flatten.flatten(picture, "white", None)
+
+    assert np.array_equal(in_strips, at_once)
 
 
 def test_threads_share_the_memory_for_pixels() -> None:
     memory = DecodeMemory(100 * BYTES_PER_PIXEL)
     lock = threading.Lock()
-    pixels = {"held": 0, "most": 0}
+    held = 0
+    most = 0
 
-    def decode_one(number: int) -> None:
+    def decode_picture(number: int) -> None:
+        nonlocal held, most
         size = (number % 7 + 1, 10)
-        with memory.reserved(size), memory.reserved(size):  # the inner one is part of the outer one
+        pixels = size[0] * size[1]
+        # The inner reservation is part of the outer one.
+        with memory.reserved(size), memory.reserved(size):
             with lock:
-                pixels["held"] += size[0] * size[1]
-                pixels["most"] = max(pixels.values())
+                held += pixels
+                most = max(most, held)
             time.sleep(0.001)
             with lock:
-                pixels["held"] -= size[0] * size[1]
+                held -= pixels
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(decode_one, range(100)))
+        list(pool.map(decode_picture, range(100)))
 
-    assert 70 < pixels["most"] <= 100
+    assert 70 < most <= 100
 
 
 def test_a_picture_larger_than_the_memory_is_decoded_alone() -> None:
@@ -311,8 +344,9 @@ def test_a_picture_larger_than_the_memory_is_decoded_alone() -> None:
 def test_nothing_is_printed_about_a_damaged_tiff(capfd: pytest.CaptureFixture[str]) -> None:
     data = bytearray(saved(scene(), "TIFF", compression="tiff_lzw"))
     data[20:400] = bytes(380)
-    with pytest.raises(MediaError):
-        decode(bytes(data))
-    with pytest.raises(MediaError):
-        decode(uncommon_tiff())
+
+    for damaged in (bytes(data), uncommon_tiff()):
+        with pytest.raises(MediaError):
+            decode(damaged)
+
     assert capfd.readouterr().err == ""

@@ -26,18 +26,7 @@ def touch(root: Path, *names: str) -> None:
         path.write_bytes(b"")
 
 
-def test_pictures_are_sorted_and_found_in_sub_folders_in_any_letter_case(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        "b.JPG",
-        "a.jpeg",
-        "sub/deep/c.PnG",
-        "d.webp",
-        "e.bmp",
-        "f.tif",
-        "g.TIFF",
-        "a b/h i.png",
-    )
+def test_pictures_are_listed_in_order_from_all_folders_in_any_letter_case(tmp_path: Path) -> None:
     names = [
         "a b/h i.png",
         "a.jpeg",
@@ -48,31 +37,34 @@ def test_pictures_are_sorted_and_found_in_sub_folders_in_any_letter_case(tmp_pat
         "g.TIFF",
         "sub/deep/c.PnG",
     ]
+    touch(tmp_path, *reversed(names))
+
     assert list(scan(tmp_path).files) == names
 
 
 def test_captions_belong_to_pictures_of_their_stem(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "a.txt", "a.jpg", "sub/a.png", "b.TXT", "b.png", "c.txt")
-    found = scan(tmp_path)
-    assert found.captions == {"a.jpg": "a.txt", "a.png": "a.txt", "b.png": "b.TXT"}
-    assert found.ignored["c.txt"] == (
-        "caption without a file",
-        "has no picture or clip of the same name",
-    )
+
+    listing = scan(tmp_path)
+
+    assert listing.captions == {"a.jpg": "a.txt", "a.png": "a.txt", "b.png": "b.TXT"}
+
+    reason = ("caption without a file", "has no picture or clip of the same name")
+    assert listing.ignored["c.txt"] == reason
 
 
 @pytest.mark.parametrize(
     "stem", [HINDI, CHINESE, "café au lait", "dots.in.name", "trailing space "]
 )
 def test_names_in_any_writing_are_paired_in_either_unicode_form(stem: str, tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        unicodedata.normalize("NFD", stem) + ".png",
-        unicodedata.normalize("NFC", stem) + ".txt",
-    )
-    found = scan(tmp_path)
-    assert list(found.captions) == [found.files[0]]
-    assert not found.ignored
+    picture = unicodedata.normalize("NFD", f"{stem}.png")
+    caption = unicodedata.normalize("NFC", f"{stem}.txt")
+    touch(tmp_path, picture, caption)
+
+    listing = scan(tmp_path)
+
+    assert list(listing.captions) == [listing.files[0]]
+    assert not listing.ignored
 
 
 @pytest.mark.parametrize(
@@ -91,17 +83,17 @@ def test_a_caption_file_is_for_one_file_or_for_all_of_its_stem(
 ) -> None:
     touch(tmp_path, "a.jpg", "a.png", *texts)
 
-    found = scan(tmp_path)
+    listing = scan(tmp_path)
 
-    assert found.captions == read
-    assert {*found.captions.values(), *found.ignored} == {*texts}
+    assert listing.captions == read
+    assert {*listing.captions.values(), *listing.ignored} == {*texts}
 
 
 def test_a_caption_file_that_is_not_read_names_the_one_that_is(tmp_path: Path) -> None:
     touch(tmp_path, "a.jpg", "a.txt", "a.caption")
-    assert scan(tmp_path).ignored == {
-        "a.caption": ("unused caption", "is not read: a.txt has precedence")
-    }
+
+    reason = ("unused caption", "is not read: a.txt has precedence")
+    assert scan(tmp_path).ignored == {"a.caption": reason}
 
 
 @pytest.mark.parametrize("suffix", sorted(UNREAD_PICTURES | UNREAD_CLIPS))
@@ -109,49 +101,40 @@ def test_a_caption_file_that_is_not_read_names_the_one_that_is(tmp_path: Path) -
 def test_a_format_that_is_not_read_is_named_unless_the_file_has_a_twin(
     suffix: str, wanted: frozenset[str]
 ) -> None:
+    alone = f"a{suffix.upper()}"
+    beside_twin = f"b{suffix}"
     twin = "b.jpg" if wanted is PICTURE_SUFFIXES else "b.mp4"
 
-    found = classify([(name, None) for name in (f"a{suffix.upper()}", f"b{suffix}", twin)], wanted)
+    listing = classify([(name, None) for name in (alone, beside_twin, twin)], wanted)
 
-    assert found.files == (twin,)
-    assert found.ignored[f"a{suffix.upper()}"][0] == UNREAD
-    assert found.ignored[f"b{suffix}"][0].startswith("not a")
-    for _, detail in found.ignored.values():
+    assert listing.files == (twin,)
+    assert listing.ignored[alone][0] == UNREAD
+    assert listing.ignored[beside_twin][0].startswith("not a")
+    for _, detail in listing.ignored.values():
         assert f"in a format that is not read ({suffix})" in detail
 
 
 @pytest.mark.parametrize("folder", sorted(SYSTEM_FOLDERS))
-def test_what_a_system_leaves_in_a_folder_is_never_trained(folder: str, tmp_path: Path) -> None:
+def test_folders_of_operating_systems_are_hidden(folder: str, tmp_path: Path) -> None:
+    hidden = folder.upper()
     touch(
         tmp_path,
         "a.png",
-        f"{folder.upper()}/a.png/thumbnail.jpg",
+        f"{hidden}/a.png/thumbnail.jpg",
         f"sub/{folder}/b.png",
         f"sub/{folder}/b.txt",
     )
 
-    found = scan(tmp_path)
+    listing = scan(tmp_path)
 
-    assert found.files == ("a.png",)
-    assert {name: reason for name, (reason, _) in found.ignored.items()} == {
-        folder.upper(): "hidden",
-        f"sub/{folder}": "hidden",
-    }
+    assert listing.files == ("a.png",)
+
+    reasons = {name: reason for name, (reason, _) in listing.ignored.items()}
+    assert reasons == {hidden: "hidden", f"sub/{folder}": "hidden"}
 
 
-def test_everything_else_is_listed_with_its_reason(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        "a.png",
-        "movie.mp4",
-        "notes.md",
-        ".hidden.png",
-        ".git/config",
-        "no_ending",
-        "._a.png",
-    )
-    reasons = {name: reason for name, (reason, _) in scan(tmp_path).ignored.items()}
-    assert reasons == {
+def test_other_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
+    reasons = {
         "movie.mp4": "clip among pictures",
         "notes.md": "not a picture",
         "no_ending": "not a picture",
@@ -159,16 +142,25 @@ def test_everything_else_is_listed_with_its_reason(tmp_path: Path) -> None:
         "._a.png": "hidden",
         ".git": "hidden",
     }
+    touch(tmp_path, "a.png", ".git/config", *(name for name in reasons if name != ".git"))
+
+    ignored = scan(tmp_path).ignored
+
+    assert {name: reason for name, (reason, _) in ignored.items()} == reasons
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
 def test_names_that_are_not_utf8_are_listed(tmp_path: Path) -> None:
-    with open(os.fsencode(tmp_path) + b"/caf\xe9.png", "wb"):  # noqa: PTH123 - a name that no str can spell
+    name = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    with open(name, "wb"):  # noqa: PTH123 - a name that no str can spell
         pass
-    found = scan(tmp_path)
-    assert found.files == ()
-    assert [reason for reason, _ in found.ignored.values()] == ["unusable name"]
-    "".join(found.ignored).encode()
+
+    listing = scan(tmp_path)
+
+    assert listing.files == ()
+    assert [reason for reason, _ in listing.ignored.values()] == ["unusable name"]
+
+    "".join(listing.ignored).encode()  # the listed name can be written as UTF-8
 
 
 def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
@@ -177,18 +169,22 @@ def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     (tmp_path / "here" / "loop").symlink_to(tmp_path / "here")
     (tmp_path / "here" / "c.png").symlink_to(tmp_path / "elsewhere" / "b.png")
     (tmp_path / "here" / "itself").symlink_to("itself")
-    found = scan(tmp_path / "here")
-    assert list(found.files) == ["a.png", "c.png", "link/b.png"]
-    assert found.ignored["loop/"][0] == "unreadable"
+
+    listing = scan(tmp_path / "here")
+
+    assert list(listing.files) == ["a.png", "c.png", "link/b.png"]
+    assert listing.ignored["loop/"][0] == "unreadable"
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
-def test_what_the_kernel_tells_is_not_walked(tmp_path: Path) -> None:
+def test_folders_of_the_kernel_are_not_walked(tmp_path: Path) -> None:
     touch(tmp_path, "a.png")
     (tmp_path / "process").symlink_to("/proc/self")
-    found = scan(tmp_path)
-    assert found.files == ("a.png",)
-    assert found.ignored == {"process/": ("unreadable", "belongs to the kernel (/proc, /sys)")}
+
+    listing = scan(tmp_path)
+
+    assert listing.files == ("a.png",)
+    assert listing.ignored == {"process/": ("unreadable", "belongs to the kernel (/proc, /sys)")}
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
@@ -211,7 +207,10 @@ def test_a_folder_that_is_removed_while_it_is_listed_is_reported(
             yield folder, subfolders, names
 
     monkeypatch.setattr(os, "walk", walk_and_remove)
-    files = scan(tmp_path)
 
-    assert files.files == ("b.png",)
-    assert files.ignored == {"sub/": ("unreadable", "cannot be listed: No such file or directory")}
+    listing = scan(tmp_path)
+
+    assert listing.files == ("b.png",)
+
+    reason = ("unreadable", "cannot be listed: No such file or directory")
+    assert listing.ignored == {"sub/": reason}

@@ -11,6 +11,7 @@ from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset, without_failures
 from simpletuner.data.entries import DataContext
+from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.spec import Task
@@ -33,81 +34,107 @@ def build(
     roots: tuple[Path, Path],
     *more: dict[str, Any],
     task: Task = "i2i",
-    own: dict[str, Any] | None = None,
-    **partner: Any,
+    keys: dict[str, Any] | None = None,
+    **partner_keys: Any,
 ) -> tuple[list[Dataset], list[Problem]]:
-    """An edit dataset, its partners (`partner` are further keys of theirs) and more entries."""
-    after, before = roots
-    caches = after.parent / "caches"
+    """An edit dataset with further keys, its partners with further keys, and more entries."""
+    after_root, before_root = roots
+    caches = after_root.parent / "caches"
     context = DataContext(
-        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, task, caches, caches / "text"
+        defaults=DatasetDefaults(resolution=64),
+        spec=KANDINSKY5_IMAGE,
+        task=task,
+        latent_root=caches,
+        text_root=caches / "text",
     )
-    entries = [
-        {
-            "id": "after",
-            "instance_data_dir": str(after),
-            "caption_strategy": "filename",
-            "conditioning_data": "before",
-        }
-        | (own or {}),
-        {"id": "before", "instance_data_dir": str(before), "dataset_type": "conditioning"}
-        | {"conditioning_type": "reference_strict", **partner},
-        *more,
-    ]
+    after = {
+        "id": "after",
+        "instance_data_dir": str(after_root),
+        "caption_strategy": "filename",
+        "conditioning_data": "before",
+        **(keys or {}),
+    }
+    before = {
+        "id": "before",
+        "instance_data_dir": str(before_root),
+        "dataset_type": "conditioning",
+        "conditioning_type": "reference_strict",
+        **partner_keys,
+    }
     problems = Problems()
-    datasets = build_datasets([DatasetConfig(**entry) for entry in entries], context, problems)
-    return datasets, problems
+    configs = [DatasetConfig(**entry) for entry in (after, before, *more)]
+    return build_datasets(configs, context, problems), problems
+
+
+def partners_of(dataset: Dataset) -> list[Sample]:
+    """The partner of every sample."""
+    partners = [sample.partner for sample in dataset.samples if sample.partner]
+    assert len(partners) == len(dataset.samples)
+    return partners
 
 
 def test_partners_are_found_by_path_and_stem(roots: tuple[Path, Path]) -> None:
     (after, before), problems = build(roots)
+
     assert not problems
-    for sample in after.samples:
-        assert sample.partner is not None
-        assert sample.partner.dataset_id == "before"
-        expected = unicodedata.normalize("NFD", sample.name).replace(".png", ".jpg")
-        assert sample.partner.name == expected
-        assert sample.partner.path.is_file()
-        assert sample.partner.content != sample.content
+    for sample, partner in zip(after.samples, partners_of(after), strict=True):
+        assert partner.dataset_id == "before"
+        assert partner.name == unicodedata.normalize("NFD", sample.name).replace(".png", ".jpg")
+        assert partner.path.is_file()
+        assert partner.content != sample.content
+    assert before.id == "before"
+    assert not before.config.is_trained
     assert [sample.name for sample in before.samples] == sorted(before.facts)
-    assert (before.config.is_trained, before.id) == (False, "before")
 
 
-def test_strict_partners_take_over_size_crop_and_bucket(roots: tuple[Path, Path]) -> None:
-    (after, _), problems = build(roots, own={"crop": True})
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_strict_partners_take_over_size_crop_and_bucket(
+    epoch: int, roots: tuple[Path, Path]
+) -> None:
+    (dataset, _), problems = build(roots, keys={"crop": True})
+
     assert not problems
-    for epoch in (1, 2):
-        for sample in after.at_epoch(epoch).samples:
-            assert sample.partner is not None
-            assert sample.partner.geometry == sample.geometry
-            assert sample.partner.original_size == (240, 160)
+
+    dataset = dataset.at_epoch(epoch)
+    for sample, partner in zip(dataset.samples, partners_of(dataset), strict=True):
+        assert partner.geometry == sample.geometry
+        assert partner.original_size == (240, 160)
 
 
-def test_loose_partners_have_the_size_but_their_own_crop(roots: tuple[Path, Path]) -> None:
-    (after, _), problems = build(roots, conditioning_type="reference_loose", own={"crop": True})
+def test_loose_partners_have_the_size_of_their_source_and_another_crop(
+    roots: tuple[Path, Path],
+) -> None:
+    (after, _), problems = build(roots, conditioning_type="reference_loose", keys={"crop": True})
+
     assert not problems
-    partners = [sample.partner for sample in after.samples]
-    assert {partner.geometry.size for partner in partners if partner} == {(64, 64)}
-    assert {partner.geometry.crop for partner in partners if partner} == {(16, 0)}
+
+    geometries = [partner.geometry for partner in partners_of(after)]
+    assert {geometry.size for geometry in geometries} == {(64, 64)}
+    # 240 x 160 covers 64 x 64 at 96 x 64; (96 - 64) / 2 = 16.
+    assert {geometry.crop for geometry in geometries} == {(16, 0)}
 
 
-def test_strict_partners_of_another_shape_are_mentioned(roots: tuple[Path, Path]) -> None:
+def test_strict_partners_of_another_ratio_are_a_warning(roots: tuple[Path, Path]) -> None:
     pictures.photograph(roots[1] / "a.jpg", (100, 100))
-    _, problems = build(roots)
-    assert [problem.fatal for problem in problems] == [False]
-    assert (
-        "another ratio than their partners', so stretched: 1 picture of before;"
-        in problems[0].message
-    )
-    _, problems = build(roots, conditioning_type="reference_loose")
-    assert not problems
+
+    _, (problem,) = build(roots)
+    _, problems_of_loose_ones = build(roots, conditioning_type="reference_loose")
+
+    assert not problem.fatal
+
+    message = "another ratio than their partners', so stretched: 1 picture of before;"
+    assert message in problem.message
+    assert not problems_of_loose_ones
 
 
 def test_missing_partners_are_one_problem_with_their_names(roots: tuple[Path, Path]) -> None:
     for number in range(14):
         pictures.photograph(roots[0] / f"lonely_{number:02}.png", (120, 80))
+
     _, problems = build(roots)
+
     (problem,) = [problem for problem in problems if problem.fatal]
+
     assert problem.where == "after"
     assert "for 14 of 18 pictures: " in problem.message
     assert "lonely_00.png" in problem.message
@@ -133,8 +160,7 @@ def test_the_exact_name_wins_over_another_extension(
     (after, _), problems = build(roots)
 
     assert not problems
-    assert after.samples[0].partner is not None
-    assert after.samples[0].partner.name == partner
+    assert partners_of(after)[0].name == partner
 
 
 @pytest.mark.parametrize("kind", ["reference_strict", "reference_loose", "mask"])
@@ -145,19 +171,22 @@ def test_several_partners_of_one_file_are_refused(
     for name in names:
         pictures.photograph(roots[1] / name, (240, 160))
 
-    _, problems = build(roots, task="t2i" if kind == "mask" else "i2i", conditioning_type=kind)
+    task: Task = "t2i" if kind == "mask" else "i2i"
+    _, problems = build(roots, task=task, conditioning_type=kind)
 
     (problem,) = [problem for problem in problems if problem.fatal]
+    candidates = ", ".join(names)
+
     assert problem.where == "before"
-    assert (
-        f"more than one partner for 1 file of after: a.png ({', '.join(names)})." in problem.message
-    )
+    assert f"more than one partner for 1 file of after: a.png ({candidates})." in problem.message
 
 
 def test_a_broken_partner_leaves_the_pair_out(roots: tuple[Path, Path]) -> None:
     (roots[1] / "a.jpg").write_text("broken")
-    (after, before), problems = build(roots)
-    assert [problem.fatal for problem in problems] == [False]
+
+    (after, before), (problem,) = build(roots)
+
+    assert not problem.fatal
     assert after.counts() == {"partner unusable": 1}
     assert "its partner a.jpg is not a picture" in after.rejected[0].detail
     assert before.counts() == {"damaged": 1}
@@ -165,71 +194,79 @@ def test_a_broken_partner_leaves_the_pair_out(roots: tuple[Path, Path]) -> None:
 
 def test_partners_without_a_picture_are_listed(roots: tuple[Path, Path]) -> None:
     pictures.photograph(roots[1] / "extra.png", (64, 64))
+
     (_, before), _ = build(roots)
+
     assert before.counts() == {"no source picture": 1}
 
 
 def test_a_partner_may_name_its_source_instead(roots: tuple[Path, Path]) -> None:
-    (after, _), problems = build(roots, own={"conditioning_data": None}, source_dataset_id="after")
+    keys = {"conditioning_data": None}
+
+    (after, _), problems = build(roots, keys=keys, source_dataset_id="after")
+
     assert not problems
-    assert all(sample.partner for sample in after.samples)
+    assert partners_of(after)
 
 
-def test_of_several_partners_one_is_chosen_per_sample(
-    roots: tuple[Path, Path], tmp_path: Path
-) -> None:
-    entry = {
-        "id": "other",
+def test_each_sample_has_a_partner_of_one_of_several_datasets(roots: tuple[Path, Path]) -> None:
+    second = {
+        "id": "second",
         "instance_data_dir": str(roots[1]),
         "conditioning_type": "reference_strict",
     }
-    own = {"conditioning_data": ["before", "other"]}
-    datasets, problems = build(roots, entry, own=own)
+
+    datasets, problems = build(roots, second, keys={"conditioning_data": ["before", "second"]})
+
     assert not problems
-    assert {sample.partner.dataset_id for sample in datasets[0].samples if sample.partner} == {
-        "before",
-        "other",
-    }
+    assert {partner.dataset_id for partner in partners_of(datasets[0])} == {"before", "second"}
 
 
-def test_editing_needs_reference_pictures(roots: tuple[Path, Path]) -> None:
-    for own, partner in (
-        ({"conditioning_data": None}, {}),
-        ({}, {"conditioning_type": "controlnet"}),
-    ):
-        _, problems = build(roots, own=own, **partner)
-        (problem,) = [problem for problem in problems if problem.fatal]
-        assert problem.where == "after.conditioning_data"
-        assert "reference_strict" in problem.message
+@pytest.mark.parametrize(
+    ("keys", "partner_keys"),
+    [({"conditioning_data": None}, {}), ({}, {"conditioning_type": "controlnet"})],
+)
+def test_editing_needs_reference_pictures(
+    keys: dict[str, Any], partner_keys: dict[str, Any], roots: tuple[Path, Path]
+) -> None:
+    _, problems = build(roots, keys=keys, **partner_keys)
+
+    (problem,) = [problem for problem in problems if problem.fatal]
+    assert problem.where == "after.conditioning_data"
+    assert "reference_strict" in problem.message
 
 
-def test_other_flavours_do_not_use_them(roots: tuple[Path, Path]) -> None:
-    datasets, problems = build(roots, task="t2i")
-    assert [dataset.id for dataset in datasets] == ["after"]
-    assert all(sample.partner is None for sample in datasets[0].samples)
-    assert [problem.fatal for problem in problems] == [False]
-    assert "cannot use" in problems[0].message
+def test_flavours_without_references_leave_them_out_with_a_warning(
+    roots: tuple[Path, Path],
+) -> None:
+    (dataset,), (problem,) = build(roots, task="t2i")
+
+    assert dataset.id == "after"
+    assert all(sample.partner is None for sample in dataset.samples)
+    assert not problem.fatal
+    assert "cannot use" in problem.message
 
 
 def test_a_conditioning_type_is_required(roots: tuple[Path, Path]) -> None:
     _, problems = build(roots, conditioning_type=None, task="t2i")
-    assert any(
-        "is required" in problem.message and "conditioning_type" in problem.where
-        for problem in problems
-    )
+
+    messages = {problem.where: problem.message for problem in problems}
+    assert "is required" in messages["before.conditioning_type"]
 
 
-def test_a_missing_partner_folder_is_said_once(roots: tuple[Path, Path]) -> None:
+def test_a_missing_folder_of_partners_is_reported_once(roots: tuple[Path, Path]) -> None:
     _, problems = build((roots[0], roots[1] / "nowhere"))
+
     assert [problem.where for problem in problems if problem.fatal] == ["instance_data_dir"]
 
 
 def test_damage_found_by_decoding_takes_the_pair_out(roots: tuple[Path, Path]) -> None:
     datasets, _ = build(roots)
     failure = ("damaged", "is damaged")
-    after, before = without_failures(
-        datasets, {("before", "a.jpg"): failure, ("after", "sub/b.png"): failure}
-    )
+    failures = {("before", "a.jpg"): failure, ("after", "sub/b.png"): failure}
+
+    after, before = without_failures(datasets, failures)
+
     assert len(after.samples) == 2
     assert after.counts() == {"damaged": 1, "partner unusable": 1}
     assert before.counts() == {"damaged": 1}

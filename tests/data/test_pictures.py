@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,30 +36,40 @@ pillow_heif.register_heif_opener()  # to write such files
 
 
 def assert_colours(picture: Image.Image, expected: list[tuple[int, ...]], tolerance: int) -> None:
-    for seen, wanted in zip(corners(picture), expected, strict=True):
-        assert np.abs(np.subtract(seen, wanted)).max() <= tolerance, (seen, wanted)
+    for colour, expected_colour in zip(corners(picture), expected, strict=True):
+        assert np.abs(np.subtract(colour, expected_colour)).max() <= tolerance
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_pictures_show_the_scene(name: str, tmp_path: Path) -> None:
     WHOLE[name](tmp_path / name)
-    assert probe(tmp_path / name) == (WIDTH, HEIGHT)
+    tolerance = 6 if name.endswith(("jpg", "JPEG")) else 0
+
     picture = decode(tmp_path / name)
-    assert (picture.mode, picture.size) == ("RGB", (WIDTH, HEIGHT))
-    assert_colours(picture, [RED, GREEN, BLUE, WHITE], 6 if name.endswith(("jpg", "JPEG")) else 0)
+
+    assert probe(tmp_path / name) == (WIDTH, HEIGHT)
+    assert picture.mode == "RGB"
+    assert picture.size == (WIDTH, HEIGHT)
+
+    assert_colours(picture, [RED, GREEN, BLUE, WHITE], tolerance)
 
 
 @pytest.mark.parametrize("name", GREY)
 def test_grey_pictures_show_its_brightness(name: str, tmp_path: Path) -> None:
     GREY[name](tmp_path / name)
+    tolerance = 3 if name.endswith("jpg") else 1
+
+    picture = decode(tmp_path / name)
+
     assert probe(tmp_path / name) == (WIDTH, HEIGHT)
-    expected = corners(scene().convert("L").convert("RGB"))
-    assert_colours(decode(tmp_path / name), expected, 3 if name.endswith("jpg") else 1)
+
+    assert_colours(picture, corners(scene().convert("L").convert("RGB")), tolerance)
 
 
 def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
     ramp = np.linspace(0, 65535, 256).round().astype(np.uint16)
     Image.fromarray(np.tile(ramp, (8, 1))).save(tmp_path / "ramp.png")
+
     assert np.array_equal(np.asarray(decode(tmp_path / "ramp.png"))[0, :, 0], np.arange(256))
 
 
@@ -67,46 +78,56 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
 def test_every_exif_orientation_is_applied(orientation: int, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"turned{suffix}"
     pictures.rotated(path, orientation)
-    assert probe(path) == (WIDTH, HEIGHT)
+
     picture = decode(path)
+
+    assert probe(path) == (WIDTH, HEIGHT)
     assert picture.size == (WIDTH, HEIGHT)
+
     assert_colours(picture, [RED, GREEN, BLUE, WHITE], 6)
 
 
 def test_exif_behind_the_pixels_of_a_png_counts(tmp_path: Path) -> None:
-    pictures.late_exif_png(tmp_path / "late.png")
-    assert probe(tmp_path / "late.png") == decode(tmp_path / "late.png").size == (WIDTH, HEIGHT)
+    path = tmp_path / "late.png"
+    pictures.late_exif_png(path)
+
+    assert probe(path) == (WIDTH, HEIGHT)
+    assert decode(path).size == (WIDTH, HEIGHT)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_broken_exif_is_no_reason_to_leave_a_picture_out(tmp_path: Path) -> None:
-    scene().save(tmp_path / "a.jpg", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff\xff")
-    assert probe(tmp_path / "a.jpg") == decode(tmp_path / "a.jpg").size == (WIDTH, HEIGHT)
+def test_a_picture_with_broken_exif_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    scene().save(path, exif=b"Exif\0\0MM\0*\xff\xff\xff\xff\xff")
+
+    assert probe(path) == (WIDTH, HEIGHT)
+    assert decode(path).size == (WIDTH, HEIGHT)
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_files_are_found_without_decoding(name: str, tmp_path: Path) -> None:
     BROKEN[name](tmp_path / name)
+
     with pytest.raises(MediaError) as probed:
         probe(tmp_path / name)
     with pytest.raises(MediaError):
         decode(tmp_path / name)
-    assert (
-        name.startswith(("cut", "no-")) == ("truncated" in str(probed.value))
-        or "only-magic" in name
-    )
+
+    is_truncated = name.startswith(("cut", "no-"))
+    assert "only-magic" in name or is_truncated == ("truncated" in str(probed.value))
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".bmp", ".tif"])
-def test_a_cut_anywhere_is_found(suffix: str, tmp_path: Path) -> None:
-    whole = tmp_path / f"whole{suffix}"
-    pictures.photograph(whole, (120, 80))
-    content = whole.read_bytes()
-    for length in {*range(0, len(content), max(1, len(content) // 40)), len(content) - 1}:
-        path = tmp_path / f"cut{suffix}"
+def test_a_cut_anywhere_is_detected(suffix: str, tmp_path: Path) -> None:
+    pictures.photograph(tmp_path / f"whole{suffix}", (120, 80))
+    content = (tmp_path / f"whole{suffix}").read_bytes()
+    path = tmp_path / f"cut{suffix}"
+    read = probe if suffix in (".jpg", ".png") else decode
+    step = max(1, len(content) // 40)
+    for length in {*range(0, len(content), step), len(content) - 1}:
         path.write_bytes(content[:length])
         with pytest.raises(MediaError):
-            (probe if suffix in (".jpg", ".png") else decode)(path)
+            read(path)
 
 
 def test_damage_inside_is_found_by_decoding(
@@ -124,27 +145,26 @@ def test_damage_inside_is_found_by_decoding(
 def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
     numbers = random.Random(0)
     for name, write in {**WHOLE, **GREY}.items():
-        write(tmp_path / name)
-        content = (tmp_path / name).read_bytes()
+        path = tmp_path / name
+        write(path)
+        content = path.read_bytes()
         for _ in range(25):
             damaged = bytearray(content)
             for _ in range(numbers.choice((1, 8, 64))):
-                damaged[numbers.randrange(min(len(damaged), numbers.choice((64, 4096))))] = (
-                    numbers.randrange(256)
-                )
-            (tmp_path / name).write_bytes(bytes(damaged))
-            try:
-                size = probe(tmp_path / name)
-                assert decode(tmp_path / name).size == size
-            except MediaError:
-                pass
+                position = numbers.randrange(min(len(damaged), numbers.choice((64, 4096))))
+                damaged[position] = numbers.randrange(256)
+            path.write_bytes(bytes(damaged))
+            with suppress(MediaError):
+                size = probe(path)
+                assert decode(path).size == size
 
 
 def test_a_picture_without_pixels_is_damaged(tmp_path: Path) -> None:
     scene().save(tmp_path / "a.bmp")
     content = bytearray((tmp_path / "a.bmp").read_bytes())
-    content[18:22] = bytes(4)
+    content[18:22] = bytes(4)  # the width
     (tmp_path / "a.bmp").write_bytes(bytes(content))
+
     with pytest.raises(MediaError):
         probe(tmp_path / "a.bmp")
 
@@ -152,7 +172,7 @@ def test_a_picture_without_pixels_is_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "remedy"), [(".heic", "pillow-heif>=0.22"), (".avif", "pillow>=11.3")]
 )
-def test_a_missing_reader_is_no_fault_of_the_file(
+def test_a_missing_reader_is_not_blamed_on_the_file(
     suffix: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / f"phone{suffix}"
@@ -167,22 +187,27 @@ def test_a_missing_reader_is_no_fault_of_the_file(
         picture_formats.reader_problem.cache_clear()
 
 
-def test_memory_is_never_blamed_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.png"
-    scene().save(path)
-    for raised, seen in (
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
         (MemoryError(), MemoryError),
         (OSError("out of memory error when reading image file"), MemoryError),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), OSError),
         (OSError(errno.EMFILE, "Too many open files"), OSError),
-    ):
+    ],
+)
+def test_exhausted_resources_are_not_blamed_on_the_file(
+    error: Exception, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene().save(tmp_path / "a.png")
 
-        def load(self: Image.Image, raised: BaseException = raised) -> None:
-            raise raised
+    def load(picture: Image.Image) -> None:
+        raise error
 
-        monkeypatch.setattr(ImageFile.ImageFile, "load", load)
-        with pytest.raises(seen):
-            decode(path)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+
+    with pytest.raises(expected):
+        decode(tmp_path / "a.png")
 
 
 def test_a_missing_file_is_a_media_error(tmp_path: Path) -> None:
@@ -190,9 +215,12 @@ def test_a_missing_file_is_a_media_error(tmp_path: Path) -> None:
         probe(tmp_path / "gone.png")
 
 
-def test_a_decompression_bomb_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_of_too_many_pixels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene().save(tmp_path / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+
     with pytest.raises(UnsuitableError, match="too many pixels"):
         probe(tmp_path / "a.png")
 
@@ -203,6 +231,7 @@ def test_fit_equals_resizing_and_cropping(tmp_path: Path) -> None:
     geometry = Geometry("1.5", Size(96, 64), Size(104, 70), (5, 3))
     plain = picture.resize((104, 70), Image.Resampling.LANCZOS).crop((5, 3, 101, 67))
     pixels = fit(picture, geometry)
+
     assert pixels.shape == (64, 96, 3)
     assert pixels.dtype == np.uint8
     assert np.abs(pixels.astype(int) - np.asarray(plain)).max() <= 1
@@ -211,6 +240,7 @@ def test_fit_equals_resizing_and_cropping(tmp_path: Path) -> None:
 def test_fit_without_a_change_returns_the_pixels() -> None:
     picture = scene()
     geometry = Geometry("1.5", picture.size, picture.size, (0, 0))
+
     assert np.array_equal(fit(picture, geometry), np.asarray(picture))
 
 
@@ -218,21 +248,20 @@ def test_fit_is_antialiased() -> None:
     stripes = np.zeros((64, 64, 3), dtype=np.uint8)
     stripes[:, ::2] = 255
     pixels = fit(Image.fromarray(stripes), Geometry("1.0", Size(16, 16), Size(16, 16), (0, 0)))
+
     assert np.abs(pixels[:, 2:-2].astype(int) - 128).max() <= 2
 
 
 def test_a_very_long_picture_needs_little_memory() -> None:
     strip = Image.new("RGB", (20000, 2), "red")
     pixels = fit(strip, Geometry("1.0", Size(512, 512), Size(5120000, 512), (2000000, 0)))
+
     assert pixels.shape == (512, 512, 3)
 
 
 def test_suffixes_are_those_of_the_specification() -> None:
     known = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"}
-    known |= {
-        ".jpe",
-        ".jfif",
-        ".mpo",
-        ".hif",
-    }  # written by Windows, browsers, stereo and Sony or Canon cameras
+    # Written by Windows, browsers, stereo cameras, and cameras of Sony and Canon.
+    known |= {".jpe", ".jfif", ".mpo", ".hif"}
+
     assert known == PICTURE_SUFFIXES

@@ -39,7 +39,7 @@ def datasets(windows: str, repeats: int) -> list[Dataset]:
     ]
 
 
-def drawn(sampler: Sampler, epochs: int) -> Iterator[PlannedBatch]:
+def run_batches(sampler: Sampler, epochs: int) -> Iterator[PlannedBatch]:
     """The batches of a run, until no dataset takes part."""
     for epoch in range(sampler.origin.epoch, epochs + 1):
         if sampler.batches_per_epoch(epoch) == 0:
@@ -67,7 +67,7 @@ def test_a_dataset_is_drawn_only_in_its_window(
 ) -> None:
     sampler = Sampler(datasets(windows, repeats), seed=1, accumulation=accumulation)
     configs = {dataset.id: dataset.config for dataset in sampler.datasets}
-    for number, batch in enumerate(drawn(sampler, 7)):
+    for number, batch in enumerate(run_batches(sampler, 7)):
         config = configs[batch.dataset_id]
         step = number // accumulation + 1
         assert config.start_step <= step <= (config.end_step or step)
@@ -78,59 +78,60 @@ def test_a_dataset_is_drawn_only_in_its_window(
 def test_a_run_that_begins_at_any_epoch_draws_the_same(
     windows: str, repeats: int, accumulation: int
 ) -> None:
-    """As a continued run does: it knows its epoch and its step, and not the epochs before."""
+    """As a continued run does: it has its epoch and its step, and not the epochs before."""
     settings: dict[str, Any] = {"seed": 1, "accumulation": accumulation}
-    whole = Sampler(datasets(windows, repeats), **settings)
+    sampler = Sampler(datasets(windows, repeats), **settings)
+    batches = list(run_batches(sampler, 7))
     for epoch in range(2, 6):
-        if whole.batches_per_epoch(epoch) == 0:
+        if sampler.batches_per_epoch(epoch) == 0:
             return
-        origin = Origin(epoch, whole.schedule.before(epoch))
+        origin = Origin(epoch, sampler.schedule.before(epoch))
         continued = Sampler(datasets(windows, repeats), **settings, origin=origin)
-        assert list(drawn(continued, 7)) == [
-            batch for batch in drawn(whole, 7) if batch.epoch >= epoch
-        ]
+        expected = [batch for batch in batches if batch.epoch >= epoch]
+        assert list(run_batches(continued, 7)) == expected
 
 
 @pytest.mark.parametrize(
     ("windows", "epoch", "step"),
-    [
-        ("a gap of steps", 4, 10),
-        ("a gap of epochs", 2, 4),
-        ("an early end", 4, 12),
-        ("they overlap", None, None),
-    ],
+    [("a gap of steps", 4, 10), ("a gap of epochs", 2, 4), ("an early end", 4, 12)],
 )
-def test_a_gap_is_found_where_the_run_would_stop(
-    windows: str, epoch: int | None, step: int | None
-) -> None:
-    sampler = Sampler(datasets(windows, 0), seed=1)
-    gap = sampler.schedule.gap(batches=1000)
-    assert (gap and gap.epochs.start) == epoch
-    assert (gap and sampler.schedule.step_at(gap.before)) == step
-    if gap is not None:
-        assert sampler.schedule.gap(batches=gap.before) is None, "a run that ends there has none"
-        assert sampler.schedule.gap(epochs=gap.epochs.start - 1) is None
+def test_a_gap_is_found_where_the_run_would_stop(windows: str, epoch: int, step: int) -> None:
+    schedule = Sampler(datasets(windows, 0), seed=1).schedule
+
+    gap = schedule.gap(batches=1000)
+
+    assert gap is not None
+    assert gap.epochs.start == epoch
+    assert schedule.step_at(gap.before) == step
+    assert schedule.gap(batches=gap.before) is None, "a run that ends there has none"
+    assert schedule.gap(epochs=epoch - 1) is None
+
+
+def test_windows_that_overlap_have_no_gap() -> None:
+    schedule = Sampler(datasets("they overlap", 0), seed=1).schedule
+
+    assert schedule.gap(batches=1000) is None
 
 
 def test_datasets_that_never_take_part_are_recognised() -> None:
-    late = [
+    candidates = [
         make_dataset({"1.0": 12}, id="a"),
         make_dataset({"1.0": 4}, id="step", start_step=31),
         make_dataset({"1.0": 4}, id="epoch", start_epoch=11),
         make_dataset({"1.0": 4}, id="closed", start_epoch=6, end_step=10),
         make_dataset({"1.0": 4}, id="last step", start_step=30),
     ]
-    schedule = Sampler(late, seed=1).schedule
-    assert [dataset.id for dataset in late if schedule.takes_part(dataset, 30)] == [
-        "a",
-        "last step",
-    ]
+
+    schedule = Sampler(candidates, seed=1).schedule
+
+    active = [dataset.id for dataset in candidates if schedule.takes_part(dataset, 30)]
+    assert active == ["a", "last step"]
 
 
 def test_a_long_run_is_measured_at_the_edges_of_its_windows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planned = []
+    planned: list[int] = []
     plan = Sampler._plan
 
     def counted(sampler: Sampler, epoch: int, before: int) -> Any:
@@ -138,30 +139,33 @@ def test_a_long_run_is_measured_at_the_edges_of_its_windows(
         return plan(sampler, epoch, before)
 
     monkeypatch.setattr(Sampler, "_plan", counted)
-    long = [
+    windows = [
         make_dataset({"1.0": 12}, id="a", end_step=200_000),
         make_dataset({"1.0": 8}, id="b", start_step=100_001, end_step=399_000),
         make_dataset({"1.0": 8}, id="c", start_epoch=50_000),
     ]
-    schedule = Sampler(long, seed=1).schedule
+    schedule = Sampler(windows, seed=1).schedule
+
     assert schedule.gap(batches=400_000) is None
-    assert all(schedule.takes_part(dataset, 400_000) for dataset in long)
+    assert all(schedule.takes_part(dataset, 400_000) for dataset in windows)
     assert schedule.epoch_after(399_999) > 100_000
     assert len(planned) <= 3, "one for each edge"
 
 
 def test_windows_count_steps_of_the_run_after_the_data_have_changed() -> None:
-    """Epochs of other lengths came before, which the datasets of today do not know."""
+    """Epochs of other lengths came before, of which the present datasets have no trace."""
     origin = Origin(epoch=4, batches=20)
     windows = [
         make_dataset({"1.0": 12}, id="a"),
         make_dataset({"1.0": 40}, id="b", start_step=22, end_step=25),
     ]
-    batches = drawn(Sampler(windows, seed=1, origin=origin), 6)
-    steps = [
-        origin.batches + number + 1
-        for number, batch in enumerate(batches)
-        if batch.dataset_id == "b"
-    ]
+
+    batches = run_batches(Sampler(windows, seed=1, origin=origin), 6)
+
+    steps: set[int] = set()
+    for step, batch in enumerate(batches, start=origin.batches + 1):
+        if batch.dataset_id == "b":
+            steps.add(step)
+
     assert steps
-    assert set(steps) <= {22, 23, 24, 25}
+    assert steps <= {22, 23, 24, 25}

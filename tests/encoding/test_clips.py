@@ -1,4 +1,4 @@
-"""Latents of clips: their identity, their conditions, and how they are filled in."""
+"""Latents of clips: their keys, their conditions, and how they are encoded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZE = Size(96, 64)
 
 
 class SmallEncoder:
-    """A linear VAE in shape: every eighth pixel, every fourth frame."""
+    """A VAE by its shapes: every eighth pixel of every fourth frame."""
 
     vae: Any = None
     device = torch.device("cpu")
@@ -55,15 +55,16 @@ class SmallEncoder:
 
 
 class Silent:
+    """A progress bar that shows nothing."""
+
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Nobody looks."""
+        pass
 
 
 @pytest.fixture
 def catalogue(tmp_path: Path) -> Catalogue:
-    caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)
     return Catalogue(
-        {"films": caches},
+        {"films": DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)},
         tmp_path / "texts",
         True,
         ENCODER,
@@ -80,20 +81,17 @@ def film(tmp_path: Path) -> Sample:
     """A clip of 17 frames."""
     path = tmp_path / "film.mp4"
     write_clip(path, seconds=1)
-    geometry = Geometry("1.5", SIZE, SIZE, (0, 0))
-    content = content_hash(path)
-    clip = probe_clip(path)
     return Sample(
-        "films",
-        path.name,
-        path.parent,
-        content,
-        SIZE,
-        geometry,
-        ("a film",),
+        dataset_id="films",
+        name=path.name,
+        root=path.parent,
+        content=content_hash(path),
+        original_size=SIZE,
+        geometry=Geometry("1.5", SIZE, SIZE, (0, 0)),
+        captions=("a film",),
         frames=17,
         frame_rate=24,
-        clip=clip,
+        clip=probe_clip(path),
     )
 
 
@@ -110,30 +108,42 @@ def config_of(**changes: object) -> CachingConfig:
 
 def test_frames_and_rate_belong_to_the_key(catalogue: Catalogue, film: Sample) -> None:
     variants = [film, replace(film, frames=13), replace(film, frame_rate=16.0), film.first_frame]
+
     keys = [catalogue.latent(variant).key for variant in variants]
+
     assert len({key.digest() for key in keys}) == 4
-    assert (keys[0].frames, keys[0].rate) == (17, 24)
-    assert (keys[3].frames, keys[3].rate) == (1, None), "the first frame is the same at every rate"
+    assert keys[0].frames == 17
+    assert keys[0].rate == 24
+    assert keys[3].frames == 1
+    assert keys[3].rate is None, "the first frame is the same at every rate"
 
 
-def test_no_latent_of_one_reader_is_used_for_the_other(catalogue: Catalogue, film: Sample) -> None:
+def test_each_reader_has_latents_of_its_own(catalogue: Catalogue, film: Sample) -> None:
     assert film.clip is not None
+
     by_decord = replace(film, clip=replace(film.clip, reader="decord"))
     picture = replace(film, clip=None, frames=1, frame_rate=None)
     samples = [film, by_decord, film.first_frame, by_decord.first_frame, picture]
+
     assert len({catalogue.latent(sample).key.digest() for sample in samples}) == 5
 
 
-def test_an_i2v_sample_has_its_first_frame_encoded_alone(
+def test_the_condition_of_an_i2v_sample_is_its_first_frame(
     catalogue: Catalogue, film: Sample
 ) -> None:
-    assert catalogue.condition(film) is None
-    first = catalogue.condition(replace(film, is_i2v=True))
-    assert first is not None
-    assert first.key == catalogue.latent(film.first_frame).key
+    condition = catalogue.condition(replace(film, is_i2v=True))
+
+    assert condition is not None
+    assert condition.key == catalogue.latent(film.first_frame).key
+
+
+def test_the_condition_of_a_sample_with_a_partner_is_that(
+    catalogue: Catalogue, film: Sample
+) -> None:
     partner = replace(film, name="partner", content="b" * 64)
-    source = catalogue.condition(replace(film, partner=partner))
-    assert source == catalogue.latent(partner)
+
+    assert catalogue.condition(film) is None
+    assert catalogue.condition(replace(film, partner=partner)) == catalogue.latent(partner)
 
 
 def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample) -> None:
@@ -142,11 +152,14 @@ def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample
         replace(film, frames=13),
         replace(film, frame_rate=12.0, frames=9),
         film.first_frame,
+        copy_of(film),
     ]
-    samples += [copy_of(film)]
     entries = [catalogue.latent(sample) for sample in samples]
     encoder = SmallEncoder()
-    assert fill_latents(entries, lambda: encoder, config_of(vae_batch_size=2), Silent()) == {}  # type: ignore[return-value]
+
+    failures = fill_latents(entries, lambda: encoder, config_of(vae_batch_size=2), Silent())  # type: ignore[return-value]
+
+    assert failures == {}
     assert not missing(entries)
     assert encoder.shapes == [
         (2, 3, 17, 64, 96),
@@ -154,20 +167,23 @@ def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample
         (1, 3, 9, 64, 96),
         (1, 3, 1, 64, 96),
     ]
+
     store = CacheStore(entries[0].folder)
     latents = store.read(entries[0].key.digest())["latents"]
+    first_frame = store.read(entries[3].key.digest())["latents"]
+
     assert latents.shape == (3, 5, 8, 12)
-    assert torch.equal(store.read(entries[3].key.digest())["latents"], latents[:, :1])
+    assert torch.equal(first_frame, latents[:, :1])
 
 
 def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> None:
-    samples = tuple(replace(each, is_i2v=True) for each in (film, copy_of(film)))
-    entries = [
-        entry
-        for sample in samples
-        for entry in (catalogue.latent(sample), catalogue.condition(sample))
-        if entry
-    ]
+    samples = tuple(replace(sample, is_i2v=True) for sample in (film, copy_of(film)))
+    plain_samples = tuple(replace(sample, is_i2v=False) for sample in samples)
+    entries: list[LatentEntry] = []
+    for sample in samples:
+        condition = catalogue.condition(sample)
+        assert condition is not None
+        entries += [catalogue.latent(sample), condition]
     fill_latents(entries, SmallEncoder, config_of(), Silent())
     text = catalogue.text("films", "a film", None)
     CacheStore(text.folder).write(text.key.digest(), {"prompt_embeds": torch.ones(2, 4)}, {})
@@ -175,12 +191,14 @@ def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> N
     reader = BatchReader(
         catalogue, 0.0, 1, lambda entry: pytest.fail("nothing is damaged"), pytest.fail
     )
+
     batch = reader(planned)
+    plain_batch = reader(replace(planned, samples=plain_samples))
+
     assert batch.latents.shape == (2, 3, 5, 8, 12)
     assert batch.condition is not None
     assert torch.equal(batch.condition, batch.latents[:, :, :1])
-    plain = replace(planned, samples=tuple(replace(sample, is_i2v=False) for sample in samples))
-    assert reader(plain).condition is None
+    assert plain_batch.condition is None
 
 
 def test_a_clip_that_cannot_be_decoded_is_named(catalogue: Catalogue, film: Sample) -> None:
@@ -189,8 +207,10 @@ def test_a_clip_that_cannot_be_decoded_is_named(catalogue: Catalogue, film: Samp
     broken_film = replace(film, name="broken.mp4", content=content_hash(broken))
     short = replace(film, name="short.mp4", frames=81)
     short.path.write_bytes(film.path.read_bytes())
-    entries = [catalogue.latent(each) for each in (broken_film, film, short)]
+    entries = [catalogue.latent(sample) for sample in (broken_film, film, short)]
+
     failures = fill_latents(entries, SmallEncoder, config_of(), Silent())
+
     assert set(failures) == {("films", "broken.mp4"), ("films", "short.mp4")}
     assert "ends after 1.00 seconds" in failures["films", "short.mp4"][1]
     assert len(missing(entries)) == 2
@@ -205,25 +225,31 @@ def test_the_picture_that_a_preview_starts_from_is_frame_0(film: Sample) -> None
 def test_pixels_are_rounded_as_the_pipelines_do() -> None:
     values = np.arange(256, dtype=np.uint8).repeat(3).reshape(1, 16, 16, 3)
     expected = (2.0 * (torch.tensor(values).float() / 255.0) - 1.0).permute(3, 0, 1, 2)
+
     assert torch.equal(to_pixels(values), expected)
     assert torch.equal(to_pixels(values[0]), expected)
     assert torch.equal(to_pixels(np.stack([values, values])), torch.stack([expected, expected]))
 
 
-def test_pixels_go_to_the_device_as_bytes(
+def test_pixels_are_uploaded_as_bytes(
     catalogue: Catalogue, film: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = []
+    uploads: list[tuple[torch.dtype, torch.device]] = []
     upload = fill.upload
 
     def watched(tensor: Tensor, device: torch.device) -> Tensor:
-        sent.append((tensor.dtype, device))
+        uploads.append((tensor.dtype, device))
         return upload(tensor, device)
 
     monkeypatch.setattr(fill, "upload", watched)
     encoder = SmallEncoder()
+
     fill_latents([catalogue.latent(film)], lambda: encoder, config_of(), Silent())  # type: ignore[return-value]
-    assert sent == [(torch.uint8, encoder.device)]
+
+    assert uploads == [(torch.uint8, encoder.device)]
+
+
+def test_pixels_are_on_the_device_of_the_encoder() -> None:
     meta = torch.device("meta")
     assert to_pixels(np.zeros((1, 8, 8, 3), np.uint8), meta).device == meta
 
@@ -234,22 +260,23 @@ def test_waiting_clips_take_a_bounded_amount_of_memory(
 ) -> None:
     monkeypatch.setattr(decoding, "WAITING_BYTES", budget)
     entries = [catalogue.latent(replace(film, content=f"{index:064}")) for index in range(20)]
-    asked: list[str] = []
+    started: list[str] = []
 
     def decode(sample: Sample) -> np.ndarray:
-        asked.append(sample.content)
+        started.append(sample.content)
         return np.zeros((sample.frames, 64, 96, 3), dtype=np.uint8)
 
     monkeypatch.setattr(decoding, "decode_sample", decode)
+    handed_out = 0
     with ThreadPoolExecutor(4) as decoders:
-        handed_out = 0
         for entry, decoded in decoding.decode_ahead(entries, 8, decoders):
             decoded.result()
             time.sleep(0.001)
             handed_out += 1
-            assert len(asked) <= handed_out + most
+            assert len(started) <= handed_out + most
             assert isinstance(entry, LatentEntry)
-        assert handed_out == 20
+
+    assert handed_out == 20
 
 
 def test_decoding_and_writing_go_on_while_the_encoder_works(
@@ -258,12 +285,13 @@ def test_decoding_and_writing_go_on_while_the_encoder_works(
     """A clip is encoded while the next is decoded and the one before is written."""
     crops = [replace(film.geometry, resized=(108, 72), crop=(index, 0)) for index in range(4)]
     entries = [catalogue.latent(replace(film, geometry=crop)) for crop in crops]
-    decoded, written = ([threading.Event() for _ in entries] for _ in range(2))
+    decoded = [threading.Event() for _ in entries]
+    written = [threading.Event() for _ in entries]
 
-    def noted(work: Callable[..., Any], done: list[threading.Event]) -> Callable[..., Any]:
-        def wrapped(clip: Sample | LatentEntry, *more: Any) -> Any:
-            result = work(clip, *more)
-            sample = clip if isinstance(clip, Sample) else clip.sample
+    def noted(function: Callable[..., Any], done: list[threading.Event]) -> Callable[..., Any]:
+        def wrapped(item: Sample | LatentEntry, *arguments: Any) -> Any:
+            result = function(item, *arguments)
+            sample = item if isinstance(item, Sample) else item.sample
             done[sample.geometry.crop[0]].set()
             return result
 
@@ -271,13 +299,15 @@ def test_decoding_and_writing_go_on_while_the_encoder_works(
 
     def wait() -> None:
         number = len(encoder.shapes)
-        for done in (*decoded[number + 1 : number + 2], *written[:number]):
-            assert done.wait(PATIENCE)
+        for event in (*decoded[number + 1 : number + 2], *written[:number]):
+            assert event.wait(PATIENCE)
 
     monkeypatch.setattr(decoding, "decode_sample", noted(decoding.decode_sample, decoded))
     monkeypatch.setattr(fill, "write_entry", noted(fill.write_entry, written))
     encoder = SmallEncoder(wait)
+
     fill_latents(entries, lambda: encoder, config_of(vae_batch_size=1, max_workers=2), Silent())  # type: ignore[return-value]
+
     assert len(encoder.shapes) == 4
 
 

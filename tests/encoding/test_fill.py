@@ -51,88 +51,96 @@ def test_encoders_are_never_loaded_together(
     monkeypatch.setattr(Kandinsky5ImageAdapter, "load_text_encoder", text)
     monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", latent)
     workspace.write_config(offload_during_startup=True)
+
     assert workspace.run("cache", "fill") == 0
     assert len(loaded) == 1
 
 
-def entries(workspace: Workspace) -> dict[str, bytes]:
+def entries_of(workspace: Workspace) -> dict[str, bytes]:
+    """The content of every cache entry, by its path."""
     paths = workspace.folder.rglob("*.zst")
     return {path.relative_to(workspace.folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_shares_of_several_machines_make_up_the_whole(
+def test_shares_of_several_machines_are_together_what_one_machine_encodes(
     tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, parts = (
-        Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("whole", "parts")
-    )
-    assert whole.run("cache", "fill") == 0
-    expected = entries(whole)
-    assert parts.run("cache", "fill", "--shard", "2/2", "train_batch_size=1") == 0
-    second = entries(parts)
-    assert 0 < len(second) < len(expected)
+    single = Workspace.create(tmp_path / "single", t2i_checkpoint)
+    shared = Workspace.create(tmp_path / "shared", t2i_checkpoint)
+
+    assert single.run("cache", "fill") == 0
+
+    expected = entries_of(single)
+
+    assert shared.run("cache", "fill", "--shard", "2/2", "train_batch_size=1") == 0
+
+    second_share = entries_of(shared)
+    assert 0 < len(second_share) < len(expected)
+
+    first_count = len(expected) - len(second_share)
+    message = f"Share 1 of 2 is complete: {first_count} of {len(expected)} entries."
     for phases in (2, 0):  # the second time, nothing is left to do
         capsys.readouterr()
-        assert parts.run("cache", "fill", "--shard=1/2") == 0
+        assert shared.run("cache", "fill", "--shard=1/2") == 0
         output = capsys.readouterr().out
-        assert (
-            f"Share 1 of 2 is complete: {len(expected) - len(second)} of {len(expected)} entries."
-            in output
-        )
+        assert message in output
         assert output.count("Encoding") == phases
-        assert entries(parts) == expected
+        assert entries_of(shared) == expected
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "1/0", "x", "1/2/3", "-1/2"])
-def test_a_share_that_is_none(
+def test_a_share_that_does_not_exist_is_refused(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], share: str
 ) -> None:
     assert workspace.run("cache", "fill", f"--shard={share}") == 2
-    assert capsys.readouterr().err == (
-        f"error: --shard {share!r} is not a shard; 1/3 is the first of three, 3/3 the last.\n"
-    )
+
+    message = f"--shard {share!r} is not a shard; 1/3 is the first of three, 3/3 the last."
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_captions_of_one_length_share_a_batch_and_each_batch_is_full(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So neither length nor number of rows, by which kernels round, depends on what else is
-    missing.
-    """
+    """Kernels round by length and number of rows, which must not depend on what is missing."""
     batches: list[list[int]] = []
     rows: list[int] = []
     encode = Kandinsky5TextEncoder.encode
     forward = Qwen.forward
 
-    def seen(self: Kandinsky5TextEncoder, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
-        batches.append([self.padded_length(request) for request in requests])
-        return encode(self, requests)
+    def encode_noted(
+        encoder: Kandinsky5TextEncoder, requests: Sequence[TextRequest]
+    ) -> list[TextEmbeds]:
+        batches.append([encoder.padded_length(request) for request in requests])
+        return encode(encoder, requests)
 
-    def counted(self: Any, *arguments: Any, **settings: Any) -> Any:
-        hidden = forward(self, *arguments, **settings)
+    def forward_noted(model: Any, *arguments: Any, **settings: Any) -> Any:
+        hidden = forward(model, *arguments, **settings)
         rows.append(len(hidden.last_hidden_state))
         return hidden
 
-    monkeypatch.setattr(Kandinsky5TextEncoder, "encode", seen)
-    monkeypatch.setattr(Qwen, "forward", counted)
+    monkeypatch.setattr(Kandinsky5TextEncoder, "encode", encode_noted)
+    monkeypatch.setattr(Qwen, "forward", forward_noted)
     for index in range(8):
-        workspace.path(f"datasets/pictures/p{index}.txt").write_text(
-            f"{index} " + "very " * (5 * index % 8) + "red"
-        )
+        caption = f"{index} " + "very " * (5 * index % 8) + "red"
+        workspace.path(f"datasets/pictures/p{index}.txt").write_text(caption)
     workspace.write_config(text_encoder_batch_size=3)
+
     assert workspace.run("cache", "fill") == 0
-    assert all(len(batch) == 3 and len(set(batch)) == 1 for batch in batches)
-    assert set(rows) - {1} == {3}, "but for the template alone"
+
+    for batch in batches:
+        assert len(batch) == 3
+        assert len(set(batch)) == 1
+    assert set(rows) == {1, 3}, "1 for the template alone"
+
     lengths = [batch[0] for batch in batches]
     assert len(set(lengths)) > 1
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_file_that_does_not_decode_is_left_out_and_kept(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def fail_to_decode(workspace: Workspace, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pixels of a picture be damaged, which only decoding shows."""
     decode = decoding.pictures.decode
-    damaged = workspace.path("datasets/pictures/p3.png").read_bytes()
+    damaged = workspace.path(name).read_bytes()
 
     def fail(source: Any) -> Image.Image:
         if source == damaged:
@@ -140,30 +148,34 @@ def test_a_file_that_does_not_decode_is_left_out_and_kept(
         return decode(source)
 
     monkeypatch.setattr(decoding.pictures, "decode", fail)
+
+
+def test_a_file_that_does_not_decode_is_left_out_and_kept(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_to_decode(workspace, "datasets/pictures/p3.png", monkeypatch)
+
     assert workspace.train() == 0
+
     captured = capsys.readouterr()
     assert "pictures/p3.png" in captured.err + captured.out
     assert workspace.path("datasets/pictures/p3.png").exists()
+
     report = workspace.path("output/training_report.html").read_text()
     assert "its pixels are damaged" in report
 
 
-def test_quarantine_moves_what_does_not_decode(
+def test_quarantine_moves_files_that_do_not_decode(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = decoding.pictures.decode
-    damaged = workspace.path("datasets/pictures/p3.png").read_bytes()
-
-    def fail(source: Any) -> Image.Image:
-        if source == damaged:
-            raise files.MediaError("its pixels are damaged")
-        return decode(source)
-
-    monkeypatch.setattr(decoding.pictures, "decode", fail)
+    fail_to_decode(workspace, "datasets/pictures/p3.png", monkeypatch)
     workspace.write_config(delete_problematic_images="true")
+
     assert workspace.train() == 0
+
     assert not workspace.path("datasets/pictures/p3.png").exists()
     assert workspace.path("output/quarantine/p3.png").exists()
+
     reasons = workspace.path("output/quarantine/reasons.jsonl").read_text().splitlines()
     assert "its pixels are damaged" in json.loads(reasons[0]).values()
 
@@ -182,57 +194,62 @@ def test_an_unexpected_decoding_error_leaves_out_one_file_and_moves_none(
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
     workspace.write_config(delete_problematic_images="true")
+
     assert workspace.run("cache", "fill") == 0
-    captured = capsys.readouterr()
-    assert (
-        "pictures/p3.png is left out: it cannot be decoded: nobody expects this"
-        in captured.err + captured.out
-    )
+
+    first = capsys.readouterr()
+    assert workspace.run("cache", "fill") == 0
+
+    second = capsys.readouterr()
+
+    message = "pictures/p3.png is left out: it cannot be decoded: nobody expects this"
+    assert message in first.err + first.out
+    assert "1 unsuitable (p3.png)" in second.err + second.out
     assert workspace.path("datasets/pictures/p3.png").exists()
-    assert workspace.run("cache", "fill") == 0
-    captured = capsys.readouterr()
-    assert "1 unsuitable (p3.png)" in captured.err + captured.out, (
-        "the next start knows it, and names it"
-    )
 
 
-def test_full_disk_keeps_what_is_whole(
+def test_a_full_disk_keeps_complete_entries_and_the_next_run_continues(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = CacheStore.write
     written: list[Any] = []
 
-    def fail(self: CacheStore, *arguments: Any) -> None:
+    def fail(store: CacheStore, *arguments: Any) -> None:
         if len(written) >= 5:
             raise DiskFullError("no space left on the disk")
-        write(self, *arguments)
+        write(store, *arguments)
         written.append(arguments[0])
 
     monkeypatch.setattr(CacheStore, "write", fail)
     assert workspace.train() == 2
     assert "no space left" in capsys.readouterr().err
+
     monkeypatch.undo()
-    assert workspace.run("cache", "verify") == 0, "what was written is whole"
+    assert workspace.run("cache", "verify") == 0
     assert 5 <= len(list(workspace.path("cache").rglob("*.zst"))) < 12
-    assert workspace.train() == 0, "with space again the run goes on behind it"
+    assert workspace.train() == 0
 
 
 @pytest.mark.slow(1)
-def test_originals_may_be_gone(workspace: Workspace) -> None:
+def test_training_continues_from_the_caches_without_the_files(workspace: Workspace) -> None:
     assert workspace.train() == 0
+
     for path in workspace.path("datasets/pictures").iterdir():
         path.unlink()
+
     assert workspace.train("max_train_steps=6", "--ignore_missing_files") == 0
+
     assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_scan_for_errors_mends_before_training(
+def test_scan_for_errors_restores_damaged_entries_before_training(
     trained: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entry = next(trained.path("output/cache/vae").rglob("*.zst"))
     entry.write_bytes(entry.read_bytes()[:-5])
     trained.write_datasets([{**DATASETS[0], "scan_for_errors": True}, DATASETS[1]])
     capsys.readouterr()
+
     assert trained.train("max_train_steps=5") == 0
     assert "1 picture" in capsys.readouterr().out
     assert trained.run("cache", "verify") == 0
@@ -243,6 +260,7 @@ def test_long_captions_are_cut_with_a_warning(
 ) -> None:
     workspace.path("datasets/pictures/p0.txt").write_text("start " + "and so on " * 60 + "the end")
     workspace.write_config(tokenizer_max_length=32)
+
     assert workspace.train() == 0
     assert "too long" in capsys.readouterr().err
 
@@ -258,7 +276,9 @@ def test_a_vae_that_overflows_fills_no_cache(
         return encoder
 
     monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", broken)
+
     assert workspace.train() == 2
+
     assert "not finite for pictures/p" in capsys.readouterr().err
     assert not list(workspace.path("output/cache/vae").rglob("*.safetensors*"))
 
@@ -268,13 +288,17 @@ def test_a_text_encoder_that_overflows_fills_no_cache(
 ) -> None:
     encode = Kandinsky5TextEncoder.encode
 
-    def broken(self: Any, requests: Any) -> Any:
-        embeds = encode(self, requests)
-        next(each for each in embeds[-1].values() if each.is_floating_point()).fill_(float("nan"))
+    def broken(encoder: Any, requests: Any) -> Any:
+        embeds = encode(encoder, requests)
+        for tensor in embeds[-1].values():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
         return embeds
 
     monkeypatch.setattr(Kandinsky5TextEncoder, "encode", broken)
+
     assert workspace.run("cache", "fill") == 2
+
     assert "The text encoder's output is not finite for pictures/p" in capsys.readouterr().err
     assert not list(workspace.path("output/cache/text").rglob("*.zst"))
     assert not list(workspace.path("cache/text").rglob("*.zst"))
@@ -287,6 +311,7 @@ def test_features_that_are_not_finite_are_not_cached(
     monkeypatch.setattr(
         PatchTeacher, "encode", lambda self, latents: torch.full((4, 16), torch.nan)
     )
+
     assert workspace.run("cache", "fill") == 2
     assert "alignment: the encoder's output is not finite for pictures/p" in capsys.readouterr().err
     assert len([*workspace.path("output/cache/vae").rglob("*.zst")]) == 8, "the latents alone"
@@ -297,19 +322,20 @@ def test_a_picture_changed_after_the_plan_is_not_stored_under_its_old_hash(
 ) -> None:
     load = Kandinsky5ImageAdapter.load_latent_encoder
 
-    def change_one(self: Any, *arguments: Any) -> Any:
+    def change_file(adapter: Any, *arguments: Any) -> Any:
         Image.new("RGB", (64, 64), "red").save(workspace.path("datasets/pictures/p1.png"))
-        return load(self, *arguments)
+        return load(adapter, *arguments)
 
-    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", change_one)
+    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", change_file)
     assert workspace.run("cache", "fill") == 2
     assert "p1.png has changed since the plan" in capsys.readouterr().err
+
     monkeypatch.undo()
     assert workspace.run("cache", "fill") == 0
     assert workspace.run("cache", "verify") == 0
 
 
-def test_an_error_of_the_device_while_encoding_condemns_no_file(
+def test_an_error_of_the_device_while_encoding_is_not_blamed_on_the_file(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read_bytes = Path.read_bytes
@@ -328,71 +354,78 @@ def test_an_error_of_the_device_while_encoding_condemns_no_file(
     monkeypatch.setattr(files, "RETRY_DELAYS", (0.0,))
     workspace.write_config(delete_problematic_images=True)
     monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", then_fail)
+
     assert workspace.run("cache", "fill") == 2
     assert "p1.png: Input/output error" in capsys.readouterr().err
+
     monkeypatch.undo()
     assert workspace.run("cache", "fill") == 0
     assert len(list(workspace.path("output/cache/vae").rglob("*.zst"))) == 8
 
 
-@pytest.mark.parametrize("together", [None, 3])
-def test_entries_do_not_depend_on_which_others_were_encoded(
-    workspace: Workspace, together: int | None
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_entries_do_not_depend_on_which_others_are_missing(
+    workspace: Workspace, batch_size: int | None
 ) -> None:
-    """As after a kill in the middle: what is missing is encoded again, beside other entries than at
-    first.
-    """
-    workspace.write_config(text_encoder_batch_size=together)
+    """After a kill in the middle, entries are encoded beside others than at first."""
+    workspace.write_config(text_encoder_batch_size=batch_size)
     assert workspace.run("cache", "fill") == 0
-    paths = sorted(
-        [*workspace.path("output/cache").rglob("*.zst"), *workspace.path("cache").rglob("*.zst")]
-    )
-    whole = {path: path.read_bytes() for path in paths}
-    for path in paths[::3]:
-        path.unlink()
+
+    expected = entries_of(workspace)
+    for name in sorted(expected)[::3]:
+        workspace.path(name).unlink()
+
     assert workspace.run("cache", "fill") == 0
-    assert {path: path.read_bytes() for path in paths} == whole
+
+    assert entries_of(workspace) == expected
 
 
 def test_a_start_lists_each_folder_once(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert workspace.run("cache", "fill") == 0
-    listed = Counter[Path]()
-    listing = catalogue.list_keys
+
+    counts = Counter[Path]()
+    list_keys = catalogue.list_keys
 
     def count_listing(folder: Path) -> Iterator[str]:
-        listed[folder] += 1
-        return listing(folder)
+        counts[folder] += 1
+        return list_keys(folder)
 
     monkeypatch.setattr(catalogue, "list_keys", count_listing)
+
     assert workspace.train() == 0
-    assert set(listed.values()) == {1}
-    assert len(listed) == 2, "of captions and of latents"
+
+    assert list(counts.values()) == [1, 1], "of captions and of latents"
 
 
-def test_an_entry_says_with_how_many_it_was_encoded(
+def test_an_entry_records_the_size_of_its_batch(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_config(vae_batch_size=4)
     assert workspace.run("cache", "fill") == 0
+
     assert workspace.run("cache", "explain", "pictures/p1.png") == 0
+
     assert "encoded_together: 4" in capsys.readouterr().out
 
 
-def test_a_change_that_leaves_size_and_time_is_seen_by_the_next_start(
+def test_a_change_that_leaves_size_and_time_is_detected_by_the_next_start(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = workspace.path("datasets/pictures/p1.png")
-    plain = workspace.path("datasets/pictures/p1.bmp")
-    Image.new("RGB", (64, 64), "red").save(plain)
-    path.unlink()
+    workspace.path("datasets/pictures/p1.png").unlink()
+    path = workspace.path("datasets/pictures/p1.bmp")
+    Image.new("RGB", (64, 64), "red").save(path)
+
     assert workspace.run("cache", "fill") == 0
-    before = plain.stat()
-    Image.new("RGB", (64, 64), "blue").save(plain)
-    os.utime(plain, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    before = path.stat()
+    Image.new("RGB", (64, 64), "blue").save(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     for entry in workspace.path("output/cache/vae").rglob("*.zst"):
         entry.unlink()
+
     assert workspace.run("cache", "fill") == 2
+
     assert "p1.bmp has changed" in capsys.readouterr().err
     assert workspace.run("cache", "fill") == 0

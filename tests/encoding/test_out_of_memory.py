@@ -1,6 +1,4 @@
-"""Encoders that run out of memory: smaller batches, exact savings, then a stop with the file's
-name, never a hole.
-"""
+"""Encoders that run out of memory: smaller batches, exact savings, then a stop, never a gap."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.caching.entry import list_keys
+from simpletuner.encoding import decoding
 from simpletuner.encoding.read import CacheStore
 from simpletuner.encoding.shrinking import ShrinkingEncoder
 from simpletuner.errors import UserError, is_out_of_memory
@@ -29,24 +28,29 @@ CPU = torch.device("cpu")
 
 
 def entries_of(workspace: Workspace, folder: str) -> dict[str, dict[str, Tensor]]:
+    """The tensors of every entry below a folder, by its key."""
     root = workspace.path(folder)
-    stores = [CacheStore(index.parent) for index in root.rglob("index.json")] or [CacheStore(root)]
-    return {key: store.read(key) for store in stores for key in list_keys(store.folder)}
+    stores = [CacheStore(index.parent) for index in root.rglob("index.json")]
+    entries: dict[str, dict[str, Tensor]] = {}
+    for store in stores or [CacheStore(root)]:
+        for key in list_keys(store.folder):
+            entries[key] = store.read(key)
+    return entries
 
 
 def limit_pictures(monkeypatch: pytest.MonkeyPatch, most: int, error: BaseException) -> list[int]:
-    """An encoder that raises above a batch size; returns the sizes that it was asked for."""
+    """Let the encoder raise above a batch size; returns the sizes that it is called with."""
     encode = FluxLatentEncoder.encode
-    asked: list[int] = []
+    sizes: list[int] = []
 
-    def limited(self: Any, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
-        asked.append(len(pixels))
+    def limited(encoder: Any, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
+        sizes.append(len(pixels))
         if len(pixels) > most:
             raise error
-        return encode(self, pixels, seeds)
+        return encode(encoder, pixels, seeds)
 
     monkeypatch.setattr(FluxLatentEncoder, "encode", limited)
-    return asked
+    return sizes
 
 
 def test_a_batch_that_is_too_large_is_halved_and_latents_are_the_same(
@@ -54,16 +58,22 @@ def test_a_batch_that_is_too_large_is_halved_and_latents_are_the_same(
 ) -> None:
     workspace.write_config(vae_batch_size=4)
     assert workspace.run("cache", "fill", "output_dir=plain") == 0
-    asked = limit_pictures(
-        monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    )
+
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    sizes = limit_pictures(monkeypatch, 1, error)
+
     assert workspace.run("cache", "fill") == 0
+
     # Four of each of two ratios: 4 and 2 are too many, and from then on each comes alone.
-    assert asked == [4, 2, *[1] * 8]
+    assert sizes == [4, 2, *[1] * 8]
     assert workspace.run("cache", "verify") == 0
-    plain, halved = (entries_of(workspace, f"{name}/cache/vae") for name in ("plain", "output"))
-    assert plain.keys() == halved.keys()
+
+    plain = entries_of(workspace, "plain/cache/vae")
+    halved = entries_of(workspace, "output/cache/vae")
+
     assert len(plain) == 8
+    assert plain.keys() == halved.keys()
+
     for key, entry in plain.items():
         assert_close(halved[key]["latents"], entry["latents"], terms=VAE)
 
@@ -73,37 +83,42 @@ def test_a_picture_that_does_not_fit_stops_the_run_with_its_name(
 ) -> None:
     workspace.write_config(vae_batch_size=2)
     limit_pictures(monkeypatch, 0, torch.OutOfMemoryError("CUDA out of memory."))
+
     assert workspace.train() == 2
-    told = capsys.readouterr().err
-    assert "Traceback" not in told
-    assert "pictures/p0.png (80x48) does not fit into memory" in told
-    assert "vae_enable_tiling" in told
-    assert "CUDA out of memory." in told
-    assert workspace.path("datasets/pictures/p0.png").exists(), "it is no fault of the file"
-    assert not workspace.path("output/training_metrics.jsonl").exists(), (
-        "nothing is trained with a hole in the cache"
-    )
+
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    assert "pictures/p0.png (80x48) does not fit into memory" in errors
+    assert "vae_enable_tiling" in errors
+    assert "CUDA out of memory." in errors
+    assert workspace.path("datasets/pictures/p0.png").exists(), "it is not the fault of the file"
+
+    metrics = workspace.path("output/training_metrics.jsonl")
+    assert not metrics.exists(), "nothing is trained with a gap in the cache"
+
     monkeypatch.undo()
-    assert workspace.train() == 0, "with more memory the run goes on"
+    assert workspace.train() == 0, "with more memory the run continues"
 
 
-def test_captions_too(
+def test_a_caption_that_does_not_fit_stops_the_run_with_its_name(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     encode = Kandinsky5TextEncoder.encode
-    asked: list[int] = []
+    sizes: list[int] = []
 
-    def limited(self: Any, requests: Sequence[Any]) -> Any:
-        asked.append(len(requests))
+    def limited(encoder: Any, requests: Sequence[Any]) -> Any:
+        sizes.append(len(requests))
         if len(requests) > 2 or any("picture 5" in request.caption for request in requests):
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
             )
-        return encode(self, requests)
+        return encode(encoder, requests)
 
     monkeypatch.setattr(Kandinsky5TextEncoder, "encode", limited)
+
     assert workspace.train("text_encoder_batch_size=8") == 2
-    assert asked[:3] == [8, 4, 2]
+
+    assert sizes[:3] == [8, 4, 2]
     assert "pictures/p5.png does not fit into memory" in capsys.readouterr().err
 
 
@@ -129,21 +144,34 @@ class Batches(ShrinkingEncoder[Any, Any]):
         return self._relieve()
 
 
-def test_other_errors_are_not_taken_for_it() -> None:
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
-    )
-    assert is_out_of_memory(
-        RuntimeError("unable to mmap 8 bytes from file <a>: Cannot allocate memory (12)")
-    )
-    assert is_out_of_memory(
-        ImportError("libtorch_cpu.so: failed to map segment from shared object")
-    )
-    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_out_of_memory(KeyError("out of memory"))
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("unable to mmap 8 bytes from file <a>: Cannot allocate memory (12)"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+    ids=str,
+)
+def test_errors_of_exhausted_memory_are_recognised(error: Exception) -> None:
+    assert is_out_of_memory(error)
 
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        KeyError("out of memory"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_not_taken_for_exhausted_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_other_errors_are_raised_at_once() -> None:
     def broken(items: Sequence[int]) -> list[int]:
         raise RuntimeError("shapes")
 
@@ -162,14 +190,18 @@ def test_a_clip_that_does_not_fit_is_encoded_in_slices(caplog: pytest.LogCapture
             module.forward = _limited(module.forward)
     encoder = HunyuanLatentEncoder(vae, CPU, torch.float32)
     encode = Batches(lambda items: [encoder.encode(items[0], [1])], encoder.use_less_memory)
+
     with caplog.at_level(logging.WARNING):
         (latents,) = encode([clip])
+
     assert_close(latents, expected, terms=VAE)
     assert "in slices" in caplog.text
     assert not encoder.use_less_memory(), "there is nothing else to try"
 
 
 def _limited(convolve: Any) -> Any:
+    """A convolution that takes 9 frames at most."""
+
     def limited(x: Tensor) -> Tensor:
         if x.shape[2] > 9:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -179,24 +211,23 @@ def _limited(convolve: Any) -> Any:
     return limited
 
 
-def test_memory_that_decoding_lacks_is_named(
+def test_a_picture_that_does_not_fit_while_it_is_decoded_stops_the_run_with_advice(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from simpletuner.encoding import decoding
-
     def fail(path: Path) -> None:
         raise MemoryError
 
     monkeypatch.setattr(decoding.pictures, "decode", fail)
+
     assert workspace.train() == 2
+
     assert "not enough memory to decode it; lower max_workers" in capsys.readouterr().err
 
 
-def test_the_last_word_names_the_item() -> None:
-    def never(items: Sequence[str]) -> list[str]:
+def test_an_item_that_does_not_fit_alone_is_named_with_advice() -> None:
+    def fail(items: Sequence[str]) -> list[str]:
         raise MemoryError
 
-    with pytest.raises(
-        UserError, match=r"^a does not fit into memory, even alone. Buy more. \(MemoryError\)$"
-    ):
-        Batches(never)(["a", "b", "c"])
+    message = r"^a does not fit into memory, even alone. Buy more. \(MemoryError\)$"
+    with pytest.raises(UserError, match=message):
+        Batches(fail)(["a", "b", "c"])

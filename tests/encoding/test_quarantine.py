@@ -17,6 +17,7 @@ from tests.tools import pictures
 
 
 def make_dataset(root: Path, **switches: bool) -> Dataset:
+    """A dataset with good, small and damaged pictures; the caption of one belongs to another."""
     pictures.photograph(root / "good.png", (64, 64))
     pictures.photograph(root / "sub" / "small.png", (8, 8))
     (root / "sub" / "bad.png").write_text("no picture")
@@ -24,13 +25,20 @@ def make_dataset(root: Path, **switches: bool) -> Dataset:
     (root / "both.png").write_text("no picture")
     pictures.photograph(root / "both.jpg", (64, 64))
     (root / "both.txt").write_text("shared")
-    folders = (root / "../l", root / "../t")
-    caching = CachingConfig(**switches)
-    context = DataContext(
-        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", *folders, caching=caching
-    )
     config = DatasetConfig(
         id="set", instance_data_dir=str(root), minimum_image_size=32, caption_strategy="filename"
+    )
+    return build(config, root.parent, CachingConfig(**switches))
+
+
+def build(config: DatasetConfig, folder: Path, caching: CachingConfig) -> Dataset:
+    context = DataContext(
+        defaults=DatasetDefaults(resolution=64),
+        spec=KANDINSKY5_IMAGE,
+        task="t2i",
+        latent_root=folder / "latents",
+        text_root=folder / "texts",
+        caching=caching,
     )
     (dataset,) = build_datasets([config], context, Problems())
     return dataset
@@ -42,23 +50,27 @@ def files(folder: Path) -> list[str]:
     )
 
 
-def test_nothing_is_unwelcome_unless_asked(tmp_path: Path) -> None:
+def test_nothing_is_moved_unless_asked(tmp_path: Path) -> None:
     quarantine([make_dataset(tmp_path / "set")], tmp_path / "out")
+
     assert not (tmp_path / "out").exists()
 
 
 def test_damaged_files_move_with_their_captions(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
-    before = len(files(tmp_path / "set"))
-    quarantine([dataset], tmp_path / "out")
     folder = tmp_path / "out" / "quarantine"
+
+    quarantine([dataset], tmp_path / "out")
+
     assert files(folder) == ["both.png", "reasons.jsonl", "sub/bad.png", "sub/bad.txt"]
     assert files(tmp_path / "set") == ["both.jpg", "both.txt", "good.png", "sub/small.png"]
-    assert len(files(folder)) - 1 + len(files(tmp_path / "set")) == before
-    lines = [json.loads(line) for line in (folder / "reasons.jsonl").read_text().splitlines()]
-    assert {line["file"]: line["detail"] for line in lines}["sub/bad.png"] == "is not a picture"
-    assert {line["dataset"] for line in lines} == {"set"}
     assert (folder / "sub" / "bad.txt").read_text() == "its caption"
+
+    lines = [json.loads(line) for line in (folder / "reasons.jsonl").read_text().splitlines()]
+    details = {line["file"]: line["detail"] for line in lines}
+
+    assert details["sub/bad.png"] == "is not a picture"
+    assert {line["dataset"] for line in lines} == {"set"}
 
 
 def test_a_caption_of_one_file_alone_moves_with_it(tmp_path: Path) -> None:
@@ -73,21 +85,31 @@ def test_a_caption_of_one_file_alone_moves_with_it(tmp_path: Path) -> None:
     assert "both.txt" in files(tmp_path / "set"), "it captions both.jpg, too"
 
 
-def test_a_quarantine_names_what_it_moved_and_where(
+def test_a_quarantine_logs_what_it_moved_and_where(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quarantine([make_dataset(tmp_path / "set", delete_problematic_images=True)], tmp_path / "out")
-    (line,) = caplog.messages
-    assert "Moved 2 files (both.png, sub/bad.png) to" in line
-    assert str(tmp_path / "out" / "quarantine" / "reasons.jsonl") in line
-    caplog.clear()
-    quarantine([make_dataset(tmp_path / "other")], tmp_path / "out")
+    dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
+
+    quarantine([dataset], tmp_path / "out")
+
+    (message,) = caplog.messages
+    assert "Moved 2 files (both.png, sub/bad.png) to" in message
+    assert str(tmp_path / "out" / "quarantine" / "reasons.jsonl") in message
+
+
+def test_a_quarantine_that_moved_nothing_logs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quarantine([make_dataset(tmp_path / "set")], tmp_path / "out")
+
     assert not caplog.messages
 
 
 def test_files_outside_the_limits_move_on_request(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_unwanted_images=True)
+
     quarantine([dataset], tmp_path / "out")
+
     assert files(tmp_path / "out" / "quarantine") == ["reasons.jsonl", "sub/small.png"]
 
 
@@ -95,28 +117,27 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     for number in (1, 2):
         dataset = make_dataset(tmp_path / f"set{number}", delete_problematic_images=True)
         quarantine([dataset], tmp_path / "out")
-    names = files(tmp_path / "out" / "quarantine")
-    assert {"both.png", "both (2).png", "sub/bad.png", "sub/bad (2).png", "sub/bad (2).txt"} < set(
-        names
-    )
+
+    names = {"both.png", "both (2).png", "sub/bad.png", "sub/bad (2).png", "sub/bad (2).txt"}
+    assert names < set(files(tmp_path / "out" / "quarantine"))
 
 
 def test_a_file_that_is_gone_is_skipped(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
     (tmp_path / "set" / "both.png").unlink()
     quarantine([dataset], tmp_path / "out")
+
     assert files(tmp_path / "out" / "quarantine") == ["reasons.jsonl", "sub/bad.png", "sub/bad.txt"]
 
 
-def test_the_next_start_does_not_miss_them(tmp_path: Path) -> None:
+def test_the_next_start_does_not_miss_moved_files(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
     dataset.save_index()
     quarantine([dataset], tmp_path / "out")
-    context = DataContext(
-        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", tmp_path / "l", tmp_path / "t"
-    )
-    (again,) = build_datasets([dataset.config], context, Problems())
-    assert "gone" not in again.counts()
+
+    rebuilt = build(dataset.config, tmp_path, CachingConfig())
+
+    assert "gone" not in rebuilt.counts()
 
 
 def test_nothing_outside_of_the_folder_is_moved(tmp_path: Path) -> None:
@@ -127,5 +148,6 @@ def test_nothing_outside_of_the_folder_is_moved(tmp_path: Path) -> None:
     (tmp_path / "set" / "linked").symlink_to(tmp_path / "elsewhere")
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
     quarantine([dataset], tmp_path / "run")
+
     assert "both.png" in files(tmp_path / "run" / "quarantine")
     assert files(tmp_path / "elsewhere") == ["bad.png"]

@@ -1,4 +1,4 @@
-"""Two processes divide the work between the steps, and the result is that of one."""
+"""Two processes share the work between the steps, and the result is that of one."""
 
 from __future__ import annotations
 
@@ -80,55 +80,43 @@ class Process:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.seen = list[Event]()
+        self.published = list[Event]()
         self.written: list[str] = []
         self.act: Callable[[Event], object] = lambda event: None
-        self.events = EventStream(self.seen.append, lambda event: self.act(event))
-        self.events.subscribe(
-            "The watch", world.follow(self.events.stop, print), ends_run=Exception
-        )
+        self.events = EventStream(self.published.append, lambda event: self.act(event))
+        watch = world.follow(self.events.stop, print)
+        self.events.subscribe("The watch", watch, ends_run=Exception)
 
     def fill(self) -> CacheFiller:
         plan = plan_that_fits(parse_arguments([])).plan
-        filler = prepare_caches(
-            Encoding(plan, build_adapter(plan), CPU, self.events), 1, world=self.world
-        )
+        encoding = Encoding(plan, build_adapter(plan), CPU, self.events)
+        filler = prepare_caches(encoding, 1, world=self.world)
         filler.follow(2)
         return filler
 
     def phases(self) -> list[tuple[str, int | None, int]]:
-        """Title, total and what was done of each phase that fills caches."""
-        advanced = [
-            each
-            for each in self.seen
-            if isinstance(each, PhaseAdvanced) and each.phase.kind == CACHING
-        ]
-        return list(
-            {
-                each.phase: (each.phase.title, each.phase.total, each.done) for each in advanced
-            }.values()
-        )
+        """Title, total and last count of each phase that fills caches."""
+        last: dict[PhaseStarted, tuple[str, int | None, int]] = {}
+        for event in self.published:
+            if isinstance(event, PhaseAdvanced) and event.phase.kind == CACHING:
+                last[event.phase] = (event.phase.title, event.phase.total, event.done)
+        return list(last.values())
 
     def media(self) -> list[str]:
-        return [each.media.path for each in self.seen if isinstance(each, MediaRendered)]
+        return [event.media.path for event in self.published if isinstance(event, MediaRendered)]
 
     def stops_at(self, kind: str, act: Callable[[], object]) -> None:
-        """Ask for a stop when a phase first advances in process 1, and record whether this process
-        was interrupted.
-        """
+        """Ask for a stop when a phase first advances in process 1, and check that all stop."""
 
         def stop(event: Event) -> None:
-            if (
-                self.world.rank == 1
-                and isinstance(event, PhaseAdvanced)
-                and event.phase.kind == kind
-            ):
+            is_phase = isinstance(event, PhaseAdvanced) and event.phase.kind == kind
+            if is_phase and self.world.rank == 1:
                 self.events.stop.request()
 
         self.act = stop
         with pytest.raises(Interrupted):
             act()
-        assert self.events.stop.requested, "all of them know"
+        assert self.events.stop.requested, "in every process"
         self.world.barrier()
         self.events.stop.requested = False
         self.act = lambda event: None
@@ -137,91 +125,95 @@ class Process:
 def work(rank: int, size: int) -> None:
     """The work of one process, in the current folder."""
     torch.set_num_threads(1)
-    meeting = f"file://{Path('meeting').absolute()}"
-    with (
-        connect(World(rank, size, rank, size), meeting)
-        if size > 1
-        else nullcontext(World()) as world
-    ):
-        result = {
-            "downloads": not world.leader_first(find_or_download),
-            **everything(Process(world)),
-        }
+    joined: Any = nullcontext(World())
+    if size > 1:
+        joined = connect(World(rank, size, rank, size), f"file://{Path('meeting').absolute()}")
+    with joined as world:
+        downloads = not world.leader_first(find_or_download)
+        result = {"downloads": downloads, **do_all_work(Process(world))}
         Path(f"rank-{rank}.json").write_text(json.dumps(result))
 
 
 def find_or_download() -> bool:
-    """Whether a file was there already."""
-    found = Path("downloaded").exists()
+    """Whether a file was on this machine already."""
+    is_downloaded = Path("downloaded").exists()
     Path("downloaded").touch()
-    return found
+    return is_downloaded
 
 
-def everything(process: Process) -> dict[str, Any]:
-    decode = decoding.pictures.decode
-    damaged = Path("datasets/pictures/p3.png").read_bytes()
-    write = CacheStore.write
-    draw = Renderer.write
-    load = Encoding.load_text_encoder
-    pictures: list[str] = []
+def do_all_work(process: Process) -> dict[str, Any]:
+    """Fill the caches, evaluate and render; returns what this process did and got."""
     loading: list[float] = []
-
-    def decode_some(source: Any) -> Image.Image:
-        if source == damaged:
-            raise MediaError("its pixels are damaged")
-        return decode(source)
-
-    def note(self: CacheStore, key: str, *arguments: Any) -> None:
-        process.written.append(f"{self.folder}/{key}")
-        write(self, key, *arguments)
-
-    def note_loading(self: Encoding) -> Any:
-        start = time.monotonic()
-        encoder = load(self)
-        loading.extend((start, time.monotonic()))
-        return encoder
-
-    def note_picture(self: Renderer, frames: Any, path: Path) -> None:
-        pictures.append(path.name)
-        draw(self, frames, path)
-
-    with (
-        patch.object(decoding.pictures, "decode", decode_some),
-        patch.object(CacheStore, "write", note),
-        patch.object(Encoding, "load_text_encoder", note_loading),
-    ):
-        filler = process.fill()
+    filler = fill_with_a_damaged_file(process, loading)
     assembly, validation, evaluation = build(process, filler)
     result: dict[str, Any] = {
         "written": process.written,
         "phases": process.phases(),
         "loading": loading,
+        "samples": [sample.name for sample in filler.plan.datasets[0].samples],
+        "losses": evaluation.evaluate(assembly, 1),
     }
-    result["samples"] = [sample.name for sample in filler.plan.datasets[0].samples]
-    result["losses"] = evaluation.evaluate(assembly, 1)
+    pictures: list[str] = []
+    write = Renderer.write
+
+    def note_picture(renderer: Renderer, frames: Any, path: Path) -> None:
+        pictures.append(path.name)
+        write(renderer, frames, path)
+
     with patch.object(Renderer, "write", note_picture):
         validation.render(assembly, TrainState(1))
         result |= {"media": process.media(), "pictures": [*pictures]}
         if process.world.size > 1:
             pictures.clear()
-            together = replace(assembly, is_sharded=True)
-            assert evaluation.evaluate(together, 1) == result["losses"]
-            validation.render(together, TrainState(2))
+            sharded = replace(assembly, is_sharded=True)
+            assert evaluation.evaluate(sharded, 1) == result["losses"]
+            validation.render(sharded, TrainState(2))
             result["in lockstep"] = [*pictures]
-            for each in (assembly, together):
-                process.seen.clear()
-                process.stops_at(EVALUATION, partial(evaluation.evaluate, each, 3))
-                process.stops_at(PREVIEWS, partial(validation.render, each, TrainState(3)))
+            for shared in (assembly, sharded):
+                process.published.clear()
+                process.stops_at(EVALUATION, partial(evaluation.evaluate, shared, 3))
+                process.stops_at(PREVIEWS, partial(validation.render, shared, TrainState(3)))
                 assert all(Path("output", path).exists() for path in process.media())
                 assert process.world.gather(len(process.media()))[0] < 4
     return result
 
 
+def fill_with_a_damaged_file(process: Process, loading: list[float]) -> CacheFiller:
+    """Fill the caches; notes when the text encoder was loading, and the entries written."""
+    decode = decoding.pictures.decode
+    damaged = Path("datasets/pictures/p3.png").read_bytes()
+    write = CacheStore.write
+    load = Encoding.load_text_encoder
+
+    def decode_others(source: Any) -> Image.Image:
+        if source == damaged:
+            raise MediaError("its pixels are damaged")
+        return decode(source)
+
+    def note_entry(store: CacheStore, key: str, *arguments: Any) -> None:
+        process.written.append(f"{store.folder}/{key}")
+        write(store, key, *arguments)
+
+    def note_loading(encoding: Encoding) -> Any:
+        loading.append(time.monotonic())
+        encoder = load(encoding)
+        loading.append(time.monotonic())
+        return encoder
+
+    with (
+        patch.object(decoding.pictures, "decode", decode_others),
+        patch.object(CacheStore, "write", note_entry),
+        patch.object(Encoding, "load_text_encoder", note_loading),
+    ):
+        return process.fill()
+
+
 def build(
     process: Process, filler: CacheFiller
 ) -> tuple[Assembly, ValidationRunner, EvaluationLoss]:
+    """What trains, renders and evaluates with these caches."""
     plan = filler.plan
-    config = filler.plan.config
+    config = plan.config
     settings = assembly_settings(config, training_spec(plan))
     assembly = assemble(settings, filler.encoding.adapter, [], make_accelerator(), process.world)
     assembly.trained.ema = Ema(assembly.parameters, config.ema, CPU)
@@ -239,7 +231,7 @@ def build(
         plan.output_dir,
         process.events,
     )
-    samples = {each.id: each.samples for each in evaluated(plan)}
+    samples = {dataset.id: dataset.samples for dataset in evaluated(plan)}
     evaluation = EvaluationLoss(
         config.evaluation, samples, reader.read_sample, 4.0, "comparison", process.events
     )
@@ -247,64 +239,63 @@ def build(
 
 
 def test_the_last_to_finish_shows_what_the_others_have_done() -> None:
-    seen: list[Event] = []
-    done = Counter(done=6, finished=1)  # of another process, since this one last looked
+    published: list[Event] = []
+    counters = Counter(done=6, finished=1)  # of another process
 
     def count(name: str, by: int) -> int:
-        done[name] += by
-        return done[name]
+        counters[name] += by
+        return counters[name]
 
-    with EventStream(seen.append).phase("Encoding pictures", 10, "pictures", CACHING) as phase:
+    with EventStream(published.append).phase("Encoding pictures", 10, "pictures", CACHING) as phase:
         shared = SharedPhase(phase, count)
         shared.advance(4)
-        done["done"] += 3
+        counters["done"] += 3  # the other process goes on
         shared.wait(2)
-    assert isinstance(seen[-2], PhaseAdvanced)
-    assert seen[-2].done == 13
+
+    assert isinstance(published[-2], PhaseAdvanced)
+    assert published[-2].done == 13  # 6 + 4 + 3
 
 
 def run(*ranks: tuple[Workspace, int, int]) -> list[dict[str, Any]]:
     """What the processes, given as (folder, rank, size), did at the same time."""
-    started = [workspace.fork(work, rank, size) for workspace, rank, size in ranks]
-    for process in started:
+    processes = [workspace.fork(work, rank, size) for workspace, rank, size in ranks]
+    for process in processes:
         process.join(PATIENCE)
-    assert [process.exitcode for process in started] == [0] * len(ranks)
+    assert [process.exitcode for process in processes] == [0] * len(ranks)
     return [
         json.loads(workspace.path(f"rank-{rank}.json").read_text()) for workspace, rank, _ in ranks
     ]
 
 
-def content(workspace: Workspace, *folders: str) -> dict[str, str]:
-    paths = [path for folder in folders for path in workspace.path(folder).rglob("*.*")]
-    files = [
-        path
-        for path in paths
-        if path.suffix in (".zst", ".png") and path.parent.name != "in_progress"
-    ]
-    return {
-        str(path.relative_to(workspace.folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+def hashes(workspace: Workspace, *folders: str) -> dict[str, str]:
+    """The hash of every entry and picture below folders, by its path."""
+    result: dict[str, str] = {}
+    for folder in folders:
+        for path in workspace.path(folder).rglob("*.*"):
+            if path.suffix in (".zst", ".png") and path.parent.name != "in_progress":
+                name = str(path.relative_to(workspace.folder))
+                result[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return result
 
 
-def test_what_the_watch_has_heard_stops_no_process_alone() -> None:
+def test_a_stop_that_arrives_after_the_agreement_stops_no_process_alone() -> None:
     events = EventStream()
 
-    class Hearing(World):
-        """Hears of a stop while the processes agree that none is due."""
+    class LateStop(World):
+        """A stop is requested while the processes agree that none is due."""
 
         def gather(self, value: Any) -> list[Any]:
             events.stop.request()
             return [False, False]
 
-    def render(shots: Sequence[str], phase: ProgressBar) -> Iterator[str]:
+    def render(prompts: Sequence[str], phase: ProgressBar) -> Iterator[str]:
         phase.advance()
-        yield from shots
+        yield from prompts
 
-    results = share_items(
-        Hearing(0, 2), events, PhaseStarted("Rendering", 1), ["a preview"], render, in_lockstep=True
-    )
-    assert [*results] == ["a preview"], "all of them go on"
+    phase = PhaseStarted("Rendering", 1)
+    results = share_items(LateStop(0, 2), events, phase, ["a preview"], render, in_lockstep=True)
+
+    assert list(results) == ["a preview"], "all of them go on"
     assert events.stop.requested
 
 
@@ -315,62 +306,75 @@ class Machines(World):
         return [rank % self.local_size == 0 for rank in range(self.size)]
 
 
-def test_text_encoders_that_stream_are_on_a_machine_once(
+def test_streamed_text_encoders_are_loaded_once_on_a_machine(
     filled: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(filled.folder)
     shutil.rmtree("cache")
     budget = plan_that_fits(parse_arguments(["group_offload_text_encoder=true"]))
-    plan = budget.plan
-    assert budget.listing is not None
-    adapter = build_adapter(plan)
-    events = EventStream()
+    listing = budget.listing
+
+    assert listing is not None
+
+    encoding = Encoding(budget.plan, build_adapter(budget.plan), CPU, EventStream())
     worlds = [Machines(rank, 4, rank % 2, 2) for rank in range(4)]
-    encoding = Encoding(plan, adapter, CPU, events)
-    fillers = [
-        CacheFiller(encoding, budget.listing, world, Share(world.rank, 4)) for world in worlds
-    ]
-    found = [filler._texts_to_encode() for filler in fillers]
-    assert found[1] == found[3] == []
-    assert sorted(each.source for each in found[0] + found[2]) == sorted(
-        text.source for text in budget.listing.texts
-    )
+    fillers = [CacheFiller(encoding, listing, world, Share(world.rank, 4)) for world in worlds]
+
+    first, second, third, fourth = (filler._texts_to_encode() for filler in fillers)
+
+    assert second == []
+    assert fourth == []
+
+    sources = sorted(text.source for text in listing.texts)
+    assert sorted(text.source for text in first + third) == sources
 
 
 @pytest.mark.slow(5)
 def test_two_processes_share_the_work_of_one(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    one, two = (make_workspace(tmp_path / name, t2i_checkpoint) for name in ("one", "two"))
+    one = make_workspace(tmp_path / "one", t2i_checkpoint)
+    two = make_workspace(tmp_path / "two", t2i_checkpoint)
+
     alone, first, second = run((one, 0, 1), (two, 0, 2), (two, 1, 2))
 
-    assert (alone["downloads"], first["downloads"], second["downloads"]) == (True, True, False)
+    assert [alone["downloads"], first["downloads"], second["downloads"]] == [True, True, False]
+
+    check_caches(alone, first, second)
+    assert hashes(two, "cache", "output/cache") == hashes(one, "cache", "output/cache")
+    assert len(alone["losses"]) == 2
+    assert first["losses"] == alone["losses"]
+    assert second["losses"] == alone["losses"]
+
+    check_previews(alone, first, second)
+    expected = hashes(one, "output/validation_images")
+    previews = hashes(two, "output/validation_images")
+
+    assert expected.items() <= previews.items()
+
+    for path, digest in expected.items():
+        in_lockstep = path.replace("step_1_", "step_2_")
+        assert previews[in_lockstep] == digest, "rendered by both, written by one"
+
+
+def check_caches(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Two processes encode each entry once, and leave out the damaged file."""
     assert first["written"]
     assert second["written"]
-    assert sorted(first["written"] + second["written"]) == sorted(alone["written"]), (
-        "nothing is encoded twice"
-    )
     assert len(set(alone["written"])) == len(alone["written"])
-    assert first["loading"][1] <= second["loading"][0], (
-        "one text encoder at a time passes through host memory"
-    )
-    assert content(two, "cache", "output/cache") == content(one, "cache", "output/cache")
-    assert first["samples"] == second["samples"] == alone["samples"]
+    assert sorted(first["written"] + second["written"]) == sorted(alone["written"])
+    # One text encoder at a time passes through host memory.
+    assert first["loading"][1] <= second["loading"][0]
     assert "p3.png" not in alone["samples"]
+    assert first["samples"] == alone["samples"]
+    assert second["samples"] == alone["samples"]
     assert first["phases"] == alone["phases"]
 
-    assert first["losses"] == second["losses"] == alone["losses"]
-    assert len(alone["losses"]) == 2
 
-    assert first["media"] == alone["media"]
+def check_previews(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Two processes take turns, or render together if the weights are sharded."""
     assert len(alone["media"]) == 4
-    assert second["media"] == first["media"], "all know what there is"
+    assert first["media"] == alone["media"]
+    assert second["media"] == alone["media"]
     assert first["pictures"] == alone["pictures"][::2]
     assert second["pictures"] == alone["pictures"][1::2]
     assert len(first["in lockstep"]) == 4
     assert not second["in lockstep"]
-    expected = content(one, "output/validation_images")
-    found = content(two, "output/validation_images")
-    assert expected.items() <= found.items()
-    for path, digest in expected.items():
-        assert found[path.replace("step_1_", "step_2_")] == digest, (
-            "rendered by both, written by one"
-        )

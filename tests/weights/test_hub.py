@@ -1,6 +1,4 @@
-"""What is downloaded of a repository on the hub: one format and one variant of each part, and
-nothing twice.
-"""
+"""What is downloaded from the hub: one format and one variant of each part, and nothing twice."""
 
 from __future__ import annotations
 
@@ -57,10 +55,10 @@ def publish(hub: FakeHub, name: str, folder: Path, prefix: str = "") -> Reposito
     return repository
 
 
-def downloaded(hub: FakeHub) -> set[str]:
-    return {
-        request.removeprefix("FILE ") for request in hub.requests if request.startswith("FILE ")
-    }
+def downloads(hub: FakeHub) -> set[str]:
+    """The files that the hub was asked for."""
+    prefix = "FILE "
+    return {request.removeprefix(prefix) for request in hub.requests if request.startswith(prefix)}
 
 
 def source_of(spec: FamilySpec = KANDINSKY5_IMAGE, **keys: str) -> ModelSource:
@@ -108,34 +106,36 @@ def test_one_format_and_one_variant_of_a_part_is_selected(
         "merges.txt",
         "chat_template.jinja",
     ]
-    listed = [f"text_encoder/{name}" for name in [*settings, *files]]
-    listed += ["vae/config.json", "vae/model.safetensors", "README.md"]
-    selected = best_selection(listed, "text_encoder", variant).pick(listed)
-    assert set(selected) == {f"text_encoder/{name}" for name in [*settings, *weights]}
+    part = [f"text_encoder/{name}" for name in [*settings, *files]]
+    repository = [*part, "vae/config.json", "vae/model.safetensors", "README.md"]
+
+    selection = best_selection(repository, "text_encoder", variant)
+
+    expected = {f"text_encoder/{name}" for name in [*settings, *weights]}
+    assert set(selection.pick(repository)) == expected
 
 
 def test_a_download_leaves_out_the_other_copies_of_the_weights(
     hub: FakeHub, t2i_checkpoint: Path, tmp_path: Path
 ) -> None:
-    location = "someone/tiny"
-    repository = publish(hub, location, t2i_checkpoint)
+    repository = publish(hub, "someone/tiny", t2i_checkpoint)
     name = "text_encoder_2/model.safetensors"
-    for copy in COPIES:
-        repository.files[f"text_encoder_2/{copy}"] = repository.files[name] + b"copy"
-    source = source_of(pretrained_model_name_or_path=location)
+    copies = {f"text_encoder_2/{copy}" for copy in COPIES}
+    for copy in copies:
+        repository.files[copy] = repository.files[name] + b"copy"
+    part = source_of(pretrained_model_name_or_path="someone/tiny")["text_encoder_2"]
 
-    planned = {role: part.download_size() for role, part in source.parts.items()}
-    folder = source["text_encoder_2"].fetch()
+    planned_size = part.download_size()
+    folder = part.fetch()
 
-    assert not downloaded(hub) & {f"text_encoder_2/{copy}" for copy in COPIES}
-    assert sorted(path.name for path in folder.glob("*.safetensors")) == [Path(name).name]
-    assert source["text_encoder_2"].local_folder() == folder
-    assert source["text_encoder_2"].download_size() == 0
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    assert planned["text_encoder_2"] == size
+    assert not downloads(hub) & copies
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert planned_size == sum(path.stat().st_size for path in folder.iterdir())
+    assert part.local_folder() == folder
+    assert part.download_size() == 0
 
 
-def test_pickled_weights_are_fetched_where_there_are_no_others(
+def test_pickled_weights_are_fetched_if_there_are_no_others(
     hub: FakeHub, t2i_checkpoint: Path
 ) -> None:
     repository = publish(hub, "someone/old", t2i_checkpoint)
@@ -152,31 +152,34 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(
     assert part.weight_shapes() == {key: tuple(value.shape) for key, value in weights.items()}
 
 
-def test_a_repository_that_is_not_there_is_known_before_a_download(hub: FakeHub) -> None:
-    misspelt = source_of(
-        pretrained_model_name_or_path="kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Difusers"
-    )["vae"]
-    message = misspelt.absence() or ""
-    assert message.startswith(
-        "is not on the hub, or not public. Did you mean 'kandinskylab/Kandinsky-5.0-T2I-Lite-sft"
-    )
+def test_a_misspelt_repository_is_reported_before_a_download(hub: FakeHub) -> None:
+    misspelt = "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Difusers"
+    part = source_of(pretrained_model_name_or_path=misspelt)["vae"]
+
+    message = part.absence() or ""
+
+    suggestion = "Did you mean 'kandinskylab/Kandinsky-5.0-T2I-Lite-sft"
+    assert message.startswith(f"is not on the hub, or not public. {suggestion}")
     assert "login" not in message
     with pytest.raises(UserError, match="is not on the hub, or not public"):
-        misspelt.fetch()
+        part.fetch()
+
+
+def test_a_repository_of_the_family_that_is_gone_may_need_a_login(hub: FakeHub) -> None:
     assert "`hf auth login`" in (source_of()["vae"].absence() or "")
 
 
-def test_every_id_of_a_flavour_stands_in_a_table_with_its_evidence() -> None:
+def test_every_flavour_is_in_a_table_with_the_evidence_of_its_id() -> None:
     from simpletuner.config.json_reader import read_toml
 
     table = read_toml("simpletuner.models.kandinsky5", "flavours.toml")
-    named = [
-        flavour
-        for spec in FAMILIES.values()
-        for flavour in spec.flavours
-        if spec.name.startswith("kandinsky5")
-    ]
-    assert [flavour.name for flavour in named] == list(table)
+
+    flavours: list[str] = []
+    for spec in FAMILIES.values():
+        if spec.name.startswith("kandinsky5"):
+            flavours += [flavour.name for flavour in spec.flavours]
+
+    assert flavours == list(table)
     assert all(row["evidence"] for row in table.values())
     assert {name for name, row in table.items() if "original" in row} == {
         "t2v-pro-sft-10s-hd",
@@ -194,8 +197,9 @@ class TestOriginalForm:
 
     @pytest.fixture
     def weights(self, hub: FakeHub, checkpoint: Path) -> Path:
-        """Publishes the related checkpoint, and the transformer in its original form; returns its
-        weights.
+        """The weights of a transformer that is published in its original form.
+
+        The related checkpoint is published, too.
         """
         (file,) = (checkpoint / "transformer").glob("*.safetensors")
         publish(hub, BASE, checkpoint)
@@ -203,26 +207,39 @@ class TestOriginalForm:
         original.files["model/kandinsky5pro_t2v_sft_10s.safetensors"] = file.read_bytes()
         return file
 
-    def test_it_loads_with_the_values_of_the_publisher(self, hub: FakeHub, weights: Path) -> None:
+    def test_it_is_downloaded_with_the_config_of_the_related_checkpoint(
+        self, hub: FakeHub, weights: Path
+    ) -> None:
         source = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)
         part = source["transformer"]
-        assert part.local_folder() is None
-        assert part.absence() is None
-        assert part.download_size() == weights.stat().st_size
+        planned_size = part.download_size()
 
         folder = part.fetch()
-        model = Kandinsky5Transformer3DModel.from_pretrained(folder)
 
-        stored = load_file(weights)
-        assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
-        assert (model.config.attention_P, model.config.attention_wT) == (0.7, 11)
+        assert planned_size == weights.stat().st_size
         assert part.read_config() == json.loads((folder / "config.json").read_text())
-        assert f"transformer/{weights.name}" not in downloaded(hub), (
-            "the related transformer is not needed"
-        )
         assert part.fetch() == folder
         assert part.download_size() == 0
         assert source["vae"].location == BASE
+
+        related_weights = f"transformer/{weights.name}"
+        assert related_weights not in downloads(hub), "they are not needed"
+
+    def test_it_is_known_to_be_absent_and_available(self, hub: FakeHub, weights: Path) -> None:
+        part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
+
+        assert part.local_folder() is None
+        assert part.absence() is None
+
+    def test_it_loads_with_the_values_of_the_publisher(self, hub: FakeHub, weights: Path) -> None:
+        part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
+
+        model = Kandinsky5Transformer3DModel.from_pretrained(part.fetch())
+
+        stored = load_file(weights)
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
+        assert model.config.attention_P == 0.7
+        assert model.config.attention_wT == 11
 
     def test_the_diffusers_form_is_used_where_the_hub_has_it(
         self, hub: FakeHub, weights: Path, checkpoint: Path
@@ -230,6 +247,7 @@ class TestOriginalForm:
         publish(hub, f"{ORIGINAL}-Diffusers", checkpoint)
         part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
         folder = part.fetch()
+
         assert f"{Path(ORIGINAL).name}-Diffusers" in str(folder)
         assert (folder / weights.name).is_file()
 
@@ -240,6 +258,7 @@ class TestOriginalForm:
             model_flavour=FLAVOUR,
             pretrained_model_name_or_path=f"{ORIGINAL}-Diffusers",
         )
+
         assert by_id == by_flavour
 
     def test_a_folder_of_the_user_is_used_as_it_is(self, checkpoint: Path) -> None:
@@ -254,6 +273,7 @@ class TestOriginalForm:
         part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
         shutil.rmtree(part.fetch())
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
         assert part.absence() is None
         assert Kandinsky5Transformer3DModel.load_config(part.fetch())["attention_P"] == 0.7
 
@@ -268,7 +288,9 @@ class TestOriginalForm:
     ) -> None:
         part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
         link = part.fetch() / weights.name
+
         assert not link.readlink().is_absolute()
+
         if is_absolute:  # as earlier versions made it
             blob = link.resolve()
             link.unlink()
@@ -297,40 +319,40 @@ class TestWholeModels:
     @pytest.mark.parametrize("kind", KANDINSKY5_IMAGE.components["text_encoder_2"].kinds)
     def test_every_accepted_kind_loads_with_equal_weights(self, tmp_path: Path, kind: str) -> None:
         if kind == "clip":
-            whole = CLIPModel(
-                CLIPConfig(text_config=self.TEXT, vision_config=self.VISION, projection_dim=16)
-            )
-            expected = whole.text_model.state_dict()
+            config = CLIPConfig(text_config=self.TEXT, vision_config=self.VISION, projection_dim=16)
+            model = CLIPModel(config)
+            expected = model.text_model.state_dict()
         else:
-            whole = CLIPTextModel(CLIPTextConfig(**self.TEXT))
-            expected = whole.state_dict()
-        whole.save_pretrained(tmp_path / "text_encoder_2")
+            model = CLIPTextModel(CLIPTextConfig(**self.TEXT))
+            expected = model.state_dict()
+        model.save_pretrained(tmp_path / "text_encoder_2")
         part = Part(
-            "text_encoder_2",
-            "pretrained_model_name_or_path",
-            str(tmp_path),
-            "text_encoder_2",
-            None,
-            None,
+            role="text_encoder_2",
+            key="pretrained_model_name_or_path",
+            location=str(tmp_path),
+            folder="text_encoder_2",
+            revision=None,
+            variant=None,
         )
 
-        loaded = load_whole(CLIPTextModel, part)
+        loaded = load_whole(CLIPTextModel, part).state_dict()
 
         assert part.read_config()["model_type"] == kind
-        assert all(
-            torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items()
-        )
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
 
     def test_a_checkpoint_with_a_whole_clip_passes_its_checks(
         self, t2i_checkpoint: Path, tmp_path: Path
     ) -> None:
         folder = tmp_path / "model"
         shutil.copytree(t2i_checkpoint, folder)
-        text = json.loads((folder / "text_encoder_2" / "config.json").read_text())
-        shutil.rmtree(folder / "text_encoder_2")
+        encoder = folder / "text_encoder_2"
+        text = json.loads((encoder / "config.json").read_text())
+        shutil.rmtree(encoder)
         sizes = {key: text[key] for key in (*self.TEXT, "vocab_size", "max_position_embeddings")}
-        CLIPModel(CLIPConfig(text_config=sizes, vision_config=self.VISION)).save_pretrained(
-            folder / "text_encoder_2"
-        )
+        config = CLIPConfig(text_config=sizes, vision_config=self.VISION)
+        CLIPModel(config).save_pretrained(encoder)
         source = source_of(pretrained_model_name_or_path=str(folder))
-        assert found_by(check_weights, KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavours[0], source) == []
+
+        problems = found_by(check_weights, KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavours[0], source)
+
+        assert problems == []

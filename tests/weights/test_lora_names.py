@@ -1,6 +1,4 @@
-"""LoRA files that hold something else than a LoRA: refused by their header, before a weight is
-loaded, or when read.
-"""
+"""LoRA files that hold something else than a LoRA are refused by their header, or when read."""
 
 from __future__ import annotations
 
@@ -27,19 +25,14 @@ GOOD = {A: torch.ones(4, 8), B: torch.ones(8, 4)}
 
 
 def complaints(path: Path) -> list[str]:
-    """What is wrong with a file to start from, which is wrong with one to render with, too."""
+    """The problems of a file to start from, which are the same for one to render with."""
     config = LoraConfig(init_lora=str(path), lora_rank=4)
     layers = {"layer": (8, 8)}
-    start = [
-        str(each)
-        for each in found_by(check_init_lora, config, layers, ["layer"], "kandinsky5-image")
-    ]
-    further = [
-        str(each)
-        for each in found_by(check_lora_file, "init_lora", path, layers, "kandinsky5-image")
-    ]
-    assert start == further
-    return start
+    to_start = found_by(check_init_lora, config, layers, ["layer"], "kandinsky5-image")
+    to_render = found_by(check_lora_file, "init_lora", path, layers, "kandinsky5-image")
+    messages = [str(problem) for problem in to_start]
+    assert messages == [str(problem) for problem in to_render]
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -65,20 +58,22 @@ def complaints(path: Path) -> list[str]:
         ),
     ],
 )
-def test_weights_that_cannot_be_used(
+def test_matrices_that_cannot_be_multiplied_are_refused(
     tmp_path: Path, tensors: dict[str, torch.Tensor], words: str
 ) -> None:
     save_file(GOOD | tensors, tmp_path / "lora.safetensors")
-    (told,) = complaints(tmp_path / "lora.safetensors")
-    assert words in told
+
+    (complaint,) = complaints(tmp_path / "lora.safetensors")
+
+    assert words in complaint
 
 
-def test_half_a_layer(tmp_path: Path) -> None:
+def test_a_layer_with_one_matrix_is_refused(tmp_path: Path) -> None:
     save_file({A: GOOD[A]}, tmp_path / "lora.safetensors")
-    assert (
-        "whose shapes do not match: layer (A [4, 8], B [])"
-        in complaints(tmp_path / "lora.safetensors")[0]
-    )
+
+    (complaint, *_) = complaints(tmp_path / "lora.safetensors")
+
+    assert "whose shapes do not match: layer (A [4, 8], B [])" in complaint
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -89,9 +84,12 @@ def test_fp8_is_converted(tmp_path: Path, dtype: torch.dtype) -> None:
     }
     path = tmp_path / "lora.safetensors"
     save_file({**values, ALPHA: torch.tensor(2.0)}, path)
-    assert complaints(path) == []
+
     weights = read_lora_file(path, ["layer"])
+
+    assert complaints(path) == []
     assert torch.equal(weights["layer.lora_A.weight"], values[A].float())
+    # alpha / rank = 2 / 4
     assert torch.equal(weights["layer.lora_B.weight"], values[B].float() / 2)
 
 
@@ -104,13 +102,12 @@ def test_fp8_is_converted(tmp_path: Path, dtype: torch.dtype) -> None:
         (torch.inf, None),
     ],
 )
-def test_weights_that_are_not_finite(
+def test_weights_that_are_not_finite_are_refused(
     tmp_path: Path, value: float, dtype: torch.dtype | None
 ) -> None:
-    save_file(
-        GOOD | {B: torch.full((8, 4), value).to(dtype or torch.float32)},
-        tmp_path / "lora.safetensors",
-    )
+    matrix = torch.full((8, 4), value).to(dtype or torch.float32)
+    save_file(GOOD | {B: matrix}, tmp_path / "lora.safetensors")
+
     with pytest.raises(UserError, match="holds NaN or infinite values in transformer"):
         read_lora_file(tmp_path / "lora.safetensors", ["layer"])
 
@@ -119,44 +116,54 @@ def test_weights_that_are_not_finite(
     "changes",
     [{"data_offsets": [-128, 0]}, {"data_offsets": None}, {"shape": [4, "8"]}, {"dtype": "F7"}],
 )
-def test_headers_that_do_not_fit_the_data(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_headers_that_do_not_fit_the_data_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     rewrite(tmp_path / "lora.safetensors", lambda header: header[A].update(changes))
-    (told,) = complaints(tmp_path / "lora.safetensors")
-    assert "is not a complete safetensors file" in told
+
+    (complaint,) = complaints(tmp_path / "lora.safetensors")
+
+    assert "is not a complete safetensors file" in complaint
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        [],
-        "text",
-        {"trigger": 3},
-        *({METADATA_KEY: text} for text in ("{", "[]", '"a"', "1" * 5000, "[" * 50_000)),
-        *(
-            {METADATA_KEY: json.dumps({f"transformer.{key}": value})}
-            for key, value in (
-                ("lora_alpha", "four"),
-                ("lora_alpha", None),
-                ("alpha_pattern", [1]),
-                ("alpha_pattern", {"a": None}),
-                ("alpha_pattern", {"(": 1}),
-                ("alpha_pattern", {"a": 10**400}),
-            )
-        ),
-    ],
-)
-def test_metadata_of_other_kinds(tmp_path: Path, metadata: object) -> None:
+SETTINGS_OF_OTHER_KINDS = [
+    {"lora_alpha": "four"},
+    {"lora_alpha": None},
+    {"alpha_pattern": [1]},
+    {"alpha_pattern": {"a": None}},
+    {"alpha_pattern": {"(": 1}},
+    {"alpha_pattern": {"a": 10**400}},
+]
+SETTINGS_AS_TEXT = ["{", "[]", '"a"', "1" * 5000, "[" * 50_000]
+SETTINGS_AS_TEXT += [
+    json.dumps({f"transformer.{key}": value for key, value in settings.items()})
+    for settings in SETTINGS_OF_OTHER_KINDS
+]
+
+
+@pytest.mark.parametrize("metadata", [[], "text", {"trigger": 3}])
+def test_metadata_that_is_not_a_table_of_texts_is_refused(tmp_path: Path, metadata: object) -> None:
     rewrite(tmp_path / "lora.safetensors", lambda header: header.update(__metadata__=metadata))
-    (told,) = complaints(tmp_path / "lora.safetensors")
-    assert (
-        "is not a complete safetensors file" in told
-        or "settings of the adapter that cannot be read" in told
-    )
+
+    (complaint,) = complaints(tmp_path / "lora.safetensors")
+
+    assert "is not a complete safetensors file" in complaint
+
+
+@pytest.mark.parametrize("text", SETTINGS_AS_TEXT)
+def test_settings_that_cannot_be_read_are_refused(tmp_path: Path, text: str) -> None:
+    metadata = {METADATA_KEY: text}
+    rewrite(tmp_path / "lora.safetensors", lambda header: header.update(__metadata__=metadata))
+
+    (complaint,) = complaints(tmp_path / "lora.safetensors")
+
+    assert "settings of the adapter that cannot be read" in complaint
 
 
 @pytest.mark.parametrize("metadata", [None, {}])
-def test_no_metadata(tmp_path: Path, metadata: object) -> None:
+def test_a_lora_needs_no_metadata(tmp_path: Path, metadata: object) -> None:
     rewrite(tmp_path / "lora.safetensors", lambda header: header.update(__metadata__=metadata))
+
     assert complaints(tmp_path / "lora.safetensors") == []
 
 

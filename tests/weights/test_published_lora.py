@@ -24,13 +24,10 @@ from tests.tools.reports import found_by
 
 RANK = 4
 LAYERS = {"blocks.0.to_q": (8, 8), "blocks.1.to_q": (8, 8)}
-WEIGHTS = {
-    f"transformer.{layer}.lora_{side}.weight": torch.ones(RANK, 8)
-    if side == "A"
-    else torch.ones(8, RANK)
-    for layer in LAYERS
-    for side in "AB"
-}
+WEIGHTS: dict[str, torch.Tensor] = {}
+for layer in LAYERS:
+    WEIGHTS[f"transformer.{layer}.lora_A.weight"] = torch.ones(RANK, 8)
+    WEIGHTS[f"transformer.{layer}.lora_B.weight"] = torch.ones(8, RANK)
 STRENGTHS: list[dict[str, Any]] = [
     {"lora_alpha": 16},
     {"lora_alpha": 16, "use_rslora": True},
@@ -42,16 +39,15 @@ STRENGTHS: list[dict[str, Any]] = [
 def write(
     path: Path, settings: dict[str, Any] | None = None, place: str = "header", **notes: str
 ) -> Path:
-    """Write a LoRA whose settings stand in its header, or in the file `place` beside it."""
+    """Write a LoRA whose settings are in its header, or in the file `place` beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if settings is not None:
-        whole = {"r": RANK, **settings}
+        settings = {"r": RANK, **settings}
         if place == "header":
-            notes[METADATA_KEY] = json.dumps(
-                {f"transformer.{key}": value for key, value in whole.items()}
-            )
+            prefixed = {f"transformer.{key}": value for key, value in settings.items()}
+            notes[METADATA_KEY] = json.dumps(prefixed)
         else:
-            path.with_name(place).write_text(json.dumps(whole), encoding="utf-8")
+            path.with_name(place).write_text(json.dumps(settings), encoding="utf-8")
     save_file(WEIGHTS, path, notes)
     return path
 
@@ -71,14 +67,13 @@ def scales_in(path: Path) -> dict[str, float]:
 
 
 def complaint(path: Path) -> str:
-    """The one problem of a file, which is the same for a LoRA to start from and one to render
-    with.
-    """
-    (applied,) = found_by(check_lora_file, "init_lora", path, LAYERS, "kandinsky5-image")
+    """The one problem of a file to start from, which is the same for one to render with."""
+    (to_render,) = found_by(check_lora_file, "init_lora", path, LAYERS, "kandinsky5-image")
     settings = LoraConfig(init_lora=str(path), lora_rank=RANK)
-    (start,) = found_by(check_init_lora, settings, LAYERS, ["to_q"], "kandinsky5-image")
-    assert (start.fatal, start.message) == (True, applied.message)
-    return start.message
+    (to_start,) = found_by(check_init_lora, settings, LAYERS, ["to_q"], "kandinsky5-image")
+    assert to_start.fatal
+    assert to_start.message == to_render.message
+    return to_start.message
 
 
 @pytest.mark.parametrize("place", ["header", "adapter_config.json", "config_lora.json"])
@@ -92,17 +87,21 @@ def test_the_strength_is_that_of_peft_wherever_it_is_stated(
 
 
 @pytest.mark.parametrize("name", [*FILES, "the only one.safetensors"])
-def test_a_folder_stands_for_its_lora_and_the_settings_beside_it(tmp_path: Path, name: str) -> None:
+def test_a_folder_stands_for_its_lora_with_the_settings_beside_it(
+    tmp_path: Path, name: str
+) -> None:
     write(tmp_path / name, {"lora_alpha": 16}, "adapter_config.json")
 
-    assert set(scales_in(tmp_path).values()) == {4.0}
+    assert set(scales_in(tmp_path).values()) == {4.0}  # 16 / 4
 
 
 def test_without_any_statement_the_matrices_act_as_they_are(tmp_path: Path) -> None:
-    assert set(scales_in(write(tmp_path / "lora.safetensors")).values()) == {1.0}
+    path = write(tmp_path / "lora.safetensors")
+
+    assert set(scales_in(path).values()) == {1.0}
 
 
-def test_the_header_says_more_than_a_file_beside_it(tmp_path: Path) -> None:
+def test_the_header_wins_over_a_file_beside_it(tmp_path: Path) -> None:
     write(tmp_path / "lora.safetensors", {"lora_alpha": 16}, "config_lora.json")
     write(tmp_path / "lora.safetensors", {"lora_alpha": 4})
 
@@ -162,14 +161,10 @@ def test_a_dora_scale_per_input_is_refused(
     path = tmp_path / "lora.safetensors"
     save_file({**WEIGHTS, "transformer.blocks.0.to_q.dora_scale": torch.ones(magnitudes)}, path)
 
-    problems = [
-        str(problem)
-        for problem in found_by(check_lora_file, "LoRA", path, LAYERS, "kandinsky5-image")
-    ]
+    problems = found_by(check_lora_file, "LoRA", path, LAYERS, "kandinsky5-image")
 
-    assert ["a magnitude per input" in problem for problem in problems] == (
-        [] if per_output else [True]
-    )
+    is_refused = ["a magnitude per input" in str(problem) for problem in problems]
+    assert is_refused == ([] if per_output else [True])
 
 
 def test_a_bias_is_not_a_matrix(tmp_path: Path) -> None:
@@ -196,15 +191,16 @@ def test_a_lora_to_start_from_must_fit_the_model(
 
     problems = found_by(check_init_lora, settings, layers, ["to_q"], "kandinsky5-image")
 
-    assert [words in problem.message for problem in problems if problem.fatal] == [True]
+    (problem,) = [problem for problem in problems if problem.fatal]
+    assert words in problem.message
 
 
 def test_a_lora_of_another_family_is_refused(tmp_path: Path) -> None:
     notes = {"simpletuner.step": "3", "modelspec.architecture": "sanavideo/2b-480p/lora"}
 
-    told = complaint(write(tmp_path / "lora.safetensors", None, **notes))
+    message = complaint(write(tmp_path / "lora.safetensors", None, **notes))
 
-    assert told.endswith("was trained on sanavideo, not on kandinsky5-image.")
+    assert message.endswith("was trained on sanavideo, not on kandinsky5-image.")
 
 
 @pytest.fixture
@@ -217,23 +213,22 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_lora_on_the_hub_comes_with_its_settings(hub: Path, name: str) -> None:
     write(hub / name, {"lora_alpha": 16}, "config_lora.json")
     location = f"someone/lora:{name}" if "/" in name else "someone/lora"
-    assert find_lora(location) is None, "it is still on the hub"
 
+    location_on_the_hub = find_lora(location)
     path = find_lora(location, fetch=True)
 
+    assert location_on_the_hub is None
     assert path is not None
-    assert set(scales_in(path).values()) == {4.0}
+    assert set(scales_in(path).values()) == {4.0}  # 16 / 4
     assert find_lora(location) == path
 
 
-def test_a_repository_with_several_loras_names_them(hub: Path) -> None:
+def test_a_repository_with_several_loras_is_refused_with_their_names(hub: Path) -> None:
     write(hub / "a.safetensors")
     write(hub / "b.safetensors")
+    message = r"several LoRAs: a.safetensors, b.safetensors. Choose one with someone/lora:"
 
-    with pytest.raises(
-        UserError,
-        match=r"several LoRAs: a.safetensors, b.safetensors. Choose one with someone/lora:",
-    ):
+    with pytest.raises(UserError, match=message):
         find_lora("someone/lora", fetch=True)
 
 
@@ -241,16 +236,15 @@ def test_without_a_network_a_lora_on_the_hub_is_an_error_of_one_line(
     hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class ConnectError(Exception):
-        """Of the client's own library, and no OSError."""
+        """Of the client's library, and not an OSError."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ConnectError("[Errno 111] Connection refused")
 
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", refuse)
+    message = r"'someone/lora' is not a file, and could not be downloaded: .* refused\."
 
-    with pytest.raises(
-        UserError, match=r"'someone/lora' is not a file, and could not be downloaded: .* refused\."
-    ):
+    with pytest.raises(UserError, match=message):
         find_lora("someone/lora", fetch=True)
 
 
