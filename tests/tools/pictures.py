@@ -24,7 +24,7 @@ GREEN = (30, 180, 40)
 BLUE = (40, 50, 200)
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112
-# How to turn an upright picture so that the orientation of that number turns it back.
+# How to turn an upright picture so that a viewer that honours this EXIF number turns it back.
 TURNED = {
     1: None,
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -35,6 +35,15 @@ TURNED = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_270,
 }
+# Options of `save` by which the colours stay close to those of the scene.
+BEST_QUALITY: dict[str, dict[str, object]] = {
+    ".jpg": {"quality": 95, "subsampling": 0},
+    ".webp": {"lossless": True},
+    ".avif": {"quality": 95},
+    ".heic": {"quality": 95},
+}
+SOURCES = (photographs.astronaut, photographs.coffee, photographs.chelsea, photographs.rocket)
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 Writer = Callable[[Path], None]
 
@@ -52,14 +61,16 @@ def scene(width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
 def corners(picture: Image.Image) -> list[tuple[int, ...]]:
     """Colours in the middle of the four quadrants, in the order of `scene`."""
     width, height = picture.size
-    places = [(width // 4, height // 4), (3 * width // 4, height // 4)]
-    places += [(x, 3 * height // 4) for x, _ in places]
-    return [tuple(np.atleast_1d(picture.getpixel(place)).tolist()) for place in places]
+    points = [(x, y) for y in (height // 4, 3 * height // 4) for x in (width // 4, 3 * width // 4)]
+    # A grey picture gives a number in place of a tuple.
+    return [tuple(np.atleast_1d(picture.getpixel(point)).tolist()) for point in points]
 
 
 def photograph(path: Path, size: tuple[int, int], seed: int = 0) -> None:
-    """A part of a real photograph in any size; the seed chooses which photograph and which part."""
-    source = _source(seed % 4)
+    """Save a part of a real photograph in any size; the seed chooses which."""
+    source = _source(seed % len(SOURCES))
+    # A part of three quarters of each side leaves a quarter to move it in; the two factors are
+    # primes, so that parts of successive seeds lie in different places.
     left = seed * 37 % (source.width // 4)
     top = seed * 53 % (source.height // 4)
     part = source.crop((left, top, left + source.width * 3 // 4, top + source.height * 3 // 4))
@@ -69,45 +80,43 @@ def photograph(path: Path, size: tuple[int, int], seed: int = 0) -> None:
 
 @functools.cache
 def _source(number: int) -> Image.Image:
-    read = (photographs.astronaut, photographs.coffee, photographs.chelsea, photographs.rocket)[
-        number
-    ]
-    return Image.fromarray(read())
+    read_pixels = SOURCES[number]
+    return Image.fromarray(read_pixels())
 
 
 def rotated(path: Path, orientation: int) -> None:
-    """The scene stored turned, with the EXIF number that says how to turn it back."""
+    """Save the scene turned, with the EXIF number by which a viewer turns it back."""
+    stored = scene()
     turn = TURNED[orientation]
-    stored = scene() if turn is None else scene().transpose(turn)
+    if turn is not None:
+        stored = stored.transpose(turn)
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
-    quality = {"quality": 95, "subsampling": 0} if path.suffix == ".jpg" else {}
-    if path.suffix == ".webp":
-        quality = {"lossless": True}
-    if path.suffix in (".avif", ".heic"):
-        quality = {"quality": 95}
-    stored.save(path, exif=exif.tobytes(), **quality)
+    stored.save(path, exif=exif.tobytes(), **BEST_QUALITY.get(path.suffix, {}))
 
 
 def late_exif_png(path: Path) -> None:
-    """A PNG whose EXIF data comes behind the pixels."""
-    rotated(path, 6)
+    """A PNG whose EXIF data comes after the pixels."""
+    rotated(path, orientation=6)
     content = path.read_bytes()
+    # A chunk is its length, its type, its data and a checksum: 4 + 4 + length + 4 bytes.
     start = content.index(b"eXIf") - 4
     (length,) = struct.unpack(">I", content[start : start + 4])
-    chunk = content[start : start + 12 + length]
-    end = content.index(b"IEND") - 4
-    path.write_bytes(content[:start] + content[start + 12 + length : end] + chunk + content[end:])
+    exif_chunk = content[start : start + 12 + length]
+    without_exif = content[:start] + content[start + 12 + length :]
+    end_chunk = without_exif[without_exif.index(b"IEND") - 4 :]
+    path.write_bytes(without_exif.removesuffix(end_chunk) + exif_chunk + end_chunk)
 
 
 def _alpha() -> Image.Image:
-    """255, but nothing of the white quadrant, whose colour below is black."""
+    """Opaque, but fully transparent in the white quadrant."""
     alpha = np.full((HEIGHT, WIDTH), 255, dtype=np.uint8)
     alpha[HEIGHT // 2 :, WIDTH // 2 :] = 0
     return Image.fromarray(alpha)
 
 
 def _transparent(mode: str) -> Image.Image:
+    """The scene without its white quadrant; the invisible pixels are black."""
     picture = scene()
     picture.paste((0, 0, 0), (WIDTH // 2, HEIGHT // 2, WIDTH, HEIGHT))
     picture = picture.convert(mode)
@@ -116,29 +125,32 @@ def _transparent(mode: str) -> Image.Image:
 
 
 def transparent_palette(path: Path) -> None:
+    """The entry of white in the palette is black, and declared transparent."""
     picture = scene().quantize(8)
-    clear = picture.getpixel((WIDTH - 1, HEIGHT - 1))
-    picture.putpalette(
-        [0 if i // 3 == clear else v for i, v in enumerate(picture.getpalette() or [])]
-    )
-    picture.save(path, transparency=clear)
+    white = picture.getpixel((WIDTH - 1, HEIGHT - 1))
+    palette = picture.getpalette() or []
+    palette[3 * white : 3 * white + 3] = [0, 0, 0]
+    picture.putpalette(palette)
+    picture.save(path, transparency=white)
 
 
 def transparent_colour(path: Path, mode: str) -> None:
-    """One colour declared transparent, without an alpha channel."""
+    """Black is declared transparent, without an alpha channel."""
     picture = _transparent("RGB").convert("RGB").convert(mode)
-    picture.save(path, transparency=(0, 0, 0) if mode == "RGB" else 0)
+    black = {"RGB": (0, 0, 0), "L": 0}[mode]
+    picture.save(path, transparency=black)
 
 
 def deep_grey(path: Path, dtype: str = "uint16", top: float = 65535) -> None:
-    """The brightness of the scene with more than 8 bits a pixel."""
+    """The brightness of the scene in more than 8 bits per pixel; white is `top`."""
     grey = np.asarray(scene().convert("L"), dtype=np.float64) / 255 * top
     Image.fromarray(grey.astype(dtype)).save(path)
 
 
 def animated_webp(path: Path) -> None:
-    others = [Image.new("RGB", (WIDTH, HEIGHT), colour) for colour in ("black", "yellow")]
-    scene().save(path, save_all=True, append_images=others, lossless=True, duration=100)
+    """An animation that begins with the scene."""
+    later_frames = [Image.new("RGB", (WIDTH, HEIGHT), colour) for colour in ("black", "yellow")]
+    scene().save(path, save_all=True, append_images=later_frames, lossless=True, duration=100)
 
 
 def with_text(path: Path) -> None:
@@ -150,7 +162,7 @@ def with_text(path: Path) -> None:
 
 
 def jpeg_with_trailer(path: Path) -> None:
-    """Phones append their own data behind the end of the picture."""
+    """A JPEG with a phone's own data appended after the end of the picture."""
     scene().save(path, quality=95, subsampling=0)
     path.write_bytes(path.read_bytes() + b"MotionPhoto_Data" + bytes(300))
 
@@ -176,7 +188,7 @@ WHOLE: dict[str, Writer] = {
     "lzw.tiff": lambda path: scene().save(path, compression="tiff_lzw"),
     "cmyk.tif": lambda path: scene().convert("CMYK").save(path),
 }
-# The same without colour; they show the brightness of the scene.
+# Files without colour; they show the brightness of the scene.
 GREY: dict[str, Writer] = {
     "grey.jpg": lambda path: scene().convert("L").save(path, quality=95),
     "grey.png": lambda path: scene().convert("L").save(path),
@@ -198,7 +210,7 @@ def _bytes(content: bytes) -> Writer:
 
 
 def _without_end(count: int) -> Writer:
-    """A picture that lacks nothing but its end marker of so many bytes."""
+    """A picture that lacks only its end marker of `count` bytes."""
 
     def write(path: Path) -> None:
         scene().save(path)
@@ -207,13 +219,13 @@ def _without_end(count: int) -> Writer:
     return write
 
 
-def _cut(name: str, share: float) -> Writer:
-    """A picture that a download or a full disk has cut off."""
+def _cut(suffix: str, share: float) -> Writer:
+    """A picture that ends early, as after a broken download or on a full disk."""
 
     def write(path: Path) -> None:
         photo = Image.fromarray(photographs.chelsea())
         memory = io.BytesIO()
-        photo.save(memory, format=Image.registered_extensions()[Path(name).suffix])
+        photo.save(memory, format=Image.registered_extensions()[suffix])
         content = memory.getvalue()
         path.write_bytes(content[: int(len(content) * share)])
 
@@ -221,21 +233,23 @@ def _cut(name: str, share: float) -> Writer:
 
 
 def _garbage_png(path: Path) -> None:
-    """Whole by its structure and its checksums, but the compressed data is garbage."""
+    """Chunks and checksums are right, but the compressed pixels are garbage."""
     _damaged_png(path)
     content = path.read_bytes()
-    position = 8
-    chunks = [content[:8]]
+    position = len(PNG_SIGNATURE)
+    chunks = [content[:position]]
     while position < len(content):
-        length = int.from_bytes(content[position : position + 4], "big")
-        body = content[position + 4 : position + 8 + length]
-        chunks += [content[position : position + 4], body, zlib.crc32(body).to_bytes(4, "big")]
-        position += 12 + length
+        length = content[position : position + 4]
+        type_end = position + 8
+        data_end = type_end + int.from_bytes(length, "big")
+        body = content[position + 4 : data_end]
+        chunks += [length, body, zlib.crc32(body).to_bytes(4, "big")]
+        position = data_end + 4
     path.write_bytes(b"".join(chunks))
 
 
 def _damaged_png(path: Path) -> None:
-    """Whole by its structure, but some bytes of the pixels were lost."""
+    """Chunks are where they belong, but some bytes of the pixels were lost."""
     Image.fromarray(photographs.chelsea()).save(path)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
@@ -243,25 +257,26 @@ def _damaged_png(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
+# Refused without decoding the whole picture.
 BROKEN: dict[str, Writer] = {
     "damaged.png": _damaged_png,
-    "half.webp": _cut("x.webp", 0.6),
+    "half.webp": _cut(".webp", 0.6),
     "empty.png": _bytes(b""),
     "text.png": _bytes(b"not a picture at all"),
     "page.jpg": _bytes(b"<html>404</html>"),
     "only-magic.jpg": _bytes(b"\xff\xd8\xff\xe0"),
-    "only-magic.png": _bytes(b"\x89PNG\r\n\x1a\n"),
+    "only-magic.png": _bytes(PNG_SIGNATURE),
     "no-iend.png": _without_end(12),
     "no-eoi.jpg": _without_end(2),
     "phone.jpg": _bytes(b"\0\0\0\x18ftypheic" + bytes(64)),
-    "cut.jpg": _cut("x.jpg", 0.6),
-    "cut.png": _cut("x.png", 0.6),
+    "cut.jpg": _cut(".jpg", 0.6),
+    "cut.png": _cut(".png", 0.6),
 }
-# Found only by decoding.
+# Refused only by decoding.
 DAMAGED_INSIDE: dict[str, Writer] = {
     "garbage.png": _garbage_png,
-    "cut.bmp": _cut("x.bmp", 0.6),
-    "cut.tif": _cut("x.tif", 0.6),
+    "cut.bmp": _cut(".bmp", 0.6),
+    "cut.tif": _cut(".tif", 0.6),
 }
 
 

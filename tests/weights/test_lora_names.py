@@ -126,7 +126,7 @@ def test_headers_that_do_not_fit_the_data_are_refused(
     assert "is not a complete safetensors file" in complaint
 
 
-SETTINGS_OF_OTHER_KINDS = [
+SETTINGS_OF_OTHER_KINDS: list[dict[str, Any]] = [
     {"lora_alpha": "four"},
     {"lora_alpha": None},
     {"alpha_pattern": [1]},
