@@ -1,7 +1,6 @@
-"""Captions pictures and clips with Qwen2.5-VL, the prompt encoder of Kandinsky 5
-(`simpletuner caption`).
+"""`simpletuner caption`: captions files with Qwen2.5-VL, the prompt encoder of Kandinsky 5.
 
-files without caption ─► batch by batch: decode ─► describe ─► write beside each file
+    files without caption ─► batch by batch: decode ─► describe ─► write beside each file
 
 The checkpoint contains the whole model, including the language head. A clip is passed as Qwen's
 video input: pairs of frames with the seconds between them (Qwen2.5-VL technical report,
@@ -53,13 +52,16 @@ CHAT = (
     "<|im_start|>user\n<|vision_start|>{}<|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 END = "<|im_end|>"
-# Maximum pixels of a picture (about 1280 tokens, enough to read small print) and of a clip's frame
-# (about 320).
-PICTURE_PIXELS = 1280 * 28**2
-FRAME_PIXELS = 320 * 28**2
-# token types, used to compute positions
+# A token covers 28x28 pixels. A picture has at most about 1280 tokens, enough to read small print;
+# the frame of a clip has about 320.
+TOKEN_PIXELS = 28**2
+PICTURE_PIXELS = 1280 * TOKEN_PIXELS
+FRAME_PIXELS = 320 * TOKEN_PIXELS
+# Types of tokens, from which the model computes positions.
 IMAGE = 1
 VIDEO = 2
+# Qwen2.5-VL's published value; without it, greedy decoding may loop.
+REPETITION_PENALTY = 1.05
 
 
 @dataclass(frozen=True)
@@ -117,51 +119,38 @@ class QwenCaptioner:
         """Describe pictures and clips by greedy decoding of at most `most` tokens.
 
         Returns:
-            for each request, a text on one line, and whether the model finished it.
+            For each request, a text on one line, and whether the model finished it.
         """
         tokenizer = self.processor.tokenizer
         ends = [tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id]
-        rows = [self._prepare(request) for request in requests]
-        # Padded with a token of every prompt, since transformers 5.17 counts padding as repetition.
-        start = int(rows[0]["input_ids"][0])
-        fillers = {"input_ids": start, "attention_mask": 0, "mm_token_type_ids": 0}
-        inputs = {  # padded on the left; the attention mask hides the padding
-            name: pad_sequence([row[name] for row in rows], True, filler, "left")
-            for name, filler in fillers.items()
-        }
-        visual = {
-            name: [row[name] for row in rows if name in row]
-            for row in rows
-            for name in row.keys() - inputs
-        }
-        inputs |= {name: torch.cat(tensors) for name, tensors in visual.items()}
-        written = self.qwen.generate(
+        inputs = _batched([self._prepare(request) for request in requests])
+        sequences = self.qwen.generate(
             **{name: tensor.to(self.device) for name, tensor in inputs.items()},
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=most,
-                # Qwen2.5-VL's published value; without it, greedy decoding may loop
-                repetition_penalty=1.05,
+                repetition_penalty=REPETITION_PENALTY,
                 eos_token_id=ends,
                 pad_token_id=tokenizer.eos_token_id,
             ),
         )
-        new = written[:, inputs["input_ids"].shape[1] :].cpu()
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-        ended = torch.isin(new, torch.tensor(ends)).any(1).tolist()
+        prompt_length = inputs["input_ids"].shape[1]
+        answers = sequences[:, prompt_length:].cpu()
+        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        finished = torch.isin(answers, torch.tensor(ends)).any(1).tolist()
         return [
-            (" ".join(text.split()), is_whole) for text, is_whole in zip(texts, ended, strict=True)
+            (" ".join(text.split()), is_whole)
+            for text, is_whole in zip(texts, finished, strict=True)
         ]
 
     def _prepare(self, request: DescriptionRequest) -> dict[str, Tensor]:
         """The model's inputs for one request."""
         is_clip = request.seconds is not None
-        frames = [
-            _shrunk(frame, FRAME_PIXELS if is_clip else PICTURE_PIXELS) for frame in request.frames
-        ]
+        most_pixels = FRAME_PIXELS if is_clip else PICTURE_PIXELS
+        frames = [_shrunk(frame, most_pixels) for frame in request.frames]
         visual = self.processor.image_processor(images=frames, return_tensors="pt")
         patches = visual["pixel_values"]
-        grid = visual["image_grid_thw"]
+        grid = visual["image_grid_thw"]  # frames or pairs of frames, rows and columns of patches
         if is_clip:
             patches = self._paired(patches, len(frames))
             grid = torch.tensor([[len(frames) // 2, *grid[0, 1:]]])
@@ -170,37 +159,55 @@ class QwenCaptioner:
         tokens = int(grid.prod()) // self.processor.image_processor.merge_size**2
         prompt = CHAT.format(token * tokens, request.instruction)
         ids = self.processor.tokenizer(prompt, return_tensors="pt")["input_ids"][0]
-        kind = VIDEO if is_clip else IMAGE
+        is_visual = ids == self.processor.tokenizer.convert_tokens_to_ids(token)
         inputs = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": (
-                ids == self.processor.tokenizer.convert_tokens_to_ids(token)
-            ).int()
-            * kind,
+            "mm_token_type_ids": is_visual.int() * (VIDEO if is_clip else IMAGE),
         }
         if request.seconds is None:
             return {**inputs, "pixel_values": patches, "image_grid_thw": grid}
-        # Seconds between two pairs of frames.
-        interval = torch.tensor([2 * request.seconds / len(frames)])
+        seconds_per_pair = 2 * request.seconds / len(frames)
         return {
             **inputs,
             "pixel_values_videos": patches,
             "video_grid_thw": grid,
-            "second_per_grid_ts": interval,
+            "second_per_grid_ts": torch.tensor([seconds_per_pair]),
         }
 
     def _paired(self, patches: Tensor, frames: int) -> Tensor:
-        """Patches of pairs of successive frames, from patches in which the processor has duplicated
-        every frame.
+        """Patches of pairs of successive frames.
+
+        Args:
+            patches: of single frames, in which the processor has repeated every frame to fill a
+                temporal patch.
         """
         depth = self.processor.image_processor.temporal_patch_size
         side = self.processor.image_processor.patch_size
+        repeated = patches.unflatten(1, (3, depth, side, side)).unflatten(0, (frames // 2, 2, -1))
         # pairs, frames of a pair, patches, 3, side, side
-        single = patches.unflatten(1, (3, depth, side, side)).unflatten(0, (frames // 2, 2, -1))[
-            :, :, :, :, 0
-        ]
+        single = repeated[:, :, :, :, 0]
         return single.permute(0, 2, 3, 1, 4, 5).flatten(0, 1).flatten(1)
+
+
+def _batched(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The inputs of several requests as one batch, padded on the left."""
+    # Padded with a token of every prompt, since transformers 5.17 counts padding as repetition. The
+    # attention mask hides the padding.
+    filler = int(rows[0]["input_ids"][0])
+    fillers = {"input_ids": filler, "attention_mask": 0, "mm_token_type_ids": 0}
+    inputs = {}
+    for name, padding in fillers.items():
+        sequences = [row[name] for row in rows]
+        inputs[name] = pad_sequence(
+            sequences, batch_first=True, padding_value=padding, padding_side="left"
+        )
+    # Pictures and clips have inputs of different names; each is concatenated over its requests.
+    visual: dict[str, list[Tensor]] = {}
+    for row in rows:
+        for name in row.keys() - fillers.keys():
+            visual.setdefault(name, []).append(row[name])
+    return inputs | {name: torch.cat(tensors) for name, tensors in visual.items()}
 
 
 def _shrunk(picture: Image, most: int) -> Image:
@@ -208,38 +215,38 @@ def _shrunk(picture: Image, most: int) -> Image:
     scale = math.sqrt(most / (picture.width * picture.height))
     if scale >= 1:
         return picture
-    return picture.resize(
-        (max(1, int(picture.width * scale)), max(1, int(picture.height * scale))),
-        Resampling.LANCZOS,
-    )
+    width = max(1, int(picture.width * scale))
+    height = max(1, int(picture.height * scale))
+    return picture.resize((width, height), Resampling.LANCZOS)
 
 
 logger = logging.getLogger(__name__)
 
 FRAMES = 8  # per clip, evenly spaced over its trained part
 WIDEST = 100  # maximum aspect ratio of a picture
-FEWEST = 16  # minimum number of tokens left for a caption after its trigger
-TOGETHER = 8  # default batch size
-SHARE = 0.8  # of the free device memory, at most, for weights
+FEWEST_TOKENS = 16  # left for a caption after its trigger
+BATCH = 8  # by default
+WEIGHTS_SHARE = 0.8  # of the free device memory, at most, for weights
 ADVICE = (
     "To reduce memory, set group_offload_text_encoder, or text_encoder_1_precision int8-quanto."
 )
 
-Shown = tuple[DatasetFile, DescriptionRequest]
+FileRequest = tuple[DatasetFile, DescriptionRequest]
 
 
 def write_captions(
     survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream
 ) -> int:
-    """Write a caption file beside each file, keeping existing captions; returns how many were
-    written.
+    """Write a caption file beside each file; returns how many were written.
+
+    Existing captions are kept.
     """
     written = 0
     for file, caption in described(survey, files, wording, events):
-        target = file.caption_path
-        # The user may have written one in the meantime.
-        if not target.exists() or not target.read_bytes().strip():
-            write_atomically(target, f"{caption}\n")
+        path = file.caption_path
+        # The user may have written a caption in the meantime.
+        if not path.exists() or not path.read_bytes().strip():
+            write_atomically(path, f"{caption}\n")
             written += 1
     return written
 
@@ -253,29 +260,28 @@ def described(
         UserError: the model cannot be used, or does not fit into memory.
     """
     captioner = open_captioner(survey, events)
-    most = longest(survey, captioner, wording)
-    config = survey.config
-    describe = DescribedBatches(captioner, most)
-    size = (
-        config.caching.text_encoder_batch_size or TOGETHER
-    )  # streamed weights are copied once per batch and token
+    describe = DescribedBatches(captioner, longest(survey, captioner, wording))
+    # A large batch is fast: streamed weights are copied once per batch and token.
+    size = survey.config.caching.text_encoder_batch_size or BATCH
     with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
         for start in range(0, len(files), size):
-            group = files[start : start + size]
-            shown = [
-                (file, request)
-                for file in group
-                if (request := _request(file, wording)) is not None
-            ]
-            for (file, _), (text, is_whole) in zip(shown, describe(shown), strict=True):
-                if caption := wording.caption(text, is_whole=is_whole):
+            batch = files[start : start + size]
+            requests: list[FileRequest] = []
+            for file in batch:
+                request = _request(file, wording)
+                if request is not None:
+                    requests.append((file, request))
+            answers = describe(requests)
+            for (file, _), (text, is_whole) in zip(requests, answers, strict=True):
+                caption = wording.caption(text, is_whole=is_whole)
+                if caption:
                     yield file, caption
                 else:
                     logger.warning("%s is left out: the model returned an empty caption", file.path)
-            phase.advance(len(group), group[-1].name)
+            phase.advance(len(batch), batch[-1].name)
 
 
-class DescribedBatches(ShrinkingEncoder[Shown, tuple[str, bool]]):
+class DescribedBatches(ShrinkingEncoder[FileRequest, tuple[str, bool]]):
     """Describes pictures in batches that fit into memory.
 
     Attributes:
@@ -287,11 +293,11 @@ class DescribedBatches(ShrinkingEncoder[Shown, tuple[str, bool]]):
         self.captioner = captioner
         self.most_tokens = most_tokens
 
-    def name(self, item: Shown) -> str:
+    def name(self, item: FileRequest) -> str:
         file, _ = item
         return str(file.path)
 
-    def encode(self, items: Sequence[Shown]) -> list[tuple[str, bool]]:
+    def encode(self, items: Sequence[FileRequest]) -> list[tuple[str, bool]]:
         return self.captioner.describe([request for _, request in items], self.most_tokens)
 
 
@@ -305,9 +311,9 @@ def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
     source = survey.source
     config = survey.config
     torch.set_num_threads(compute_threads(config.caching.torch_num_threads))
-    absent = [source[role] for role in ENCODER if source[role].local_folder() is None]
-    if absent:
-        download(absent, events)
+    missing = [source[role] for role in ENCODER if source[role].local_folder() is None]
+    if missing:
+        download(missing, events)
         report = Problems()
         check_captioner(spec, source, report)
         report.raise_if_fatal()
@@ -321,29 +327,29 @@ def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
 def _streamed_if_large(
     precision: PrecisionConfig, offload: OffloadConfig, part: Part, device: torch.device
 ) -> OffloadConfig:
-    """The settings; with `offload: auto`, they stream an encoder that would fill most of the free
-    device memory.
-    """
-    stored = quantisation(precision.text_encoder_1_precision)
-    if offload.offload != "auto" or device.type != "cuda" or stored is not None:
+    """The settings; with `offload: auto`, they stream an encoder that would fill the device."""
+    is_quantised = quantisation(precision.text_encoder_1_precision) is not None
+    if offload.offload != "auto" or device.type != "cuda" or is_quantised:
         return offload
-    numbers = sum(math.prod(shape) for shape in part.weight_shapes().values())
-    size = numbers * DTYPES[text_encoder_dtype(precision)].itemsize
-    if size < SHARE * torch.cuda.mem_get_info(device)[0]:
+    parameters = sum(math.prod(shape) for shape in part.weight_shapes().values())
+    weight_bytes = parameters * DTYPES[text_encoder_dtype(precision)].itemsize
+    free_bytes, _total = torch.cuda.mem_get_info(device)
+    if weight_bytes < WEIGHTS_SHARE * free_bytes:
         return offload
     return offload.model_copy(update={"group_offload_text_encoder": True})
 
 
 def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:
-    """The maximum number of tokens after the trigger: by style, and so that the family's prompt is
-    not truncated.
+    """The maximum number of tokens after the trigger: of the style, and of the family's prompt.
 
     Raises:
         UserError: the trigger leaves too few.
     """
     room = survey.spec.captions.room(survey.config.text)
-    left = room - (captioner.count(wording.lead) if wording.lead else 0)
-    if left < FEWEST:
+    left = room
+    if wording.lead:
+        left -= captioner.count(wording.lead)
+    if left < FEWEST_TOKENS:
         raise UserError(
             f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length)."
         )
@@ -360,6 +366,5 @@ def _request(file: DatasetFile, wording: Wording) -> DescriptionRequest | None:
     except MediaError as error:
         logger.warning("%s is left out: it %s", file.path, error)
         return None
-    return DescriptionRequest(
-        frames, wording.instruction(is_clip=file.clip is not None), file.seconds
-    )
+    instruction = wording.instruction(is_clip=file.clip is not None)
+    return DescriptionRequest(frames, instruction, file.seconds)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -29,20 +30,24 @@ from simpletuner.reporting.events import EventStream
 
 TOKENIZER = "tokenizer.json"
 FRAMES = 8  # decoded per clip, to measure motion
-# file count above which thumbnails are small; thumbnail sides in pixels
+# Sides of thumbnails in pixels; small ones for more than `MANY` files.
 MANY = 500
-SMALL = 160
-LARGE = 320
-BLURRED = 0.25  # of the median sharpness of a dataset
-STILL = 0.004  # mean change between frames; smaller changes are camera noise
-SIDE = 8  # of the compared grid; two directions give 128 bits
-BITS = 2 * SIDE**2
+SMALL_SIDE = 160
+LARGE_SIDE = 320
+# A file with less than this share of its dataset's median sharpness is blurred.
+BLURRED = 0.25
+# A clip with a smaller mean change between frames hardly moves; less is the noise of a camera.
+STILL = 0.004
+# Near-duplicates are compared by a grid of 8 x 8 cells, in two directions, so by 128 bits.
+GRID_SIDE = 8
+BITS = 2 * GRID_SIDE**2
+# Brightness, of 255, by which cells must differ; the bits of uniform areas would be random.
+NOISE = 2
 # Maximum differences between near-duplicates (resized, re-encoded or slightly retouched): in bits,
 # and in the mean colour of any grid cell. Bits alone do not distinguish two shapes on a uniform
 # background.
-NEAR = 8
-LIKE = 40
-NOISE = 2  # of 255; below it, bits of uniform areas would be random
+MOST_BITS = 8
+MOST_COLOUR = 40
 ROWS = 1024  # compared with all files at a time, to bound memory
 # Remarks about files, in the order of the page's buttons.
 KINDS = {
@@ -57,9 +62,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Words:
-    """A caption as it is encoded: the kept part, the truncated part, and its number of tokens, if
-    known.
-    """
+    """A caption as it is encoded: the kept part, the truncated part, and the tokens, if known."""
 
     kept: str
     cut: str = ""
@@ -78,7 +81,7 @@ class FileCard:
         size, trained: size of the file, and size at which it is trained.
         box: left, top, width and height of the trained crop, in percent of the picture.
         sharpness, motion: see the functions below; None if not measured.
-        print: the `colour_grid` of the picture.
+        print: the fingerprint of the picture, its `colour_grid`.
     """
 
     name: str
@@ -103,23 +106,23 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
     Raises:
         WriteError: the page cannot be written.
     """
-    cards = look_at_all(survey, events)
-    for shown in cards.values():
-        mark_blurred(shown)
+    cards = make_cards(survey, events)
+    for cards_of_dataset in cards.values():
+        mark_blurred(cards_of_dataset)
     # Near-duplicates are searched across datasets, except partners and masks.
-    mark_twins(
-        [
-            card
-            for data in survey.datasets
-            if not data.config.is_conditioning
-            for card in cards[data.id]
-        ]
-    )
+    compared: list[FileCard] = []
+    for dataset in survey.datasets:
+        if not dataset.config.is_conditioning:
+            compared += cards[dataset.id]
+    mark_twins(compared)
+    counts = Counter[str]()
+    for card in chain.from_iterable(cards.values()):
+        counts.update(card.kinds.keys())
     page = render(
         "captions/dataset.html.jinja",
         survey=survey,
         cards=cards,
-        found=Counter(kind for shown in cards.values() for card in shown for kind in card.kinds),
+        found=counts,
         kinds=KINDS,
         room=survey.spec.captions.room(survey.config.text),
         counted=tokenizer_file(survey) is not None,
@@ -129,26 +132,28 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
     write_atomically(path, page, durable=False)
 
 
-def look_at_all(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]:
+def make_cards(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]:
     """The cards of all files by dataset, decoded in threads."""
     read = caption_reader(survey)
-    cards = {dataset.id: list[FileCard]() for dataset in survey.datasets}
-    files = [(dataset, entry) for dataset in survey.datasets for entry in placed(dataset)]
-    captions = {
-        (dataset.id, sample.name): sample.captions
-        for dataset in survey.datasets
-        for sample in dataset.samples
-    }
-    side = SMALL if len(files) > MANY else LARGE
+    cards: dict[str, list[FileCard]] = {}
+    captions: dict[tuple[str, str], Sequence[str]] = {}
+    files: list[tuple[Dataset, LedgerEntry]] = []
+    for dataset in survey.datasets:
+        cards[dataset.id] = []
+        files += [(dataset, entry) for entry in placed(dataset)]
+        for sample in dataset.samples:
+            captions[dataset.id, sample.name] = sample.captions
+    side = SMALL_SIDE if len(files) > MANY else LARGE_SIDE
 
-    def look(file: tuple[Dataset, LedgerEntry]) -> FileCard:
-        words = [read(file[0], caption) for caption in captions.get((file[0].id, file[1].name), ())]
-        return look_at(*file, words, side)
+    def make(file: tuple[Dataset, LedgerEntry]) -> FileCard:
+        dataset, entry = file
+        words = [read(dataset, caption) for caption in captions.get((dataset.id, entry.name), ())]
+        return make_card(dataset, entry, words, side)
 
     pool = ThreadPoolExecutor(min(survey.config.caching.max_workers, usable_cores()))
     with events.phase("Looking at the files", len(files), "files") as phase:
         try:
-            for (dataset, entry), card in zip(files, pool.map(look, files), strict=True):
+            for (dataset, entry), card in zip(files, pool.map(make, files), strict=True):
                 cards[dataset.id].append(card)
                 phase.advance(1, entry.name)
         finally:
@@ -157,12 +162,10 @@ def look_at_all(survey: Survey, events: EventStream) -> dict[str, list[FileCard]
 
 
 def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
-    """The ledger, with crops also for files that are rejected only because they have no usable
-    caption.
-    """
-    silent = {file.name for file in dataset.rejected if file.reason in UNCAPTIONED}
+    """The ledger of a dataset, with crops also for files that lack nothing but a caption."""
+    uncaptioned = {file.name for file in dataset.rejected if file.reason in UNCAPTIONED}
     for entry in dataset.ledger():
-        if entry.name in silent:
+        if entry.name in uncaptioned:
             geometry, _ = dataset.place(entry.name, dataset.facts[entry.name].picture_size, epoch=1)
             entry = replace(entry, geometry=geometry)
         yield entry
@@ -171,12 +174,15 @@ def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
 def tokenizer_file(survey: Survey) -> Path | None:
     """The tokenizer of the checkpoint, if it is on this machine."""
     folder = survey.source["tokenizer"].local_folder()
-    return folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
+    if folder is None or not (folder / TOKENIZER).is_file():
+        return None
+    return folder / TOKENIZER
 
 
 def caption_reader(survey: Survey) -> CaptionReader:
-    """A function that splits captions where prompts are truncated, if the checkpoint's tokenizer is
-    on this machine.
+    """A function that splits captions where prompts are truncated.
+
+    Without the checkpoint's tokenizer on this machine, it leaves captions whole.
     """
     spec = survey.spec
     file = tokenizer_file(survey)
@@ -187,14 +193,16 @@ def caption_reader(survey: Survey) -> CaptionReader:
 
     def read(dataset: Dataset, caption: str) -> Words:
         text = spec.captions.clean(spec.captions.apply_dataset_keys(dataset.config, caption))
-        spans = tokenizer.encode(text, add_special_tokens=False).offsets
-        end = spans[room][0] if len(spans) > room else len(text)
+        spans = tokenizer.encode(text, add_special_tokens=False).offsets  # start and end by token
+        end = len(text)
+        if len(spans) > room:
+            end, _ = spans[room]  # where the first truncated token starts
         return Words(text[:end], text[end:], len(spans))
 
     return read
 
 
-def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: int) -> FileCard:
+def make_card(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: int) -> FileCard:
     """Decode and measure a file."""
     facts = dataset.facts.get(entry.name)
     card = card_of(facts, entry, words)
@@ -219,75 +227,91 @@ def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: 
 
 def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words]) -> FileCard:
     """The card of a file, without the fields that need decoding."""
-    card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words)
+    card = FileCard(entry.name, {}, words)
+    if entry.use:
+        card.kinds["unused"] = entry.use
     if facts is None or facts.problem is not None:
         return card
     card.size = f"{facts.width}x{facts.height}"
     card.ratio = facts.width / facts.height
-    if (geometry := entry.geometry) is not None:
-        card.trained = entry.trained_size
-        sizes = (*geometry.crop, *geometry.size)
-        card.box = [
-            100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)
-        ]
-        if (enlarged := geometry.resized[0] / facts.width) > NOTICEABLE_ENLARGEMENT:
-            card.kinds["small"] = f"enlarged {enlarged:.1f} times"
+    geometry = entry.geometry
+    if geometry is None:
+        return card
+    card.trained = entry.trained_size
+    width, height = geometry.resized
+    left, top = geometry.crop
+    crop_width, crop_height = geometry.size
+    card.box = [
+        100 * left / width,
+        100 * top / height,
+        100 * crop_width / width,
+        100 * crop_height / height,
+    ]
+    enlargement = width / facts.width
+    if enlargement > NOTICEABLE_ENLARGEMENT:
+        card.kinds["small"] = f"enlarged {enlargement:.1f} times"
     return card
 
 
 def mark_blurred(cards: Sequence[FileCard]) -> None:
-    """Mark files much less sharp than the dataset's median; a relative limit does not mark a soft
-    style.
+    """Mark files much less sharp than the dataset's median.
+
+    An absolute limit would mark all files of a soft style.
     """
-    known = [(card, card.sharpness) for card in cards if card.sharpness is not None]
-    least = BLURRED * median(value for _, value in known) if known else 0
-    for card, value in known:
+    measured = [(card, card.sharpness) for card in cards if card.sharpness is not None]
+    if not measured:
+        return
+    least = BLURRED * median(value for _, value in measured)
+    for card, value in measured:
         if value < least:
             card.kinds["blurred"] = "blurred"
 
 
 def mark_twins(cards: Iterable[FileCard]) -> None:
     """Mark near-duplicates with the number of their group."""
-    printed = [(card, card.print) for card in cards if card.print is not None]
-    for number, group in enumerate(near_duplicates([grid for _, grid in printed]), 1):
-        for member in group:
-            printed[member][0].kinds["twin"] = f"near-duplicate {number}"
+    compared: list[FileCard] = []
+    prints: list[NDArray[np.int16]] = []
+    for card in cards:
+        if card.print is not None:
+            compared.append(card)
+            prints.append(card.print)
+    for number, group in enumerate(near_duplicates(prints), start=1):
+        for index in group:
+            compared[index].kinds["twin"] = f"near-duplicate {number}"
 
 
 def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
     """The mean colours of a grid of 9 x 9 cells, `9 9 3`."""
+    side = GRID_SIDE + 1  # the last row and column are only compared with their neighbours
     # Signed, since grids are subtracted.
-    return np.asarray(picture.resize((SIDE + 1, SIDE + 1), Image.Resampling.BOX), dtype=np.int16)
+    return np.asarray(picture.resize((side, side), Image.Resampling.BOX), dtype=np.int16)
 
 
 def difference_hash(prints: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Whether each of 8 x 8 cells is darker than its right neighbour, and than its lower neighbour
-    (N 128).
-    """
+    """Whether cells are darker than their right neighbour, and than their lower one (N 128)."""
     grey = prints.mean(axis=3)
     cells = grey[:, :-1, :-1]
     right = grey[:, :-1, 1:]
     below = grey[:, 1:, :-1]
-    return np.concatenate(
-        [(side - cells > NOISE).reshape(-1, SIDE**2) for side in (right, below)], axis=1
-    )
+    bits = [(neighbours - cells > NOISE).reshape(-1, GRID_SIDE**2) for neighbours in (right, below)]
+    return np.concatenate(bits, axis=1)
 
 
 def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
-    """Groups of near-duplicates, as indices of colour grids: the connected components of their
-    similarity.
+    """Groups of near-duplicates, as indices of colour grids.
+
+    The groups are the connected components of similarity.
     """
-    grids = np.array(prints, dtype=np.int16).reshape(-1, SIDE + 1, SIDE + 1, 3)
+    grids = np.array(prints, dtype=np.int16).reshape(-1, GRID_SIDE + 1, GRID_SIDE + 1, 3)
     signs = difference_hash(grids).astype(np.float32) * 2 - 1
-    group = np.arange(len(grids))
+    group = np.arange(len(grids))  # the smallest index in the group of a grid
     for start in range(0, len(grids), ROWS):
-        agreement = (
-            signs[start : start + ROWS] @ signs.T
-        )  # equal bits - differing bits = BITS - 2 * differing bits
-        for row, is_near in enumerate(agreement >= BITS - 2 * NEAR, start):
+        # Equal bits minus differing bits, so BITS - 2 * differing bits.
+        agreement = signs[start : start + ROWS] @ signs.T
+        for row, is_near in enumerate(agreement >= BITS - 2 * MOST_BITS, start):
             near = np.flatnonzero(is_near)
             distance = np.abs(grids[near] - grids[row]).mean(axis=3).max(axis=(1, 2))
-            joined = group[near[distance <= LIKE]]
+            joined = group[near[distance <= MOST_COLOUR]]
             # Whole groups are merged, since near-duplicates form chains.
             group[np.isin(group, joined)] = joined.min()
     groups = [np.flatnonzero(group == label).tolist() for label in np.unique(group)]
@@ -295,12 +319,13 @@ def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
 
 
 def sharpness(picture: Image.Image, geometry: Geometry) -> float:
-    """Variance of the Laplacian of the trained crop (Pech-Pacheco et al., ICPR 2000); low if out of
-    focus.
+    """Variance of the Laplacian of the trained crop; low if it is out of focus.
+
+    Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000.
     """
     grey = fit(picture.convert("L"), geometry, Image.Resampling.BILINEAR).astype(np.float32)
-    around = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
-    return float((around - 4 * grey[1:-1, 1:-1]).var())
+    neighbours = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
+    return float((neighbours - 4 * grey[1:-1, 1:-1]).var())
 
 
 def motion(frames: Sequence[Image.Image]) -> float:

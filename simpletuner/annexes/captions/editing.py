@@ -1,5 +1,4 @@
-"""Edits of caption files on the page: one text, a batch with its backup, and the list of excluded
-files.
+"""Edits of captions on the page: a text, a batch with its backup, and the excluded files.
 
 A caption is replaced only if it has not changed since the editor read it. Before a batch of
 captions is replaced, the old texts are saved in a hidden file beside them; only the newest backups
@@ -32,7 +31,8 @@ UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # readers reject NUL; UTF-8 cannot
 # Held between the check that a file is unchanged and its replacement.
 _writing = threading.Lock()
 
-Edit = Callable[[str, str], str]  # name and text of a caption file in, new text out
+# From the name and the text of a caption file to its new text.
+Edit = Callable[[str, str], str]
 
 
 class ChangedMeanwhileError(UserError):
@@ -80,6 +80,7 @@ def write_caption(path: Path, text: str, seen: str) -> None:
 
 
 def _check_unchanged(path: Path, seen: str) -> None:
+    """Check that a caption file still has the tag `seen`."""
     try:
         tag = tag_of(read_caption(path))
     except LeftOutError:
@@ -96,13 +97,14 @@ def content_of(text: str) -> str:
     Raises:
         UserError: the text is not a valid caption.
     """
-    content = "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").split("\n")).strip(
-        "\n"
-    )
-    if token := control_token(content):
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    content = "\n".join(lines).strip("\n")
+    token = control_token(content)
+    if token:
         raise UserError(f"A caption cannot contain {token}, a control token of the tokenizer.")
-    if match := UNWRITABLE.search(content):
-        raise UserError(f"A caption cannot contain the character {match.group()!a}.")
+    unwritable = UNWRITABLE.search(content)
+    if unwritable:
+        raise UserError(f"A caption cannot contain the character {unwritable.group()!a}.")
     if len(content.encode()) >= LARGEST_CAPTION:
         raise UserError(f"A caption cannot contain {LARGEST_CAPTION:,} bytes or more.")
     return f"{content}\n" if content else ""
@@ -110,7 +112,12 @@ def content_of(text: str) -> str:
 
 def _tidied(edit: Edit) -> Edit:
     """An edit that passes changed texts through `content_of`."""
-    return lambda name, text: text if (after := edit(name, text)) == text else content_of(after)
+
+    def tidied(name: str, text: str) -> str:
+        new_text = edit(name, text)
+        return text if new_text == text else content_of(new_text)
+
+    return tidied
 
 
 def replacing(find: str, new: str) -> Edit:
@@ -131,11 +138,15 @@ def prefixing(trigger: str, *, whole: bool) -> Edit:
     report = Problems()
     wording.check(report)
     report.raise_if_fatal()
-    begins = re.compile(rf"\s*(?:$|{re.escape(trigger.strip())}(?!\w))")
+    # Empty lines, and lines that begin with the trigger.
+    kept = re.compile(rf"\s*(?:$|{re.escape(trigger.strip())}(?!\w))")
 
     def edit(name: str, text: str) -> str:
-        lines = [text] if whole else text.split("\n")
-        return "\n".join(line if begins.match(line) else f"{wording.lead}{line}" for line in lines)
+        captions = [text] if whole else text.split("\n")
+        edited = []
+        for caption in captions:
+            edited.append(caption if kept.match(caption) else f"{wording.lead}{caption}")
+        return "\n".join(edited)
 
     return _tidied(edit)
 
@@ -163,21 +174,26 @@ def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChang
         except LeftOutError:
             unreadable.append(name)
             continue
-        if (after := edit(name, text)) != text:
-            changes.append(CaptionChange(name, path, text, after))
+        new_text = edit(name, text)
+        if new_text != text:
+            changes.append(CaptionChange(name, path, text, new_text))
     return changes, unreadable
 
 
 def digest_of(changes: Sequence[CaptionChange]) -> str:
     """A hash of changes, so that only the changes that were previewed are applied."""
-    return tag_of(
-        "".join(tag_of(part) for edit in changes for part in (edit.name, edit.before, edit.after))
-    )
+    tags = ""
+    for change in changes:
+        # Of hashes, so that text cannot move from one part to the next unnoticed.
+        tags += tag_of(change.name) + tag_of(change.before) + tag_of(change.after)
+    return tag_of(tags)
 
 
 def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
-    """Back up the old texts in the dataset's folder and write the changes; returns the name of the
-    backup.
+    """Back up the old texts in the dataset's folder, and write the changes.
+
+    Returns:
+        The name of the backup.
 
     Raises:
         ChangedMeanwhileError: a file has changed; the changes before it are written.
@@ -190,7 +206,8 @@ def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
             _check_unchanged(change.path, tag_of(change.before))
             write_atomically(change.path, change.after)
         backups = [path for path in folder.glob(".captions-*") if BACKUP.fullmatch(path.name)]
-        for old in sorted(backups, key=lambda path: path.stat().st_mtime_ns)[:-MOST_BACKUPS]:
+        backups.sort(key=lambda path: path.stat().st_mtime_ns)
+        for old in backups[:-MOST_BACKUPS]:
             old.unlink(missing_ok=True)
     return backup.name
 
@@ -209,4 +226,5 @@ def exclude(config: DatasetConfig, names: AbstractSet[str], path: Path, *, out: 
         report = Problems()
         excluded = read_excluded(config, report)
         report.raise_if_fatal()
-        write_json(path, sorted(excluded | names if out else excluded - names))
+        changed = excluded | names if out else excluded - names
+        write_json(path, sorted(changed))

@@ -48,13 +48,16 @@ class Mask:
     @classmethod
     def of(cls, dataset: Dataset, name: str) -> Mask | None:
         """The mask of a dataset's file; None if it has none."""
-        if (masks := dataset.masks) is None or (mask := masks.name_for(name)) is None:
+        masks = dataset.masks
+        mask = None if masks is None else masks.name_for(name)
+        if masks is None or mask is None:
             return None
-        return cls(masks.root / mask, stamp_of(masks.facts[mask]), dataset.white_shares.get(mask))
+        stamp = stamp_of(masks.facts[mask])
+        return cls(masks.root / mask, stamp, dataset.white_shares.get(mask))
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownFile:
     """A file of a dataset, as the page shows it.
 
     Attributes:
@@ -86,9 +89,8 @@ class Shown:
         return escape_controls(self.card.name)
 
 
-Planned = tuple[
-    LedgerEntry, Sequence[str], Mask | None
-]  # how a file is trained, with its captions and mask
+# How a file is trained, with its captions and its mask.
+Planned = tuple[LedgerEntry, Sequence[str], Mask | None]
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,12 @@ class Library:
     @cached_property
     def masks(self) -> DatasetConfig | None:
         """The entry of the masks of this dataset; None if it has none."""
-        links = link_partners(
-            [self.context.fill(entry) for entry in self.entries], self.context, Problems()
-        )
-        return next(
-            (entry for entry in links.get(self.entry.id, []) if entry.conditioning_type in MASKS),
-            None,
-        )
+        entries = [self.context.fill(entry) for entry in self.entries]
+        links = link_partners(entries, self.context, Problems())
+        for partner in links.get(self.entry.id, []):
+            if partner.conditioning_type in MASKS:
+                return partner
+        return None
 
     @cached_property
     def excluded(self) -> frozenset[str]:
@@ -157,20 +158,17 @@ class Library:
     @property
     def locked(self) -> str:
         """Why the captions are read-only; empty if they are not."""
-        entry = self.entry
         strategy = self.entry.caption_strategy
         if self.fixed:
             return self.fixed
         advice = "To caption each file, set Caption Strategy to textfile."
-        if entry.only_instance_prompt or strategy in FIXED_PROMPTS:
+        if self.entry.only_instance_prompt or strategy in FIXED_PROMPTS:
             return f"Every file is trained with Instance Prompt. {advice}"
         if strategy == "filename":
             return f"Each file is captioned by its name. {advice}"
-        return (
-            ""
-            if strategy == "textfile"
-            else f"Captions come from a table: change them there. {advice}"
-        )
+        if strategy != "textfile":
+            return f"Captions come from a table: change them there. {advice}"
+        return ""
 
     @property
     def unpaintable(self) -> str:
@@ -186,25 +184,29 @@ class Library:
 
     def hidden_caption(self, name: str) -> str:
         """Why the captions of a file must not be shown; empty if they may."""
-        sources = self.listing.metadata if self.entry.caption_strategy == "metadata" else ()
-        if self.entry.caption_strategy == "textfile" and name in self.listing.captions:
+        sources: Sequence[str] = ()
+        if self.entry.caption_strategy == "metadata":
+            sources = self.listing.metadata
+        elif self.entry.caption_strategy == "textfile" and name in self.listing.captions:
             sources = (self.listing.captions[name],)
         return self._why_hidden(sources)
 
     def _why_hidden(self, names: Sequence[str]) -> str:
-        """Why the first file of these that must not be shown is hidden; empty without one."""
+        """Why a file among these must not be shown; empty if all may."""
         for name in names:
             if not self.may_show(self.root / name):
                 return f"{escape_controls(name)} {LINKED}."
         return ""
 
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
-        """Search file names and captions; returns the matching files, and how many were not
-        searched in time.
+        """Search file names and captions.
 
         Args:
             words: text to search for; case is ignored.
             only: `excluded` or `uncaptioned` restricts the search to these files.
+
+        Returns:
+            The matching files, and how many files were not searched in time.
         """
         names = self.listing.files
         matches: list[str] = []
@@ -217,12 +219,15 @@ class Library:
             if time.monotonic() > end:
                 return matches, len(names) - searched
             text = self._text(name)
-            is_wanted = only != "uncaptioned" or not (text.strip() or name in self.excluded)
-            if is_wanted and words.casefold() in f"{name}\n{text}".casefold():
+            needs_no_caption = bool(text.strip()) or name in self.excluded
+            if only == "uncaptioned" and needs_no_caption:
+                continue
+            if words.casefold() in f"{name}\n{text}".casefold():
                 matches.append(name)
         return matches, 0
 
     def _text(self, name: str) -> str:
+        """The text of a file's caption file that a search compares."""
         if self.locked or name not in self.listing.captions:
             return ""
         if self.hidden_caption(name):
@@ -232,13 +237,15 @@ class Library:
         except LeftOutError:
             return UNREADABLE
 
-    def show(self, names: Sequence[str]) -> Iterator[Shown]:
+    def show(self, names: Sequence[str]) -> Iterator[ShownFile]:
         """Show files as training uses them."""
-        known = inspected(self.root, names)
-        shared = Counter(map(self.caption_path, names))
-        planned = self._bare(names) if self.fixed and not self.is_packaged else self._planned(names)
+        facts = inspected(self.root, names)
+        uses = Counter(map(self.caption_path, names))  # of caption files
+        if self.fixed and not self.is_packaged:
+            planned = self._unplanned(names)
+        else:
+            planned = self._planned(names)
         for entry, captions, mask in planned:
-            facts = known[entry.name]
             hidden = self.hidden_caption(entry.name)
             words = [] if hidden else [Words(caption) for caption in captions]
             text = None
@@ -248,61 +255,67 @@ class Library:
                     text = read_caption(self.caption_path(entry.name))
                 except LeftOutError as error:
                     locked = f"This file {error}."
-            yield Shown(
-                card=card_of(facts, entry, words),
-                stamp=stamp_of(facts),
+            file = facts[entry.name]
+            yield ShownFile(
+                card=card_of(file, entry, words),
+                stamp=stamp_of(file),
                 text=text,
                 tag=tag_of(text),
                 locked=locked,
-                is_clip=facts.clip is not None,
+                is_clip=file.clip is not None,
                 is_excluded=entry.name in self.excluded,
-                shares=shared[self.caption_path(entry.name)] > 1,
+                shares=uses[self.caption_path(entry.name)] > 1,
                 mask=mask,
                 hidden=self._why_hidden([entry.name]),
             )
 
     def _planned(self, names: Sequence[str]) -> Iterator[Planned]:
-        """How training would use these files if they were the whole dataset and none were
-        excluded.
-        """
-        entries = [
-            # Both depend on all files of the dataset.
-            entry.model_copy(update={"hold_out": 0, "max_num_samples": None})
-            for entry in self.entries
-            if entry.id == self.entry.id or entry.is_conditioning or entry.is_text_embeds
-        ]
-        built = build_datasets(entries, self.context, Problems(), self._folders(names))
-        dataset = next((dataset for dataset in built if dataset.id == self.entry.id), None)
-        if dataset is None:
-            return self._bare(names)
+        """How training would use these files if they were the whole dataset, none excluded."""
+        entries = []
+        for entry in self.entries:
+            if entry.id == self.entry.id or entry.is_conditioning or entry.is_text_embeds:
+                # Both settings depend on all files of the dataset.
+                entries.append(entry.model_copy(update={"hold_out": 0, "max_num_samples": None}))
+        datasets = build_datasets(entries, self.context, Problems(), self._folders(names))
+        for dataset in datasets:
+            if dataset.id == self.entry.id:
+                return self._as_trained(dataset)
+        return self._unplanned(names)
+
+    def _as_trained(self, dataset: Dataset) -> Iterator[Planned]:
+        """The files of a dataset with their captions and masks."""
         captions = {sample.name: sample.captions for sample in dataset.samples}
-        known = (entry for entry in placed(dataset) if entry.name in dataset.facts)
-        return (
-            (entry, captions.get(entry.name, ()), Mask.of(dataset, entry.name)) for entry in known
-        )
+        for entry in placed(dataset):
+            if entry.name in dataset.facts:
+                yield entry, captions.get(entry.name, ()), Mask.of(dataset, entry.name)
+
+    def _unplanned(self, names: Sequence[str]) -> Iterator[Planned]:
+        """The files without information on their use in training."""
+        for name in names:
+            yield LedgerEntry(self.entry.id, name), (), None
 
     def _folders(self, names: Sequence[str]) -> dict[str, Folder]:
         """The folders of the dataset and of its partners, reduced to these files."""
         folders = {self.entry.id: part_of(self.entry, names, self.listing)}
-        for entry in (self.context.fill(entry) for entry in self.entries if entry.is_conditioning):
-            listing = list_files(entry, self.context)
-            partners = index_partners(listing.files)
-            kept = dict.fromkeys(
-                partner for name in names for partner in partners_of(name, partners)
-            )
-            folders[entry.id] = part_of(entry, [*kept], listing)
+        for entry in self.entries:
+            if not entry.is_conditioning:
+                continue
+            partner = self.context.fill(entry)
+            listing = list_files(partner, self.context)
+            index = index_partners(listing.files)
+            kept: dict[str, None] = {}  # ordered, without duplicates
+            for name in names:
+                kept |= dict.fromkeys(partners_of(name, index))
+            folders[partner.id] = part_of(partner, [*kept], listing)
         return folders
-
-    def _bare(self, names: Sequence[str]) -> Iterator[Planned]:
-        """The files without information on their use in training."""
-        return ((LedgerEntry(self.entry.id, name), (), None) for name in names)
 
 
 def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
     """List the files of an entry."""
     folder = Path(entry.instance_data_dir or "")
-    wanted = discovery.wanted_suffixes(entry, context)
-    return discovery.scan(folder, wanted) if discovery.is_readable(folder) else Scan()
+    if not discovery.is_readable(folder):
+        return Scan()
+    return discovery.scan(folder, discovery.wanted_suffixes(entry, context))
 
 
 def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:

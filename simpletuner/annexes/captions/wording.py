@@ -1,6 +1,4 @@
-"""Captioning without the model: files that need captions, the instruction, and cleaning of the
-model's output.
-"""
+"""Captioning without the model: files without captions, instructions, and cleaned output."""
 
 from __future__ import annotations
 
@@ -67,22 +65,32 @@ class Wording:
     @property
     def lead(self) -> str:
         """The beginning of every caption."""
-        return f"{self.trigger.strip()}, " if self.trigger.strip() else ""
+        trigger = self.trigger.strip()
+        return f"{trigger}, " if trigger else ""
 
     def instruction(self, *, is_clip: bool) -> str:
         """The instruction for the captioner."""
         return INSTRUCTIONS[self.style].format(*(CLIP if is_clip else PICTURE))
 
     def caption(self, text: str, *, is_whole: bool) -> str:
-        """The model's output as a caption, without a truncated last sentence or tag; empty if the
-        output is empty.
+        """The model's output as a caption; empty if the output is empty.
+
+        Args:
+            is_whole: the model finished the text; otherwise its last sentence or tag is left out.
         """
         text = text.strip(" \"'")
         if not is_whole:
-            # Up to the last complete sentence, or else up to the last comma.
-            ends = (text.rfind(". ") + 1, text.rfind(", "))
-            text = text[: next((end for end in ends if end > 0), len(text))]
+            text = _without_last_part(text)
         return f"{self.lead}{text}" if text else ""
+
+
+def _without_last_part(text: str) -> str:
+    """The text up to its last complete sentence, or else up to its last comma."""
+    sentence_end = text.rfind(". ") + 1
+    if sentence_end > 0:
+        return text[:sentence_end]
+    comma = text.rfind(", ")
+    return text[:comma] if comma > 0 else text
 
 
 def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None:
@@ -98,7 +106,7 @@ def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None
     problems = Problems()
     wording.check(problems)
     check_captioner(survey.spec, survey.source, problems)
-    ids = [dataset.id for dataset in _described(survey.datasets)]
+    ids = [dataset.id for dataset in _captionable(survey.datasets)]
     if wanted is not None and wanted not in ids:
         message = f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)})."
         problems.error("--dataset", message + did_you_mean(wanted, ids))
@@ -106,9 +114,7 @@ def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None
 
 
 def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> None:
-    """Check that the text encoder can describe pictures. A missing one is checked after its
-    download.
-    """
+    """Check that the text encoder can describe pictures; a missing one after its download."""
     if spec.captions.captioner is None:
         message = (
             f"the text encoder of {spec.title} cannot caption pictures; choose a Kandinsky "
@@ -119,21 +125,22 @@ def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> 
     part = source["text_encoder"]
     is_usable = ModelSource({role: source[role] for role in ENCODER}).check(report)
     names = list(part.weight_shapes()) if is_usable else []
+    if not names:
+        return
     settings = part.read_config() or {}
-    has = {
-        # A tied head is stored as the embedding only.
-        f"language head ({LANGUAGE_HEAD})": LANGUAGE_HEAD in names
-        or bool(settings.get("tie_word_embeddings")),
-        f"vision tower ({VISION}*)": any(VISION in name for name in names),
-    }
-    lacks = [part for part, is_present in has.items() if not is_present]
-    if names and lacks:
+    missing = []
+    # A tied head is stored as the embedding only.
+    if LANGUAGE_HEAD not in names and not settings.get("tie_word_embeddings"):
+        missing.append(f"language head ({LANGUAGE_HEAD})")
+    if not any(VISION in name for name in names):
+        missing.append(f"vision tower ({VISION}*)")
+    if missing:
         report.error(
-            part.key, f"the text encoder in {part.location!r} has no {' and no '.join(lacks)}."
+            part.key, f"the text encoder in {part.location!r} has no {' and no '.join(missing)}."
         )
 
 
-def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
+def _captionable(datasets: Sequence[Dataset]) -> list[Dataset]:
     """The datasets whose files can have caption files."""
     return [
         dataset
@@ -143,33 +150,32 @@ def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
 
 
 def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[DatasetFile]:
-    """The usable files without a caption in one dataset or in all; files with the same stem share a
-    caption.
+    """The usable files without a caption, in one dataset or in all.
+
+    Files with the same stem share a caption, so only the first one of a stem is included.
     """
-    for dataset in _described(datasets):
-        if wanted in (None, dataset.id) and is_readable(dataset.root):
-            blank = {file.name for file in dataset.rejected if file.detail == EMPTY}
-            captioned = scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions.keys() - blank
-            names = {sample.name for sample in dataset.samples}
-            names |= {file.name for file in dataset.rejected if file.reason == "no caption"}
-            # In reverse order, so that the first name of a stem wins.
-            firsts = {pair_key(name): name for name in sorted(names - captioned, reverse=True)}
-            yield from (DatasetFile(dataset, firsts[key]) for key in sorted(firsts))
+    for dataset in _captionable(datasets):
+        if wanted not in (None, dataset.id) or not is_readable(dataset.root):
+            continue
+        with_caption_file = scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions.keys()
+        with_empty_file = {file.name for file in dataset.rejected if file.detail == EMPTY}
+        captioned = with_caption_file - with_empty_file
+        usable = {sample.name for sample in dataset.samples}
+        usable |= {file.name for file in dataset.rejected if file.reason == "no caption"}
+        # In reverse order, so that the first name of a stem replaces the later ones.
+        first_names = {pair_key(name): name for name in sorted(usable - captioned, reverse=True)}
+        for key in sorted(first_names):
+            yield DatasetFile(dataset, first_names[key])
 
 
 def unread(files: Sequence[DatasetFile]) -> list[str]:
     """Notes about datasets that ignore caption files."""
-    configs = (file.dataset.config for file in files)
-    ignoring = {
-        config.id: config
-        for config in configs
-        if config.caption_strategy != "textfile" or config.only_instance_prompt
-    }
-    advice = (
-        "to train with the new captions, set caption_strategy to textfile and leave out "
-        "only_instance_prompt"
-    )
-    return [
-        f"{name}: captions come from {config.caption_strategy}; {advice}."
-        for name, config in ignoring.items()
-    ]
+    configs = {file.dataset.id: file.dataset.config for file in files}
+    notes = []
+    for name, config in configs.items():
+        if config.caption_strategy != "textfile" or config.only_instance_prompt:
+            notes.append(
+                f"{name}: captions come from {config.caption_strategy}; to train with the new "
+                "captions, set caption_strategy to textfile and leave out only_instance_prompt."
+            )
+    return notes

@@ -1,6 +1,4 @@
-"""Versions, operating system and device of a run, for the report, the model card and bug
-reports.
-"""
+"""Versions, system and device of a run, for the report, the model card and bug reports."""
 
 from __future__ import annotations
 
@@ -34,10 +32,9 @@ def describe_device() -> str:
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        # ROCm's build of torch calls its GPUs cuda, too.
-        version = (
-            f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-        )
+        version = f"CUDA {torch.version.cuda}"
+        if not torch.version.cuda:  # ROCm's build of torch calls its GPUs cuda, too
+            version = f"ROCm {torch.version.hip}"
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {version}"
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:

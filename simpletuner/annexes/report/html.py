@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from html import unescape
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,8 +30,9 @@ from simpletuner.reporting.metrics import EVALUATED, MIME, VIDEO_MIME, MediaReco
 from simpletuner.reporting.step_figures import FIGURES
 
 FOLDER = Path(__file__).parent
-PROGRAM = re.compile(r'class="snippet">.*?<pre>(.*?)</pre>', re.DOTALL)  # in report.html.jinja
-HEAD = 1 << 18
+# The sampling program in a report, as report.html.jinja writes it, is within its first bytes.
+PROGRAM = re.compile(r'class="snippet">.*?<pre>(.*?)</pre>', re.DOTALL)
+HEAD_BYTES = 1 << 18
 # A page may load only embedded data, and video files beside it.
 POLICY = (
     "default-src 'none'; img-src data:; media-src data: 'self' file:; style-src 'unsafe-inline'; "
@@ -45,27 +46,28 @@ def render(template: str, **values: object) -> str:
     Args:
         values: values for the template, including `scripts` and `refresh` of the page.
     """
-    return (
-        _environment()
-        .get_template(template)
-        .render(values, policy=POLICY, now=datetime.now().astimezone())
-    )
+    page = _environment().get_template(template)
+    return page.render(values, policy=POLICY, now=datetime.now().astimezone())
 
 
 def gallery(
     metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool
 ) -> dict[str, Any]:
-    """Template values for the curves of metrics and a grid of previews; preview paths are relative
-    to `folder`.
+    """Template values for the curves of metrics and a grid of previews.
+
+    Args:
+        folder: the folder to which the paths of previews are relative.
     """
     grid = build_grid(previews, folder)
-    scripts = ("curves.js", "viewer.js", "page.js")
-    counts = {"steps": grid.hidden_steps, "prompts": grid.hidden_rows}
-    left_out = [f"{count:,} more {what}" for what, count in counts.items() if count]
+    left_out = []
+    if grid.hidden_steps:
+        left_out.append(f"{grid.hidden_steps:,} more steps")
+    if grid.hidden_rows:
+        left_out.append(f"{grid.hidden_rows:,} more prompts")
     return {
         "grid": grid,
         "left_out": left_out,
-        "scripts": scripts,
+        "scripts": ("curves.js", "viewer.js", "page.js"),
         **curves(metrics, with_mfu=with_mfu),
     }
 
@@ -73,34 +75,35 @@ def gallery(
 def curves(
     metrics: Columns, *, with_mfu: bool = True, beside: Mapping[str, Columns] | None = None
 ) -> dict[str, Any]:
-    """Template values for the curves of metrics; curves of other runs (`beside`) are drawn over
-    them.
+    """Template values for the curves of metrics.
+
+    Args:
+        beside: metrics of other runs by name, whose curves are drawn over those of the run.
     """
     charts = charts_of(metrics, with_mfu=with_mfu)
     for name, columns in (beside or {}).items():
-        charts = [with_lines_of(chart, name, charts_of(columns)) for chart in charts]
+        compared = charts_of(columns)
+        charts = [with_lines_of(chart, name, compared) for chart in charts]
     # Runs differ in pace, so they are compared over steps only.
     hours = [] if beside else hours_of(metrics)
-    return {
-        "charts": charts,
-        "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours},
-    }
+    chart_data = {"charts": [chart.to_json() for chart in charts], "hours": hours}
+    return {"charts": charts, "chart_data": chart_data}
 
 
-def with_lines_of(chart: Chart, name: str, others: Sequence[Chart]) -> Chart:
-    """Add the lines of another run's chart with the same title; histograms are returned
-    unchanged.
+def with_lines_of(chart: Chart, name: str, compared: Sequence[Chart]) -> Chart:
+    """A chart with the lines of another run's chart of the same title; not of histograms.
+
+    Args:
+        name: of the other run.
+        compared: its charts.
     """
-    added = [
-        line
-        for other in others
-        if other.title == chart.title and not chart.bars
-        for line in other.series
-    ]
-    return replace(
-        chart,
-        series=[*chart.series, *(replace(line, name=f"{name}: {line.name}") for line in added)],
-    )
+    if chart.bars:
+        return chart
+    series = [*chart.series]
+    for compared_chart in compared:
+        if compared_chart.title == chart.title:
+            series += [replace(line, name=f"{name}: {line.name}") for line in compared_chart.series]
+    return replace(chart, series=series)
 
 
 def program_in(report: Path) -> str:
@@ -109,7 +112,7 @@ def program_in(report: Path) -> str:
         return ""
     with report.open("rb") as file:
         # The program is near the top; the pictures below it take megabytes.
-        match = PROGRAM.search(file.read(HEAD).decode(errors="replace"))
+        match = PROGRAM.search(file.read(HEAD_BYTES).decode(errors="replace"))
     return unescape(match[1]) if match else ""
 
 
@@ -198,27 +201,41 @@ def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
         with_mfu: include model FLOP utilisation, which means little on a CPU.
     """
     charts = [*_loss_chart(metrics)]
-    if points := metrics.points("learning_rate"):
+    points = metrics.points("learning_rate")
+    if points:
         charts.append(Chart("Learning rate", [Series("learning rate", thin(points))]))
+    charts += _figure_charts(metrics)
+    charts += _timestep_chart(metrics)
+    charts += _waiting_chart(metrics)
+    if with_mfu:
+        charts += _mfu_chart(metrics)
+    charts += _minor_charts(metrics)
+    return charts
+
+
+def _figure_charts(metrics: Columns) -> Iterator[Chart]:
+    """Charts of the figures of a step that have one."""
     for figure in FIGURES:
         curve = figure.curve
-        if curve and (points := metrics.points(figure.name)):
-            charts.append(
-                Chart(
-                    curve.title, [smoothed(curve.title.lower(), points)], curve.note, log=curve.log
-                )
-            )
-    charts += [*_timestep_chart(metrics), *_waiting_chart(metrics)]
-    if with_mfu and (points := metrics.points("mfu")):
+        if curve is None:
+            continue
+        points = metrics.points(figure.name)
+        if points:
+            line = smoothed(curve.title.lower(), points)
+            yield Chart(curve.title, [line], curve.note, log=curve.log)
+
+
+def _mfu_chart(metrics: Columns) -> Iterator[Chart]:
+    points = metrics.points("mfu")
+    if points:
         note = (
             "model FLOP utilisation: the model's arithmetic as a share of the measured matmul rate"
         )
-        charts.append(Chart("MFU", [smoothed("mfu", points)], note, minor=True))
-    return [*charts, *_other_charts(metrics)]
+        yield Chart("MFU", [smoothed("mfu", points)], note, minor=True)
 
 
-def _other_charts(metrics: Columns) -> Iterator[Chart]:
-    """Charts on request, of columns that have none of their own."""
+def _minor_charts(metrics: Columns) -> Iterator[Chart]:
+    """Charts, shown on request, of all other columns."""
     drawn = {figure.name for figure in FIGURES if figure.curve or not figure.has_curve}
     for key in metrics.names:
         if key in drawn or key in NOT_MEASURED or key.startswith(EVALUATED):
@@ -248,9 +265,11 @@ def smoothed(name: str, points: Sequence[Point]) -> Series:
 
 def is_noisy(points: Sequence[Point]) -> bool:
     """Whether a curve needs a running average, which would only delay a smooth one."""
+    if len(points) <= SHORTEST_SPAN:
+        return False
     values = [value for _, value in points]
-    travelled = sum(abs(after - before) for before, after in pairwise(values))
-    return len(values) > SHORTEST_SPAN and travelled > NOISY_TRAVEL * (max(values) - min(values))
+    travel = sum(abs(after - before) for before, after in pairwise(values))
+    return travel > NOISY_TRAVEL * (max(values) - min(values))
 
 
 def smoothing_span(count: int) -> int:
@@ -267,37 +286,45 @@ def thin(items: Sequence[Item], limit: int = POINTS) -> list[Item]:
 
 
 def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` points: the minimum and maximum of every interval, so that no spike is
-    lost.
-    """
+    """At most `limit` points: the minimum and maximum of every interval, so that spikes stay."""
     if len(points) <= limit:
         return list(points)
-    stretches = limit // 2
-    edges = [index * len(points) // stretches for index in range(stretches + 1)]
+    intervals = limit // 2
+    edges = [index * len(points) // intervals for index in range(intervals + 1)]
     kept: list[Point] = []
-    for low, high in pairwise(edges):
-        stretch = points[low:high]
-        # Sorted by step; the set merges equal points.
-        kept.extend(sorted({min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))}))
+    for start, end in pairwise(edges):
+        interval = points[start:end]
+        lowest = min(interval, key=itemgetter(1))
+        highest = max(interval, key=itemgetter(1))
+        kept += sorted({lowest, highest})  # by step; the set merges equal points
     return kept
 
 
 def _loss_chart(metrics: Columns) -> Iterator[Chart]:
-    if points := metrics.points("train_loss"):
-        loss = smoothed("loss", points)
+    """The training loss with the evaluation losses."""
+    points = metrics.points("train_loss")
+    if not points:
+        return
+    loss = smoothed("loss", points)
+    note = ""
+    if loss.smooth:
         span = smoothing_span(len(points))
-        note = f"faint: each step; line: smoothed over about {span} steps" if loss.smooth else ""
-        evaluations = (
-            Series(key.removeprefix("loss/"), thin(metrics.points(key)))
-            for key in evaluation_names(metrics)
-        )
-        yield Chart("Loss", [loss, *evaluations], note, log=True)
+        note = f"faint: each step; line: smoothed over about {span} steps"
+    evaluations = [
+        Series(key.removeprefix("loss/"), thin(metrics.points(key)))
+        for key in evaluation_names(metrics)
+    ]
+    yield Chart("Loss", [loss, *evaluations], note, log=True)
 
 
 def _waiting_chart(metrics: Columns) -> Iterator[Chart]:
-    if series := [
-        smoothed(name, points) for key, name in WAITS.items() if (points := metrics.points(key))
-    ]:
+    """The seconds that steps wait for data and for streamed weights."""
+    series = []
+    for key, name in WAITS.items():
+        points = metrics.points(key)
+        if points:
+            series.append(smoothed(name, points))
+    if series:
         yield Chart("Seconds of waiting", series, "part of each step", log=True, minor=True)
 
 
@@ -316,7 +343,7 @@ def _timestep_chart(metrics: Columns) -> Iterator[Chart]:
 
 
 def _compact(points: Sequence[Point]) -> list[list[float]]:
-    # Five digits are finer than a pixel of a chart.
+    """Points with five digits, which are finer than a pixel of a chart."""
     return [[step, float(f"{value:.5g}")] for step, value in points]
 
 
@@ -373,8 +400,12 @@ class PreviewGrid:
     @property
     def compares(self) -> bool:
         """Whether a row has two previews to compare."""
-        lines = (cells for row in self.rows for cells in (row.plain, row.averaged))
-        return any(sum(bool(cell and cell.source) for cell in cells) > 1 for cells in lines)
+        for row in self.rows:
+            for line in (row.plain, row.averaged):
+                shown = [cell for cell in line if cell is not None and cell.source]
+                if len(shown) > 1:
+                    return True
+        return False
 
 
 def build_grid(
@@ -382,8 +413,7 @@ def build_grid(
     output_dir: Path,
     link: Callable[[MediaRecord], str] | None = None,
 ) -> PreviewGrid:
-    """Select rows and columns and embed their pictures: `validation_prompt` first, the empty prompt
-    last.
+    """Select rows and columns, and embed their pictures.
 
     Args:
         records: all previews of the run.
@@ -394,10 +424,10 @@ def build_grid(
     shown = ordered[:ROWS]
     all_steps = steps_of(shown)
     steps = thin(all_steps, columns_beside(shown))
-    count = sum(record.step in steps for row in shown for record in row)
-    # Bytes per preview. Changes only when the number of previews doubles, since a change re-encodes
-    # all of them.
-    allowance = BUDGET // (1 << max(0, count - 1).bit_length())
+    embedded = [record for record in chain.from_iterable(shown) if record.step in steps]
+    # Bytes per preview, for the next power of two of previews: a change re-encodes all of them, so
+    # it happens only when their number doubles.
+    allowance = BUDGET // (1 << max(0, len(embedded) - 1).bit_length())
     source = link or partial(_source, output_dir=output_dir, allowance=allowance)
     rows = [_build_row(row, steps, source) for row in shown]
     return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(ordered) - len(shown))
@@ -413,13 +443,15 @@ def grid_rows(records: Iterable[MediaRecord]) -> list[list[MediaRecord]]:
 
 def steps_of(rows: Iterable[Iterable[MediaRecord]]) -> list[int]:
     """The steps at which any of the rows was rendered."""
-    return sorted({record.step for row in rows for record in row})
+    return sorted({record.step for record in chain.from_iterable(rows)})
 
 
 def columns_beside(rows: Sequence[Sequence[MediaRecord]]) -> int:
     """How many steps a grid of these rows shows."""
-    # A prompt with EMA previews takes two lines of the grid.
-    lines = sum(len({record.ema for record in row}) for row in rows)
+    lines = 0
+    for row in rows:
+        # A prompt with EMA previews takes two lines of the grid.
+        lines += len({record.ema for record in row})
     return max(FEWEST_COLUMNS, CELLS // max(1, lines))
 
 
@@ -429,33 +461,41 @@ def pages_of(records: Sequence[MediaRecord]) -> list[tuple[str, list[MediaRecord
     pages: list[tuple[str, list[MediaRecord]]] = []
     for top in range(0, len(rows), ROWS):
         chunk = rows[top : top + ROWS]
-        prompts = f", prompts {top + 1} to {top + len(chunk)}" if len(rows) > ROWS else ""
+        prompts = ""
+        if len(rows) > ROWS:
+            prompts = f", prompts {top + 1} to {top + len(chunk)}"
         steps = steps_of(chunk)
         width = columns_beside(chunk)
         for start in range(0, len(steps), width):
             part = steps[start : start + width]
-            kept = [record for row in chunk for record in row if part[0] <= record.step <= part[-1]]
-            pages.append((f"steps {part[0]:,} to {part[-1]:,}{prompts}", kept))
+            first, last = part[0], part[-1]
+            kept = [record for record in chain.from_iterable(chunk) if first <= record.step <= last]
+            pages.append((f"steps {first:,} to {last:,}{prompts}", kept))
     return pages
 
 
 def grid_order(record: MediaRecord) -> tuple[bool, bool]:
     """A sort key: `validation_prompt` first, at any strength, and the empty prompt last."""
-    return not record.prompt, record.short_name.partition(" ")[0] != MAIN_PROMPT
+    name, *_ = record.short_name.split(" ")  # without the strength
+    return not record.prompt, name != MAIN_PROMPT
 
 
 def _build_row(
     records: Sequence[MediaRecord], steps: Sequence[int], source: Callable[[MediaRecord], str]
 ) -> Row:
-    def cells(averaged: bool) -> list[Cell | None]:
-        by_step = {record.step: record for record in records if record.ema == averaged}
-        return [
-            Cell(by_step[step], source(by_step[step])) if step in by_step else None
-            for step in steps
-        ]
+    """The row of a prompt; `source` returns the picture of a record."""
 
-    averaged = cells(True) if any(record.ema for record in records) else ()
-    return Row(records[0].short_name, records[0].prompt, cells(False), averaged)
+    def cells(*, averaged: bool) -> list[Cell | None]:
+        by_step = {record.step: record for record in records if record.ema == averaged}
+        line: list[Cell | None] = []
+        for step in steps:
+            record = by_step.get(step)
+            line.append(None if record is None else Cell(record, source(record)))
+        return line
+
+    has_averaged = any(record.ema for record in records)
+    averaged = cells(averaged=True) if has_averaged else ()
+    return Row(records[0].short_name, records[0].prompt, cells(averaged=False), averaged)
 
 
 def thumbnail(picture: Image.Image, side: int = THUMBNAIL_SIDE) -> str:
@@ -464,6 +504,7 @@ def thumbnail(picture: Image.Image, side: int = THUMBNAIL_SIDE) -> str:
 
 
 def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
+    """The embedded preview of a record; empty if the file is missing."""
     path = output_dir / record.path
     try:
         modified = path.stat().st_mtime_ns
@@ -474,8 +515,7 @@ def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
 
 @lru_cache(maxsize=4 * CELLS)
 def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
-    """A data URI of the file, or of its largest copy within the allowance; for a large video, its
-    URL.
+    """A data URI of a file, or of its largest copy within the allowance; of a large video, its URL.
 
     `modified` is a cache key.
     """

@@ -27,7 +27,7 @@ from simpletuner.encoding.decoding import prepared_picture
 from simpletuner.errors import UserError
 from simpletuner.planning.plans import Plan
 from simpletuner.redaction import redact, redact_settings
-from simpletuner.reporting import events as happened
+from simpletuner.reporting import events
 from simpletuner.reporting.events import ENDED, Event, EventStream
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
@@ -49,6 +49,9 @@ REFRESH = 30
 # More rows would make the page slow; the plan (`--dry-run`) lists all files.
 LEDGER_ROWS = 500
 OPEN_UP_TO = 24  # files; a longer list starts collapsed
+# Every rewrite renders the whole page, so a long run has about this many, a short one fewer.
+REWRITES = 20
+FEWEST_STEPS = 50  # between two rewrites
 
 State = Literal["running", "finished", "stopped"]
 
@@ -62,19 +65,22 @@ def write_report(path: Path, data: Mapping[str, Any]) -> None:
     Raises:
         DiskFullError: no space; the old report is kept.
     """
-    shown = gallery(
+    curves_and_previews = gallery(
         data["metrics"], data["previews"], data["output_dir"], with_mfu=has_accelerator(data)
     )
+    share = 1.0
+    if data["total_steps"]:
+        share = min(1.0, data["step"] / data["total_steps"])
     page = render(
         "report.html.jinja",
         data=data,
-        files=sum(whole for _, whole, _, _ in data["datasets"]),
+        files=sum(files for _, files, _, _ in data["datasets"]),
         used=sum(used for _, _, used, _ in data["datasets"]),
-        share=min(1.0, data["step"] / data["total_steps"]) if data["total_steps"] else 1.0,
+        share=share,
         facts=list(facts(data)),
         open_up_to=OPEN_UP_TO,
         refresh=REFRESH if data["state"] == "running" else None,
-        **shown,
+        **curves_and_previews,
     )
     write_atomically(path, page, durable=False)  # can be rebuilt from the record
 
@@ -91,30 +97,32 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         last = sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
     yield from time_facts(metrics)
-    if memory := metrics.points("peak_memory_gb"):
-        yield "Peak memory", f"{max(value for _, value in memory):.1f} GB"
+    memory = [value for _, value in metrics.points("peak_memory_gb")]
+    if memory:
+        yield "Peak memory", f"{max(memory):.1f} GB"
     utilisation = [value for _, value in metrics.points("mfu")]
     if utilisation and has_accelerator(data):
         yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
     if data["datasets"]:
-        _, whole, used, _ = zip(*data["datasets"], strict=True)
-        yield "Files used", f"{sum(used):,} of {sum(whole):,}"
-    if device := data["environment"].get("device"):
+        files = sum(files for _, files, _, _ in data["datasets"])
+        used = sum(used for _, _, used, _ in data["datasets"])
+        yield "Files used", f"{used:,} of {files:,}"
+    device = data["environment"].get("device")
+    if device:
         yield "Device", device.partition(",")[0]
 
 
 def time_facts(metrics: Columns) -> Iterator[tuple[str, str]]:
     """How long steps took, and what they waited for."""
     seconds = [value for _, value in metrics.points("seconds")]
-    if seconds:
-        yield "Pace", pace_text(sum(seconds) / len(seconds))
-        yield "Time in steps", clock_text(sum(seconds))
-        waited, streamed = (
-            [value for _, value in metrics.points(key)]
-            for key in ("data_seconds", "weights_seconds")
-        )
-        parts = shares(sum(seconds), sum(waited), sum(streamed) if streamed else None)
-        yield "Time spent on", shares_text(parts)
+    if not seconds:
+        return
+    yield "Pace", pace_text(sum(seconds) / len(seconds))
+    yield "Time in steps", clock_text(sum(seconds))
+    for_data = [value for _, value in metrics.points("data_seconds")]
+    for_weights = [value for _, value in metrics.points("weights_seconds")]
+    parts = shares(sum(seconds), sum(for_data), sum(for_weights) if for_weights else None)
+    yield "Time spent on", shares_text(parts)
 
 
 def has_accelerator(data: Mapping[str, Any]) -> bool:
@@ -123,26 +131,33 @@ def has_accelerator(data: Mapping[str, Any]) -> bool:
 
 
 def settings_of(config: RunConfig) -> list[dict[str, Any]]:
-    """All options of a run in the order of the reference page, with secrets hidden: what set each
-    (`default`, `family default`, a file, the command line), and whether it differs from the global
-    default."""
+    """All options of a run in the order of the reference page, with secrets hidden.
+
+    `origin` is what set an option: `default`, `family default`, a file, or the command line.
+    `changed` options were set, and differ from the global default.
+    """
     values = redact_settings(config.flat)
     keys_set = config.keys_set()
-    return [
-        {
-            "key": name,
-            "value": _worded(values[name]),
-            "default": option.default_note.replace("`", "")
-            or ("" if option.required else _worded(option.default)),
-            "section": option.section,
-            "origin": config.origins.get(name, "default"),
-            "changed": values[name] != option.default and name in keys_set,
-        }
-        for name, option in all_options().items()
-    ]
+    settings = []
+    for name, option in all_options().items():
+        default = option.default_note.replace("`", "")
+        if not default and not option.required:
+            default = _as_text(option.default)
+        settings.append(
+            {
+                "key": name,
+                "value": _as_text(values[name]),
+                "default": default,
+                "section": option.section,
+                "origin": config.origins.get(name, "default"),
+                "changed": values[name] != option.default and name in keys_set,
+            }
+        )
+    return settings
 
 
-def _worded(value: Any) -> str:
+def _as_text(value: Any) -> str:
+    """A value as the report shows it."""
     if value is None:
         return "not set"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -171,10 +186,10 @@ class RunReport(Companion):
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Evenly spaced training pictures, or first frames of clips, as they are trained; decoded
-        once per session.
+        """Evenly spaced training pictures, or first frames of clips, as they are trained.
 
-        Pictures are data URIs; `edited_from` is the source picture of a pair, or empty.
+        They are decoded once per session. Pictures are data URIs; `edited_from` is the source
+        picture of a pair, or empty.
         """
         samples = [sample for data in self.plan.trained for sample in data.samples]
         return [
@@ -190,20 +205,20 @@ class RunReport(Companion):
 
     def __call__(self, event: Event) -> None:
         total = self.plan.length.total_steps
+        interval = max(FEWEST_STEPS, total // REWRITES)
         match event:
-            # Every rewrite renders the whole page, so a long run has only about 20 of them.
-            case happened.StepReport() if event.step % max(50, total // 20) == 0:
+            case events.StepReport() if event.step % interval == 0:
                 self.write()
-            case happened.PhaseEnded(happened.PhaseStarted(kind=happened.PREVIEWS)):
+            case events.PhaseEnded(events.PhaseStarted(kind=events.PREVIEWS)):
                 self.write()
-            case happened.StateChanged(state="running"):
+            case events.StateChanged(state="running"):
                 self.write()
             # Uploads of a finished run include the report.
-            case happened.PhaseStarted(kind=happened.UPLOADING) if self.events.step == total:
+            case events.PhaseStarted(kind=events.UPLOADING) if self.events.step == total:
                 self.write("finished")
-            case happened.StateChanged(state="finished"):
+            case events.StateChanged(state="finished"):
                 self.write("finished")
-            case happened.StateChanged() if event.state in ENDED:
+            case events.StateChanged() if event.state in ENDED:
                 self.write("stopped", event.message)
 
     def write(self, state: State = "running", message: str = "") -> None:
@@ -226,40 +241,37 @@ class RunReport(Companion):
         """
         plan = self.plan
         folder = self.plan.output_dir
-        damage = [describe_damage(folder / file) for file in (METRICS_FILE, MEDIA_FILE)]
         kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
+        # Id, number of files, number of used files, and trained sizes.
+        datasets = []
+        for dataset in plan.datasets:
+            used = len(dataset.samples)
+            files = used + len(dataset.rejected)
+            datasets.append((dataset.id, files, used, sorted(dataset.sizes())))
+        damage = [describe_damage(folder / file) for file in (METRICS_FILE, MEDIA_FILE)]
+        notes = [*(redact(str(warning)) for warning in plan.warnings), *filter(None, damage)]
         return {
             "title": redact(plan.title),
             "subtitle": f"{kind} on {plan.spec.name} {plan.flavour.name}",
-            **{
-                "state": state,
-                "step": self.events.step,
-                "total_steps": plan.length.total_steps,
-                "output_dir": folder,
-            },
+            "state": state,
+            "step": self.events.step,
+            "total_steps": plan.length.total_steps,
+            "output_dir": folder,
             "metrics": Columns.of(read_rows(folder / METRICS_FILE)),
             "previews": read_media(folder / MEDIA_FILE),
             "settings": settings_of(plan.config),
-            # Id, number of files, number of used files, and trained sizes.
-            "datasets": [
-                (
-                    data.id,
-                    len(data.samples) + len(data.rejected),
-                    len(data.samples),
-                    sorted(data.sizes()),
-                )
-                for data in plan.datasets
-            ],
+            "datasets": datasets,
             "ledger": ledger_rows(plan.datasets, LEDGER_ROWS),
             "samples": self.samples,
             "environment": self._environment,
             "message": redact(message),
-            "notes": [*(redact(str(warning)) for warning in plan.warnings), *filter(None, damage)],
+            "notes": notes,
             "result": published_result(plan, self.events.step) if state == "finished" else None,
         }
 
 
 def _thumbnail(sample: Sample) -> str:
+    """A small copy of a training picture as a data URI; empty if it cannot be decoded."""
     try:
         return thumbnail(prepared_picture(sample))
     except (MediaError, DeviceError, OSError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from textwrap import wrap
@@ -22,13 +21,13 @@ from simpletuner.errors import UserError
 from simpletuner.reporting.metrics import MIME, VIDEO_MIME, MediaRecord
 
 SAMPLES = 48  # newest samples that a page shows
-SAME = ("prompt", "seed", "index", "width", "height")  # equal for all samples in a row
+ROW_KEYS = ("prompt", "seed", "index", "width", "height")  # equal for all samples in a row
 SWEEP_FOLDER = "sweep"  # in the output folder of its run
 PAGE = "sheet.html"
 PICTURE = "sheet.png"
 CONTENT = "sheet.json"
 LOSSES = "losses.json"
-# of the picture, in pixels
+# Pixels of the picture.
 CELL = 256
 MARGIN = 8
 FONT_SIZE = 14
@@ -54,8 +53,7 @@ class Sheet:
 
     @classmethod
     def read(cls, folder: Path, title: str, metrics: Columns) -> Sheet:
-        """Read the latest sheet of a folder, with the cells rendered so far; without records if
-        there is none.
+        """Read the latest sheet of a folder, with the cells rendered so far.
 
         Raises:
             UserError: the list of cells is damaged.
@@ -71,12 +69,10 @@ class Sheet:
 
     def begin(self) -> None:
         """Write the list of planned cells, for pages that show progress."""
-        write_json(
-            self.folder / CONTENT, [asdict(record) for record in self.records], durable=False
-        )
-        write_json(
-            self.folder / LOSSES, {}, durable=False
-        )  # an earlier sweep's losses may be of another checkpoint
+        cells = [asdict(record) for record in self.records]
+        write_json(self.folder / CONTENT, cells, durable=False)
+        # The losses of an earlier sweep may be of another checkpoint.
+        write_json(self.folder / LOSSES, {}, durable=False)
 
     @property
     def steps(self) -> list[int]:
@@ -85,10 +81,10 @@ class Sheet:
 
     @property
     def best(self) -> int | None:
-        """The compared checkpoint with the lowest evaluation loss, interpolated between measured
-        steps.
+        """The compared checkpoint with the lowest evaluation loss.
 
-        None without a measured loss, and before a cell is rendered.
+        The loss is interpolated between measured steps. None if no loss was measured, and before a
+        cell is rendered.
         """
         points = evaluation_points(self.metrics)
         if not points or not self.records:
@@ -106,73 +102,81 @@ class Sheet:
                 "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval "
                 "measures it."
             )
-        low, least = min(points, key=lambda point: point[1])
-        last, loss = points[-1]
-        if low == last:
+        best_step, lowest = min(points, key=itemgetter(1))
+        last_step, last_loss = points[-1]
+        if best_step == last_step:
             summary = (
-                f"The evaluation loss is lowest at the last measured step ({least:.4g} at step "
-                f"{low:,})."
+                f"The evaluation loss is lowest at the last measured step ({lowest:.4g} at step "
+                f"{best_step:,})."
             )
         else:
-            rise = f"then rises to {loss:.4g} at step {last:,}"
-            summary = f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
-        by_strength = ", ".join(
-            f"{loss:.4g} at strength {strength}" for strength, loss in self.losses.items()
-        )
-        if self.best is None or not by_strength:
+            summary = (
+                f"The evaluation loss is lowest at step {best_step:,} ({lowest:.4g}) and then "
+                f"rises to {last_loss:.4g} at step {last_step:,}."
+            )
+        if self.best is None or not self.losses:
             return summary
-        return f"{summary} Checkpoint {self.best:,} has {by_strength}."
+        losses = [f"{loss:.4g} at strength {strength}" for strength, loss in self.losses.items()]
+        return f"{summary} Checkpoint {self.best:,} has {', '.join(losses)}."
 
     def write(self) -> None:
         """Write `sheet.html` with embedded pictures, `sheet.png` and the losses."""
         write_json(self.folder / LOSSES, self.losses, durable=False)
         kept = {"step", "train_loss", *evaluation_names(self.metrics)}
-        shown = gallery(self.metrics.only(kept), self.records, self.folder, with_mfu=False)
-        page = render("sheet.html.jinja", sheet=self, refresh=None, **shown)
+        content = gallery(self.metrics.only(kept), self.records, self.folder, with_mfu=False)
+        page = render("sheet.html.jinja", sheet=self, refresh=None, **content)
         write_atomically(self.folder / PAGE, page, durable=False)
         with open_atomically(self.folder / PICTURE, durable=False) as file:
             self._picture().save(file, "PNG")
 
     def _picture(self) -> Image.Image:
-        """Draw a row per prompt under its name and text, and a column per checkpoint; clips as
-        middle frames.
+        """Draw a row per prompt below its name and text, and a column per checkpoint.
+
+        Clips are drawn as their middle frames.
         """
         records = sorted(self.records, key=grid_order)
-        line = FONT_SIZE + MARGIN
+        line_height = FONT_SIZE + MARGIN
         font = ImageFont.load_default(FONT_SIZE)
-        height = max(CELL * record.height // max(record.width, record.height) for record in records)
+        cell_height = max(
+            CELL * record.height // max(record.width, record.height) for record in records
+        )
         width = (CELL + MARGIN) * len(self.steps) + MARGIN
         letters = int((width - MARGIN) / font.getlength("n"))
-        labels = {
-            record.row: wrap(f"{record.short_name}: {record.prompt or '(empty prompt)'}", letters)
-            for record in records
-        }
-        tops = list(
-            accumulate((height + line * len(label) for label in labels.values()), initial=line)
-        )
-        sheet = Image.new("RGB", (width, tops[-1]), "white")
+        labels: dict[object, list[str]] = {}  # the lines above a row
+        for record in records:
+            text = f"{record.short_name}: {record.prompt or '(empty prompt)'}"
+            labels[record.row] = wrap(text, letters)
+        lines = sum(len(label) for label in labels.values())
+        height = line_height * (1 + lines) + cell_height * len(labels)
+        sheet = Image.new("RGB", (width, height), "white")
         draw = ImageDraw.Draw(sheet)
-        left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
-        for step in self.steps:
+
+        left: dict[int, int] = {}  # of a column
+        for column, step in enumerate(self.steps):
+            left[step] = MARGIN + column * (CELL + MARGIN)
             mark = ", lowest evaluation loss" if step == self.best else ""
             draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
-        cells: dict[object, int] = {}
-        for (row, label), top in zip(labels.items(), tops, strict=False):
-            cells[row] = top + line * len(label) - MARGIN // 2
-            for number, text in enumerate(label):
-                draw.text((MARGIN, top + line * number), text, "black", font)
+
+        top: dict[object, int] = {}  # of the pictures in a row
+        y = line_height
+        for row, label in labels.items():
+            for text in label:
+                draw.text((MARGIN, y), text, "black", font)
+                y += line_height
+            top[row] = y - MARGIN // 2
+            y += cell_height
         for record in records:
-            fitted = ImageOps.contain(still(self.folder / record.path), (CELL, height))
-            sheet.paste(fitted, (left[record.step], cells[record.row]))
+            picture = ImageOps.contain(still(self.folder / record.path), (CELL, cell_height))
+            sheet.paste(picture, (left[record.step], top[record.row]))
         return sheet
 
 
 @dataclass(frozen=True)
 class RenderRecipe:
-    """What a page shows of a render's recipe; the file beside the render has more keys.
+    """The part of a render's recipe that a page shows; the file beside the render has more keys.
 
     Attributes:
-        step: of the weights; None for a LoRA file that does not say.
+        step: of the weights; None for a LoRA file without it.
         strength: of the LoRA; 0 is the base model.
     """
 
@@ -185,39 +189,44 @@ class RenderRecipe:
     strength: float
 
 
-def cell(made: Mapping[str, Any], name: str, path: str) -> MediaRecord:
+def cell(recipe: Mapping[str, Any], name: str, path: str) -> MediaRecord:
     """The record of a render, from its recipe."""
-    shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
-    return MediaRecord(step=made["step"] or 0, short_name=name, path=path, **shown)
+    values = {key: recipe[key] for key in ROW_KEYS}
+    return MediaRecord(step=recipe["step"] or 0, short_name=name, path=path, **values)
 
 
 def samples_in(folder: Path) -> list[MediaRecord]:
-    """The newest samples in a folder: a row per prompt, seed and strength; the base model counts as
-    step 0.
+    """The newest samples in a folder: a row per prompt, seed and strength.
+
+    Renders of the base model have strength 0, and count as step 0 in the rows of all strengths.
     """
-    made = recipes_in(folder)
-    strengths: dict[tuple[Any, ...], set[float]] = defaultdict(set)
-    for recipe in made.values():
-        strengths[itemgetter(*SAME)(recipe)] |= {recipe["strength"]} - {0}
+    row_of = itemgetter(*ROW_KEYS)
+    recipes = recipes_in(folder)
+    strengths: dict[tuple[Any, ...], set[float]] = defaultdict(set)  # newest row first
+    for recipe in recipes.values():
+        strengths[row_of(recipe)] |= {recipe["strength"]} - {0}
+
     records: dict[tuple[Any, ...], MediaRecord] = {}
-    for name, recipe in made.items():
-        is_untrained = recipe["strength"] == 0
-        # Renders of the base model belong to the rows of all strengths.
-        rows = (
-            sorted(strengths[itemgetter(*SAME)(recipe)]) or [1]
-            if is_untrained
-            else [recipe["strength"]]
-        )
-        for strength in rows:
-            title = f"{recipe['prompt']:.50}, seed {recipe['seed']}" + (
-                f", at {strength:g}" if strength != 1 else ""
-            )
-            record = cell({**recipe, "step": 0} if is_untrained else recipe, title, name)
+    for path, recipe in recipes.items():
+        row_strengths = [recipe["strength"]]
+        if recipe["strength"] == 0:
+            recipe = {**recipe, "step": 0}
+            row_strengths = sorted(strengths[row_of(recipe)]) or [1]
+        for strength in row_strengths:
+            title = f"{recipe['prompt']:.50}, seed {recipe['seed']}"
+            if strength != 1:
+                title += f", at {strength:g}"
+            record = cell(recipe, title, path)
             records.setdefault((*record.row, record.step), record)
-    newest = [*strengths]  # the strengths of a prompt stay together
-    return sorted(
-        records.values(), key=lambda each: (newest.index(attrgetter(*SAME)(each)), each.short_name)
-    )
+
+    newest_first = [*strengths]
+    row_of_record = attrgetter(*ROW_KEYS)
+
+    def order(record: MediaRecord) -> tuple[int, str]:
+        # The strengths of a prompt stay together.
+        return newest_first.index(row_of_record(record)), record.short_name
+
+    return sorted(records.values(), key=order)
 
 
 def recipes_in(folder: Path) -> dict[str, dict[str, Any]]:
