@@ -37,7 +37,7 @@ class Counting(BlockInputs):
 
 @pytest.mark.parametrize("interval", [None, 2])
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_same_bits(
+def test_training_with_offloaded_block_inputs_is_bit_equal(
     monkeypatch: pytest.MonkeyPatch, interval: int | None, streams: bool
 ) -> None:
     monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
@@ -57,7 +57,7 @@ def test_the_same_bits(
     assert inputs.left == 3 * checkpointed, "sampling keeps nothing"
 
 
-def test_two_graphs_at_a_time() -> None:
+def test_two_graphs_may_be_alive_at_a_time() -> None:
     """The buffers of a graph that still lives are not given to another one."""
     plain = Trained()
     ours = Trained(block_inputs=BlockInputs(CPU))
@@ -73,7 +73,7 @@ def test_two_graphs_at_a_time() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-def test_a_tensor_that_left_is_gone() -> None:
+def test_an_offloaded_tensor_is_freed_on_the_device() -> None:
     inputs = BlockInputs(CPU)
     weight = torch.ones(4, requires_grad=True)
     hidden = torch.rand(4)
@@ -120,7 +120,7 @@ class FakeStream:
         pass
 
 
-def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_holds_at_most_two_offloaded_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computes on only after their copies; their memory is locked in place, at its own size."""
     inputs = BlockInputs(CPU)
     compute = FakeStream()
@@ -152,7 +152,7 @@ def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("streams", [False, True])
-def test_on_a_gpu(streams: bool) -> None:
+def test_block_inputs_are_offloaded_on_a_gpu(streams: bool) -> None:
     device = torch.device("cuda")
     plain = Trained()
     ours = Trained(block_inputs=BlockInputs(device))

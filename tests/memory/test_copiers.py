@@ -29,7 +29,7 @@ from tests.tools.streaming import CPU, Trained, assert_equal, to_int8
 GPU = torch.device("cuda")
 
 
-def test_copies_in_line_are_the_waiting() -> None:
+def test_copies_in_line_count_as_waiting() -> None:
     plain = Trained()
     streamed = Trained()
     streamer = streamed.offloaded()
@@ -40,7 +40,7 @@ def test_copies_in_line_are_the_waiting() -> None:
     assert streamer.waited() == 0
 
 
-def test_waiting_on_a_stream_is_counted_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_on_a_stream_are_counted_after_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     over: list[bool] = []
     event = SimpleNamespace(
         record=lambda: None, query=lambda: bool(over), elapsed_time=lambda later: 250.0
@@ -56,7 +56,7 @@ def test_waiting_on_a_stream_is_counted_when_it_is_over(monkeypatch: pytest.Monk
     assert clock.read() == 0
 
 
-def test_a_stream_without_cuda_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_without_cuda_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     attach._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -64,7 +64,9 @@ def test_a_stream_without_cuda_is_told_once(caplog: pytest.LogCaptureFixture) ->
     assert caplog.text.count("group_offload_use_stream has no effect") == 1
 
 
-def test_more_than_there_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_size_beyond_the_blocks_causes_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain = Trained()
     streamed = Trained()
     streamer = streamed.offloaded(group_offload_blocks_per_group=99)
@@ -99,7 +101,7 @@ def test_an_image_is_aligned_and_keeps_layouts() -> None:
     assert torch.equal(conv.weight, before)
 
 
-def test_an_image_on_disk_is_no_memory_and_no_file(tmp_path: Path) -> None:
+def test_an_image_on_disk_takes_no_memory_and_leaves_no_file(tmp_path: Path) -> None:
     flat = torch.arange(2 * ALIGNMENT, dtype=torch.int64).view(torch.uint8)
     mapped = image.on_disk(flat, tmp_path)
     assert torch.equal(mapped, flat)
@@ -138,7 +140,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["", "int8-quanto"])
-def test_stacks_of_layers(name: str, tmp_path: Path) -> None:
+def test_long_stacks_of_layers_are_streamed(name: str, tmp_path: Path) -> None:
     """Those that are quantised while they are packed, too."""
     model = Stack().requires_grad_(False)
     whole = copy.deepcopy(model)
@@ -161,7 +163,9 @@ def test_stacks_of_layers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("to_disk", [False, True])
 @pytest.mark.parametrize("use_stream", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_on_a_gpu(tmp_path: Path, to_disk: bool, use_stream: bool, checkpointing: bool) -> None:
+def test_streaming_is_bit_equal_on_a_gpu(
+    tmp_path: Path, to_disk: bool, use_stream: bool, checkpointing: bool
+) -> None:
     plain = Trained(checkpointing=checkpointing)
     streamed = Trained(checkpointing=checkpointing)
     plain.to(GPU)
@@ -180,7 +184,7 @@ def test_on_a_gpu(tmp_path: Path, to_disk: bool, use_stream: bool, checkpointing
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_quantised_weights_on_a_gpu() -> None:
+def test_quantised_weights_stream_on_a_gpu() -> None:
     """A wrapper tells the device of what it wraps, wherever that is."""
     plain = Trained(prepare=to_int8)
     streamed = Trained(prepare=to_int8)
@@ -238,7 +242,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("error", [0, 2])
-def test_what_locking_leaves_behind(
+def test_pinned_pages_are_unlocked_with_their_owner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
 ) -> None:
     """An error that is not asked for would be raised by the next kernel; memory is given back after
@@ -283,7 +287,7 @@ def test_the_gpu_that_locked_pages_unlocks_them(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_memory_is_given_back_quietly_after_the_device_has_failed(
+def test_memory_is_unlocked_silently_after_the_device_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse() -> None:
@@ -302,7 +306,7 @@ def test_memory_is_given_back_quietly_after_the_device_has_failed(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_pages_that_cannot_be_locked_break_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_that_cannot_be_pinned_only_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     flat = image.whole_pages(1 << 20)
     owners = nn.Identity(), nn.Identity()
     for owner in owners:
@@ -313,7 +317,7 @@ def test_pages_that_cannot_be_locked_break_nothing_else(caplog: pytest.LogCaptur
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_page_locked_in_place() -> None:
+def test_pages_are_pinned_in_place() -> None:
     flat = image.whole_pages(1 << 20)
     owner = nn.Identity()
     image.page_lock(flat, owner)
@@ -323,6 +327,6 @@ def test_page_locked_in_place() -> None:
     assert not flat.is_pinned()
 
 
-def test_which_copier() -> None:
+def test_devices_without_cuda_use_the_plain_copier() -> None:
     assert type(choose_copier(CPU, 1, use_stream=True, on_disk=True)) is Copier
     assert type(choose_copier(torch.device("mps"), 1, use_stream=True, on_disk=False)) is Copier

@@ -221,7 +221,7 @@ def recorded(name: str) -> LyingGpu:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_order_changes_a_number(name: str) -> None:
+def test_no_order_of_streams_changes_a_number(name: str) -> None:
     for seed in range(ORDERS):
         recorded(name).play(seed)
 

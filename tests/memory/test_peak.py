@@ -93,7 +93,7 @@ def train(model: Any, cost: TransformerCost, adapters: Adapters, checkpointed: b
     ],
     ids=["lite", "image", "sana", "sana-i2v"],
 )
-def test_the_planned_peak_is_the_metered_one(
+def test_the_planned_peak_equals_the_measured_one(
     name: str, load: BatchShape, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert 0.95 <= planned_by_metered(name, load, checkpointed, None, monkeypatch) <= 1.1
@@ -107,7 +107,7 @@ def test_the_planned_peak_is_the_metered_one(
     ],
     ids=["lite-int8", "image-fp8"],
 )
-def test_with_products_in_few_bits(
+def test_the_planned_peak_of_quantised_products_equals_the_measured_one(
     name: str,
     load: BatchShape,
     checkpointed: bool,
@@ -120,7 +120,9 @@ def test_with_products_in_few_bits(
 # From 7 processes on, the output layer, which all of them compute, takes more memory than a share
 # of a block.
 @pytest.mark.parametrize("size", [2, 7])
-def test_with_tokens_that_processes_share(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planned_peak_of_shared_tokens_equals_the_measured_one(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(distributed, "all_to_all_single", lambda *arguments, **settings: None)
     load = BatchShape(1, 16, 32, 48, 256)
     assert 0.95 <= planned_by_metered("t2v-lite-sft-5s", load, True, None, monkeypatch, size) <= 1.1
@@ -181,7 +183,7 @@ def planned_by_metered(
     ],
     ids=["pro-512-plain", "lite-10s-checkpointed"],
 )
-def test_the_planned_peak_of_sparse_attention_is_the_metered_one(
+def test_the_planned_peak_of_sparse_attention_equals_the_measured_one(
     flavour: str, load: BatchShape, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the tiles of flex attention, whose result checkpoints keep."""
@@ -229,7 +231,7 @@ def use_levels(model: nn.Module, levels: torch.dtype) -> None:
     ],
     ids=["lite", "sana"],
 )
-def test_the_planned_peak_of_released_gradients_is_the_metered_one(
+def test_the_planned_peak_of_released_gradients_equals_the_measured_one(
     flavour: str, load: BatchShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Activations, and the gradients of a block instead of all. Blocks are taken to need as much

@@ -66,7 +66,7 @@ def quantised(
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_error_and_size(name: str) -> None:
+def test_error_and_size_of_quantised_weights_are_bounded(name: str) -> None:
     need(name)
     original = weight()
     form, tensors = pack(original, QUANTISATIONS[name])
@@ -78,7 +78,7 @@ def test_error_and_size(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "columns"), [*product(QUANTO, (256, 160, 40))])
-def test_unpacked_weights_are_the_librarys_own(
+def test_unpacked_weights_equal_those_of_the_library(
     name: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32; 40 columns have no even groups below 8 bits."""
@@ -115,7 +115,7 @@ def test_rows_of_zeros_stay_zeros(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "bias"), [*product(LIMITS, (True, False))])
-def test_the_product_and_its_gradient_are_those_of_the_unpacked_weight(
+def test_the_product_and_its_gradient_equal_those_of_the_unpacked_weight(
     name: str, bias: bool
 ) -> None:
     need(name)
@@ -154,7 +154,7 @@ def test_a_product_does_not_wait_for_the_device(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8dq_is_torchaos_quantisation(dtype: torch.dtype) -> None:
+def test_int8dq_equals_torchaos_quantisation(dtype: torch.dtype) -> None:
     """The weight bit for bit, the product up to the rounding of the inputs; 16 rows, too few for a
     GPU, keep theirs.
     """
@@ -179,7 +179,7 @@ def test_int8dq_is_torchaos_quantisation(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("name", "columns"), [*product(QUANTO, (132, 24))])
-def test_widths_and_strides_that_the_librarys_kernels_do_not_take(name: str, columns: int) -> None:
+def test_products_of_unsupported_widths_and_strides_are_finite(name: str, columns: int) -> None:
     """bfloat16 on a CPU, widths that are no multiple of 16, inputs that are not contiguous."""
     layer = QuantisedLinear(
         nn.Linear(columns, 16), pack(weight(16, columns), QUANTISATIONS[name])
@@ -188,7 +188,7 @@ def test_widths_and_strides_that_the_librarys_kernels_do_not_take(name: str, col
     assert outputs.isfinite().all()
 
 
-def test_an_unpacked_weight_is_never_kept_for_the_backward_pass() -> None:
+def test_autograd_never_saves_an_unpacked_weight() -> None:
     model = quantised(nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64)))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -202,7 +202,7 @@ def test_an_unpacked_weight_is_never_kept_for_the_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("build", [build_kandinsky, build_sana])
-def test_only_the_layers_of_the_family_are_packed(build: Any) -> None:
+def test_only_quantisable_layers_of_the_family_are_packed(build: Any) -> None:
     """Modulation, time, embeddings, norms, convolutions and the output keep every bit and their
     dtype.
     """
@@ -225,7 +225,7 @@ def test_only_the_layers_of_the_family_are_packed(build: Any) -> None:
     )
 
 
-def test_where_weights_are_packed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_packing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = build_kandinsky()
     together: dict[str, list[list[str]]] = {}
@@ -324,7 +324,7 @@ def test_gradients_of_a_lora_on_int8(t2i_checkpoint: Path, precision: str) -> No
         ({"mixed_precision": "no", "base_model_default_dtype": "bf16"}, torch.bfloat16),
     ],
 )
-def test_dtype_of_what_is_not_quantised(
+def test_layers_that_are_not_quantised_keep_their_dtype(
     t2i_checkpoint: Path, settings: dict[str, str], dtype: torch.dtype
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, base_model_precision="int8", **settings)

@@ -65,7 +65,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_products_are_those_of_integers_bit_for_bit(dtype: torch.dtype) -> None:
+def test_int8_products_equal_integer_arithmetic_bit_for_bit(dtype: torch.dtype) -> None:
     """Outputs and input gradients, against sums of levels in int64."""
     found = layer("int8-quanto", dtype=dtype)
     inputs = draw(4, 9, 64, dtype=dtype)
@@ -83,7 +83,7 @@ def test_int8_products_are_those_of_integers_bit_for_bit(dtype: torch.dtype) -> 
     )
 
 
-def test_fp8_products_are_off_by_the_rounding_of_their_factors() -> None:
+def test_fp8_products_differ_only_by_the_rounding_of_their_factors() -> None:
     """e4m3 rounds a number by up to 2^-4 of itself, near zero 2^-10 of the unit in which 448 is the
     largest; a GPU's kernels write bf16, which rounds by 2^-9."""
     found = layer("fp8-quanto")
@@ -108,7 +108,7 @@ def test_fp8_products_are_off_by_the_rounding_of_their_factors() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_that_is_not_for_the_kernels_multiplies_unpacked(
+def test_a_layer_of_an_unsupported_size_multiplies_unpacked(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Widths that are no multiple of 16, and too few rows; inputs that are not contiguous are no
@@ -238,7 +238,7 @@ def test_gradients_of_a_lora(
     [{"dynamo_backend": "aot_eager"}, {"enable_group_offload": True}, {"use_dora": True}],
     ids=str,
 )
-def test_the_comparison_leaves_no_trace(
+def test_the_first_gradients_are_compared_without_side_effects(
     t2i_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -324,7 +324,7 @@ DYNAMIC = {"text_encoder_1_precision": "int8dq-torchao"}
         ),
     ],
 )
-def test_devices_without_the_products(
+def test_devices_without_quantised_products_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     device: str,
@@ -353,7 +353,7 @@ def test_devices_without_the_products(
         ({"base_model_precision": "int8dq-torchao"}, "base_model_precision", "Use int8-torchao."),
     ],
 )
-def test_a_gpu_that_refuses_the_first_product_is_told_at_once(
+def test_a_gpu_that_refuses_the_first_product_is_reported_before_loading(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], key: str, remedy: str
 ) -> None:
     """As torch refuses fp8 on some GPUs whose compute capability allows it."""

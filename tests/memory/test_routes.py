@@ -49,7 +49,7 @@ def setup(lite: TransformerCost) -> StepModel:
     return lora(lite, KANDINSKY)
 
 
-def test_tokens_of_each_block() -> None:
+def test_the_plan_counts_the_tokens_of_every_block() -> None:
     assert tokens_by_block([], 4, 100, 1) == ()
     assert tokens_by_block([Route(0.0, 0, -1)], 4, 100, 1) == ()
     assert tokens_by_block([Route(0.5, 1, -2), Route(0.25, 3, 3)], 5, 101, 1) == (
@@ -67,7 +67,7 @@ def test_tokens_of_each_block() -> None:
 
 
 @pytest.mark.parametrize(("size", "limit"), [("image", 2.12), ("lite", 2.64), ("pro", 2.81)])
-def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
+def test_routes_save_the_flops_of_skipped_tokens(size: str, limit: float) -> None:
     """As benchmarks/tread.py has it: that neither counts text blocks nor the LoRA."""
     cost = cost_of(VIDEO_COST, hollow_transformer(size))
     setup = lora(cost, KANDINSKY)
@@ -81,14 +81,16 @@ def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
     assert routed.traffic < 0.6 * plain.traffic
 
 
-def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: StepModel) -> None:
+def test_a_route_that_keeps_all_tokens_changes_nothing(
+    lite: TransformerCost, setup: StepModel
+) -> None:
     neutral = replace(setup, techniques=(TreadSpec([Route(0.0, 2, -2)]),))
     load = load_of("lite")
     assert Step(neutral, load, H100).cost == Step(setup, load, H100).cost
     assert neutral.memory(load) == setup.memory(load)
 
 
-def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: StepModel) -> None:
+def test_routes_do_not_change_the_cost_of_previews(lite: TransformerCost, setup: StepModel) -> None:
     routed = replace(setup, techniques=(GUIDES,))
     assert (
         Step(routed, load_of("lite"), H100).forward_seconds
@@ -101,7 +103,7 @@ def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: StepModel
     [H100, replace(H100, rates=replace(H100.rates, transfer=1.0))],
     ids=["compute", "copy"],
 )
-def test_extra_passes(lite: TransformerCost, setup: StepModel, device: Device) -> None:
+def test_extra_passes_are_counted(lite: TransformerCost, setup: StepModel, device: Device) -> None:
     """They go through all tokens, with and without gradients."""
 
     def seconds(**extra: float) -> float:
@@ -120,7 +122,7 @@ def test_extra_passes(lite: TransformerCost, setup: StepModel, device: Device) -
     assert alone == pytest.approx(unrouted if device is H100 else plain)
 
 
-def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: StepModel) -> None:
+def test_only_kept_tokens_have_activations(lite: TransformerCost, setup: StepModel) -> None:
     """Of 32 blocks 29 lie in the route; its first one keeps all tokens, to pick from. The last
     block is whole.
     """

@@ -76,7 +76,7 @@ def mapped(mine: torch.Tensor, world: World, folder: Path | None) -> str:
 
 
 @pytest.mark.slow
-def test_processes_share_memory_also_where_they_do_not_see_each_other(tmp_path: Path) -> None:
+def test_processes_share_memory_even_in_separate_containers(tmp_path: Path) -> None:
     for name in ("shm", "disk"):
         (tmp_path / name).mkdir()
     for name in ("shm", "disk"):

@@ -87,7 +87,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.slow(1)
 @pytest.mark.usefixtures("one_size")
 @pytest.mark.parametrize("mode", first_of(MODES, 7))
-def test_every_mode_gives_the_same_bits(mode: str) -> None:
+def test_streamed_training_is_bit_equal_in_every_mode(mode: str) -> None:
     """Also if another thread runs the backward pass, as on a GPU."""
     model, offload = MODES[mode]
     torch._dynamo.reset()  # what tests before it compiled counts towards the limit
@@ -117,7 +117,7 @@ def test_every_mode_gives_the_same_bits(mode: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_on_disk(tmp_path: Path, checkpointing: bool) -> None:
+def test_streaming_from_disk_is_bit_equal(tmp_path: Path, checkpointing: bool) -> None:
     plain = Trained(checkpointing=checkpointing)
     streamed = Trained(checkpointing=checkpointing)
     folder = tmp_path / "new" / "folder"
@@ -128,7 +128,7 @@ def test_on_disk(tmp_path: Path, checkpointing: bool) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, KEPT])
-def test_the_order_of_copies(settings: dict[str, Any]) -> None:
+def test_copies_run_in_the_order_of_computation(settings: dict[str, Any]) -> None:
     trained = Trained(**settings)
     streamer = trained.offloaded()
     trained.predict().mean().backward()
@@ -138,7 +138,7 @@ def test_the_order_of_copies(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("slots", "size"), [(2, 1), (3, 1), (2, 2), (2, 3), (4, 1), (6, 1)])
-def test_a_steady_step_copies_as_little_as_it_can(slots: int, size: int) -> None:
+def test_a_step_copies_every_group_outside_the_slots_twice(slots: int, size: int) -> None:
     trained = Trained()
     streamer = trained.offloaded(slots=slots, group_offload_blocks_per_group=size)
     groups = BLOCKS // size
@@ -149,7 +149,7 @@ def test_a_steady_step_copies_as_little_as_it_can(slots: int, size: int) -> None
         assert len(order(streamer)) == 2 * (groups - slots)
 
 
-def test_sampling_wraps_around() -> None:
+def test_sampling_prefetches_the_first_group_after_the_last() -> None:
     trained = Trained()
     streamer = trained.offloaded()
     trained.sample()
@@ -158,14 +158,16 @@ def test_sampling_wraps_around() -> None:
     assert order(streamer) == [1, 2, 3, 4, 5, 3, 2, 1, 0], "what sampling left is used"
 
 
-def test_the_adversary_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adversarial_copier_detects_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Trained()
     trained.offloaded()
     monkeypatch.setattr(AdversarialCopier, "wait", lambda copier, copy: None)
     assert trained.predict().isnan().all()
 
 
-def test_the_adversary_notices_weights_saved_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adversarial_copier_detects_weights_saved_by_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(attach, "SlotReferences", lambda streamer: nullcontext())
     plain = Trained(**KEPT)
     streamed = Trained(**KEPT)
@@ -178,7 +180,7 @@ def test_the_adversary_notices_weights_saved_by_value(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("checkpointing", "prepare"), [(True, None), (False, None), (True, to_int8)]
 )
-def test_a_block_computes_in_its_slot(
+def test_a_block_computes_with_the_weights_in_its_slot(
     monkeypatch: pytest.MonkeyPatch,
     checkpointing: bool,
     prepare: Callable[[nn.Module], None] | None,
@@ -210,7 +212,9 @@ def test_a_block_computes_in_its_slot(
 
 
 @pytest.mark.parametrize("prepare", [None, to_int8])
-def test_nothing_is_seen_from_outside(prepare: Callable[[nn.Module], None] | None) -> None:
+def test_streaming_changes_neither_names_nor_the_state_dict(
+    prepare: Callable[[nn.Module], None] | None,
+) -> None:
     plain = Trained(prepare=prepare)
     streamed = Trained(prepare=prepare)
     before = {name: id(each) for name, each in streamed.model.named_parameters()}
@@ -229,7 +233,7 @@ def test_nothing_is_seen_from_outside(prepare: Callable[[nn.Module], None] | Non
             assert torch.equal(*values), name
 
 
-def test_trained_weights_are_never_touched() -> None:
+def test_trained_weights_are_never_streamed() -> None:
     trained = Trained()
     addresses = [weight.data_ptr() for weight in trained.lora_weights()]
     streamer = trained.offloaded()
@@ -239,7 +243,9 @@ def test_trained_weights_are_never_touched() -> None:
     assert not streamed & {id(weight) for weight in trained.lora_weights()}
 
 
-def test_moving_the_model_leaves_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_the_model_leaves_streamed_weights_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`to` passes streamed weights by: also when a pipeline calls it, and whatever else it does to
     the others.
     """
@@ -260,7 +266,7 @@ def test_moving_the_model_leaves_the_images(monkeypatch: pytest.MonkeyPatch) -> 
     assert_equal(trained.step(), plain.step())
 
 
-def test_waiting_is_told_once() -> None:
+def test_waits_are_reported_once() -> None:
     trained = Trained()
     streamer = trained.offloaded()
     trained.step()
@@ -268,7 +274,7 @@ def test_waiting_is_told_once() -> None:
     assert streamer.waited() == 0
 
 
-def test_the_private_function_that_tells_the_direction() -> None:
+def test_torchs_private_function_detects_the_backward_pass() -> None:
     """`torch._C._current_graph_task_id` is -1 outside the autograd engine, and the engine's number
     inside.
     """

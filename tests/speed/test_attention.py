@@ -42,7 +42,7 @@ def refusal(config: PrecisionConfig, device: torch.device = GPU) -> str:
     return str(problem)
 
 
-def test_torch_computes_attention_unless_a_package_is_asked_for() -> None:
+def test_torch_computes_attention_unless_a_package_is_configured() -> None:
     activate_attention(TORCHS_OWN, CPU)
     assert current_flash_attention_impl() is None
     assert attention_kernel("diffusers") is torch_attention
@@ -90,7 +90,7 @@ def test_a_package_that_cannot_be_imported_is_refused(
     assert message.endswith("). Use diffusers.")
 
 
-def test_a_kernel_is_deterministic_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_deterministic_if_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     flash = SimpleNamespace(flash_attn_func=lambda *inputs, deterministic=False: deterministic)
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
     inputs = [torch.ones(1)] * 3
@@ -146,7 +146,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_torch_runs_the_package_until_a_run_does_not_ask_for_it() -> None:
+def test_the_package_replaces_torchs_kernel_until_a_run_without_it() -> None:
     inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
     activate_attention(PACKAGES, GPU)
     torch_attention(*inputs)

@@ -145,7 +145,7 @@ def test_few_graphs_serve_a_whole_run(
 
 
 @pytest.mark.usefixtures("one_size")
-def test_blocks_with_sparse_attention_are_compiled_but_for_it(
+def test_blocks_are_compiled_except_for_sparse_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As dense ones: the text block, and what stands before and after the self-attention."""
@@ -225,7 +225,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-def test_sizes_are_marked_until_nothing_is_compiled_any_more(marks: list[Tensor]) -> None:
+def test_sizes_are_marked_as_dynamic_until_nothing_more_is_compiled(marks: list[Tensor]) -> None:
     """Each shape once more after anything was compiled; what the marks do not foresee takes no
     graph for each size.
     """
@@ -270,7 +270,7 @@ def in_a_thread(work: Callable[[], object]) -> None:
         threads.submit(work).result()
 
 
-def test_other_threads_may_compile_as_often() -> None:
+def test_every_thread_has_the_same_recompile_limit() -> None:
     def double(block: nn.Module, hidden: Tensor) -> Tensor:
         return 2 * hidden
 
@@ -285,7 +285,9 @@ def test_other_threads_may_compile_as_often() -> None:
     assert graphs() == len(shapes) > 8
 
 
-def test_a_compiler_that_fails_on_gradients(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_fails_on_gradients_leaves_a_function_uncompiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """It is asked for them together with the forward pass, not when it is too late."""
 
     def fails(graph: Any, inputs: Any) -> Any:
@@ -410,7 +412,7 @@ def test_the_mode_of_inductor_is_passed_to_torch(
 
 @pytest.mark.usefixtures("usual_vectors")
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
-def test_inductor_on_one_block() -> None:
+def test_inductor_compiles_a_block_correctly() -> None:
     """With padded captions, and modulation that is stored in bf16."""
     torch.manual_seed(0)
     model: Any = build_kandinsky()
@@ -446,7 +448,9 @@ def test_inductor_on_one_block() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_compiler_that_fails(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_fails_leaves_a_block_uncompiled(
+    strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         raise ValueError("no such machine")
 
@@ -493,7 +497,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(("spoil", "is_right"), [(lambda x: x, True), (Doubling.apply, False)])
-def test_wrong_gradients_keep_a_block_eager(
+def test_wrong_gradients_keep_a_block_uncompiled(
     spoil: Callable[[Tensor], Tensor], is_right: bool
 ) -> None:
     torch.manual_seed(0)
@@ -523,7 +527,7 @@ def test_wrong_gradients_keep_a_block_eager(
 
 @pytest.mark.usefixtures("one_size")
 @pytest.mark.parametrize("speed", first_of(["auto", "reference"]))
-def test_blocks_of_sana_are_checked(sana_checkpoint: Path, speed: str) -> None:
+def test_compiled_blocks_of_sana_are_verified(sana_checkpoint: Path, speed: str) -> None:
     batch = sana.make_batch(sana_checkpoint, "i2v")
     eager = loss_and_gradients(sana.make_assembly(sana_checkpoint), batch)
     assembly = sana.make_assembly(sana_checkpoint, dynamo_backend="aot_eager", speed=speed)
@@ -568,7 +572,7 @@ def test_few_graphs_serve_all_sizes_of_sana(
     assert 0 < graphs() <= 2
 
 
-def test_each_layout_of_memory_has_its_own_verdict() -> None:
+def test_every_memory_layout_has_its_own_verdict() -> None:
     """A compiler that is wrong for some strides only must not pass with others."""
 
     def compiler(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -27,7 +27,7 @@ def test_a_cpu_is_measured_plausibly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rate", "sides"), [(1e9, [256] * measure.SMALL_TRIES), (1e11, [256, 512])]
 )
-def test_a_processor_that_emulates_a_precision_is_not_kept_busy(
+def test_a_cpu_that_emulates_a_precision_is_measured_with_a_small_matmul(
     monkeypatch: pytest.MonkeyPatch, rate: float, sides: list[int]
 ) -> None:
     found = []
@@ -49,7 +49,7 @@ def test_one_interrupted_measurement_does_not_count(monkeypatch: pytest.MonkeyPa
     assert measure._measure_cpu(torch.float32).matmul_flops == 2e11
 
 
-def test_it_is_measured_once_per_device_and_precision(tmp_path: Path) -> None:
+def test_rates_are_measured_once_per_device_and_precision(tmp_path: Path) -> None:
     known = DeviceRates("cpu", 123.0, None, "float32")
     write_rates(tmp_path, known)
     assert device_rates(tmp_path, CPU, torch.float32) == known
@@ -70,13 +70,13 @@ def test_it_is_measured_once_per_device_and_precision(tmp_path: Path) -> None:
         '{"device": "cpu", "matmul_flops": "fast", "dtype": "float32"}',
     ],
 )
-def test_a_file_that_says_something_else_is_measured_anew(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_file_of_rates_is_measured_again(tmp_path: Path, content: str) -> None:
     (tmp_path / RATES_FILE).write_text(content)
     assert read_rates(tmp_path) is None
     assert device_rates(tmp_path, CPU, torch.float32) == read_rates(tmp_path)
 
 
-def test_no_global_random_number_is_drawn(tmp_path: Path) -> None:
+def test_measuring_draws_no_global_random_number(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     device_rates(tmp_path, CPU, torch.float32)
     assert torch.equal(torch.get_rng_state(), before)

@@ -126,7 +126,7 @@ def test_auto_equals_reference(checkpoints: dict[str, Path], case: str, precisio
     ],
     ids=["full", "dropout", "interval", "dora"],
 )
-def test_other_ways_to_train_are_equal(
+def test_other_training_settings_equal_the_reference(
     checkpoints: dict[str, Path], settings: dict[str, Any]
 ) -> None:
     batch = make_batch(checkpoints["t2i"], "t2i")
@@ -176,7 +176,7 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_flex_attention_is_kept_as_any_other(
+def test_the_output_of_flex_attention_is_kept(
     checkpoints: dict[str, Path], flex: list[int], keep: bool
 ) -> None:
     """A call for each of two blocks, again in the backward pass where nothing is kept, with
@@ -249,14 +249,16 @@ def live_bytes() -> int:
     ("settings", "fast"),
     [({}, True), ({"speed": "reference"}, False)],
 )
-def test_switches(checkpoints: dict[str, Path], settings: dict[str, Any], fast: bool) -> None:
+def test_only_fast_settings_replace_the_forward_of_blocks(
+    checkpoints: dict[str, Path], settings: dict[str, Any], fast: bool
+) -> None:
     assembly = make_assembly(checkpoints["t2i"], "t2i", **settings)
     blocks = assembly.adapter.block_layout(assembly.transformer).blocks
     assert all(("forward" in vars(block)) is fast for block in blocks)
 
 
 @pytest.mark.slow
-def test_a_run_may_change_between_the_two(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_a_run_may_change_its_speed_on_resume(tmp_path: Path, t2i_checkpoint: Path) -> None:
     reference = Workspace.create(tmp_path / "reference", t2i_checkpoint, speed="reference")
     assert reference.train() == 0
     mixed = Workspace.create(tmp_path / "mixed", t2i_checkpoint)
@@ -267,7 +269,7 @@ def test_a_run_may_change_between_the_two(tmp_path: Path, t2i_checkpoint: Path) 
     assert mixed.path(weights).read_bytes() == reference.path(weights).read_bytes()
 
 
-def test_saved_views_are_recomputed_where_they_lie() -> None:
+def test_saved_views_are_recomputed_with_their_strides() -> None:
     """Such as halves of queries: an offset of 0 would give the gradient of the first half twice."""
     inputs = torch.randn(3, 8, requires_grad=True)
     (passed,) = Recomputed.apply(inputs)

@@ -88,7 +88,7 @@ def unit(*shape: int) -> Grid:
 @pytest.mark.parametrize(
     ("distance", "cumulative"), [(0, False), (1, False), (2, False), (2, True), (9, False)]
 )
-def test_the_sum_over_frames_and_neighbours(distance: int, cumulative: bool) -> None:
+def test_alignment_sums_over_frames_and_neighbours(distance: int, cumulative: bool) -> None:
     torch.manual_seed(0)
     student = unit(2, 4, 3, 5, 7)
     teacher = unit(2, 4, 3, 5, 7)
@@ -117,7 +117,7 @@ def test_the_sum_over_frames_and_neighbours(distance: int, cumulative: bool) -> 
             assert found.score[sample, frame].item() == pytest.approx(total / weights, abs=1e-6)
 
 
-def test_tokens_that_are_not_there_count_in_no_mean() -> None:
+def test_missing_tokens_are_excluded_from_every_mean() -> None:
     torch.manual_seed(0)
     student = unit(1, 3, 2, 2, 5)
     teacher = unit(1, 3, 2, 2, 5)
@@ -157,7 +157,7 @@ def positions(rope: Tensor, scale: tuple[float, float, float]) -> list[Tensor]:
 
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("size", [(24, 16), (8, 16), (16, 24)])
-def test_coordinates_are_aligned_perfectly(
+def test_tokens_are_put_back_on_the_grid_of_their_frames(
     clips: Path, size: tuple[int, int], routed: bool
 ) -> None:
     """The block's output is replaced by a code of each token's true position, the teacher's
@@ -218,7 +218,9 @@ SCHEDULES: list[tuple[dict[str, Any], dict[int, float]]] = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), SCHEDULES)
-def test_schedules(settings: dict[str, Any], expected: dict[int, float]) -> None:
+def test_the_weight_follows_its_schedule(
+    settings: dict[str, Any], expected: dict[int, float]
+) -> None:
     config = CrepaConfig.model_validate(settings)
     assert {at: scheduled_weight(config, at, 100) for at in expected} == pytest.approx(expected)
 
@@ -227,7 +229,7 @@ def train(assembly: Assembly, batch: Batch, steps: int = 3) -> list[dict[str, fl
     return [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(steps)]
 
 
-def test_without_weight_nothing_is_measured(deep: Path, batch: Batch) -> None:
+def test_nothing_is_measured_at_weight_zero(deep: Path, batch: Batch) -> None:
     assembly = make_assembly(deep, crepa_of(crepa_lambda=0))
 
     (metrics,) = train(assembly, batch, 1)
@@ -304,13 +306,15 @@ def test_the_backbones_features_get_no_gradient(deep: Path, batch: Batch) -> Non
 
 
 @pytest.mark.parametrize("settings", [{}, {"crepa_spatial_align": False}, BACKBONE])
-def test_it_works_inside_a_route(deep: Path, batch: Batch, settings: dict[str, Any]) -> None:
+def test_alignment_works_inside_a_tread_route(
+    deep: Path, batch: Batch, settings: dict[str, Any]
+) -> None:
     assembly = make_assembly(deep, crepa_of(**settings), Tread(TreadSpec([Route(0.5, 1, 2)])))
     losses = train(assembly, batch, 8)
     assert losses[-1]["crepa_alignment_score"] > losses[0]["crepa_alignment_score"] + 0.05
 
 
-def test_the_average_of_the_score(deep: Path, batch: Batch) -> None:
+def test_the_moving_average_follows_the_score(deep: Path, batch: Batch) -> None:
     """It starts at the first score; with decay 0.75, a step counts a quarter."""
     steps = train(make_assembly(deep, crepa_of(crepa_similarity_ema_decay=0.75)), batch, 3)
 
@@ -323,7 +327,7 @@ def test_the_average_of_the_score(deep: Path, batch: Batch) -> None:
     )
 
 
-def test_the_score_of_a_frame_is_per_weight() -> None:
+def test_the_score_of_a_frame_is_divided_by_its_weights() -> None:
     """Of a frame that is compared with a neighbour alone, at weight 0.5, and of one without
     tokens.
     """
@@ -338,7 +342,7 @@ def test_the_score_of_a_frame_is_per_weight() -> None:
 
 
 @pytest.mark.parametrize("mode", ["permanent", "recoverable"])
-def test_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
+def test_alignment_is_switched_off_at_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
     crepa = crepa_of(
         crepa_similarity_threshold=0.2, crepa_similarity_ema_decay=0.5, crepa_threshold_mode=mode
     )
@@ -380,7 +384,7 @@ def test_a_permanent_cutoff_lasts_as_long_as_its_threshold(
     assert step["crepa_cutoff"] == is_off
 
 
-def test_a_cut_off_is_logged_in_its_step(deep: Path, batch: Batch) -> None:
+def test_a_cutoff_is_logged_in_its_step(deep: Path, batch: Batch) -> None:
     steps = train(make_assembly(deep, crepa_of(crepa_cutoff_step=2)), batch, 3)
     assert [(each["crepa_cutoff"], each["crepa_weight"]) for each in steps] == [
         (0, 0.5),
@@ -406,7 +410,7 @@ def test_the_plan_counts_the_projector(deep: Path) -> None:
     )
 
 
-def test_batches_need_their_place(batch: Batch) -> None:
+def test_batches_without_a_position_are_an_error(batch: Batch) -> None:
     noisy: NoisyBatch = make_noisy(batch, torch.tensor([0.5, 0.5]), torch.zeros_like(batch.latents))
     with pytest.raises(ValueError, match="position in the run"):
         crepa_of().before_forward(noisy, no_forward)

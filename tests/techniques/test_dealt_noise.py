@@ -43,7 +43,7 @@ def test_noise_is_dealt_before_its_offset_is_added(t2i_checkpoint: Path, batch: 
     assert (offset - offset[..., :1, :1, :1]).abs().max() < 1e-6
 
 
-def test_noise_dealt_ahead_is_that_of_the_step(t2i_checkpoint: Path, batch: Batch) -> None:
+def test_noise_dealt_ahead_equals_that_of_the_step(t2i_checkpoint: Path, batch: Batch) -> None:
     assembly = make_assembly(t2i_checkpoint, Facing(FacingSpec()), gradient_accumulation_steps=2)
 
     ahead = assembly.noise.draw_ahead(batch, number=5)

@@ -54,7 +54,7 @@ def loss_of(noisy: NoisyBatch, **settings: float) -> list[float]:
 
 
 @pytest.mark.parametrize("i2v", [False, True])
-def test_half_a_mask_gives_half_the_loss_or_the_same(i2v: bool) -> None:
+def test_half_a_mask_halves_the_loss_unless_normalised(i2v: bool) -> None:
     mask = half().expand(2, 1, 5, 4, 6)
     noisy = noisy_batch(mask, i2v=i2v)
     assert loss_of(noisy) == pytest.approx([0.5, 0.5])
@@ -69,7 +69,7 @@ def test_half_a_mask_gives_half_the_loss_or_the_same(i2v: bool) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"masked_loss_normalise": True}, {"masked_loss_prior": 0.5}]
 )
-def test_unequal_batches_in_one_window_are_one_batch(
+def test_unequal_masked_batches_of_a_step_equal_one_batch(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
 ) -> None:
     """Every sample has the same weight, however its mask and its neighbours are."""
@@ -113,7 +113,7 @@ def gradients_of(assembly: Assembly) -> dict[str, Tensor]:
     }
 
 
-def test_a_tiny_mask_is_not_enlarged_without_limit() -> None:
+def test_the_weight_of_a_tiny_mask_is_limited() -> None:
     mask = torch.zeros(2, 1, 5, 4, 6)
     mask[0, 0, 0, 0, 0] = 1
     assert loss_of(noisy_batch(mask), masked_loss_normalise=True) == pytest.approx(
@@ -121,7 +121,7 @@ def test_a_tiny_mask_is_not_enlarged_without_limit() -> None:
     )
 
 
-def test_masks_count_in_a_share_of_the_batches() -> None:
+def test_masks_are_used_in_a_share_of_the_batches() -> None:
     noisy = noisy_batch(half().expand(2, 1, 5, 4, 6))
     places = [replace(PLACE, global_step=number) for number in range(200)]
     losses = [loss_of(replace(noisy, place=place), masked_loss_probability=0.3) for place in places]
@@ -169,7 +169,7 @@ def test_neutral_masks_equal_plain_training(t2i_checkpoint: Path) -> None:
         assert all(torch.equal(gradient, plain[1][name]) for name, gradient in found.items())
 
 
-def test_the_prior_keeps_black_areas_as_the_base_predicts_them(t2i_checkpoint: Path) -> None:
+def test_the_prior_keeps_the_base_prediction_in_black_areas(t2i_checkpoint: Path) -> None:
     """Its gradient is that of the distance to the base's prediction in the black half."""
     batch = make_batch(t2i_checkpoint, ["a star", "a circle"])
     mask = half(4).expand(2, 1, 1, 4, 4)

@@ -53,7 +53,7 @@ def trained(checkpoint: Path, batch: Batch, *techniques: Technique) -> dict[str,
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_neutral_technique_is_plain_training(
+def test_a_neutral_technique_equals_plain_training(
     deep: Path, batch: Batch, plain: dict[str, Tensor], spec: TechniqueSpec
 ) -> None:
     if spec.name == "masked loss":

@@ -78,7 +78,7 @@ def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     return found
 
 
-def test_it_trains(deep: Path, batch: Batch) -> None:
+def test_a_techniques_module_is_trained(deep: Path, batch: Batch) -> None:
     assembly = make_assembly(deep, Alignment())
     module = assembly.modules["Alignment"]
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
@@ -97,7 +97,7 @@ def test_it_trains(deep: Path, batch: Batch) -> None:
     ]
 
 
-def test_its_start_follows_from_the_seed(deep: Path) -> None:
+def test_initial_weights_depend_only_on_the_seed(deep: Path) -> None:
     torch.rand(5)
     one, other = (
         make_assembly(deep, Alignment()).modules["Alignment"].state_dict() for _ in range(2)
@@ -111,7 +111,7 @@ def test_its_start_follows_from_the_seed(deep: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["norm", "value"])
-def test_its_gradient_is_clipped_apart(deep: Path, batch: Batch, method: str) -> None:
+def test_the_modules_gradient_is_clipped_separately(deep: Path, batch: Batch, method: str) -> None:
     limit = 1e-3
     assembly = make_assembly(
         deep, Alignment(), optimizer="torch-sgd", grad_clip_method=method, max_grad_norm=limit
@@ -138,7 +138,7 @@ def test_its_gradient_is_clipped_apart(deep: Path, batch: Batch, method: str) ->
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "optimi-lion", "torch-sgd"])
-def test_optimizers_take_its_group(deep: Path, batch: Batch, optimizer: str) -> None:
+def test_every_optimizer_trains_the_modules_group(deep: Path, batch: Batch, optimizer: str) -> None:
     assembly = make_assembly(deep, Alignment(), optimizer=optimizer)
     before = [
         parameter.detach().clone() for parameter in assembly.modules["Alignment"].parameters()
@@ -180,7 +180,9 @@ def test_recomputation_and_offload_change_no_gradient(
     )
 
 
-def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, batch: Batch) -> None:
+def test_hidden_states_are_freed_and_recomputed_ones_are_not_recorded(
+    deep: Path, batch: Batch
+) -> None:
     assembly = make_assembly(deep, Alignment(), gradient_checkpointing=True)
     rehearse_micro_step(assembly, batch)
     with pytest.raises(KeyError):
@@ -189,7 +191,7 @@ def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, bat
 
 @pytest.mark.slow(3)
 @pytest.mark.usefixtures("traced_only", "one_size")
-def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(
+def test_compiled_blocks_are_recorded_recomputed_and_run_without_gradients(
     deep: Path, batch: Batch
 ) -> None:
     """All that techniques do with blocks."""
@@ -213,7 +215,7 @@ def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(
 
 
 @pytest.mark.parametrize("block", [1, 2])
-def test_it_sees_which_tokens_a_route_keeps(deep: Path, batch: Batch, block: int) -> None:
+def test_techniques_see_which_tokens_a_route_keeps(deep: Path, batch: Batch, block: int) -> None:
     """Also of the last block of the route, behind which all tokens are there again."""
     aligned = Alignment(block=block)
     gradients_of(make_assembly(deep, Tread(TreadSpec([Route(0.5, 1, 2)])), aligned), batch)
@@ -237,13 +239,13 @@ class Rollout(Technique):
         return noisy
 
 
-def test_forward_passes_without_gradients_are_left_alone(deep: Path, batch: Batch) -> None:
+def test_hooks_do_nothing_without_gradients(deep: Path, batch: Batch) -> None:
     aligned = Alignment()
     gradients_of(make_assembly(deep, Rollout(TechniqueSpec()), aligned), batch)
     assert len(aligned.shapes) == 1
 
 
-def test_a_given_first_frame_stays_at_every_noise_level() -> None:
+def test_a_conditioning_first_frame_stays_clean_at_every_noise_level() -> None:
     latents = torch.randn(1, 16, 3, 4, 4)
     clip = Batch(latents, [], ["x"], condition=latents[:, :, :1])
     noisy = hold_first_frame(make_noisy(clip, torch.tensor([0.5]), torch.randn_like(latents)))
@@ -268,7 +270,7 @@ def run_of(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", first_of(["lora", "full"]))
-def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
+def test_runs_resume_bit_for_bit_and_do_not_publish_the_module(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     use_alignment(monkeypatch)
@@ -292,7 +294,7 @@ def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
 
 
 @pytest.mark.slow
-def test_it_can_be_switched_on_and_off_when_a_run_continues(
+def test_a_technique_can_be_switched_on_or_off_on_resume(
     tmp_path: Path,
     t2i_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -310,7 +312,7 @@ def test_it_can_be_switched_on_and_off_when_a_run_continues(
     assert "alignment_loss" not in run.metrics()[-1]
 
 
-def test_the_plan_counts_its_memory_and_arithmetic() -> None:
+def test_the_plan_counts_memory_and_flops_of_the_module() -> None:
     from simpletuner.budget.estimate import StepModel
     from simpletuner.models.cost import Adapters, BatchShape
     from simpletuner.models.registry import FAMILIES
@@ -327,7 +329,7 @@ def test_the_plan_counts_its_memory_and_arithmetic() -> None:
     assert after.inputs - before.inputs == 4 * 2 * 1024 * cost.hidden
 
 
-def test_ema_is_of_the_model_alone(deep: Path) -> None:
+def test_the_moving_average_excludes_the_module(deep: Path) -> None:
     from simpletuner.config.schema import EmaConfig
 
     assembly = make_assembly(deep, Alignment())

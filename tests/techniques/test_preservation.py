@@ -108,7 +108,7 @@ def by_hand(checkpoint: Path, batch: Batch, *others: Technique) -> dict[str, Ten
 @pytest.mark.parametrize(
     "techniques", [(), (partial(Tread, TreadSpec(ROUTES)),)], ids=["alone", "tread"]
 )
-def test_the_gradient_is_the_hand_computed_one(
+def test_the_gradient_equals_the_hand_computed_one(
     deep: Path, batch: Batch, techniques: tuple[Callable[[], Technique], ...]
 ) -> None:
     expected = by_hand(deep, batch, *(build() for build in techniques))
@@ -201,7 +201,7 @@ def test_a_lora_that_does_nothing_has_nothing_to_preserve(
     )
 
 
-def test_one_graph_at_a_time(deep: Path, batch: Batch) -> None:
+def test_only_one_graph_is_alive_at_a_time(deep: Path, batch: Batch) -> None:
     """Forward and recomputation of the blocks, the base, and forward and recomputation of the
     second pass.
     """
@@ -227,7 +227,7 @@ def stub(probability: float = 1.0) -> Preservation:
     return technique
 
 
-def test_batches_are_drawn_from_their_place_in_the_run(batch: Batch) -> None:
+def test_the_draw_of_a_batch_depends_on_its_position_in_the_run(batch: Batch) -> None:
     def losses(place: Place, batch: Batch = batch) -> bool:
         noisy = replace(fixed_noise(batch), place=place)
         return bool(stub(0.3).extra_passes(noisy))
@@ -245,7 +245,7 @@ def test_batches_are_drawn_from_their_place_in_the_run(batch: Batch) -> None:
         [run(lambda noisy: noisy.noisy_latents) for run in stub().extra_passes(fixed_noise(batch))]
 
 
-def test_a_given_first_frame_does_not_count() -> None:
+def test_a_conditioning_first_frame_is_excluded_from_the_loss() -> None:
     latents = torch.randn(1, 16, 3, 4, 4)
     place = Place(0, 0, 0, range(1), 1)
     clip = replace(
@@ -279,7 +279,9 @@ def test_a_given_first_frame_does_not_count() -> None:
     ],
     ids=["blank", "whole caption", "class word", "no patterns", "not there"],
 )
-def test_the_other_caption(keys: dict[str, str], caption: str, other: str) -> None:
+def test_the_other_caption_follows_the_settings(
+    keys: dict[str, str], caption: str, other: str
+) -> None:
     assert PreservationConfig(preservation_weight=1, **keys).other_caption(caption) == other
 
 
@@ -373,7 +375,7 @@ def test_blank_preservation_caches_the_empty_caption(
         (WORDS, 0, "preservation_prompt: has no effect"),
     ],
 )
-def test_bad_input(
+def test_invalid_settings_are_reported(
     workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
     settings: dict[str, Any],

@@ -134,7 +134,7 @@ def velocities_of(adapter: Any, transformer: nn.Module, part: NoisyBatch) -> Ten
         ("sana", "i2v", "euler"),
     ],
 )
-def test_its_steps_are_those_of_the_preview(
+def test_rollout_steps_equal_those_of_a_preview(
     tmp_path: Path,
     t2i_checkpoint: Path,
     sana_checkpoint: Path,
@@ -200,7 +200,7 @@ def test_paths_follow_the_grid() -> None:
     assert path_to(1.0, 2, grid) == path_to(LARGEST_SIGMA, 2, grid) == []
 
 
-def test_the_last_step_has_the_order_of_the_others() -> None:
+def test_the_last_step_of_a_rollout_has_full_order() -> None:
     technique = ScheduledSampling(ScheduledSamplingSpec(config_of(sampler="dpm"), STEPS, None))
     path = [0.9, 0.7, 0.5]
     solver = technique._solver(path)
@@ -264,7 +264,7 @@ def test_a_sample_does_not_depend_on_its_batch(t2i_checkpoint: Path, batch: Batc
         assert_close(found, together[row : row + 1], terms=MODEL)
 
 
-def test_forward_passes_of_techniques_drop_nothing_and_draw_nothing(
+def test_forward_passes_of_techniques_have_no_dropout_and_draw_no_random_numbers(
     t2i_checkpoint: Path, batch: Batch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, lora_dropout=0.5)
@@ -291,7 +291,7 @@ def test_regularisation_data_is_left_alone(t2i_checkpoint: Path, batch: Batch) -
 
 
 class TestReflexFlow:
-    def test_the_mean_weight_is_one_and_alpha(self) -> None:
+    def test_the_mean_weight_is_one_plus_alpha(self) -> None:
         lost = torch.rand(3, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 1e-3
         weights = content_weights(lost, None, 0.7)
         torch.testing.assert_close(weights.mean((1, 2, 3, 4)), torch.full((3,), 1.7))
@@ -322,7 +322,9 @@ class TestReflexFlow:
         assert misdirections(noisy, prediction).item() == pytest.approx(0, abs=1e-5)
         assert misdirections(noisy, -prediction).item() == pytest.approx(4, abs=1e-5)
 
-    def test_each_part_of_the_loss(self, t2i_checkpoint: Path, batch: Batch) -> None:
+    def test_parts_of_the_loss_follow_their_formulas(
+        self, t2i_checkpoint: Path, batch: Batch
+    ) -> None:
         """With a prediction from the plain input that is 1 off in one half, which counts there
         alone.
         """
@@ -344,7 +346,9 @@ class TestReflexFlow:
         (rectification,) = technique.extra_losses(noisy, prediction).values()
         torch.testing.assert_close(rectification, 3 * misdirections(noisy, prediction).mean())
 
-    def test_its_share_of_the_loss_is_logged(self, t2i_checkpoint: Path, batch: Batch) -> None:
+    def test_the_share_of_the_rectification_is_logged(
+        self, t2i_checkpoint: Path, batch: Batch
+    ) -> None:
         technique = ScheduledSampling(
             ScheduledSamplingSpec(config_of(probability=0.5), STEPS, None)
         )
@@ -356,7 +360,7 @@ class TestReflexFlow:
         assert 0 < loss < found["train_loss"], "of the sampled inputs alone"
         assert found["reflexflow_adr_share"] == pytest.approx(adr / (adr + loss))
 
-    def test_without_it_the_loss_is_plain(self, t2i_checkpoint: Path, batch: Batch) -> None:
+    def test_without_reflexflow_the_loss_is_plain(self, t2i_checkpoint: Path, batch: Batch) -> None:
         technique = technique_for(make_adapter(t2i_checkpoint), reflexflow=False)
         noisy = technique.before_forward(noisy_of(batch, [0.4] * 4), oracle)
         loss = torch.ones_like(noisy.target)
@@ -394,7 +398,7 @@ class TestWatch:
         )
         return noisy
 
-    def test_predictions_that_are_not_finite(
+    def test_non_finite_rollouts_are_replaced_by_plain_inputs(
         self, t2i_checkpoint: Path, batch: Batch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def broken(part: NoisyBatch) -> Tensor:
@@ -420,7 +424,7 @@ class TestWatch:
             in caplog.text
         )
 
-    def test_a_rectification_that_dominates_is_told_once(
+    def test_a_dominating_rectification_is_warned_about_once(
         self, t2i_checkpoint: Path, batch: Batch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Also if the run is continued in between."""
@@ -440,7 +444,7 @@ class TestWatch:
         assert caplog.text.count("reflexflow_adr has been above 5 times the loss") == 1
 
 
-def test_it_needs_its_place_in_the_run(t2i_checkpoint: Path, batch: Batch) -> None:
+def test_batches_without_a_position_are_an_error(t2i_checkpoint: Path, batch: Batch) -> None:
     technique = technique_for(make_adapter(t2i_checkpoint))
     with pytest.raises(ValueError, match="position in the run"):
         technique.before_forward(replace(noisy_of(batch, [0.4] * 4), place=None), no_forward)

@@ -86,7 +86,7 @@ def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch)
     assert distance(found, expected) < ROTATION
 
 
-def test_neutral_datasets_are_plain_training(t2i_checkpoint: Path, batch: Batch) -> None:
+def test_datasets_without_a_strength_train_as_usual(t2i_checkpoint: Path, batch: Batch) -> None:
     neutral = replace(batch, dataset_id="neutral")
     found, plain = (
         gradients(moved(t2i_checkpoint, *given), neutral)
@@ -150,7 +150,7 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_default_targets_leave_text_alone(family: str) -> None:
+def test_default_targets_exclude_text_layers(family: str) -> None:
     spec = FAMILIES[family]
     modules = [
         name.removesuffix(".weight") for name in spec.cost.of_flavour(spec.flavours[0].name).shapes
@@ -180,7 +180,7 @@ def test_default_targets_leave_text_alone(family: str) -> None:
         ),
     ],
 )
-def test_bad_input(
+def test_invalid_settings_are_reported(
     workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
     settings: dict[str, Any],
@@ -194,7 +194,7 @@ def test_bad_input(
     assert expected in " ".join((captured.out + captured.err).split())
 
 
-def test_layers_of_a_slider_without_one(
+def test_slider_targets_without_a_slider_cause_a_warning(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = "slider_lora_target: has no effect: no dataset sets slider_strength."

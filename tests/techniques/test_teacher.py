@@ -77,7 +77,7 @@ def make_teacher(model: Any, **settings: Any) -> FrameTeacher:
     return FrameTeacher(model, decoder, config, 2)
 
 
-def test_it_sees_the_frames_that_meet_latent_frames(model: Any) -> None:
+def test_the_teacher_sees_the_pixel_frames_at_latent_frames(model: Any) -> None:
     """Its features are those of a model called by hand on frames 0, 4 and 8, each cut to the same
     patches.
     """
@@ -101,7 +101,7 @@ def test_it_sees_the_frames_that_meet_latent_frames(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(768, 512), (480, 832), (512, 512), (64, 2048)])
-def test_patches_keep_proportions(height: int, width: int) -> None:
+def test_patches_keep_the_proportions_of_a_clip(height: int, width: int) -> None:
     rows, columns = CrepaConfig().patches(height, width)
     assert rows * columns <= 37 * 37
     assert rows * columns > 0.8 * 37 * 37
@@ -158,7 +158,9 @@ def torch_hub_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_weights_of_torch_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
+def test_weights_of_torch_hub_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gated: bool
+) -> None:
     config = Dinov2WithRegistersConfig(**SMALL, patch_size=14, use_swiglu_ffn=gated)
     one = Dinov2WithRegistersModel(config).eval()
     for parameter in one.parameters():
@@ -244,7 +246,7 @@ def test_another_encoder_or_size_has_other_features(
     assert [after - before for before, after in itertools.pairwise(counts)] == [3, 0]
 
 
-def test_pictures_have_no_frames_to_align(
+def test_pictures_are_refused_for_lack_of_frames(
     workspace: Workspace, encoder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_config(**settings_of(encoder, max_train_steps=2))
@@ -253,7 +255,9 @@ def test_pictures_have_no_frames_to_align(
     )
 
 
-def test_sana_video(tmp_path: Path, sana_checkpoint: Path, encoder: Path) -> None:
+def test_sana_video_trains_with_a_teacher(
+    tmp_path: Path, sana_checkpoint: Path, encoder: Path
+) -> None:
     run = make_workspace(tmp_path / "run", sana_checkpoint, "2b-480p")
     run.write_config(model_family="sanavideo", **settings_of(encoder, max_train_steps=1))
     assert run.train() == 0
@@ -320,7 +324,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory, t2v: Path, encoder: Path) ->
 @pytest.mark.parametrize(
     ("settings", "told"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_is_refused(
+def test_unsuitable_settings_are_refused(
     clips: Workspace, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], told: str
 ) -> None:
     path = clips.path("config/config.json")
@@ -332,7 +336,7 @@ def test_what_is_refused(
         path.write_text(before)
 
 
-def test_an_encoder_that_cannot_be_had(
+def test_an_unavailable_encoder_is_reported(
     clips: Workspace,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -349,7 +353,7 @@ def test_an_encoder_that_cannot_be_had(
     assert told.endswith("is a 'clip' with patches of 32 px, not a DINOv2 with 14.")
 
 
-def test_auto_needs_room(
+def test_auto_caches_only_if_the_disk_has_room(
     clips: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simpletuner.annexes.fitting.ready.FEATURE_SHARE", 0.0)
@@ -361,7 +365,7 @@ def test_auto_needs_room(
     assert "encoding features" not in told
 
 
-def test_details_without_the_switch_are_told(
+def test_settings_of_a_disabled_crepa_cause_warnings(
     clips: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = warnings(clips, capsys, "crepa_enabled=false")
@@ -384,6 +388,6 @@ def test_details_without_the_switch_are_told(
         ("dinov3_s", None),
     ],
 )
-def test_spellings_of_encoders(spelling: str, name: str | None) -> None:
+def test_encoders_are_found_by_all_their_spellings(spelling: str, name: str | None) -> None:
     assert VisionEncoder(spelling, "crepa_encoder").known == name
     assert name is None or name in ENCODERS

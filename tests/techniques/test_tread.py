@@ -152,7 +152,9 @@ class Plainly:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_routes_are_what_they_say(deep: Path, batch: Batch, checkpointing: bool) -> None:
+def test_tokens_skip_the_blocks_of_their_route(
+    deep: Path, batch: Batch, checkpointing: bool
+) -> None:
     alike = replace(
         batch, embeds=[batch.embeds[0]] * 2
     )  # without padding, which single samples would not have
@@ -177,7 +179,7 @@ def test_routes_are_what_they_say(deep: Path, batch: Batch, checkpointing: bool)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_block_sparse_models_lose_whole_tiles(nabla: Path, checkpointing: bool) -> None:
+def test_block_sparse_models_drop_whole_tiles(nabla: Path, checkpointing: bool) -> None:
     adapter, transformer, noisy = load_nabla(nabla)
     tread = Tread(TreadSpec([Route(0.5, 1, -2)]))
     tread.attach(make_site(adapter, transformer))
@@ -198,7 +200,7 @@ def test_block_sparse_models_lose_whole_tiles(nabla: Path, checkpointing: bool) 
     assert_close(routed, loss_and_gradients(adapter, other, noisy))
 
 
-def test_the_order_of_tiles_is_the_models() -> None:
+def test_tiles_have_the_order_of_the_model() -> None:
     from diffusers.models.transformers.transformer_kandinsky import fractal_flatten
 
     grid = torch.arange(3 * 16 * 24).view(1, 3, 16, 24, 1)
@@ -262,7 +264,7 @@ def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Ba
 
 
 @pytest.mark.slow(1)
-def test_compiled_blocks(deep: Path, batch: Batch) -> None:
+def test_compiled_blocks_route_like_uncompiled_ones(deep: Path, batch: Batch) -> None:
     torch.compiler.reset()
     adapter = make_adapter(deep)
     results = []
@@ -289,7 +291,7 @@ def test_compiled_blocks(deep: Path, batch: Batch) -> None:
     assert len(graphs) <= 3 * BLOCKS, "one graph for each count of tokens, not for each step"
 
 
-def test_kept_tokens_follow_from_the_place_in_the_run(deep: Path, batch: Batch) -> None:
+def test_kept_tokens_depend_only_on_the_position_in_the_run(deep: Path, batch: Batch) -> None:
     adapter = make_adapter(deep)
     tread = Tread(TreadSpec(ROUTES))
     tread.attach(make_site(adapter, adapter.load_transformer(torch.float32)))
@@ -337,7 +339,7 @@ def test_protected_tokens_are_kept() -> None:
 @pytest.mark.parametrize(
     ("share", "ratio", "count"), [(1, 0.75, 16), (1, 0.95, 8), (0, 0.75, 16), (0, 0.95, 3)]
 )
-def test_what_the_loss_mask_shows_is_kept(
+def test_tokens_in_white_areas_of_a_mask_are_kept(
     deep: Path, batch: Batch, share: float, ratio: float, count: int
 ) -> None:
     """Unless masks do not count in this batch; in place of others, then beyond the share that is
@@ -363,7 +365,7 @@ def test_what_the_loss_mask_shows_is_kept(
 
 
 @pytest.mark.parametrize("frames", [1, 4])
-def test_the_given_first_frame_is_kept(nabla: Path, frames: int) -> None:
+def test_a_conditioning_first_frame_is_kept(nabla: Path, frames: int) -> None:
     adapter, transformer, _ = load_nabla(nabla)
     tread = Tread(TreadSpec([Route(0.5, 0, 1)]))
     tread.attach(make_site(adapter, transformer))
@@ -382,7 +384,7 @@ def test_the_given_first_frame_is_kept(nabla: Path, frames: int) -> None:
     assert frames == 1 or all({0, 1, 2, 3} <= set(tiles) for tiles in seen)
 
 
-def test_the_window_of_kept_tiles(nabla: Path) -> None:
+def test_sparse_attention_uses_the_positions_of_kept_tiles(nabla: Path) -> None:
     _, transformer, _ = load_nabla(nabla)
     params = sparse_params((1, 2, 32, 32, 16), dict(transformer.config), CPU)
     from simpletuner.models.kandinsky5.image import cut_window
@@ -398,7 +400,7 @@ def test_the_window_of_kept_tiles(nabla: Path) -> None:
     assert cut_window(None, kept) is None
 
 
-def test_not_for_sana(sana_checkpoint: Path) -> None:
+def test_sana_video_is_refused(sana_checkpoint: Path) -> None:
     from tests.tools.sana_family import make_sana_adapter
 
     adapter = make_sana_adapter(sana_checkpoint)

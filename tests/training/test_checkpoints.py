@@ -186,7 +186,7 @@ def lora(t2i_checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", FOREIGN_FILE_ERRORS)
-def test_a_file_that_was_edited_together_with_its_hash_is_said(
+def test_a_file_edited_together_with_its_hash_is_reported_as_damaged(
     tmp_path: Path, lora: Any, name: str
 ) -> None:
     edit, words = FOREIGN_FILE_ERRORS[name]
@@ -211,7 +211,7 @@ def test_a_file_that_was_edited_together_with_its_hash_is_said(
 
 
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_failure_of_the_device_is_no_fault_of_a_checkpoint(
+def test_a_failing_device_is_not_blamed_on_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch, failure: type[RuntimeError]
 ) -> None:
     def restore(*given: Any, **named: Any) -> None:

@@ -30,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> d
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_a_run_that_compiles_nothing(
+def test_compiled_and_uncompiled_runs_have_equal_gradients(
     results: dict[str, Any], name: str
 ) -> None:
     plain, compiled = results[name]

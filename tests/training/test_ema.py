@@ -43,7 +43,7 @@ def train(weights: Parameters, ema: Ema, first: int, last: int) -> list[float]:
     return decays
 
 
-def test_the_decay_law() -> None:
+def test_the_decay_follows_its_formula() -> None:
     weights = parameters()
     decays = train(weights, Ema(weights, EmaConfig(ema_decay=0.5), CPU), 1, 20)
     assert decays[0] == 0
@@ -60,7 +60,7 @@ def test_before_the_warmup_step_the_average_is_a_copy() -> None:
     assert not torch.equal(ema.average["a"], weights["a"])
 
 
-def test_the_average_is_the_recursion() -> None:
+def test_the_average_follows_its_recursion() -> None:
     weights = parameters()
     ema = Ema(weights, EmaConfig(), CPU)
     expected = None
@@ -95,7 +95,9 @@ def test_only_multiples_of_the_interval_update() -> None:
         {"ema_cpu_only": True, "ema_device": "accelerator"},
     ],
 )
-def test_place_and_loop_do_not_change_a_bit(dtype: torch.dtype, keys: dict[str, object]) -> None:
+def test_device_and_foreach_do_not_change_a_bit(
+    dtype: torch.dtype, keys: dict[str, object]
+) -> None:
     averages: list[dict[str, Tensor]] = []
     for more in ({}, keys):
         weights = parameters(dtype)
@@ -110,7 +112,7 @@ def test_place_and_loop_do_not_change_a_bit(dtype: torch.dtype, keys: dict[str, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("place", ["cpu", "accelerator"])
 @pytest.mark.parametrize("foreach_disable", [True, False])
-def test_the_accelerator_does_not_change_a_bit(foreach_disable: bool, place: str) -> None:
+def test_averages_on_gpu_and_cpu_are_bit_equal(foreach_disable: bool, place: str) -> None:
     averages = []
     for device in (CPU, torch.device("cuda")):
         weights = {name: nn.Parameter(weight.to(device)) for name, weight in parameters().items()}
@@ -123,7 +125,7 @@ def test_the_accelerator_does_not_change_a_bit(foreach_disable: bool, place: str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_applied_swaps_in_place_and_back_exactly(dtype: torch.dtype) -> None:
+def test_applied_swaps_weights_in_place_and_restores_them_exactly(dtype: torch.dtype) -> None:
     weights = parameters(dtype)
     ema = Ema(weights, EmaConfig(), CPU)
     train(weights, ema, 1, 5)
@@ -147,7 +149,7 @@ def test_applied_swaps_in_place_and_back_exactly(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("keys", [{}, {"ema_update_interval": 3}, {"ema_warmup_steps": 8}])
 @pytest.mark.parametrize("stop", [1, 2, 7])
-def test_a_resumed_average_is_the_same_bit_for_bit(keys: dict[str, object], stop: int) -> None:
+def test_a_resumed_average_continues_bit_for_bit(keys: dict[str, object], stop: int) -> None:
     whole_weights = parameters()
     weights = parameters()
     whole = Ema(whole_weights, EmaConfig(**keys), CPU)
@@ -177,7 +179,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("bundle", "copies"), [(1 << 24, 1), (400, 2), (1, 3)])
-def test_small_weights_go_to_another_device_together(
+def test_small_weights_are_copied_to_another_device_together(
     monkeypatch: pytest.MonkeyPatch, bundle: int, copies: int
 ) -> None:
     monkeypatch.setattr(ema_module, "BUNDLE", bundle)

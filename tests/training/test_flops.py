@@ -38,7 +38,7 @@ from tests.training.test_step import Batches
         ("tiny-video", [Route(0.7, 0, 0)]),
     ],
 )
-def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
+def test_counted_flops_equal_those_of_torchs_counter(size: str, routes: list[Route]) -> None:
     techniques = [Tread(TreadSpec(routes))] if routes else []
     variant = Variant(
         size, "cpu", {"gradient_checkpointing": False, "speed": "reference"}, techniques
@@ -57,7 +57,7 @@ def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
 @pytest.mark.parametrize(
     ("size", "teraflops"), [("lite", 563), ("image", 106), ("pro", 9417), ("sana", 246)]
 )
-def test_real_models(size: str, teraflops: float) -> None:
+def test_flops_of_real_models(size: str, teraflops: float) -> None:
     """Metered once on the real architectures, with a LoRA on queries, keys and values."""
     from peft import LoraConfig
 
@@ -73,7 +73,7 @@ def test_real_models(size: str, teraflops: float) -> None:
     )
 
 
-def test_tokens_that_pass_by_are_not_counted() -> None:
+def test_tokens_that_skip_blocks_are_not_counted() -> None:
     told = {
         ratio: Variant("tiny", "cpu", {}, [Tread(TreadSpec([Route(ratio, 0, -1)]))]).step().flops
         for ratio in (0.0, 0.5)

@@ -93,7 +93,7 @@ def read_at_once(adapter: Any, config: Any) -> nn.Module:
         ("shards", "int4-quanto", False),
     ],
 )
-def test_weights_are_those_of_from_pretrained(
+def test_loaded_weights_equal_those_of_from_pretrained(
     checkpoints: dict[str, Path], name: str, precision: str, streamed: bool
 ) -> None:
     if precision.endswith("torchao"):
@@ -166,7 +166,7 @@ def test_a_block_is_on_the_device_before_the_next_is_read(
     assert not any(on_host)
 
 
-def test_a_full_model_is_that_of_from_pretrained(checkpoints: dict[str, Path]) -> None:
+def test_a_full_model_equals_that_of_from_pretrained(checkpoints: dict[str, Path]) -> None:
     assembly = make_assembly(checkpoints["bf16"], model_type="full", mixed_precision="bf16")
     expected = dict(
         make_adapter(checkpoints["bf16"]).load_transformer(torch.bfloat16).named_parameters()
@@ -181,7 +181,7 @@ def test_a_full_model_is_that_of_from_pretrained(checkpoints: dict[str, Path]) -
 
 
 @pytest.mark.parametrize("to_disk", [False, True])
-def test_what_streams_is_in_its_image_alone(
+def test_streamed_weights_exist_only_in_their_image(
     t2i_checkpoint: Path, tmp_path: Path, to_disk: bool
 ) -> None:
     folder = str(tmp_path) if to_disk else None
@@ -222,7 +222,7 @@ def test_what_streams_is_in_its_image_alone(
     ],
 )
 @pytest.mark.parametrize("to_disk", [False, True])
-def test_streamed_gradients_are_the_resident_ones(
+def test_streamed_and_resident_blocks_have_equal_gradients(
     t2i_checkpoint: Path, tmp_path: Path, settings: dict[str, Any], to_disk: bool
 ) -> None:
     """Also where the adapter changes what was packed, or keeps it in float32."""
@@ -255,7 +255,7 @@ def file_behind(address: int) -> str | None:
 
 
 @pytest.mark.skipif(not MAPS.is_file(), reason="needs /proc")
-def test_a_weight_of_the_right_dtype_is_no_copy(checkpoints: dict[str, Path]) -> None:
+def test_a_weight_of_the_right_dtype_is_not_copied(checkpoints: dict[str, Path]) -> None:
     """It is a view of the mapped file, and the island beside it is not; a packed weight maps
     nothing.
     """
@@ -278,7 +278,7 @@ def test_a_weight_of_the_right_dtype_is_no_copy(checkpoints: dict[str, Path]) ->
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or not MAPS.is_file(), reason="needs glibc and /proc"
 )
-def test_large_tensors_are_given_back_at_once() -> None:
+def test_memory_of_large_tensors_returns_to_the_system_at_once() -> None:
     with large_tensors_apart():
         # As many as may be needed to use up what the heap has free.
         tensors = [torch.empty(8 * LARGE, dtype=torch.uint8) for _ in range(256)]
@@ -288,7 +288,7 @@ def test_large_tensors_are_given_back_at_once() -> None:
         assert file_behind(address) is None
 
 
-def test_files_that_do_not_fit(checkpoints: dict[str, Path]) -> None:
+def test_files_of_another_model_are_refused(checkpoints: dict[str, Path]) -> None:
     _, adapter = parts(checkpoints["bf16"])
     model: Any = adapter.load_transformer(torch.bfloat16, empty=True)
     model.add_module("more", nn.Linear(4, 4, device="meta"))

@@ -87,7 +87,7 @@ def train_in_plain_torch(
 
 @pytest.mark.parametrize(("first", "with_scaler"), [(2, False), (3, False), (3, True)])
 @pytest.mark.parametrize(("limit", "method"), [(0.0, "norm"), (0.02, "norm"), (0.001, "value")])
-def test_a_step_is_what_plain_torch_does(
+def test_a_step_equals_one_written_in_plain_torch(
     t2i_checkpoint: Path, first: int, with_scaler: bool, limit: float, method: str
 ) -> None:
     settings = {"max_grad_norm": limit, "grad_clip_method": method, "lora_dropout": 0.2}
@@ -111,7 +111,7 @@ def test_a_step_is_what_plain_torch_does(
     assert all(parameter.grad is None for parameter in tried.parameters.values())
 
 
-def test_dropout_has_the_rate_that_was_asked_for(t2i_checkpoint: Path) -> None:
+def test_dropout_has_the_configured_rate(t2i_checkpoint: Path) -> None:
     layers = make_assembly(t2i_checkpoint, lora_dropout=0.3).transformer.modules()
     assert {layer.p for layer in layers if isinstance(layer, nn.Dropout)} == {0.3}
 
@@ -163,7 +163,7 @@ def spoil(assembly: Assembly, *names: str) -> list[str]:
 
 @pytest.mark.parametrize("method", ["value", "norm"])
 @pytest.mark.parametrize("limit", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_reaches_no_weight(
+def test_a_non_finite_gradient_never_updates_a_weight(
     t2i_checkpoint: Path, method: str, limit: float
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, max_grad_norm=limit, grad_clip_method=method)
@@ -200,7 +200,7 @@ class Constant(Technique):
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["extra loss", "extra pass"])
-def test_a_loss_that_is_not_finite_reaches_every_process_and_no_weight(
+def test_a_non_finite_loss_stops_every_process_and_updates_no_weight(
     t2i_checkpoint: Path, later: bool
 ) -> None:
     """Also one with finite gradients: they become NaN, and so does what processes sum up of
@@ -251,7 +251,9 @@ def test_weights_are_updated_before_records_are_gathered(
     assert log == ["update", "gather", "merge"]
 
 
-def test_a_scaler_skips_such_steps_until_its_scale_is_used_up(t2i_checkpoint: Path) -> None:
+def test_the_scaler_skips_overflowing_steps_until_its_scale_is_below_one(
+    t2i_checkpoint: Path,
+) -> None:
     assembly = scaled(make_assembly(t2i_checkpoint), scale=2.0)
     before = weights(assembly)
     batch = make_batch(t2i_checkpoint, CAPTIONS[:1])
@@ -266,7 +268,7 @@ def test_a_scaler_skips_such_steps_until_its_scale_is_used_up(t2i_checkpoint: Pa
     )
 
 
-def test_weights_that_are_not_finite_are_named() -> None:
+def test_non_finite_weights_are_named() -> None:
     sound = {"a": torch.full((3,), 3e38), "b": torch.zeros(2, dtype=torch.bfloat16)}
     stop_if_weights_not_finite(sound)
     with pytest.raises(NonFiniteError, match=r"1 of 3 trained tensors .* not saved: c"):
@@ -275,7 +277,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 @pytest.mark.parametrize("part", ["weight", "average", "module"])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_nothing_that_is_not_finite_is_saved(
+def test_non_finite_weights_are_never_saved(
     tmp_path: Path, t2i_checkpoint: Path, kind: str, part: str
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, model_type=kind)
@@ -308,7 +310,7 @@ def test_nothing_that_is_not_finite_is_saved(
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_nothing_that_is_not_finite_is_loaded(
+def test_non_finite_weights_are_never_loaded(
     tmp_path: Path, t2i_checkpoint: Path, kind: str
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, model_type=kind)

@@ -94,7 +94,7 @@ def predict(assembly: Assembly, checkpoint: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_step_0_and_disabled_are_the_base_model(t2i_checkpoint: Path, kind: str) -> None:
+def test_step_0_and_disabled_predict_like_the_base_model(t2i_checkpoint: Path, kind: str) -> None:
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
     ours = make_adapter(t2i_checkpoint)
     base = ours.predict(ours.load_transformer(torch.float32).eval(), batch)
@@ -110,7 +110,7 @@ def test_step_0_and_disabled_are_the_base_model(t2i_checkpoint: Path, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["lokr", "lycoris lokr"])
-def test_other_gpus_are_not_touched(
+def test_other_gpus_are_not_used(
     t2i_checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default, `fork_rng` saves the state of every visible GPU, which takes memory on all of
@@ -124,7 +124,7 @@ def test_other_gpus_are_not_touched(
     low_rank(torch.randn(8, 8), 0.9, 2)
 
 
-def test_updates_are_those_computed_by_hand(t2i_checkpoint: Path) -> None:
+def test_updates_equal_hand_computed_ones(t2i_checkpoint: Path) -> None:
     for kind in ("lokr", "loha"):
         assembly = trained(t2i_checkpoint, kind)
         factors = {
@@ -150,7 +150,7 @@ def test_updates_are_those_computed_by_hand(t2i_checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "steps"), [*((kind, 0) for kind in EVERY), ("lokr", 8), ("lycoris lokr", 8)]
 )
-def test_published_as_a_stock_lora(
+def test_every_kind_publishes_a_stock_lora(
     t2i_checkpoint: Path, tmp_path: Path, kind: str, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What previews show is what the exported file gives in the stock pipeline, up to the error
@@ -250,7 +250,7 @@ def test_the_native_file_loads_in_lycoris(t2i_checkpoint: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_resume_is_exact(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
+def test_every_kind_resumes_bit_exactly(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
     one = trained(t2i_checkpoint, kind)
     other = make_assembly(t2i_checkpoint, **KINDS[kind])
     (tmp_path / "training_state").mkdir()
@@ -263,7 +263,7 @@ def test_resume_is_exact(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_the_plan_counts_what_is_trained(t2i_checkpoint: Path, kind: str) -> None:
+def test_the_plan_counts_the_trained_numbers(t2i_checkpoint: Path, kind: str) -> None:
     assembly = make_assembly(t2i_checkpoint, **KINDS[kind])
     shapes = weights_of(weight_shapes(assembly.transformer))
     config = make_config(t2i_checkpoint, **KINDS[kind]).lora
@@ -340,7 +340,7 @@ def assembled(config: Any, adapter: Any, target: str) -> Assembly:
 
 @pytest.mark.parametrize("make", [sana, kandinsky_video])
 @pytest.mark.parametrize("kind", ["lokr", "lycoris"])
-def test_the_video_families_load_it_too(tmp_path: Path, make: Any, kind: str) -> None:
+def test_video_families_load_every_kind(tmp_path: Path, make: Any, kind: str) -> None:
     """With LyCORIS also their feed-forward layers, which are pointwise convolutions in Sana
     Video.
     """

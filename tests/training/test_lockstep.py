@@ -49,9 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> l
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_two_processes_do_what_one_does(
-    results: list[dict[str, Any]], name: str, kind: str
-) -> None:
+def test_two_processes_train_like_one(results: list[dict[str, Any]], name: str, kind: str) -> None:
     one, *two = (
         result[key] for result, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
     )
@@ -67,7 +65,7 @@ def test_two_processes_do_what_one_does(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_a_loss_of_one_process_that_is_not_finite_updates_no_weight_of_any(
+def test_a_non_finite_loss_of_one_process_updates_no_weight_of_any_process(
     results: list[dict[str, Any]], name: str, kind: str
 ) -> None:
     alone, *two = (

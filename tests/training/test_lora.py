@@ -36,9 +36,7 @@ def trained(checkpoint: Path, **settings: object) -> LoraAdapter:
     return lora_of(assembly)
 
 
-def test_the_base_takes_half_the_bytes_of_what_is_trained(
-    t2i_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_the_frozen_base_is_bf16_and_the_lora_float32(t2i_checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(t2i_checkpoint, tmp_path / "model"))
     (file,) = (folder / "transformer").glob("*.safetensors")
     weights = {
@@ -61,7 +59,7 @@ def test_the_base_takes_half_the_bytes_of_what_is_trained(
     assert {base[name] for name in linear} == {torch.bfloat16}
 
 
-def test_file_form(t2i_checkpoint: Path, tmp_path: Path) -> None:
+def test_files_have_the_published_form(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6)
     path = write_lora(adapter, tmp_path, **{"modelspec.title": "name"})
     weights = load_file(path)
@@ -99,7 +97,7 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
     assert distance({"": loaded}, {"": expected}) < ROTATION
 
 
-def test_verification_finds_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
+def test_verification_detects_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint)
     path = write_lora(adapter, tmp_path)
     verify_file(
@@ -124,9 +122,7 @@ def test_verification_finds_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "form", ["transformer.", "base_model.model.", "diffusion_model.", "lora_unet_"]
 )
-def test_reading_the_forms_of_other_programs(
-    t2i_checkpoint: Path, tmp_path: Path, form: str
-) -> None:
+def test_files_of_other_programs_are_read(t2i_checkpoint: Path, tmp_path: Path, form: str) -> None:
     adapter = trained(t2i_checkpoint, lora_rank=4)
     weights = {}
     for name, tensor in adapter.state_dict().items():
@@ -244,7 +240,7 @@ def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> N
             assert ["set use_dora" in str(problem) for problem in told] == [True] * (not use_dora)
 
 
-def test_verification_finds_a_name_that_comfyui_does_not_know(
+def test_verification_detects_a_name_unknown_to_comfyui(
     t2i_checkpoint: Path, tmp_path: Path
 ) -> None:
     adapter = trained(t2i_checkpoint, lora_format="comfyui")
@@ -282,7 +278,7 @@ def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: 
     assert {weight.dtype for weight in exact.file_weights().values()} == {torch.bfloat16}
 
 
-def test_disabled_is_the_base_for_every_init(t2i_checkpoint: Path) -> None:
+def test_disabled_predicts_like_the_base_for_every_init(t2i_checkpoint: Path) -> None:
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
     plain = make_adapter(t2i_checkpoint)
     base = plain.predict(plain.load_transformer(torch.float32), batch)
@@ -299,7 +295,7 @@ def test_disabled_is_the_base_for_every_init(t2i_checkpoint: Path) -> None:
         assert (moved - base).abs().max() > 0.02
 
 
-def test_an_official_lora_has_its_alpha_beside_it(tmp_path: Path) -> None:
+def test_the_alpha_of_an_official_lora_is_read_from_the_file_beside_it(tmp_path: Path) -> None:
     module = "visual_transformer_blocks.0.feed_forward.in_layer"
     down = torch.randn(4, 8)
     up = torch.randn(16, 4)

@@ -20,7 +20,7 @@ from tests.tools.tolerances import SAMPLING, assert_close
     ("kind", "form"), [("Linear", "diffusers"), ("Linear", "comfyui"), ("Conv2d", "diffusers")]
 )
 @pytest.mark.parametrize(("dora", "strength"), [(False, 1.0), (False, 0.5), (True, 1.0)])
-def test_a_file_at_a_strength_does_what_peft_does(
+def test_an_applied_file_computes_what_peft_does(
     tmp_path: Path, tiny_network: Any, dora: bool, strength: float, kind: str, form: str
 ) -> None:
     plain = tiny_network(kind)

@@ -68,7 +68,7 @@ def masked() -> list[Technique]:
 )
 @pytest.mark.parametrize("settings", [{}, {"speed": "reference"}], ids=["fast", "reference"])
 @pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
-def test_nothing_makes_the_host_wait(
+def test_no_operation_of_a_step_synchronises_the_host(
     monkeypatch: pytest.MonkeyPatch,
     size: str,
     settings: dict[str, Any],
@@ -104,13 +104,15 @@ def test_nothing_makes_the_host_wait(
     assert watched.found == []
 
 
-def test_what_techniques_log_on_the_host_is_read_with_the_losses() -> None:
+def test_metrics_of_techniques_are_read_together_with_the_losses() -> None:
     loss = MicroLoss(["d/0"], timesteps=[0.5], per_sample=torch.zeros(1, device=GPU))
     loss.log({"crepa_weight": torch.tensor(0.5)})
     assert loss.extra["crepa_weight"].device == GPU
 
 
-def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_gradient_sizes_are_read_in_one_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every other way to read a number of the meta device is an error."""
     config = make_config("tiny", mixed_precision="bf16", lora_rank=4)
     intent = TrainingSpec(

@@ -59,7 +59,7 @@ CHOICES = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def test_every_name_of_the_schema_is_known() -> None:
+def test_every_optimizer_of_the_schema_has_a_spec() -> None:
     assert set(OPTIMIZERS) == set(NAMES)
 
 
@@ -123,7 +123,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_shares_of_a_weight_are_updated_as_the_whole_one(name: str) -> None:
+def test_shards_of_a_weight_are_updated_like_the_whole_weight(name: str) -> None:
     """Bit for bit, for optimizers that say so (FSDP2); the others give something else."""
     whole, *_ = weights()
     before, *_ = weights()
@@ -203,7 +203,7 @@ def changed_value(name: str, setting: str) -> object:
 
 
 @pytest.mark.parametrize(("name", "setting"), SETTINGS)
-def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(
+def test_a_setting_changed_on_resume_takes_effect_or_is_refused_by_name(
     name: str, setting: str
 ) -> None:
     """Bit for bit as if the running optimizer had been given the new value."""
@@ -246,7 +246,9 @@ def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("name", "beta"), [("adamw_bf16", "beta2"), ("optimi-adan", "beta3")])
-def test_a_second_moment_is_as_wide_as_the_new_beta_needs(name: str, beta: str) -> None:
+def test_a_resumed_second_moment_has_the_dtype_that_the_new_beta_needs(
+    name: str, beta: str
+) -> None:
     params = weights(torch.bfloat16)
     spec = OPTIMIZERS[name]
     narrow = build(name, params, optimizer_config=f"{beta}=.9")
@@ -262,7 +264,9 @@ def test_a_second_moment_is_as_wide_as_the_new_beta_needs(name: str, beta: str) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "kernel"), [*((name, None) for name in RUNNABLE), *CHOICES])
-def test_on_a_gpu(name: str, kernel: str | None, dtype: torch.dtype) -> None:
+def test_optimizers_train_and_resume_on_a_gpu(
+    name: str, kernel: str | None, dtype: torch.dtype
+) -> None:
     """optimi's few weights get Triton kernels there: about the same as on a CPU, and the same after
     a save.
     """
@@ -308,7 +312,7 @@ def test_every_optimizer_lowers_a_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if is_installed(name)])
-def test_the_library_knows_every_setting_of_the_table(name: str) -> None:
+def test_libraries_accept_every_setting_of_the_table(name: str) -> None:
     module, _, class_name = OPTIMIZERS[name].factory.partition(":")
     known = set(inspect.signature(getattr(importlib.import_module(module), class_name)).parameters)
     settings = set(OPTIMIZERS[name].settings)
@@ -334,7 +338,7 @@ def test_optimizers_that_keep_bf16_weights_do_not_lose_small_updates(name: str) 
     assert moved[1] == pytest.approx(moved[0], abs=0.004)
 
 
-def test_a_plain_optimizer_would_lose_them() -> None:
+def test_a_plain_optimizer_loses_small_updates_of_bf16_weights() -> None:
     """Why other optimizers must train float32 weights."""
     param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = build("adamw", [param], 1e-4)
@@ -345,7 +349,7 @@ def test_a_plain_optimizer_would_lose_them() -> None:
     assert torch.equal(param, torch.ones_like(param))
 
 
-def test_optimi_runs_triton_only_where_it_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimi_uses_triton_only_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu: list[Any] = [SimpleNamespace(is_cuda=True)]
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(update.importlib.util, "find_spec", lambda name: name)
@@ -388,7 +392,7 @@ def with_squares(
 
 
 @pytest.mark.parametrize(("name", "beta", "kernel"), FOLLOWING)
-def test_the_second_moment_of_bf16_weights_decays_as_that_of_float32_ones(
+def test_second_moments_of_bf16_and_float32_weights_decay_alike(
     name: str, beta: str, kernel: str
 ) -> None:
     """While gradients shrink to .3. In bf16, where .999 times a number is the number again, it
@@ -449,7 +453,7 @@ FULL = (700, 2_000_000_000)
         ("muon", FULL, {"device": "cpu"}, None),
     ],
 )
-def test_the_kernel_follows_number_and_size_of_the_weights(
+def test_the_kernel_depends_on_number_and_size_of_the_weights(
     name: Any, size: tuple[int, int], where: dict[str, Any], kernel: str | None
 ) -> None:
     place = {"device": "cuda", "sharded": False, "triton": True, **where}
@@ -475,7 +479,7 @@ def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
-def test_a_technique_may_leave_its_module_without_gradients(
+def test_optimizers_skip_a_techniques_module_without_gradients(
     name: str, kernel: str, dtype: torch.dtype
 ) -> None:
     """For a step or, as in this test, for all; the other weights, of two dtypes, are updated alike
@@ -492,7 +496,7 @@ def test_a_technique_may_leave_its_module_without_gradients(
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
 
 
-def test_a_run_begun_with_triton_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_started_with_triton_continues_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a new run with as many small weights would use `foreach`."""
     saved = build("adamw_bf16", weights()).state_dict()
     saved["param_groups"][0]["triton"] = True
@@ -540,7 +544,7 @@ class Separate(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("name", "beta"), [each for each in SQUARED if "foreach" in OPTIMIZERS[each[0]].kernels]
 )
-def test_a_wide_second_moment_takes_no_launch_for_each_weight(
+def test_wide_second_moments_need_no_launch_per_weight(
     name: str, beta: str, bundle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is updated bit for bit as by torch's mixed operation. Only single large weights are not
@@ -565,7 +569,7 @@ def test_a_wide_second_moment_takes_no_launch_for_each_weight(
 
 
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
-def test_the_kernel_decides_launches_and_temporaries_of_an_update(name: str, kernel: str) -> None:
+def test_launches_and_temporaries_of_an_update_depend_on_its_kernel(name: str, kernel: str) -> None:
     """What the plan counts of the latter is what is there at the worst moment."""
     count = 40
     numbers = 1000
@@ -596,7 +600,7 @@ def test_the_kernel_decides_launches_and_temporaries_of_an_update(name: str, ker
     assert temporary[kernel] == pytest.approx(expected, abs=0.01)
 
 
-def test_the_state_of_a_gpu_goes_on_without_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_state_of_a_gpu_continues_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever saved it ran Triton's kernels, which cannot run here; the log says so."""
     saved = build("adamw_bf16", weights(torch.bfloat16)).state_dict()
     assert not caplog.messages
@@ -610,7 +614,7 @@ def test_the_state_of_a_gpu_goes_on_without_one(caplog: pytest.LogCaptureFixture
     assert "updated by Triton kernels, which need a GPU" in told
 
 
-def test_fused_kernels_find_their_counts_on_the_device() -> None:
+def test_fused_kernels_keep_step_counts_on_the_device() -> None:
     """Also those of weights whose moments stay on the host; the meta device stands in for a GPU."""
     optimizer = with_kernel("adamw", "fused", [nn.Parameter(torch.zeros(3))])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
@@ -627,7 +631,7 @@ def test_fused_kernels_find_their_counts_on_the_device() -> None:
     }
 
 
-def test_the_default_follows_the_precision() -> None:
+def test_the_default_optimizer_depends_on_the_precision() -> None:
     assert optimizer_name(OptimizerConfig(), "bf16") == "adamw_bf16"
     assert optimizer_name(OptimizerConfig(), "no") == "adamw"
     assert isinstance(build(None, weights()), optimi.AdamW)
@@ -637,7 +641,7 @@ def settings(name: str, **keys: object) -> dict[str, object]:
     return dict(optimizer_settings(OptimizerConfig(optimizer=name, **keys), "bf16"))
 
 
-def test_the_published_defaults() -> None:
+def test_defaults_are_the_documented_ones() -> None:
     assert settings("adamw_bf16") == {
         "beta1": 0.9,
         "beta2": 0.999,
@@ -654,7 +658,7 @@ def test_the_published_defaults() -> None:
     assert settings("adamw") == settings("torch-adamw") == adamw
 
 
-def test_numbers_reach_the_optimizer_in_order_of_strength() -> None:
+def test_explicit_settings_override_defaults_in_the_optimizer() -> None:
     keys: dict[str, Any] = {
         "adam_beta1": 0.8,
         "adam_beta2": 0.7,
@@ -685,7 +689,7 @@ def problems(mixed_precision: str = "bf16", **keys: object) -> list[Problem]:
     return [each for each in found if each.where in keys or not isinstance(each, NoEffect)]
 
 
-def test_sound_configs_have_no_problem() -> None:
+def test_valid_configs_have_no_problem() -> None:
     assert problems() == []
     assert problems("no", optimizer="optimi-lion", optimizer_config="weight_decay=0.1") == []
     assert problems("fp16") == []
@@ -712,7 +716,9 @@ def test_adamw_bf16_needs_bf16() -> None:
         ("weight_decay=-1", ["negative"]),
     ],
 )
-def test_bad_overrides_are_told_before_anything_is_built(text: str, words: list[str]) -> None:
+def test_invalid_overrides_are_reported_before_the_optimizer_is_built(
+    text: str, words: list[str]
+) -> None:
     (problem,) = problems(optimizer="optimi-adamw", optimizer_config=text)
     assert problem.fatal
     assert problem.where == "optimizer_config"
@@ -720,7 +726,7 @@ def test_bad_overrides_are_told_before_anything_is_built(text: str, words: list[
         assert word in problem.message
 
 
-def test_all_bad_overrides_are_told_at_once() -> None:
+def test_all_invalid_overrides_are_reported_at_once() -> None:
     assert (
         len(
             problems(
@@ -737,7 +743,7 @@ def test_betas_come_in_pairs() -> None:
     assert "optimizer_beta2" in problem.message
 
 
-def test_keys_without_effect_are_noted() -> None:
+def test_keys_without_effect_cause_warnings() -> None:
     found = problems(
         optimizer="torch-sgd", adam_beta1=0.8, optimizer_beta1=0.8, optimizer_beta2=0.9
     )
@@ -752,7 +758,7 @@ def test_keys_without_effect_are_noted() -> None:
     ]
 
 
-def test_schedule_free_notes_that_the_schedule_is_ignored() -> None:
+def test_schedule_free_optimizers_warn_that_the_schedule_is_ignored() -> None:
     found = problems(optimizer="adamw_schedulefree", lr_scheduler="cosine")
     assert [problem.where for problem in found if not problem.fatal] == ["lr_scheduler"]
     assert not [p for p in problems(optimizer="adamw_schedulefree") if p.where == "lr_scheduler"]
@@ -767,7 +773,7 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert f"pip install '{package.requirement}'" in problem.message
 
 
-def test_what_only_the_library_refuses_is_a_config_error_too() -> None:
+def test_values_refused_by_the_library_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="torch-sgd refuses it"):
         build("torch-sgd", weights(), optimizer_config="nesterov=true")
 
@@ -799,7 +805,7 @@ def test_muon_moves_a_matrix_by_its_orthogonal_factor() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (4,)])
-def test_muon_with_only_one_kind_of_weight(shape: tuple[int, ...]) -> None:
+def test_muon_trains_matrices_or_vectors_alone(shape: tuple[int, ...]) -> None:
     params = [nn.Parameter(torch.ones(shape))]
     run(build("muon", params), params, 1, 4)
     assert float(params[0].detach().mean()) < 1

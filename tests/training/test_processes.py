@@ -58,7 +58,7 @@ def captions_trained(catalogue: Catalogue, planned: PlannedBatch) -> list[Any]:
     return [reader._embeds(planned, index) for index in range(len(planned.samples))]
 
 
-def test_samples_captions_and_dropout_are_those_of_one_process(catalogue: Catalogue) -> None:
+def test_samples_captions_and_dropout_equal_those_of_one_process(catalogue: Catalogue) -> None:
     dropped = 0
     total = 0
     for whole, *parts in zip(planned(ONE[0]), *map(planned, TWO), strict=True):
@@ -109,7 +109,9 @@ def part(batch: Batch, which: slice) -> Batch:
 
 
 @pytest.mark.parametrize("settings", [{}, {"disable_segmented_timestep_sampling": True}])
-def test_noise_is_that_of_one_process(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
+def test_noise_of_several_processes_equals_that_of_one(
+    t2i_checkpoint: Path, settings: dict[str, Any]
+) -> None:
     tread = Tread(TreadSpec([Route(0.5, 1, 1)]))
     assembly = make_assembly(
         t2i_checkpoint, tread, noise_offset=0.1, input_perturbation=0.1, **settings
@@ -125,7 +127,7 @@ def test_noise_is_that_of_one_process(t2i_checkpoint: Path, settings: dict[str, 
         assert len(together.unique(dim=0)) == 4, f"{name}: every sample draws its own"
 
 
-def test_shared_noise_is_that_of_the_first_process(t2i_checkpoint: Path) -> None:
+def test_shared_noise_is_equal_in_all_processes(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint, seed_for_each_device=False)
     batch = make_batch(t2i_checkpoint, ["a", "b"])
     first, second = (replace(assembly, world=world).noise.add(batch, 4, 1) for world in TWO)
@@ -133,7 +135,7 @@ def test_shared_noise_is_that_of_the_first_process(t2i_checkpoint: Path) -> None
     assert torch.equal(first.sigmas, second.sigmas)
 
 
-def test_a_batch_of_one_draws_what_it_always_drew(t2i_checkpoint: Path) -> None:
+def test_a_batch_of_one_draws_the_numbers_of_earlier_versions(t2i_checkpoint: Path) -> None:
     """Numbers written down: a run with batches of one must give the same result as it did in
     earlier versions.
     """

@@ -57,9 +57,7 @@ def assembly(t2i_checkpoint: Path) -> Assembly:
     return make_assembly(t2i_checkpoint, gradient_accumulation_steps=2)
 
 
-def test_a_step_says_what_it_waited_for_and_what_it_computed(
-    assembly: Assembly, t2i_checkpoint: Path
-) -> None:
+def test_a_step_reports_its_waits_and_its_flops(assembly: Assembly, t2i_checkpoint: Path) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     assembly.sample_flops = None
     plain = optimizer_step(assembly, Batches(batch, batch), 0)
@@ -81,7 +79,7 @@ def test_a_step_says_what_it_waited_for_and_what_it_computed(
     assert told.flops == 2 * (4 * 4000 + sum(lengths))
 
 
-def test_the_record_has_the_shares(tmp_path: Path, assembly: Assembly) -> None:
+def test_the_record_has_utilisation_and_share_of_waits(tmp_path: Path, assembly: Assembly) -> None:
     listener = Listener()
     events = EventStream(RunRecord(tmp_path, 0), listener)
     recorder = Recorder(events, 1, matmul_flops=1e12)
@@ -101,14 +99,14 @@ def test_the_record_has_the_shares(tmp_path: Path, assembly: Assembly) -> None:
     assert (listener.steps[1].weights_seconds, listener.steps[1].mfu) == (0.5, 0.4)
 
 
-def test_there_is_no_utilisation_without_both_numbers() -> None:
+def test_utilisation_needs_flops_and_the_rate_of_the_device() -> None:
     assert utilisation(report(1), 1e12) is None
     assert utilisation(report(1, flops=1e11), None) is None
     assert utilisation(report(1, flops=1e11), 1e12) == pytest.approx(0.1)
     assert "mfu" not in row_of(StepReport(1, 1, {}, 1.0))
 
 
-def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
+def test_slow_steps_are_reported_to_the_user(assembly: Assembly) -> None:
     listener = Listener()
     clock = [0.0]
     watcher = SlowSteps(lambda: clock[0])
@@ -122,7 +120,7 @@ def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
     assert "2.0 times the usual" in listener.said[0]
 
 
-def test_steps_with_further_passes_are_slower_by_design(assembly: Assembly) -> None:
+def test_steps_with_extra_passes_are_not_reported_as_slow(assembly: Assembly) -> None:
     listener = Listener()
     clock = [0.0]
     recorder = Recorder(EventStream(listener), 1, slow_steps=SlowSteps(lambda: clock[0]))
@@ -144,7 +142,7 @@ class Second(World):
         return [list(self.asked), value]
 
 
-def test_all_processes_do_what_the_first_one_was_asked_for(
+def test_requests_to_the_main_process_are_handled_by_all_processes(
     tmp_path: Path, assembly: Assembly
 ) -> None:
     expect_requests(tmp_path)

@@ -99,7 +99,9 @@ def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) 
 
 @pytest.mark.parametrize("name", [*RUNNABLE, *LOW_BIT])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_weight_at_a_time_is_all_at_once(name: str, dtype: torch.dtype) -> None:
+def test_updating_one_weight_at_a_time_equals_updating_all_at_once(
+    name: str, dtype: torch.dtype
+) -> None:
     """For every optimizer that says so, whichever weight comes first; the others give something
     else.
     """
@@ -119,7 +121,7 @@ def test_the_model_is_freed_after_the_run(t2i_checkpoint: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("on_host", [False, True], ids=["resident", "host"])
 @pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "ao-adamw8bit"])
-def test_on_a_gpu(name: str, on_host: bool) -> None:
+def test_released_gradients_train_alike_on_a_gpu(name: str, on_host: bool) -> None:
     with torch.compiler.set_stance("default"):
         assert updated_alike(name, torch.bfloat16, "cuda", on_host=on_host)
 
@@ -134,7 +136,7 @@ def test_on_a_gpu(name: str, on_host: bool) -> None:
     ],
     ids=["fp32", "bf16", "norm", "8bit"],
 )
-def test_a_full_fine_tune_is_the_same(
+def test_a_full_fine_tune_with_released_gradients_is_bit_equal(
     t2i_checkpoint: Path, settings: dict[str, Any], on_host: bool
 ) -> None:
     """Weights, moving average and metrics; also after a stop, whichever way it goes on."""
@@ -196,7 +198,7 @@ def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint
     assert {each.data_ptr() for each in moments_of(optimizer)} == kept
 
 
-def test_the_next_state_arrives_while_the_backward_pass_goes_on(
+def test_the_next_state_is_prefetched_during_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the order of the step before, and with the same weights when a step leaves one out or
@@ -242,7 +244,7 @@ def test_the_next_state_arrives_while_the_backward_pass_goes_on(
     assert all(map(torch.equal, whole, single))
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_is_left(
+def test_a_non_finite_gradient_stops_the_run_and_names_the_weights(
     t2i_checkpoint: Path,
 ) -> None:
     assembly = full(t2i_checkpoint, **RELEASED)
@@ -261,7 +263,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_is_left(
     assert assembly.release.is_halfway
 
 
-def test_a_loss_that_is_not_finite_reaches_no_weight(t2i_checkpoint: Path) -> None:
+def test_a_non_finite_loss_updates_no_weight(t2i_checkpoint: Path) -> None:
     assembly = full(t2i_checkpoint, **RELEASED)
     before = copy_of(assembly)
     batch = make_batch(t2i_checkpoint, ["a star"])
@@ -271,7 +273,7 @@ def test_a_loss_that_is_not_finite_reaches_no_weight(t2i_checkpoint: Path) -> No
     assert_same(copy_of(assembly), before)
 
 
-def test_a_rehearsal_only_drops_the_gradients(t2i_checkpoint: Path) -> None:
+def test_backward_passes_outside_a_step_only_drop_gradients(t2i_checkpoint: Path) -> None:
     """Those of a technique's module are kept for the usual update."""
     assembly = full(t2i_checkpoint, **RELEASED)
     before = copy_of(assembly)
@@ -283,7 +285,7 @@ def test_a_rehearsal_only_drops_the_gradients(t2i_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
-def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> None:
+def test_stochastic_rounding_depends_only_on_seed_step_and_weight(name: str) -> None:
     """bf16 weights move by updates that rounding to the nearest would lose, as much as they should
     on average.
     """
@@ -331,7 +333,7 @@ def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> Non
         ),
     ],
 )
-def test_what_needs_all_gradients_is_refused(settings: dict[str, Any], told: str) -> None:
+def test_settings_that_need_all_gradients_are_refused(settings: dict[str, Any], told: str) -> None:
     values = {"model_type": "full", "model_family": "kandinsky5-image", **RELEASED}
     for more, messages in (({}, []), (settings, [told])):
         problems = Problems()

@@ -48,13 +48,15 @@ def test_rates_stay_between_the_ends_whatever_the_lengths(scheduler: str) -> Non
     "scheduler", ["linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial"]
 )
 @pytest.mark.parametrize("warmup", [0, 5])
-def test_what_decays_arrives_in_the_last_step_and_stays(scheduler: str, warmup: int) -> None:
+def test_decays_reach_their_end_in_the_last_step_and_stay_there(
+    scheduler: str, warmup: int
+) -> None:
     config = OptimizerConfig(lr_end=END, lr_scheduler=scheduler, lr_warmup_steps=warmup)
     assert learning_rate_at(29, config, PEAK, 30) == pytest.approx(END)
     assert learning_rate_at(300, config, PEAK, 30) == pytest.approx(END)
 
 
-def test_the_shapes_at_a_quarter_and_half_of_the_way() -> None:
+def test_rates_at_a_quarter_and_half_of_the_decay() -> None:
     """41 steps: 40 intervals between the peak in the first step and the end in the last."""
 
     def shares(scheduler: str, **keys: object) -> list[float]:
@@ -78,7 +80,7 @@ def test_one_cycle_with_restarts_is_the_cosine() -> None:
     )
 
 
-def test_the_decay_takes_the_steps_behind_the_warmup() -> None:
+def test_the_decay_starts_after_the_warmup() -> None:
     """Warm-up 10 of 30: the peak is in step 10, the middle in step 20, the end in step 30."""
     found = rates(30, lr_scheduler="linear", lr_warmup_steps=10)
     assert found[9] == pytest.approx(PEAK)
@@ -86,7 +88,7 @@ def test_the_decay_takes_the_steps_behind_the_warmup() -> None:
     assert found[29] == pytest.approx(END)
 
 
-def test_schedule_free_keeps_the_rate_behind_the_warmup() -> None:
+def test_schedule_free_optimizers_keep_the_rate_after_the_warmup() -> None:
     found = rates(30, optimizer="adamw_schedulefree", lr_scheduler="cosine", lr_warmup_steps=10)
     assert found == pytest.approx([PEAK * min(number / 10, 1) for number in range(1, 31)])
 
@@ -94,7 +96,7 @@ def test_schedule_free_keeps_the_rate_behind_the_warmup() -> None:
 @pytest.mark.parametrize(
     ("key", "rate"), [("lr_warmup_steps", 1e-4), ("lr_scale", 1.6e-3), ("lr_scale_sqrt", 4e-4)]
 )
-def test_scaling_by_the_samples_of_a_step(key: str, rate: float) -> None:
+def test_lr_scale_multiplies_by_the_samples_of_a_step(key: str, rate: float) -> None:
     step = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "num_processes": 4, key: 1}
     values = {"model_type": "lora", "model_family": "sanavideo", "learning_rate": 1e-4, **step}
     # Processes that share the tokens of samples count once.

@@ -69,7 +69,7 @@ def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> 
 @pytest.mark.parametrize(
     ("size", "name"), [(2, name) for name in CASES] + [(4, name) for name in CASES_OF[2]]
 )
-def test_losses_and_predictions_are_those_of_one_process(
+def test_sharded_losses_and_predictions_equal_those_of_one_process(
     together: Together, size: int, name: str
 ) -> None:
     one = together.one[name]
@@ -87,12 +87,12 @@ def test_losses_and_predictions_are_those_of_one_process(
     assert not torch.equal(trained, average)
 
 
-def test_every_process_holds_its_part_alone(together: Together) -> None:
+def test_every_process_holds_only_its_shards(together: Together) -> None:
     assert together.several[2]["full"]["held"] < 1.1 * together.one["full"]["held"] / 2
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_are_in_memory_once_until_they_are_split(together: Together, name: str) -> None:
+def test_a_machine_holds_blocks_once_until_they_are_sharded(together: Together, name: str) -> None:
     (place,) = together.several[2][name]["places"]
     assert "memfd:simpletuner-offload" in place
 
@@ -111,7 +111,7 @@ def test_a_run_continues_bit_for_bit_with_the_same_number(together: Together) ->
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_saved_files_are_those_of_one_process(together: Together, name: str) -> None:
+def test_sharded_runs_save_the_files_of_one_process(together: Together, name: str) -> None:
     """Before the first step every weight is the same."""
     one, several = (together.folder / f"{name}-start-{size}" / "checkpoint-0" for size in (1, 2))
     files = [

@@ -16,7 +16,7 @@ from simpletuner.training.state import random_states, restore_random_states
 from simpletuner.training.trained import load_parameters
 
 
-def test_a_machine_with_fewer_gpus_takes_what_it_has_room_for(
+def test_random_states_of_more_gpus_than_present_are_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generators = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]

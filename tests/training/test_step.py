@@ -109,7 +109,7 @@ def test_checkpointing_changes_no_gradient(t2i_checkpoint: Path, settings: dict[
     assert distance(found[1], found[0]) < ROTATION
 
 
-def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
+def test_a_step_updates_weights_and_reports_its_figures(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint)
     before = {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
     report = step.optimizer_step(assembly, Batches(make_batch(t2i_checkpoint, CAPTIONS)), 0)
@@ -128,7 +128,7 @@ def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
     assert all(each.grad is None for each in frozen)
 
 
-def test_groups_of_parameters_have_their_rate_and_a_seed_of_the_step(t2i_checkpoint: Path) -> None:
+def test_every_parameter_group_gets_its_rate_and_the_seed_of_the_step(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     group = assembly.optimizer.param_groups[0]
@@ -153,7 +153,7 @@ class Doubled(Technique):
         return {"extra": prediction.sum() * 0 + 1.5}
 
 
-def test_techniques_come_in_through_their_doors(t2i_checkpoint: Path) -> None:
+def test_every_method_of_a_technique_is_called_in_a_step(t2i_checkpoint: Path) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     plain = make_assembly(t2i_checkpoint)
     neutral = replace(make_assembly(t2i_checkpoint), techniques=[Technique(TechniqueSpec())])
@@ -170,7 +170,7 @@ def test_techniques_come_in_through_their_doors(t2i_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["value", "norm"])
-def test_clipping(method: str) -> None:
+def test_gradients_are_clipped_to_max_grad_norm(method: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
     parameters[0].grad = torch.tensor([3.0, -4.0, 0.5])
     parameters[1].grad = torch.tensor([0.0, 12.0])
@@ -198,7 +198,7 @@ def test_clipping(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["value", "norm"])
-def test_a_process_may_hold_nothing_of_a_weight(method: str) -> None:
+def test_norms_allow_for_empty_shards(method: str) -> None:
     """One with fewer rows than processes; its part counts as 0."""
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (0, 2)]
     for parameter in parameters:
@@ -214,7 +214,7 @@ def test_a_process_may_hold_nothing_of_a_weight(method: str) -> None:
     assert not_finite({"nothing": parameters[0], "all": torch.tensor([1.0, torch.nan])}) == ["all"]
 
 
-def test_noise_depends_on_the_place_in_the_run_alone(
+def test_noise_depends_only_on_the_position_in_the_run(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -233,7 +233,7 @@ def test_noise_depends_on_the_place_in_the_run_alone(
     assert (replace(assembly, settings=noisier).noise.add(batch, 4, 0).sigmas > first.sigmas).all()
 
 
-def test_noise_that_is_drawn_ahead_is_the_same(
+def test_noise_drawn_ahead_equals_noise_drawn_in_the_step(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
