@@ -311,6 +311,22 @@ def test_keys_named_for_users_of_other_programs_exist() -> None:
     assert named - keys - values == set()
 
 
+def test_the_readme_and_the_index_sort_pages_into_the_same_kinds() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("| start | guides | reference")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines()[2:]]
+    kinds = ("Start", "Guides", "Reference and how it works")
+
+    for column, kind in enumerate(kinds):
+        cells = "".join(row[column] for row in rows)
+        section = index.partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
+        assert re.findall(r"\(docs/([\w/]+\.md)\)", cells)
+        assert sorted(re.findall(r"\(docs/([\w/]+\.md)\)", cells)) == sorted(
+            re.findall(r"\(([\w/]+\.md)\)", section)
+        )
+
+
 def test_the_readme_leads_to_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
