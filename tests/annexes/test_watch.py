@@ -22,7 +22,7 @@ from simpletuner.annexes.processes.watch import (
     Link,
     Pulse,
     Watch,
-    where_it_is,
+    main_thread_position,
 )
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
@@ -187,7 +187,7 @@ def test_idle_time_counts_only_while_the_main_thread_does_nothing(
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(watch, "POLL_SECONDS", 400.0)
     monkeypatch.setattr(watch, "signs_of_life", lambda unit: signs[0])
-    monkeypatch.setattr(watch, "where_it_is", lambda: place[0])
+    monkeypatch.setattr(watch, "main_thread_position", lambda: place[0])
     pulse = Pulse()
 
     def after(*pauses: float) -> list[float]:
@@ -227,7 +227,7 @@ def test_waiting_for_other_processes_is_told_from_hanging(module: str, waits: bo
     found: list[tuple[str, bool]] = []
 
     def look() -> None:
-        looking = threading.Thread(target=lambda: found.append(where_it_is()))
+        looking = threading.Thread(target=lambda: found.append(main_thread_position()))
         looking.start()
         looking.join()
 
@@ -239,7 +239,7 @@ def test_processes_that_wait_for_one_another_are_ended(
     joined: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "signs_of_life", lambda unit: (0, 0))
-    monkeypatch.setattr(watch, "where_it_is", lambda: ("a collective", True))
+    monkeypatch.setattr(watch, "main_thread_position", lambda: ("a collective", True))
     pair = both(joined(World(0, 2), World(1, 2)))
     pair[0].limit = 0.5
     message = (

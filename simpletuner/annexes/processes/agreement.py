@@ -1,11 +1,9 @@
-"""Checks that all processes of a run make the same plan; otherwise they stop and report the
-differences.
-"""
+"""Checks that all processes of a run make the same plan, and reports the differences."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from simpletuner.budget.budget import Budget
@@ -17,8 +15,10 @@ from simpletuner.planning.resume import identify
 
 
 def plan_in_every_process(world: World, make: Callable[[int | None], Budget]) -> Budget:
-    """The plan of all processes, and its estimate, made by each: first by the main one, which also
-    draws the seed, then by one on each further machine, which may download, then by the rest.
+    """The plan of all processes with its estimate, which every process makes itself.
+
+    The main process comes first and draws the seed; then a process on each further machine, which
+    may download; then the rest.
 
     Args:
         make: makes the plan with a seed; None draws one.
@@ -29,30 +29,30 @@ def plan_in_every_process(world: World, make: Callable[[int | None], Budget]) ->
     first = world.main_only(lambda: make(None))
     seed = world.broadcast(first.plan.seed if first else None)
     # Processes of one machine share its download cache: the leader fills it, the rest only read.
-    made = world.leader_first(lambda: first or make(seed))
-    problems = differences(world.gather((socket.gethostname(), agreed_values(made.plan))))
+    budget = world.leader_first(lambda: first or make(seed))
+    values = world.gather((socket.gethostname(), agreed_values(budget.plan)))
+    problems = differences(values)
     if problems:
         raise ConfigError(problems)
-    return made
+    return budget
 
 
 def agreed_values(plan: Plan) -> dict[str, str]:
     """Values that must be equal in all processes, by the name that error messages use."""
     config = plan.config
     identity = identify(plan)
-    step = "the beginning" if plan.resume is None else plan.resume.path.name
-    return {
-        **{
-            key: repr(value)
-            for key, value in {**identity.settings, **identity.order, **config.flat}.items()
-        },
-        **{f"version of {name}": version for name, version in identity.versions.items()},
-        **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
-        "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
-        "content of simpletuner": source_digest(),
-        "seed": str(plan.seed),
-        "resume_from_checkpoint": f"{config.run.resume_from_checkpoint!r}, which is {step}",
-    }
+    start = "the beginning" if plan.resume is None else plan.resume.path.name
+    settings = {**identity.settings, **identity.order, **config.flat}
+    values = {key: repr(value) for key, value in settings.items()}
+    for name, version in identity.versions.items():
+        values[f"version of {name}"] = version
+    for role, digest in identity.weights.items():
+        values[f"content of {role}"] = digest[:12]
+    values["data_backend_config"] = f"a list of samples with the digest {identity.datasets[:12]}"
+    values["content of simpletuner"] = source_digest()
+    values["seed"] = str(plan.seed)
+    values["resume_from_checkpoint"] = f"{config.run.resume_from_checkpoint!r}, which is {start}"
+    return values
 
 
 def source_digest() -> str:
@@ -62,20 +62,25 @@ def source_digest() -> str:
     return hash_json(files)[:12]
 
 
-def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
-    """The values that differ from those of process 0, with the processes that have them."""
-    _, first = described[0]
+def differences(processes: Sequence[tuple[str, Mapping[str, str]]]) -> list[Problem]:
+    """The values that differ from those of process 0.
+
+    Args:
+        processes: host name and values of every process, by rank.
+    """
+    _, first = processes[0]
+    # Processes with the same difference share a line of the error.
     places: dict[tuple[str, str, str], list[str]] = {}
-    for rank, (host, values) in enumerate(described):
+    for rank, (host, values) in enumerate(processes):
         for key in first.keys() | values.keys():
             expected = first.get(key, "absent")
             actual = values.get(key, "absent")
             if actual != expected:
-                # Processes with the same difference share a line of the error.
                 places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")
-    return [
-        Problem(
-            key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}."
+    problems = []
+    for (key, expected, actual), names in sorted(places.items()):
+        message = (
+            f"is {expected} in the first process, but {actual} in process {shorten(names, 4)}."
         )
-        for (key, expected, actual), where in sorted(places.items())
-    ]
+        problems.append(Problem(key, message))
+    return problems

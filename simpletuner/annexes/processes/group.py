@@ -1,6 +1,4 @@
-"""The processes of a run as a group that fails together: the first error ends all of them, and
-process 0 prints it.
-"""
+"""Processes that fail together: the first error ends all of them, and process 0 prints it."""
 
 from __future__ import annotations
 
@@ -30,10 +28,10 @@ from simpletuner.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a failed process lingers, so that process 0 can print the error before a launcher
-# ends all processes.
-LINGER = 3.0
-# set for processes that this program starts, and whose deaths it reports
+# A failed process lingers so long, for process 0 to print the error before a launcher ends all
+# processes.
+LINGER_SECONDS = 3.0
+# Set for processes that this program starts, and whose deaths it reports.
 LAUNCHER = "SIMPLETUNER_LAUNCHER"
 
 
@@ -67,18 +65,18 @@ class TerminalReporter(EndReporter):
         if self._place.is_leader or (self._place.rank == 1 and LAUNCHER not in os.environ):
             print(message, file=self._terminal, flush=True)
 
-    def not_joined(self, error: NotJoinedError) -> None:
-        """Print why this process cannot reach process 0, unless it is the first of its machine,
-        which raises it.
-        """
+    def on_not_joined(self, error: NotJoinedError) -> None:
+        """Print why this process cannot reach process 0."""
+        # The first process of a machine still has its terminal, where the error is printed.
         if not self._place.is_leader:
             print_error(str(error), error.exit_code, self._terminal)
 
 
 @contextmanager
 def process_group(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
-    """Join the other processes within a context. An error in one process ends all, and process 0
-    prints it.
+    """Join the other processes within a context.
+
+    An error in one process ends all of them, and process 0 prints it.
 
     Args:
         place: rank and size set by a launcher.
@@ -96,7 +94,7 @@ def process_group(place: World, start_limit: float = START_SECONDS) -> Iterator[
                 connect(place, start_limit=start_limit, reporter=reporter)
             )
         except NotJoinedError as error:
-            reporter.not_joined(error)
+            reporter.on_not_joined(error)
             raise
         try:
             with signals_as_interrupt():
@@ -116,8 +114,9 @@ def own_gpu() -> str:
 
 
 def refuse_shared_gpus(world: World, gpu: str) -> None:
-    """Check that no two processes share a GPU: each plans for a whole one, and NCCL does not
-    support sharing.
+    """Check that no two processes share a GPU.
+
+    Each plans for a whole one, and NCCL does not support sharing.
 
     Raises:
         UserError: processes share a GPU; raised in every process.
@@ -135,22 +134,19 @@ def leave_terminal() -> None:
 
 
 def agree_on_error(world: ConnectedWorld, error: BaseException) -> BaseException:
-    """Announce a failure; returns the first failure of all processes, as this process should raise
-    it.
-    """
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # a launcher sends it once the first process has exited
+    """Announce a failure; returns what this process must raise for the first failure of all."""
+    # A launcher sends SIGTERM once the first process has exited.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code = exit_code(error)
     if not world.is_main:
-        _, first_code = world.watch.fail(_message_for_main(world, error, code), code, LINGER)
+        message = _message_for_main(world, error, code)
+        _, first_code = world.watch.fail(message, code, LINGER_SECONDS)
         return typer.Exit(first_code)
     cause = world.first_failure(error)
     text = full_text(error)
-    first, first_code = world.watch.fail(cause or text, code, LINGER)
-    if cause is None and first == text:
-        return error
-    return RemoteError(first, first_code)
+    first, first_code = world.watch.fail(cause or text, code, LINGER_SECONDS)
+    is_own_failure = cause is None and first == text
+    return error if is_own_failure else RemoteError(first, first_code)
 
 
 def _message_for_main(world: ConnectedWorld, error: BaseException, code: int) -> str:
@@ -158,7 +154,8 @@ def _message_for_main(world: ConnectedWorld, error: BaseException, code: int) ->
     if code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError)):
         # All processes end at once. Process 0 has more to finish, such as trackers, and its end
         # ends this one.
-        world.watch.wait_for_verdict(GRACE_SECONDS if isinstance(error, Interrupted) else LINGER)
+        patience = GRACE_SECONDS if isinstance(error, Interrupted) else LINGER_SECONDS
+        world.watch.wait_for_verdict(patience)
     cause = world.first_failure(error)
     if cause is not None:
         return cause

@@ -45,11 +45,11 @@ FIRST = "process 0"  # store key: host, address and port of process 0, and the r
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 20000
 PORTS = 20000
-SMALL = 4096  # size of the first, fixed-size message of a gather
+SMALL = 4096  # bytes of a value in the first message of a gather, which has a fixed size
 
 
 class NotJoinedError(UserError):
-    """This process cannot reach process 0, which therefore cannot say why."""
+    """This process cannot reach process 0, which therefore cannot report the reason."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,15 @@ class ConnectedWorld(World):
         self.watch.mark()
         content = pickle.dumps(value)
         # Most values are small, and a single message of fixed size takes a third of the time of
-        # torch's two.
-        heads = self._exchange(len(content).to_bytes(8, "big") + content[:SMALL], 8 + SMALL)
-        largest = max(int.from_bytes(head[:8], "big") for head in heads)
+        # torch's two. It has the length in 8 bytes, then the beginning of the content.
+        length = len(content).to_bytes(8, "big")
+        messages = self._exchange(length + content[:SMALL], 8 + SMALL)
+        largest = max(int.from_bytes(message[:8], "big") for message in messages)
         if largest <= SMALL:
-            contents = [head[8:] for head in heads]
+            contents = [message[8:] for message in messages]
         else:
             contents = self._exchange(content, largest)
+        # Pickle ignores the padding after a value.
         return [pickle.loads(pickled) for pickled in contents]
 
     def _exchange(self, content: bytes, size: int) -> list[bytes]:
@@ -90,8 +92,8 @@ class ConnectedWorld(World):
     def first_failure(self, error: BaseException) -> str | None:
         from torch.distributed import DistError
 
-        # A process that loses a peer, or is ended by the launcher for it, learns from the watch
-        # which process failed first. On a busy machine the watch may be late; only Ctrl-C must not
+        # A process that loses a peer, or is ended by the launcher for it, gets from the watch the
+        # process that failed first. On a busy machine the watch may be late; only Ctrl-C must not
         # wait for it.
         patience = 0.0
         if isinstance(error, DistError) or "gloo" in str(error):  # gloo raises a plain RuntimeError
@@ -99,7 +101,10 @@ class ConnectedWorld(World):
         elif isinstance(error, KeyboardInterrupt):
             patience = 4 * POLL_SECONDS
         verdict = self.watch.wait_for_verdict(patience)
-        return None if verdict is None else verdict[0]
+        if verdict is None:
+            return None
+        message, _ = verdict
+        return message
 
     def counters(self) -> Callable[[str, int], int]:
         number = self._store("counters").add(f"of process {self.rank}", 1)
@@ -156,8 +161,9 @@ def connect(
     start_limit: float = START_SECONDS,
     reporter: EndReporter = EndReporter(),
 ) -> Iterator[ConnectedWorld]:
-    """Connect this process to the others within a context. Tensors use NCCL on GPUs and gloo on
-    CPUs.
+    """Connect this process to the others within a context.
+
+    Tensors use NCCL on GPUs and gloo on CPUs.
 
     Args:
         place: rank and size of this process.
@@ -199,17 +205,21 @@ def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
 
     try:
         backend = take_device(place)
-        # Twice the watch's limit, so that the watch reports first: it names the missing process,
-        # torch does not.
-        patience = timedelta(seconds=2 * watch.limit)
-        distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
+        distributed.init_process_group(
+            backend,
+            # Twice the watch's limit, so that the watch reports first: it names the missing
+            # process, torch does not.
+            timeout=timedelta(seconds=2 * watch.limit),
+            world_size=place.size,
+            rank=place.rank,
+            store=store,
+        )
         return distributed.new_group(backend="gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:  # of a GPU or the network
         reason = str(error).partition("\n")[0]
         watch.wait_for_verdict(4 * POLL_SECONDS)  # the cause may be another process
-        message, _ = watch.fail(
-            f"Process {watch.own} cannot join the others: {reason}", 1, GRACE_SECONDS
-        )
+        failure = f"Process {watch.own} cannot join the others: {reason}"
+        message, _ = watch.fail(failure, 1, GRACE_SECONDS)
         raise SimpleTunerError(message) from error
 
 
@@ -251,32 +261,26 @@ def open_store(place: World, rendezvous: str, deadline: float) -> Any:
         # Short, so that Ctrl-C is handled in between.
         settings["timeout"] = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))
         try:
-            # torch would wait forever for a program that accepts the connection and says nothing.
+            # torch would wait forever for a program that accepts the connection and never answers.
             store = _within(deadline, partial(TCPStore, address, port, **settings))
         except TimeoutError:
-            silent = (
-                f"{address}:{port} is held by a program that does not answer process {place.rank} "
-                f"on {here}."
-            )
-            raise NotJoinedError(f"MASTER_PORT: {silent} Choose another port.") from None
+            raise NotJoinedError(
+                f"MASTER_PORT: {address}:{port} is held by a program that does not answer process "
+                f"{place.rank} on {here}. Choose another port."
+            ) from None
         except (RuntimeError, ValueError) as error:
-            text = str(error).partition("\n")[0]
-            if "EADDRINUSE" in text:
-                taken = (
-                    f"{address}:{port} on {here} is in use by another run or program. Choose "
-                    "another port."
-                )
-                raise UserError(f"MASTER_PORT: {taken}") from None
+            reason = str(error).partition("\n")[0]
+            if "EADDRINUSE" in reason:
+                raise UserError(
+                    f"MASTER_PORT: {address}:{port} on {here} is in use by another run or program. "
+                    "Choose another port."
+                ) from None
             if time.monotonic() >= deadline:
-                lost = (
-                    f"process {place.rank} on {here} cannot reach process 0 at {address}:{port}: "
-                    f"{text.rstrip('.')}"
-                )
-                advice = (
-                    "Is it running, is this its address, and is the port open? start_timeout "
-                    "allows more time."
-                )
-                raise NotJoinedError(f"MASTER_ADDR: {lost}. {advice}") from None
+                raise NotJoinedError(
+                    f"MASTER_ADDR: process {place.rank} on {here} cannot reach process 0 at "
+                    f"{address}:{port}: {reason.rstrip('.')}. Is it running, is this its address, "
+                    "and is the port open? start_timeout allows more time."
+                ) from None
             time.sleep(POLL_SECONDS)
             continue
         store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
@@ -311,53 +315,67 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
         UserError: processes are missing, or there are too many.
         NotJoinedError: process 0 does not come, or cannot be reached.
     """
-    own = f"process {place.rank} on {socket.gethostname()}"
     if place.is_main:
-        watch = Watch(0, place.size, secrets.token_hex(8), limit)
-        if store.add("first", 1) > 1:
-            host = json.loads(store.get(FIRST))[0]
-            raise UserError(
-                f"RANK: process 0 already runs on {host}, so process {watch.own} is one too many."
-            )
-        address = LOOPBACK if place.is_on_one_machine else ""
-        store.set(
-            FIRST,
-            json.dumps(
-                [watch.own.host, address, watch.links.listen(address, place.size), watch.own.key]
-            ),
-        )
+        watch = _open_watch(place, store, limit)
     else:
-        while not store.check([FIRST]):  # polled in Python, where Ctrl-C is handled
-            if time.monotonic() > deadline:
-                late = (
-                    f"process 0 did not start while {own} waited; start_timeout allows more time."
-                )
-                raise NotJoinedError(f"MASTER_ADDR: {late}")
-            time.sleep(POLL_SECONDS / 10)
-        host, address, port, key = json.loads(store.get(FIRST))
-        watch = Watch(place.rank, place.size, key, limit)
-        watch.links.add(
-            Link(_reach(host, address, port, deadline), Beat(0, place.size, host, key)), 0
-        )
-    # Process 0 reports who is missing.
+        watch = _find_watch(place, store, limit, deadline)
     patience = deadline - time.monotonic()
     if not place.is_main:
-        patience += GRACE_SECONDS
+        patience += GRACE_SECONDS  # process 0 reports which ones are missing
     missing = watch.begin(patience)
-    if missing:
-        if place.is_main:
-            noun = "process" if len(missing) == 1 else "processes"
-            names = f"{noun} {shorten([str(rank) for rank in missing], 8)}"
-            late = f"MASTER_ADDR: {names} of {place.size} did not join {watch.own.host} in time."
-            advice = (
-                "Start the same command on every machine, with this one's address; start_timeout "
-                "allows more time."
+    if not missing:
+        return watch
+    if place.is_main:
+        noun = "process" if len(missing) == 1 else "processes"
+        names = f"{noun} {shorten([str(rank) for rank in missing], 8)}"
+        message = (
+            f"MASTER_ADDR: {names} of {place.size} did not join {watch.own.host} in time. Start "
+            "the same command on every machine, with this one's address; start_timeout allows more "
+            "time."
+        )
+        watch.fail(message, 2, GRACE_SECONDS)
+    watch.close()
+    if watch.verdict is None:
+        raise NotJoinedError(f"MASTER_ADDR: process 0 does not respond to process {watch.own}.")
+    message, _ = watch.verdict
+    raise UserError(message)
+
+
+def _open_watch(place: World, store: Any, limit: float) -> Watch:
+    """The watch of process 0, which listens for the others; its address is in the store.
+
+    Raises:
+        UserError: there is another process 0.
+    """
+    watch = Watch(0, place.size, secrets.token_hex(8), limit)
+    if store.add("first", 1) > 1:
+        host = json.loads(store.get(FIRST))[0]
+        raise UserError(
+            f"RANK: process 0 already runs on {host}, so process {watch.own} is one too many."
+        )
+    address = LOOPBACK if place.is_on_one_machine else ""
+    port = watch.links.listen(address, place.size)
+    store.set(FIRST, json.dumps([watch.own.host, address, port, watch.own.key]))
+    return watch
+
+
+def _find_watch(place: World, store: Any, limit: float, deadline: float) -> Watch:
+    """The watch of another process, connected to that of process 0.
+
+    Raises:
+        NotJoinedError: process 0 does not come, or cannot be reached.
+    """
+    while not store.check([FIRST]):  # polled in Python, where Ctrl-C is handled
+        if time.monotonic() > deadline:
+            raise NotJoinedError(
+                f"MASTER_ADDR: process 0 did not start while process {place.rank} on "
+                f"{socket.gethostname()} waited; start_timeout allows more time."
             )
-            watch.fail(f"{late} {advice}", 2, GRACE_SECONDS)
-        watch.close()
-        if watch.verdict is None:
-            raise NotJoinedError(f"MASTER_ADDR: process 0 does not respond to {own}.")
-        raise UserError(watch.verdict[0])
+        time.sleep(POLL_SECONDS / 10)
+    host, address, port, key = json.loads(store.get(FIRST))
+    watch = Watch(place.rank, place.size, key, limit)
+    connection = _reach(host, address, port, deadline)
+    watch.links.add(Link(connection, Beat(0, place.size, host, key)), 0)
     return watch
 
 
@@ -367,41 +385,41 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
     Raises:
         NotJoinedError: the watch cannot be reached.
     """
+    targets = [address]
+    if not address:
+        targets = [os.environ.get("MASTER_ADDR") or host, host]
     while True:
-        for target in (
-            [address] if address else dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host))
-        ):
+        for target in dict.fromkeys(targets):  # without duplicates
             try:
                 return socket.create_connection((target, port), timeout=10)
             except OSError as error:
                 reason = error
         if time.monotonic() > deadline:
-            here = socket.gethostname()
-            lost = (
-                f"port {port} of {host}, where process 0 listens, cannot be reached from {here}: "
-                f"{reason}"
+            raise NotJoinedError(
+                f"MASTER_ADDR: port {port} of {host}, where process 0 listens, cannot be reached "
+                f"from {socket.gethostname()}: {reason}"
             )
-            raise NotJoinedError(f"MASTER_ADDR: {lost}")
         time.sleep(1)
 
 
 def set_rendezvous(place: World, environment: MutableMapping[str, str], report: Problems) -> None:
     """Set the variables that `env://` reads, and report those that only the user can set."""
-    values = {
-        name: environment.get(name) or value
-        for name, value in _usual_rendezvous(place, environment).items()
-    }
-    environment.update({name: value for name, value in values.items() if value})
-    environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
-    what = {
+    for name, number in zip(LAUNCHERS[0], astuple(place), strict=True):
+        environment[name] = str(number)
+    titles = {
         "MASTER_ADDR": "the address of the machine of process 0",
         "MASTER_PORT": "a free port there",
     }
-    for name, value in values.items():
-        if not value:
-            message = f"is not set. {place.size} processes on several machines need {what[name]}."
-            report.error(name, message)
-    port = values["MASTER_PORT"]
+    for name, default in _usual_rendezvous(place, environment).items():
+        value = environment.get(name) or default
+        if value:
+            environment[name] = value
+        else:
+            report.error(
+                name,
+                f"is not set. {place.size} processes on several machines need {titles[name]}.",
+            )
+    port = environment.get("MASTER_PORT")
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
         report.error("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")
 
@@ -420,5 +438,8 @@ def _usual_rendezvous(place: World, environment: Mapping[str, str]) -> dict[str,
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list such as `gpu[03-07,9],login`."""
+    # A name up to a bracket or comma, the first number in the brackets, and the rest of the name.
     match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    if match is None:
+        return ""
+    return "".join(part or "" for part in match.groups())

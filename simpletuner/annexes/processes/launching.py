@@ -31,8 +31,7 @@ EXTRA = "ACCELERATE_EXTRA_ARGS"
 
 
 def start_processes(launch: LaunchConfig, command: list[str]) -> None:
-    """Run a command of `simpletuner` in `num_processes` processes; returns when all of them have
-    finished.
+    """Run a command of `simpletuner` in `num_processes` processes, until all have finished.
 
     Raises:
         typer.Exit: one of them failed; process 0 has printed why.
@@ -49,29 +48,28 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
         with signals_passed_on():
             launch_command(arguments)
     except ChildFailedError as failed:
-        codes = [failure.exitcode for failure in failed.failures.values()]
-        if (
-            0 in failed.failures and failed.failures[0].exitcode < 0
-        ):  # killed, so it has not printed an error
+        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        first_was_killed = codes.get(0, 0) < 0
+        if first_was_killed:  # so it has not printed an error
             rank = int(arguments.machine_rank or 0) * launch.local_processes
             raise RemoteError(f"Process {rank} on {socket.gethostname()} {GONE}.", 1) from None
-        own_codes = [code for code in codes if code > 0]  # of processes that were not killed
-        raise typer.Exit(own_codes[0] if own_codes else 1) from None
+        exit_codes = [code for code in codes.values() if code > 0]  # others were killed
+        raise typer.Exit(exit_codes[0] if exit_codes else 1) from None
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(why_not_launched(str(error), arguments, launch)) from None
 
 
 def why_not_launched(error: str, arguments: Any, launch: LaunchConfig) -> str:
     """Translate a rendezvous error of accelerate or torch into terms of the settings."""
-    where = f"{arguments.main_process_ip}:{arguments.main_process_port}"
+    address = f"{arguments.main_process_ip}:{arguments.main_process_port}"
     if "EADDRINUSE" in error or "another process is utilizing it" in error:
         return (
-            f"{EXTRA}: {where} is in use by another run or program; choose another "
+            f"{EXTRA}: {address} is in use by another run or program; choose another "
             "--main_process_port."
         )
     if "timed out" in error.lower() or "timeout" in error.lower():
         return (
-            f"{EXTRA}: {launch.num_machines} machines did not connect to {where} within "
+            f"{EXTRA}: {launch.num_machines} machines did not connect to {address} within "
             f"{launch.start_timeout} s. Start the same command on all of them, with the first "
             "one's address, an open port and different machine_ranks; start_timeout allows "
             "more time."
@@ -90,61 +88,64 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
 
     extra = os.environ.get(EXTRA, "")
     # accelerate's default is one thread per process.
-    threads = os.environ.get("OMP_NUM_THREADS") or str(
-        max(1, usable_cores() // launch.local_processes)
-    )
-    words = [
-        *(
-            "--multi_gpu",
-            "--num_processes",
-            str(launch.num_processes),
-            "--num_machines",
-            str(launch.num_machines),
-        ),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "--monitor_interval", "0.2"),
-        *(
-            "--num_cpu_threads_per_process",
-            threads,
-            "--rdzv_conf",
-            f"timeout={launch.start_timeout}",
-        ),
-    ]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if not threads:
+        threads = str(max(1, usable_cores() // launch.local_processes))
+    options = {
+        "--num_processes": str(launch.num_processes),
+        "--num_machines": str(launch.num_machines),
+        # This program sets the precision and compiles, not accelerate.
+        "--mixed_precision": "no",
+        "--dynamo_backend": "no",
+        "--monitor_interval": "0.2",
+        "--num_cpu_threads_per_process": threads,
+        "--rdzv_conf": f"timeout={launch.start_timeout}",
+    }
+    words = ["--multi_gpu"]
+    for option, value in options.items():
+        words += [option, value]
     try:
         words += shlex.split(extra)
-        with (
-            Path(os.devnull).open("w") as nowhere,
-            redirect_stderr(nowhere),
-        ):  # argparse prints its usage
+        # argparse prints its usage.
+        with Path(os.devnull).open("w") as discarded, redirect_stderr(discarded):
             arguments = launch_command_parser().parse_args([*words, "-m", "simpletuner", *command])
     except (ValueError, SystemExit):
         raise UserError(
             f"{EXTRA}: {extra!r} has options unknown to `accelerate launch`; see its --help."
         ) from None
     if launch.num_machines > 1:
-        needed = {
-            "--machine_rank": arguments.machine_rank,
-            "--main_process_ip": arguments.main_process_ip,
-        }
-        missing = [name for name, value in needed.items() if value is None]
-        if missing:
-            example = "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
-            needs = (
-                f"num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}"
-            )
-            raise UserError(
-                f"{EXTRA}: {needs}, such as {example!r}; only machine_rank differs between "
-                "the machines."
-            )
+        _check_machines(launch, arguments)
     elif arguments.main_process_port is None:
         arguments.main_process_port = 0  # any free port: another run may use the default
     arguments.signals_to_handle = "SIGQUIT"  # `signals_passed_on` handles the others
     return arguments
 
 
+def _check_machines(launch: LaunchConfig, arguments: Any) -> None:
+    """Check that this machine has its rank and the address of the first one.
+
+    Raises:
+        UserError: ACCELERATE_EXTRA_ARGS lacks one of them.
+    """
+    missing = []
+    if arguments.machine_rank is None:
+        missing.append("--machine_rank")
+    if arguments.main_process_ip is None:
+        missing.append("--main_process_ip")
+    if missing:
+        example = "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
+        raise UserError(
+            f"{EXTRA}: num_machines is {launch.num_machines}, so it must have "
+            f"{' and '.join(missing)}, such as {example!r}; only machine_rank differs between the "
+            "machines."
+        )
+
+
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
-    """Forward Ctrl-C and SIGTERM to the processes, which run in separate sessions and get no
-    terminal signals.
+    """Forward Ctrl-C and SIGTERM to the processes.
+
+    They run in sessions of their own, so the terminal's signals do not reach them.
     """
     import psutil
 
@@ -153,5 +154,5 @@ def signals_passed_on() -> Iterator[None]:
             with suppress(psutil.Error):
                 child.send_signal(number)
 
-    with signal_handlers(dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)):
+    with signal_handlers({signal.SIGINT: pass_on, signal.SIGTERM: pass_on}):
         yield

@@ -39,25 +39,25 @@ from simpletuner.distributed.world import EXCHANGE_SECONDS
 from simpletuner.errors import shorten
 
 POLL_SECONDS = 0.5
-CUT_OFF_SECONDS = 30.0
-SILENT_SECONDS = 300.0
+CUT_OFF_SECONDS = 30.0  # without an acknowledgement, a machine counts as lost
+SILENT_SECONDS = 300.0  # without a heartbeat, a process counts as frozen
 GRACE_SECONDS = 20.0  # to finish writing a checkpoint, and to report the error
-BYTES_OF_LIFE = (
-    100 << 20
-)  # less I/O may come from a log or a display, which do not need the main thread
+# This much I/O counts as progress. Less may come from a log or a display, whose threads run while
+# the main thread hangs.
+BYTES_OF_LIFE = 100 << 20
 LONGEST_BEAT = 1 << 16  # bytes
-UNREAD = (
-    1 << 18
-)  # bytes of buffer for unread heartbeats: a full buffer looks like a lost connection
+# Buffer in bytes for heartbeats that a frozen process does not read; a full one looks like a lost
+# connection.
+UNREAD_BYTES = 1 << 18
 CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
-# Modules in which a main thread waits for other processes, and the module of checkpoints, which
-# writes files.
+# Modules in which a main thread waits for other processes. That of checkpoints writes files.
 WAITING_IN = ("torch.distributed", "torch.autograd")
 WRITING_IN = "torch.distributed.checkpoint"
+# Modules of this package that only exchange: their caller says where a process is.
 EXCHANGING = ("simpletuner.distributed.world", "simpletuner.annexes.processes.joining")
-Failure = tuple[str, int]
+Failure = tuple[str, int]  # message, exit code
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,10 @@ class Link:
         self._unread = b""
         # A frozen process stops reading; writing to it must not block this watch.
         connection.settimeout(POLL_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD_BYTES)
         if sys.platform == "linux":
-            connection.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS)
-            )
+            milliseconds = int(1000 * CUT_OFF_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     @property
     def failure(self) -> Failure | None:
@@ -132,7 +131,9 @@ class Link:
                 return
             arrived = b""
             self.end = CUT_OFF  # data was not acknowledged
-        self.is_open = self.is_open and bool(arrived) and len(self._unread) < LONGEST_BEAT
+        # An endless line is not a heartbeat.
+        if not arrived or len(self._unread) >= LONGEST_BEAT:
+            self.is_open = False
 
     def _parse(self, arrived: bytes) -> None:
         """Take the latest heartbeat from the received bytes.
@@ -171,36 +172,38 @@ class Pulse:
     def look(self, limit: float) -> None:
         """Update the durations; called every `POLL_SECONDS`."""
         now = time.monotonic()
-        passed = min(now - self._looked, 2 * POLL_SECONDS)  # longer if this process was stopped
+        # More time has passed if this process was stopped, which is not its main thread's fault.
+        passed = min(now - self._looked, 2 * POLL_SECONDS)
         signs = (self.marks, *signs_of_life(limit / 100))
-        if signs == self._seen:
-            self.still += passed
-            waits_for_others = where_it_is()[1]
-            self.idle = 0.0 if waits_for_others else self.idle + passed
-        else:
+        if signs != self._seen:
             self.still = 0.0
             self.idle = 0.0
+        else:
+            self.still += passed
+            _, waits_for_others = main_thread_position()
+            self.idle = 0.0 if waits_for_others else self.idle + passed
         self._seen = signs
         self._looked = now
 
 
 def signs_of_life(unit: float) -> tuple[int, int]:
-    """CPU time of the main thread in units of seconds, and the I/O of this process in units of
-    `BYTES_OF_LIFE`.
+    """(CPU time of the main thread, I/O of this process), in whole units.
+
+    Args:
+        unit: seconds of CPU time that count as a sign; `BYTES_OF_LIFE` is that of I/O.
     """
     if sys.platform != "linux":
         return int(time.process_time() / unit), 0
     clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
     moved = 0
     with suppress(OSError):  # forbidden in some containers
-        moved = sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines())
+        for line in Path("/proc/self/io").read_text().splitlines():
+            moved += int(line.split()[1])  # such as "read_bytes: 4096"
     return int(time.clock_gettime(clock) / unit), moved // BYTES_OF_LIFE
 
 
-def where_it_is() -> tuple[str, bool]:
-    """The line of this package that the main thread executes, and whether it waits there for other
-    processes.
-    """
+def main_thread_position() -> tuple[str, bool]:
+    """(the line of this package that the main thread executes, whether it waits for others)."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     waits = False
     while frame is not None:
@@ -225,14 +228,18 @@ class Links:
         self._selector = selectors.DefaultSelector()
 
     def listen(self, address: str, size: int) -> int:
-        """Listen for `size` processes at an IPv4 address, or at all addresses of this machine;
-        returns the port.
+        """Listen for `size` processes; returns the port.
+
+        Args:
+            address: an IPv4 address; empty for all addresses of this machine.
         """
         # MASTER_ADDR may resolve to IPv4 or IPv6.
-        dual = not address and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
+        takes_both = not address and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            (address, 0), family=family, backlog=size, dualstack_ipv6=dual
+            (address, 0),
+            family=socket.AF_INET6 if takes_both else socket.AF_INET,
+            backlog=size,
+            dualstack_ipv6=takes_both,
         )
         self._selector.register(listener, selectors.EVENT_READ)
         return int(listener.getsockname()[1])
@@ -246,11 +253,12 @@ class Links:
             self.by_rank[rank] = link
 
     def receive(self, own: Beat) -> None:
-        """Read heartbeats for `POLL_SECONDS`, or until a connection closes or a failure is
-        reported.
-        """
+        """Read heartbeats for `POLL_SECONDS`, or until a connection closes or a failure arrives."""
         deadline = time.monotonic() + POLL_SECONDS
-        while ready := self._selector.select(max(0.0, deadline - time.monotonic())):
+        while True:
+            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
             for key, _ in ready:
                 is_event = self._receive_from(key)
                 if is_event:
@@ -263,8 +271,10 @@ class Links:
         ]
 
     def _receive_from(self, key: selectors.SelectorKey) -> bool:
-        """Read a connection, or accept one; returns whether it has closed or reports another
-        failure.
+        """Read a connection, or accept one.
+
+        Returns:
+            whether it has closed, or reports a failure that it did not report before.
         """
         if not isinstance(key.data, Link):  # the listener
             assert isinstance(key.fileobj, socket.socket)
@@ -329,9 +339,7 @@ class EndReporter:
         """All processes have joined. From now on, the failure of another process ends this one."""
 
     def on_ended(self, message: str, code: int) -> None:
-        """This process is about to be ended, with this message and exit code, because of another
-        one.
-        """
+        """The watch is about to end this process, with this message and exit code."""
 
     def on_leader_lost(self, message: str) -> None:
         """Process 0, which prints errors, is lost; on_ended follows."""
@@ -362,20 +370,19 @@ class Watch:
         self._exchange: tuple[str, float] | None = None
         self._over = threading.Event()
         self._decided = threading.Event()
-        self._ends_itself = (
-            threading.Event()
-        )  # the main thread ends this process, so the watch leaves it alone
+        # While it is set, the main thread ends this process, and the watch leaves it alone.
+        self._ends_itself = threading.Event()
         self._ends_itself.set()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def begin(self, seconds: float) -> list[int]:
-        """Start, and wait up to some seconds for all processes to connect; returns the missing
-        ranks.
-        """
+        """Start, and wait up to some seconds for all processes; returns the missing ranks."""
         self._thread.start()
         deadline = time.monotonic() + seconds
-        while (missing := self._missing()) and self.verdict is None and time.monotonic() < deadline:
+        missing = self._missing()
+        while missing and self.verdict is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
+            missing = self._missing()
         if not missing:
             self.own = replace(self.own, ready=True)
         return missing
@@ -406,9 +413,11 @@ class Watch:
             self._exchange = None
 
     def wait_for_verdict(self, seconds: float) -> Failure | None:
-        """Wait up to some seconds for the verdict. From now on, the main thread ends this process
-        itself.
+        """Wait up to some seconds for the verdict.
+
+        From now on, the main thread ends this process itself.
         """
+        # With the lock: the watch holds it from its decision to end this process until that end.
         with self.writing:
             self._ends_itself.set()
         self._decided.wait(seconds)
@@ -429,32 +438,36 @@ class Watch:
         return first
 
     def _missing(self) -> list[int]:
+        """The ranks that have not connected; process 0 alone knows all of them."""
         if self.own.rank == 0:
             return [rank for rank in range(1, self.own.size) if rank not in self.links.by_rank]
         return [] if any(beat.ready for beat in self.links.beats()) else [0]
 
     def _is_needed(self) -> bool:
-        """Whether other processes still wait for this one: for the verdict of process 0, or its
-        end.
-        """
+        """Whether this process must stay a moment longer."""
         if not self.links.by_rank:
             return False
-        return self.own.rank > 0 or not all(beat.leaving for beat in self.links.beats())
+        if self.own.rank > 0:
+            return True  # until process 0 has exited, which prints the error
+        # Process 0 stays until all processes have its verdict.
+        return not all(beat.leaving for beat in self.links.beats())
 
     def _run(self) -> None:
-        since = time.monotonic()
+        """The thread: look until the end, and end this process once there is a verdict."""
+        decided_at = time.monotonic()
         while not self._over.is_set():
             self._look()
             if self.verdict is None:
-                since = time.monotonic()
-            else:
-                # A main thread that ends the process itself has a minute; then it counts as
-                # hanging.
-                self._end(*self.verdict, is_late=time.monotonic() > since + 3 * GRACE_SECONDS)
+                decided_at = time.monotonic()
+                continue
+            # A main thread that ends the process itself has a minute; then it counts as hanging.
+            is_late = time.monotonic() > decided_at + 3 * GRACE_SECONDS
+            self._end(*self.verdict, is_late=is_late)
         self.links.send(replace(self._report(), leaving=True))
         self.links.close()
 
     def _look(self) -> None:
+        """Exchange heartbeats once, and judge all processes by them."""
         self.links.send(self._report())
         self.links.receive(self.own)
         for rank, link in list(self.links.by_rank.items()):
@@ -466,17 +479,22 @@ class Watch:
             self.links.send(self._report())
 
     def _report(self) -> Beat:
-        # Idle time outside exchanges is reported by `_judge_itself`, with the line of code.
-        still = 0.0 if self.pulse.idle else self.pulse.still
+        """The next heartbeat of this process."""
         what, since = self._exchange or ("", time.monotonic())
-        report = replace(self.own, doing=what, seconds=time.monotonic() - since, still=still)
-        failure = self.verdict or self._failure
         return replace(
-            report, stop=self.stop.requested, failure=failure, leaving=self.verdict is not None
+            self.own,
+            doing=what,
+            seconds=time.monotonic() - since,
+            # Idle time outside exchanges is reported by `_judge_itself`, with the line of code.
+            still=0.0 if self.pulse.idle else self.pulse.still,
+            stop=self.stop.requested,
+            failure=self.verdict or self._failure,
+            leaving=self.verdict is not None,
         )
 
     def _judge(self, rank: int, link: Link) -> None:
-        link.silent += 1
+        """Judge another process by its connection and its latest heartbeat."""
+        link.silent += 1  # polls, see the module's docstring
         beat = link.beat
         assert beat is not None
         if beat.failure is not None:
@@ -496,41 +514,48 @@ class Watch:
                 self.reporter.on_leader_lost(message)
 
     def _judge_itself(self) -> None:
+        """Find out whether this process has lost its launcher, or its main thread hangs."""
         if os.getppid() != self._parent and LAUNCHED in os.environ:
             self._failure = self._failure or (f"The launcher of process {self.own} was killed.", 1)
         self.pulse.look(self.limit)
         if self.pulse.idle > self.limit:
-            idle = (
-                f"Process {self.own} has made no progress for {self.limit:g} s in "
-                f"{where_it_is()[0]}."
-            )
-            self._failure = self._failure or (idle, 1)
+            line, _ = main_thread_position()
+            message = f"Process {self.own} has made no progress for {self.limit:g} s in {line}."
+            self._failure = self._failure or (message, 1)
+        # Only process 0 decides, so that all end for the same reason; it receives the failures of
+        # the others with their heartbeats.
         if self.own.rank == 0 and self._failure:
             self._decide(*self._failure)
 
     def _judge_exchange(self) -> None:
+        """In process 0: find processes that wait too long in an exchange, or for each other."""
         beats = [self._report(), *self.links.beats()]
-        for late in (beat for beat in beats if beat.doing and beat.seconds > self.limit):
-            absent = shorten([str(beat) for beat in beats if not beat.doing], 4)
-            whom = f"process {absent}" if absent else "an exchange of tensors between the processes"
-            self._decide(f"{late.doing} has waited {self.limit:g} s for {whom}.", 1)
+        absent = shorten([str(beat) for beat in beats if not beat.doing], 4)
+        cause = f"process {absent}" if absent else "an exchange of tensors between the processes"
+        for beat in beats:
+            if beat.doing and beat.seconds > self.limit:
+                self._decide(f"{beat.doing} has waited {self.limit:g} s for {cause}.", 1)
         if all(beat.still > self.limit for beat in beats):
-            where = f"process {self.own} in {where_it_is()[0]}"
-            self._decide(f"All processes have waited {self.limit:g} s for each other, {where}.", 1)
+            line, _ = main_thread_position()
+            message = (
+                f"All processes have waited {self.limit:g} s for each other, process {self.own} in "
+                f"{line}."
+            )
+            self._decide(message, 1)
 
     def _decide(self, message: str, code: int) -> None:
+        """Take the first verdict, and ignore later ones, which are its consequences."""
         if self.verdict is None:
             self.verdict = message, code
             self._decided.set()
 
     def _end(self, message: str, code: int, *, is_late: bool) -> None:
-        """End this process; its main thread may be blocked in a library, waiting for a lost
-        process.
-        """
+        """End this process, whose main thread may be blocked in a library for a lost process."""
         if self._ends_itself.is_set():
             if is_late:
                 os._exit(code)
             return
+        # Not while a checkpoint is written, unless that takes too long.
         is_held = self.writing.acquire(timeout=GRACE_SECONDS)
         if self._ends_itself.is_set():  # set while waiting
             if is_held:
