@@ -30,7 +30,7 @@ from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, use_qu
 from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.techniques.tread import TreadSpec
-from simpletuner.run.train import fix_order
+from simpletuner.run.train import set_determinism
 from simpletuner.speed.attention import activate_attention
 from simpletuner.speed.measure import host_to_device_bytes, matmul_flops
 from simpletuner.techniques.base import Technique
@@ -502,7 +502,7 @@ def deterministic(machine: Machine) -> Iterator[Line]:
     found: list[float] = []
     try:
         for name, is_fixed in (("in a fixed order", True), ("in any order", False)):
-            fix_order(is_fixed)  # first, since cuBLAS reads its setting once
+            set_determinism(is_fixed)  # first, since cuBLAS reads its setting once
             (seconds, one), (_, other) = (_four_steps(machine, size) for _ in range(2))
             found.append(seconds)
             yield Line(f"{size}, {name}, step", seconds, "s", _ratio(seconds, found[0]))
@@ -513,7 +513,7 @@ def deterministic(machine: Machine) -> Iterator[Line]:
                 "of 1",
             )
     finally:
-        fix_order(False)
+        set_determinism(False)
 
 
 def _four_steps(machine: Machine, size: str) -> tuple[float, dict[str, Tensor]]:

@@ -61,9 +61,11 @@ def read_ledger(output_dir: Path) -> Ledger | None:
 def mark_done(output_dir: Path, *done: Task) -> None:
     """Remove completed tasks from the ledger."""
     # Read again, since other companions may have removed tasks meanwhile.
-    if ledger := read_ledger(output_dir):
-        left = tuple(task for task in ledger.tasks if task not in done)
-        Ledger(ledger.step, ledger.epoch, left).write(output_dir)
+    ledger = read_ledger(output_dir)
+    if ledger is None:
+        return
+    left = tuple(task for task in ledger.tasks if task not in done)
+    Ledger(ledger.step, ledger.epoch, left).write(output_dir)
 
 
 class Companion:
@@ -84,11 +86,11 @@ class Companion:
         return ()
 
     def begin(self, plan: Plan, step: int) -> None:
-        """Subscribe to the events of a session that continues after `step`, or has only its end
-        left to do.
+        """Subscribe to the events of a session.
 
         Args:
             plan: the plan without files found to be damaged.
+            step: the step after which the session continues; the last one if only its end is left.
         """
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:

@@ -1,5 +1,4 @@
-"""Rehearses the memory peaks of a run before step 1, so that running out of memory shows
-immediately.
+"""Rehearses the memory peaks of a run before step 1, to run out of memory at once or not at all.
 
 The peaks are a micro-step of the largest bucket, forward and backward, and a preview with two
 sampling steps. Weights are not updated and random states are restored, so a run is bit-identical
@@ -11,16 +10,18 @@ instead of rehearsed: undoing an update would need a second copy of weights and 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from simpletuner.budget.advice import less_for_steps
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
+from simpletuner.budget.phases import PREVIEWS
+from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.run.session import Session
@@ -38,39 +39,38 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
     Raises:
         UserError: the device ran out of memory.
     """
-    # Activations grow with the number of tokens, which is proportional to the pixels of all frames.
     assembly = session.assembly
+    optimizer = assembly.optimizer
     loader = session.loader
-    batches = loader.sampler.batches(loader.epoch)
-    planned = max(
-        batches,
-        key=lambda batch: len(batch.samples) * batch.samples[0].frames * math.prod(batch.size),
-    )
-    samples = planned.samples
+    largest = max(loader.sampler.batches(loader.epoch), key=pixels_of)
+    samples = largest.samples
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
-    title = f"the largest micro-step ({len(samples)} x {planned.size}{frames})"
+    title = f"the largest micro-step ({len(samples)} x {largest.size}{frames})"
 
     def micro_step() -> None:
-        rehearse_micro_step(assembly, session.reader(planned))
+        rehearse_micro_step(assembly, session.reader(largest))
 
-    optimizer = assembly.optimizer
+    def preview() -> None:
+        validation.rehearse(assembly)
+
     with unchanged(optimizer, assembly.techniques):
         yield _measure(optimizer, budget, title, "training", micro_step)
     if validation.prompts:
-        yield _measure(
-            optimizer,
-            budget,
-            "a preview",
-            "rendering previews",
-            lambda: validation.rehearse(assembly),
-        )
+        yield _measure(optimizer, budget, "a preview", PREVIEWS, preview)
+
+
+def pixels_of(batch: PlannedBatch) -> int:
+    """Pixels of all frames of a micro-batch, with which its activations grow."""
+    width, height = batch.size
+    return len(batch.samples) * batch.samples[0].frames * width * height
 
 
 def rehearse_micro_step(
     assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0
 ) -> Losses:
-    """Forward and backward pass of one micro-batch at a position in the run; the caller clears the
-    gradients.
+    """Forward and backward pass of one micro-batch at a position in the run.
+
+    The gradients are left to the caller to clear.
     """
     losses = Losses()
     assembly.transformer.train()
@@ -79,17 +79,20 @@ def rehearse_micro_step(
 
 
 def _measure(
-    optimizer: Optimizer, budget: Budget, title: str, phase: str, act: Callable[[], object]
+    optimizer: Optimizer, budget: Budget, title: str, phase: str, rehearsal: Callable[[], None]
 ) -> str:
-    """Rehearse one peak; returns a line with the expected and, on a GPU, the measured memory."""
-    expected = max(
-        (part.device for part in budget.phases if part.name.startswith(phase)), default=0.0
-    )
-    on_gpu = any(weight.is_cuda for group in optimizer.param_groups for weight in group["params"])
+    """Rehearse one peak; returns a line with the expected and, on a GPU, the measured memory.
+
+    Args:
+        phase: the beginning of the phase's name in the plan.
+    """
+    peaks = [planned.device for planned in budget.phases if planned.name.startswith(phase)]
+    expected = max(peaks, default=0.0)
+    on_gpu = any(weight.is_cuda for weight in _weights(optimizer))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
-        act()
+        rehearsal()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):  # CUDA's libraries raise several types of errors
             raise
@@ -101,10 +104,10 @@ def _measure(
     if not on_gpu:
         return f"Rehearsed {title}: not measured, planned {gigabytes(expected)}"
     peak = float(torch.cuda.max_memory_allocated())
-    if phase == "training":  # after the backward pass, with its gradients
-        peak = max(
-            peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(optimizer)
-        )
+    if phase == "training":
+        # The gradients are still there, and step 1 adds the temporaries of an update.
+        updating = budget.model.update_bytes * _numbers(optimizer)
+        peak = max(peak, torch.cuda.memory_allocated() + updating)
     # Without the optimizer state, the rehearsal would promise memory that step 1 takes.
     peak += coming_state(optimizer, budget)
     torch.cuda.reset_peak_memory_stats()
@@ -112,26 +115,26 @@ def _measure(
 
 
 def coming_state(optimizer: Optimizer, budget: Budget) -> float:
-    """Bytes that the optimizer will allocate in its first step; 0 for a resumed run and for state
-    in host memory.
-    """
-    if optimizer.state or budget.config.offload.offload_optimizer_state:
+    """Bytes that the optimizer will allocate on the device in its first step."""
+    is_resumed = bool(optimizer.state)
+    if is_resumed or budget.config.offload.offload_optimizer_state:
         return 0.0
     return budget.model.state_bytes * _numbers(optimizer)
 
 
+def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def _numbers(optimizer: Optimizer) -> int:
     """Number of elements that the optimizer updates in this process."""
-    return sum(
-        local(weight).numel() for group in optimizer.param_groups for weight in group["params"]
-    )
+    return sum(local(weight).numel() for weight in _weights(optimizer))
 
 
 @contextmanager
 def unchanged(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[None]:
-    """A context that restores random states and the techniques' state on exit, and clears the
-    gradients.
-    """
+    """A context after which random states and techniques are as before, without gradients."""
     states = random_states()
     # Some techniques change state in the forward pass, such as CREPA's moving average.
     kept = [copy.deepcopy(technique.state_dict()) for technique in techniques]

@@ -118,7 +118,8 @@ def build_callbacks(
     config = session.plan.config
     events = session.events
     first: list[Callback] = [EmaUpdater()]
-    if datasets := {data.id: data.samples for data in evaluated(plan)}:
+    datasets = {dataset.id: dataset.samples for dataset in evaluated(plan)}
+    if datasets:
         evaluation = EvaluationLoss(
             config=config.evaluation,
             datasets=datasets,
@@ -129,9 +130,12 @@ def build_callbacks(
             is_missing=not recorded.evaluated,
         )
         first.append(evaluation)
-    flops = rates.matmul_flops if rates else None
-    rounds = find_rounds(budget)
-    recorder = Recorder(events, plan.length.epochs, matmul_flops=flops, rounds=rounds)
+    recorder = Recorder(
+        events,
+        plan.length.epochs,
+        matmul_flops=rates.matmul_flops if rates else None,
+        rounds=find_rounds(budget),
+    )
     checkpoints = CheckpointWriter(
         output_dir=plan.output_dir,
         in_shards=config.launch.fsdp_state_dict_type == "SHARDED_STATE_DICT",
@@ -167,7 +171,8 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
     decoding = None
     if plan.config.validation.validation_decode_in_background:
         decoding = DecodingThread(thread, session.assembly.accelerator.device)
-    # Previews follow the checkpoint of their step, so a kill in between loses them.
+    # Previews follow the checkpoint of their step. After a kill in between, they were due and are
+    # still to be rendered.
     step = state.global_step
     were_due = step > 0 and previews_are_due(
         plan.config.validation, step, epochs_before_step(session), state.epochs_done
@@ -188,11 +193,11 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
 def epochs_before_step(session: Session) -> int:
     """Epochs that were complete before the last step, which may have completed one."""
     loader = session.loader
-    if loader.index >= loader.sampler.batches_per_epoch(loader.epoch):
-        return loader.epochs_done - 1
-    if (
+    completed_an_epoch = loader.index >= loader.sampler.batches_per_epoch(loader.epoch)
+    began_in_the_epoch_before = (
         loader.index < session.plan.config.schedule.gradient_accumulation_steps
-    ):  # the step began in the epoch before
+    )
+    if completed_an_epoch or began_in_the_epoch_before:
         return loader.epochs_done - 1
     return loader.epochs_done
 
@@ -226,29 +231,32 @@ def publish_result(session: Session) -> str:
     assembly = session.assembly
     if not assembly.writes:
         return ""
-    dtype = DTYPES[transformer_dtype(plan.config.precision)]
-    shift = plan.config.sampling_shift
-    note = weight_note(plan).at(session.state.global_step, session.state.epoch)
-    predict = partial(predict_once, session)
-    publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
+    publication = Publication(
+        assembly.adapter,
+        plan.source,
+        DTYPES[transformer_dtype(plan.config.precision)],
+        plan.config.sampling_shift,
+        weight_note(plan).at(session.state.global_step, session.state.epoch),
+        partial(predict_once, session),
+    )
     with assembly.sampling_weights():
         stop_if_result_not_finite(assembly.all_parameters, assembly.trained.ema)
         return assembly.trained.publish(plan.output_dir, publication)
 
 
 def predict_once(session: Session) -> Tensor:
-    """The prediction for the first batch of the epoch with the noise of step 0, in the mode of
-    previews.
-    """
+    """The prediction for the first batch of the epoch, with the noise of step 0."""
     assembly = session.assembly
     loader = session.loader
-    assembly.transformer.eval()
-    batch = session.reader(loader.sampler.batches(loader.epoch)[0]).to(assembly.accelerator.device)
-    return predict_now(assembly, assembly.adapter.prepare(assembly.noise.add(batch, 0, 0)))
+    assembly.transformer.eval()  # as previews compute
+    planned = loader.sampler.batches(loader.epoch)[0]
+    batch = session.reader(planned).to(assembly.accelerator.device)
+    noisy = assembly.noise.add(batch, 0, 0)
+    return predict_now(assembly, assembly.adapter.prepare(noisy))
 
 
 def weight_note(plan: Plan) -> WeightNote:
-    """What the headers of a run's weight files say."""
+    """What the headers of a run's weight files record."""
     kind = "/lora" if plan.config.model.model_type == "lora" else ""
     return WeightNote(
         architecture=f"{plan.spec.name}/{plan.flavour.name}{kind}",

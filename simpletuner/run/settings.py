@@ -17,9 +17,10 @@ from simpletuner.validation.renderer import RenderSettings
 
 def training_spec(plan: Plan) -> TrainingSpec:
     """The plan's decisions that training depends on."""
-    offsets = {
-        data.id: offset for data in plan.trained if (offset := data.config.timestep_sampling_offset)
-    }
+    offsets = {}
+    for dataset in plan.trained:
+        if dataset.config.timestep_sampling_offset:
+            offsets[dataset.id] = dataset.config.timestep_sampling_offset
     rate = peak_learning_rate(plan.config)
     return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, rate, offsets)
 

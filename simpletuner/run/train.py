@@ -37,7 +37,7 @@ from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, describe_damage
 from simpletuner.reporting.record import Recorded, RunRecord
-from simpletuner.run.companions import Companion, Ledger, mark_done
+from simpletuner.run.companions import Companion, Ledger, Task, mark_done
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.session import Session, build_callbacks, build_validation, publish_result
 from simpletuner.speed.attention import activate_attention
@@ -49,8 +49,8 @@ from simpletuner.validation.runner import PREVIEW_FOLDERS
 # Workspace settings with which cuBLAS is deterministic, at a cost in memory or speed.
 CUBLAS_KEY = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
-# Age in seconds from which a temporary file in a shared cache is stale.
-ABANDONED = 3600.0
+# Age from which a temporary file in a shared cache is stale.
+ABANDONED_SECONDS = 3600.0
 
 
 def run_plan(
@@ -74,7 +74,8 @@ def run_plan(
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
     plan = budget.plan
-    with announced_end(plan, events, world), ExitStack() as held:
+    # Entered contexts are left in reverse order, however the run ends.
+    with announced_end(plan, events, world), ExitStack() as contexts:
         prepare_machine(plan)
         accelerator = make_accelerator()
         device = accelerator.device
@@ -84,9 +85,8 @@ def run_plan(
         # All processes wait until leftovers of an earlier session are removed.
         world.on_main(lambda: prepare_folder(plan))
         epoch = plan.resume.manifest.epoch if plan.resume else 1
-        caches = prepare_caches(
-            Encoding(plan, adapter, device, events), epoch, budget.listing, world
-        )
+        encoding = Encoding(plan, adapter, device, events)
+        caches = prepare_caches(encoding, epoch, budget.listing, world)
         # Measured before the transformer is loaded, since the measurement needs memory too.
         dtype = DTYPES[transformer_dtype(plan.config.precision)]
         rates = world.main_only(lambda: device_rates(plan.output_dir, device, dtype))
@@ -100,36 +100,46 @@ def run_plan(
         budget = replace(budget, plan=plan)
         if plan.resume:
             events.say(f"Continuing from {plan.resume.path.name}")
-        held.enter_context(closing(loader))
-        world.barrier()  # all have read the checkpoint, which the start of a branch may move
+        contexts.enter_context(closing(loader))
+        # Until all have read the checkpoint, which the start of a branch may move.
+        world.barrier()
         recorded = world.on_main(lambda: begin_records(plan, events, companions, state.global_step))
-        # However the run ends, a checkpoint or preview in progress is completed first.
-        writing, decoding = (held.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        # Leaving a pool completes the checkpoint or preview in progress.
+        writing = contexts.enter_context(ThreadPoolExecutor(1))
+        decoding = contexts.enter_context(ThreadPoolExecutor(1))
         validation = build_validation(session, recorded, decoding)
         callbacks = build_callbacks(
             session, validation, recorded, budget, rates, companions, writing
         )
-        if rehearsed or (rehearsed is None and device.type == "cuda"):
+        if rehearsed is None:
+            rehearsed = device.type == "cuda"
+        if rehearsed:
             with events.phase("Rehearsing the memory peaks", stage="init_prepare_models"):
-                for tried in rehearse(session, validation, budget):
-                    events.say(tried)
-        # Exited before the result is published, when no step is left to finish and Ctrl-C
-        # interrupts immediately.
-        with ExitStack() as around:
+                for line in rehearse(session, validation, budget):
+                    events.say(line)
+        # Left before the result is published, when no step is left to finish and Ctrl-C interrupts
+        # immediately.
+        with ExitStack() as around_training:
             for companion in companions:
-                around.enter_context(companion.around(session, budget))
-            around.enter_context(stop_on_interrupt(events.stop, lambda: announce_stop(session)))
+                around_training.enter_context(companion.around(session, budget))
+            around_training.enter_context(
+                stop_on_interrupt(events.stop, lambda: announce_stop(session))
+            )
             train(session.assembly, loader, state, callbacks, events.stop)
 
         # Written before the result, so that after a kill the next start finds the pending tasks.
-        ledger = Ledger(
-            state.global_step,
-            state.epoch,
-            (*(task for companion in companions for task in companion.tasks), "end"),
-        )
+        ledger = Ledger(state.global_step, state.epoch, tasks_after(companions))
         world.main_only(lambda: ledger.write(plan.output_dir))
         result = publish_result(session)
         world.main_only(lambda: end(plan, events, companions, ledger, result))
+
+
+def tasks_after(companions: Sequence[Companion]) -> tuple[Task, ...]:
+    """The tasks that are left once the result is on disk, in order."""
+    tasks: list[Task] = []
+    for companion in companions:
+        tasks += companion.tasks
+    return (*tasks, "end")
 
 
 def finish_run(
@@ -145,9 +155,9 @@ def finish_run(
 def begin_records(
     plan: Plan, events: EventStream, companions: Sequence[Companion], step: int
 ) -> Recorded:
-    """Start recording events after a step; the record comes first, since companions read it.
+    """Start recording events after a step.
 
-    The record, the checkpoints and the result of a line that the run leaves are set aside before.
+    If the run leaves the line of its folder, what that line has beyond the step is set aside first.
 
     Raises:
         UserError: the record cannot be written.
@@ -156,9 +166,12 @@ def begin_records(
         branch = start_line(plan.output_dir, plan.resume)
     if branch is not None:
         events.say(f"Moved to {plan.output_dir / branch_folder(branch.line)}: {branch.rest}.")
-    for file in (METRICS_FILE, MEDIA_FILE):
-        if step and (damage := describe_damage(plan.output_dir / file)):
-            events.say(damage, warning=True)
+    if step:
+        for file in (METRICS_FILE, MEDIA_FILE):
+            damage = describe_damage(plan.output_dir / file)
+            if damage:
+                events.say(damage, warning=True)
+    # Before the companions, which read the record.
     record = RunRecord(plan.output_dir, step)
     events.subscribe("The record", record, ends_run=Exception)
     for companion in companions:
@@ -176,47 +189,45 @@ def announce_stop(session: Session) -> None:
 def end(
     plan: Plan, events: EventStream, companions: Sequence[Companion], ledger: Ledger, result: str
 ) -> None:
-    """Finish a run whose result is on disk; the last lines name the result, the companions'
-    outcomes and commands.
+    """Finish a run whose result is on disk.
+
+    The last lines name the result, the outcomes of the companions, and the next commands.
     """
-    lines = [
-        result,
-        *(companion.finish(ledger) for companion in companions),
-        f'Render with it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."',
+    lines = [result]
+    lines += [companion.finish(ledger) for companion in companions]
+    folder = shlex.quote(str(plan.output_dir))
+    lines += [
+        f'Render with it: simpletuner sample {folder} --prompt "..."',
         f"To train longer, start the same command with a larger {length_key(plan)}.",
-        *(companion.unfinished for companion in companions),
     ]
+    lines += [companion.unfinished for companion in companions]
     drop_late_requests(plan, events)
-    events.publish(
-        StateChanged(
-            "finished", ledger.step, plan.length.total_steps, "\n".join(filter(None, lines))
-        )
-    )
+    message = "\n".join(line for line in lines if line)
+    events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, message))
     # Last, so that after an earlier kill the next start announces the end again.
     mark_done(plan.output_dir, "end")
 
 
 def drop_late_requests(plan: Plan, events: EventStream) -> None:
-    """Remove and name the requests that were made after the last step, which no step follows."""
-    if late := take_requests(plan.output_dir):
-        events.say(f"Requested after the last step, so not done: {', '.join(late)}.")
+    """Remove the requests that were made after the last step, and log them."""
+    requests = take_requests(plan.output_dir)
+    if requests:
+        events.say(f"Requested after the last step, so not done: {', '.join(requests)}.")
 
 
 @contextmanager
 def announced_end(plan: Plan, events: EventStream, world: World) -> Iterator[None]:
-    """A context that publishes a failure or interruption, so that all records are closed with that
-    state.
-    """
+    """A context that publishes a failure or interruption, with which all records are closed."""
     try:
         yield
     except BaseException as error:
-        how: RunState = (
-            "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        )
+        state: RunState = "failed"
+        if isinstance(error, Interrupted | KeyboardInterrupt):
+            state = "interrupted"
         message = world.first_failure(error) or full_text(error)
         if world.is_main:
             drop_late_requests(plan, events)
-        events.publish(StateChanged(how, events.step, plan.length.total_steps, message))
+        events.publish(StateChanged(state, events.step, plan.length.total_steps, message))
         raise
 
 
@@ -228,53 +239,61 @@ def prepare_folder(plan: Plan) -> None:
 
 
 def sweep_strays(plan: Plan) -> None:
-    """Remove temporary files of killed runs; in caches only old files, since other runs may use the
-    same cache.
-    """
+    """Remove temporary files of killed runs."""
     names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|unverified")
     for folder in (plan.output_dir, plan.output_dir / "ema"):
         sweep_files(folder)
         sweep_folders(folder, names)
-    for below in PREVIEW_FOLDERS:
-        sweep_files(plan.output_dir / below)
-    caches = {text_folder(plan), *(text_folder(plan, data) for data in plan.datasets)}
-    for folder in caches | {data.latent_dir for data in plan.datasets}:
-        sweep_files(folder, deep=True, older_than=ABANDONED)
+    for subfolder in PREVIEW_FOLDERS:
+        sweep_files(plan.output_dir / subfolder)
+    caches = {text_folder(plan)}
+    for dataset in plan.datasets:
+        caches |= {text_folder(plan, dataset), dataset.latent_dir}
+    for folder in caches:
+        # Only old ones, since another run may be writing to the same cache.
+        sweep_files(folder, deep=True, older_than=ABANDONED_SECONDS)
 
 
 def prepare_machine(plan: SamplePlan) -> None:
     """Set process-wide options of torch."""
-    torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
     config = plan.config
-    ahead = [latent_storage(plan, dataset) == "ahead" for dataset in plan.datasets]
-    # Sampling reads no datasets, but must use the settings with which the run rendered its
-    # previews.
-    ahead = ahead or [not (config.caching.vae_cache_ondemand or config.caching.vae_cache_disable)]
-    # Otherwise, the VAE encodes in another thread, where it must not change process-wide settings.
-    beside = vae_dtype(config.precision, config.caching) == "fp32" and not all(ahead)
-    # The same applies to the VAE of previews, which computes in the dtype of the transformer.
-    background = config.validation.validation_decode_in_background
-    dtype = transformer_dtype(config.precision)
-    beside |= bool(background) and dtype == "fp32"
-    allowed = not config.precision.disable_tf32 and not beside
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
+    torch.set_num_threads(compute_threads(config.caching.torch_num_threads))
+    # A float32 VAE needs exact products. Where it runs in another thread, beside training, it
+    # cannot switch this process-wide setting for itself.
+    allows_tf32 = not config.precision.disable_tf32 and not has_float32_vae_beside(plan)
+    torch.backends.cuda.matmul.allow_tf32 = allows_tf32
+    torch.backends.cudnn.allow_tf32 = allows_tf32
     # On Hopper, torch prefers cuDNN, whose gradients of masked attention may be NaN (pytorch
     # #196678), and which has no backward pass for some shapes. Without it, torch's order is flash,
     # memory-efficient, plain on every GPU.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    fix_order(plan.config.speed.deterministic)
+    set_determinism(config.speed.deterministic)
 
 
-def fix_order(wanted: bool) -> None:
-    """If wanted, restrict torch to deterministic operations; all other operations raise an error.
+def has_float32_vae_beside(plan: SamplePlan) -> bool:
+    """Whether a VAE computes in float32 in another thread during training."""
+    config = plan.config
+    # The VAE of previews computes in the dtype of the transformer.
+    preview_dtype = transformer_dtype(config.precision)
+    if config.validation.validation_decode_in_background and preview_dtype == "fp32":
+        return True
+    if vae_dtype(config.precision, config.caching) != "fp32":
+        return False
+    if plan.datasets:
+        return any(latent_storage(plan, dataset) != "ahead" for dataset in plan.datasets)
+    # Sampling reads no datasets, but must use the setting with which the run rendered its previews.
+    return bool(config.caching.vae_cache_ondemand or config.caching.vae_cache_disable)
+
+
+def set_determinism(is_deterministic: bool) -> None:
+    """Allow all operations of torch, or only deterministic ones; others raise an error.
 
     Call it before the first matmul, when cuBLAS reads its setting.
     """
-    if wanted and os.environ.get(CUBLAS_KEY) not in REPEATABLE_WORKSPACES:
+    if is_deterministic and os.environ.get(CUBLAS_KEY) not in REPEATABLE_WORKSPACES:
         os.environ[CUBLAS_KEY] = REPEATABLE_WORKSPACES[0]
-    if wanted != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(wanted)
+    if is_deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(is_deterministic)
     torch.backends.cudnn.benchmark = False  # would choose convolutions by timing
     # A debugging aid that would write all memory once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.run.train import CUBLAS_KEY, fix_order
+from simpletuner.run.train import CUBLAS_KEY, set_determinism
 from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def test_watching_changes_nothing(
     is_fixed = "deterministic" in watching
     assert torch.are_deterministic_algorithms_enabled() is is_fixed
     assert os.environ[CUBLAS_KEY] == (":4096:8" if is_fixed else "")
-    fix_order(False)
+    set_determinism(False)
     losses = [[line["train_loss"] for line in run.metrics()] for run in (finished, workspace)]
     assert losses[0] == losses[1]
     assert finished.path(LORA).read_bytes() == workspace.path(LORA).read_bytes()

@@ -388,14 +388,14 @@ def test_a_stop_of_one_process_stops_all_after_a_step(workspace: Workspace, rank
 
 def stop_together(place: World, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group.LINGER = 0.5
+    group.LINGER_SECONDS = 0.5
     with suppress(Interrupted, typer.Exit), process_group(place) as world:
         try:
             world.barrier()
             raise Interrupted("Stopped")
         finally:
             if place.is_main:
-                time.sleep(group.LINGER + 2)
+                time.sleep(group.LINGER_SECONDS + 2)
                 Path("finished").touch()
 
 

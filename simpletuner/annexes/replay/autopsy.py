@@ -1,5 +1,4 @@
-"""Finds the cause of a failed step: when it fails (`Autopsy`), and when
-`simpletuner train --replay FOLDER` repeats it.
+"""Finds the cause of a failed step: when it fails, and when `train --replay FOLDER` repeats it.
 
 A run resumes bit for bit, so the steps from the last checkpoint to the failure can be repeated
 exactly. A replay saves, renders and sends nothing; it only writes missing cache entries.
@@ -10,11 +9,11 @@ from __future__ import annotations
 import json
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +66,6 @@ from simpletuner.training.step import optimizer_step
 LAST_STEPS = 20  # metrics rows in a failure's folder
 # Settings that a replay sets itself, or that have several spellings.
 OWN_SETTINGS = {"resume_from_checkpoint", "output_dir", "cache_dir", "data_backend_config"}
-Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -96,14 +94,14 @@ class Autopsy(Companion):
             if _is_reported_here(error, world):
                 try:
                     with world.uninterrupted():
-                        error.add_note(self._leave(session, error))
+                        error.add_note(self._write_folder(session, error))
                 except Exception as failed:  # noqa: BLE001 - it must not mask the run's error
                     session.events.say(
                         f"The folder for this failure could not be written: {failed}", warning=True
                     )
             raise
 
-    def _leave(self, session: Session, error: Exception) -> str:
+    def _write_folder(self, session: Session, error: Exception) -> str:
         """Write the failure's folder; returns a note for the error."""
         plan = session.plan
         done = session.state.global_step
@@ -118,18 +116,16 @@ class Autopsy(Companion):
             step=step,
             batches=[describe_batch(batch) for batch in batches or []],
             checkpoint=str(checkpoint.path) if checkpoint else None,
-            facts=facts_of(plan, asked(describe_device) or "unknown"),
+            facts=facts_of(plan, device_name() or "unknown"),
             metrics=[*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)],
         )
-        folder = unused_path(
-            plan.output_dir / session.assembly.world.unique_name(f"{FOLDER}/step-{step}")
-        )
+        name = session.assembly.world.unique_name(f"{FOLDER}/step-{step}")
+        folder = unused_path(plan.output_dir / name)
+        trace = "".join(traceback.format_exception(error))
         with build_folder(folder) as unfinished:
             write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
             write_json(unfinished / CONFIG_FILE, explicit_settings(plan))
-            write_atomically(
-                unfinished / "traceback.txt", redact("".join(traceback.format_exception(error)))
-            )
+            write_atomically(unfinished / "traceback.txt", redact(trace))
         return f"{advice} What happened: {folder}".lstrip()
 
 
@@ -137,9 +133,8 @@ def _is_reported_here(error: Exception, world: World) -> bool:
     """Whether this process writes the folder of a failure."""
     if isinstance(error, Interrupted | WriteError):
         return False
-    if isinstance(
-        error, NonFiniteError
-    ):  # every process sees NaN in the same step, so each raises it itself
+    if isinstance(error, NonFiniteError):
+        # Every process sees NaN in the same step, so each raises it itself.
         return world.is_main
     return world.first_failure(error) is None
 
@@ -153,10 +148,10 @@ def _batches_of_failed_step(session: Session) -> list[PlannedBatch] | None:
     return session.loader.planned(before, session.assembly.settings.accumulation)
 
 
-def asked(query: Callable[[], Answer]) -> Answer | None:
-    """The answer of the device; None if it fails, as every call does after some errors."""
+def device_name() -> str | None:
+    """The name of the training device; None if it fails, as every call does after some errors."""
     with suppress(RuntimeError):
-        return query()
+        return describe_device()
     return None
 
 
@@ -169,32 +164,37 @@ def cause_of(
         batches: planned micro-batches of the failed step.
         done: number of steps done before it.
     """
+    restart = "Start again to continue from the last checkpoint."
     if is_out_of_memory(error):
         return f"Out of memory in {during}.", less_for_steps(session.plan.config.offload)
-    if limit := reached_limit(error):
-        return (
-            f"A limit of this machine: {limit}",
-            "Start again to continue from the last checkpoint.",
-        )
+    limit = reached_limit(error)
+    if limit:
+        return f"A limit of this machine: {limit}", restart
     if not isinstance(error, UserError | NonFiniteError):
-        return f"{type(error).__name__}: {error}".splitlines()[
-            0
-        ], "Start again to continue from the last checkpoint."
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line, restart
     if isinstance(error, UserError) or not batches:  # their messages include advice
         return str(error), ""
+    return str(error), _advice_for_nan(session, batches, done)
+
+
+def _advice_for_nan(session: Session, batches: Sequence[PlannedBatch], done: int) -> str:
+    """What helps against NaN, with the first module whose output was NaN, if it can be found."""
     assembly = session.assembly
-    # Several processes would have to repeat the step together, and half-updated weights would give
-    # another step.
-    may_repeat = assembly.world.size == 1 and not (assembly.release and assembly.release.is_halfway)
-    module = first_not_finite(session, batches, done) if may_repeat else None
     bf16 = " or mixed_precision bf16" if assembly.scaler.is_enabled() else ""
     advice = (
         f"Continue from the last checkpoint with a lower learning_rate{bf16}, or leave out a file "
         "at fault."
     )
-    return str(
-        error
-    ), f"The first module whose output is not finite is {module}. {advice}" if module else advice
+    # Several processes would have to repeat the step together, and half-updated weights would give
+    # another step.
+    is_halfway = assembly.release is not None and assembly.release.is_halfway
+    if assembly.world.size > 1 or is_halfway:
+        return advice
+    module = first_not_finite(session, batches, done)
+    if module is None:
+        return advice
+    return f"The first module whose output is not finite is {module}. {advice}"
 
 
 def first_not_finite(session: Session, batches: Sequence[PlannedBatch], done: int) -> str | None:
@@ -212,8 +212,9 @@ def first_not_finite(session: Session, batches: Sequence[PlannedBatch], done: in
 def attempt(
     assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done: int, micro_step: int
 ) -> None:
-    """Run forward and backward of a micro-batch after `done` steps, uncompiled and without changing
-    any state.
+    """Run forward and backward of a micro-batch after `done` steps, and change no state.
+
+    Blocks run uncompiled, so that the output of every module can be watched.
 
     Raises:
         NonFiniteError: the loss or the gradient is NaN or infinite.
@@ -225,11 +226,11 @@ def attempt(
         losses = rehearse_micro_step(assembly, reader(planned), done, micro_step)
         stop_if_losses_not_finite([micro.total for micro in losses], losses.names)
         parameters = assembly.all_parameters
-        released = {} if assembly.release is None else assembly.release.gradient_size()
-        sizes = [
-            *released.values(),
-            *gradient_size(parameters.values(), assembly.settings.optimizer).values(),
-        ]
+        sizes: list[Tensor] = []
+        if assembly.release is not None:
+            # Of gradients that are released during the backward pass.
+            sizes += assembly.release.gradient_size().values()
+        sizes += gradient_size(parameters.values(), assembly.settings.optimizer).values()
         stop_if_gradients_not_finite(
             parameters,
             assembly.scaler,
@@ -247,9 +248,10 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
     """
     modules: list[str] = []
 
-    def check(name: str, module: nn.Module, given: object, output: object) -> None:
+    def check(name: str, module: nn.Module, inputs: object, output: object) -> None:
         outputs = output if isinstance(output, tuple | list) else [output]
-        if not all(part.isfinite().all() for part in outputs if isinstance(part, Tensor)):
+        tensors = [part for part in outputs if isinstance(part, Tensor)]
+        if not all(tensor.isfinite().all() for tensor in tensors):
             modules.append(name or type(module).__name__)
 
     # Inner modules finish before outer ones, so the first entry is the innermost.
@@ -260,34 +262,33 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
 
 
 def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
-    """The facts that a replay depends on, by name: settings without secrets, versions, models and
-    data.
+    """The facts that a replay depends on, by name: settings without secrets, versions, data.
 
     Args:
         device: name of the training device; None queries torch.
     """
     identity = identify(plan)
-    data = (
-        identity.weights
-        | identity.order
-        | {"content of the data": identity.datasets, "seed": plan.seed}
-    )
-    return redact_settings(plan.config.flat) | describe_environment(device) | data
+    facts = redact_settings(plan.config.flat) | describe_environment(device)
+    facts |= identity.weights
+    facts |= identity.order
+    facts["content of the data"] = identity.datasets
+    facts["seed"] = plan.seed
+    return facts
 
 
 def describe_batch(planned: PlannedBatch) -> dict[str, Any]:
     """A micro-batch as recorded in a failure."""
-    parts = zip(planned.samples, planned.captions, planned.slots, strict=True)
-    samples = [
-        {"name": sample.full_name, "caption": caption, "slot": slot}
-        for sample, caption, slot in parts
-    ]
+    samples = []
+    for sample, caption, slot in zip(planned.samples, planned.captions, planned.slots, strict=True):
+        samples.append({"name": sample.full_name, "caption": caption, "slot": slot})
     return {"size": planned.size, "frames": planned.samples[0].frames, "samples": samples}
 
 
 def replay_step(failure: Failure, plan: Plan, events: EventStream) -> bool:
-    """Repeat the steps up to a failure and report the outcome; returns whether a step fails
-    again.
+    """Repeat the steps up to a failure and report the outcome.
+
+    Returns:
+        whether a step fails again.
     """
     for change in changes(failure, plan):
         events.say(change, warning=True)
@@ -316,9 +317,7 @@ def _open_session(plan: Plan, events: EventStream) -> Session:
 
 
 def _repeat(session: Session, last: int, events: EventStream) -> tuple[int, str, str] | None:
-    """Train up to a step; returns the step that fails, its cause and advice, or None if none
-    fails.
-    """
+    """Train up to a step; returns (step that fails, cause, advice), or None if none fails."""
     assembly = session.assembly
     loader = session.loader
     begun = session.state.global_step
@@ -329,7 +328,9 @@ def _repeat(session: Session, last: int, events: EventStream) -> tuple[int, str,
             try:
                 optimizer_step(assembly, loader, done)
             except Exception as error:  # noqa: BLE001 - why a step fails is the question
-                return done + 1, *cause_of(error, f"step {done + 1}", session, batches, done)
+                step = done + 1
+                cause, advice = cause_of(error, f"step {step}", session, batches, done)
+                return step, cause, advice
             phase.advance()
     return None
 
@@ -338,10 +339,10 @@ def _verdict(failure: Failure, step: int, cause: str, advice: str) -> str:
     """A line that compares the failure of a replay with the recorded one."""
     cause = redact(cause)  # as in the recorded failure
     again = "already" if step < failure.step else "again"
-    same = "the same cause"
+    comparison = "the same cause"
     if cause != failure.cause:
-        same = f"a different cause (before: {failure.cause})"
-    return f"Step {step} fails {again}, with {same}: {cause} {advice}".rstrip()
+        comparison = f"a different cause (before: {failure.cause})"
+    return f"Step {step} fails {again}, with {comparison}: {cause} {advice}".rstrip()
 
 
 def changes(failure: Failure, plan: Plan) -> Iterator[str]:

@@ -62,21 +62,27 @@ def read_failure(folder: Path) -> Failure:
     try:
         failure = TypeAdapter(Failure).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is damaged"
-        # Of a run's folder, its failures; of a misspelt failure, those beside it.
-        near: set[Path] = set()
-        for place in (folder, folder / FOLDER, folder.parent):
-            near.update(place.glob(f"*/{FAILURE_FILE}"))
-        names = shorten([str(file.parent) for file in sorted(near - {path})])
-        hint = (
-            f"did you mean {names}?" if names else "failed runs write it to <output_dir>/failures."
-        )
-        raise UserError(f"--replay: {str(path)!r} {why}; {hint}") from None
+        reason = "is damaged"
+        if isinstance(error, OSError):
+            reason = f"cannot be read ({error.strerror})"
+        raise UserError(f"--replay: {str(path)!r} {reason}; {_failures_near(folder)}") from None
     if not failure.batches:
         raise UserError(
             f"--replay: {folder} has no step to repeat: the run failed between two of them."
         )
     return failure
+
+
+def _failures_near(folder: Path) -> str:
+    """A hint for somebody who named the folder of a run, or misspelt that of a failure."""
+    path = folder / FAILURE_FILE
+    near: set[Path] = set()
+    for parent in (folder, folder / FOLDER, folder.parent):
+        near.update(parent.glob(f"*/{FAILURE_FILE}"))
+    names = shorten([str(file.parent) for file in sorted(near - {path})])
+    if names:
+        return f"did you mean {names}?"
+    return "failed runs write it to <output_dir>/failures."
 
 
 def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
@@ -91,23 +97,21 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
             "--replay uses the settings of the failed run; leave out "
             f"{', '.join(arguments.selectors)}."
         )
-    kept = (
-        failure.checkpoint and Path(failure.checkpoint).is_dir()
-    )  # it may have been removed since
-    settings = [
-        ("resume_from_checkpoint", failure.checkpoint if kept else "latest"),
-        *arguments.settings,
-    ]
+    start = failure.checkpoint
+    if not start or not Path(start).is_dir():
+        start = "latest"  # the recorded one may have been removed since
+    settings = [("resume_from_checkpoint", start), *arguments.settings]
     base = _settings_of(folder / CONFIG_FILE, arguments.problems)
     plan = plan_that_fits(replace(arguments, settings=settings, base=base)).plan
     launch = plan.config.launch
     if launch.num_processes > 1:
         size = launch.data_processes * plan.config.schedule.train_batch_size
-        whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""
+        sequence = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""
         raise UserError(
-            f"--replay runs in one process; add num_processes=1{whole} train_batch_size={size}."
+            f"--replay runs in one process; add num_processes=1{sequence} train_batch_size={size}."
         )
-    run = plan.config.run  # the replay reads the run's caches, and writes to another folder
+    # The replay reads the run's caches, and writes to another folder.
+    run = plan.config.run
     folders = {
         "output_dir": str(folder / "replay"),
         "cache_dir": run.cache_dir or f"{run.output_dir}/cache",
@@ -129,8 +133,10 @@ def _settings_of(config: Path, report: Problems) -> Located:
 
 def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
     """The newest checkpoint with at most this many steps done."""
-    known = [*find_checkpoints(plan.output_dir)[0], *([plan.resume] if plan.resume else [])]
-    before = (checkpoint for checkpoint in known if checkpoint.step <= step)
+    checkpoints, _ = find_checkpoints(plan.output_dir)
+    if plan.resume is not None:  # it may be in another folder
+        checkpoints.append(plan.resume)
+    before = [checkpoint for checkpoint in checkpoints if checkpoint.step <= step]
     return max(
         before, key=lambda checkpoint: (checkpoint.step, not checkpoint.rolling), default=None
     )
@@ -138,8 +144,10 @@ def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
 
 def explicit_settings(plan: Plan) -> dict[str, Any]:
     """The user's settings, without secrets."""
-    values = redact_settings(plan.config.flat).items()
-    chosen = {
-        key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN
-    }
-    return chosen | {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
+    settings = {}
+    for key, value in redact_settings(plan.config.flat).items():
+        if plan.config.is_explicit(key) and value != HIDDEN:
+            settings[key] = value
+    settings["seed"] = plan.seed
+    settings["data_backend_config"] = str(plan.dataset_file)
+    return settings
