@@ -788,7 +788,7 @@ def test_larger_batch_is_proposed_where_launches_limit_the_gpu() -> None:
 def test_a_proposal_carries_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ready, "steps_per_epoch", lambda plan: math.inf)
     before = small()
-    chosen = ready._chosen(before)
+    chosen = ready._with_offload_chosen(before)
     [(line, settings)] = chosen.proposals.items()
     assert line == chosen.decisions[-1]
     assert settings == {"train_batch_size": free_batch(before, math.inf)}

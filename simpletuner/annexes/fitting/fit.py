@@ -1,5 +1,4 @@
-"""The error of a run that does not fit into memory, with the smallest change that fits; and
-`offload: auto`.
+"""What makes a run fit into memory: the advice of the error, and the choice of `offload: auto`.
 
 Both walk one ordered list (`possible_changes`): changes that only cost time come first, changes of
 results last.
@@ -11,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal
 
 from simpletuner.budget.budget import DECODING, Budget
@@ -28,16 +27,15 @@ from simpletuner.planning.environment import check_launch, check_offload, may_sh
 from simpletuner.planning.plans import SamplePlan
 
 HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and estimation errors
+# Groups of settings that make one change; the first key decides, see `Change`.
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 RELEASED = {"optimizer_release_gradients": True}
 STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
 LOW_BIT = {"optimizer": "ao-adamw8bit"}
 DISK = "group_offload_to_disk_path"
 KEPT = "gradient_checkpointing_kept_blocks"
-DECODINGS = {
-    "strips": "only their rounding",
-    "tiles": "pixels slightly at the seams",
-}  # and their side effects
+# Ways to decode previews in less memory, and what they change.
+DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}
 
 # Rendering is fitted into memory like a run.
 AnyBudget = Budget[SamplePlan]
@@ -65,17 +63,24 @@ class Change:
     apply: Callable[[Workload], Workload] = lambda workload: workload
 
     def __str__(self) -> str:
-        return self.words or ", ".join(
-            f"{key} {as_user_text(value)}" for key, value in self.values.items()
-        )
+        if self.words:
+            return self.words
+        return ", ".join(f"{key} {as_user_text(value)}" for key, value in self.values.items())
 
     def of(self, budget: AnyBudget) -> AnyBudget:
         """The budget after this change."""
         return replace(budget.under(self.values, CHOSEN), workload=self.apply(budget.workload))
 
+    def new_values(self, budget: AnyBudget) -> dict[str, Any]:
+        """The values that differ from the settings of a budget."""
+        flat = budget.config.flat
+        return {key: value for key, value in self.values.items() if flat[key] != value}
+
 
 def _after(budget: AnyBudget, changes: Sequence[Change]) -> AnyBudget:
-    return reduce(lambda before, change: change.of(before), changes, budget)
+    for change in changes:
+        budget = change.of(budget)
+    return budget
 
 
 def check_fit(budget: AnyBudget, report: Problems) -> None:
@@ -83,31 +88,30 @@ def check_fit(budget: AnyBudget, report: Problems) -> None:
 
     With `i_know_what_i_am_doing`, the problem is a warning.
     """
-    lacking = [text for _, text in budget.shortages()]
-    if not lacking:
+    shortages = [text for _, text in budget.shortages()]
+    if not shortages:
         return
-    if changes := smallest_change(budget):
+    changes = smallest_change(budget)
+    if changes:
         advice = f"This would fit: {'; '.join(map(str, changes))}."
     else:
-        (_, rest), *_ = _after(budget, list(possible_changes(budget))).shortages()
+        _, remaining = _after(budget, list(possible_changes(budget))).shortages()[0]
         # If the shortage is unchanged, no change affects that phase.
-        advice = (
-            f"Even with every setting that helps, {rest}."
-            if rest != lacking[0]
-            else "No setting makes it fit."
-        )
+        advice = "No setting makes it fit."
+        if remaining != shortages[0]:
+            advice = f"Even with every setting that helps, {remaining}."
     if not budget.device.is_gpu:
         advice += " To plan for a GPU elsewhere, run simpletuner plan with --device-memory 24."
     if budget.guess:
         advice += f" {budget.guess}."
-    fatal = not budget.config.run.i_know_what_i_am_doing
-    if fatal:
+    is_fatal = not budget.config.run.i_know_what_i_am_doing
+    if is_fatal:
         advice += " To run anyway, set i_know_what_i_am_doing."
-    more = ""
-    if len(lacking) > 1:
-        phases = counted(len(lacking) - 1, "more phase does", "more phases do")
-        more = f" ({phases} not fit)"
-    report.append(Problem("memory", f"{lacking[0]}{more}. {advice}", fatal, _settings_of(changes)))
+    message = shortages[0]
+    if len(shortages) > 1:
+        phases = counted(len(shortages) - 1, "more phase does", "more phases do")
+        message += f" ({phases} not fit)"
+    report.append(Problem("memory", f"{message}. {advice}", is_fatal, _settings_of(changes)))
 
 
 def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
@@ -121,8 +125,7 @@ def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
 
 
 def smallest_change(budget: AnyBudget) -> list[Change]:
-    """A minimal set of changes that fits, in the order of `possible_changes`; empty if nothing
-    fits.
+    """A minimal set of changes that fits, mildest first; empty if nothing fits.
 
     Changes are added until everything fits; then unnecessary ones are removed.
     """
@@ -148,15 +151,10 @@ def possible_changes(budget: AnyBudget) -> Iterator[Change]:
     room = _room(budget)
     yield from _step_changes(budget)
     yield from _phase_changes(budget)
-    if (
-        config.model.model_type == "lora"
-        and config.precision.base_model_precision in PLAIN_PRECISIONS
-    ):
-        yield Change(
-            {"base_model_precision": "int8-quanto"},
-            "last",
-            f"in 16 bits the run does not fit {room}",
-        )
+    is_quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
+    if config.model.model_type == "lora" and not is_quantised:
+        reason = f"in 16 bits the run does not fit {room}"
+        yield Change({"base_model_precision": "int8-quanto"}, "last", reason)
     if may_change(config, LOW_BIT):
         yield Change(LOW_BIT, "last", f"without state in 8 bits the run does not fit {room}")
     if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
@@ -168,9 +166,11 @@ def possible_changes(budget: AnyBudget) -> Iterator[Change]:
         yield Change({"train_batch_size": batch}, apply=partial(Workload.with_batch, batch=batch))
     yield from _smaller_samples(budget)
     if workload.previews and workload.buckets:
-        yield Change(
-            {"validation_disable": True}, apply=lambda before: replace(before, previews=[])
-        )
+        yield Change({"validation_disable": True}, apply=_without_previews)
+
+
+def _without_previews(workload: Workload) -> Workload:
+    return replace(workload, previews=[])
 
 
 def _step_changes(budget: AnyBudget) -> Iterator[Change]:
@@ -184,12 +184,13 @@ def _step_changes(budget: AnyBudget) -> Iterator[Change]:
     if may_change(config, RELEASED):
         yield Change(RELEASED, "time", "each gradient is freed as soon as its weight is updated")
     if keeps_attention(config.speed):
-        yield Change(
-            {"speed_keep_attention": False}, "time", f"attention is recomputed, to fit {room}"
-        )
+        reason = f"attention is recomputed, to fit {room}"
+        yield Change({"speed_keep_attention": False}, "time", reason)
     if not config.precision.checkpoints_all:
-        whole = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 1}
-        yield Change({**whole, **({KEPT: 0} if kept else {})})
+        every_block = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 1}
+        if kept:
+            every_block[KEPT] = 0
+        yield Change(every_block)
     if config.caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})
     if budget.device.has_own_memory:
@@ -209,9 +210,8 @@ def _offload_changes(budget: AnyBudget) -> Iterator[Change]:
         else:
             yield Change(STREAMED, "time", f"blocks are streamed, to fit {room}")
     if may_change(config, STATE_ON_HOST):
-        yield Change(
-            STATE_ON_HOST, "time", "state is on the device only while its weight is updated"
-        )
+        reason = "state is on the device only while its weight is updated"
+        yield Change(STATE_ON_HOST, "time", reason)
     if _may_move(budget) and not offload.offload_block_inputs:
         reason = "the blocks are checkpointed, and their inputs are kept in host memory"
         yield Change({"offload_block_inputs": True}, "time", reason)
@@ -231,52 +231,52 @@ def _phase_changes(budget: AnyBudget) -> Iterator[Change]:
         yield Change({"vae_enable_patch_conv": True}, "encoding")
     yield from _decodings(budget)
     if not caching.vae_enable_tiling:
-        yield Change(
-            {"vae_enable_tiling": True}, "encoding", "; latents change at the tiles' seams"
-        )
+        side_effect = "; latents change at the tiles' seams"
+        yield Change({"vae_enable_tiling": True}, "encoding", side_effect)
 
 
 def _decodings(budget: AnyBudget) -> Iterator[Change]:
     """Changes that decode previews in less memory."""
-    ways = (
-        ["whole", "strips", "tiles"] if budget.parts.spec.decodes_in_strips else ["whole", "tiles"]
-    )
-    now = budget.config.validation.validation_decoding
-    if now not in ways or not budget.workload.previews:
+    ways = ["whole", "tiles"]
+    if budget.parts.spec.decodes_in_strips:
+        ways = ["whole", "strips", "tiles"]
+    current = budget.config.validation.validation_decoding
+    if current not in ways or not budget.workload.previews:
         return
-    for how in ways[ways.index(now) + 1 :]:
+    leaner = ways[ways.index(current) + 1 :]
+    for way in leaner:
         reason = (
-            f"previews are decoded in {how} to fit {_room(budget)}, which changes {DECODINGS[how]}"
+            f"previews are decoded in {way} to fit {_room(budget)}, which changes {DECODINGS[way]}"
         )
-        yield Change({DECODING: how}, "time", reason)
+        yield Change({DECODING: way}, "time", reason)
 
 
 def _may_move(budget: AnyBudget) -> bool:
-    """Whether tensors can leave the device during a step: to other memory, and no CUDA graph needs
-    fixed addresses.
-    """
+    """Whether tensors can leave the device during a step."""
+    # CUDA graphs need fixed addresses.
     return budget.device.has_own_memory and graph_key(budget.config.launch) is None
 
 
 def _may_stream(budget: AnyBudget) -> bool:
     """Whether blocks could be streamed but are not: their weights must be frozen and unsharded."""
     config = budget.config
-    is_free = not (config.offload.enable_group_offload or config.launch.fsdp_enable)
-    return _may_move(budget) and is_free and config.model.model_type == "lora"
+    if config.offload.enable_group_offload or config.launch.fsdp_enable:
+        return False
+    return _may_move(budget) and config.model.model_type == "lora"
 
 
 def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
-    """Share the tokens of a sample among as many processes as heads and machines allow; steps have
-    fewer samples.
+    """Split the tokens of a sample among as many processes as heads and machines allow.
+
+    Steps then have fewer samples.
     """
     config = budget.config
+    if budget.parts.spec.heads is None or not uses_own_arithmetic(config.speed):
+        return
     cost = budget.parts.transformer
-    size = math.gcd(config.launch.local_processes, cost.hidden // cost.head)
-    if (
-        budget.parts.spec.heads is None
-        or size <= config.launch.sequence_parallel_size
-        or not uses_own_arithmetic(config.speed)
-    ):
+    heads = cost.hidden // cost.head
+    size = math.gcd(config.launch.local_processes, heads)
+    if size <= config.launch.sequence_parallel_size:
         return
     change = Change(
         {"sequence_parallel_size": size},
@@ -289,12 +289,11 @@ def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
 
 
 def _smaller_samples(budget: AnyBudget) -> Iterator[Change]:
-    """Shorter clips, then smaller pictures, described by dataset keys; for previews if nothing is
-    trained.
-    """
+    """Shorter clips, then smaller pictures, described by keys of datasets."""
     workload = budget.workload
     spec = budget.parts.spec
-    longest = max((bucket.frames for bucket in workload.buckets or workload.previews), default=1)
+    samples = workload.buckets or workload.previews  # previews if nothing is trained
+    longest = max((bucket.frames for bucket in samples), default=1)
     if longest > 1:
         halve = partial(Workload.scaled, spec=spec, frames=0.5)
         halved = halve(workload)
@@ -315,6 +314,7 @@ def _sharding(budget: AnyBudget) -> list[Change]:
 
 
 def _room(budget: AnyBudget) -> str:
+    """What a run must fit, for messages: the usable memory, else the name of the device."""
     device = budget.device
     return device.name if device.usable is None else gigabytes(device.usable)
 
@@ -329,42 +329,46 @@ def choose(budget: AnyBudget) -> AnyBudget:
     """
     # Phases before training come first: changes for them do not slow down steps.
     for change in _open_changes(budget, "encoding"):
-        budget = _eased(budget, change)
-    sharded = _sharding(budget)
-    # As configured, then sharded, then with one last resort; the first start that can be made to
+        budget = _with_if_it_helps(budget, change)
+    # As configured, then sharded, then with one last resort. The first start that can be made to
     # fit wins.
-    starts = [
-        budget,
-        *(_taken(budget, [change]) for change in (*sharded, *_open_changes(budget, "last"))),
-    ]
+    sharded = _sharding(budget)
+    starts = [budget]
+    for change in [*sharded, *_open_changes(budget, "last")]:
+        starts.append(_with_changes(budget, [change]))
     leanest = [_after(start, _open_changes(start, "time")) for start in starts]
-    # Phases that cannot be made to fit must not slow down the steps.
-    hopeless = frozenset.intersection(*map(_lacking, leanest))
+    # Phases that no start can be made to fit must not slow down the steps.
+    hopeless = frozenset.intersection(*[_phases_that_lack_memory(lean) for lean in leanest])
     for start in starts:
-        if (fastest := _fastest(start, hopeless)) is not None:
-            return _with_reason_for_ddp(fastest) if sharded and start is budget else fastest
+        fastest = _fastest(start, hopeless)
+        if fastest is None:
+            continue
+        if sharded and start is budget:
+            return _with_reason_for_ddp(fastest)
+        return fastest
     # Nothing fits: take the lowest peak, so that `check_fit` reports the smallest shortage.
-    peaks = [lean.peaks[0] for lean in leanest]
-    lean = starts[peaks.index(min(peaks))]
-    return _taken(lean, _time_changes(lean, hopeless))
+    peaks = []
+    for lean in leanest:
+        on_device, _ = lean.peaks
+        peaks.append(on_device)
+    start = starts[peaks.index(min(peaks))]
+    return _with_changes(start, _time_changes(start, hopeless))
 
 
 def _open_changes(budget: AnyBudget, role: str) -> list[Change]:
     """The changes of a role that override no key set by the user."""
-    flat = budget.config.flat
     is_explicit = budget.config.is_explicit
     changes = []
     for change in possible_changes(budget):
         if change.role != role:
             continue
-        new = {key: value for key, value in change.values.items() if flat[key] != value}
+        values = change.new_values(budget)
         # The first key makes the change; the others only accompany it, and may stay as the user set
         # them.
-        deciding_key, *_ = new
+        deciding_key = next(iter(values))
         if not is_explicit(deciding_key):
-            changes.append(
-                replace(change, values={key: new[key] for key in new if not is_explicit(key)})
-            )
+            unset = {key: value for key, value in values.items() if not is_explicit(key)}
+            changes.append(replace(change, values=unset))
     return changes
 
 
@@ -376,36 +380,32 @@ def _time_changes(budget: AnyBudget, hopeless: frozenset[str]) -> list[Change]:
     return changes
 
 
-def _lacking(budget: AnyBudget) -> frozenset[str]:
+def _phases_that_lack_memory(budget: AnyBudget) -> frozenset[str]:
     """The phases before and after training that do not fit."""
-    return frozenset(
-        phase.name for phase, _ in budget.shortages(headroom=HEADROOM) if not phase.trains
-    )
+    shortages = budget.shortages(headroom=HEADROOM)
+    return frozenset(phase.name for phase, _ in shortages if not phase.trains)
 
 
-def _eased(budget: AnyBudget, change: Change) -> AnyBudget:
-    """The budget with a change, if it helps a phase before training that does not fit; else the
-    budget.
-    """
+def _with_if_it_helps(budget: AnyBudget, change: Change) -> AnyBudget:
+    """The budget with a change, if that helps a phase before training that does not fit."""
     after = change.of(budget)
-    for phase, smaller in zip(budget.phases, after.phases, strict=True):
-        lack = phase.shortage(budget.device, headroom=HEADROOM)
-        if lack and smaller.device < phase.device and not phase.trains and phase.name != PREVIEWS:
-            return replace(after, decisions=[*budget.decisions, f"{change}: {lack}{change.reason}"])
+    for phase, phase_after in zip(budget.phases, after.phases, strict=True):
+        if phase.trains or phase.name == PREVIEWS:
+            continue
+        shortage = phase.shortage(budget.device, headroom=HEADROOM)
+        if shortage and phase_after.device < phase.device:
+            decision = f"{change}: {shortage}{change.reason}"
+            return replace(after, decisions=[*budget.decisions, decision])
     return budget
 
 
-def _taken(budget: AnyBudget, changes: Sequence[Change]) -> AnyBudget:
+def _with_changes(budget: AnyBudget, changes: Sequence[Change]) -> AnyBudget:
     """The budget after changes, with their reasons as decisions."""
     for change in changes:
-        flat = budget.config.flat
-        new = replace(
-            change,
-            values={key: value for key, value in change.values.items() if flat[key] != value},
-        )
-        budget = replace(
-            change.of(budget), decisions=[*budget.decisions, f"{new}: {change.reason}"]
-        )
+        # Only what is new, for the text of the decision.
+        new = replace(change, values=change.new_values(budget))
+        decisions = [*budget.decisions, f"{new}: {change.reason}"]
+        budget = replace(change.of(budget), decisions=decisions)
     return budget
 
 
@@ -418,36 +418,37 @@ def _with_reason_for_ddp(chosen: AnyBudget) -> AnyBudget:
 
 
 def _fastest(start: AnyBudget, hopeless: frozenset[str]) -> AnyBudget | None:
-    """The budget with the fastest selection of changes that fits, mildest first among equals; None
-    if none fits.
-    """
+    """The budget with the fastest selection of changes that fits; None if none fits."""
     fitting: list[list[Change]] = []
     for selected in _selections(_time_changes(start, hopeless)):
-        if (level := _best_level(_after(start, selected), selected, hopeless)) is not None:
+        level = _best_level(_after(start, selected), selected, hopeless)
+        if level is not None:
             fitting.append([*selected, *level])
     if not fitting:
         return None
-    blocks = "the blocks are checkpointed, and " if start.workload.buckets else ""
-    nothing = Change(
-        {}, words="nothing to change", reason=f"{blocks}everything stays on the device"
-    )
     # `min` returns the first of equals, and selections are ordered mildest first.
     fastest = min(fitting, key=lambda changes: _after(start, changes).step_seconds)
-    return _taken(start, fastest or [nothing])
+    if fastest:
+        return _with_changes(start, fastest)
+    blocks = "the blocks are checkpointed, and " if start.workload.buckets else ""
+    reason = f"{blocks}everything stays on the device"
+    return _with_changes(start, [Change({}, words="nothing to change", reason=reason)])
 
 
 def _selections(changes: Sequence[Change]) -> Iterator[list[Change]]:
-    """Every selection of the changes, mildest first; a change that includes another is selected
-    only with it.
-    """
+    """Every selection of the changes, mildest first."""
     for number in range(1 << len(changes)):
+        # A bit of the number for each change; the mildest has the lowest.
         selected = [change for place, change in enumerate(changes) if number >> place & 1]
-        # STATE_ON_HOST includes RELEASED: alone, it would repeat the selection of both.
-        rest = (change for change in changes if change not in selected)
-        if not any(
-            left.values.items() <= change.values.items() for left in rest for change in selected
-        ):
+        omitted = [change for change in changes if change not in selected]
+        # STATE_ON_HOST includes RELEASED: without it, it would repeat the selection of both.
+        if not any(_includes(selected, change) for change in omitted):
             yield selected
+
+
+def _includes(selected: Sequence[Change], change: Change) -> bool:
+    """Whether a selected change has all the values of another change."""
+    return any(change.values.items() <= larger.values.items() for larger in selected)
 
 
 def _best_level(
@@ -458,21 +459,25 @@ def _best_level(
     def fits(level: Sequence[Change], *, on_host: bool = False) -> bool:
         after = _after(budget, level)
         device = after.device if on_host else replace(after.device, host_memory=None)
-        phases = (phase for phase in after.phases if phase.name not in hopeless)
+        phases = [phase for phase in after.phases if phase.name not in hopeless]
         return all(phase.shortage(device, headroom=HEADROOM) is None for phase in phases)
 
-    levels = _levels(budget, {key for change in selected for key in change.values})
-    # Levels are sorted by device memory, so the ones that fit come first.
+    keys: set[str] = set()
+    for change in selected:
+        keys |= change.values.keys()
+    levels = _levels(budget, keys)
+    # Levels are sorted by device memory: those that fit come first, and the last of them is the
+    # fastest.
     count = bisect_left(levels, True, key=lambda level: not fits(level))
-    best = levels[count - 1] if count else None
+    if count == 0:
+        return None
+    best = levels[count - 1]
     # Host memory is checked only now: what stays on the device does not take any.
-    return best if best is not None and fits(best, on_host=True) else None
+    return best if fits(best, on_host=True) else None
 
 
 def _levels(budget: AnyBudget, keys: set[str]) -> list[list[Change]]:
-    """What may stay on the device with the selected changes of `keys`, in order of device
-    memory.
-    """
+    """What may stay on the device beside the changes of some keys, in order of device memory."""
     config = budget.config
     blocks = len(budget.parts.transformer.blocks)
     levels: list[list[Change]] = [[]]
@@ -481,19 +486,18 @@ def _levels(budget: AnyBudget, keys: set[str]) -> list[list[Change]]:
     if "enable_group_offload" in keys and not config.is_explicit(residents):
         # All blocks resident would mean no streaming, which is another selection.
         for count in range(1, blocks):
-            levels.append(
-                [Change({residents: count}, reason=f"{count} of {blocks} blocks stay resident")]
-            )
-    is_free = not any(map(config.is_explicit, (checkpointing, f"{checkpointing}_interval", KEPT)))
+            reason = f"{count} of {blocks} blocks stay resident"
+            levels.append([Change({residents: count}, reason=reason)])
+    user_set = [checkpointing, f"{checkpointing}_interval", KEPT]
+    is_open = not any(config.is_explicit(key) for key in user_set)
     # Memory that these changes save at the cost of time is not spent on activations.
-    moved = keys & {"enable_group_offload", "speed_keep_attention", "offload_block_inputs"}
-    if is_free and not moved and budget.workload.buckets:
+    saving = keys & {"enable_group_offload", "speed_keep_attention", "offload_block_inputs"}
+    if is_open and not saving and budget.workload.buckets:
         for count in range(1, blocks):
             reason = f"the activations of {count} of {blocks} blocks fit, the others are recomputed"
             levels.append([Change({KEPT: count}, reason=reason)])
-        levels.append(
-            [Change({checkpointing: False}, reason="all activations fit, so none are recomputed")]
-        )
+        reason = "all activations fit, so none are recomputed"
+        levels.append([Change({checkpointing: False}, reason=reason)])
     return levels
 
 
@@ -507,24 +511,21 @@ REPLICATED: Mapping[str, Mapping[str, Any]] = {
 
 def check_sharded_lora(budget: AnyBudget, report: Problems) -> None:
     """Warn about FSDP2 for a LoRA that would fit with DDP."""
-    if (
-        not budget.config.launch.is_sharded
-        or budget.config.model.model_type != "lora"
-        or not budget.steps
-    ):
+    config = budget.config
+    if config.model.model_type != "lora" or not config.launch.is_sharded or not budget.steps:
         return
     for name, values in REPLICATED.items():
         if values["enable_group_offload"] and not budget.device.has_own_memory:
             continue
         replicated = budget.under(values, CHOSEN)
         if replicated.fits and _is_allowed(replicated.config):
-            sent = (
-                f"{gigabytes(replicated.sent.total)} a step instead of "
-                f"{gigabytes(budget.sent.total)}"
+            report.warn(
+                "fsdp_enable",
+                f"{name} fits too, and each process sends {gigabytes(replicated.sent.total)} a "
+                f"step instead of {gigabytes(budget.sent.total)}: to train a LoRA, FSDP2 gathers "
+                "the whole model in every pass.",
+                remedy=values,
             )
-            why = "to train a LoRA, FSDP2 gathers the whole model in every pass"
-            message = f"{name} fits too, and each process sends {sent}: {why}."
-            report.warn("fsdp_enable", message, remedy=values)
             return
 
 

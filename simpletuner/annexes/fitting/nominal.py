@@ -1,6 +1,4 @@
-"""Files in place of datasets that do not exist yet, so that a plan can answer whether a model fits
-a card.
-"""
+"""Files in place of datasets that do not exist yet, to plan whether a model fits a card."""
 
 from __future__ import annotations
 
@@ -25,16 +23,16 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.build import resolve_layers
 
 FILES = 10  # in place of a folder
-USUAL_FRAMES = 61  # of clips, if their entry does not say
+USUAL_FRAMES = 61  # of clips, unless their entry has another number
 MOST_FRAMES = 1000  # of a clip that is written
 
 
 @contextmanager
 def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
-    """Arguments with files of the usual size in place of folders that do not exist, and a sentence
-    that says so.
+    """Arguments with files of the usual size in place of folders that do not exist.
 
-    The sentence is empty if nothing is replaced. The files exist within the context.
+    With them comes a sentence about the files; it is empty if nothing is replaced. The files exist
+    within the context.
     """
     with TemporaryDirectory(prefix="simpletuner-nominal-") as name:
         try:
@@ -54,10 +52,10 @@ def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
             if entry not in missing:
                 replaced.append(entry)
                 continue
-            place = folder / str(number)
-            kinds.append(_fill(place, entry, spec))
+            dataset_folder = folder / str(number)
+            kinds.append(_fill(dataset_folder, entry, spec))
             folders.append(repr(entry["instance_data_dir"]))
-            replaced.append({**entry, "instance_data_dir": str(place)})
+            replaced.append({**entry, "instance_data_dir": str(dataset_folder)})
         path = folder / "multidatabackend.json"
         write_json(path, replaced)
         settings = [*arguments.settings, ("data_backend_config", str(path))]
@@ -70,8 +68,9 @@ def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
 
 def _read(arguments: Arguments) -> tuple[RunConfig, list[dict[str, Any]]]:
     """The configuration, and the entries of its dataset file; none if the file cannot be read."""
-    layers, folder = arguments.layers(Problems())
-    config = resolve_layers(layers, Problems())[0]
+    ignored = Problems()  # the plan reports them
+    layers, folder = arguments.layers(ignored)
+    config, _ = resolve_layers(layers, ignored)
     path = dataset_file(config.run.data_backend_config, folder, Problems())
     entries = read_json(path, Problems(), list) or []
     return config, [entry for entry in entries if isinstance(entry, dict)]
@@ -85,38 +84,39 @@ def _is_missing(entry: Mapping[str, Any]) -> bool:
     return not Path(resolve_alias(folder)).expanduser().exists()
 
 
-def _fill(place: Path, entry: Mapping[str, Any], spec: FamilySpec) -> str:
-    """Write grey files with captions for an entry into a new folder; returns what they are, in
-    words.
-    """
-    place.mkdir()
+def _fill(folder: Path, entry: Mapping[str, Any], spec: FamilySpec) -> str:
+    """Write grey files with captions for an entry into a new folder; returns a description."""
+    folder.mkdir()
     size = _size_of(spec)
     picture = Image.new("RGB", size, "grey")
     if "video" in entry:
         frames = _number_in(entry["video"], "num_frames") or USUAL_FRAMES
         frame_rate = _number_in(entry["video"], "frame_rate") or spec.frame_rate or 1
-        first = place / "0.mp4"
+        first = folder / "0.mp4"
         write_mp4(first, [picture] * frames, frame_rate)
-        words = f"{FILES} clips of {frames} frames of {size}"
+        description = f"{FILES} clips of {frames} frames of {size}"
     else:
-        first = place / "0.png"
+        first = folder / "0.png"
         picture.save(first, compress_level=1)
-        words = f"{FILES} pictures of {size}"
+        description = f"{FILES} pictures of {size}"
     for number in range(FILES):
-        (place / f"{number}.txt").write_text("a sample", encoding="utf-8")
-        (place / f"{number}{first.suffix}").write_bytes(first.read_bytes())
-    return words
+        (folder / f"{number}.txt").write_text("a sample", encoding="utf-8")
+        (folder / f"{number}{first.suffix}").write_bytes(first.read_bytes())
+    return description
 
 
 def _number_in(settings: object, key: str) -> int:
-    """A whole number among settings that are not checked yet; 0 if it is missing or invalid, as the
-    plan reports.
-    """
+    """A whole number among settings that are not checked yet; 0 if it is missing or invalid."""
     value = settings.get(key) if isinstance(settings, Mapping) else None
-    return value if type(value) is int and 0 < value <= MOST_FRAMES else 0
+    # The plan reports an invalid one. A bool is an int too, hence `type`.
+    if type(value) is int and 0 < value <= MOST_FRAMES:
+        return value
+    return 0
 
 
 def _size_of(spec: FamilySpec) -> Size:
-    """The size that the model is usually trained at."""
+    """The size at which the model is usually trained."""
     edge = spec.defaults["resolution"]
-    return spec.native_sizes[edge][0] if edge in spec.native_sizes else Size(edge, edge)
+    if edge in spec.native_sizes:
+        return spec.native_sizes[edge][0]
+    return Size(edge, edge)

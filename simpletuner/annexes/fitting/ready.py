@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
@@ -45,10 +44,10 @@ from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
 from simpletuner.reporting.wording import duration_text
 
 FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
-FULL_SIZE = (
-    1e9  # parameters; published transformers have at least 2e9, models of demos and tests far fewer
-)
-DAY = 86400.0
+# Parameters of a model that needs a GPU. Published transformers have at least 2e9, models of demos
+# and tests far fewer.
+FULL_SIZE = 1e9
+DAY_SECONDS = 86400.0
 # Settings that need frozen weights, with their values in full fine-tunes.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
 AUTO = {"offload": "auto"}
@@ -79,19 +78,21 @@ def plan_that_fits(arguments: Arguments) -> Budget:
 
 def _check_downloads(source: ModelSource, report: Problems) -> None:
     """Report models that are not on this machine, and that the hub lacks or cannot be asked for."""
+    # Several parts may be at one location.
     absent = {part.location: part for part in source.parts.values() if part.local_folder() is None}
     for location, part in absent.items():
-        if absence := part.absence():
+        absence = part.absence()
+        if absence:
             report.error(part.key, f"{location!r} {absence}")
 
 
 def check_devices(processes: int, report: Problems) -> None:
-    """Check that there is a device for every process. Skipped under a launcher, which may expose
-    only one.
-    """
+    """Check that there is a device for every process."""
+    if world_from_launcher(os.environ) is not None:
+        return  # a launcher may expose only one
     count = drivers.count_gpus()
     # 0 may mean that the driver does not respond, which torch reports.
-    if 0 < count < processes and world_from_launcher(os.environ) is None:
+    if 0 < count < processes:
         gpus = counted(count, "GPU")
         message = f"{processes} processes need as many GPUs, but this machine has {gpus}."
         report.error("num_processes", message)
@@ -107,9 +108,8 @@ def weigh_plan(arguments: Arguments) -> Budget:
     try:
         budget = weigh(plan_training(arguments), arguments.problems, arguments.device)
     except ConfigError as error:
-        raise ConfigError(
-            [_with_equivalent(problem, arguments) for problem in error.problems]
-        ) from None
+        problems = [_with_equivalent(problem, arguments) for problem in error.problems]
+        raise ConfigError(problems) from None
     slow = Problems()
     check_gpu(budget, slow)
     arguments.problems.extend(slow)
@@ -122,35 +122,32 @@ def with_warnings(budget: Budget[AnyPlan], warnings: list[Problem]) -> Budget[An
 
 
 def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
-    """The problem; if a full fine-tune has a memory setting for LoRAs only, with settings that
-    would fit instead.
-    """
+    """A problem; that of a LoRA's memory setting in a full fine-tune, with settings that fit."""
     if not problem.fatal or problem.where not in FOR_LORA:
         return problem
     ways: dict[str, Change] = {}
     for values in (AUTO, STATE_ON_HOST):
-        change = Change({problem.where: FOR_LORA[problem.where], **values})
         settings = [*arguments.settings, *FOR_LORA.items(), *values.items()]
-        with suppress(
-            ConfigError
-        ):  # such as datasets that do not exist, which the error names already
+        try:
             plan = plan_training(replace(arguments, settings=settings, problems=Problems()))
             budget = weigh(plan, Problems(), arguments.device)
-            if budget.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
-                ways.setdefault(
-                    "{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)),
-                    change,
-                )
-    advice = "; or ".join(f"{change}, which takes {memory}" for memory, change in ways.items())
+        except ConfigError:
+            continue  # such as datasets that do not exist, which the error already names
+        if budget.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
+            on_device, on_host = budget.peaks
+            memory = f"{gigabytes(on_device)} on the device and {gigabytes(on_host)} on the host"
+            # The first of two that take the same memory.
+            ways.setdefault(memory, Change({problem.where: FOR_LORA[problem.where], **values}))
     if not ways:
         return problem
-    remedy = next(iter(ways.values())).values
-    return replace(problem, message=f"{problem.message} This would fit: {advice}.", remedy=remedy)
+    advice = "; or ".join(f"{change}, which takes {memory}" for memory, change in ways.items())
+    first = next(iter(ways.values()))
+    message = f"{problem.message} This would fit: {advice}."
+    return replace(problem, message=message, remedy=first.values)
 
 
 def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[AnyPlan]:
-    """A plan with its estimate, and with what `offload: auto` and the other automatic settings
-    choose.
+    """A plan with its estimate, and with what the automatic settings choose.
 
     Args:
         asked: the device that the plan is asked about.
@@ -160,52 +157,52 @@ def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[
         device = devices.one_of_several(device)
     budget = with_strips(make_budget(plan, device))
     # Before `offload: auto`, whose choice depends on whether features are cached.
-    if sparing := _sparing(budget):
-        budget = make_budget(
-            budget.under(sparing, f"chosen by {', '.join(sparing)} auto").plan, device
-        )
+    sparing = _settings_that_spare_the_disk(budget)
+    if sparing:
+        origin = f"chosen by {', '.join(sparing)} auto"
+        budget = make_budget(budget.under(sparing, origin).plan, device)
     if plan.config.offload.offload == "auto":
-        budget = _chosen(budget)
+        budget = _with_offload_chosen(budget)
     budget = with_faster_previews(budget)
-    judged = Problems()
-    check_vendor(device, judged)
-    check_decoding(budget, judged)
-    check_fit(budget, judged)
-    check_sharded_lora(budget, judged)
+    of_budget = Problems()
+    check_vendor(device, of_budget)
+    check_decoding(budget, of_budget)
+    check_fit(budget, of_budget)
+    check_sharded_lora(budget, of_budget)
     writings = list(find_writings(budget))
     for writing in writings:
-        if reason := why_not_writable(writing.folder):
-            judged.error(writing.what, reason)
-    check_disk(budget.plan, writings, judged)
-    # Of another machine's GPU it is unknown which products it has.
+        reason = why_not_writable(writing.folder)
+        if reason:
+            of_budget.error(writing.what, reason)
+    check_disk(budget.plan, writings, of_budget)
+    # The capability of another machine's GPU is unknown.
     if multiplied(budget.config.precision) and not asked.is_elsewhere:
-        check_capability(budget.config.precision, drivers.compute_capability(), judged)
-    report.extend(judged)
-    return with_warnings(
-        budget, [*budget.plan.warnings, *(problem for problem in judged if not problem.fatal)]
-    )
+        check_capability(budget.config.precision, drivers.compute_capability(), of_budget)
+    report.extend(of_budget)
+    warnings = [problem for problem in of_budget if not problem.fatal]
+    return with_warnings(budget, [*budget.plan.warnings, *warnings])
 
 
-def _sparing(budget: Budget[SamplePlan]) -> dict[str, object]:
+def _settings_that_spare_the_disk(budget: Budget[SamplePlan]) -> dict[str, object]:
     """Settings that keep features off a disk that is too small for them."""
     sparing: dict[str, object] = {}
     for technique in budget.plan.techniques:
         for kind in technique.features:
             sparing.update(kind.spared_by)
     features = feature_costs(budget.parts.spec, budget.listing).stored
-    if not (features and sparing):
+    if not features or not sparing:
         return {}
     latents = nearest_existing(budget.plan.datasets[0].latent_dir)
     fits = features <= FEATURE_SHARE * shutil.disk_usage(latents).free
     return {} if fits else sparing
 
 
-def _chosen(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
+def _with_offload_chosen(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
     """The budget with what `offload: auto` chooses."""
     chosen = cast("Budget[AnyPlan]", choose(budget))  # of the same plan, with other settings
-    batch = (
-        free_batch(chosen, steps_per_epoch(chosen.plan)) if isinstance(chosen.plan, Plan) else None
-    )
+    batch = None
+    if isinstance(chosen.plan, Plan):
+        batch = free_batch(chosen, steps_per_epoch(chosen.plan))
     if batch:
         advice = (
             f"with train_batch_size {batch} a step would take as long: the GPU waits for the host"
@@ -226,8 +223,9 @@ def _chosen(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
 
 
 def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
-    """A warning about a published model without a GPU; `train` refuses it if consent is needed and
-    not given.
+    """Warn about a published model without a GPU.
+
+    `train` refuses such a run if consent is needed and not given.
 
     Args:
         yes: consent was given on the command line.
@@ -236,22 +234,22 @@ def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
     seconds = sum(remaining_seconds(budget))
     if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
         return
-    why = "no GPU can be used here"
+    reason = "no GPU can be used here"
     advice = ""
     if device.idle:
-        why = f"torch cannot use the {device.idle} of this machine"
+        reason = f"torch cannot use the {device.idle} of this machine"
         advice = " See docs/INSTALL.md."
         built_for = drivers.torch_backend()
         if not devices.torch_uses_gpus():
-            why += ", since its CPU build is installed"
+            reason += ", since its CPU build is installed"
             advice = REINSTALL[device.backend]
         elif built_for and built_for != device.backend:
-            why += f", since its {TITLES[built_for]} build is installed"
+            reason += f", since its {TITLES[built_for]} build is installed"
             advice = REINSTALL[device.backend]
     if needs_consent(budget) and not yes:
         advice += f" {CONSENT}"
     time = f"about {duration_text(seconds)} on the CPU, {duration_text(budget.step_seconds)} a step"
-    report.warn(MISSING_GPU, f"{why}: {time}.{advice}")
+    report.warn(MISSING_GPU, f"{reason}: {time}.{advice}")
 
 
 # What is known of training on GPUs that are not NVIDIA's; docs/INSTALL.md has a table.
@@ -271,28 +269,25 @@ LITTLE_TRIED: Mapping[Backend, str] = {
 
 
 def check_vendor(device: Device, report: Problems) -> None:
-    """One sentence about a GPU on which the program was not tried."""
+    """Warn about a GPU on which the program was not tried."""
     if device.is_gpu and device.backend in LITTLE_TRIED:
-        known = LITTLE_TRIED[device.backend]
-        report.warn(
-            "device", f"{device.name} ({TITLES[device.backend]}): {known}. See docs/INSTALL.md."
-        )
+        experience = LITTLE_TRIED[device.backend]
+        title = TITLES[device.backend]
+        report.warn("device", f"{device.name} ({title}): {experience}. See docs/INSTALL.md.")
 
 
 def needs_consent(budget: Budget) -> bool:
-    """Whether a run takes more than a day, and its settings do not say that this is meant."""
-    return sum(remaining_seconds(budget)) > DAY and not budget.config.run.i_know_what_i_am_doing
+    """Whether a run takes more than a day, and its settings do not allow that."""
+    if budget.config.run.i_know_what_i_am_doing:
+        return False
+    return sum(remaining_seconds(budget)) > DAY_SECONDS
 
 
 def on_cpu(budget: Budget) -> Budget:
-    """The budget of the same run on this machine's processor, for when torch cannot use the planned
-    GPU.
-    """
+    """The budget of the same run on this machine's CPU, for when torch cannot use the GPU."""
     plan = budget.plan
     device = devices.find_device(output_dir=plan.output_dir)
     if device.is_gpu:
-        device = devices.with_measured(
-            devices.this_cpu(Gpu(device.name, device.memory or 0.0, backend=device.backend)),
-            plan.output_dir,
-        )
+        gpu = Gpu(device.name, device.memory or 0.0, backend=device.backend)
+        device = devices.with_measured(devices.this_cpu(gpu), plan.output_dir)
     return replace(budget, device=device)

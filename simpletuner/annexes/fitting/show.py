@@ -16,7 +16,7 @@ from simpletuner.budget.budget import (
     remaining_steps,
     steps_per_epoch,
 )
-from simpletuner.budget.device import gigabytes
+from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 LONGEST_LEDGER = 60
 PREVIEW_INTERVALS = {"step": "validation_step_interval", "epoch": "validation_epoch_interval"}
 NEARLY_HALF = 0.6  # of the rounds of previews
-MOST_LEFT_OUT = (
-    200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
-)
+# Files of a dataset that the JSON lists with their reason; the plan in the terminal lists all.
+MOST_LEFT_OUT = 200
+SHOWN_BUCKETS = 4
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
 
 
@@ -73,25 +73,18 @@ def plan_lines(budget: Budget) -> Iterator[str]:
     yield f"  model    {plan.source['transformer'].location}"
     yield f"  output   {plan.output_dir}"
     yield f"  datasets {plan.dataset_file}"
-    drawn = (
-        ""
-        if plan.seed == plan.config.run.seed or plan.resume
-        else " (drawn for this run; set seed to repeat it)"
-    )
-    yield f"  seed     {plan.seed}{drawn}"
+    is_drawn = plan.seed != plan.config.run.seed and not plan.resume
+    note = " (drawn for this run; set seed to repeat it)" if is_drawn else ""
+    yield f"  seed     {plan.seed}{note}"
     yield ""
     yield from _length_lines(plan)
     yield ""
-    yield "Settings and their origins (without defaults):"
-    changed = changed_settings(plan)
-    width = max((len(name) for name, _, _ in changed), default=0)
-    yield from (
-        f"  {name:<{width}}  {as_user_text(value)}  ({origin})" for name, value, origin in changed
-    )
+    yield from _settings_lines(plan)
     for dataset in plan.datasets:
         yield ""
         yield from _ledger_lines(dataset)
-        if (learned := _learned(dataset)) is not None:
+        learned = _learned(dataset)
+        if learned is not None:
             yield f"  masks: {learned:.1%} is learned on average"
     yield ""
     yield from _cache_lines(budget)
@@ -101,7 +94,17 @@ def plan_lines(budget: Budget) -> Iterator[str]:
     if len(plan.warnings) > len(urgent):
         yield ""
         yield "Warnings:"
-        yield from (f"  {warning}" for warning in plan.warnings if warning not in urgent)
+        for warning in plan.warnings:
+            if warning not in urgent:
+                yield f"  {warning}"
+
+
+def _settings_lines(plan: Plan) -> Iterator[str]:
+    yield "Settings and their origins (without defaults):"
+    settings = changed_settings(plan)
+    width = max((len(name) for name, _, _ in settings), default=0)
+    for name, value, origin in settings:
+        yield f"  {name:<{width}}  {as_user_text(value)}  ({origin})"
 
 
 def _length_lines(plan: Plan) -> Iterator[str]:
@@ -162,15 +165,22 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
 
 
 def _fate(entry: LedgerEntry) -> str:
-    if entry.use or entry.geometry is None or entry.original_size is None:
+    """How a file is used, or why it is not."""
+    geometry = entry.geometry
+    if entry.use or geometry is None or entry.original_size is None:
         return f"not used, {entry.use}"
-    left, top = entry.geometry.crop
-    frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
-    fitted = (
-        f"resized to {entry.geometry.resized}, cropped to {entry.geometry.size} at {left},{top}"
-    )
-    note = f", {entry.note}" if entry.note else ""
-    return f"{entry.original_size}, {frames}{fitted}, {counted(entry.captions, 'caption')}{note}"
+    left, top = geometry.crop
+    parts = [f"{entry.original_size}"]
+    if entry.frames > 1:
+        parts.append(f"{entry.frames} frames")
+    parts += [
+        f"resized to {geometry.resized}",
+        f"cropped to {geometry.size} at {left},{top}",
+        counted(entry.captions, "caption"),
+    ]
+    if entry.note:
+        parts.append(entry.note)
+    return ", ".join(parts)
 
 
 def _cache_lines(budget: Budget) -> Iterator[str]:
@@ -186,90 +196,73 @@ def _cache_lines(budget: Budget) -> Iterator[str]:
         yield f"Caches: about {size} will be downloaded first; then everything is encoded once."
         return
     noun = plan.spec.media_noun
+    yield _cached("captions and prompts", listing.texts)
+    yield _cached(noun, listing.ahead)
     later = len(listing.encoded_in_training)
-    for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
-        yield _cached(what, entries)
     if later:
         yield (
             f"Encoded in training: {later} {noun}; the VAE stays on the device, and its time is "
             "not counted below"
         )
     if listing.features:
-        seconds = duration_text(
-            feature_costs(plan.spec, listing).flops / budget.device.rates.matmul
-        )
-        time = (
-            f" (about {seconds}, and the time to decode them)" if listing.features.missing else ""
-        )
+        time = ""
+        if listing.features.missing:
+            flops = feature_costs(plan.spec, listing).flops
+            seconds = duration_text(flops / budget.device.rates.matmul)
+            time = f" (about {seconds}, and the time to decode them)"
         yield f"{_cached('features', listing.features)}{time}"
 
 
-def _cached(what: str, entries: Entries[Any]) -> str:
+def _cached(title: str, entries: Entries[Any]) -> str:
     absent = len(entries.missing)
     total = len(entries)
-    return f"Cache of {what}: {total - absent} of {total} exist, {absent} to encode"
+    return f"Cache of {title}: {total - absent} of {total} exist, {absent} to encode"
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:
-    watched = evaluated(plan)
-    if watched:
-        names = ", ".join(f"{each.id} ({counted(len(each.samples), 'sample')})" for each in watched)
-        yield f"Evaluation loss at {plan.config.evaluation.eval_timesteps} timesteps: {names}"
+    """The evaluation loss, previews, and where events are sent."""
+    datasets = [
+        f"{dataset.id} ({counted(len(dataset.samples), 'sample')})" for dataset in evaluated(plan)
+    ]
+    if datasets:
+        timesteps = plan.config.evaluation.eval_timesteps
+        yield f"Evaluation loss at {timesteps} timesteps: {', '.join(datasets)}"
     if plan.prompts:
         sizes = ", ".join(map(str, plan.sizes))
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
         count, subjects = previews_of_a_round(plan)
         more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
-        flat = plan.config.flat
-        intervals = [(flat[key], unit) for unit, key in PREVIEW_INTERVALS.items() if flat[key]]
-        often = " and ".join(
-            f"every {unit if many == 1 else counted(many, unit)}" for many, unit in intervals
-        )
-        yield f"Previews {often} at {sizes}: {names}{more}"
+        yield f"Previews {_preview_intervals(plan)} at {sizes}: {names}{more}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
 
 
-SHOWN_BUCKETS = 4
+def _preview_intervals(plan: Plan) -> str:
+    """When previews are rendered, such as "every 100 steps and every epoch"."""
+    intervals = []
+    for unit, key in PREVIEW_INTERVALS.items():
+        interval = plan.config.flat[key]
+        if interval == 1:
+            intervals.append(f"every {unit}")
+        elif interval:
+            intervals.append(f"every {counted(interval, unit)}")
+    return " and ".join(intervals)
 
 
 def budget_lines(budget: Budget) -> Iterator[str]:
     """The estimates of memory, time and disk, line by line."""
-    device = budget.device
-    launch = budget.config.launch
-    room = "unknown memory" if device.memory is None else gigabytes(device.memory)
-    room = ", ".join(filter(None, [room, device.taken_by_others]))
-    host = (
-        f", host memory {gigabytes(device.host_memory)}"
-        if device.has_own_memory and device.host_memory
-        else ""
-    )
-    yield (
-        f"Estimate for {device.name}, {room}{host} "
-        f"({'; '.join(filter(None, (device.note, device.hint)))})"
-    )
-    if launch.num_processes > 1:
-        where = counted(launch.num_machines, "machine")
-        way = parallelism(launch, budget.config.offload)
-        yield f"  {launch.num_processes} processes on {where}, one per device, {way}"
-        if launch.sequence_parallel_size > 1:
-            shared = (
-                f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
-            )
-            yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
-        yield "  device memory is of one process, host memory of all processes of a machine"
+    yield _device_line(budget.device)
+    if budget.config.launch.num_processes > 1:
+        yield from _process_lines(budget)
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
     yield from _density_lines(budget)
     yield from _time_lines(budget)
-    added = budget.model.added(budget.steps[0].load)  # included in the estimates above
-    kinds = ((added.forwards, "forward"), (added.passes, "forward and backward"))
-    if extra := " and ".join(f"{count:.2g} extra {kind} passes" for count, kind in kinds if count):
-        yield f"  with {extra} a micro-step on average"
-    disk = ", ".join(
+    yield from _extra_pass_lines(budget)
+    writings = [
         f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(budget)
-    )
-    yield f"  disk: {disk}"
+    ]
+    yield f"  disk: {', '.join(writings)}"
     if budget.parts.assumed:
         yield (
             f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from "
@@ -281,15 +274,49 @@ def budget_lines(budget: Budget) -> Iterator[str]:
         yield f"  offload auto: {decision}"
 
 
+def _device_line(device: Device) -> str:
+    memory = "unknown memory" if device.memory is None else gigabytes(device.memory)
+    parts = [device.name, memory]
+    if device.taken_by_others:
+        parts.append(device.taken_by_others)
+    if device.has_own_memory and device.host_memory:
+        parts.append(f"host memory {gigabytes(device.host_memory)}")
+    notes = [note for note in (device.note, device.hint) if note]
+    return f"Estimate for {', '.join(parts)} ({'; '.join(notes)})"
+
+
+def _process_lines(budget: Budget) -> Iterator[str]:
+    launch = budget.config.launch
+    machines = counted(launch.num_machines, "machine")
+    way = parallelism(launch, budget.config.offload)
+    yield f"  {launch.num_processes} processes on {machines}, one per device, {way}"
+    if launch.sequence_parallel_size > 1:
+        yield (
+            f"  the tokens of a sample are shared by {launch.sequence_parallel_size} processes, "
+            f"each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
+        )
+    yield "  device memory is of one process, host memory of all processes of a machine"
+
+
+def _extra_pass_lines(budget: Budget) -> Iterator[str]:
+    """The passes that techniques add, which the estimates include."""
+    added = budget.model.added(budget.steps[0].load)
+    passes = []
+    if added.forwards:
+        passes.append(f"{added.forwards:.2g} extra forward passes")
+    if added.passes:
+        passes.append(f"{added.passes:.2g} extra forward and backward passes")
+    if passes:
+        yield f"  with {' and '.join(passes)} a micro-step on average"
+
+
 def _phase_lines(budget: Budget) -> Iterator[str]:
     """Peak memory of the phases; for training, of the largest bucket."""
-    worst = max(
-        (phase for phase in budget.phases if phase.trains),
-        key=lambda phase: phase.device,
-        default=None,
-    )
-    shown = [phase for phase in budget.phases if not phase.trains or phase is worst]
-    width = max(len(name) for name in ("peak memory", *(phase.name for phase in shown))) + 2
+    training = [phase for phase in budget.phases if phase.trains]
+    largest = max(training, key=lambda phase: phase.device, default=None)
+    shown = [phase for phase in budget.phases if not phase.trains or phase is largest]
+    names = ["peak memory", *(phase.name for phase in shown)]
+    width = max(len(name) for name in names) + 2
     yield _row("peak memory", width, "device", "host")
     for phase in shown:
         on_device = gigabytes(phase.device) if phase.device else "-"
@@ -304,26 +331,25 @@ def _row(name: str, width: int, *cells: str) -> str:
 def _bucket_lines(budget: Budget) -> Iterator[str]:
     """The largest buckets: tokens, FLOPs, memory by kind, and time."""
     buckets = list(zip(budget.workload.buckets, budget.steps, strict=True))
-    width = (
-        max([len("micro-step"), *(len(bucket.label) for bucket, _ in buckets[:SHOWN_BUCKETS])]) + 2
-    )
+    shown = buckets[:SHOWN_BUCKETS]
+    labels = ["micro-step", *(bucket.label for bucket, _ in shown)]
+    width = max(len(label) for label in labels) + 2
     yield _row(
         "micro-step", width, "tokens", "TFLOP", "weights", "trained", "inputs", "block", "time"
     )
-    for bucket, step in buckets[:SHOWN_BUCKETS]:
+    for bucket, step in shown:
         memory = step.memory
-        cost = step.cost
-        # These columns add up to the peak of the step.
-        parts = (
-            memory.weights,
-            memory.trained + memory.update,
-            memory.inputs,
-            memory.block + memory.outside,
-        )
-        tokens = str(step.load.samples * step.load.tokens)
-        flops = f"{cost.executed.total / 1e12:.3g}"
         yield _row(
-            bucket.label, width, tokens, flops, *map(gigabytes, parts), duration_text(cost.seconds)
+            bucket.label,
+            width,
+            str(step.load.samples * step.load.tokens),
+            f"{step.cost.executed.total / 1e12:.3g}",
+            # The columns of memory add up to the peak of the step.
+            gigabytes(memory.weights),
+            gigabytes(memory.trained + memory.update),
+            gigabytes(memory.inputs),
+            gigabytes(memory.block + memory.outside),
+            duration_text(step.cost.seconds),
         )
     if len(buckets) > SHOWN_BUCKETS:
         yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
@@ -332,15 +358,15 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
 def _density_lines(budget: Budget) -> Iterator[str]:
     """The density of block-sparse attention in the largest buckets; TFLOP and time include it."""
     density = budget.parts.transformer.density
-    if density is not None:
-        shares = []
-        for bucket, step in zip(
-            budget.workload.buckets[:SHOWN_BUCKETS], budget.steps, strict=False
-        ):
-            tokens = step.load.tokens
-            origin = "measured" if tokens in budget.densities else "assumed"
-            shares.append(f"{density(tokens) * 100:.0f} % at {bucket.label} ({origin})")
-        yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
+    if density is None:
+        return
+    buckets = list(zip(budget.workload.buckets, budget.steps, strict=True))
+    shares = []
+    for bucket, step in buckets[:SHOWN_BUCKETS]:
+        tokens = step.load.tokens
+        origin = "measured" if tokens in budget.densities else "assumed"
+        shares.append(f"{density(tokens) * 100:.0f} % at {bucket.label} ({origin})")
+    yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
 def _time_lines(budget: Budget) -> Iterator[str]:
@@ -349,11 +375,10 @@ def _time_lines(budget: Budget) -> Iterator[str]:
         yield "  no steps remain: this run is finished"
         return
     training, previews = remaining_seconds(budget)
-    beside = f", and {duration_text(previews)} for previews" if previews else ""
     step = duration_text(budget.step_seconds)
-    whole = duration_text(training)
-    steps = counted(remaining_steps(plan), "step")
-    yield f"  about {step} a step, {whole} for {steps}{beside}; without filling the caches"
+    steps = f"{duration_text(training)} for {counted(remaining_steps(plan), 'step')}"
+    more = f", and {duration_text(previews)} for previews" if previews else ""
+    yield f"  about {step} a step, {steps}{more}; without filling the caches"
     if previews:
         count = preview_rounds(plan)
         share = previews / (training + previews)
@@ -361,7 +386,8 @@ def _time_lines(budget: Budget) -> Iterator[str]:
             f"  {counted(count, 'round')} of previews, {share:.0%} of that time; "
             f"{halved_previews(plan)} halves it"
         )
-    if batch := free_batch(budget, steps_per_epoch(plan)):
+    batch = free_batch(budget, steps_per_epoch(plan))
+    if batch:
         yield (
             f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a "
             "step takes as long"
@@ -384,34 +410,27 @@ def halved_previews(plan: Plan) -> str:
     fewer = preview_rounds(replace(plan, config=plan.config.with_values(intervals, "")))
     if fewer <= NEARLY_HALF * preview_rounds(plan):
         return " and ".join(f"{key} {value}" for key, value in intervals.items())
-    return (
-        "validation_num_inference_steps "
-        f"{max(1, (flat['validation_num_inference_steps'] or 1) // 2)}"
-    )
+    steps = flat["validation_num_inference_steps"] or 1
+    return f"validation_num_inference_steps {max(1, steps // 2)}"
 
 
 def start_lines(budget: Budget) -> Iterator[str]:
-    """A summary of the plan for the start of a run: model, data, duration, output folder, and
-    whether it fits.
-    """
+    """A summary of the plan for the start of a run."""
     plan = budget.plan
     kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
     names = [dataset.id for dataset in plan.trained]
+    noun = "datasets" if len(names) > 1 else "dataset"
     samples = sum(len(dataset.samples) for dataset in plan.trained)
-    yield (
-        f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} "
-        f"{', '.join(names)})"
-    )
-    steps = remaining_steps(plan)
+    yield f"  on {samples} {plan.spec.media_noun} ({noun} {', '.join(names)})"
+    work = counted(remaining_steps(plan), "step")
+    if plan.resume:
+        work += f" after step {plan.resume.step}"
     rounds = preview_rounds(plan)
+    if rounds:
+        work += f" and {counted(rounds, 'round')} of previews"
     seconds = sum(remaining_seconds(budget))
-    after = f" after step {plan.resume.step}" if plan.resume else ""
-    shown = f" and {counted(rounds, 'round')} of previews" if rounds else ""
-    yield (
-        f"  {counted(steps, 'step')}{after}{shown}, about {duration_text(seconds)}; saved to "
-        f"{plan.output_dir}"
-    )
+    yield f"  {work}, about {duration_text(seconds)}; saved to {plan.output_dir}"
     yield fit_line(budget)
     if budget.guess:
         yield f"  {budget.guess}"
@@ -420,13 +439,12 @@ def start_lines(budget: Budget) -> Iterator[str]:
 def fit_line(budget: Budget[SamplePlan]) -> str:
     """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
     device = budget.device
-    peak = max(budget.phases, key=lambda phase: phase.needed(device))
-    room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
+    largest = max(budget.phases, key=lambda phase: phase.needed(device))
     verdict = "fits" if budget.fits else "does not fit"
-    return (
-        f"  {verdict}: up to {gigabytes(peak.needed(device))}{room} on {device.name}, while "
-        f"{peak.name}"
-    )
+    memory = gigabytes(largest.needed(device))
+    if device.memory is not None:
+        memory += f" of {gigabytes(device.memory)}"
+    return f"  {verdict}: up to {memory} on {device.name}, while {largest.name}"
 
 
 def plan_json(budget: Budget | None, problems: Sequence[Problem]) -> str:
@@ -434,34 +452,38 @@ def plan_json(budget: Budget | None, problems: Sequence[Problem]) -> str:
 
     Bytes and seconds are plain numbers; unknown values are `null`.
     """
-    # Checks of the plan and of the budget may report the same problem.
-    listed = [problem.to_json() for problem in dict.fromkeys(problems)]
-    judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
-    described = _described(budget) if budget else {}
-    return json.dumps(judged | described, indent=2, ensure_ascii=False)
+    document = {
+        # Checks of the plan and of the budget may report the same problem.
+        "problems": [problem.to_json() for problem in dict.fromkeys(problems)],
+        "ok": not any(problem.fatal for problem in problems),
+    }
+    if budget is not None:
+        document |= _document(budget)
+    return json.dumps(document, indent=2, ensure_ascii=False)
 
 
-def _described(budget: Budget) -> dict[str, Any]:
+def _document(budget: Budget) -> dict[str, Any]:
     plan = budget.plan
     launch = budget.config.launch
     settings = {
         key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)
     }
+    _, *lines = budget_lines(budget)
     return {
-        "model": _described_model(budget),
+        "model": _model_in_json(budget),
         "output_dir": str(plan.output_dir),
         "seed": plan.seed,
         "settings": settings,
-        "datasets": [_dataset(dataset) for dataset in plan.datasets],
-        "length": _described_length(plan),
-        "device": _described_device(budget),
-        "assumed": [line.strip() for line in [*budget_lines(budget)][1:] if "assumed" in line],
+        "datasets": [_dataset_in_json(dataset) for dataset in plan.datasets],
+        "length": _length_in_json(plan),
+        "device": _device_in_json(budget.device),
+        "assumed": [line.strip() for line in lines if "assumed" in line],
         "memory": [
             {"phase": phase.name, "device": phase.device, "host": phase.host}
             for phase in budget.phases
         ],
-        "buckets": _described_buckets(budget),
-        "seconds": _described_time(budget),
+        "buckets": _buckets_in_json(budget),
+        "seconds": _seconds_in_json(budget),
         "processes": {
             "count": launch.num_processes,
             "machines": launch.num_machines,
@@ -477,7 +499,7 @@ def _described(budget: Budget) -> dict[str, Any]:
     }
 
 
-def _described_model(budget: Budget) -> dict[str, Any]:
+def _model_in_json(budget: Budget) -> dict[str, Any]:
     plan = budget.plan
     return {
         "family": plan.spec.name,
@@ -488,7 +510,7 @@ def _described_model(budget: Budget) -> dict[str, Any]:
     }
 
 
-def _described_length(plan: Plan) -> dict[str, Any]:
+def _length_in_json(plan: Plan) -> dict[str, Any]:
     length = plan.length
     return {
         "steps": length.total_steps,
@@ -499,8 +521,7 @@ def _described_length(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _described_device(budget: Budget) -> dict[str, Any]:
-    device = budget.device
+def _device_in_json(device: Device) -> dict[str, Any]:
     return {
         "name": device.name,
         "memory": device.memory,
@@ -509,26 +530,25 @@ def _described_device(budget: Budget) -> dict[str, Any]:
     }
 
 
-def _described_buckets(budget: Budget) -> list[dict[str, Any]]:
+def _buckets_in_json(budget: Budget) -> list[dict[str, Any]]:
     density = budget.parts.transformer.density
-    described = []
+    buckets = []
     for bucket, step in zip(budget.workload.buckets, budget.steps, strict=True):
         tokens = step.load.tokens
-        described.append(
-            {
-                "size": bucket.label,
-                "share": bucket.share,
-                "tokens": step.load.samples * tokens,
-                "flops": step.cost.executed.total,
-                "attention_density": density(tokens) if density else None,  # None: dense
-                "memory": step.memory.total,
-                "seconds": step.cost.seconds,
-            }
-        )
-    return described
+        entry = {
+            "size": bucket.label,
+            "share": bucket.share,
+            "tokens": step.load.samples * tokens,
+            "flops": step.cost.executed.total,
+            "attention_density": density(tokens) if density else None,  # None: dense
+            "memory": step.memory.total,
+            "seconds": step.cost.seconds,
+        }
+        buckets.append(entry)
+    return buckets
 
 
-def _described_time(budget: Budget) -> dict[str, float]:
+def _seconds_in_json(budget: Budget) -> dict[str, float]:
     """Seconds that remain, without filling the caches."""
     training, previews = remaining_seconds(budget)
     return {
@@ -541,11 +561,11 @@ def _described_time(budget: Budget) -> dict[str, float]:
 
 def _learned(dataset: Dataset) -> float | None:
     """The mean share of a file that its mask leaves to learn; None without masks."""
-    white = dataset.white_shares.values()
-    return sum(white) / len(white) if white else None
+    shares = dataset.white_shares.values()
+    return sum(shares) / len(shares) if shares else None
 
 
-def _dataset(dataset: Dataset) -> dict[str, Any]:
+def _dataset_in_json(dataset: Dataset) -> dict[str, Any]:
     left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused_lines()]
     return {
         "id": dataset.id,

@@ -154,8 +154,8 @@ def _message_for_main(world: ConnectedWorld, error: BaseException, code: int) ->
     if code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError)):
         # All processes end at once. Process 0 has more to finish, such as trackers, and its end
         # ends this one.
-        patience = GRACE_SECONDS if isinstance(error, Interrupted) else LINGER_SECONDS
-        world.watch.wait_for_verdict(patience)
+        is_interrupted = isinstance(error, Interrupted)
+        world.watch.wait_for_verdict(GRACE_SECONDS if is_interrupted else LINGER_SECONDS)
     cause = world.first_failure(error)
     if cause is not None:
         return cause
