@@ -83,7 +83,7 @@ def poison(workspace: Workspace, name: str) -> Path:
         return entry.folder.absolute()
 
 
-def test_a_poisoned_sample_is_named_and_the_step_fails_until_it_is_mended(
+def test_a_damaged_latent_is_named_and_its_step_fails_until_it_is_encoded_again(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_config(max_train_steps=8, checkpoint_step_interval=2)
@@ -118,7 +118,7 @@ def test_a_poisoned_sample_is_named_and_the_step_fails_until_it_is_mended(
     assert "lora_dropout was 0.0 and is 0.2 now." in shown
 
 
-def test_the_same_step_bit_for_bit(
+def test_a_replay_repeats_the_failed_step_bit_exactly(
     workspace: Workspace, failing: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def crash(noisy: Any, loss: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ def test_the_same_step_bit_for_bit(
     assert "Step 3 fails already" in capsys.readouterr().out
 
 
-def test_the_folder_is_written_when_every_call_to_the_gpu_fails(
+def test_a_failure_is_recorded_even_when_every_gpu_call_fails(
     workspace: Workspace,
     failing: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -188,7 +188,7 @@ def test_the_folder_is_written_when_every_call_to_the_gpu_fails(
     assert "AcceleratorError: CUDA error: an illegal memory access was encountered" in shown
 
 
-def test_out_of_memory_fails_again_with_the_same_cause(
+def test_a_replay_runs_out_of_memory_like_the_failed_step(
     workspace: Workspace, failing: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def exceed(noisy: Any, loss: torch.Tensor) -> None:
@@ -204,7 +204,7 @@ def test_out_of_memory_fails_again_with_the_same_cause(
     assert "with the same cause: Out of memory" in capsys.readouterr().out
 
 
-def test_a_file_damaged_after_the_plan_and_then_a_module(
+def test_a_damaged_picture_and_a_broken_module_are_both_named(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(workspace.path("output/cache"))
@@ -239,7 +239,7 @@ def test_a_file_damaged_after_the_plan_and_then_a_module(
     )
 
 
-def test_two_processes_leave_one_folder_and_one_process_repeats_their_step(
+def test_one_process_replays_a_failed_step_of_two(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_config(max_train_steps=8, train_batch_size=1)
@@ -270,7 +270,7 @@ def fail_in_the_second(rank: int, port: int) -> None:
         processes.run_as(rank, 2, port, ["train"])
 
 
-def test_a_process_that_fails_alone_leaves_the_folder(workspace: Workspace) -> None:
+def test_a_failure_of_the_second_process_is_recorded(workspace: Workspace) -> None:
     port = processes.free_port()
     codes = processes.finish([workspace.fork(fail_in_the_second, rank, port) for rank in range(2)])
     assert 0 not in codes
@@ -282,7 +282,7 @@ def test_a_process_that_fails_alone_leaves_the_folder(workspace: Workspace) -> N
     assert "only here" in processes.printed(workspace)
 
 
-def test_no_folder_without_a_failure_and_its_own_failure_hides_nothing(
+def test_an_error_while_recording_a_failure_does_not_hide_it(
     workspace: Workspace,
     failing: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -305,7 +305,7 @@ def test_no_folder_without_a_failure_and_its_own_failure_hides_nothing(
     ("content", "expected"),
     [(None, "cannot be read"), ("{}", "is damaged"), ('{"step": 1', "is damaged")],
 )
-def test_a_folder_that_cannot_be_replayed(
+def test_a_folder_without_a_failure_is_refused_with_a_hint(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], content: str | None, expected: str
 ) -> None:
     folder = workspace.path("elsewhere")
@@ -324,7 +324,7 @@ def test_a_folder_that_cannot_be_replayed(
         assert f"{failed}?" in capsys.readouterr().err
 
 
-def test_a_wrong_folder_is_reported_before_torch_is_loaded() -> None:
+def test_a_wrong_replay_folder_is_reported_before_torch_is_imported() -> None:
     code = "import sys; from simpletuner.cli.app import main; print(main(), 'torch' in sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", code, "train", "--replay", "no"], capture_output=True, text=True

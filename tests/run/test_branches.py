@@ -93,7 +93,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, old: Workspace) -> Worksp
     return run
 
 
-def test_a_branch_goes_on_as_if_the_old_line_had_never_been(
+def test_a_branch_equals_a_run_that_never_trained_the_later_steps(
     run: Workspace, straight: Workspace
 ) -> None:
     assert run.train(OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3") == 0
@@ -102,7 +102,7 @@ def test_a_branch_goes_on_as_if_the_old_line_had_never_been(
     assert steps(run) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_an_interrupted_run_says_from_which_step_it_continues(
+def test_plan_and_status_show_the_step_an_interrupted_run_continues_from(
     run: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupted = run.stopped(run.folder.parent / "interrupted", 4)
@@ -121,7 +121,7 @@ def test_an_interrupted_run_says_from_which_step_it_continues(
     )
 
 
-def test_what_a_branch_leaves_is_set_aside_and_named(
+def test_later_checkpoints_move_to_a_branch_folder_and_are_listed(
     run: Workspace, old: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.train("max_train_steps=4", "resume_from_checkpoint=checkpoint-3") == 0
@@ -139,7 +139,7 @@ def test_what_a_branch_leaves_is_set_aside_and_named(
     assert run.metrics("output/branches/1") == old.metrics()
 
 
-def test_a_finished_branch_is_the_result(
+def test_a_finished_branch_stays_the_result(
     run: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.train("max_train_steps=4", "resume_from_checkpoint=checkpoint-3") == 0
@@ -151,7 +151,7 @@ def test_a_finished_branch_is_the_result(
     assert result_step(run.path(LORA)) == "4"
 
 
-def test_a_branch_of_a_branch(run: Workspace) -> None:
+def test_a_branch_can_branch_again(run: Workspace) -> None:
     assert run.train(OTHER, "max_train_steps=6", "resume_from_checkpoint=checkpoint-2") == 0
     assert run.train("max_train_steps=5", "resume_from_checkpoint=checkpoint-4") == 0
     assert run.train("max_train_steps=6") == 0
@@ -167,7 +167,7 @@ def test_a_branch_of_a_branch(run: Workspace) -> None:
     assert checkpoints(run.path("output/branches/2")) == ["checkpoint-5", "checkpoint-6"]
 
 
-def test_a_run_returns_to_what_was_set_aside(
+def test_a_run_can_return_to_a_branch_that_was_set_aside(
     run: Workspace, old: Workspace, tmp_path: Path
 ) -> None:
     assert run.train(OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3") == 0
@@ -179,7 +179,7 @@ def test_a_run_returns_to_what_was_set_aside(
     assert result_step(run.path("output/branches/2") / Path(LORA).name) == "5"
 
 
-def test_pruning_counts_the_checkpoints_of_the_line(run: Workspace) -> None:
+def test_pruning_counts_only_checkpoints_of_the_current_branch(run: Workspace) -> None:
     branch = (
         "max_train_steps=5",
         "checkpoints_total_limit=2",
@@ -195,7 +195,7 @@ def test_pruning_counts_the_checkpoints_of_the_line(run: Workspace) -> None:
 
 
 @THOROUGH
-def test_checkpoints_of_earlier_versions_are_one_line_by_their_steps(run: Workspace) -> None:
+def test_checkpoints_without_branch_records_continue_in_step_order(run: Workspace) -> None:
     for path in run.path("output").glob("checkpoint-*/manifest.json"):
         content = json.loads(path.read_text())
         del content["forks"]
@@ -206,7 +206,7 @@ def test_checkpoints_of_earlier_versions_are_one_line_by_their_steps(run: Worksp
     assert checkpoints(run.path("output")) == [f"checkpoint-{step}" for step in (1, 2, 3, 4, 5)]
 
 
-def test_a_sweep_renders_the_checkpoints_of_the_branch(run: Workspace) -> None:
+def test_sweep_and_sample_use_the_checkpoints_of_the_current_branch(run: Workspace) -> None:
     assert run.train("max_train_steps=4", "resume_from_checkpoint=checkpoint-2") == 0
     with run.inside():
         request = SampleRequest("output", "sweep", parse_arguments([]), ["a star"], sweeps=True)
@@ -219,7 +219,7 @@ def test_a_sweep_renders_the_checkpoints_of_the_branch(run: Workspace) -> None:
     assert [each.step for each in sampled] == [4]
 
 
-def test_previews_and_the_wandb_run_follow_their_line(run: Workspace) -> None:
+def test_previews_and_the_wandb_run_move_with_their_branch(run: Workspace) -> None:
     previews = {
         "validation_disable": "false",
         "validation_step_interval": "2",
@@ -262,7 +262,7 @@ def train_and_die(moves: int, *settings: str) -> None:
 @pytest.mark.parametrize(
     "moves", [pytest.param(0, marks=THOROUGH), 1, pytest.param(3, marks=THOROUGH)]
 )
-def test_a_branch_killed_while_files_move_is_still_the_branch(
+def test_a_kill_while_files_move_does_not_change_the_branch(
     run: Workspace, straight: Workspace, moves: int
 ) -> None:
     process = run.fork(
@@ -282,7 +282,7 @@ def test_a_branch_killed_while_files_move_is_still_the_branch(
 
 @THOROUGH
 @pytest.mark.parametrize("moves", [1, 3, 5])
-def test_a_return_killed_while_files_move_is_completed(
+def test_a_kill_while_returning_to_a_branch_does_not_change_the_result(
     run: Workspace, old: Workspace, tmp_path: Path, moves: int
 ) -> None:
     assert run.train(OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3") == 0
@@ -299,7 +299,7 @@ def test_a_return_killed_while_files_move_is_completed(
     )
 
 
-def test_the_plan_of_a_branch_whose_start_was_killed_announces_no_further_branch(
+def test_a_branch_that_was_killed_at_its_start_is_not_announced_twice(
     run: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = run.fork(
@@ -324,7 +324,7 @@ def train_and_die_before_pruning(*settings: str) -> None:
     main(["train", *settings])
 
 
-def test_a_branch_killed_between_saving_and_pruning_goes_on(run: Workspace) -> None:
+def test_a_branch_killed_between_saving_and_pruning_continues(run: Workspace) -> None:
     limited = ("max_train_steps=5", "checkpoints_total_limit=2")
     process = run.fork(
         train_and_die_before_pruning, OTHER, *limited, "resume_from_checkpoint=checkpoint-3"
@@ -337,7 +337,7 @@ def test_a_branch_killed_between_saving_and_pruning_goes_on(run: Workspace) -> N
 
 
 @THOROUGH
-def test_a_damaged_newest_checkpoint_is_set_aside_by_the_advice_of_its_message(
+def test_the_advice_about_a_damaged_checkpoint_works(
     run: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = run.path("output/checkpoint-6/training_state/state.pt")
@@ -350,7 +350,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_by_the_advice_of_its_message(
     assert checkpoints(run.path("output/branches/1")) == ["checkpoint-6"]
 
 
-def test_another_run_continued_here_leaves_nothing_of_this_one(
+def test_continuing_a_checkpoint_of_another_run_sets_this_run_aside(
     run: Workspace, old: Workspace, tmp_path: Path
 ) -> None:
     elsewhere = old.copy(tmp_path / "elsewhere").path("output/checkpoint-4")
@@ -362,7 +362,7 @@ def test_another_run_continued_here_leaves_nothing_of_this_one(
 
 
 @THOROUGH
-def test_a_damaged_line_file_leaves_one_line_by_steps(run: Workspace) -> None:
+def test_a_run_with_a_damaged_branch_record_continues_in_step_order(run: Workspace) -> None:
     run.path(f"output/{LINE_FILE}").write_text("{")
     assert run.train("max_train_steps=7") == 0
     assert steps(run) == [1, 2, 3, 4, 5, 6, 7]

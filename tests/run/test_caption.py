@@ -75,9 +75,7 @@ def load_captioner(checkpoint: Path) -> QwenCaptioner:
     return QwenCaptioner(ModelSource(parts), torch.device("cpu"), torch.float32)
 
 
-def test_captions_are_written_where_there_are_none_and_nothing_else_changes(
-    bare: Workspace, capsys: Capture
-) -> None:
+def test_only_missing_captions_are_written(bare: Workspace, capsys: Capture) -> None:
     before = captions(bare)
     files = {path: path.stat().st_mtime_ns for path in bare.folder.rglob("*") if path.is_file()}
     assert bare.run("caption", "--preview", "--trigger", "zkt") == 0
@@ -114,7 +112,7 @@ def test_batches_and_streaming_do_not_change_a_caption(
     assert written[0] == written[1] == written[2]
 
 
-def test_padding_adds_no_token_that_could_be_repeated(
+def test_padding_repeats_only_tokens_of_the_prompt(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers 5.17 lowers the score of a token that stands in the padding alone."""
@@ -133,7 +131,7 @@ def test_padding_adds_no_token_that_could_be_repeated(
     assert not seen[0]["attention_mask"].all(), "one prompt is shorter"
 
 
-def test_a_stop_leaves_whole_captions_and_the_next_call_continues(
+def test_an_interrupted_caption_run_keeps_finished_captions_and_continues(
     bare: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe = QwenCaptioner.describe
@@ -158,9 +156,7 @@ def test_a_stop_leaves_whole_captions_and_the_next_call_continues(
     assert captions(bare) | first == captions(bare)
 
 
-def test_a_dataset_without_any_caption_is_described_although_it_cannot_be_trained(
-    bare: Workspace, capsys: Capture
-) -> None:
+def test_a_dataset_without_captions_can_be_captioned(bare: Workspace, capsys: Capture) -> None:
     for path in bare.path(PICTURES).glob("*.txt"):
         path.unlink()
     bare.path(f"{PICTURES}/broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -171,7 +167,7 @@ def test_a_dataset_without_any_caption_is_described_although_it_cannot_be_traine
     assert len(captions(bare)) == 8
 
 
-def test_frames_of_clips_are_taken_by_time_from_what_is_trained(
+def test_a_captioned_clip_shows_the_trained_second_at_any_frame_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frame rates differ, the moments do not; two seconds are there, one is trained."""
@@ -204,7 +200,7 @@ def test_frames_of_clips_are_taken_by_time_from_what_is_trained(
         assert np.allclose(times, np.arange(8) / 8, atol=0.06)
 
 
-def test_a_clip_is_read_as_frames_in_time(t2i_checkpoint: Path) -> None:
+def test_captions_of_clips_depend_on_frame_order_and_speed(t2i_checkpoint: Path) -> None:
     """Order and speed matter, and two equal frames are what Qwen makes of a picture."""
     captioner = load_captioner(t2i_checkpoint)
     random = np.random.default_rng(0)
@@ -232,7 +228,7 @@ def test_a_clip_is_read_as_frames_in_time(t2i_checkpoint: Path) -> None:
     assert torch.equal(both[-len(last) :, :, 1], last[:, :, 0])
 
 
-def test_what_is_cut_off_ends_with_a_whole_sentence_or_tag() -> None:
+def test_a_caption_that_was_cut_off_ends_with_a_whole_sentence_or_tag() -> None:
     words = Wording("long", " zkt ")
     assert words.caption('"A cat. It sleeps on a"', is_whole=False) == "zkt, A cat."
     assert words.caption("cat, grey, on a so", is_whole=False) == "zkt, cat, grey"
@@ -240,7 +236,7 @@ def test_what_is_cut_off_ends_with_a_whole_sentence_or_tag() -> None:
     assert words.caption(" ", is_whole=True) == ""
 
 
-def test_captions_fit_into_the_prompt(bare: Workspace, capsys: Capture) -> None:
+def test_a_trigger_that_fills_the_prompt_is_refused(bare: Workspace, capsys: Capture) -> None:
     assert bare.run("caption", "tokenizer_max_length=32", "--trigger", "zkt") == 0
     forget(bare)
     many = " ".join(["word"] * 40)
@@ -248,7 +244,7 @@ def test_captions_fit_into_the_prompt(bare: Workspace, capsys: Capture) -> None:
     assert "leaves" in capsys.readouterr().err
 
 
-def test_without_a_language_head_there_is_no_captioner(
+def test_caption_refuses_models_that_cannot_write(
     bare: Workspace, t2i_checkpoint: Path, sana_checkpoint: Path, capsys: Capture
 ) -> None:
     shutil.copytree(t2i_checkpoint, bare.path("headless"))

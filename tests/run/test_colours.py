@@ -34,7 +34,7 @@ def make_older(workspace: Workspace) -> None:
 
 
 @pytest.mark.slow
-def test_only_pictures_whose_pixels_change_are_encoded_again(
+def test_only_pictures_with_a_colour_profile_are_encoded_again(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = entries(workspace)
@@ -62,7 +62,7 @@ def test_only_pictures_whose_pixels_change_are_encoded_again(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_over_other_colours_warns(
+def test_continuing_a_run_that_ignored_colour_profiles_warns(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     give_profile(workspace)

@@ -32,7 +32,9 @@ SHORT: dict[str, Any] = {"max_train_steps": 2, "lr_scheduler": "constant"}
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_a_stale_result_is_published_anew(tmp_path: Path, t2i_checkpoint: Path, kind: str) -> None:
+def test_a_result_of_an_earlier_step_is_published_again(
+    tmp_path: Path, t2i_checkpoint: Path, kind: str
+) -> None:
     """Killed between the last checkpoint and publishing, a run has a result of an earlier step."""
     run = Workspace.create(tmp_path, t2i_checkpoint, model_type=kind, learning_rate=1e-4, **SHORT)
     result = run.path(LORA if kind == "lora" else "output/pipeline")
@@ -120,7 +122,7 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(
         ),
     ],
 )
-def test_what_the_weights_cannot_do_without_is_refused(
+def test_settings_that_checkpoint_weights_depend_on_cannot_change(
     trained: Workspace, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: list[str]
 ) -> None:
     trained.write_config(**change, max_train_steps=6)
@@ -129,7 +131,7 @@ def test_what_the_weights_cannot_do_without_is_refused(
     assert all(word in message for word in words), message
 
 
-def test_another_base_is_refused(
+def test_another_base_model_is_refused(
     trained: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = make_checkpoint(tmp_path / "other", seed=1)
@@ -140,7 +142,9 @@ def test_another_base_is_refused(
     assert "another vae" in message
 
 
-def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_settings_and_datasets_are_reported(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed = {"resolution": 80, "timestep_sampling_offset": 0.25}
     trained.write_datasets([{**DATASETS[0], **changed}, DATASETS[1]])
     trained.path("datasets/pictures/p0.txt").write_text("another text")
@@ -170,7 +174,7 @@ def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFix
     assert "80" in said
 
 
-def test_rates_steps_and_intervals_go_on_silently(
+def test_learning_rate_steps_and_intervals_change_silently(
     trained: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
@@ -201,7 +205,7 @@ OPTIMIZER_KEYS = [
 
 
 @pytest.mark.parametrize(("change", "words"), OPTIMIZER_KEYS)
-def test_optimizer_settings_changed_between_two_sessions_act_and_are_named(
+def test_changed_optimizer_settings_apply_and_are_reported(
     trained: Workspace,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -218,13 +222,13 @@ def test_optimizer_settings_changed_between_two_sessions_act_and_are_named(
     assert trained.path(LORA).read_bytes() != plain.path(LORA).read_bytes()
 
 
-def test_a_run_goes_on_in_half_precision(trained: Workspace) -> None:
+def test_a_run_can_switch_to_half_precision_and_back(trained: Workspace) -> None:
     assert trained.train("mixed_precision=fp16", "max_train_steps=5") == 0
     assert trained.train("mixed_precision=no", "max_train_steps=6") == 0
     assert [row["step"] for row in trained.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_average_that_is_turned_on_later_starts_from_the_trained_weights(
+def test_an_average_enabled_later_starts_from_the_trained_weights(
     trained: Workspace,
 ) -> None:
     """Its first update would be in step 100, and the run ends before."""
@@ -241,7 +245,7 @@ def add_other_pictures(run: Workspace, folder: str = "other") -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr", "full"])
-def test_other_data_are_refused_in_the_folder_of_a_run(
+def test_a_dataset_without_any_trained_file_is_refused(
     tmp_path: Path, filled: Workspace, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     kinds = {
@@ -269,12 +273,14 @@ def test_other_data_are_refused_in_the_folder_of_a_run(
         ["output_dir=second", "init_lora=output/checkpoint-4"],
     ],
 )
-def test_each_remedy_for_other_data_trains(trained: Workspace, remedy: list[str]) -> None:
+def test_every_proposed_remedy_for_a_replaced_dataset_trains(
+    trained: Workspace, remedy: list[str]
+) -> None:
     add_other_pictures(trained)
     assert trained.train("max_train_steps=5", *remedy) == 0
 
 
-def test_data_that_keep_a_file_of_the_run_go_on(trained: Workspace) -> None:
+def test_a_dataset_that_keeps_one_trained_file_continues(trained: Workspace) -> None:
     add_other_pictures(trained)
     kept = trained.path("datasets/pictures/p0.png")
     renamed = trained.path("datasets/other/elsewhere.png")
@@ -283,7 +289,7 @@ def test_data_that_keep_a_file_of_the_run_go_on(trained: Workspace) -> None:
     assert trained.train("max_train_steps=5") == 0
 
 
-def test_checkpoints_of_earlier_versions_are_continued_with_other_data(
+def test_a_checkpoint_without_file_digests_continues_with_a_replaced_dataset(
     trained: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = trained.path("output/checkpoint-4/manifest.json")
@@ -295,7 +301,7 @@ def test_checkpoints_of_earlier_versions_are_continued_with_other_data(
     assert "the datasets are not those of checkpoint-4" in capsys.readouterr().out
 
 
-def test_a_sample_of_many_files_is_part_of_any_list_that_has_them(
+def test_recorded_file_digests_do_not_depend_on_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resume, "FILES_RECORDED", 20)

@@ -72,7 +72,7 @@ def awkward(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
     return workspace
 
 
-def test_every_file_is_there_once_as_it_will_be_trained(awkward: Workspace) -> None:
+def test_the_page_shows_every_file_once_as_it_will_be_trained(awkward: Workspace) -> None:
     files = {path: path.stat().st_mtime_ns for path in awkward.folder.rglob("*") if path.is_file()}
     assert awkward.run("dataset", "--out", "page.html") == 0
     page = awkward.path("page.html").read_text()

@@ -24,7 +24,9 @@ def cache_files(workspace: Workspace) -> dict[str, bytes]:
     return {str(path.relative_to(workspace.folder)): path.read_bytes() for path in paths}
 
 
-def test_two_cold_runs_agree(tmp_path: Path, t2i_checkpoint: Path, finished: Workspace) -> None:
+def test_two_runs_without_caches_are_bit_identical(
+    tmp_path: Path, t2i_checkpoint: Path, finished: Workspace
+) -> None:
     one = finished
     two = Workspace.create(tmp_path / "run", t2i_checkpoint)
     assert two.train() == 0
@@ -34,7 +36,7 @@ def test_two_cold_runs_agree(tmp_path: Path, t2i_checkpoint: Path, finished: Wor
     assert one.path(LORA).read_bytes() == two.path(LORA).read_bytes()
 
 
-def test_another_seed_is_another_run(workspace: Workspace, finished: Workspace) -> None:
+def test_another_seed_gives_another_run(workspace: Workspace, finished: Workspace) -> None:
     assert workspace.train("seed=8") == 0
     assert workspace.metrics() != finished.metrics()
 
@@ -48,7 +50,7 @@ def test_another_seed_is_another_run(workspace: Workspace, finished: Workspace) 
         {"gradient_checkpointing": False, "deterministic": True},
     ],
 )
-def test_watching_changes_nothing(
+def test_previews_trackers_and_loader_settings_do_not_change_the_result(
     workspace: Workspace,
     finished: Workspace,
     watching: dict[str, Any],

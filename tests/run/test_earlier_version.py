@@ -50,7 +50,7 @@ def old(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
 
 
-def test_a_run_that_used_nothing_that_is_gone_continues(old: Workspace, capsys: Capture) -> None:
+def test_a_run_without_removed_features_continues(old: Workspace, capsys: Capture) -> None:
     assert old.train("--config", CONFIG, "max_train_steps=5") == 0
 
     shown = capsys.readouterr().out
@@ -59,9 +59,7 @@ def test_a_run_that_used_nothing_that_is_gone_continues(old: Workspace, capsys: 
     assert [row["step"] for row in old.metrics("runs/plain")] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_that_was_trained_with_what_is_gone_is_not_continued(
-    old: Workspace, capsys: Capture
-) -> None:
+def test_a_run_trained_with_removed_features_is_refused(old: Workspace, capsys: Capture) -> None:
     before = sorted(old.path("runs/layersync").rglob("*"))
 
     assert old.train("--config", CONFIG, "output_dir=runs/layersync") == 2
@@ -79,21 +77,19 @@ def test_a_run_that_was_trained_with_what_is_gone_is_not_continued(
     assert sorted(old.path("runs/layersync").rglob("*")) == before
 
 
-def test_a_new_run_starts_from_the_weights_of_one_that_cannot_continue(old: Workspace) -> None:
+def test_a_new_run_can_start_from_the_weights_of_a_refused_run(old: Workspace) -> None:
     weights = "runs/layersync/checkpoint-4/pytorch_lora_weights.safetensors"
     assert old.run("plan", "--config", CONFIG, "output_dir=runs/new", f"init_lora={weights}") == 0
 
 
-def test_a_result_is_sampled_and_what_is_gone_is_named_once(
-    old: Workspace, capsys: Capture
-) -> None:
+def test_sampling_an_old_result_names_removed_keys_once(old: Workspace, capsys: Capture) -> None:
     assert old.run("sample", "runs/layersync", "--prompt", "a big glimmer") == 0
 
     assert capsys.readouterr().out.count(GONE) == 1
     assert len([*old.path("samples").glob("*.png")]) == 1
 
 
-def test_checkpoints_are_compared_and_what_is_gone_is_named_once(
+def test_a_sweep_of_old_checkpoints_names_removed_keys_once(
     old: Workspace, capsys: Capture
 ) -> None:
     assert old.run("sweep", "runs/layersync") == 0
@@ -102,13 +98,13 @@ def test_checkpoints_are_compared_and_what_is_gone_is_named_once(
     assert old.path("runs/layersync/sweep/sheet.png").is_file()
 
 
-def test_a_failed_step_is_repeated(old: Workspace, capsys: Capture) -> None:
+def test_a_failed_step_of_an_old_run_can_be_replayed(old: Workspace, capsys: Capture) -> None:
     assert old.train("--replay", FAILURE.format("plain")) == 0
 
     assert "Step 5 does not fail this time." in capsys.readouterr().out
 
 
-def test_a_failed_step_is_not_repeated_without_what_it_was_trained_with(
+def test_a_failed_step_that_needs_removed_features_is_not_replayed(
     old: Workspace, capsys: Capture
 ) -> None:
     assert old.train("--replay", FAILURE.format("layersync")) == 2
@@ -128,7 +124,7 @@ def page(old: Workspace) -> TestClient:
     return TestClient(create_app(Project(old.folder)))
 
 
-def test_the_page_lists_the_runs_with_their_steps(page: TestClient) -> None:
+def test_the_page_lists_old_runs_with_their_steps(page: TestClient) -> None:
     runs = page.get("/api/metrics/training/runs").json()
 
     assert {run["config"]["name"]: run["progress"]["current"] for run in runs} == {
@@ -137,7 +133,7 @@ def test_the_page_lists_the_runs_with_their_steps(page: TestClient) -> None:
     }
 
 
-def test_the_page_makes_a_new_run_from_the_weights_without_what_is_gone(
+def test_the_page_starts_a_new_run_from_old_weights_without_removed_keys(
     page: TestClient, old: Workspace
 ) -> None:
     (run,) = (
@@ -154,14 +150,14 @@ def test_the_page_makes_a_new_run_from_the_weights_without_what_is_gone(
     assert settings["init_lora"].endswith("runs/layersync/pytorch_lora_weights.safetensors")
 
 
-def test_a_config_is_edited_without_what_is_gone(old: Workspace) -> None:
+def test_the_config_editor_leaves_out_removed_keys(old: Workspace) -> None:
     values = load_values(old.path(f"{FAILURE.format('layersync')}/config.json"), Problems())
 
     assert not {"layersync_enabled", "speed_fused_lora"} & values.keys()
     assert values["lora_rank"] == 1
 
 
-def test_a_full_fine_tune_is_started_anew_from_its_transformer(
+def test_a_refused_full_fine_tune_names_its_transformer_as_the_start_of_a_new_run(
     old: Workspace, capsys: Capture
 ) -> None:
     checkpoint = old.path("runs/layersync/checkpoint-4")
@@ -177,7 +173,7 @@ def test_a_full_fine_tune_is_started_anew_from_its_transformer(
     )
 
 
-def test_every_key_of_the_earlier_version_is_known_or_answered(old: Workspace) -> None:
+def test_every_recorded_key_is_an_option_or_listed_as_removed(old: Workspace) -> None:
     recorded = json.loads(old.path("runs/plain/checkpoint-4/config.json").read_text())
 
     gone = {key: value for key, value in recorded.items() if key not in option_names()}
@@ -190,7 +186,7 @@ def test_every_key_of_the_earlier_version_is_known_or_answered(old: Workspace) -
     ] == []
 
 
-def test_a_record_loses_keys_and_values_that_are_gone() -> None:
+def test_removed_keys_and_values_are_left_out_of_a_record() -> None:
     recorded = {"optimizer": "soap", "lora_rank": 4, "--layersync-enabled": True}
 
     report = Problems()
@@ -202,7 +198,7 @@ def test_a_record_loses_keys_and_values_that_are_gone() -> None:
     )
 
 
-def test_what_a_record_had_off_is_left_out_without_a_word(old: Workspace) -> None:
+def test_removed_keys_that_were_off_are_left_out_silently(old: Workspace) -> None:
     recorded = json.loads(old.path("runs/plain/checkpoint-4/config.json").read_text())
 
     report = Problems()
@@ -222,7 +218,7 @@ def test_what_a_record_had_off_is_left_out_without_a_word(old: Workspace) -> Non
         ({"optimizer": "adamw", "seed": 1}, []),
     ],
 )
-def test_a_run_needs_only_what_its_steps_depended_on(
+def test_only_removed_features_that_changed_training_are_needed(
     recorded: dict[str, Any], needed: list[str]
 ) -> None:
     assert trained_with_removed(recorded) == needed

@@ -66,7 +66,7 @@ def budget_of(workspace: Workspace, *settings: str) -> Budget:
 
 
 @pytest.mark.parametrize("key", first_of(KEYS))
-def test_the_run_is_the_same_and_continues_exactly(
+def test_encoding_during_training_gives_the_same_run(
     ahead: Workspace, key: str, tmp_path: Path
 ) -> None:
     checkpoint = ahead.path("config/config.json").read_text().split('path": "')[1].split('"')[0]
@@ -80,7 +80,7 @@ def test_the_run_is_the_same_and_continues_exactly(
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_the_plan_counts_the_vae_beside_training_and_says_so(
+def test_the_plan_counts_the_vae_beside_training(
     key: str, workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, asked = (budget_of(workspace, f"{key}={value}") for value in ("false", "true"))
@@ -100,12 +100,12 @@ def test_with_everything_cached_no_vae_is_loaded(filled: Workspace) -> None:
     assert not budget.workload.encoded_in_training
 
 
-def test_a_dataset_overrides_the_run(workspace: Workspace) -> None:
+def test_a_dataset_setting_overrides_the_run_setting(workspace: Workspace) -> None:
     workspace.write_datasets([{**DATASETS[0], "vae_cache_disable": False}, DATASETS[1]])
     assert budget_of(workspace, "vae_cache_disable=true").workload.encoded
 
 
-def test_a_file_that_cannot_be_decoded_ends_the_run_by_name(
+def test_a_file_that_cannot_be_decoded_is_named(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def decode(source: bytes) -> np.ndarray:

@@ -68,7 +68,7 @@ class Status:
                 self.lines.append(event.text)
 
 
-def test_a_subscriber_knows_the_whole_run(workspace: Workspace) -> None:
+def test_events_alone_show_the_progress_of_a_run(workspace: Workspace) -> None:
     workspace.add_pictures("datasets/held out", 2, seed=9)
     workspace.write_datasets([*DATASETS, EVAL])
     workspace.write_config(eval_steps_interval=2, eval_timesteps=2, validation_disable=False)
@@ -146,7 +146,7 @@ class Watched:
 
 
 @pytest.mark.slow(4)
-def test_a_run_ends_well_when_every_subscriber_that_may_fail_fails(
+def test_a_run_survives_the_failure_of_every_optional_subscriber(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -169,7 +169,7 @@ def test_a_run_ends_well_when_every_subscriber_that_may_fail_fails(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("failing", GUARDED)
-def test_the_other_subscribers_get_every_event(
+def test_a_failed_subscriber_does_not_stop_events_of_the_rest(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -187,7 +187,7 @@ def test_the_other_subscribers_get_every_event(
 @pytest.mark.parametrize(
     "name", [name for name, is_guarded in SUBSCRIBERS.items() if not is_guarded]
 )
-def test_a_subscriber_that_must_end_the_run_does(
+def test_a_failure_of_an_essential_subscriber_ends_the_run(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     Watched(monkeypatch, [name])
@@ -228,7 +228,7 @@ def test_a_stop_request_ends_phases_and_starts_no_new_ones() -> None:
     assert "Rendering" not in status.stages
 
 
-def test_a_request_is_taken_once_and_other_files_stay(tmp_path: Path) -> None:
+def test_a_request_is_taken_once_and_unknown_files_stay(tmp_path: Path) -> None:
     from simpletuner.distributed.requests import make_request, take_requests
 
     assert take_requests(tmp_path) == []

@@ -105,7 +105,7 @@ def test_an_error_saves_the_last_complete_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", HALFWAY)
-def test_weights_between_two_steps_are_not_saved(
+def test_a_half_updated_model_is_not_saved(
     tmp_path: Path, filled: Workspace, straight: Workspace, place: str
 ) -> None:
     run = filled.copy(tmp_path / "failing", **SETTINGS)

@@ -73,7 +73,7 @@ def damage(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[:-5])
 
 
-def test_every_entry_is_damaged_at_every_phase(
+def test_cache_entries_damaged_in_any_phase_are_encoded_again(
     healthy: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = healthy.copy(tmp_path / "broken")
@@ -94,7 +94,7 @@ def test_every_entry_is_damaged_at_every_phase(
     assert healthy.path(RESULT).read_bytes() == broken.path(RESULT).read_bytes()
 
 
-def test_models_are_loaded_in_the_loops_thread_while_no_other_reads() -> None:
+def test_models_are_loaded_in_the_main_thread_while_readers_wait() -> None:
     """An item that needs one is made by the loop. What else was to be read is read first, and
     errors come out of it.
     """

@@ -102,7 +102,7 @@ def media(workspace: Workspace) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", first_of([signal.SIGTERM, signal.SIGINT]))
-def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
+def test_a_signal_stops_a_run_after_its_step_and_it_continues_bit_exactly(
     tmp_path: Path, filled: Workspace, straight: Workspace, number: signal.Signals
 ) -> None:
     stopped = filled.copy(tmp_path / "stopped", **SETTINGS)
@@ -119,7 +119,9 @@ def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
     assert_same_run(straight, stopped)
 
 
-def test_the_checkpoint_of_an_interruption_displaces_no_regular_one(workspace: Workspace) -> None:
+def test_the_checkpoint_of_an_interruption_does_not_displace_a_regular_one(
+    workspace: Workspace,
+) -> None:
     workspace.write_config(max_train_steps=5, checkpoint_step_interval=2, checkpoints_total_limit=1)
     with pytest.raises(Interrupted):
         train(
@@ -132,7 +134,9 @@ def test_the_checkpoint_of_an_interruption_displaces_no_regular_one(workspace: W
     assert [row["step"] for row in workspace.metrics()] == [1, 2, 3, 4, 5]
 
 
-def test_previews_stop_between_two_sampling_steps_and_are_made_up_for(workspace: Workspace) -> None:
+def test_ctrl_c_stops_previews_between_sampling_steps_and_they_are_rendered_later(
+    workspace: Workspace,
+) -> None:
     workspace.write_config(**PREVIEWED, validation_num_inference_steps=500)
     trigger = Trigger(in_phase(PREVIEWS), interrupt)
     with pytest.raises(Interrupted, match="Stopped at step 2"):
@@ -149,7 +153,7 @@ def test_previews_stop_between_two_sampling_steps_and_are_made_up_for(workspace:
     ]
 
 
-def test_a_file_stops_previews_between_two_sampling_steps(workspace: Workspace) -> None:
+def test_a_stop_file_stops_previews_between_sampling_steps(workspace: Workspace) -> None:
     workspace.write_config(**PREVIEWED, validation_num_inference_steps=500)
     trigger = Trigger(in_phase(PREVIEWS), lambda: make_request(workspace.path("output"), "stop"))
     with pytest.raises(Interrupted, match="Stopped at step 2"):
@@ -159,7 +163,7 @@ def test_a_file_stops_previews_between_two_sampling_steps(workspace: Workspace) 
 
 
 @pytest.mark.parametrize("ends_early", [False, True], ids=["finished", "stopped"])
-def test_requests_after_the_last_step_are_removed_and_named(
+def test_requests_after_the_last_step_are_removed_and_reported(
     workspace: Workspace, ends_early: bool
 ) -> None:
     workspace.write_config(max_train_steps=2)
@@ -185,7 +189,7 @@ def test_requests_after_the_last_step_are_removed_and_named(
     assert "Requested after the last step, so not done: save, preview." in notices
 
 
-def test_damaged_lines_of_a_record_are_named_when_the_run_continues(workspace: Workspace) -> None:
+def test_damaged_lines_of_a_record_are_reported_when_a_run_continues(workspace: Workspace) -> None:
     workspace.write_config(max_train_steps=1)
     train(workspace)
     record = workspace.path("output/training_metrics.jsonl")
@@ -205,7 +209,7 @@ def test_damaged_lines_of_a_record_are_named_when_the_run_continues(workspace: W
 
 
 @pytest.mark.parametrize("family", ["kandinsky5-video", "sanavideo"])
-def test_previews_of_clips_stop_between_two_sampling_steps(
+def test_ctrl_c_stops_clip_previews_between_sampling_steps(
     tmp_path: Path, sana_checkpoint: Path, family: str
 ) -> None:
     settings = {**PREVIEWED, "validation_num_inference_steps": 60, "disable_benchmark": False}
@@ -227,7 +231,9 @@ def test_previews_of_clips_stop_between_two_sampling_steps(
     assert sum(map(in_phase(PREVIEWS), trigger.events)) == 1
 
 
-def test_an_evaluation_that_was_cut_short_is_made_up_for(tmp_path: Path, filled: Workspace) -> None:
+def test_an_interrupted_evaluation_is_repeated_when_the_run_continues(
+    tmp_path: Path, filled: Workspace
+) -> None:
     runs = [filled.copy(tmp_path / name) for name in ("straight", "broken")]
     for run in runs:
         run.add_pictures("datasets/held out", 2, seed=9)
@@ -245,7 +251,7 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for(tmp_path: Path, filled:
     assert [row["step"] for row in broken] == [1, 2, 3, 4]
 
 
-def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(
+def test_ctrl_c_while_caching_stops_at_once_and_keeps_finished_entries(
     workspace: Workspace,
 ) -> None:
     def third_picture(event: Event) -> bool:
@@ -267,7 +273,7 @@ def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
-def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: Workspace) -> None:
+def test_ctrl_c_while_new_crops_are_encoded_keeps_the_last_step(workspace: Workspace) -> None:
     """The stop comes inside a step, which has then not happened."""
     random_crops = {
         **DATASETS[0],
@@ -304,7 +310,7 @@ def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: 
     assert straight.metrics() == rows
 
 
-def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Workspace) -> None:
+def test_request_files_save_preview_and_stop(workspace: Workspace) -> None:
     workspace.write_config(**{**PREVIEWED, "validation_step_interval": 100}, max_train_steps=50)
     requests = workspace.path("output/requests")
     requests.mkdir(parents=True)
@@ -332,7 +338,7 @@ def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Wo
     assert not list(requests.iterdir())
 
 
-def test_a_disk_that_is_nearly_full_stops_the_run_at_a_checkpoint(workspace: Workspace) -> None:
+def test_a_nearly_full_disk_stops_the_run_at_a_checkpoint(workspace: Workspace) -> None:
     workspace.write_config(disk_low_threshold="1000T")
     trigger = Trigger(lambda event: False, interrupt)
     with pytest.raises(Interrupted, match="Stopped at step 1"):
@@ -353,7 +359,7 @@ MOMENTS: dict[str, Callable[[Event], bool]] = {
 }
 
 
-def test_killed_runs_lack_no_line_no_preview_and_repeat_none(
+def test_a_killed_run_loses_and_repeats_no_record_or_preview(
     tmp_path: Path, filled: Workspace
 ) -> None:
     settings = {
@@ -413,7 +419,7 @@ def train_into(pipe: str, log: str) -> None:
     run_command()
 
 
-def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(
+def test_a_run_survives_its_terminal_and_stops_on_sigterm(
     workspace: Workspace,
 ) -> None:
     """The reader of the pipe goes, the terminal hangs up, and the run still ends as it is asked
@@ -440,7 +446,7 @@ def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_what_could_not_be_written_is_named_and_not_the_report(
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_path(
     workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -466,7 +472,7 @@ def test_what_could_not_be_written_is_named_and_not_the_report(
     )
 
 
-def test_a_log_on_a_full_disk_ends_without_a_traceback(
+def test_a_full_disk_closes_the_debug_log_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup_logging(tmp_path / "debug.log")
@@ -484,7 +490,7 @@ def test_a_log_on_a_full_disk_ends_without_a_traceback(
     assert file not in root.handlers
 
 
-def test_a_file_asks_for_the_end_of_the_epoch(workspace: Workspace) -> None:
+def test_a_request_file_stops_at_the_end_of_the_epoch(workspace: Workspace) -> None:
     workspace.write_config(max_train_steps=50)
 
     def fifth(event: Event) -> bool:

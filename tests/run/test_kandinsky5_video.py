@@ -59,7 +59,7 @@ def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("i2v"), "i2v")
 
 
-def test_clips_become_a_lora_and_previews(
+def test_clips_train_a_lora_that_the_stock_pipeline_loads(
     tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
@@ -82,7 +82,7 @@ def test_clips_become_a_lora_and_previews(
     assert "clip 0.mp4" in report
 
 
-def test_i2v_needs_nothing_beside_the_clips(tmp_path: Path, i2v: Path) -> None:
+def test_i2v_trains_on_clips_alone(tmp_path: Path, i2v: Path) -> None:
     workspace = make_workspace(tmp_path / "run", i2v, "i2v-lite-5s")
     workspace.write_config(validation_disable=False, disable_benchmark=True)
     assert workspace.train() == 0
@@ -92,7 +92,7 @@ def test_i2v_needs_nothing_beside_the_clips(tmp_path: Path, i2v: Path) -> None:
     assert workspace.path("output/validation_images/step_3_validation_0_128x128@17.mp4").exists()
 
 
-def test_full_fine_tune(tmp_path: Path, t2v: Path) -> None:
+def test_a_full_fine_tune_of_clips_is_a_pipeline(tmp_path: Path, t2v: Path) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-pretrain-5s")
     assert workspace.train("model_type=full", "--use_ema", "learning_rate=1e-4") == 0
     Kandinsky5T2VPipeline.from_pretrained(
@@ -101,7 +101,7 @@ def test_full_fine_tune(tmp_path: Path, t2v: Path) -> None:
     )
 
 
-def test_stop_and_go_equals_going_on(tmp_path: Path, i2v: Path) -> None:
+def test_an_interrupted_clip_run_continues_bit_exactly(tmp_path: Path, i2v: Path) -> None:
     straight = make_workspace(tmp_path / "straight", i2v, "i2v-lite-5s")
     straight.write_config(checkpoint_step_interval=1)
     assert straight.train() == 0
@@ -112,7 +112,7 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, i2v: Path) -> None:
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
 
 
-def test_pictures_may_be_mixed_in(tmp_path: Path, t2v: Path) -> None:
+def test_pictures_can_be_trained_beside_clips(tmp_path: Path, t2v: Path) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.add_pictures("datasets/stills", 2)
     stills = {**DATASETS[0], "id": "stills", "instance_data_dir": "datasets/stills"}
@@ -130,7 +130,7 @@ def test_pictures_may_be_mixed_in(tmp_path: Path, t2v: Path) -> None:
         ({"rope_scale": "2,2"}, "three numbers"),
     ],
 )
-def test_bad_input(
+def test_settings_that_clips_cannot_use_are_refused(
     tmp_path: Path,
     t2v: Path,
     capsys: pytest.CaptureFixture[str],
@@ -171,7 +171,7 @@ def test_bad_input(
         ),
     ],
 )
-def test_sizes_that_disagree_about_the_scale_of_positions_are_warned_of(
+def test_training_and_sampling_at_different_rope_scales_warns(
     tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], told: str
 ) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
@@ -181,7 +181,7 @@ def test_sizes_that_disagree_about_the_scale_of_positions_are_warned_of(
     assert bool(told) == ("scale" in told_of)
 
 
-def test_a_motion_score_means_nothing_here(
+def test_a_motion_score_has_no_effect(
     tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
@@ -192,7 +192,7 @@ def test_a_motion_score_means_nothing_here(
     )
 
 
-def test_block_sparse_checkpoints_ask_for_tiles(
+def test_block_sparse_attention_plans_with_measured_densities(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "nabla", "t2v", nabla=True)

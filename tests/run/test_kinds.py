@@ -40,7 +40,7 @@ FILE = {
 
 
 @pytest.mark.parametrize("kind", first_of(KINDS))
-def test_stop_and_go_equals_going_on(
+def test_every_kind_of_adapter_continues_bit_exactly_and_loads_in_the_stock_pipeline(
     tmp_path: Path,
     filled: Workspace,
     t2i_checkpoint: Path,
@@ -77,7 +77,7 @@ def test_stop_and_go_equals_going_on(
         )
 
 
-def test_a_lokr_is_no_lora_to_start_from(
+def test_init_lora_refuses_a_lokr_file(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert workspace.train("--lora_type=lokr", "--lora_rank=2", "--max_train_steps=1") == 0
@@ -91,7 +91,9 @@ def test_a_lokr_is_no_lora_to_start_from(
     assert "take the LoRA beside it" in told
 
 
-def test_lycoris_needs_its_file(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lycoris_requires_its_config_file(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "is required" in complaint(workspace, capsys, "plan", "--lora_type=lycoris")
     assert "nowhere.json" in complaint(
         workspace, capsys, "plan", "--lora_type=lycoris", "--lycoris_config=nowhere.json"

@@ -65,7 +65,7 @@ def i2v_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", first_of(FAMILIES))
-def test_two_halves_make_the_whole_loss(
+def test_losses_of_two_half_masks_add_up_to_the_unmasked_loss(
     tmp_path: Path, name: str, request: pytest.FixtureRequest
 ) -> None:
     fixture = {"image": "t2i_checkpoint", "i2v": "i2v_checkpoint", "sana": "sana_checkpoint"}[name]
@@ -84,7 +84,9 @@ def test_two_halves_make_the_whole_loss(
     assert 0.1 < losses["left"] / losses["whole"] < 0.9
 
 
-def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_an_interrupted_run_with_masks_continues_bit_exactly(
+    tmp_path: Path, t2i_checkpoint: Path
+) -> None:
     """With masks in some of the batches, the prior, and other crops in each epoch."""
     settings = {
         "masked_loss_probability": 0.3,
@@ -105,7 +107,7 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> No
     assert all((one[key] == other[key]).all() for key in one)
 
 
-def test_the_plan_shows_masks_and_judges_their_keys(
+def test_the_plan_shows_masks_and_checks_their_settings(
     tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_workspace(tmp_path, t2i_checkpoint, "image")

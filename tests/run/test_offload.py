@@ -92,7 +92,7 @@ EVERYTHING: dict[str, Any] = {
     ("settings", "streaming"),
     [(EVERYTHING, 4), ({"enable_group_offload": True, "gradient_checkpointing": False}, 1)],
 )
-def test_a_run_equals_plain_training(
+def test_offloaded_training_is_bit_identical(
     tmp_path: Path,
     plain: Workspace,
     deep_checkpoint: Path,
@@ -110,7 +110,7 @@ def test_a_run_equals_plain_training(
     assert previews(plain) == previews(offloaded)
 
 
-def test_quantised_weights_stream_like_others(
+def test_streamed_quantised_weights_train_bit_identically(
     tmp_path: Path, deep_checkpoint: Path, copiers: list[AdversarialCopier]
 ) -> None:
     settings = {**RUN, "base_model_precision": "int4-quanto", "text_encoder_1_precision": "int8"}
@@ -123,7 +123,7 @@ def test_quantised_weights_stream_like_others(
     assert previews(resident) == previews(offloaded)
 
 
-def test_offload_may_come_and_go_between_sessions(
+def test_offload_can_be_switched_between_sessions(
     tmp_path: Path, plain: Workspace, copiers: list[AdversarialCopier]
 ) -> None:
     came = plain.stopped(tmp_path / "came", 2)
@@ -135,7 +135,7 @@ def test_offload_may_come_and_go_between_sessions(
     assert len(copiers) == 1
 
 
-def test_model_offload_takes_turns(
+def test_model_offload_moves_the_transformer_away_while_the_vae_decodes(
     tmp_path: Path, plain: Workspace, deep_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The VAE decodes while the transformer is away; pictures and training are what they were."""
@@ -159,7 +159,7 @@ def test_model_offload_takes_turns(
     assert previews(plain) == previews(offloaded)
 
 
-def test_sana_video(
+def test_offloaded_training_of_sana_video_is_bit_identical(
     tmp_path: Path, sana_checkpoint: Path, copiers: list[AdversarialCopier]
 ) -> None:
     checkpoint = tmp_path / "checkpoint"

@@ -38,7 +38,7 @@ def lora_of(workspace: Workspace) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "settings", [{}, {"use_dora": True, "quantize_via": "accelerator", "lora_alpha": 4}]
 )
-def test_pictures(
+def test_a_quantised_model_trains_a_lora_for_the_stock_pipeline(
     tmp_path: Path, t2i_checkpoint: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trains, previews with the stock pipeline, and writes a file that the stock pipeline loads.
@@ -75,7 +75,7 @@ def test_pictures(
     assert len(shapes) == 1 * 6 + 2 * 10, "a text block has 6 layers, a visual one 10"
 
 
-def test_continuing_on_another_base_is_said(
+def test_a_changed_base_precision_is_reported(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_config(**INT8 | {"validation_disable": True})
@@ -92,7 +92,7 @@ def test_continuing_on_another_base_is_said(
     )
 
 
-def test_clips(tmp_path: Path) -> None:
+def test_a_quantised_clip_model_trains(tmp_path: Path) -> None:
     workspace = make_workspace(
         tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s"
     )
@@ -102,7 +102,9 @@ def test_clips(tmp_path: Path) -> None:
     assert lora_of(workspace)
 
 
-def test_sana(tmp_path: Path, sana_checkpoint: Path) -> None:
+def test_a_quantised_sana_model_trains_a_lora_for_the_stock_pipeline(
+    tmp_path: Path, sana_checkpoint: Path
+) -> None:
     settings = {
         "model_family": "sanavideo",
         "model_flavour": "2b-480p",
@@ -121,7 +123,9 @@ def test_sana(tmp_path: Path, sana_checkpoint: Path) -> None:
     assert pipeline.get_active_adapters()
 
 
-def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_an_interrupted_quantised_run_continues_bit_exactly(
+    tmp_path: Path, t2i_checkpoint: Path
+) -> None:
     base = {
         "base_model_precision": "int8",
         "quantized_matmul": True,
@@ -142,7 +146,7 @@ def captions_of(workspace: Workspace) -> dict[str, dict[str, torch.Tensor]]:
     return {key: store.read(key) for key in [*list_keys(store.folder)]}
 
 
-def test_a_quantised_encoder_makes_other_entries(workspace: Workspace) -> None:
+def test_captions_of_a_quantised_encoder_are_cached_separately(workspace: Workspace) -> None:
     """Near the plain ones, under other keys; a bare name means the same entries as the full one."""
     workspace.write_config(validation_disable=False, validation_disable_unconditional=False)
     assert workspace.run("cache", "fill") == 0

@@ -130,7 +130,9 @@ def assert_same_losses(one: Workspace, other: Workspace, tolerance: float) -> No
 
 
 @pytest.mark.parametrize("kind", first_of(KINDS))
-def test_equal_global_batches_train_the_same(tmp_path: Path, sana: Filled, kind: str) -> None:
+def test_two_processes_train_like_one_with_the_same_global_batch(
+    tmp_path: Path, sana: Filled, kind: str
+) -> None:
     one, two = runs(tmp_path, sana, (1, 2), **KINDS[kind])
     assert_same_losses(one, two, LOSS)
     for path in (
@@ -140,15 +142,13 @@ def test_equal_global_batches_train_the_same(tmp_path: Path, sana: Filled, kind:
         assert distance(load_file(two.path(str(path))), load_file(one.path(str(path)))) < LOSS, path
 
 
-def test_preservation_does_in_two_processes_what_it_does_in_one(
-    tmp_path: Path, t2i: Filled
-) -> None:
+def test_preservation_in_two_processes_equals_one_process(tmp_path: Path, t2i: Filled) -> None:
     one, two = runs(tmp_path, t2i, (1, 2), **PRESERVATION)
     assert_same_losses(one, two, KANDINSKY)
     assert distance(load_file(two.path(RESULT)), load_file(one.path(RESULT))) < ROTATION
 
 
-def test_processes_that_share_tokens_train_the_same(tmp_path: Path, t2i: Filled) -> None:
+def test_sequence_parallel_training_equals_one_process(tmp_path: Path, t2i: Filled) -> None:
     (one,) = runs(tmp_path, t2i, (1,))
     settings = {**PLAIN, "train_batch_size": 4, "sequence_parallel_size": 2}
     shared = t2i[2].copy(tmp_path / "shared", **settings)
@@ -157,7 +157,7 @@ def test_processes_that_share_tokens_train_the_same(tmp_path: Path, t2i: Filled)
     assert distance(load_file(shared.path(RESULT)), load_file(one.path(RESULT))) < ROTATION
 
 
-def test_a_run_continues_on_another_number_of_processes(
+def test_a_run_continues_on_a_different_number_of_processes(
     tmp_path: Path, sana: Filled, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"max_train_steps": 6, "checkpoint_step_interval": 2, "use_ema": True}
@@ -181,7 +181,7 @@ def test_a_run_continues_on_another_number_of_processes(
 @pytest.mark.parametrize(
     ("size", "technique"), [(3, {}), pytest.param(4, PRESERVATION, marks=pytest.mark.thorough)]
 )
-def test_more_than_two_processes_continue_bit_for_bit(
+def test_three_or_more_processes_continue_bit_exactly(
     tmp_path: Path, t2i: Filled, size: int, technique: dict[str, Any]
 ) -> None:
     """Sums of more than two numbers round by their order, and that follows the places in the
@@ -203,7 +203,7 @@ def workspace(filled: Workspace) -> Workspace:
     return filled
 
 
-def test_streamed_weights_are_one_copy_for_all_processes(
+def test_processes_share_streamed_weights_and_train_bit_identically(
     tmp_path: Path, workspace: Workspace
 ) -> None:
     settings = ("gradient_checkpointing=true", "seed=3")
@@ -219,7 +219,7 @@ def test_streamed_weights_are_one_copy_for_all_processes(
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_processes_that_disagree(
+def test_processes_with_different_settings_are_refused(
     tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace
 ) -> None:
     other = Workspace.create(
@@ -235,7 +235,7 @@ def test_processes_that_disagree(
     assert not workspace.path("output/checkpoint-3").exists()
 
 
-def test_other_captions_and_settings_of_datasets_are_other_data(
+def test_different_captions_and_dataset_settings_are_reported(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workspace.folder)
@@ -250,7 +250,7 @@ def test_other_captions_and_settings_of_datasets_are_other_data(
     assert "is 0.0 in the first process, but 0.5 in process 1 on two." in told[1].message
 
 
-def test_a_mistake_is_told_once(workspace: Workspace) -> None:
+def test_mistakes_are_reported_by_one_process(workspace: Workspace) -> None:
     assert train(workspace, 2, "lora_rank=x", "lerning_rate=1") == [2, 2]
     told = printed(workspace)
     assert told.count("error: ") == 2, told
@@ -258,7 +258,7 @@ def test_a_mistake_is_told_once(workspace: Workspace) -> None:
     assert printed(workspace, 1) == ""
 
 
-def test_a_process_that_cannot_join_says_so_though_it_is_not_the_first_of_its_machine(
+def test_a_process_that_cannot_reach_the_first_one_reports_it(
     workspace: Workspace,
 ) -> None:
     process = workspace.fork(run_as, 1, 2, free_port(), ["train", "start_timeout=1"])
@@ -270,7 +270,7 @@ def test_a_process_that_cannot_join_says_so_though_it_is_not_the_first_of_its_ma
     assert "start_timeout allows more time" in told
 
 
-def test_a_process_of_which_only_one_cannot_train(
+def test_an_error_of_one_process_is_reported_by_the_first(
     tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace
 ) -> None:
     other = Workspace.create(tmp_path / "other", t2i_checkpoint, **PLAIN)
@@ -297,7 +297,7 @@ def wait_for_step(
     )
 
 
-def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
+def test_a_killed_process_ends_the_run_with_its_name(workspace: Workspace) -> None:
     processes = start([workspace] * 2, "train", "max_train_steps=5000")
     wait_for_step(workspace, 2, workspace.path("rank0.txt"), processes)
     processes[1].kill()
@@ -311,7 +311,7 @@ def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
     assert " [0] DEBUG " in workspace.path("debug.log").read_text()
 
 
-def test_without_the_first_process_another_one_speaks(workspace: Workspace) -> None:
+def test_the_second_process_reports_that_the_first_was_killed(workspace: Workspace) -> None:
     processes = start([workspace] * 2, "train")
     lock = workspace.path("output/run.lock")  # written before any exchange
     wait_for(lock.exists, workspace.path("rank0.txt"), processes)
@@ -356,7 +356,7 @@ def die_after(path: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_processes_that_torchrun_restarts_continue(workspace: Workspace) -> None:
+def test_a_run_that_torchrun_restarts_continues(workspace: Workspace) -> None:
     settings = [
         "train",
         "max_train_steps=6",
@@ -373,7 +373,7 @@ def test_processes_that_torchrun_restarts_continue(workspace: Workspace) -> None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stop_of_one_process_stops_all_after_a_step(workspace: Workspace, rank: int) -> None:
+def test_interrupting_one_process_stops_all_after_a_step(workspace: Workspace, rank: int) -> None:
     processes = start([workspace] * 2, "train", "max_train_steps=5000")
     wait_for_step(workspace, 2, workspace.path("rank0.txt"), processes)
     os.kill(processes[rank].pid or 0, signal.SIGINT)
@@ -399,7 +399,7 @@ def stop_together(place: World, port: int) -> None:
                 Path("finished").touch()
 
 
-def test_the_first_process_has_time_after_a_stop(
+def test_the_first_process_can_finish_its_work_after_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -412,7 +412,7 @@ def launch_with(python: str, file: str, arguments: list[str]) -> None:
     run_into(file, arguments)
 
 
-def test_one_command_starts_all_processes(
+def test_num_processes_starts_all_processes_with_one_command(
     tmp_path_factory: pytest.TempPathFactory, workspace: Workspace
 ) -> None:
     """`simpletuner train` with num_processes: one terminal, one record, one exit code, one

@@ -53,7 +53,7 @@ def spoil(path: Path) -> None:
     save_file({**tensors, name: tensors[name] + 1}, path, metadata=read_header(path)[METADATA])
 
 
-def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
+def test_a_lora_that_does_not_verify_never_replaces_a_good_one(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint)
@@ -76,7 +76,7 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
 
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_nothing_that_is_not_finite_is_published(
+def test_weights_that_are_not_finite_are_not_published(
     tmp_path: Path, t2i_checkpoint: Path, kind: str, averaged: bool
 ) -> None:
     workspace = Workspace.create(tmp_path, t2i_checkpoint, model_type=kind)
@@ -94,7 +94,7 @@ def test_nothing_that_is_not_finite_is_published(
     assert not list(tmp_path.rglob(PIPELINE_FOLDER))
 
 
-def test_only_the_result_of_the_last_step_is_reported(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_a_result_of_an_earlier_step_is_not_reported(tmp_path: Path, t2i_checkpoint: Path) -> None:
     workspace = Workspace.create(tmp_path, t2i_checkpoint)
     lora = lora_of(make_assembly(t2i_checkpoint))
     with workspace.inside():
@@ -108,7 +108,7 @@ def test_only_the_result_of_the_last_step_is_reported(tmp_path: Path, t2i_checkp
         assert found["path"] == LORA_FILE
 
 
-def test_a_pipeline_that_was_not_written_as_trained_is_not_published(
+def test_a_pipeline_that_does_not_verify_is_not_published(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, model_type="full")

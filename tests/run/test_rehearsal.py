@@ -68,7 +68,9 @@ def pair(tmp_path: Path, filled: Workspace) -> list[Workspace]:
     return pair
 
 
-def test_it_changes_no_result(pair: list[Workspace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_does_not_change_the_run(
+    pair: list[Workspace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def watched(session: Session, *arguments: Any) -> Iterator[Any]:
         before = torch.get_rng_state()
         yield from rehearsal.rehearse(session, *arguments)
@@ -105,7 +107,7 @@ class Counting(Technique):
         self.seen = state["seen"]
 
 
-def test_techniques_forget_it(t2i_checkpoint: Path) -> None:
+def test_techniques_restore_their_state_after_a_rehearsal(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint, Counting(TechniqueSpec()))
     (technique,) = assembly.techniques
     with rehearsal.unchanged(assembly.optimizer, assembly.techniques):
@@ -120,7 +122,7 @@ def test_techniques_forget_it(t2i_checkpoint: Path) -> None:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
     ],
 )
-def test_too_small_a_device_is_told_before_step_1(
+def test_a_rehearsal_reports_a_device_that_is_too_small_before_step_1(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     def full(*arguments: Any) -> Any:
@@ -134,7 +136,7 @@ def test_too_small_a_device_is_told_before_step_1(
     assert not workspace.path(LORA).exists()
 
 
-def test_a_process_allocates_the_state_of_its_part() -> None:
+def test_a_rehearsal_allocates_optimizer_state_for_the_local_shard() -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         part = distribute_tensor(
@@ -148,7 +150,7 @@ def test_a_process_allocates_the_state_of_its_part() -> None:
         distributed.destroy_process_group()
 
 
-def test_the_optimizer_state_that_is_still_to_come(
+def test_expected_optimizer_state_equals_what_is_allocated(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[float, float]] = []

@@ -72,7 +72,7 @@ def assert_same_run(one: Workspace, other: Workspace) -> None:
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize(("kind", "optimizer"), [("lora", "optimi-adamw"), ("full", "adamw")])
-def test_stop_and_go_equals_going_on(
+def test_an_interrupted_run_continues_bit_exactly(
     tmp_path: Path, filled: Workspace, kind: str, optimizer: str
 ) -> None:
     settings = {**SETTINGS, "model_type": kind, "optimizer": optimizer, "learning_rate": 1e-4}
@@ -83,7 +83,9 @@ def test_stop_and_go_equals_going_on(
     assert_same_run(straight, broken)
 
 
-def test_a_full_run_goes_on_with_released_gradients(tmp_path: Path, filled: Workspace) -> None:
+def test_a_full_fine_tune_can_continue_with_released_gradients(
+    tmp_path: Path, filled: Workspace
+) -> None:
     """And with its state on the host: the same files as of the run that keeps all gradients."""
     settings = {**SETTINGS, "model_type": "full", "gradient_accumulation_steps": 1}
     straight = filled.copy(tmp_path / "straight", **settings)
@@ -95,7 +97,9 @@ def test_a_full_run_goes_on_with_released_gradients(tmp_path: Path, filled: Work
 
 
 @pytest.mark.slow
-def test_resume_from_the_middle(tmp_path: Path, straight: Workspace) -> None:
+def test_resuming_from_an_earlier_checkpoint_is_bit_exact(
+    tmp_path: Path, straight: Workspace
+) -> None:
     resumed = Workspace(shutil.copytree(straight.folder, tmp_path / "resumed"))
     resumed.path(RESULT).unlink()
     assert resumed.train("resume_from_checkpoint=checkpoint-3") == 0
@@ -103,7 +107,9 @@ def test_resume_from_the_middle(tmp_path: Path, straight: Workspace) -> None:
 
 
 @pytest.mark.slow(5)
-def test_kill_at_any_moment(tmp_path: Path, t2i_checkpoint: Path, straight: Workspace) -> None:
+def test_kill_at_any_moment_resumes_bit_exactly(
+    tmp_path: Path, t2i_checkpoint: Path, straight: Workspace
+) -> None:
     killed = Workspace.create(
         tmp_path / "killed", t2i_checkpoint, **SETTINGS, checkpoints_total_limit=0
     )
@@ -122,7 +128,7 @@ def test_kill_at_any_moment(tmp_path: Path, t2i_checkpoint: Path, straight: Work
     assert_same_run(straight, killed)
 
 
-def test_a_finished_run_trains_nothing(
+def test_a_finished_run_is_not_trained_again(
     trained: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = trained.path("output/pytorch_lora_weights.safetensors").read_bytes()
@@ -133,12 +139,12 @@ def test_a_finished_run_trains_nothing(
     assert trained.path("output/pytorch_lora_weights.safetensors").read_bytes() == before
 
 
-def test_a_longer_run_continues(trained: Workspace) -> None:
+def test_more_steps_continue_a_finished_run(trained: Workspace) -> None:
     assert trained.train("max_train_steps=6") == 0
     assert [line["step"] for line in trained.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_rolling_checkpoints_have_a_limit_of_their_own(workspace: Workspace) -> None:
+def test_rolling_checkpoints_have_a_separate_limit(workspace: Workspace) -> None:
     limits = (
         "checkpoints_total_limit=1",
         "checkpointing_rolling_steps=1",
@@ -149,7 +155,7 @@ def test_rolling_checkpoints_have_a_limit_of_their_own(workspace: Workspace) -> 
     assert names == {"checkpoint-3-rolling", "checkpoint-4", "checkpoint-5-rolling"}
 
 
-def test_incomplete_and_damaged_checkpoints(
+def test_incomplete_checkpoints_are_skipped_and_damaged_ones_refused(
     trained: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained.path("output/checkpoint-4/manifest.json").unlink()
@@ -163,7 +169,7 @@ def test_incomplete_and_damaged_checkpoints(
     assert "damaged" in capsys.readouterr().err
 
 
-def test_a_state_that_was_changed_with_its_hash(
+def test_a_training_state_of_wrong_types_is_refused_without_a_traceback(
     trained: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained.path("output/checkpoint-4")
@@ -186,7 +192,7 @@ def test_a_state_that_was_changed_with_its_hash(
         ({"lora_rank": 4}, "lora_rank"),
     ],
 )
-def test_another_run_in_the_same_folder_is_refused(
+def test_a_different_run_in_the_same_folder_is_refused(
     trained: Workspace, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
 ) -> None:
     trained.write_config(**change, max_train_steps=6)
@@ -194,6 +200,6 @@ def test_another_run_in_the_same_folder_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_datasets_file_is_untouched(trained: Workspace) -> None:
+def test_training_does_not_change_the_datasets_file(trained: Workspace) -> None:
     assert trained.path("config/multidatabackend.json").read_text().startswith("[{")
     assert len(DATASETS) == 2

@@ -61,7 +61,7 @@ def sampled(workspace: Workspace, folder: str, *arguments: str) -> bytes:
     return picture.read_bytes()
 
 
-def test_a_sample_equals_the_preview_and_leaves_the_run_alone(trained: Workspace) -> None:
+def test_samples_equal_previews_and_do_not_change_the_run(trained: Workspace) -> None:
     run = trained.path("output")
     owner = {
         "pid": os.getpid(),
@@ -85,7 +85,7 @@ def test_a_sample_equals_the_preview_and_leaves_the_run_alone(trained: Workspace
     (run / "run.lock").unlink()
 
 
-def test_files_are_not_overwritten_and_say_how_they_were_made(trained: Workspace) -> None:
+def test_samples_are_not_overwritten_and_record_their_settings(trained: Workspace) -> None:
     command = (
         "sample",
         "output",
@@ -116,7 +116,9 @@ def test_files_are_not_overwritten_and_say_how_they_were_made(trained: Workspace
     assert len({trained.path(f"again/{name}").read_bytes() for name in names}) == 2
 
 
-def test_the_base_model_and_a_lora_from_elsewhere(trained: Workspace, t2i_checkpoint: Path) -> None:
+def test_the_base_model_and_a_downloaded_lora_can_be_sampled(
+    trained: Workspace, t2i_checkpoint: Path
+) -> None:
     base = trained.path("output/benchmarks/base_model/validation_128x128.png").read_bytes()
     assert sampled(trained, "base", *PROMPT) == base, "the configuration alone"
     shutil.copy(trained.path(LORA), trained.path("datasets/theirs.safetensors"))
@@ -145,7 +147,7 @@ def test_the_base_model_and_a_lora_from_elsewhere(trained: Workspace, t2i_checkp
     assert made == {"strength-0": base, "strength-1": preview(trained, 4)}
 
 
-def test_a_dora_at_strength_0_is_the_base_model(
+def test_a_dora_at_strength_0_equals_the_base_model(
     trained: Workspace, t2i_checkpoint: Path, capsys: Capture
 ) -> None:
     """Which it is not in the stock pipeline, and a strength never changes its magnitudes: so it is
@@ -177,12 +179,12 @@ def test_a_dora_at_strength_0_is_the_base_model(
     )
 
 
-def test_int8_is_quantised_before_the_lora(trained: Workspace) -> None:
+def test_a_quantised_base_changes_the_sample(trained: Workspace) -> None:
     picture = sampled(trained, "int8", "output", *PROMPT, "base_model_precision=int8-quanto")
     assert picture != preview(trained, 4)
 
 
-def test_a_sweep_marks_the_best_and_goes_on_where_it_was(
+def test_a_sweep_marks_the_lowest_loss_and_continues_where_it_stopped(
     trained: Workspace, capsys: Capture
 ) -> None:
     command = (
@@ -234,7 +236,7 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(
     trained.path("datasets/away").rename(trained.path("datasets/held"))
 
 
-def test_losses_that_would_not_fit_are_not_measured(
+def test_a_sweep_skips_losses_that_would_not_fit_in_memory(
     trained: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU has room to render, but not for a held-out picture of this size."""
@@ -321,7 +323,7 @@ def test_losses_that_would_not_fit_are_not_measured(
         ),
     ],
 )
-def test_mistakes_are_told_at_once(
+def test_all_mistakes_of_a_sample_command_are_reported_at_once(
     trained: Workspace, capsys: Capture, arguments: list[str], messages: list[str]
 ) -> None:
     shutil.copytree(
@@ -341,7 +343,7 @@ def test_mistakes_are_told_at_once(
     assert [message for message in messages if message not in error] == []
 
 
-def test_a_full_fine_tune_has_checkpoints_but_no_strength(
+def test_a_full_fine_tune_is_sampled_by_checkpoint_but_not_by_strength(
     workspace: Workspace, capsys: Capture
 ) -> None:
     workspace.write_config(
@@ -368,7 +370,7 @@ def test_a_full_fine_tune_has_checkpoints_but_no_strength(
     assert "source: 'datasets' contains no complete checkpoints." in capsys.readouterr().err
 
 
-def test_a_run_that_does_not_fit_is_refused_before_torch(
+def test_a_sample_that_does_not_fit_in_memory_is_refused(
     trained: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_to_have(monkeypatch, 0.05)
@@ -398,7 +400,7 @@ def test_a_run_that_does_not_fit_is_refused_before_torch(
         ),
     ],
 )
-def test_what_the_evaluation_loss_says(
+def test_a_sheet_interprets_the_evaluation_loss(
     tmp_path: Path, losses: dict[int, float], verdict: str, best: int | None
 ) -> None:
     records = [MediaRecord(step, "validation", "a", "a.png", 8, 8) for step in (100, 150, 290)]
@@ -411,7 +413,7 @@ def test_what_the_evaluation_loss_says(
     assert sheet.best == best
 
 
-def test_a_long_prompt_is_written_above_its_pictures(tmp_path: Path) -> None:
+def test_a_long_prompt_makes_the_sheet_taller(tmp_path: Path) -> None:
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
 
     def height(prompt: str) -> int:

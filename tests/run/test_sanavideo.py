@@ -35,7 +35,7 @@ def sana_workspace(tmp_path: Path, sana_checkpoint: Path) -> Workspace:
     return Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **settings)
 
 
-def test_lora(
+def test_sana_video_trains_a_lora_that_the_stock_pipeline_loads(
     sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("--flow_schedule_shift=1.0", "--sana_motion_score=30", "--validation_disable=false")
@@ -50,7 +50,9 @@ def test_lora(
 
 
 @pytest.mark.parametrize("is_i2v", first_of([True, False]))
-def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
+def test_clips_and_pictures_train_together_with_and_without_i2v(
+    sana_workspace: Workspace, is_i2v: bool
+) -> None:
     """`video.is_i2v` of a dataset decides what the run is; pictures beside its clips are trained
     from noise.
     """
@@ -94,13 +96,13 @@ def test_comfyui_files_are_refused(
     )
 
 
-def test_full(sana_workspace: Workspace) -> None:
+def test_a_full_fine_tune_of_sana_video_is_a_pipeline(sana_workspace: Workspace) -> None:
     """As the guide trains: all weights, with a moving average."""
     assert sana_workspace.train("--model_type=full", "--use_ema=true", "--max_grad_norm=0.0") == 0
     SanaVideoPipeline.from_pretrained(sana_workspace.path("output/pipeline"))
 
 
-def test_a_dataset_may_have_a_motion_score_of_its_own(
+def test_a_dataset_can_set_its_motion_score(
     sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = {**DATASETS[0], "id": "fast", "sana_motion_score": "80", "cache_dir_vae": "cache/fast"}
@@ -130,7 +132,7 @@ def test_a_dataset_may_have_a_motion_score_of_its_own(
     )
 
 
-def test_motion_score_makes_other_embeddings(sana_workspace: Workspace) -> None:
+def test_captions_with_a_motion_score_are_encoded_separately(sana_workspace: Workspace) -> None:
     texts = sana_workspace.path("cache/text")
     counts = []
     for score in ("", "30"):

@@ -22,7 +22,7 @@ def put_average(run: Workspace, step: int) -> None:
 
 
 @pytest.mark.parametrize(("step", "is_stale"), [(2, True), (4, False)])
-def test_only_an_average_of_the_result_is_uploaded(
+def test_an_average_of_an_earlier_result_is_not_uploaded(
     trained: Workspace, step: int, is_stale: bool
 ) -> None:
     assert not average_is_stale(trained.path("output"))

@@ -24,7 +24,7 @@ STEADY: dict[str, Any] = {
 SAMPLED = {"scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 0.5}
 
 
-def test_an_interrupted_run_equals_an_uninterrupted_one(
+def test_scheduled_sampling_continues_bit_exactly(
     tmp_path: Path,
     t2i_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,

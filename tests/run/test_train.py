@@ -34,7 +34,7 @@ LORA = "output/pytorch_lora_weights.safetensors"
 
 
 @pytest.mark.slow
-def test_previews_have_true_sizes_and_names(workspace: Workspace) -> None:
+def test_previews_have_the_sizes_and_prompts_of_their_file_names(workspace: Workspace) -> None:
     library = workspace.path("config/library.json")
     library.write_text(json.dumps({"anime_<token>": "a drawing", "नमस्ते": {"prompt": "hello"}}))
     workspace.write_config(
@@ -83,7 +83,7 @@ def test_lora_of_any_strength_draws_the_same_in_the_stock_pipeline(
 
 
 @pytest.mark.slow
-def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(
+def test_comfyui_files_hold_the_trained_weights_and_can_be_continued(
     workspace: Workspace,
 ) -> None:
     workspace.write_config(
@@ -123,7 +123,9 @@ def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(
 
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui"])
-def test_the_average_of_a_dora_has_the_names_of_the_dora(workspace: Workspace, form: str) -> None:
+def test_the_average_of_a_dora_has_the_same_tensors_as_the_dora(
+    workspace: Workspace, form: str
+) -> None:
     workspace.write_config(
         use_dora=True, use_ema=True, lora_format=form, lora_rank=4, max_train_steps=1
     )
@@ -143,7 +145,9 @@ def test_the_average_of_a_dora_has_the_names_of_the_dora(workspace: Workspace, f
         *(("all-linear", init) for init in ("default", "gaussian", "pissa", "olora")),
     ],
 )
-def test_lora_targets_and_inits(workspace: Workspace, targets: str, init: str) -> None:
+def test_every_lora_target_and_initialisation_is_verified(
+    workspace: Workspace, targets: str, init: str
+) -> None:
     workspace.write_config(
         peft_lora_target_modules=targets, lora_init_type=init, lora_rank=4, max_train_steps=2
     )
@@ -155,7 +159,7 @@ def test_lora_targets_and_inits(workspace: Workspace, targets: str, init: str) -
     assert "transformer.out_layer.out_layer" not in modules
 
 
-def test_init_that_changes_the_base_is_saved_as_a_difference(
+def test_pissa_is_saved_as_a_difference_to_the_base_model(
     workspace: Workspace, t2i_checkpoint: Path
 ) -> None:
     """With a learning rate of almost 0 the trained pissa model is the base model, and so must its
@@ -171,7 +175,7 @@ def test_init_that_changes_the_base_is_saved_as_a_difference(
         assert update.abs().max() < 1e-5
 
 
-def test_a_lora_of_the_hub_is_checked_before_anything_is_encoded(
+def test_a_lora_on_the_hub_is_checked_before_anything_is_encoded(
     workspace: Workspace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -195,7 +199,7 @@ def test_a_lora_of_the_hub_is_checked_before_anything_is_encoded(
 
 
 @pytest.mark.slow(3)
-def test_init_lora_starts_from_a_file(workspace: Workspace) -> None:
+def test_init_lora_reads_every_naming_scheme(workspace: Workspace) -> None:
     workspace.write_config(learning_rate=0.05)
     assert workspace.train() == 0
     first = workspace.path(LORA)
@@ -221,7 +225,9 @@ def test_init_lora_starts_from_a_file(workspace: Workspace) -> None:
             assert_close(again[name], tensor, terms=ELEMENTWISE)
 
 
-def test_full_fine_tune_gives_a_pipeline(workspace: Workspace) -> None:
+def test_a_full_fine_tune_with_an_average_is_a_pipeline_of_the_average(
+    workspace: Workspace,
+) -> None:
     workspace.write_config(model_type="full", use_ema=True, learning_rate=1e-3)
     assert workspace.train() == 0
     folder = workspace.path("output/pipeline")
@@ -238,7 +244,7 @@ def test_full_fine_tune_gives_a_pipeline(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision(workspace: Workspace, precision: str) -> None:
+def test_half_precision_trains_to_a_finite_loss(workspace: Workspace, precision: str) -> None:
     workspace.write_config(mixed_precision=precision)
     assert workspace.train() == 0
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float32}[precision]
@@ -247,7 +253,7 @@ def test_low_precision(workspace: Workspace, precision: str) -> None:
     assert all(line["train_loss"] < 10 for line in workspace.metrics())
 
 
-def test_the_published_file_names_its_run(trained: Workspace) -> None:
+def test_the_published_file_describes_its_run(trained: Workspace) -> None:
     """By the output folder, since the user gave no name."""
     header = read_header(trained.path(LORA))[METADATA]
 
@@ -263,7 +269,9 @@ def test_the_published_file_names_its_run(trained: Workspace) -> None:
     assert date.fromisoformat(header["modelspec.date"]) <= datetime.now(UTC).date()
 
 
-def test_kandinskys_program_can_load_the_result(trained: Workspace, t2i_checkpoint: Path) -> None:
+def test_kandinskys_own_program_can_load_the_result(
+    trained: Workspace, t2i_checkpoint: Path
+) -> None:
     """It makes peft's adapter from config_lora.json, and reads the weights without their prefix."""
     settings = json.loads(trained.path("output/config_lora.json").read_text())
     weights = load_file(trained.path(LORA))
@@ -281,7 +289,9 @@ def test_kandinskys_program_can_load_the_result(trained: Workspace, t2i_checkpoi
     assert layer.scaling == {"default": 1.0}
 
 
-def test_second_run_loads_no_encoder(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_does_not_load_an_encoder(
+    trained: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("an encoder was loaded although everything is cached")
@@ -292,7 +302,7 @@ def test_second_run_loads_no_encoder(trained: Workspace, monkeypatch: pytest.Mon
     assert trained.train("--output_dir=other", "cache_dir_vae=output/cache/vae") == 0
 
 
-def test_only_what_is_new_is_encoded(
+def test_only_new_pictures_and_captions_are_encoded(
     trained: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(
@@ -308,7 +318,7 @@ def test_only_what_is_new_is_encoded(
     assert "Encoding captions: 2 captions" in output
 
 
-def test_a_damaged_entry_is_encoded_again(trained: Workspace) -> None:
+def test_a_damaged_cache_entry_is_encoded_again(trained: Workspace) -> None:
     before = trained.metrics()
     entries = list(trained.path("output/cache/vae").rglob("*.safetensors.zst"))
     originals = {path: path.read_bytes() for path in entries}
@@ -323,7 +333,7 @@ def test_a_damaged_entry_is_encoded_again(trained: Workspace) -> None:
     assert trained.run("cache", "verify") == 0
 
 
-def test_regularisation_holds_the_base_model(workspace: Workspace) -> None:
+def test_regularisation_data_keep_the_base_model(workspace: Workspace) -> None:
     """On regularisation data the untrained LoRA is already right: the loss is 0 until other data
     are trained.
     """
@@ -337,7 +347,7 @@ def test_regularisation_holds_the_base_model(workspace: Workspace) -> None:
     assert any(losses[3:])
 
 
-def test_loss_that_is_not_finite_stops_before_the_update(
+def test_a_loss_that_is_not_finite_stops_before_the_update(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = step.elementwise_loss
@@ -392,7 +402,7 @@ def test_i2i_trains_and_previews_from_its_sources(tmp_path: Path, i2i_checkpoint
 
 
 @pytest.mark.slow
-def test_photographs_as_people_have_them(tmp_path: Path) -> None:
+def test_photographs_with_spaces_and_unicode_in_their_paths_train(tmp_path: Path) -> None:
     """Real pictures, mixed ratios and names, another checkpoint, all the way to previews and
     report.
     """
@@ -423,7 +433,7 @@ def test_photographs_as_people_have_them(tmp_path: Path) -> None:
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", None),
     ],
 )
-def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_otherwise(
+def test_gpu_memory_uses_expandable_segments_unless_the_user_configures_it(
     workspace: Workspace,
     monkeypatch: pytest.MonkeyPatch,
     name: str,

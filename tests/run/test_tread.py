@@ -32,7 +32,9 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all((one[name] == other[name]).all() for name in one)
 
 
-def test_stop_and_go_equals_going_on(tmp_path: Path, filled: Workspace) -> None:
+def test_an_interrupted_run_with_token_routes_continues_bit_exactly(
+    tmp_path: Path, filled: Workspace
+) -> None:
     straight, plain = (
         filled.copy(tmp_path / name, tread_config=routes, gradient_accumulation_steps=2)
         for name, routes in (("straight", ROUTES), ("plain", None))
@@ -48,7 +50,7 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, filled: Workspace) -> None:
     assert runs[0].train("max_train_steps=6") == 0, "the last steps without routes"
 
 
-def test_previews_are_those_of_the_whole_model(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_previews_do_not_use_token_routes(tmp_path: Path, t2i_checkpoint: Path) -> None:
     """At a learning rate of almost nothing, both runs end with the same weights."""
     pictures = []
     for name, routes in (("with", ROUTES), ("without", None)):
@@ -68,7 +70,7 @@ def test_previews_are_those_of_the_whole_model(tmp_path: Path, t2i_checkpoint: P
     assert all(np.array_equal(one, other) for one, other in zip(*pictures, strict=True))
 
 
-def test_clips_with_block_sparse_attention(tmp_path: Path) -> None:
+def test_token_routes_work_with_block_sparse_attention(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "nabla", "i2v", nabla=True)
     runs = [
         make_workspace(tmp_path / name, checkpoint, "i2v-pro-sft-5s")

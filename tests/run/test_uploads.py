@@ -125,7 +125,7 @@ def test_a_server_that_recovers_is_asked_again(
     assert "simpletuner publish" not in capsys.readouterr().out
 
 
-def test_what_failed_is_uploaded_later_without_training(
+def test_publish_uploads_what_failed_without_training(
     hub: FakeHub, workspace: Workspace, capsys: Capture
 ) -> None:
     hub.broken_commits = 3
@@ -149,7 +149,7 @@ def test_what_failed_is_uploaded_later_without_training(
     assert "me/star" not in text
 
 
-def test_publish_reports_what_it_cannot_do(
+def test_publish_reports_folders_settings_and_servers_it_cannot_use(
     hub: FakeHub, workspace: Workspace, capsys: Capture
 ) -> None:
     assert workspace.run("publish", "datasets") == 2
@@ -183,7 +183,7 @@ def test_publish_says_where_recorded_settings_are_damaged(tmp_path: Path) -> Non
         recorded_settings(tmp_path, Arguments())
 
 
-def test_publish_names_recorded_settings_that_are_gone(hub: FakeHub, tmp_path: Path) -> None:
+def test_publish_names_recorded_settings_that_were_removed(hub: FakeHub, tmp_path: Path) -> None:
     names = {"tracker_project_name": "stars", "tracker_run_name": "first"}
     put_checkpoint(tmp_path, json.dumps({**names, "publishing_config": [{"bucket": "b"}]}))
     arguments = Arguments()
@@ -205,7 +205,7 @@ def test_publish_names_recorded_settings_that_are_gone(hub: FakeHub, tmp_path: P
         (GUEST, "push_to_hub: the hub token has no permission to write to me/star."),
     ],
 )
-def test_who_may_not_write_learns_it_before_training(
+def test_a_token_without_write_permission_is_refused_before_training(
     token: str | None,
     complaint: str,
     workspace: Workspace,
@@ -221,7 +221,7 @@ def test_who_may_not_write_learns_it_before_training(
     assert token is None or token not in shown.err + shown.out
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error_at_the_start(
+def test_an_unreachable_hub_is_refused_before_training(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     with used_hub(monkeypatch) as hub:
@@ -234,7 +234,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_at_the_start(
     assert hub.requests == []
 
 
-def test_an_existing_public_repository_is_mentioned(
+def test_an_existing_public_repository_is_reported(
     hub: FakeHub, workspace: Workspace, capsys: Capture
 ) -> None:
     hub.repositories["me/star"] = Repository(private=False)
@@ -242,7 +242,7 @@ def test_an_existing_public_repository_is_mentioned(
     assert "me/star exists on the hub and is public" in capsys.readouterr().out
 
 
-def test_nothing_private_is_published(
+def test_secrets_and_local_paths_are_not_uploaded(
     hub: FakeHub, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "sesame-sesame")
@@ -293,7 +293,7 @@ def test_scripts_run_after_checkpoints_and_uploads(
     assert "warning: post_upload_script exited with code 1: no way" in capsys.readouterr().out
 
 
-def test_the_yaml_of_a_card_cannot_be_broken_by_prompts(hub: FakeHub, workspace: Workspace) -> None:
+def test_prompts_cannot_break_the_yaml_of_a_model_card(hub: FakeHub, workspace: Workspace) -> None:
     prompt = (
         "a \"star\": [x]\n---\nlicense: stolen\n# 'quoted' | {{ 7 * 7 }} ``` </Gallery> "
         "\u2028 \t end"
@@ -334,7 +334,7 @@ class Slow:
         return "slow://there"
 
 
-def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Path) -> None:
+def test_background_uploads_do_not_block_training_or_lose_checkpoints(tmp_path: Path) -> None:
     place = Slow()
     said: list[object] = []
     described: list[int] = []
@@ -377,7 +377,7 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
     assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [tmp_path / "checkpoint-1"]
 
 
-def test_the_next_start_finishes_what_a_kill_has_cut_short(
+def test_the_next_start_finishes_uploads_that_a_kill_cut_short(
     hub: FakeHub,
     workspace: Workspace,
     tmp_path: Path,
@@ -429,7 +429,7 @@ def test_the_next_start_finishes_what_a_kill_has_cut_short(
     assert hub.repositories["me/star"].files.keys() == whole.keys()
 
 
-def test_a_run_without_uploads_says_nothing_of_them(
+def test_a_run_without_uploads_does_not_mention_them(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def fail(*given: object) -> None:
