@@ -28,7 +28,7 @@ def problems(error: pytest.ExceptionInfo[ConfigError]) -> set[str]:
     return {problem.where for problem in error.value.problems if problem.fatal}
 
 
-def test_importing_costs_nothing_and_planning_needs_no_torch() -> None:
+def test_import_is_lazy_and_planning_needs_no_torch() -> None:
     code = (
         "import simpletuner, sys\nprint(sorted({'torch', 'pydantic', 'typer', 'numpy', "
         "'simpletuner.plan'} & set(sys.modules)))\nprint(simpletuner.plan({'example': "
@@ -38,7 +38,7 @@ def test_importing_costs_nothing_and_planning_needs_no_torch() -> None:
     assert (ran.stdout, ran.stderr) == ("[]\nTrue False\n", "")
 
 
-def test_training_is_that_of_the_command(
+def test_train_writes_the_same_lora_as_the_command(
     workspace: Workspace, finished: Workspace, capfd: Capture
 ) -> None:
     events: list[Event] = []
@@ -53,7 +53,7 @@ def test_training_is_that_of_the_command(
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [2, 4]
 
 
-def test_a_finished_run_is_returned(trained: Workspace) -> None:
+def test_train_returns_a_finished_run_without_a_step(trained: Workspace) -> None:
     events: list[Event] = []
     with trained.inside():
         result = simpletuner.train(settings(trained), on_event=events.append)
@@ -61,7 +61,7 @@ def test_a_finished_run_is_returned(trained: Workspace) -> None:
     assert not [event for event in events if isinstance(event, StepReport)]
 
 
-def test_all_mistakes_at_once(workspace: Workspace, capfd: Capture) -> None:
+def test_train_and_plan_report_all_mistakes_at_once(workspace: Workspace, capfd: Capture) -> None:
     wrong = settings(workspace, learning_rte=1, max_train_steps="many", model_flavour="t2i-light")
     for function in (simpletuner.train, simpletuner.plan):
         with (
@@ -79,7 +79,7 @@ def test_all_mistakes_at_once(workspace: Workspace, capfd: Capture) -> None:
     assert not workspace.path("output").exists()
 
 
-def test_a_path_is_not_a_dict() -> None:
+def test_wrong_types_of_arguments_are_explained() -> None:
     with pytest.raises(ConfigError, match=r"write \{'config': 'config/config.json'\}"):
         simpletuner.train("config/config.json")
     with pytest.raises(ConfigError, match=r"prompts: is a list: \['a cat'\]"):
@@ -89,7 +89,7 @@ def test_a_path_is_not_a_dict() -> None:
         simpletuner.sample("output", ["a cat", no_text])
 
 
-def test_several_processes_need_the_command(workspace: Workspace) -> None:
+def test_train_refuses_several_processes(workspace: Workspace) -> None:
     with (
         workspace.inside(),
         pytest.raises(ConfigError, match="use the command `simpletuner train`") as error,
@@ -99,7 +99,7 @@ def test_several_processes_need_the_command(workspace: Workspace) -> None:
     assert not workspace.path("output").exists()
 
 
-def test_the_plan_is_the_document_of_the_command(workspace: Workspace, capsys: Capture) -> None:
+def test_plan_returns_the_document_of_the_command(workspace: Workspace, capsys: Capture) -> None:
     assert workspace.run("plan", "--json") == 0
     by_command = json.loads(capsys.readouterr().out)
     with workspace.inside():
@@ -113,7 +113,7 @@ def test_the_plan_is_the_document_of_the_command(workspace: Workspace, capsys: C
     assert (document["length"]["steps"], by_name["length"]["steps"]) == (4, 8)
 
 
-def test_datasets_as_a_list_in_another_thread(workspace: Workspace) -> None:
+def test_train_takes_a_list_of_datasets_in_another_thread(workspace: Workspace) -> None:
     """As a program with windows trains: Python lets only the main thread handle signals."""
     workspace.path("config/multidatabackend.json").unlink()
     config = settings(
@@ -128,7 +128,7 @@ def test_datasets_as_a_list_in_another_thread(workspace: Workspace) -> None:
     assert json.loads(workspace.path("threaded/data_backend_config.json").read_text()) == DATASETS
 
 
-def test_sampling_returns_the_files(trained: Workspace, capfd: Capture) -> None:
+def test_sample_returns_the_files(trained: Workspace, capfd: Capture) -> None:
     with trained.inside():
         paths = simpletuner.sample(
             Path("output"), ["a cat", "a dog"], checkpoint=2, steps=1, resolution="128x128"
@@ -146,7 +146,7 @@ def test_sampling_returns_the_files(trained: Workspace, capfd: Capture) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_on_event_raises_ends_the_run(workspace: Workspace) -> None:
+def test_an_exception_of_on_event_ends_the_run(workspace: Workspace) -> None:
     def refuse(event: Event) -> None:
         if isinstance(event, StepReport):
             raise LookupError("enough")
@@ -156,6 +156,6 @@ def test_what_on_event_raises_ends_the_run(workspace: Workspace) -> None:
     assert not workspace.path("output/pytorch_lora_weights.safetensors").exists()
 
 
-def test_no_other_name_is_there() -> None:
+def test_unknown_names_raise_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="trian"):
         simpletuner.trian  # noqa: B018

@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_writes_text_bytes_and_json_and_makes_the_folder(tmp_path: Path, durable: bool) -> None:
+def test_text_bytes_and_json_are_written_into_new_folders(tmp_path: Path, durable: bool) -> None:
     write_atomically(tmp_path / "a" / "text", "रंग\n", durable=durable)
     write_atomically(tmp_path / "a" / "bytes", b"\x00\xff", durable=durable)
     write_json(tmp_path / "a" / "json", {"लाल": [1, None]}, durable=durable)
@@ -100,7 +100,7 @@ def test_a_failing_disk_names_the_path_and_keeps_the_old_file(
         raise OSError(code, os.strerror(code), "/elsewhere/source")
 
 
-def test_an_error_that_was_dealt_with_is_no_reason(tmp_path: Path) -> None:
+def test_a_suppressed_cause_is_ignored(tmp_path: Path) -> None:
     error = ValueError("another")
     # from None
     error.__context__ = OSError(errno.EIO, "of a file that was read")
@@ -154,7 +154,7 @@ def test_a_failed_folder_is_removed_and_the_old_one_stays(tmp_path: Path) -> Non
     assert names(tmp_path) == ["checkpoint-10"]
 
 
-def test_what_a_killed_build_left_is_not_mixed_into_the_next(tmp_path: Path) -> None:
+def test_a_folder_build_starts_empty_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-10-tmp").mkdir()
     (tmp_path / "checkpoint-10-tmp" / "stale").write_text("half")
     with build_folder(tmp_path / "checkpoint-10") as folder:
@@ -191,7 +191,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refused", ["folder", "folder/below"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_a_place_that_is_read_only_is_named(
+def test_a_read_only_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, refused: str
 ) -> None:
     final = tmp_path / "folder" / "below" / "a.json"
@@ -204,12 +204,12 @@ def test_a_place_that_is_read_only_is_named(
         write_atomically(final, b"x")
 
 
-def test_a_source_that_may_not_be_read_is_not_the_place_that_is_written(tmp_path: Path) -> None:
+def test_an_unreadable_source_is_not_a_write_error(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), writing_to(tmp_path / "a.json"):
         raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/picture.png")
 
 
-def test_sweeping_takes_unfinished_files_of_ours_alone(tmp_path: Path) -> None:
+def test_sweeping_removes_only_our_unfinished_files(tmp_path: Path) -> None:
     below = tmp_path / "below"
     below.mkdir()
     ours = [folder / ".entry.zst.0123456789ab.tmp" for folder in (tmp_path, below)]
@@ -225,7 +225,7 @@ def test_sweeping_takes_unfinished_files_of_ours_alone(tmp_path: Path) -> None:
     assert all(path.exists() for path in theirs)
 
 
-def test_sweeping_passes_over_a_file_that_its_writer_has_just_renamed(
+def test_sweeping_ignores_a_file_renamed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = tmp_path / ".left.0123456789ab.tmp"
@@ -237,7 +237,7 @@ def test_sweeping_passes_over_a_file_that_its_writer_has_just_renamed(
     assert not left.exists()
 
 
-def test_a_folder_caught_between_two_renames_comes_back(tmp_path: Path) -> None:
+def test_a_folder_between_two_renames_is_restored(tmp_path: Path) -> None:
     for name in (
         "pipeline-old-tmp",
         "checkpoint-4-tmp",
@@ -259,7 +259,7 @@ def test_a_file_keeps_its_permissions_when_it_is_replaced(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
 @pytest.mark.parametrize("private", [True, False])
-def test_a_disk_without_permissions_takes_files(
+def test_files_are_written_to_disks_without_permissions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, private: bool
 ) -> None:
     def refuse(path: Path, mode: int) -> None:

@@ -29,11 +29,11 @@ class NewSpec(TechniqueSpec):
     keys = NewKeys
 
 
-def test_nothing_is_missing() -> None:
+def test_every_extension_is_complete() -> None:
     assert complete.lacking() == []
 
 
-def test_all_that_a_new_technique_lacks_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gaps_of_a_new_technique_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(complete, "SPECS", (*complete.SPECS, NewSpec))
 
     missing = [*complete.check_techniques()]
@@ -46,7 +46,7 @@ def test_all_that_a_new_technique_lacks_is_said_at_once(monkeypatch: pytest.Monk
     ]
 
 
-def test_a_technique_without_a_spec_is_missing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_technique_without_a_spec_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(complete, "SPECS", complete.SPECS[:-1])
 
     missing = [*complete.check_techniques()]
@@ -59,7 +59,7 @@ def test_a_technique_without_a_spec_is_missing_it(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_a_case_without_a_comparison_is_missing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_without_a_comparison_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         complete.CASES, "tread", replace(complete.CASES["tread"], neutral=[], runs=())
     )
@@ -79,7 +79,7 @@ class TarKeys(Group):
     """A folder."""
 
 
-def test_all_that_a_new_source_lacks_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gaps_of_a_new_source_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tars = Source(
         TarKeys, lister="simpletuner.annexes.remote.tars:list_tars", required=("tar_folder",)
     )
@@ -96,7 +96,7 @@ def test_all_that_a_new_source_lacks_is_said_at_once(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_all_that_a_new_family_lacks_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gaps_of_a_new_family_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, FOURTH.name, FOURTH)
 
     missing = [*complete.check_families()]
@@ -116,7 +116,7 @@ def test_a_subscriber_is_found_by_its_name() -> None:
     assert [*complete.subscribed(tree)] == ["The new one"]
 
 
-def test_a_tracker_without_a_package_is_missing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_without_a_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(complete.TRACKERS, "prometheus", complete.TRACKERS["wandb"])
 
     missing = [*complete.check_trackers()]

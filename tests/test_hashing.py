@@ -18,11 +18,11 @@ def test_a_file_a_text_and_bytes_of_the_same_content_have_the_same_hash(tmp_path
     assert hash_file(path) == hash_text("abc") == hash_bytes(b"abc") == OF_ABC
 
 
-def test_a_name_that_is_not_utf_8_has_a_hash() -> None:
+def test_names_that_are_not_utf_8_can_be_hashed() -> None:
     assert hash_text("caf\udce9") != hash_text("caf\udcea")
 
 
-def test_equal_values_have_one_canonical_json_whatever_their_order() -> None:
+def test_canonical_json_does_not_depend_on_order() -> None:
     assert (
         canonical_json({"b": [1, 2.5], "a": None, "ä": True})
         == r'{"a":null,"b":[1,2.5],"\u00e4":true}'
@@ -30,6 +30,6 @@ def test_equal_values_have_one_canonical_json_whatever_their_order() -> None:
     assert hash_json({"b": 1, "a": 2}) == hash_json({"a": 2, "b": 1})
 
 
-def test_not_a_number_has_no_canonical_json() -> None:
+def test_canonical_json_refuses_nan() -> None:
     with pytest.raises(ValueError, match="JSON"):
         canonical_json({"a": float("nan")})

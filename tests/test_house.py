@@ -124,7 +124,7 @@ def test_few_files_ask_which_process_they_are_in(house: House) -> None:
 
 
 @pytest.mark.slow
-def test_everything_public_says_what_it_is_for(house: House) -> None:
+def test_everything_public_has_a_docstring(house: House) -> None:
     assert house.undocumented() == []
 
 

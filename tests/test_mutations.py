@@ -31,7 +31,7 @@ def test_the_layout_of_the_source_does_not_count() -> None:
     assert mutation.apply("x = f(first, [third]) + 1\n") == "x = f(first, [third]) + 1\n"
 
 
-def test_the_others_are_judged_beside_one_that_cannot_be(
+def test_one_unusable_mutation_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "room").mkdir()

@@ -29,7 +29,7 @@ def end(requirement: Requirement, operator: str) -> Version:
 
 
 @pytest.mark.parametrize("requirement", PACKAGES, ids=lambda requirement: requirement.name)
-def test_every_package_has_two_ends(requirement: Requirement) -> None:
+def test_every_requirement_has_lower_and_upper_bounds(requirement: Requirement) -> None:
     """The upper one is a major version; before 1.0, where minor versions break, one of these; of
     torch, too.
     """
@@ -50,7 +50,7 @@ def tried() -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def test_the_ends_are_what_was_tried() -> None:
+def test_bounds_match_the_tested_versions() -> None:
     """Whoever moves an end runs `scripts/matrix`, which prints the table."""
     rows = tried()
     (oldest,) = [row for row in rows if row["packages"] == "oldest"]

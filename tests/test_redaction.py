@@ -45,7 +45,7 @@ def forget_secrets() -> Iterator[None]:
         "https://example.org/{env:MY_HOOK}",
     ],
 )
-def test_no_error_shows_a_webhook(
+def test_errors_never_show_a_webhook_address(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture, webhook: object
 ) -> None:
     monkeypatch.setenv("MY_HOOK", SECRET)
@@ -55,7 +55,7 @@ def test_no_error_shows_a_webhook(
     assert "opensesame" not in told
 
 
-def test_a_variable_in_a_name_reaches_no_file(
+def test_no_file_contains_the_value_of_an_expanded_variable(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("MY_HOOK", SECRET)
@@ -80,7 +80,7 @@ def test_a_variable_in_a_name_reaches_no_file(
     assert "plan " in log
 
 
-def test_names_that_end_in_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_whose_names_end_in_key_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNPOD_KEY", "0123456789abcdef")
     assert redact("with 0123456789abcdef") == "with [hidden]"
     assert redact_settings({"S3_KEY": "abc", "keyboard": "abc"}) == {
@@ -99,7 +99,7 @@ def test_names_that_end_in_key(monkeypatch: pytest.MonkeyPatch) -> None:
         ("https://example.org/a", True, True),
     ],
 )
-def test_what_is_worth_hiding(text: str, in_run: bool, in_request: bool) -> None:
+def test_short_texts_and_words_are_not_hidden(text: str, in_run: bool, in_request: bool) -> None:
     with hidden_for_now():
         hide(text)
         assert (HIDDEN in redact(f"<{text}>")) == in_request
@@ -109,7 +109,7 @@ def test_what_is_worth_hiding(text: str, in_run: bool, in_request: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "..", "tab\tbed", "a\\b"])
-def test_an_id_stays_inside_the_cache_folder(
+def test_a_dataset_id_cannot_leave_the_cache_folder(
     workspace: Workspace, capsys: Capture, name: str
 ) -> None:
     workspace.write_datasets([{**DATASETS[0], "id": name}, DATASETS[1]])
@@ -118,7 +118,7 @@ def test_an_id_stays_inside_the_cache_folder(
     assert "\t" not in told
 
 
-def test_names_are_shown_without_control_characters() -> None:
+def test_control_characters_of_names_are_escaped() -> None:
     assert str(Problem("a\x1b[2Jb\n.png", "is \u202egnp.")) == "a\\x1b[2Jb\\n.png: is \\u202egnp."
 
 
@@ -136,7 +136,9 @@ def test_the_files_of_a_folder_share_the_mode_of_the_umask(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("key", ["cache_dir", "cache_dir_text", "cache_dir_vae"])
-def test_a_file_in_place_of_a_cache_folder(workspace: Workspace, capsys: Capture, key: str) -> None:
+def test_a_file_in_place_of_a_cache_folder_is_reported(
+    workspace: Workspace, capsys: Capture, key: str
+) -> None:
     workspace.path("taken").write_text("x")
     assert (
         complaint(workspace, capsys, "plan", f"{key}=taken")
@@ -146,7 +148,7 @@ def test_a_file_in_place_of_a_cache_folder(workspace: Workspace, capsys: Capture
     assert "'taken' is a file" in complaint(workspace, capsys)
 
 
-def test_texts_are_redacted_under_any_name_and_secrets_gathered_once(
+def test_texts_are_redacted_under_any_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gathered: list[int] = []

@@ -46,7 +46,7 @@ def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
     assert picture_fingerprint(converted) != fingerprint
 
 
-def test_captions_are_cached_as_the_encoder_reads_them(tmp_path: Path) -> None:
+def test_captions_are_cached_after_cleaning(tmp_path: Path) -> None:
     caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", compress=True)
     catalogue = Catalogue(
         {"pictures": caches},
@@ -70,7 +70,7 @@ def test_captions_are_cached_as_the_encoder_reads_them(tmp_path: Path) -> None:
     assert blank.key == catalogue.text("pictures", "", None).key
 
 
-def test_each_dataset_decides_whether_its_entries_are_compressed(workspace: Workspace) -> None:
+def test_datasets_decide_whether_their_entries_are_compressed(workspace: Workspace) -> None:
     sizes = {}
     for compress in (True, False):
         workspace.write_datasets([{**DATASETS[0], "compress_cache": compress}, DATASETS[1]])
@@ -81,7 +81,7 @@ def test_each_dataset_decides_whether_its_entries_are_compressed(workspace: Work
     assert sizes[True] < sizes[False]
 
 
-def test_a_start_digests_every_key_once_and_reads_every_header_once(
+def test_a_start_computes_every_digest_once(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plan and filling ask for the same entries; a picture of one caption has two keys."""

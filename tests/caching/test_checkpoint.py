@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return vae
 
 
-def test_the_same_files_elsewhere_are_the_same(folder: Path, tmp_path: Path) -> None:
+def test_the_identity_does_not_depend_on_the_path(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere"
     shutil.copytree(folder, copy)
     assert checkpoint_identity(copy) == checkpoint_identity(folder)
@@ -43,7 +43,7 @@ def test_links_as_in_a_hub_snapshot_are_followed(folder: Path, tmp_path: Path) -
     assert checkpoint_identity(snapshot) == checkpoint_identity(folder)
 
 
-def test_what_no_encoder_reads_does_not_count(folder: Path) -> None:
+def test_files_that_are_not_part_of_a_model_do_not_count(folder: Path) -> None:
     before = checkpoint_identity(folder)
     (folder / "README.md").write_text("about")
     (folder / "config.json").write_text(
@@ -53,7 +53,7 @@ def test_what_no_encoder_reads_does_not_count(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer.0.weight", "layer.5.weight", "bias"])
-def test_a_change_of_any_tensor_is_seen(folder: Path, name: str) -> None:
+def test_a_change_of_any_tensor_changes_the_identity(folder: Path, name: str) -> None:
     before = checkpoint_identity(folder)
     changed = weights()
     changed[name] = changed[name] + 1e-3
@@ -61,7 +61,7 @@ def test_a_change_of_any_tensor_is_seen(folder: Path, name: str) -> None:
     assert checkpoint_identity(folder) != before
 
 
-def test_other_names_dtypes_configs_and_files_are_seen(folder: Path) -> None:
+def test_names_dtypes_configs_and_files_change_the_identity(folder: Path) -> None:
     seen = {checkpoint_identity(folder)}
     save_file(
         {f"x.{name}": tensor for name, tensor in weights().items()}, folder / "model.safetensors"

@@ -44,7 +44,7 @@ ENCODER_CHANGES = {
 }
 
 
-def test_the_lists_of_changes_are_complete() -> None:
+def test_every_field_of_a_key_is_tested() -> None:
     def fields(key: object) -> set[str]:
         return {field.name for field in dataclasses.fields(key)} - {"encoder"}
 
@@ -78,9 +78,7 @@ def test_the_text_of_a_key_is_the_canonical_json_of_its_fields(
 
 
 @pytest.mark.parametrize(("key", "changes"), [(LATENT, LATENT_CHANGES), (TEXT, TEXT_CHANGES)])
-def test_every_ingredient_changes_the_key(
-    key: LatentKey | TextKey, changes: dict[str, object]
-) -> None:
+def test_every_field_changes_the_key(key: LatentKey | TextKey, changes: dict[str, object]) -> None:
     others = [dataclasses.replace(key, **{name: value}) for name, value in changes.items()]
     others += [
         dataclasses.replace(key, encoder=dataclasses.replace(ENCODER, **{name: value}))
@@ -91,7 +89,7 @@ def test_every_ingredient_changes_the_key(
     assert all(len(digest) == 64 for digest in digests)
 
 
-def test_keys_are_the_same_tomorrow() -> None:
+def test_keys_never_change() -> None:
     """Written down: a change of the formula would throw away every cache there is. Raise VERSION to
     do so.
     """
@@ -99,7 +97,7 @@ def test_keys_are_the_same_tomorrow() -> None:
     assert TEXT.digest() == "bf93b2ea3d57730c51cfb446effc3bc5775b0783b94d6ac9b3955ae24af9ef8a"
 
 
-def test_equal_keys_are_equal_however_they_are_made() -> None:
+def test_equal_keys_have_equal_digests() -> None:
     again = LatentKey(
         encoder=EncoderIdentity(dtype="bf16", checkpoint="c" * 64, family="kandinsky5-image"),
         crop=(32, 0),
@@ -110,7 +108,7 @@ def test_equal_keys_are_equal_however_they_are_made() -> None:
     assert again.digest() == LATENT.digest()
 
 
-def test_the_posterior_seed_belongs_to_the_entry() -> None:
+def test_the_posterior_seed_depends_on_the_entry() -> None:
     assert LATENT.seed() == int("ee012cfdf052f27b", 16) // 2 < 2**63, (
         "the start of its key, so draws stay"
     )

@@ -42,7 +42,7 @@ def imported_by(commands: list[list[str]], packages: set[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_help_of_every_command_comes_without_torch() -> None:
+def test_help_of_every_command_needs_no_torch() -> None:
     assert imported_by(INSPECTED, {"torch", "diffusers", "transformers"}) == "[]"
 
 
@@ -52,12 +52,12 @@ def test_the_first_help_imports_no_command() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_first_help_says_of_a_command_what_its_own_help_says(name: str) -> None:
+def test_the_first_help_repeats_the_help_of_commands(name: str) -> None:
     first, _, _ = load_command(name).help.partition("\n\n")
     assert COMMANDS[name][1] == " ".join(first.split())
 
 
-def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> None:
+def test_help_of_train_fits_a_screen_and_leads_to_every_setting(capsys: Capture) -> None:
     shown: dict[str, str] = {}
     for command in ("train", "plan"):
         for flag in ("--help", "-h"):
@@ -119,7 +119,7 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
         (["help", "deepspeed"], "'deepspeed' is not a key here: DeepSpeed is not supported"),
     ],
 )
-def test_a_misspelt_command_names_what_was_meant(
+def test_a_misspelt_command_gets_a_suggestion(
     arguments: list[str],
     told: str,
     tmp_path: Path,
@@ -132,7 +132,7 @@ def test_a_misspelt_command_names_what_was_meant(
     assert told in capsys.readouterr().err
 
 
-def test_paragraphs_of_help_are_filled(capsys: Capture) -> None:
+def test_paragraphs_of_help_are_wrapped(capsys: Capture) -> None:
     assert main(["sample", "--help"]) == 0
     assert re.search(r"--guidance, --seed, --negative-prompt", capsys.readouterr().out)
 
@@ -146,7 +146,7 @@ def test_paragraphs_of_help_are_filled(capsys: Capture) -> None:
         ("GOMP_SPINCOUNT", "7", "7"),
     ],
 )
-def test_native_libraries_are_set_up_unless_the_user_has(
+def test_variables_of_native_libraries_keep_the_users_values(
     monkeypatch: pytest.MonkeyPatch, key: str, given: str | None, expected: str
 ) -> None:
     seen: list[str] = []
@@ -159,7 +159,7 @@ def test_native_libraries_are_set_up_unless_the_user_has(
     assert seen == [expected]
 
 
-def test_help_of_a_key_has_choices_default_and_what_a_family_sets(capsys: Capture) -> None:
+def test_help_of_a_key_has_choices_and_defaults(capsys: Capture) -> None:
     for name, option in all_options().items():
         shown = re.sub(r"\s+", " ", " ".join(settings_help(name)))
         assert all(choice in shown for choice in option.choices)
@@ -211,7 +211,7 @@ def test_help_knows_the_keys_of_datasets(capsys: Capture) -> None:
     assert shown.index("(Dataset defaults)") < shown.index("(Dataset file)"), "a key of both places"
 
 
-def test_help_searches(capsys: Capture) -> None:
+def test_help_searches_in_names_and_texts(capsys: Capture) -> None:
     assert main(["help", "offload"]) == 0
     shown = capsys.readouterr().out
     assert "See also: " in shown
@@ -258,7 +258,7 @@ def test_completion_installs_and_completes(shell: str, tmp_path: Path) -> None:
     assert "configure" in done.stdout
 
 
-def test_version(capsys: Capture) -> None:
+def test_version_is_printed(capsys: Capture) -> None:
     for flag in ("--version", "-v"):
         assert main([flag]) == 0
         assert capsys.readouterr().out.startswith("simpletuner ")
@@ -274,7 +274,7 @@ def test_no_command_shows_the_help(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["--nonsense"], ["cache"], ["cache", "explain"], ["examples", "x"]]
 )
-def test_usage_errors(capsys: Capture, arguments: list[str]) -> None:
+def test_usage_errors_have_no_traceback(capsys: Capture, arguments: list[str]) -> None:
     assert main(arguments) == 2
     assert "Traceback" not in capsys.readouterr().err
 
@@ -296,7 +296,7 @@ def test_usage_errors(capsys: Capture, arguments: list[str]) -> None:
         ),
     ],
 )
-def test_every_way_to_stop_has_its_exit_code(
+def test_every_kind_of_error_has_its_exit_code(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, told: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -307,7 +307,7 @@ def test_every_way_to_stop_has_its_exit_code(
     assert capsys.readouterr().err == told
 
 
-def test_what_nobody_foresaw_has_a_traceback(
+def test_unforeseen_errors_have_a_traceback(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -320,7 +320,7 @@ def test_what_nobody_foresaw_has_a_traceback(
     assert told.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_compiled_code_is_kept_in_the_cache_folder_unless_the_user_says_where(
+def test_compiled_code_is_cached_in_the_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")

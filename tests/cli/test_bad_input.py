@@ -40,7 +40,9 @@ def files_below(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_mistakes_of_every_kind_are_told_together(workspace: Workspace, capsys: Capture) -> None:
+def test_mistakes_of_every_kind_are_reported_together(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.write_config(
         learning_rte=1, lora_rank=0, optimizer="adamx", num_train_epochs=2, maximum_image_size=512
     )
@@ -60,7 +62,7 @@ def test_mistakes_of_every_kind_are_told_together(workspace: Workspace, capsys: 
         assert part in told, part
 
 
-def test_nothing_is_written_when_something_is_wrong(workspace: Workspace, capsys: Capture) -> None:
+def test_nothing_is_written_after_an_error(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(learning_rte=1)
     before = files_below(workspace.folder)
     complaint(workspace, capsys, "train")
@@ -68,7 +70,7 @@ def test_nothing_is_written_when_something_is_wrong(workspace: Workspace, capsys
     assert files_below(workspace.folder) == before
 
 
-def test_invalid_json(workspace: Workspace, capsys: Capture) -> None:
+def test_an_invalid_config_is_reported_with_its_line(workspace: Workspace, capsys: Capture) -> None:
     workspace.path("config/config.json").write_text('{\n "seed": 1\n "x": 2}')
     assert complaint(workspace, capsys) == (
         "config/config.json: is not valid JSON: a comma or a closing bracket is missing (line "
@@ -94,7 +96,7 @@ def test_pytorch_names_of_dtypes_are_understood(
     assert problem.endswith(f"Did you mean '{meant}'? (command line)")
 
 
-def test_values_that_belong_elsewhere(workspace: Workspace, capsys: Capture) -> None:
+def test_misplaced_values_are_reported(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(
         model_type="lokr", model_flavour="t2v-lite-sft-5s", caption_strategy="txt"
     )
@@ -109,21 +111,23 @@ def test_values_that_belong_elsewhere(workspace: Workspace, capsys: Capture) -> 
     )
 
 
-def test_a_list_where_a_word_belongs(workspace: Workspace, capsys: Capture) -> None:
+def test_a_list_in_place_of_a_word_is_reported(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(model_type=["lora"])
     assert complaint(workspace, capsys).startswith(
         "model_type: ['lora'] is not one of: lora, full."
     )
 
 
-def test_invalid_json_of_datasets(workspace: Workspace, capsys: Capture) -> None:
+def test_an_invalid_dataset_file_is_reported_with_its_line(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.path(DATASET_FILE).write_text("[{,1]")
     problem = complaint(workspace, capsys)
     assert problem.startswith(f"{DATASET_FILE}: is not valid JSON: ")
     assert "(line 1, column 3)" in problem
 
 
-def test_the_same_key_twice(workspace: Workspace, capsys: Capture) -> None:
+def test_a_key_twice_in_a_file_is_an_error(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(**{"--seed": 8})
     assert (
         complaint(workspace, capsys)
@@ -131,7 +135,9 @@ def test_the_same_key_twice(workspace: Workspace, capsys: Capture) -> None:
     )
 
 
-def test_a_value_out_of_choice(workspace: Workspace, capsys: Capture) -> None:
+def test_a_wrong_choice_is_reported_with_the_allowed_ones(
+    workspace: Workspace, capsys: Capture
+) -> None:
     problem = complaint(workspace, capsys, "plan", "--lr_scheduler", "cosin")
     assert problem.startswith("lr_scheduler: 'cosin' is not one of: constant, ")
     assert problem.endswith("Did you mean 'cosine'? (command line)")
@@ -160,7 +166,7 @@ def test_a_file_in_place_of_a_dataset_folder_is_named(
     assert f"pictures: 'datasets/pictures/{path.name}' is a file." in complaint(workspace, capsys)
 
 
-def test_missing_captions(workspace: Workspace, capsys: Capture) -> None:
+def test_missing_captions_are_reported(workspace: Workspace, capsys: Capture) -> None:
     workspace.path("datasets/pictures/p3.txt").unlink()
     told = warnings(workspace, capsys)
     assert "p3.png" in told
@@ -170,7 +176,7 @@ def test_missing_captions(workspace: Workspace, capsys: Capture) -> None:
     assert "no samples detected in dataset pictures" in complaint(workspace, capsys)
 
 
-def test_a_caption_filter_that_takes_exponential_time(
+def test_a_caption_filter_of_exponential_time_is_refused(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simpletuner.data.captions.FILTER_SECONDS", 0.05)
@@ -183,7 +189,7 @@ def test_a_caption_filter_that_takes_exponential_time(
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_missing_partner_pictures(
+def test_missing_partner_pictures_are_reported(
     i2i_checkpoint: Path, tmp_path: Path, capsys: Capture, command: str
 ) -> None:
     workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
@@ -203,7 +209,7 @@ def test_missing_partner_pictures(
     assert "p7.png" in problem
 
 
-def test_a_flavour_that_edits_pictures_needs_pictures_to_edit(
+def test_a_flavour_for_edits_needs_source_pictures(
     i2i_checkpoint: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
@@ -213,7 +219,7 @@ def test_a_flavour_that_edits_pictures_needs_pictures_to_edit(
 
 
 @pytest.mark.parametrize("name", sorted(pictures.BROKEN))
-def test_damaged_pictures_are_kept_and_told(
+def test_damaged_pictures_are_kept_and_reported(
     workspace: Workspace, capsys: Capture, name: str
 ) -> None:
     path = workspace.path("datasets/pictures") / name
@@ -225,7 +231,7 @@ def test_damaged_pictures_are_kept_and_told(
     assert path.read_bytes() == content, "a plan moves nothing"
 
 
-def test_a_dataset_smaller_than_a_step_says_which_repeats_would_do(
+def test_a_dataset_smaller_than_a_step_names_the_needed_repeats(
     workspace: Workspace, capsys: Capture
 ) -> None:
     problem = complaint(
@@ -244,7 +250,9 @@ def test_a_dataset_smaller_than_a_step_says_which_repeats_would_do(
     assert "repeats is raised to 3" in warnings(workspace, capsys, *settings)
 
 
-def test_ids_defaults_and_references(workspace: Workspace, capsys: Capture) -> None:
+def test_wrong_ids_defaults_and_references_are_reported(
+    workspace: Workspace, capsys: Capture
+) -> None:
     first = {**DATASETS[0], "text_embeds": "nowhere"}
     workspace.write_datasets(
         [first, {**first, "text_embeds": None}, DATASETS[1], {**DATASETS[1], "id": "text2"}]
@@ -257,14 +265,14 @@ def test_ids_defaults_and_references(workspace: Workspace, capsys: Capture) -> N
 
 
 @pytest.mark.parametrize("output", ["config/config.json", "config/config.json/below"])
-def test_an_output_folder_that_is_a_file(
+def test_an_output_folder_that_is_a_file_is_reported(
     workspace: Workspace, capsys: Capture, output: str
 ) -> None:
     problems = complaints(workspace, capsys, "plan", f"output_dir={output}")
     assert f"output_dir: '{output}' cannot be a folder: 'config/config.json' is a file." in problems
 
 
-def test_an_output_folder_that_cannot_be_written(
+def test_an_unwritable_output_folder_is_reported(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may = os.access
@@ -275,7 +283,7 @@ def test_an_output_folder_that_cannot_be_written(
     assert problem == "output_dir: 'locked' cannot be written to (no permission in '.')."
 
 
-def test_a_cache_folder_that_cannot_be_written(
+def test_an_unwritable_cache_folder_is_reported(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what is missing has to be written, and that is known before torch is loaded."""
@@ -295,7 +303,7 @@ def test_a_cache_folder_that_cannot_be_written(
     )
 
 
-def test_an_output_folder_that_cannot_be_created(
+def test_an_output_folder_that_cannot_be_created_is_reported(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some systems find out only then."""
@@ -311,7 +319,7 @@ def test_an_output_folder_that_cannot_be_created(
     assert problem == "output_dir: 'locked' cannot be created: Read-only file system."
 
 
-def test_steps_and_epochs(workspace: Workspace, capsys: Capture) -> None:
+def test_steps_and_epochs_must_agree(workspace: Workspace, capsys: Capture) -> None:
     assert complaint(workspace, capsys, "plan", "num_train_epochs=2").startswith(
         "num_train_epochs: is 2 and"
     )
@@ -321,7 +329,9 @@ def test_steps_and_epochs(workspace: Workspace, capsys: Capture) -> None:
     warnings(workspace, capsys, "num_train_epochs=0")
 
 
-def test_maximum_image_size_without_target(workspace: Workspace, capsys: Capture) -> None:
+def test_maximum_image_size_needs_target_downsample_size(
+    workspace: Workspace, capsys: Capture
+) -> None:
     change_dataset(workspace, maximum_image_size=1024, crop=True)
     problem = complaint(workspace, capsys)
     assert "maximum_image_size" in problem
@@ -331,7 +341,7 @@ def test_maximum_image_size_without_target(workspace: Workspace, capsys: Capture
 @pytest.mark.parametrize(
     "part", ["transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"]
 )
-def test_a_model_folder_without_a_part(
+def test_a_missing_part_of_a_model_is_reported(
     workspace: Workspace, capsys: Capture, tmp_path: Path, part: str
 ) -> None:
     model = json.loads(workspace.path("config/config.json").read_text())[
@@ -343,7 +353,7 @@ def test_a_model_folder_without_a_part(
     assert f"lacks a usable {part} (it is not there)." in problem
 
 
-def test_a_model_that_cannot_be_downloaded_offline(
+def test_a_model_that_is_not_downloaded_is_reported_offline(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -358,21 +368,23 @@ def test_a_model_that_cannot_be_downloaded_offline(
     )
 
 
-def test_a_checkpoint_of_the_other_task(workspace: Workspace, capsys: Capture) -> None:
+def test_a_checkpoint_of_another_task_is_refused(workspace: Workspace, capsys: Capture) -> None:
     problems = complaints(workspace, capsys, "plan", "model_flavour=i2i-lite-sft")
     assert any(
         problem.startswith("model_flavour: i2i-lite-sft does not fit") for problem in problems
     )
 
 
-def test_an_unknown_flavour(workspace: Workspace, capsys: Capture) -> None:
+def test_an_unknown_flavour_is_reported(workspace: Workspace, capsys: Capture) -> None:
     problem = complaint(workspace, capsys, "plan", "model_flavour=t2i-lite-stf")
     assert "t2i-lite-sft, t2i-lite-pretrain, i2i-lite-sft, i2i-lite-pretrain" in problem
     assert "Did you mean 't2i-lite-sft'?" in problem
     assert "set pretrained_model_name_or_path" in problem
 
 
-def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) -> None:
+def test_lora_targets_that_match_nothing_are_reported(
+    workspace: Workspace, capsys: Capture
+) -> None:
     problem = complaint(workspace, capsys, "plan", "peft_lora_target_modules=to_qury,to_key")
     assert problem == (
         "peft_lora_target_modules: 'to_qury' matches no module of the transformer. Did you "
@@ -427,7 +439,7 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
         ("model_type=fulll", "Did you mean 'full'?"),
     ],
 )
-def test_single_settings(
+def test_wrong_settings_are_reported_in_one_line(
     workspace: Workspace, capsys: Capture, setting: str, complaint_: str
 ) -> None:
     if "learning_rate" in complaint_:
@@ -469,7 +481,7 @@ def test_single_settings(
         ("CONFIG_BACKEND", "yaml", "CONFIG_BACKEND: 'yaml' is not one of: json, toml, env."),
     ],
 )
-def test_variables(
+def test_unset_variables_are_reported(
     workspace: Workspace,
     capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
@@ -482,14 +494,14 @@ def test_variables(
 
 
 @pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
-def test_a_folder_of_an_impossible_name(
+def test_a_folder_with_an_impossible_name_is_reported(
     workspace: Workspace, capsys: Capture, command: str
 ) -> None:
     assert "File name too long" in complaint(workspace, capsys, command, "x" * 300)
 
 
 @pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
-def test_a_loop_of_links(workspace: Workspace, capsys: Capture, command: str) -> None:
+def test_a_loop_of_links_is_reported(workspace: Workspace, capsys: Capture, command: str) -> None:
     workspace.path("loop").symlink_to("loop")
     assert workspace.run(command, str(workspace.path("loop"))) == 2
     assert "run/loop" in capsys.readouterr().err
@@ -507,7 +519,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full_for: Callable[[Path],
     monkeypatch.setattr(Path, "replace", refuse)
 
 
-def test_a_full_disk_while_caching(
+def test_a_full_disk_while_caching_is_one_line(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
@@ -530,7 +542,7 @@ def test_a_full_disk_while_caching(
 
 
 @pytest.mark.slow(1)
-def test_a_full_disk_while_saving(
+def test_a_full_disk_while_saving_is_one_line(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -558,7 +570,7 @@ REFUSED = [
 ]
 
 
-def test_refusals_of_the_real_command_never_meet_torch(workspace: Workspace) -> None:
+def test_refusals_import_no_torch(workspace: Workspace) -> None:
     script = (
         "import sys; from simpletuner.cli.app import main\nfor command in sys.argv[1:]:\n    "
         "code, heavy = main(command.split()), {'torch', 'diffusers', 'transformers', "
@@ -575,7 +587,7 @@ def test_refusals_of_the_real_command_never_meet_torch(workspace: Workspace) -> 
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_while_the_command_is_being_imported(
+def test_ctrl_c_during_the_import_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     class Interrupted:

@@ -43,7 +43,7 @@ def test_fill_stops_before_training(filled: Workspace) -> None:
     assert list(filled.folder.rglob("checkpoint-*")) == []
 
 
-def test_verify_without_caches(workspace: Workspace, capsys: Capture) -> None:
+def test_verify_reports_that_there_are_no_caches(workspace: Workspace, capsys: Capture) -> None:
     assert said(workspace, capsys, "verify") == "There are no caches yet.\n"
 
 
@@ -67,7 +67,7 @@ def test_a_damaged_entry_is_named(filled: Workspace, capsys: Capture) -> None:
     assert broken.name.partition(".")[0] in capsys.readouterr().out
 
 
-def test_gc_lists_and_removes_only_when_told(filled: Workspace, capsys: Capture) -> None:
+def test_gc_removes_only_with_remove(filled: Workspace, capsys: Capture) -> None:
     assert said(filled, capsys, "gc").splitlines()[-1].startswith("Nothing to remove")
     filled.path("datasets/pictures/p5.png").unlink()
     filled.path("datasets/pictures/p5.txt").unlink()
@@ -84,7 +84,7 @@ def test_gc_lists_and_removes_only_when_told(filled: Workspace, capsys: Capture)
     )
 
 
-def test_gc_gets_along_with_damage(filled: Workspace, capsys: Capture) -> None:
+def test_gc_reports_damaged_entries(filled: Workspace, capsys: Capture) -> None:
     filled.path("datasets/pictures/p5.png").unlink()
     for path in entries(filled):
         path.write_bytes(b"nothing")
@@ -94,7 +94,7 @@ def test_gc_gets_along_with_damage(filled: Workspace, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "name", ["p2.png", "pictures/p2.png", "datasets/pictures/p2.png", "./datasets/pictures/p2.png"]
 )
-def test_explain_finds_a_picture_and_its_captions(
+def test_explain_lists_the_entries_of_a_picture(
     filled: Workspace, capsys: Capture, name: str
 ) -> None:
     told = said(filled, capsys, "explain", name)
@@ -102,7 +102,7 @@ def test_explain_finds_a_picture_and_its_captions(
     assert "caption of 'picture 2', pictures/p2.png: cached in cache/text" in told
 
 
-def test_explain_says_why_an_entry_is_not_reused(filled: Workspace, capsys: Capture) -> None:
+def test_explain_shows_why_an_entry_is_not_reused(filled: Workspace, capsys: Capture) -> None:
     filled.write_datasets(
         [{"id": "pictures", "instance_data_dir": "datasets/pictures", "resolution": 128}]
     )
@@ -111,7 +111,7 @@ def test_explain_says_why_an_entry_is_not_reused(filled: Workspace, capsys: Capt
     assert "is not reused, size: cached [" in told
 
 
-def test_explain_of_a_damaged_entry(filled: Workspace, capsys: Capture) -> None:
+def test_explain_reports_a_damaged_entry(filled: Workspace, capsys: Capture) -> None:
     for path in entries(filled):
         path.write_bytes(b"nothing")
     assert "it is damaged; the next run encodes it again" in said(
@@ -119,7 +119,7 @@ def test_explain_of_a_damaged_entry(filled: Workspace, capsys: Capture) -> None:
     )
 
 
-def test_explain_of_a_file_that_is_not_used(workspace: Workspace, capsys: Capture) -> None:
+def test_explain_reports_a_file_that_is_not_used(workspace: Workspace, capsys: Capture) -> None:
     assert complaint(workspace, capsys, "cache", "explain", "other.png").startswith(
         "'other.png' is not used by"
     )
@@ -133,7 +133,7 @@ def test_explain_of_a_file_that_is_not_used(workspace: Workspace, capsys: Captur
 
 
 @pytest.mark.parametrize("command", ["fill", "verify", "gc"])
-def test_bad_settings_are_told_as_in_train(
+def test_wrong_settings_of_cache_are_reported_as_in_train(
     workspace: Workspace, capsys: Capture, command: str
 ) -> None:
     assert complaint(workspace, capsys, "cache", command, "lora_rank=0").startswith(
@@ -141,7 +141,7 @@ def test_bad_settings_are_told_as_in_train(
     )
 
 
-def test_files_that_were_read_are_not_read_again_after_an_interruption(
+def test_an_interrupted_verification_resumes(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(filler: CacheFiller) -> None:

@@ -182,7 +182,7 @@ def put(values: Any, file: Path = FILE) -> None:
     file.write_text(json.dumps(values), encoding="utf-8")
 
 
-def test_enter_everywhere_writes_a_config_of_known_keys(by_enter: Session) -> None:
+def test_enter_everywhere_writes_known_keys_only(by_enter: Session) -> None:
     values = by_enter.values
     assert set(values) <= set(all_options())
     assert values["model_family"] == "kandinsky5-image"
@@ -210,13 +210,15 @@ def test_enter_everywhere_writes_a_config_of_known_keys(by_enter: Session) -> No
         ("edit", {"model_flavour": "i2i-lite-sft", "num_eval_images": 2}),
     ],
 )
-def test_a_recipe_of_start_is_proposed(answer: Answer, recipe: str, values: dict[str, Any]) -> None:
+def test_the_recipe_of_start_is_proposed(
+    answer: Answer, recipe: str, values: dict[str, Any]
+) -> None:
     proposed = answer("recipe", recipe)
     assert proposed.items() >= values.items()
     assert "zkt" in proposed.get("validation_prompt", "zkt")
 
 
-def test_the_dataset_file_that_is_shown_has_clips_as_long_as_previews(
+def test_clips_of_the_shown_dataset_file_are_as_long_as_previews(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     configure(model_family="sanavideo", file="y")
@@ -275,7 +277,7 @@ def test_a_named_folder_gets_its_dataset_file_and_the_settings_of_start(
     assert "3 of 3 files used" in capsys.readouterr().out
 
 
-def test_models_are_offered_by_what_the_gpu_holds(
+def test_models_are_offered_with_whether_they_fit_the_gpu(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     write_clip(Path("datasets/videos/a.mp4"), seconds=2.0, size=(64, 48))
@@ -294,7 +296,7 @@ def test_models_are_offered_by_what_the_gpu_holds(
     assert datasets()[0]["video"]["num_frames"] == 29
 
 
-def test_a_dataset_file_that_exists_stays_and_no_folder_is_asked_for(configure: Configure) -> None:
+def test_an_existing_dataset_file_is_kept(configure: Configure) -> None:
     put_pictures(Path("datasets/my_images"), 1, captions=1)
     put([], Path("config/multidatabackend.json"))
 
@@ -305,7 +307,7 @@ def test_a_dataset_file_that_exists_stays_and_no_folder_is_asked_for(configure: 
     assert FILE.exists()
 
 
-def test_a_dataset_file_that_is_named_later_stays_too(
+def test_a_dataset_file_named_later_is_kept(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     put_pictures(Path("datasets/my_images"), 1, captions=1)
@@ -326,14 +328,14 @@ def test_a_tiny_model_is_named_as_packaged_and_trains_at_its_own_size(
     assert main(["plan"]) == 0
 
 
-def test_another_answer_about_the_files_proposes_anew(configure: Configure) -> None:
+def test_another_answer_about_the_files_renews_proposals(configure: Configure) -> None:
     put_pictures(Path("datasets/my_images"), 1, captions=1)
     configure(purpose=["subject", "style"], trigger=["back", "qxz"], model="kandinsky5-image")
     assert (written()["max_train_steps"], written()["lora_rank"]) == (1000, 32)
     assert written()["validation_prompt"].endswith("in the style of qxz")
 
 
-def test_a_wrong_folder_is_asked_again_with_the_reason(
+def test_a_wrong_folder_is_refused_with_the_reason(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     Path("empty").mkdir()
@@ -356,7 +358,7 @@ def test_a_config_that_measures_no_loss_gets_no_held_out_files(configure: Config
     assert written()["max_train_steps"] == 50, "the settings of the file stay"
 
 
-def test_missing_captions_are_a_step_before_training(
+def test_missing_captions_are_listed_as_a_next_step(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     put_pictures(Path("datasets/my_images"), 3, captions=1)
@@ -405,7 +407,7 @@ def test_questions_come_in_order(by_enter: Session) -> None:
     )
 
 
-def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
+def test_every_question_is_about_one_key() -> None:
     assert {setting.key for setting in SETTINGS} <= set(all_options())
     assert len(KEYS) == len(QUESTIONS)
     assert all(question.help({"a": ""}) for question in QUESTIONS)
@@ -422,7 +424,7 @@ def test_the_file_is_grouped_like_the_schema(by_enter: Session) -> None:
     assert blocks == [group for group in groups if group]
 
 
-def test_defaults_asks_nothing_and_writes_the_same_file(
+def test_defaults_writes_the_same_file_without_questions(
     configure: Configure, by_enter: Session, capsys: pytest.CaptureFixture
 ) -> None:
     code, person = configure("--defaults")
@@ -435,7 +437,9 @@ def test_defaults_asks_nothing_and_writes_the_same_file(
     assert "3. Train, on a machine with a GPU:  simpletuner train" in told
 
 
-def test_another_file_and_its_folder(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_another_file_is_written_into_its_new_folder(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     code, _ = configure("config/cat/config.json")
     assert code == 0
     assert (
@@ -448,7 +452,7 @@ def test_another_file_and_its_folder(configure: Configure, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("answer", "keys"), [("yes", {"group_offload_use_stream": True}), ("no", {})]
 )
-def test_group_offload_brings_its_stream(
+def test_group_offload_turns_on_its_stream(
     configure: Configure, answer: str, keys: dict[str, Any]
 ) -> None:
     configure(offload="manual", enable_group_offload=answer)
@@ -458,30 +462,26 @@ def test_group_offload_brings_its_stream(
     } == keys
 
 
-def test_what_auto_chooses_is_neither_asked_nor_written(
-    configure: Configure, by_enter: Session
-) -> None:
+def test_keys_that_auto_chooses_are_not_asked(configure: Configure, by_enter: Session) -> None:
     own = {"enable_group_offload", "group_offload_use_stream", "gradient_checkpointing"}
     assert not own & {*by_enter.asked, *by_enter.values}
     configure(file=["offload"], offload=["manual", "auto"], enable_group_offload="yes")
     assert not own & {*written()}, "answers that auto would have to leave alone are taken back"
 
 
-def test_full_training_has_no_lora_questions_and_its_own_rate(configure: Configure) -> None:
+def test_full_training_asks_nothing_about_lora(configure: Configure) -> None:
     _, person = configure(model_type="full", file="y")
     assert "lora_rank" not in person.asked
     assert written()["learning_rate"] == 5e-5
     assert "lora_rank" not in written()
 
 
-def test_alpha_is_written_only_when_it_is_not_the_rank(answer: Answer) -> None:
+def test_alpha_is_written_only_if_it_differs_from_the_rank(answer: Answer) -> None:
     assert "lora_alpha" not in answer("lora_alpha", "", lora_rank=8)
     assert answer("lora_alpha", "4", lora_rank=8)["lora_alpha"] == 4
 
 
-def test_token_routes_are_asked_for_where_there_can_be_some(
-    configure: Configure, answer: Answer
-) -> None:
+def test_token_routes_are_asked_only_where_supported(configure: Configure, answer: Answer) -> None:
     routes = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
     assert answer("tread_config", routes)["tread_config"]["routes"][0]["end_layer_idx"] == -2
     [route] = answer("tread_config", "half")["tread_config"]["routes"]
@@ -494,12 +494,12 @@ def test_token_routes_are_asked_for_where_there_can_be_some(
     assert "tread_config" not in person.asked
 
 
-def test_rounds_instead_of_steps(configure: Configure) -> None:
+def test_epochs_may_replace_steps(configure: Configure) -> None:
     configure(max_train_steps="0", num_train_epochs=["0", "7"])
     assert (written()["max_train_steps"], written()["num_train_epochs"]) == (0, 7)
 
 
-def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
+def test_steps_replace_the_epochs_of_the_file(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "num_train_epochs": 5})
     configure(max_train_steps="200")
     assert (written()["max_train_steps"], written()["num_train_epochs"]) == (200, 0)
@@ -535,7 +535,7 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
         ("tread_config", '{"routes": []}', "-", "at least one entry"),
     ],
 )
-def test_a_bad_answer_is_asked_again_with_the_reason(
+def test_a_wrong_answer_is_asked_again_with_the_reason(
     answer: Answer, capsys: pytest.CaptureFixture, key: str, bad: str, good: str, reason: str
 ) -> None:
     Path("config.env").touch()
@@ -548,7 +548,7 @@ def test_a_bad_answer_is_asked_again_with_the_reason(
     assert str(values.get(key)).lower() in (str(expected).lower(), "true", "1e-05", "4.0")
 
 
-def test_what_follows_from_a_value_in_place_of_a_bad_one_is_not_reported(
+def test_consequences_of_a_wrong_answer_are_not_reported(
     answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
     answer("max_train_steps", "1,000", "1000")
@@ -557,17 +557,17 @@ def test_what_follows_from_a_value_in_place_of_a_bad_one_is_not_reported(
     assert "are both 0" not in told
 
 
-def test_no_prompt_is_longer_than_a_line(configure: Configure) -> None:
+def test_prompts_fit_a_line(configure: Configure) -> None:
     _, person = configure(model_family="kandinsky5-video")
     assert max(map(len, person.prompts)) < 120
 
 
-def test_after_a_bad_size_enter_takes_a_good_one(answer: Answer) -> None:
+def test_enter_takes_the_corrected_size(answer: Answer) -> None:
     values = answer("validation_resolution", "1000x700, 512x512", "")
     assert values["validation_resolution"] == "992x704,512x512"
 
 
-def test_a_length_off_the_rule_offers_both_neighbours(
+def test_a_wrong_clip_length_offers_both_neighbours(
     answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
     values = answer(
@@ -579,23 +579,25 @@ def test_a_length_off_the_rule_offers_both_neighbours(
     assert values["validation_num_video_frames"] == 65, "Enter takes the longer one"
 
 
-def test_clips_are_called_clips(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_questions_of_a_video_model_speak_of_clips(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     configure(model_family="sanavideo")
     shown = capsys.readouterr().out
     assert "where your clips are" in shown
     assert '"instance_data_dir": "datasets/videos"' in shown
 
 
-def test_after_a_wrong_spelling_enter_takes_the_nearest(answer: Answer) -> None:
+def test_enter_takes_the_nearest_spelling(answer: Answer) -> None:
     assert answer("model_flavour", "t2i-lite-pretrian", "")["model_flavour"] == "t2i-lite-pretrain"
 
 
-def test_a_choice_by_its_number_and_in_capitals(answer: Answer) -> None:
+def test_choices_may_be_numbers_or_capitals(answer: Answer) -> None:
     assert answer("model_flavour", "3")["model_flavour"] == "i2i-lite-sft"
     assert answer("lr_scheduler", "COSINE")["lr_scheduler"] == "cosine"
 
 
-def test_question_mark_shows_help_of_the_schema(
+def test_a_question_mark_shows_the_help_of_the_key(
     answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
     assert answer("lora_rank", "?", "4")["lora_rank"] == 4
@@ -606,7 +608,7 @@ def test_question_mark_shows_help_of_the_schema(
     assert all(name in shown for name in all_options()["optimizer"].choices)
 
 
-def test_what_is_no_text_is_asked_again(answer: Answer) -> None:
+def test_unprintable_answers_are_asked_again(answer: Answer) -> None:
     values = answer("validation_prompt", "\x1b[D", "\udcff", "बिल्ली का चित्र 猫")
     assert values["validation_prompt"] == "बिल्ली का चित्र 猫"
 
@@ -619,7 +621,7 @@ def test_what_is_no_text_is_asked_again(answer: Answer) -> None:
         ("report_to", "wandb", "none", "wandb is not logged in"),
     ],
 )
-def test_a_doubtful_answer_is_kept_only_when_insisted_on(
+def test_a_doubtful_answer_needs_confirmation(
     answer: Answer, capsys: pytest.CaptureFixture, key: str, doubtful: str, sure: str, reason: str
 ) -> None:
     steps = {"max_train_steps": 1000, "num_train_epochs": 0}
@@ -640,13 +642,13 @@ def test_adamw_bf16_is_refused_without_bf16(
     assert written()["optimizer"] == "adamw"
 
 
-def test_without_a_login_wandb_says_what_it_needs(by_enter: Session) -> None:
+def test_wandb_without_a_login_explains_what_it_needs(by_enter: Session) -> None:
     assert "wandb.ai; log in first: wandb login" in by_enter.shown
     assert by_enter.values["report_to"] == "none"
     assert "tracker_run_name" not in by_enter.values
 
 
-def test_with_a_login_wandb_is_offered(
+def test_wandb_with_a_login_is_offered(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -655,7 +657,7 @@ def test_with_a_login_wandb_is_offered(
     assert (written()["report_to"], written()["tracker_run_name"]) == ("wandb", "first")
 
 
-def test_what_is_not_asked_survives_and_a_copy_stays(configure: Configure) -> None:
+def test_keys_that_are_not_asked_are_kept(configure: Configure) -> None:
     before = {
         "--model_type": "lora",
         "model_family": "Kandinsky5_Image",
@@ -679,7 +681,7 @@ def test_what_is_not_asked_survives_and_a_copy_stays(configure: Configure) -> No
     assert Path("config/config.json.bak").read_bytes() == content
 
 
-def test_another_family_than_that_of_the_file(
+def test_another_family_drops_keys_of_the_old_one(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     routes = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}
@@ -699,14 +701,14 @@ def test_another_family_than_that_of_the_file(
     assert written()["lora_rank"] == 8
 
 
-def test_starting_afresh_beside_a_file(configure: Configure) -> None:
+def test_an_existing_file_may_be_started_afresh(configure: Configure) -> None:
     put({"model_type": "full", "model_family": "kandinsky5-image", "lora_dropout": 0.1})
     configure(start="n")
     assert written()["model_type"] == "lora"
     assert "lora_dropout" not in written()
 
 
-def test_no_at_the_end_writes_nothing(configure: Configure) -> None:
+def test_a_final_no_writes_nothing(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image"})
     before = FILE.read_bytes()
     code, _ = configure(train_batch_size="2", file="n")
@@ -715,7 +717,7 @@ def test_no_at_the_end_writes_nothing(configure: Configure) -> None:
     assert [path.name for path in FILE.parent.iterdir()] == ["config.json"]
 
 
-def test_what_training_would_refuse_can_be_left_out(
+def test_keys_that_training_refuses_can_be_left_out(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     put(
@@ -765,7 +767,7 @@ def test_an_empty_spelling_of_a_key_does_not_unset_another(configure: Configure)
     assert written()["lora_dropout"] == 0.1
 
 
-def test_defaults_say_what_they_leave_out(
+def test_defaults_list_the_keys_they_leave_out(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
@@ -773,7 +775,7 @@ def test_defaults_say_what_they_leave_out(
     assert "Left out: lora_rnak" in capsys.readouterr().out
 
 
-def test_what_training_would_refuse_can_stay(configure: Configure) -> None:
+def test_keys_that_training_refuses_can_be_kept(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
     configure(mend="n")
     assert written()["lora_rnak"] == 8
@@ -787,7 +789,7 @@ def test_a_setting_can_be_changed_at_the_end(
     assert "learning_rate?" in capsys.readouterr().out
 
 
-def test_another_model_type_at_the_end(configure: Configure) -> None:
+def test_the_model_type_can_be_changed_at_the_end(configure: Configure) -> None:
     configure(file=["model_type", "y"], model_type=["lora", "full"], lora_rank="32")
     assert "lora_rank" not in written()
     assert written()["learning_rate"] == 5e-5
@@ -804,7 +806,7 @@ def test_another_model_type_at_the_end(configure: Configure) -> None:
         (lambda: (Path("config").mkdir(), FILE.write_text("{'a'")), "line 1"),
     ],
 )
-def test_a_file_that_cannot_be_used(
+def test_an_unusable_file_is_reported(
     configure: Configure, capsys: pytest.CaptureFixture, prepare: Callable[[], object], message: str
 ) -> None:
     prepare()
@@ -813,7 +815,7 @@ def test_a_file_that_cannot_be_used(
     assert message in capsys.readouterr().err
 
 
-def test_toml_is_not_written(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_a_toml_file_is_refused(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     assert configure("config/config.toml")[0] == 2
     assert "writes JSON" in capsys.readouterr().err
 
@@ -832,7 +834,7 @@ def test_the_name_of_a_configuration_is_not_a_file(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_may_come_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["configure"], input="\n\n\n\n\n\noutput/cat\n" + "\n" * 60)
     assert result.exit_code == 0, result.output
@@ -883,7 +885,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
 
 
 @pytest.mark.slow(3)
-def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
+def test_questions_work_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("?")
     terminal.expect("Model family: kandinsky5-image")
@@ -920,7 +922,7 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
 
 
 @pytest.mark.slow(1)
-def test_leaving_in_the_middle_writes_nothing(terminal: pexpect.spawn, tmp_path: Path) -> None:
+def test_ctrl_c_writes_nothing(terminal: pexpect.spawn, tmp_path: Path) -> None:
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("")
     # All of the prompt: before it is whole, the line is not edited yet.
@@ -943,7 +945,7 @@ def test_leaving_in_the_middle_writes_nothing(terminal: pexpect.spawn, tmp_path:
 @pytest.mark.parametrize(
     "answer", ["y", "{", "back", *(thorough(word) for word in ("n", "nonsense", "-", "0", "?"))]
 )
-def test_one_answer_to_everything_comes_to_an_end(
+def test_the_same_answer_to_everything_ends(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     asked = 0
@@ -958,7 +960,7 @@ def test_one_answer_to_everything_comes_to_an_end(
     assert main(["configure"]) in (0, 2)
 
 
-def test_a_plain_no_leaves_an_optional_setting_out(configure: Configure) -> None:
+def test_no_leaves_an_optional_setting_out(configure: Configure) -> None:
     configure(
         validation_prompt="n",
         user_prompt_library="no",
@@ -975,7 +977,7 @@ def test_a_plain_no_leaves_an_optional_setting_out(configure: Configure) -> None
     assert written()["report_to"] == "none"
 
 
-def test_nonsense_moves_no_default(configure: Configure) -> None:
+def test_a_wrong_answer_keeps_the_default(configure: Configure) -> None:
     _, person = configure(model_family=["no", "xyz"], lr_scheduler="xyz")
     prompts = [
         prompt for prompt in person.prompts if prompt.strip().startswith(("Model [", "Schedule of"))
@@ -986,7 +988,7 @@ def test_nonsense_moves_no_default(configure: Configure) -> None:
     assert written()["model_family"] == "kandinsky5-image"
 
 
-def test_advice_on_the_frames_of_i2v_is_taken_when_it_is_followed(
+def test_advice_on_frames_of_i2v_can_be_followed(
     answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
     model = {"model_family": "kandinsky5-video", "model_flavour": "i2v-lite-5s"}
@@ -996,7 +998,7 @@ def test_advice_on_the_frames_of_i2v_is_taken_when_it_is_followed(
         assert values["validation_num_video_frames"] == 17, "Enter takes what was advised"
 
 
-def test_every_flavour_is_listed_with_what_it_is_for(
+def test_every_flavour_is_listed_with_its_purpose(
     answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
     for family, spec in FAMILIES.items():
@@ -1017,7 +1019,7 @@ def test_back_returns_to_the_question_before(configure: Configure) -> None:
     assert written()["output_dir"] == "right"
 
 
-def test_a_key_named_at_the_end_is_asked_alone(configure: Configure) -> None:
+def test_a_key_named_at_the_end_is_asked_again(configure: Configure) -> None:
     _, person = configure(
         file=["lora_rank", "max_train_steps"], lora_rank=["16", "8"], max_train_steps=["10", "0"]
     )
@@ -1033,7 +1035,7 @@ def test_a_key_named_at_the_end_is_asked_alone(configure: Configure) -> None:
     assert written()["lora_rank"] == 8
 
 
-def test_the_plan_judges_by_the_memory_that_was_named(
+def test_the_plan_uses_the_named_memory(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     """Group offload is no default for Pro; the plan asks for it where the card is too small."""
@@ -1058,7 +1060,7 @@ def test_the_plan_judges_by_the_memory_that_was_named(
     assert written()["enable_group_offload"] is True
 
 
-def test_the_gpu_to_estimate_for_can_be_changed_at_the_end(
+def test_the_gpu_of_the_estimate_can_be_changed(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     configure(device=["h10", "80 GB", "rtx 4090"], file=["device", ""])
@@ -1068,7 +1070,7 @@ def test_the_gpu_to_estimate_for_can_be_changed_at_the_end(
     assert "On RTX 4090 with 24 GiB" in shown
 
 
-def test_without_data_no_number_of_steps_is_made_up(
+def test_without_data_no_total_time_is_estimated(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     configure(max_train_steps="0", num_train_epochs="2", device="80")
@@ -1077,7 +1079,7 @@ def test_without_data_no_number_of_steps_is_made_up(
     )
 
 
-def test_what_the_plan_refuses_is_said_before_writing(
+def test_problems_of_the_plan_are_shown_before_writing(
     configure: Configure, t2i_checkpoint: Path, capsys: pytest.CaptureFixture
 ) -> None:
     put(
@@ -1096,7 +1098,7 @@ def test_what_the_plan_refuses_is_said_before_writing(
 
 
 @pytest.mark.parametrize("model_type", ["lora", "full"])
-def test_what_is_written_plans_without_a_warning(
+def test_written_configs_plan_without_a_warning(
     configure: Configure, t2i_checkpoint: Path, capsys: pytest.CaptureFixture, model_type: str
 ) -> None:
     put(
@@ -1114,7 +1116,7 @@ def test_what_is_written_plans_without_a_warning(
     assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
 
 
-def test_the_dataset_file_of_the_next_steps_plans_for_pairs(
+def test_the_shown_dataset_file_plans_for_pairs(
     configure: Configure, i2i_checkpoint: Path, capsys: pytest.CaptureFixture
 ) -> None:
     put(
@@ -1132,7 +1134,7 @@ def test_the_dataset_file_of_the_next_steps_plans_for_pairs(
 
 
 @pytest.mark.slow
-def test_what_is_written_trains(configure: Configure, t2i_checkpoint: Path) -> None:
+def test_written_configs_train(configure: Configure, t2i_checkpoint: Path) -> None:
     put(
         {
             "pretrained_model_name_or_path": str(t2i_checkpoint),

@@ -21,7 +21,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_list(capsys: Capture) -> None:
+def test_examples_are_listed(capsys: Capture) -> None:
     assert main(["examples", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [path.parent.name for path in sorted(EXAMPLES.glob("*/config.json"))]
@@ -30,7 +30,7 @@ def test_list(capsys: Capture) -> None:
     assert "no download, no GPU" in lines[names.index("demo")]
 
 
-def test_copy_leads_the_paths_to_the_copy(capsys: Capture) -> None:
+def test_paths_of_a_copied_example_point_to_the_copy(capsys: Capture) -> None:
     assert main(["examples", "copy", "demo"]) == 0
     assert "simpletuner train env=demo" in capsys.readouterr().out
     config = json.loads(Path("config/demo/config.json").read_text())
@@ -42,7 +42,7 @@ def test_copy_leads_the_paths_to_the_copy(capsys: Capture) -> None:
     assert "config/examples/" not in json.dumps([config, datasets])
 
 
-def test_copy_to_a_place_of_ones_own(capsys: Capture, here: Path) -> None:
+def test_an_example_is_copied_to_any_folder(capsys: Capture, here: Path) -> None:
     assert main(["examples", "copy", "demo", "--dest", "mine/first one"]) == 0
     assert "env='mine/first one'" in capsys.readouterr().out
     config = json.loads((here / "mine/first one/config.json").read_text())
@@ -50,7 +50,7 @@ def test_copy_to_a_place_of_ones_own(capsys: Capture, here: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [path.parent.name for path in EXAMPLES.glob("*/config.json")])
-def test_a_copy_has_an_output_folder_of_its_own(name: str) -> None:
+def test_a_copied_example_has_a_separate_output_folder(name: str) -> None:
     assert main(["examples", "copy", name]) == 0
     assert main(["examples", "copy", name, "--dest", 'config/one\'s "own"']) == 0
     written = [
@@ -60,7 +60,7 @@ def test_a_copy_has_an_output_folder_of_its_own(name: str) -> None:
     assert sorted(written) == [f"output/my-{name}", 'output/one\'s "own"']
 
 
-def test_copy_never_writes_into_what_is_there(capsys: Capture, here: Path) -> None:
+def test_copying_an_example_refuses_an_existing_folder(capsys: Capture, here: Path) -> None:
     (here / "config" / "demo").mkdir(parents=True)
     assert main(["examples", "copy", "demo"]) == 2
     assert (
@@ -71,12 +71,12 @@ def test_copy_never_writes_into_what_is_there(capsys: Capture, here: Path) -> No
     assert list((here / "config" / "demo").iterdir()) == []
 
 
-def test_copy_of_an_unknown_example(capsys: Capture) -> None:
+def test_copying_an_unknown_example_is_an_error(capsys: Capture) -> None:
     assert main(["examples", "copy", "dmo"]) == 2
     assert "Did you mean 'demo'?" in capsys.readouterr().err
 
 
-def test_a_copy_that_is_cut_short_leaves_nothing(
+def test_an_interrupted_copy_leaves_nothing(
     capsys: Capture, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any, **more: Any) -> None:
@@ -89,7 +89,7 @@ def test_a_copy_that_is_cut_short_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", [path.parent.name for path in EXAMPLES.glob("*/config.json")])
-def test_packaged_configs_are_json_of_known_keys(capsys: Capture, name: str) -> None:
+def test_packaged_configs_have_known_keys_only(capsys: Capture, name: str) -> None:
     code = main(["plan", f"example={name}"])
     told = capsys.readouterr().err
     assert (

@@ -35,7 +35,7 @@ def empty(workspace: Workspace) -> Workspace:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_folder_of_pictures_is_answered_with_start(
+def test_a_folder_of_pictures_suggests_start(
     empty: Workspace, capsys: Capture, command: list[str]
 ) -> None:
     told = complaint(empty, capsys, *command, "datasets/pictures")
@@ -44,7 +44,7 @@ def test_a_folder_of_pictures_is_answered_with_start(
     assert "`simpletuner start datasets/pictures --dry-run` writes" in told
 
 
-def test_the_command_that_start_is_advised_with_works(empty: Workspace, capsys: Capture) -> None:
+def test_the_suggested_start_command_works(empty: Workspace, capsys: Capture) -> None:
     start = [
         "start",
         "datasets/pictures",
@@ -66,7 +66,7 @@ def test_the_command_that_start_is_advised_with_works(empty: Workspace, capsys: 
     )
 
 
-def test_a_dataset_of_the_default_configuration_is_left_out(
+def test_a_folder_of_the_default_dataset_is_superfluous(
     workspace: Workspace, capsys: Capture
 ) -> None:
     told = complaint(workspace, capsys, "plan", "datasets/pictures")
@@ -75,9 +75,7 @@ def test_a_dataset_of_the_default_configuration_is_left_out(
 
 
 @pytest.mark.slow(1)
-def test_an_output_folder_is_answered_with_its_configuration(
-    workspace: Workspace, capsys: Capture
-) -> None:
+def test_an_output_folder_suggests_its_configuration(workspace: Workspace, capsys: Capture) -> None:
     assert workspace.train("max_train_steps=1", "checkpoint_step_interval=1") == 0
     workspace.path("config/mine").mkdir()
     for name in ("config.json", "multidatabackend.json"):
@@ -119,7 +117,7 @@ def test_words_after_the_output_folder_are_the_prompt(
     assert [path.name[:12] for path in workspace.path("samples").glob("*.png")] == ["a_red_square"]
 
 
-def test_words_beside_a_prompt_are_a_mistake(workspace: Workspace, capsys: Capture) -> None:
+def test_words_beside_a_prompt_are_an_error(workspace: Workspace, capsys: Capture) -> None:
     workspace.path("output").mkdir()
 
     assert workspace.run("sample", "output", "words", "--prompt", "a red square") == 2
@@ -135,14 +133,14 @@ def test_words_beside_a_prompt_are_a_mistake(workspace: Workspace, capsys: Captu
         ("resume", "train"),
     ],
 )
-def test_commands_of_other_programs_are_answered(
+def test_commands_of_other_programs_get_a_suggestion(
     workspace: Workspace, capsys: Capture, typed: str, meant: str
 ) -> None:
     assert workspace.run(*shlex.split(typed)) == 2
     assert f"Did you mean `simpletuner {meant}`?" in capsys.readouterr().err
 
 
-def test_an_example_is_copied_to_the_folder_that_follows_its_name(
+def test_an_example_is_copied_to_the_folder_after_its_name(
     workspace: Workspace, capsys: Capture
 ) -> None:
     assert workspace.run("examples", "copy", "demo", "config/mine") == 0
@@ -159,11 +157,11 @@ def test_an_example_is_copied_to_the_folder_that_follows_its_name(
     ("word", "first"),
     [("rank", "lora_rank"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"), ("seed", "seed")],
 )
-def test_help_lists_first_what_is_named_after_the_word(word: str, first: str) -> None:
+def test_help_lists_keys_with_the_word_in_their_name_first(word: str, first: str) -> None:
     assert settings_help(word)[0].split()[0].removeprefix("--") == first
 
 
-def test_a_folder_of_anything_else_is_no_setting(
+def test_a_folder_without_media_is_not_a_setting(
     workspace: Workspace, capsys: Capture, tmp_path: Path
 ) -> None:
     (tmp_path / "papers").mkdir()

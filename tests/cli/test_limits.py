@@ -61,7 +61,9 @@ def check_answer(code: int, told: str, reason: str) -> None:
 @pytest.mark.slow(1)
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files in /proc")
 @pytest.mark.parametrize("spare", [1, thorough(2), thorough(3), 5])
-def test_a_limit_of_open_files_is_named(workspace: Workspace, capsys: Capture, spare: int) -> None:
+def test_the_limit_of_open_files_is_reported(
+    workspace: Workspace, capsys: Capture, spare: int
+) -> None:
     """Only commands that were run before, so that no module is left to import."""
     assert workspace.train(*SETTINGS, "output_dir=before") == 0
     for command in COMMANDS:
@@ -76,7 +78,7 @@ def test_a_limit_of_open_files_is_named(workspace: Workspace, capsys: Capture, s
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("most", [thorough(100), 10_000, thorough(60_000)])
-def test_a_limit_of_the_size_of_files_is_named(
+def test_the_limit_of_file_sizes_is_reported(
     workspace: Workspace, capsys: Capture, most: int
 ) -> None:
     assert workspace.train(*SETTINGS) == 0
@@ -95,7 +97,7 @@ def test_a_limit_of_the_size_of_files_is_named(
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("started", [thorough(0), 1, 2, thorough(3)])
-def test_a_limit_of_threads_is_named(
+def test_the_limit_of_threads_is_reported(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, started: int
 ) -> None:
     start = threading.Thread.start
@@ -116,7 +118,9 @@ def test_a_limit_of_threads_is_named(
 
 
 @pytest.mark.slow(1)
-def test_a_folder_in_place_of_a_cache_entry_is_named(workspace: Workspace, capsys: Capture) -> None:
+def test_a_folder_in_place_of_a_cache_entry_is_reported(
+    workspace: Workspace, capsys: Capture
+) -> None:
     assert workspace.run("cache", "fill") == 0
     with workspace.inside():
         folder = next(Path("output/cache/vae").rglob("[0-9a-f][0-9a-f]")).parent
@@ -144,7 +148,7 @@ def test_a_folder_in_place_of_a_cache_entry_is_named(workspace: Workspace, capsy
         (RuntimeError("can't start new thread"), "ulimit -u"),
     ],
 )
-def test_limits_are_recognised_in_causes_and_in_words(error: Exception, named: str) -> None:
+def test_limits_are_recognised_by_cause_and_by_words(error: Exception, named: str) -> None:
     consequence = ValueError("an archive that could not be closed")
     consequence.__context__ = error
 

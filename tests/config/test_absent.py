@@ -45,11 +45,11 @@ SWITCHES = [key for key, row in REMOVED.items() if not row.part_of]
 DETAILS = [key for key, row in REMOVED.items() if row.part_of]
 
 
-def test_no_key_is_ours_and_theirs() -> None:
+def test_no_key_is_both_known_and_foreign() -> None:
     assert not instead_of("config").keys() & option_names().keys()
 
 
-def test_no_removed_key_or_word_is_still_there() -> None:
+def test_no_removed_key_or_word_is_still_declared() -> None:
     assert not REMOVED.keys() & option_names().keys()
     assert not removed_keys("datasets").keys() & dataset_options().keys()
     for key, rows in removed_values("config").items():
@@ -58,19 +58,19 @@ def test_no_removed_key_or_word_is_still_there() -> None:
         assert not rows.keys() & {*dataset_options()[key].choices}
 
 
-def test_a_key_of_simpletuner_at_its_own_default_asks_for_nothing() -> None:
+def test_simpletuner_keys_at_their_default_are_ignored() -> None:
     assert len(foreign_defaults()) > 100
 
     assert problems_of(*foreign_defaults().items()) == []
 
 
-def test_defaults_that_are_written_as_text_ask_for_nothing_either() -> None:
+def test_simpletuner_defaults_written_as_text_are_ignored() -> None:
     written = [(f"--{key}", str(value)) for key, value in foreign_defaults().items()]
 
     assert problems_of(*written) == []
 
 
-def test_a_key_of_simpletuner_that_asks_for_something_is_answered() -> None:
+def test_simpletuner_keys_with_another_value_are_errors() -> None:
     foreign = [*foreign_defaults()]
 
     problems = problems_of(*((key, "something") for key in foreign))
@@ -79,7 +79,7 @@ def test_a_key_of_simpletuner_that_asks_for_something_is_answered() -> None:
     assert all(problem.fatal and "is not a key here: " in problem.message for problem in problems)
 
 
-def test_every_setting_named_instead_exists() -> None:
+def test_every_replacement_is_a_known_setting() -> None:
     nested = {part for name in dataset_options() for part in name.split(".")}
     names = {*option_names(), *nested}
     texts = [
@@ -92,7 +92,7 @@ def test_every_setting_named_instead_exists() -> None:
     assert {word for word in words if word not in names} <= outside
 
 
-def test_removed_keys_that_ask_for_their_mechanism_are_refused_together() -> None:
+def test_removed_keys_in_use_are_refused_together() -> None:
     problems = problems_of(*((f"--{key}", "something") for key in SWITCHES))
 
     assert [problem.where for problem in problems] == [f"--{key}" for key in SWITCHES]
@@ -100,7 +100,7 @@ def test_removed_keys_that_ask_for_their_mechanism_are_refused_together() -> Non
     assert all(problem.message.startswith("was removed in 0.2.0: ") for problem in problems)
 
 
-def test_a_removed_key_that_is_off_is_ignored_with_a_line() -> None:
+def test_removed_keys_that_are_off_are_ignored_with_a_warning() -> None:
     off = [(key, value) for key in SWITCHES for value in (None, *REMOVED[key].off)]
 
     for key, value in off:
@@ -109,7 +109,7 @@ def test_a_removed_key_that_is_off_is_ignored_with_a_line() -> None:
         assert problem.message.endswith("It is ignored. (config.json)")
 
 
-def test_a_detail_of_a_removed_mechanism_asks_for_nothing_by_itself() -> None:
+def test_details_of_a_removed_mechanism_alone_are_ignored() -> None:
     problems = problems_of(*((key, "something") for key in DETAILS))
 
     assert not problems.are_fatal
@@ -117,41 +117,41 @@ def test_a_detail_of_a_removed_mechanism_asks_for_nothing_by_itself() -> None:
 
 
 @pytest.mark.parametrize("value", [False, "false", "no", 0, "0", ""])
-def test_a_switch_is_off_in_any_spelling(value: Any) -> None:
+def test_removed_switches_are_off_in_any_spelling(value: Any) -> None:
     assert Removed().asks_for_nothing(value)
 
 
 @pytest.mark.parametrize("value", [True, "true", 1, "auto"])
-def test_a_switch_is_on_in_any_spelling(value: Any) -> None:
+def test_removed_switches_are_on_in_any_spelling(value: Any) -> None:
     assert not Removed().asks_for_nothing(value)
 
 
-def test_a_key_whose_default_was_on_is_off_only_there() -> None:
+def test_a_removed_key_that_was_on_by_default_is_off_only_then() -> None:
     row = Removed(off=[True])
     assert row.asks_for_nothing("yes")
     assert not row.asks_for_nothing(False)
 
 
 @pytest.mark.parametrize("value", [[], "[]", "[ ]"])
-def test_an_empty_list_is_off_as_text_too(value: Any) -> None:
+def test_an_empty_list_written_as_text_is_off(value: Any) -> None:
     assert Removed(off=[[]]).asks_for_nothing(value)
 
 
-def test_a_removed_word_of_a_key_is_refused_with_what_to_do_instead() -> None:
+def test_removed_values_are_refused_with_a_replacement() -> None:
     for key, rows in removed_values("config").items():
         for word in rows:
             assert f"{word!r} was removed in 0.2.0: " in told(key, word).message
 
 
 @pytest.mark.parametrize("value", [False, "false", None, 0, "none", ""])
-def test_a_feature_that_is_off_is_no_error(value: Any) -> None:
+def test_foreign_features_that_are_off_are_ignored(value: Any) -> None:
     problem = told("deepspeed", value)
     assert not problem.fatal
     assert "It is off and is ignored. (config.json)" in problem.message
 
 
 @pytest.mark.parametrize("pair", NEUTRAL.items())
-def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
+def test_foreign_keys_that_ask_for_our_default_are_ignored(pair: tuple[str, str]) -> None:
     assert not problems_of(pair).are_fatal
 
 
@@ -183,7 +183,7 @@ def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
         ("MODEL_NAME", "x/y", "pretrained_model_name_or_path is its name"),
     ],
 )
-def test_a_feature_that_is_on_names_the_nearest_way(key: str, value: Any, words: str) -> None:
+def test_foreign_features_that_are_on_name_a_replacement(key: str, value: Any, words: str) -> None:
     problem = told(key, value)
     assert problem.fatal
     assert words in problem.message
@@ -197,10 +197,10 @@ def test_a_feature_that_is_on_names_the_nearest_way(key: str, value: Any, words:
         ("earning_rate", "learning_rate"),
     ],
 )
-def test_a_slip_of_the_keyboard_is_recognised(key: str, guess: str) -> None:
+def test_typos_get_a_suggestion(key: str, guess: str) -> None:
     assert f"Did you mean '{guess}'?" in told(key, 1).message
 
 
 @pytest.mark.parametrize("key", ["speed_config", "webhook_confg_of_mine", "data_backend"])
-def test_names_that_share_only_their_end_are_not_suggested(key: str) -> None:
+def test_names_that_only_end_alike_are_not_suggested(key: str) -> None:
     assert "tread_config" not in told(key, 1).message

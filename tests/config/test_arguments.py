@@ -45,11 +45,11 @@ def parse(*tokens: str) -> Arguments:
         (["validation_prompt=एक बिल्ली"], [("validation_prompt", "एक बिल्ली")]),
     ],
 )
-def test_the_four_forms(tokens: list[str], settings: list[tuple[str, object]]) -> None:
+def test_settings_have_four_forms(tokens: list[str], settings: list[tuple[str, object]]) -> None:
     assert parse(*tokens).settings == settings
 
 
-def test_what_chooses_the_config_is_no_setting() -> None:
+def test_selectors_are_not_settings() -> None:
     for tokens in (["env=mine"], ["--env", "mine"], ["--env=mine"]):
         arguments = parse(*tokens)
         assert (arguments.selectors, arguments.settings) == ({"env": "mine"}, [])
@@ -60,14 +60,14 @@ def test_what_chooses_the_config_is_no_setting() -> None:
 
 
 @pytest.mark.parametrize("token", ["foo", "=5", "--", "--=5", "-x"])
-def test_what_is_no_setting_is_told(token: str) -> None:
+def test_stray_words_are_reported(token: str) -> None:
     problems = parse_arguments([token]).problems
     assert [str(problem) for problem in problems] == [
         f"{token}: is not a setting; write key=value, --key value or --flag."
     ]
 
 
-def test_a_bare_config_is_offered_as_an_environment(
+def test_a_bare_name_of_a_config_is_answered_with_env(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,12 +85,14 @@ def test_a_bare_config_is_offered_as_an_environment(
     ]
 
 
-def test_a_selector_needs_a_name() -> None:
+def test_a_selector_without_a_value_is_an_error() -> None:
     problems = parse_arguments(["--env"]).problems
     assert [str(problem) for problem in problems] == ["--env: needs a value after it."]
 
 
-def test_more_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_from_the_environment_follow_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(EXTRA_ARGUMENTS, "--seed=2  --use_ema\n--lora_rank 8")
     assert parse("--seed=1").settings == [
         ("--seed", "1"),
@@ -103,7 +105,7 @@ def test_more_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "tokens", [["tread_config=null"], ["--tread-config", "null"], ["--tread_config="]]
 )
-def test_null_takes_back_what_the_file_says(tokens: list[str]) -> None:
+def test_null_on_the_command_line_unsets_a_key(tokens: list[str]) -> None:
     problems = Problems()
     file = Layer(
         "config.json",

@@ -25,7 +25,7 @@ def read(tmp_path: Path, *entries: Any) -> tuple[list[DatasetConfig], list[str]]
     return found, [str(problem) for problem in problems]
 
 
-def test_values_follow_the_rules_of_the_config(
+def test_dataset_values_are_parsed_like_those_of_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROOT", "/data")
@@ -58,7 +58,7 @@ def test_values_follow_the_rules_of_the_config(
     assert (entry.video.num_frames, entry.video.frame_rate) == (61, 24)
 
 
-def test_every_problem_of_every_entry_is_told(tmp_path: Path) -> None:
+def test_all_problems_of_all_entries_are_reported(tmp_path: Path) -> None:
     broken = {
         **PICTURES,
         "repeats": -1,
@@ -79,7 +79,7 @@ def test_every_problem_of_every_entry_is_told(tmp_path: Path) -> None:
     assert len(problems) == 6
 
 
-def test_one_slip_of_the_pen_is_one_problem(tmp_path: Path) -> None:
+def test_one_mistake_is_one_problem(tmp_path: Path) -> None:
     """A misspelt type must not make everything that refers to the entry wrong, too."""
     _, problems = read(
         tmp_path, {**PICTURES, "text_embeds": "text"}, {**TEXT, "dataset_type": "text_embed"}
@@ -88,7 +88,7 @@ def test_one_slip_of_the_pen_is_one_problem(tmp_path: Path) -> None:
     assert "Did you mean 'text_embeds'?" in problems[0]
 
 
-def test_a_missing_id_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_missing_id_is_reported_with_its_index(tmp_path: Path) -> None:
     _, problems = read(tmp_path, {"instance_data_dir": "x"}, {"id": "", "instance_data_dir": "y"})
     assert problems == [
         "data.json[0].id: is required. Unique name of the dataset.",
@@ -96,7 +96,7 @@ def test_a_missing_id_is_told_with_its_place(tmp_path: Path) -> None:
     ]
 
 
-def test_ids_and_defaults_are_unique_among_the_enabled(tmp_path: Path) -> None:
+def test_ids_and_defaults_are_unique_among_enabled_entries(tmp_path: Path) -> None:
     off = {
         **TEXT,
         "default": True,
@@ -112,7 +112,7 @@ def test_ids_and_defaults_are_unique_among_the_enabled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [{"conditioning_data": "masks"}, {"source_dataset_id": "masks"}])
-def test_a_dataset_that_conditions_itself(tmp_path: Path, link: dict[str, str]) -> None:
+def test_a_dataset_cannot_condition_itself(tmp_path: Path, link: dict[str, str]) -> None:
     masks = {"id": "masks", "conditioning_type": "mask", "instance_data_dir": "masks"}
     _, (problem,) = read(tmp_path, {**masks, **link})
     assert "masks: conditions itself" in problem
@@ -121,7 +121,7 @@ def test_a_dataset_that_conditions_itself(tmp_path: Path, link: dict[str, str]) 
 @pytest.mark.parametrize(
     "key", ["text_embeds", "image_embeds", "conditioning_data", "source_dataset_id"]
 )
-def test_a_reference_that_leads_nowhere(tmp_path: Path, key: str) -> None:
+def test_references_must_name_an_existing_entry(tmp_path: Path, key: str) -> None:
     sources = {
         "id": "sources",
         "dataset_type": "conditioning",
@@ -132,7 +132,7 @@ def test_a_reference_that_leads_nowhere(tmp_path: Path, key: str) -> None:
     assert problem.startswith(f"pictures.{key}: 'txet' is not the id of such an entry (")
 
 
-def test_keys_that_are_only_accepted(tmp_path: Path) -> None:
+def test_accepted_keys_have_no_effect(tmp_path: Path) -> None:
     (entry, _), problems = read(
         tmp_path,
         {**PICTURES, "write_batch_size": 4, "ignore_epochs": True},
@@ -158,7 +158,7 @@ def test_keys_that_are_only_accepted(tmp_path: Path) -> None:
         ('[{"id": "a"}', "is not valid JSON: it ends too early (line 1, column 13)."),
     ],
 )
-def test_a_file_without_datasets(tmp_path: Path, text: str, complaint: str) -> None:
+def test_an_empty_dataset_file_is_an_error(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "data.json"
     path.write_text(text)
     problems = Problems()
@@ -166,13 +166,13 @@ def test_a_file_without_datasets(tmp_path: Path, text: str, complaint: str) -> N
     assert [str(problem) for problem in problems] == [f"{path}: {complaint}"]
 
 
-def test_a_file_that_is_missing(tmp_path: Path) -> None:
+def test_a_missing_dataset_file_is_an_error(tmp_path: Path) -> None:
     problems = Problems()
     read_datasets(tmp_path / "none.json", problems, placeholders=PLACEHOLDERS)
     assert "does not exist" in problems[0].message
 
 
-def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
+def test_a_key_twice_in_an_entry_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(
         '[{"id": "a", "--repeats": 1, "repeats": 2}, {"id": "b", "crop": true, "crop": false}]'
@@ -184,7 +184,7 @@ def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
     assert "contains 'crop' twice: True and False." in told
 
 
-def test_an_id_becomes_a_folder_and_has_a_limit(tmp_path: Path) -> None:
+def test_ids_must_be_usable_as_folder_names(tmp_path: Path) -> None:
     entries, problems = read(tmp_path, {**PICTURES, "id": "अ" * 40})
     assert "longer than 100 bytes" in problems[0]
     assert entries[0].id == "data.json[0]", (
@@ -223,14 +223,14 @@ def test_an_id_becomes_a_folder_and_has_a_limit(tmp_path: Path) -> None:
         ("caption_shuffle", ["x"], "caption_shuffle"),
     ],
 )
-def test_lists_and_objects_are_read_once_and_told_with_their_key(
+def test_lists_and_objects_are_parsed_under_their_key(
     tmp_path: Path, key: str, value: Any, words: str
 ) -> None:
     _, (problem,) = read(tmp_path, {**PICTURES, key: value})
     assert words in problem
 
 
-def test_ratios_come_with_their_weights(tmp_path: Path) -> None:
+def test_ratios_have_weights(tmp_path: Path) -> None:
     weighted = [{"aspect": "1.5", "weight": 0.25}, {"aspect": 1, "weight": 0.75}]
     (plain, other), problems = read(
         tmp_path,

@@ -50,7 +50,7 @@ def test_a_config_of_another_trainer_is_explained(
     assert problem.message.startswith(words)
 
 
-def test_a_config_of_ai_toolkit_is_told_what_its_settings_are_called(tmp_path: Path) -> None:
+def test_settings_of_ai_toolkit_are_translated(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(AI_TOOLKIT)
 
     with pytest.raises(
@@ -127,9 +127,7 @@ def test_a_toml_config_of_this_program_is_read(tmp_path: Path) -> None:
         ("LEARNING_RTE=1e-4", "is not a known key. Did you mean 'learning_rate'?"),
     ],
 )
-def test_a_variable_that_is_meant_as_a_setting_is_reported_as_in_config_json(
-    tmp_path: Path, line: str, words: str
-) -> None:
+def test_variables_meant_as_settings_are_reported(tmp_path: Path, line: str, words: str) -> None:
     (tmp_path / "config.env").write_text(f"{REQUIRED}export {line}\n")
     problems = Problems()
 
@@ -155,7 +153,7 @@ def test_a_variable_that_is_meant_as_a_setting_is_reported_as_in_config_json(
         "TRAINER_EXTRA_ARGS=",
     ],
 )
-def test_variables_of_the_shell_and_defaults_are_no_problem(tmp_path: Path, line: str) -> None:
+def test_variables_of_the_shell_and_defaults_are_ignored(tmp_path: Path, line: str) -> None:
     (tmp_path / "config.env").write_text(f"{REQUIRED}export {line}\n")
     problems = Problems()
 
@@ -164,7 +162,7 @@ def test_variables_of_the_shell_and_defaults_are_no_problem(tmp_path: Path, line
     assert problems == []
 
 
-def test_the_users_own_folder_of_examples_is_found_first(
+def test_a_users_folder_of_examples_takes_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -153,7 +153,7 @@ def test_datasets_of_the_other_guides(
     assert problem.startswith("instance_data_dir: these folders do not exist")
 
 
-def test_the_line_with_a_comma_too_many_is_accepted(
+def test_a_trailing_comma_in_a_guide_is_accepted(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(workspace, SANA, "prompt_library.fragment")

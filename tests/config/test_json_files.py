@@ -25,24 +25,22 @@ def read(path: Path, text: str | bytes) -> tuple[Any, list[Problem]]:
         ('{"a": ",}",}', {"a": ",}"}, 1),
     ],
 )
-def test_a_comma_too_many_is_forgiven_with_a_warning(
-    tmp_path: Path, text: str, value: object, line: int
-) -> None:
+def test_a_trailing_comma_is_a_warning(tmp_path: Path, text: str, value: object, line: int) -> None:
     found, (problem,) = read(tmp_path / "c.json", text)
     assert found == value
     assert not problem.fatal
     assert f"a comma before a closing bracket (line {line})" in problem.message
 
 
-def test_commas_inside_texts_are_left_alone(tmp_path: Path) -> None:
+def test_commas_inside_strings_are_kept(tmp_path: Path) -> None:
     assert read(tmp_path / "c.json", r'{"a": "x,}\",]"}') == ({"a": 'x,}",]'}, [])
 
 
-def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     assert read(tmp_path / "c.json", b'\xef\xbb\xbf{"a": 1}') == ({"a": 1}, [])
 
 
-def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
+def test_invalid_json_is_reported_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     found, (problem,) = read(path, '{\n  "a": 1\n  "b": 2\n}')
     assert found is None
@@ -78,7 +76,7 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
         (r'{"a": {"\ud800": 1}}', "surrogates not allowed"),
     ],
 )
-def test_what_nothing_could_work_with_is_refused(
+def test_unusable_json_values_are_refused(
     tmp_path: Path, text: str | bytes, complaint: str
 ) -> None:
     found, (problem,) = read(tmp_path / "c.json", text)
@@ -87,13 +85,13 @@ def test_what_nothing_could_work_with_is_refused(
     assert complaint in problem.message
 
 
-def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_file_is_reported(tmp_path: Path) -> None:
     problems = Problems()
     assert read_json(tmp_path, problems) is None
     assert "is not a regular file" in problems[0].message
 
 
-def test_a_key_twice_is_told_and_the_rest_is_still_read(tmp_path: Path) -> None:
+def test_a_key_twice_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     found, (problem,) = read(tmp_path / "c.json", '{"a": 1, "b": 2, "a": 3}')
     assert found == {"a": 3, "b": 2}
     assert problem.fatal
@@ -104,7 +102,7 @@ def test_a_key_twice_is_told_and_the_rest_is_still_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("one", "other"), [(20, "20"), (1e-4, "0.0001"), (True, "True"), ("a", "A"), ([1], [1])]
 )
-def test_spellings_of_one_value(one: object, other: object) -> None:
+def test_spellings_of_one_value_are_equal(one: object, other: object) -> None:
     assert same_value(one, other)
     assert same_value(other, one)
 
@@ -112,5 +110,5 @@ def test_spellings_of_one_value(one: object, other: object) -> None:
 @pytest.mark.parametrize(
     ("one", "other"), [(20, "21"), ("lora", "full"), ([1], "1"), ({}, []), ("", "0")]
 )
-def test_different_values(one: object, other: object) -> None:
+def test_different_values_are_not_equal(one: object, other: object) -> None:
     assert not same_value(one, other)

@@ -45,12 +45,12 @@ def test_null_and_empty_text_mean_unset() -> None:
     assert not config.is_explicit("learning_rate")
 
 
-def test_an_empty_checkpoint_name_means_none() -> None:
+def test_an_empty_resume_from_checkpoint_means_none() -> None:
     assert load(("resume_from_checkpoint", ""))[0].run.resume_from_checkpoint == "none"
     assert load(("resume_from_checkpoint", None))[0].run.resume_from_checkpoint == "latest"
 
 
-def test_the_stronger_layer_wins_and_is_remembered() -> None:
+def test_the_strongest_layer_sets_the_value_and_its_origin() -> None:
     layers = [
         Layer("config.env", [*BASE, ("lora_rank", "8"), ("seed", "1")]),
         Layer("config.json", [("lora_rank", 32), ("train_batch_size", 2)]),
@@ -75,7 +75,7 @@ def test_the_stronger_layer_wins_and_is_remembered() -> None:
     ]
 
 
-def test_unset_on_the_command_line_takes_back_what_the_file_says() -> None:
+def test_unset_on_the_command_line_overrides_the_file() -> None:
     layers = [
         Layer("config.json", [*BASE, ("validation_guidance", 3), ("validation_prompt", "x")]),
         Layer(
@@ -90,7 +90,7 @@ def test_unset_on_the_command_line_takes_back_what_the_file_says() -> None:
     assert config.origins["validation_guidance"] == FAMILY_DEFAULT
 
 
-def test_the_same_key_twice() -> None:
+def test_a_key_twice_in_a_file_is_an_error() -> None:
     _, problems = load(("lora_rank", 8), ("--lora_rank", 16))
     assert problems == ["lora_rank: is given twice: lora_rank=8 and --lora_rank=16 (config.json)."]
     _, problems = load(("save_total_limit", 3), ("checkpoints_total_limit", 4))
@@ -102,7 +102,7 @@ def test_the_same_key_twice() -> None:
     assert load(("lora_rank", 8), ("--lora_rank", None))[1] == []
 
 
-def test_twice_on_the_command_line_is_a_correction() -> None:
+def test_a_key_twice_on_the_command_line_is_a_correction() -> None:
     config, problems = load(("lora_rank", "8"), ("lora_rank", "16"), last_wins=True)
     assert config.lora.lora_rank == 16
     (problem,) = problems
@@ -112,7 +112,7 @@ def test_twice_on_the_command_line_is_a_correction() -> None:
     assert (config.lora.lora_rank, problems) == (16, [])
 
 
-def test_variables_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", "/data")
     config, problems = load(("output_dir", "{env:WHERE}/run"), ("instance_prompt", ["{env:WHERE}"]))
     assert problems == []
@@ -122,7 +122,7 @@ def test_variables_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(("validation_prompt", "{env:WHERE}"))[0].validation.validation_prompt is None
 
 
-def test_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_environment_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WHERE", raising=False)
     _, problems = load(("output_dir", "{env:WHERE}/run"))
     assert problems == [
@@ -130,7 +130,7 @@ def test_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_an_unknown_key_is_told_with_the_nearest() -> None:
+def test_an_unknown_key_is_reported_with_the_nearest() -> None:
     _, problems = load(("learning_rte", 1), ("--zzzzzzzz", 1))
     assert problems == [
         "learning_rte: is not a known key. Did you mean 'learning_rate'? (config.json)",
@@ -138,7 +138,7 @@ def test_an_unknown_key_is_told_with_the_nearest() -> None:
     ]
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_all_problems_of_a_config_are_reported_at_once() -> None:
     _, problems = load(
         ("lora_rank", 0), ("seed", "x"), ("optimizer", "adamx"), ("nonsense", 1), ("output_dir", [])
     )
@@ -151,7 +151,7 @@ def test_every_problem_is_told_at_once() -> None:
     ]
 
 
-def test_what_is_required_is_explained() -> None:
+def test_required_keys_are_explained() -> None:
     problems = Problems()
     resolve([Layer("config.json", [])], problems)
     assert [problem.where for problem in problems] == ["model_type", "model_family"]
@@ -186,7 +186,7 @@ def test_a_written_config_has_every_key() -> None:
     assert list(json.loads(written))[-2:] == ["mine", "lora_initialisation_style"]
 
 
-def test_of_thousands_of_unknown_keys_the_first_get_a_suggestion() -> None:
+def test_only_the_first_unknown_keys_get_a_suggestion() -> None:
     """Each suggestion takes milliseconds, and thousands of unknown keys are another kind of
     file.
     """
@@ -198,12 +198,12 @@ def test_of_thousands_of_unknown_keys_the_first_get_a_suggestion() -> None:
     assert suggested == problems[:50]
 
 
-def test_a_word_of_thousands_of_letters_is_not_compared() -> None:
+def test_very_long_words_get_no_suggestion() -> None:
     assert nearest("learning_rte", ["learning_rate"]) == "learning_rate"
     assert nearest("learning_rte" * 1000, ["learning_rate" * 1000]) is None
 
 
-def test_values_that_the_program_chooses_reach_techniques() -> None:
+def test_chosen_values_reach_technique_groups() -> None:
     config, _ = load()
 
     chosen = config.with_values({"crepa_lambda": 0.25}, "chosen")

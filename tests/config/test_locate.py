@@ -67,7 +67,7 @@ def refusal(**selectors: str) -> str:
     return str(caught.value)
 
 
-def test_the_usual_places_in_their_order() -> None:
+def test_default_locations_are_searched_in_order() -> None:
     put("config/config.env", SEED=1)
     assert seed() == 1
     put("config/config.toml", seed=2)
@@ -78,19 +78,19 @@ def test_the_usual_places_in_their_order() -> None:
     assert seed() == 4
 
 
-def test_no_config_names_what_was_tried_and_the_way_out() -> None:
+def test_a_missing_config_lists_the_paths_and_the_remedy() -> None:
     told = refusal()
     assert "tried config.json, config/config.json. Write one with `simpletuner configure`." in told
 
 
-def test_configs_that_exist_are_offered() -> None:
+def test_existing_configs_are_suggested() -> None:
     put("config/cat/config.json")
     put("config/dog/config.json")
     assert "tried config.json, config/config.json. Choose one with env=NAME: cat, dog." in refusal()
     assert refusal(env="horse").endswith("Choose one with env=NAME: cat, dog.")
 
 
-def test_a_name_means_a_folder_below_config() -> None:
+def test_env_means_a_folder_below_config() -> None:
     put("config/mine/config.json", seed=5)
     assert seed(env="mine") == 5
     assert seed(env="config/mine") == 5
@@ -98,7 +98,7 @@ def test_a_name_means_a_folder_below_config() -> None:
 
 
 @pytest.mark.parametrize("variable", ENV_VARIABLES)
-def test_the_name_may_come_from_the_environment(
+def test_the_config_may_be_chosen_by_a_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     put("config/mine/config.json", seed=5)
@@ -117,14 +117,14 @@ def test_the_name_may_come_from_the_environment(
     assert "config/nowhere/config.json" in refusal()
 
 
-def test_an_extra_folder_is_searched(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+def test_simpletuner_config_dir_is_searched(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     put("elsewhere/mine/config.json", seed=8)
     monkeypatch.setenv("SIMPLETUNER_CONFIG_DIR", str(here / "elsewhere"))
     assert seed(env="mine") == 8
     assert str(here / "elsewhere/yours/config.json") in refusal(env="yours")
 
 
-def test_a_file_may_be_named_with_or_without_its_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_paths_may_omit_their_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
     put("here/it.json", seed=9)
     for path in ("here/it.json", "here/it"):
         monkeypatch.setenv("CONFIG_PATH", path)
@@ -133,7 +133,7 @@ def test_a_file_may_be_named_with_or_without_its_ending(monkeypatch: pytest.Monk
     assert "tried here/nothing." in refusal()
 
 
-def test_the_form_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_type_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     put("config/config.json", seed=1)
     put("config/config.toml", seed=2)
     monkeypatch.setenv("CONFIG_BACKEND", "toml")
@@ -144,7 +144,7 @@ def test_the_form_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'jsn' is not one of: json, toml, env. Did you mean 'json'?" in refusal()
 
 
-def test_a_packaged_example_by_its_two_names() -> None:
+def test_packaged_examples_have_two_names() -> None:
     for selectors in ({"example": "demo"}, {"env": "examples/demo"}):
         found = locate(selectors, Problems())
         model = dict(found.layers[-1].values)["pretrained_model_name_or_path"]
@@ -153,7 +153,7 @@ def test_a_packaged_example_by_its_two_names() -> None:
         )
 
 
-def test_an_unknown_example_is_told_with_the_names() -> None:
+def test_an_unknown_example_is_reported_with_the_known_ones() -> None:
     names = ", ".join(example_names())
     assert refusal(example="dmo") == (
         f"example: 'dmo' is not a packaged example. Available: {names}. Did you mean 'demo'?"
@@ -162,7 +162,7 @@ def test_an_unknown_example_is_told_with_the_names() -> None:
     assert "not a packaged example" in refusal(env="examples/")
 
 
-def test_two_choices_at_once() -> None:
+def test_two_ways_to_choose_a_config_are_an_error() -> None:
     problems = Problems()
     locate({"example": "demo", "env": "mine"}, problems)
     assert [str(problem) for problem in problems] == [
@@ -170,13 +170,13 @@ def test_two_choices_at_once() -> None:
     ]
 
 
-def test_problems_found_before_are_not_lost() -> None:
+def test_earlier_problems_are_kept() -> None:
     with pytest.raises(ConfigError) as caught:
         locate({"env": "nowhere"}, Problems([Problem("foo", "is not a setting")]))
     assert [problem.where for problem in caught.value.problems] == ["foo", "config"]
 
 
-def test_config_env_is_weaker_than_the_file_beside_it() -> None:
+def test_config_json_overrides_config_env() -> None:
     put("config/config.json", seed=1)
     Path("config/config.env").write_text(
         "# for train.sh\nexport SEED=2\nLORA_RANK='8'  # small\nVALIDATION_PROMPT='a cat'\n"
@@ -192,7 +192,7 @@ def test_config_env_is_weaker_than_the_file_beside_it() -> None:
     assert config.origins["lora_rank"] == "config/config.env"
 
 
-def test_config_env_is_read_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_env_is_parsed_like_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     put("config/config.json", **REQUIRED)
     monkeypatch.setenv("BASE", "/data/my pictures")
     Path("config/config.env").write_text(
@@ -226,7 +226,7 @@ def test_config_env_is_read_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch)
         ("'$WORD # 1' # c", "$WORD # 1"),
     ],
 )
-def test_between_double_quotes_other_marks_are_text(written: str, value: str) -> None:
+def test_double_quotes_keep_other_quotes(written: str, value: str) -> None:
     assert expand_shell(written, {"WORD": "hop"}) == value
 
 
@@ -238,7 +238,7 @@ def test_between_double_quotes_other_marks_are_text(written: str, value: str) ->
         ("SEED='1", "not closed"),
     ],
 )
-def test_what_config_env_cannot_say(line: str, words: str) -> None:
+def test_unreadable_lines_of_config_env_are_errors(line: str, words: str) -> None:
     put("config/config.json", **REQUIRED)
     Path("config/config.env").write_text(line + "\n")
     problems = Problems()
@@ -246,7 +246,7 @@ def test_what_config_env_cannot_say(line: str, words: str) -> None:
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
 
 
-def test_config_env_may_add_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_env_may_extend_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     put("config/config.json", seed=1)
     Path("config/config.env").write_text(
         "TRAINER_EXTRA_ARGS='--use_ema --seed=2'\nTRAINER_EXTRA_ARGS+=' lora_rank=4'\n"
@@ -256,7 +256,7 @@ def test_config_env_may_add_to_the_command_line(monkeypatch: pytest.MonkeyPatch)
     assert locate({}, Problems()).extra_arguments == "", "train.sh has put it into the environment"
 
 
-def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_override_launch_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     put("config/config.json", seed=1)
     monkeypatch.setenv("MIXED_PRECISION", "fp16")
     monkeypatch.setenv("TRAINING_NUM_PROCESSES", "two")
@@ -282,7 +282,7 @@ def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyP
         ("config.env", b"SEED=\xff", "is not UTF-8 text (byte 5)"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_all_there_is_to_say(
+def test_an_unreadable_config_is_the_only_problem(
     name: str, content: bytes, complaint: str
 ) -> None:
     Path(name).write_bytes(content)
@@ -290,7 +290,7 @@ def test_a_file_that_cannot_be_read_is_all_there_is_to_say(
     assert "is required" not in refusal()
 
 
-def test_the_dataset_file_lies_beside_the_config(here: Path) -> None:
+def test_the_dataset_file_is_beside_the_config_by_default(here: Path) -> None:
     problems = Problems()
     assert dataset_file(None, Path("config"), problems) == Path("config/multidatabackend.json")
     assert [problem.fatal for problem in problems] == [False]
@@ -301,9 +301,7 @@ def test_the_dataset_file_lies_beside_the_config(here: Path) -> None:
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [("mine", "mine"), ("", "of-the-file")])
-def test_train_sh_takes_the_config_that_is_asked_for_by_hand(
-    tmp_path: Path, asked: str, chosen: str
-) -> None:
+def test_train_sh_uses_the_requested_config(tmp_path: Path, asked: str, chosen: str) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.env").write_text("ENV=of-the-file\nSEED=2\n")
     (tmp_path / "venv/bin").mkdir(parents=True)

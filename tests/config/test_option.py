@@ -35,7 +35,7 @@ def read(key: str, value: Any) -> tuple[Any, list[Problem]]:
     return config.flat[key], problems
 
 
-def test_a_flag_takes_the_usual_words() -> None:
+def test_flags_accept_common_words() -> None:
     for option in FLAGS:
         for word in (True, "true", "TRUE", "1", 1, "yes", "On"):
             assert read(option.name, word) == (True, []), (option.name, word)
@@ -46,13 +46,13 @@ def test_a_flag_takes_the_usual_words() -> None:
 
 
 @pytest.mark.parametrize("text", ["10G", "10 gb", "10000M", "0.01TB", 10, "10"])
-def test_a_size_on_disk_takes_the_usual_units(text: Any) -> None:
+def test_sizes_on_disk_accept_common_units(text: Any) -> None:
     assert read("disk_low_threshold", text) == (pytest.approx(10), [])
     _, (problem,) = read("disk_low_threshold", f"{text} apples")
     assert "is not a size such as 10G or 500M" in problem.message
 
 
-def test_a_word_that_is_not_allowed_is_told_with_all_that_are() -> None:
+def test_a_wrong_word_is_reported_with_the_allowed_ones() -> None:
     for option in CHOICES:
         for word in option.choices:
             assert read(option.name, word) == (word, []), (option.name, word)
@@ -63,7 +63,7 @@ def test_a_word_that_is_not_allowed_is_told_with_all_that_are() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_number_may_be_text_and_nothing_else(whole: bool) -> None:
+def test_numbers_may_be_numeric_text_only(whole: bool) -> None:
     for option in NUMBERS[whole]:
         good = next(number for number in (1, 0, 64) if within(number, option.limits))
         for spelling in (good, str(good), f"{good}.0", f"{float(good):e}"):
@@ -84,7 +84,7 @@ def test_a_number_may_be_text_and_nothing_else(whole: bool) -> None:
             assert "is not a" in problem.message or "is too large" in problem.message, problem
 
 
-def test_a_number_out_of_range_is_told_with_the_limit() -> None:
+def test_a_number_out_of_range_is_reported_with_its_limit() -> None:
     outside = {"ge": -1.0, "gt": -1.0, "le": 1.0, "lt": 1.0}
     for option in LIMITED:
         for bound, limit in option.limits.items():
@@ -97,7 +97,7 @@ def test_a_number_out_of_range_is_told_with_the_limit() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_number_that_no_key_can_mean(whole: bool) -> None:
+def test_absurd_numbers_are_refused_by_every_key(whole: bool) -> None:
     for option in NUMBERS[whole]:
         bound = min(
             option.limits.get("le", LARGEST_NUMBER), option.limits.get("lt", LARGEST_NUMBER)
@@ -118,7 +118,7 @@ def test_a_number_that_no_key_can_mean(whole: bool) -> None:
 @pytest.mark.parametrize(
     "key", ["validation_num_inference_steps", "num_validation_images", "eval_timesteps"]
 )
-def test_a_typo_that_would_render_for_days(key: str) -> None:
+def test_absurd_preview_settings_are_refused(key: str) -> None:
     assert read(key, 1000) == (1000, [])
     (problem,) = read(key, 10**9)[1]
     assert "must be ≤ 1000" in problem.message
@@ -127,7 +127,7 @@ def test_a_typo_that_would_render_for_days(key: str) -> None:
 @pytest.mark.parametrize(
     "key", ["probability", "slider_strength", "timestep_sampling_offset", "start_step"]
 )
-def test_a_weight_of_a_dataset_that_would_overflow(key: str) -> None:
+def test_an_absurd_dataset_weight_is_refused(key: str) -> None:
     problems = Problems()
     build_group(DatasetConfig, {"id": "a", key: 10**12}, problems)
     assert [problem.where for problem in problems] == [key]
@@ -145,7 +145,7 @@ def sign(bound: str) -> str:
     return {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}[bound]
 
 
-def test_the_defaults_are_allowed_values() -> None:
+def test_defaults_are_allowed_values() -> None:
     for option in OPTIONS.values():
         if option.default is not None:
             assert read(option.name, option.default) == (option.default, []), option.name
@@ -155,19 +155,19 @@ def test_every_key_is_explained() -> None:
     assert [option.name for option in OPTIONS.values() if not option.help] == []
 
 
-def test_an_alias_stands_for_one_key() -> None:
+def test_every_alias_means_one_key() -> None:
     names = [word for option in OPTIONS.values() for word in (option.name, *option.aliases)]
     assert len(names) == len(set(names))
 
 
-def test_large_whole_numbers_lose_no_digit() -> None:
+def test_large_integers_are_exact() -> None:
     assert read("seed", "9007199254740993") == (9007199254740993, [])
     assert read("seed", 2**63 - 1) == (2**63 - 1, [])
     _, (problem,) = read("seed", 2**63)
     assert "too large for a 64-bit number" in problem.message
 
 
-def test_words_that_look_like_numbers_may_be_numbers() -> None:
+def test_choices_that_look_like_numbers_may_be_numbers() -> None:
     assert read("aspect_bucket_alignment", 64) == ("64", [])
     assert read("fsdp_version", 2) == ("2", [])
     assert read("validation_resolution", 1024) == ("1024x1024", [])
@@ -182,13 +182,13 @@ def test_words_that_look_like_numbers_may_be_numbers() -> None:
         ("pretrained_transformer_subfolder", "a" * 300, "File name too long"),
     ],
 )
-def test_a_path_that_cannot_be_one(key: str, path: Any, complaint: str) -> None:
+def test_impossible_paths_are_refused(key: str, path: Any, complaint: str) -> None:
     _, (problem,) = read(key, path)
     assert complaint in problem.message
     assert len(problem.message) < 300, "a long value is cut"
 
 
-def test_lists_come_as_lists_json_text_or_commas() -> None:
+def test_lists_may_be_json_or_comma_separated() -> None:
     for spelling in (["a", "b"], '["a", "b"]', "a, b"):
         assert read("eval_dataset_id", spelling) == (["a", "b"], [])
     assert read("eval_dataset_id", "one") == (["one"], [])
@@ -199,7 +199,7 @@ def test_lists_come_as_lists_json_text_or_commas() -> None:
     assert "cannot be used" in problem.message
 
 
-def test_a_run_has_bounds() -> None:
+def test_steps_and_repeats_are_bounded() -> None:
     for key, value in (("max_train_steps", 10**18), ("max_train_steps", "1e18")):
         (problem,) = read(key, value)[1]
         assert "is out of range; it must be ≤ 1000000000." in problem.message

@@ -47,12 +47,12 @@ def variables(page: str) -> dict[str, bool]:
     }
 
 
-def test_the_page_in_the_repository_is_not_stale(page: str) -> None:
+def test_the_options_page_is_up_to_date(page: str) -> None:
     render_page = runpy.run_path(str(ROOT / "scripts" / "options_page.py"))["render_page"]
     assert page == render_page(page), "./scripts/docs writes it anew"
 
 
-def test_the_page_begins_with_common_keys(page: str) -> None:
+def test_the_options_page_begins_with_common_keys(page: str) -> None:
     first = page.partition("## The keys that most people set\n")[2].partition("\n## ")[0]
 
     keys = re.findall(r"\[`(\w+)`\]", first)
@@ -75,7 +75,7 @@ def keys_of(table: str) -> list[str]:
     return re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
 
 
-def test_every_key_and_alias_is_on_the_page_once(page: str) -> None:
+def test_every_key_and_alias_is_listed_once(page: str) -> None:
     rows = re.findall(
         r"^\| `(\w+)` \|(.*)$", page.split("## Defaults of the model families")[0], re.MULTILINE
     )
@@ -97,7 +97,7 @@ def test_rows_have_as_many_cells_as_their_table(page: str) -> None:
             assert cells == width, line
 
 
-def test_the_anchor_that_the_guides_link_to(page: str) -> None:
+def test_the_options_page_has_the_anchor_of_the_guides(page: str) -> None:
     assert "## Environment configuration variables\n" in page
     assert "(#environment-configuration-variables)" in page
 

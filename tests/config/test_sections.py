@@ -13,7 +13,7 @@ from simpletuner.config.schema import technique_groups
 @pytest.mark.parametrize(
     ("title", "place"), [("CREPA", "training/loss_functions"), ("Tracking", "basic/run")]
 )
-def test_a_group_without_a_place_is_with_those_of_its_kind(
+def test_new_groups_join_the_section_of_their_kind(
     monkeypatch: pytest.MonkeyPatch, title: str, place: str
 ) -> None:
     table = copy.deepcopy(sections.TABLE)

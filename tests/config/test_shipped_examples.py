@@ -44,7 +44,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t2i_checkpoint: Path
     return workspace
 
 
-def test_the_files_that_the_guides_and_the_docs_name_are_there() -> None:
+def test_files_named_in_guides_exist() -> None:
     assert {path.stem for path in SHIPPED.glob("*.example")} == NAMES
 
 
@@ -73,7 +73,7 @@ def test_the_lycoris_file_has_what_it_needs() -> None:
     assert {"full_matrix", "linear_dim"} & set(content)
 
 
-def test_the_copies_plan_without_a_warning(
+def test_copied_examples_plan_without_a_warning(
     copied: Workspace, capsys: pytest.CaptureFixture
 ) -> None:
     for path in copied.path("datasets/my_images").glob("*.png"):
@@ -84,7 +84,7 @@ def test_the_copies_plan_without_a_warning(
 
 
 @pytest.mark.slow
-def test_the_copies_train(copied: Workspace) -> None:
+def test_copied_examples_train(copied: Workspace) -> None:
     data = json.loads(copied.path("config/multidatabackend.json").read_text(encoding="utf-8"))
     copied.write_datasets(
         [entry | ({"resolution": 64} if "resolution" in entry else {}) for entry in data]

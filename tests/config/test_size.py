@@ -7,7 +7,7 @@ import json
 from simpletuner.config.types import Size
 
 
-def test_a_size_is_written_as_users_write_it() -> None:
+def test_a_size_prints_as_users_write_it() -> None:
     assert str(Size(768, 512)) == f"{Size(768, 512)}" == "768x512"
     assert Size(768, 512).of_frames(1) == "768x512"
     assert Size(768, 512).of_frames(61) == "768x512@61"

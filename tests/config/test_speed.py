@@ -45,7 +45,7 @@ def found(**settings: Any) -> dict[str, list[str]]:
         ({"speed_keep_attention": False}, (True, False, True)),
     ],
 )
-def test_switches_follow_speed_unless_set(
+def test_switches_follow_speed_unless_they_are_set(
     settings: dict[str, Any], expected: tuple[bool, ...]
 ) -> None:
     group = make(**settings).speed
@@ -68,7 +68,7 @@ def test_switches_follow_speed_unless_set(
         ({"speed": "reference", "dynamo_backend": "aot_eager"}, "cpu", "aot_eager"),
     ],
 )
-def test_backend(
+def test_the_compile_backend_follows_device_and_settings(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, expected: str | None
 ) -> None:
     monkeypatch.setattr(speed, "has_compiler", lambda: True)
@@ -77,7 +77,7 @@ def test_backend(
     assert speed.compile_backend(config.speed, config.launch, device) == expected
 
 
-def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_default_is_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
@@ -141,7 +141,9 @@ def test_a_submodule_is_looked_up_without_importing_its_package(
         ({"speed": "reference", "speed_keep_attention": True}, "hints", "speed reference"),
     ],
 )
-def test_contradictions(settings: dict[str, Any], kind: str, words: str) -> None:
+def test_contradicting_speed_settings_are_reported(
+    settings: dict[str, Any], kind: str, words: str
+) -> None:
     said = found(**settings)
     assert len(said["errors"]) + len(said["hints"]) == 1
     assert words in said[kind][0]
@@ -157,7 +159,7 @@ def test_a_kernel_without_a_fixed_order_is_refused(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_families_without_fast_blocks_say_so() -> None:
+def test_settings_for_fast_blocks_are_refused_without_them() -> None:
     config = make(speed_keep_attention=True)
     assert [
         complaint

@@ -15,14 +15,14 @@ from tests.planning.test_checks import problems
 SAMPLED = {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probability": 0.5}
 
 
-def test_a_teacher_before_its_student() -> None:
+def test_a_crepa_teacher_must_follow_its_student() -> None:
     crepa = {"crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 4}
     errors, (warning,) = problems(**crepa, crepa_teacher_block_index=3)
     assert (errors, "3 comes before crepa_block_index 4" in warning) == ([], True)
     assert problems(**crepa, crepa_teacher_block_index=5) == ([], [])
 
 
-def test_a_decay_that_ends_before_it_begins() -> None:
+def test_a_crepa_decay_must_end_after_it_begins() -> None:
     crepa = {
         "crepa_enabled": True,
         "crepa_feature_source": "backbone",
@@ -62,7 +62,7 @@ def test_an_offset_beyond_the_steps_of_previews_is_refused() -> None:
         ),
     ],
 )
-def test_what_has_no_effect(settings: dict[str, Any], words: str) -> None:
+def test_settings_without_effect_are_reported(settings: dict[str, Any], words: str) -> None:
     errors, (warning,) = problems(**settings)
     assert errors == []
     assert words in warning
@@ -75,7 +75,7 @@ def sampled(**settings: Any) -> ScheduledSamplingConfig:
     )
 
 
-def test_probabilities() -> None:
+def test_rollout_probability_follows_its_ramp() -> None:
     fixed = sampled(start_step=10)
     assert [fixed.probability_at(step) for step in (0, 9, 10, 99)] == [0, 0, 0.5, 0.5]
     ramp = sampled(start_step=10, ramp_steps=20, prob_start=0.0, prob_end=0.4)
@@ -91,7 +91,7 @@ def test_probabilities() -> None:
     )
 
 
-def test_offsets() -> None:
+def test_rollout_offsets_follow_their_strategy() -> None:
     shares = [(index + 0.5) / 1000 for index in range(1000)]
     uniform = [sampled().offset_at(share) for share in shares]
     assert {offset: uniform.count(offset) for offset in set(uniform)} == dict.fromkeys(
@@ -105,7 +105,7 @@ def test_offsets() -> None:
     assert late == pytest.approx(8 / 3, abs=0.1)
 
 
-def test_extra_forward_passes() -> None:
+def test_mean_passes_count_rollouts_and_comparisons() -> None:
     assert sampled(reflexflow=False).mean_passes(100) == pytest.approx(0.5 * 4 / 2)
     assert sampled().mean_passes(100) == pytest.approx(0.5 * (2 + 0.8)), (
         "one of the plain input, if there is a way"

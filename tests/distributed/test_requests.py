@@ -11,7 +11,7 @@ from simpletuner.distributed.requests import Handler, Stop, signals_as_interrupt
 from simpletuner.errors import Interrupted
 
 
-def test_a_source_is_looked_at_until_it_asks() -> None:
+def test_sources_are_polled_until_one_requests_a_stop() -> None:
     answers = iter([False, True])
     stop = Stop(lambda: False)
     stop.add_source(lambda: next(answers))
@@ -24,7 +24,7 @@ def test_a_source_is_looked_at_until_it_asks() -> None:
 
 
 @pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN])
-def test_the_first_signal_asks_and_the_second_one_interrupts(
+def test_the_first_signal_requests_a_stop_and_the_second_interrupts(
     inherited: Handler, request: pytest.FixtureRequest
 ) -> None:
     """Also in a background job of a script, which starts with SIGINT ignored."""
@@ -42,7 +42,7 @@ def test_the_first_signal_asks_and_the_second_one_interrupts(
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forwarded_signal_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to a group of processes reaches a process twice if its parent passes it on."""
     now = 100.0
     monkeypatch.setattr("simpletuner.distributed.requests.time.monotonic", lambda: now)

@@ -63,7 +63,7 @@ def agree(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_agree(tmp_path: Path) -> None:
+def test_two_processes_exchange_values(tmp_path: Path) -> None:
     assert in_two_processes(agree, tmp_path) == [0, 0]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     common = {
@@ -128,7 +128,7 @@ def die_early(rank: int, folder: Path) -> None:
         pass
 
 
-def test_a_process_that_is_killed_while_they_connect(tmp_path: Path) -> None:
+def test_a_process_killed_while_connecting_is_reported(tmp_path: Path) -> None:
     assert in_two_processes(die_early, tmp_path) == [1, -signal.SIGKILL]
     assert (tmp_path / "0.txt").read_text() == f"Process 1 on {socket.gethostname()} {GONE}. 1"
 
@@ -148,7 +148,7 @@ def fail_early(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow(4)
-def test_a_process_that_fails_while_they_connect(tmp_path: Path) -> None:
+def test_a_process_failing_while_connecting_is_reported(tmp_path: Path) -> None:
     assert in_two_processes(fail_early, tmp_path) == [1, 1]
     reason = "cannot join the others: CUDA error: all CUDA-capable devices are busy or unavailable"
     assert (tmp_path / "0.txt").read_text() == f"Process 1 on {socket.gethostname()} {reason} 1"
@@ -178,13 +178,13 @@ def hang(rank: int, folder: Path, where: str) -> None:
         ),
     ],
 )
-def test_a_process_that_hangs_ends_the_run(tmp_path: Path, where: str, message: str) -> None:
+def test_a_hanging_process_ends_the_run(tmp_path: Path, where: str, message: str) -> None:
     assert in_two_processes(hang, tmp_path, where) == [1, 1]
     told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert told == [message.format(host=socket.gethostname())] * 2
 
 
-def test_one_process_asks_nobody() -> None:
+def test_a_single_process_does_not_communicate() -> None:
     world = World()
     assert (world.is_main, world.any(True), world.any(False), world.mean([1.5, 2.0])) == (
         True,
@@ -201,7 +201,7 @@ def test_one_process_asks_nobody() -> None:
 
 
 @pytest.mark.parametrize(("visible", "device"), [(1, 0), (8, 3)])
-def test_the_gpu_of_a_process_that_may_see_no_other(
+def test_processes_use_the_gpu_that_is_visible_to_them(
     monkeypatch: pytest.MonkeyPatch, visible: int, device: int
 ) -> None:
     chosen: list[int] = []
@@ -237,18 +237,20 @@ SLURM = {
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, World(1, 2, 0, 1)),
     ],
 )
-def test_where_a_launcher_puts_a_process(environment: dict[str, str], place: World | None) -> None:
+def test_rank_and_size_come_from_the_launcher(
+    environment: dict[str, str], place: World | None
+) -> None:
     assert world_from_launcher(environment) == place
 
 
 @pytest.mark.parametrize("rank", [None, "x", "2"])
-def test_a_launcher_that_names_no_rank(rank: str | None) -> None:
+def test_a_size_without_a_rank_is_an_error(rank: str | None) -> None:
     environment = {"WORLD_SIZE": "2"} | ({} if rank is None else {"RANK": rank})
     with pytest.raises(UserError, match=f"RANK is {rank or 'not set'}"):
         world_from_launcher(environment)
 
 
-def test_where_processes_meet() -> None:
+def test_the_rendezvous_comes_from_the_launcher() -> None:
     slurm = dict(SLURM)
     assert found_by(set_rendezvous, World(5, 8, 1, 4), slurm) == []
     assert (
@@ -269,7 +271,7 @@ def test_where_processes_meet() -> None:
     assert [problem.where for problem in problems] == ["MASTER_ADDR", "MASTER_PORT"]
 
 
-def test_a_wrong_port_hides_no_missing_address() -> None:
+def test_a_wrong_port_does_not_hide_a_missing_address() -> None:
     problems = found_by(set_rendezvous, World(1, 2, 0, 1), {"MASTER_PORT": "70000"})
 
     assert [problem.where for problem in problems] == ["MASTER_ADDR", "MASTER_PORT"]
@@ -279,11 +281,11 @@ def test_a_wrong_port_hides_no_missing_address() -> None:
     ("nodes", "first"),
     [("a", "a"), ("a,b", "a"), ("gpu[03-07,9],b", "gpu03"), ("n[1,2].lab", "n1.lab"), ("", "")],
 )
-def test_the_first_of_slurms_hosts(nodes: str, first: str) -> None:
+def test_the_rendezvous_is_the_first_slurm_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_a_port_of_a_silent_program_is_not_waited_for_beyond_the_limit(
+def test_connecting_to_a_silent_port_ends_at_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:

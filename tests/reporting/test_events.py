@@ -79,7 +79,7 @@ def test_ctrl_c_inside_a_subscriber_is_not_swallowed() -> None:
         events.say("one")
 
 
-def test_a_subscriber_that_fails_at_its_own_event_is_named_once(
+def test_a_subscriber_failing_at_its_own_event_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     events = EventStream()
@@ -96,7 +96,7 @@ def test_a_subscriber_that_fails_at_its_own_event_is_named_once(
     assert len(warnings) == 1
 
 
-def test_subscribers_of_a_stream_that_were_given_at_once_may_end_the_run() -> None:
+def test_required_subscribers_may_end_the_run() -> None:
     received: list[Event] = []
 
     def fail(event: Event) -> None:

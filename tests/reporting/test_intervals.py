@@ -26,7 +26,7 @@ def test_the_end_of_an_epoch_is_due_between_steps_of_the_interval() -> None:
     assert Interval(10, epochs=1).is_due(4, epochs_before=0, epochs_done=1)
 
 
-def test_rounds_to_come() -> None:
+def test_remaining_rounds_are_counted() -> None:
     assert [Rounds(10).after(step, 35) for step in (0, 9, 10, 34, 35)] == [3, 3, 2, 0, 0]
     assert [Rounds(10, at_end=True).after(step, 35) for step in (0, 30, 34, 35)] == [4, 1, 1, 0]
     assert Rounds(10, at_end=True).after(0, 30) == 3, "the end of an interval is the end of the run"

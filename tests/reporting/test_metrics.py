@@ -35,7 +35,7 @@ def record(path: Path, steps: range, resume_step: int = 0) -> None:
     metrics.close()
 
 
-def test_rows_carry_step_time_and_metrics(tmp_path: Path) -> None:
+def test_rows_have_step_time_and_metrics(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "training_metrics.jsonl"
     record(path, range(1, 4))
     rows = list(read_rows(path))
@@ -52,7 +52,7 @@ def test_each_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
     metrics.close()
 
 
-def test_resume_drops_later_steps_and_goes_on_without_doubles(tmp_path: Path) -> None:
+def test_resume_drops_rows_of_later_steps(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     record(path, range(1, 11))
     record(path, range(7, 13), resume_step=6)
@@ -91,11 +91,11 @@ def test_nothing_is_rewritten_when_nothing_is_dropped(tmp_path: Path) -> None:
     assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
 
 
-def test_no_file_has_no_rows(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
     assert list(read_rows(tmp_path / "absent.jsonl")) == []
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     metrics = MetricsFile(path)
     metrics.append(1, {"train_loss": float("nan"), "grad_absmax": float("inf")})
@@ -131,7 +131,7 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
             lines.write(1, {})
 
 
-def test_media_keep_their_fields_and_the_last_of_a_path_wins(tmp_path: Path) -> None:
+def test_the_last_record_of_a_preview_counts(tmp_path: Path) -> None:
     path = tmp_path / "validation_media.jsonl"
     first = MediaRecord(
         0, "glimmer", "ein Schimmer <b>", "validation_images/step_0_glimmer_0_96x96.png", 96, 96, 7
@@ -183,7 +183,7 @@ def test_damaged_lines_are_named(tmp_path: Path, name: str, lines: list[str], da
     assert message.startswith(f"{name}: {damage}" if damage else "")
 
 
-def test_a_row_that_is_no_preview_is_damage_of_the_previews_only(tmp_path: Path) -> None:
+def test_rows_without_preview_damage_only_the_media_file(tmp_path: Path) -> None:
     for name in (METRICS_FILE, MEDIA_FILE):
         (tmp_path / name).write_text('{"step": 1, "path": 3}\n')
 

@@ -36,7 +36,7 @@ class Run:
             self.notices += [notice] if notice else []
 
 
-def test_an_episode_is_told_once_and_a_new_one_again() -> None:
+def test_every_slow_episode_is_reported_once() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
     run.steps(RECENT // 2, 1.6)
@@ -51,7 +51,7 @@ def test_an_episode_is_told_once_and_a_new_one_again() -> None:
     assert len(run.notices) == 2
 
 
-def test_steps_that_are_a_little_slower_are_no_news() -> None:
+def test_slightly_slower_steps_are_not_reported() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
     run.steps(20, 1.45)
@@ -66,7 +66,7 @@ def test_steps_that_are_a_little_slower_are_no_news() -> None:
         ({"data": 0.02, "weights": 0.1}, "cause: compute"),
     ],
 )
-def test_the_reason_is_the_part_that_grew(slow: dict[str, float], reason: str) -> None:
+def test_the_reason_is_the_part_that_slowed_down_most(slow: dict[str, float], reason: str) -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0, data=0.01, weights=0.1)
     run.steps(RECENT, 2.0, **slow)
@@ -77,7 +77,7 @@ def test_the_reason_is_the_part_that_grew(slow: dict[str, float], reason: str) -
     )
 
 
-def test_a_larger_bucket_is_slower_by_right() -> None:
+def test_steps_of_a_larger_bucket_are_not_slow() -> None:
     run = Run()
     for _ in range(8):
         run.steps(5, 1.0)
@@ -88,14 +88,14 @@ def test_a_larger_bucket_is_slower_by_right() -> None:
     assert len(run.notices) == 1, "both shapes are slow for one reason"
 
 
-def test_the_first_steps_tell_nothing() -> None:
+def test_the_first_steps_are_not_judged() -> None:
     run = Run()
     run.steps(ENOUGH // 2, 1.0)
     run.steps(ENOUGH // 2 - 1, 2.0)
     assert run.notices == []
 
 
-def test_steps_after_previews_and_checkpoints_do_not_count() -> None:
+def test_steps_after_a_pause_are_not_judged() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
     for _ in range(

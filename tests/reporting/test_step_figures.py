@@ -60,7 +60,7 @@ class Kept:
     def finish(self, exit_code: int = 0) -> None: ...
 
 
-def test_a_new_figure_shows_everywhere(tmp_path: Path, pictures_a_second: str) -> None:
+def test_a_new_figure_appears_in_every_view(tmp_path: Path, pictures_a_second: str) -> None:
     printed = io.StringIO()
     tracker = Kept()
     payloads = Payloads(every=0)
@@ -86,7 +86,7 @@ def test_a_new_figure_shows_everywhere(tmp_path: Path, pictures_a_second: str) -
     assert "Pictures per second" in [chart.title for chart in charts_of(Columns.of(rows))]
 
 
-def test_a_metric_that_is_named_in_the_table_is_recorded_once() -> None:
+def test_a_metric_in_the_table_is_recorded_once() -> None:
     step = StepReport(1, 1, {**METRICS, "grad_norm": 0.5}, 1.0)
 
     assert row_of(step)["grad_norm"] == 0.5
