@@ -25,7 +25,7 @@ def estimate(workspace: Workspace, capsys: Capture, *settings: str) -> list[str]
     return capsys.readouterr().out.partition("Estimate for ")[2].splitlines()
 
 
-def test_a_tiny_model_fits_and_every_phase_is_listed(workspace: Workspace, capsys: Capture) -> None:
+def test_tiny_model_fits_and_every_phase_is_listed(workspace: Workspace, capsys: Capture) -> None:
     lines = estimate(workspace, capsys, "validation_disable=false")
     assert lines[0].startswith("CPU, 1000.0 GB")
     phases = [re.split(r"  +", line.strip())[0] for line in lines[2:8]]
@@ -44,13 +44,15 @@ def test_a_tiny_model_fits_and_every_phase_is_listed(workspace: Workspace, capsy
     assert any("s a step" in line for line in lines)
 
 
-def test_what_is_cached_is_not_encoded_again(filled: Workspace, capsys: Capture) -> None:
+def test_cached_entries_are_not_encoded_again(filled: Workspace, capsys: Capture) -> None:
     lines = "\n".join(estimate(filled, capsys))
     assert "encoding" not in lines
     assert "latents" not in lines
 
 
-def test_a_checkpoint_that_is_not_here_is_assumed(workspace: Workspace, capsys: Capture) -> None:
+def test_missing_checkpoint_is_estimated_from_the_published_one(
+    workspace: Workspace, capsys: Capture
+) -> None:
     workspace.write_config(pretrained_model_name_or_path=None)
     lines = estimate(workspace, capsys, "--device-memory", "80")
     assert lines[0].startswith("a GPU with 80 GiB, 85.9 GB")
@@ -60,7 +62,7 @@ def test_a_checkpoint_that_is_not_here_is_assumed(workspace: Workspace, capsys: 
     )
 
 
-def test_token_routes_are_counted(workspace: Workspace, capsys: Capture) -> None:
+def test_token_routes_lower_the_estimate(workspace: Workspace, capsys: Capture) -> None:
     """In a micro-step of 16 tokens a sample, where captions, which no route cuts, are most of the
     work.
     """
@@ -77,7 +79,7 @@ def test_token_routes_are_counted(workspace: Workspace, capsys: Capture) -> None
     assert routed < 0.9 * plain
 
 
-def test_a_run_that_does_not_fit_is_refused(
+def test_run_that_does_not_fit_is_refused(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_to_have(monkeypatch, 0.57)
@@ -88,7 +90,7 @@ def test_a_run_that_does_not_fit_is_refused(
     assert not workspace.path("output").exists()
 
 
-def test_the_numbers_of_a_run_that_does_not_fit_are_shown(
+def test_plan_of_a_run_that_does_not_fit_shows_its_numbers(
     workspace: Workspace, capsys: Capture
 ) -> None:
     assert workspace.run("plan", "--device-memory=0.57") == 2
@@ -98,7 +100,7 @@ def test_the_numbers_of_a_run_that_does_not_fit_are_shown(
     assert "Warnings" not in told.out
 
 
-def test_a_card_is_asked_about_and_never_trained_for(workspace: Workspace, capsys: Capture) -> None:
+def test_device_option_is_for_plans_only(workspace: Workspace, capsys: Capture) -> None:
     for question in ("--device=h100", "--device-memory=80"):
         assert workspace.run("train", "--dry-run", question) == 0
         assert "80 GiB" in capsys.readouterr().out
@@ -110,7 +112,7 @@ def test_a_card_is_asked_about_and_never_trained_for(workspace: Workspace, capsy
 
 
 @pytest.mark.parametrize("key", ["plan_device", "plan_device_memory_gb", "device_memory"])
-def test_the_card_of_an_older_config_is_ignored_with_a_line(
+def test_card_in_an_older_config_is_ignored_with_a_warning(
     workspace: Workspace, capsys: Capture, key: str
 ) -> None:
     workspace.write_config(**{key: 80})
@@ -119,18 +121,20 @@ def test_the_card_of_an_older_config_is_ignored_with_a_line(
     assert estimate(workspace, capsys, "--device=4090")[0].startswith("RTX 4090")
 
 
-def test_it_can_be_told_to_go_on(workspace: Workspace, capsys: Capture) -> None:
+def test_i_know_what_i_am_doing_allows_a_run_that_does_not_fit(
+    workspace: Workspace, capsys: Capture
+) -> None:
     told = warnings(workspace, capsys, "--device_memory=0.57", "i_know_what_i_am_doing=true")
     assert "  memory: " in told
 
 
-def test_memory_must_be_a_positive_number(workspace: Workspace, capsys: Capture) -> None:
+def test_device_memory_must_be_positive(workspace: Workspace, capsys: Capture) -> None:
     assert complaints(workspace, capsys, "plan", "--device-memory=0")[0].startswith(
         "--device-memory: "
     )
 
 
-def test_auto_says_what_it_chose_and_the_plan_has_it(workspace: Workspace, capsys: Capture) -> None:
+def test_plan_has_and_shows_what_offload_auto_chose(workspace: Workspace, capsys: Capture) -> None:
     workspace.run("plan", "offload=auto")
     shown = capsys.readouterr().out
     assert "  offload auto: gradient_checkpointing false: all activations fit" in shown
@@ -140,7 +144,7 @@ def test_auto_says_what_it_chose_and_the_plan_has_it(workspace: Workspace, capsy
 
 
 @pytest.mark.slow
-def test_auto_trains_to_the_same_losses(
+def test_offload_auto_trains_to_the_same_losses(
     tmp_path: Path, t2i_checkpoint: Path, capsys: Capture
 ) -> None:
     runs = [
@@ -152,7 +156,7 @@ def test_auto_trains_to_the_same_losses(
     assert runs[0].metrics() == runs[1].metrics()
 
 
-def test_several_processes_leave_room_for_the_buffers_of_nccl(
+def test_several_processes_leave_room_for_nccl_buffers(
     workspace: Workspace, capsys: Capture
 ) -> None:
     usable = []
@@ -166,7 +170,7 @@ def test_several_processes_leave_room_for_the_buffers_of_nccl(
 
 
 @pytest.mark.parametrize(("free", "outcome"), [(1e12, "fits"), (1e6, "warning"), (1e5, "error")])
-def test_room_on_the_disk(
+def test_too_little_disk_space_is_refused(
     workspace: Workspace,
     capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
@@ -186,7 +190,7 @@ def test_room_on_the_disk(
         assert ("disk: " in warnings(workspace, capsys)) is (outcome == "warning")
 
 
-def test_latents_on_another_disk_count_there(
+def test_latents_on_another_disk_are_counted_there(
     workspace: Workspace, tmp_path: Path, capsys: Capture
 ) -> None:
     latents = {**DATASETS[0], "cache_dir_vae": str(tmp_path / "elsewhere")}
@@ -195,7 +199,7 @@ def test_latents_on_another_disk_count_there(
     assert shutil.disk_usage(disk.nearest_existing(tmp_path / "not" / "there")).free > 0
 
 
-def test_weights_that_wait_on_a_disk_need_room_there_and_none_in_memory(
+def test_weights_offloaded_to_disk_need_disk_space_instead_of_memory(
     workspace: Workspace, capsys: Capture
 ) -> None:
     def host(lines: list[str]) -> float:
@@ -212,7 +216,7 @@ def test_weights_that_wait_on_a_disk_need_room_there_and_none_in_memory(
 
 
 @pytest.mark.parametrize(("crop_style", "grows"), [("random", True), ("center", False)])
-def test_random_crops_of_every_epoch_need_room(
+def test_random_crops_of_every_epoch_need_disk_space(
     workspace: Workspace, capsys: Capture, crop_style: str, grows: bool
 ) -> None:
     dataset = {**DATASETS[0], "crop": True, "crop_aspect": "square", "crop_style": crop_style}

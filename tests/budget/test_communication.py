@@ -57,7 +57,7 @@ SHARDED = {"fsdp_enable": True}
         (replace(FULL, trains=False), Sent()),
     ],
 )
-def test_bytes_computed_by_hand(model: StepModel, expected: Sent) -> None:
+def test_sent_bytes_equal_hand_computed_ones(model: StepModel, expected: Sent) -> None:
     assert sent_bytes(model, TechniqueCost()) == expected
     twice = replace(expected, gathered=2 * expected.gathered, scattered=2 * expected.scattered)
     accumulated = under(model, gradient_accumulation_steps=2)
@@ -111,7 +111,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("reshards", [True, False])
-def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
+def test_fsdp_sends_the_estimated_bytes(mesh: Any, reshards: bool) -> None:
     model = Model().to(torch.bfloat16)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
@@ -127,7 +127,7 @@ def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
     } == expected
 
 
-def test_memory_of_a_share() -> None:
+def test_fsdp_divides_memory_by_the_processes() -> None:
     sharded = under(FULL, **SHARDED)
     assert sharded.trained_bytes == FULL.trained_bytes / PROCESSES
     assert FULL.frozen_bytes == 0
@@ -146,7 +146,7 @@ def test_memory_of_a_share() -> None:
     assert kept.frozen_bytes == weights / PROCESSES + weights + buffers
 
 
-def test_the_network_between_machines_is_slower() -> None:
+def test_network_between_machines_limits_the_rate() -> None:
     device = Device("H200", 1e12, None, True, rates_of("H200"), "")
     link = device.rates.link
     network = 12.5e9

@@ -31,12 +31,12 @@ def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_a_gpu_by_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi(tmp_path, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564, 2'")
     assert query_gpu() == Gpu("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 
 
-def test_memory_that_others_use_cannot_be_used(
+def test_memory_used_by_other_programs_is_subtracted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A desktop or another job; what the driver of an idle card holds is no news."""
@@ -56,7 +56,7 @@ def test_memory_that_others_use_cannot_be_used(
     assert PhasePeak("training", 11e9, 0.0).shortage(whole) is None
 
 
-def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpu_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi(tmp_path, monkeypatch, 'echo "asked for $2, 1, 0"')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert query_gpu() == Gpu("asked for 3", 2**20)
@@ -67,7 +67,7 @@ def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("says", "expected"), [("8.9", (8, 9)), ("10.0", (10, 0)), ("[N/A]", None)]
 )
-def test_compute_capability(
+def test_compute_capability_is_read_from_nvidia_smi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, expected: tuple[int, int] | None
 ) -> None:
     fake_smi(tmp_path, monkeypatch, f"test $1 = --query-gpu=compute_cap && echo '{says}'")
@@ -95,7 +95,7 @@ SMALL = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
         ("MIG-dd,MIG-cc", SMALL, 9.7),
     ],
 )
-def test_parts_of_a_gpu(
+def test_mig_slice_is_used_where_cuda_would_use_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     visible: str | None,
@@ -112,7 +112,7 @@ def test_parts_of_a_gpu(
     assert found[1] == pytest.approx(gigabytes * 2**30)
 
 
-def test_processes_of_a_launcher_plan_for_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_processes_plan_for_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "query_gpu", lambda: Gpu(WHOLE, 80e9, 6e8))
     monkeypatch.setattr(module, "query_users", lambda: "python (process 7)")
     assert find_device().taken > 0
@@ -121,12 +121,12 @@ def test_processes_of_a_launcher_plan_for_the_whole_device(monkeypatch: pytest.M
     assert (find_device().taken, find_device().users) == (0, "")
 
 
-def test_a_part_is_slower() -> None:
+def test_mig_slice_has_its_share_of_the_rates() -> None:
     assert rates_of(LARGE).matmul == pytest.approx(3 / 7 * rates_of(WHOLE).matmul)
     assert rates_of(LARGE).transfer == rates_of(WHOLE).transfer
 
 
-def test_a_card_with_faster_memory_is_not_taken_for_its_sister() -> None:
+def test_similar_card_names_are_distinguished() -> None:
     assert rates_of("NVIDIA H200").matmul == rates_of("NVIDIA H100 80GB HBM3").matmul == 600e12
     assert (rates_of("NVIDIA H200").memory, rates_of("NVIDIA H100 80GB HBM3").memory) == (
         4.0e12,
@@ -137,20 +137,20 @@ def test_a_card_with_faster_memory_is_not_taken_for_its_sister() -> None:
 @pytest.mark.parametrize(
     "script", ["exit 9", "echo nonsense", "true", "echo 'NVIDIA GB10, [N/A], [N/A]'"]
 )
-def test_a_driver_that_does_not_answer_is_none(
+def test_driver_that_does_not_respond_counts_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     fake_smi(tmp_path, monkeypatch, script)
     assert query_gpu() is None
 
 
-def test_without_a_gpu_the_machine_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_machine_is_the_limit_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "host_memory", lambda: 16e9)
     device = find_device()
     assert (device.is_gpu, device.usable) == (False, 16e9)
 
 
-def test_planning_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_may_be_for_a_gpu_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "host_memory", lambda: 16e9)
     device = find_device(24)
     assert device.is_gpu
@@ -167,7 +167,7 @@ def test_planning_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device(80).rates == rates_of("NVIDIA A100-SXM4-80GB")
 
 
-def test_planning_for_a_card_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_may_be_for_a_card_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "query_gpu", lambda: None)
     card = find_device(card="h100")
     assert (card.name, card.memory) == ("H100 with 80 GiB", 80 * 2**30)
@@ -176,7 +176,7 @@ def test_planning_for_a_card_by_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (smaller.memory, smaller.rates) == (40 * 2**30, rates_of("NVIDIA A100-SXM4-40GB"))
 
 
-def test_every_name_of_a_card_has_its_rates() -> None:
+def test_every_card_has_rates() -> None:
     assert sorted(CARDS) == sorted(get_args(get_args(Card)[0]))
     found = [rates_of(f"NVIDIA GeForce {card.name}") for card in CARDS.values()]
     assert found == [card.rates for card in CARDS.values()], "no name hides a longer one"
@@ -185,11 +185,11 @@ def test_every_name_of_a_card_has_its_rates() -> None:
 @pytest.mark.parametrize(
     "written", ["4090", 4090, "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090"]
 )
-def test_a_card_may_be_written_with_its_series(written: object) -> None:
+def test_card_may_be_written_with_its_series(written: object) -> None:
     assert parse_card(written) == "4090"
 
 
-def test_measured_rates_of_a_processor_count_whatever_the_numbers(
+def test_measured_rates_of_a_cpu_count_for_any_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "query_gpu", lambda: None)
@@ -198,7 +198,7 @@ def test_measured_rates_of_a_processor_count_whatever_the_numbers(
     assert (device.rates.matmul, device.note) == (1e11, "matmul, attention measured")
 
 
-def test_measured_rates_count_for_the_same_device(
+def test_measured_rates_count_only_for_their_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "query_gpu", lambda: Gpu("NVIDIA H100 80GB HBM3", 80e9))
@@ -216,7 +216,7 @@ def test_measured_rates_count_for_the_same_device(
     assert find_device(output_dir=tmp_path).rates == assumed
 
 
-def test_the_longer_name_wins() -> None:
+def test_longer_card_name_wins() -> None:
     assert rates_of("NVIDIA H100 PCIe").matmul < rates_of("NVIDIA H100 80GB HBM3").matmul
     assert (
         rates_of("NVIDIA L40S").matmul
@@ -231,11 +231,11 @@ def test_the_longer_name_wins() -> None:
     assert rates_of("GeForce GTX 1") == rates_of("something else")
 
 
-def test_this_machine_has_memory() -> None:
+def test_host_memory_of_this_machine_is_known() -> None:
     found = host_memory()
     assert found is None or found > 1e9
 
 
-def test_numbers_that_are_compared_show_which_is_larger() -> None:
+def test_compared_numbers_have_enough_digits_to_differ() -> None:
     assert compared(16.1e9, 12e9) == ("16.1 GB", "12.0 GB")
     assert compared(16.14e9, 16.06e9) == ("16.140 GB", "16.060 GB")

@@ -101,7 +101,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("backend", MACHINES)
-def test_the_plan_is_made_for_the_gpu_that_torch_trains_on(
+def test_plan_is_for_the_gpu_that_torch_uses(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become, gpu, torch_type = MACHINES[backend]
@@ -117,7 +117,7 @@ def test_the_plan_is_made_for_the_gpu_that_torch_trains_on(
     assert not sentence.fatal
 
 
-def test_a_build_for_nvidia_is_not_imported_for_a_render_node(
+def test_cuda_build_of_torch_is_not_imported_for_a_render_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be_intel(tmp_path, monkeypatch)
@@ -127,7 +127,7 @@ def test_a_build_for_nvidia_is_not_imported_for_a_render_node(
 
 
 @pytest.mark.parametrize("backend", MACHINES)
-def test_rates_that_a_run_measured_are_used(
+def test_measured_rates_are_used(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become, _, _ = MACHINES[backend]
@@ -139,7 +139,7 @@ def test_rates_that_a_run_measured_are_used(
 
 
 @pytest.mark.parametrize("backend", MACHINES)
-def test_blocks_are_compiled_and_flex_attention_is_planned_on_cuda_alone(backend: Backend) -> None:
+def test_compilation_and_flex_attention_are_planned_on_cuda_only(backend: Backend) -> None:
     _, _, torch_type = MACHINES[backend]
     spec = FAMILIES["kandinsky5-video"]
     config = resolve(
@@ -152,7 +152,7 @@ def test_blocks_are_compiled_and_flex_attention_is_planned_on_cuda_alone(backend
         assert choose_attend(torch.device(torch_type), torch.float32, 64) is attend_masked
 
 
-def test_an_apple_chip_has_one_memory_for_both(
+def test_apple_chip_shares_its_memory_with_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be_apple(tmp_path, monkeypatch)
@@ -164,7 +164,7 @@ def test_an_apple_chip_has_one_memory_for_both(
 
 
 @pytest.mark.parametrize("variable", drivers.VISIBLE)
-def test_the_visible_amd_gpu_is_planned_for(
+def test_visible_amd_gpu_is_used(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be_amd(tmp_path, monkeypatch)
@@ -179,12 +179,12 @@ def test_the_visible_amd_gpu_is_planned_for(
 @pytest.mark.parametrize(
     "answer", ["", "no JSON", "[]", "{}", '{"card0": {}}', '{"system": {"Driver": "6"}}']
 )
-def test_a_driver_without_a_useful_answer_is_no_gpu(answer: str, tmp_path: Path) -> None:
+def test_driver_with_an_invalid_answer_counts_as_missing(answer: str, tmp_path: Path) -> None:
     program(tmp_path, "rocm-smi", f"echo '{answer}'")
     assert query_gpu() is None
 
 
-def test_a_gpu_for_another_build_of_torch_is_idle(
+def test_gpu_for_another_build_of_torch_is_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be_amd(tmp_path, monkeypatch)
@@ -209,7 +209,7 @@ def test_a_gpu_for_another_build_of_torch_is_idle(
         ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", ""),
     ],
 )
-def test_the_build_of_torch_is_read_from_its_version(
+def test_build_of_torch_is_read_from_its_version_file(
     lines: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version.py").write_text(lines)
@@ -245,14 +245,14 @@ def mps(monkeypatch: pytest.MonkeyPatch) -> FakeMps:
     return fake
 
 
-def test_the_generator_of_an_apple_gpu_is_saved_and_restored(mps: FakeMps) -> None:
+def test_random_state_of_an_apple_gpu_is_saved_and_restored(mps: FakeMps) -> None:
     states = random_states()
     mps.state = torch.tensor([8])
     restore_random_states(states)
     assert mps.state.item() == 7
 
 
-def test_previews_leave_the_generator_of_an_apple_gpu_as_it_was(mps: FakeMps) -> None:
+def test_previews_keep_the_random_state_of_an_apple_gpu(mps: FakeMps) -> None:
     with seeded(3, [torch.device("mps")]):
         mps.state = torch.tensor([9])
     assert mps.state.item() == 7

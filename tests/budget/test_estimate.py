@@ -122,7 +122,7 @@ PEAKS: list[tuple[str, FamilyCost, str, list[str], BatchShape, float, float, flo
     [row[1:] for row in PEAKS],
     ids=[row[0] for row in PEAKS],
 )
-def test_peaks_of_the_published_models(
+def test_estimates_match_metered_peaks_of_published_models(
     family: FamilyCost,
     flavour: str,
     targets: list[str],
@@ -157,7 +157,7 @@ def lite() -> TransformerCost:
 LOAD = BatchShape(1, 16, 32, 48, 256)
 
 
-def test_what_a_block_keeps_with_checkpointing_is_its_input(lite: TransformerCost) -> None:
+def test_checkpointed_block_keeps_only_its_input(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
     unit = LOAD.tokens * lite.hidden * 2
     assert setup.memory(LOAD).inputs == 32 * unit
@@ -165,7 +165,7 @@ def test_what_a_block_keeps_with_checkpointing_is_its_input(lite: TransformerCos
     assert kept / 32 / unit == pytest.approx(2.0, rel=0.05)
 
 
-def test_every_nth_block_is_checkpointed_as_the_step_does_it(lite: TransformerCost) -> None:
+def test_checkpointing_interval_matches_the_step(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
     assert sum(setup.checkpointed) == 32
     # Two text blocks come first; of the 34 those with an even number are checkpointed.
@@ -173,7 +173,7 @@ def test_every_nth_block_is_checkpointed_as_the_step_does_it(lite: TransformerCo
     assert sum(under(setup, gradient_checkpointing=False).checkpointed) == 0
 
 
-def test_all_but_so_many_blocks_are_checkpointed(lite: TransformerCost) -> None:
+def test_kept_blocks_are_not_checkpointed(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
     all_blocks = len(lite.blocks)
     for kept in range(all_blocks + 1):
@@ -192,7 +192,7 @@ def test_all_but_so_many_blocks_are_checkpointed(lite: TransformerCost) -> None:
         ("sana", "2b-480p", SANA, BatchShape(1, 21, 30, 52, 300), 51.1, 21.1),
     ],
 )
-def test_a_compiled_block_saves_less(
+def test_compiled_block_saves_less(
     family: str, flavour: str, targets: list[str], load: BatchShape, stock: float, compiled: float
 ) -> None:
     """In tensors of the hidden states' size."""
@@ -210,7 +210,7 @@ def test_a_compiled_block_saves_less(
     assert full.saved > stock * load.tokens * cost.hidden * 2, "trained weights need more"
 
 
-def test_compiled_kernels_move_a_fraction_of_what_stock_operations_do() -> None:
+def test_compiled_kernels_move_fewer_bytes() -> None:
     """In tensors of the hidden states' size, with a LoRA on four layers of every token, which adds
     3 to each pass.
     """
@@ -230,7 +230,7 @@ def test_compiled_kernels_move_a_fraction_of_what_stock_operations_do() -> None:
 H100 = Device("H100", 80e9, None, True, rates_of("H100"), "")
 
 
-def test_a_step_is_as_fast_as_its_kernels() -> None:
+def test_gpu_step_takes_the_longer_of_kernels_and_launches() -> None:
     """Calculated once by hand: Lite on an H100 without recomputation, in 16 bits (1.66 s)."""
     load = BatchShape(1, 16, 32, 48, 256)
     stock, compiled = (
@@ -248,7 +248,7 @@ def test_a_step_is_as_fast_as_its_kernels() -> None:
     )
 
 
-def test_a_processor_launches_and_computes_in_turn() -> None:
+def test_cpu_step_takes_the_sum_of_kernels_and_launches() -> None:
     load = BatchShape(1, 1, 8, 8, 16)
     cost = IMAGE_COST.of_flavour("t2i-lite-sft")
     machine = replace(H100, is_gpu=False)
@@ -258,7 +258,7 @@ def test_a_processor_launches_and_computes_in_turn() -> None:
     assert on_gpu.seconds == on_gpu.launching > on_gpu.computing
 
 
-def test_tiles_take_less_than_masks() -> None:
+def test_tile_lists_take_less_memory_than_masks() -> None:
     """On a GPU a boolean for each pair of tiles and head, where a CPU has a mask of 64 x 64 / 64
     numbers.
     """
@@ -273,7 +273,7 @@ def test_tiles_take_less_than_masks() -> None:
     assert masks - dense == 64 * 2 * 744**2 * 32
 
 
-def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) -> None:
+def test_resident_blocks_take_their_bytes_up_to_all_blocks(lite: TransformerCost) -> None:
     streamed = under(lora(lite, KANDINSKY), enable_group_offload=True)
     block = max(lite.block_bytes("bf16", quantised=0.0))
     assert under(
@@ -290,7 +290,7 @@ def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) 
     assert under(streamed, group_offload_resident_blocks=99).streamed_bytes == 0
 
 
-def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:
+def test_block_inputs_are_on_the_device_or_the_host(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
     moved = under(setup, offload_block_inputs=True)
     gone = setup.memory(LOAD).inputs - moved.memory(LOAD).inputs
@@ -298,7 +298,7 @@ def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:
     assert setup.inputs_on_host_bytes(LOAD) == 0
 
 
-def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
+def test_int8_halves_linear_weights(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
     whole, halved = (
         each.frozen_bytes for each in (setup, under(setup, base_model_precision="int8-quanto"))
@@ -314,14 +314,14 @@ def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
     assert whole - halved == pytest.approx(linear - kept, rel=0.01)
 
 
-def test_a_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
+def test_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
     model = full(lite, optimizer="adamw_bf16")
     assert model.frozen_bytes == 0
     assert model.trained_bytes == lite.parameters * (2 + 2 + 8)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_an_average_is_counted_where_it_lives(
+def test_moving_average_is_counted_where_it_is_kept(
     lite: TransformerCost, place: Literal["device", "host"]
 ) -> None:
     plain = full(lite)
@@ -334,7 +334,7 @@ def test_an_average_is_counted_where_it_lives(
     assert averaged.average_memory(elsewhere).kept == plain.average_memory(place).kept == 0
 
 
-def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
+def test_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
     pro = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
     model = full(lite)
     assert model.saving_bytes == 2 * lite.parameters
@@ -354,7 +354,7 @@ def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
         ("adamw_bf16", False, 0),
     ],
 )
-def test_what_an_update_allocates(
+def test_temporaries_of_an_update_are_counted(
     lite: TransformerCost, name: OptimizerName, is_full: bool, bytes_per_number: int
 ) -> None:
     """That is needed after the backward pass, whose activations are gone by then. What a weight
@@ -393,7 +393,7 @@ TRIED: list[OptimizerName] = [
     ("name", "settings"),
     [*((name, "") for name in TRIED), ("adamw_bf16", "beta2=.99"), ("optimi-adan", "beta3=.999")],
 )
-def test_state_of_a_real_optimizer(
+def test_state_bytes_equal_those_of_the_real_optimizer(
     lite: TransformerCost, name: OptimizerName, settings: str
 ) -> None:
     config = make_config(optimizer=name, optimizer_config=settings)

@@ -95,7 +95,7 @@ def judge(tmp_path: Path) -> Judge:
         *(pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES),
     ],
 )
-def test_what_a_message_proposes_is_not_refused_next(
+def test_following_the_advice_of_a_message_causes_no_new_error(
     judge: Judge, family: str, model_type: str
 ) -> None:
     followed = 0
@@ -114,7 +114,7 @@ def test_what_a_message_proposes_is_not_refused_next(
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))]
 )
-def test_advice_for_entangled_settings_comes_to_an_end(judge: Judge, seed: int) -> None:
+def test_following_advice_for_entangled_settings_terminates(judge: Judge, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(60):
         drawn = {key: chance.choice(values) for key, values in ENTANGLED.items()}
@@ -141,7 +141,7 @@ def broken_entries() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow(2)
-def test_what_a_message_about_a_dataset_proposes_is_not_refused_next(workspace: Workspace) -> None:
+def test_following_the_advice_about_a_dataset_causes_no_new_error(workspace: Workspace) -> None:
     def judge(entry: Settings) -> list[Problem]:
         workspace.write_datasets([dict(entry), DATASETS[1]])
         content = json.loads(workspace.path("config/config.json").read_text())
@@ -183,5 +183,5 @@ def test_what_a_message_about_a_dataset_proposes_is_not_refused_next(workspace: 
         ("is not one of: a, b.", []),
     ],
 )
-def test_the_words_of_a_proposal(message: str, expected: list[dict[str, Any]]) -> None:
+def test_proposals_are_parsed_from_messages(message: str, expected: list[dict[str, Any]]) -> None:
     assert proposals(Problem("mixed_precision", message), OPTIONS) == expected

@@ -44,14 +44,14 @@ def select(wanted: str, output: Path) -> tuple[str | None, list[Problem]]:
     return found.path.name if found else None, problems
 
 
-def test_a_renamed_folder_keeps_its_step(tmp_path: Path) -> None:
+def test_renamed_folder_keeps_its_step(tmp_path: Path) -> None:
     make(tmp_path, "checkpoint-5").rename(tmp_path / "checkpoint-9000")
     checkpoint = open_checkpoint(tmp_path / "checkpoint-9000")
     assert checkpoint is not None
     assert checkpoint.step == 5
 
 
-def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_manifest_is_read_as_written(tmp_path: Path) -> None:
     folder = make(tmp_path, "checkpoint-5")
     manifest = read_manifest(folder)
     assert manifest is not None
@@ -60,7 +60,7 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert manifest.files["weights.bin"][0] == 7
 
 
-def test_the_folders_are_sorted_by_their_number(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     for name in ("checkpoint-10", "checkpoint-9", "checkpoint-100", "checkpoint-100-rolling"):
         make(tmp_path, name)
     for name in ("checkpoint-7-tmp", "checkpoint-x", "other", "checkpoint-8"):
@@ -89,7 +89,9 @@ def test_the_folders_are_sorted_by_their_number(tmp_path: Path) -> None:
         json.dumps({"step": "x", "files": {}}).encode(),
     ],
 )
-def test_a_manifest_that_cannot_be_read_makes_no_checkpoint(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_manifest_makes_the_checkpoint_incomplete(
+    tmp_path: Path, content: bytes
+) -> None:
     folder = make(tmp_path, "checkpoint-5")
     (folder / FILE_NAME).write_bytes(content)
     assert open_checkpoint(folder) is None
@@ -105,7 +107,7 @@ def test_a_manifest_that_cannot_be_read_makes_no_checkpoint(tmp_path: Path, cont
         {"step": None},
     ],
 )
-def test_a_manifest_of_wrong_types_makes_no_checkpoint(
+def test_manifest_with_wrong_types_makes_the_checkpoint_incomplete(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     folder = make(tmp_path, "checkpoint-5")
@@ -114,7 +116,7 @@ def test_a_manifest_of_wrong_types_makes_no_checkpoint(
     assert open_checkpoint(folder) is None
 
 
-def test_a_missing_or_shortened_file_makes_no_checkpoint(tmp_path: Path) -> None:
+def test_missing_or_truncated_file_makes_the_checkpoint_incomplete(tmp_path: Path) -> None:
     short = make(tmp_path, "checkpoint-5")
     lacking = make(tmp_path, "checkpoint-6")
     (short / "weights.bin").write_bytes(b"wei")
@@ -122,7 +124,7 @@ def test_a_missing_or_shortened_file_makes_no_checkpoint(tmp_path: Path) -> None
     assert find_checkpoints(tmp_path) == ([], [short, lacking])
 
 
-def test_damage_of_the_same_size_is_found_by_reading(tmp_path: Path) -> None:
+def test_damage_of_the_same_size_is_found_by_its_hash(tmp_path: Path) -> None:
     folder = make(tmp_path, "checkpoint-5")
     checkpoint = open_checkpoint(folder)
     assert checkpoint is not None
@@ -131,7 +133,7 @@ def test_damage_of_the_same_size_is_found_by_reading(tmp_path: Path) -> None:
     assert damaged_files(checkpoint) == ["weights.bin"]
 
 
-def test_latest(tmp_path: Path) -> None:
+def test_latest_selects_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert select("latest", tmp_path) == (None, [])
     make(tmp_path, "checkpoint-5")
     make(tmp_path, "checkpoint-20")
@@ -143,7 +145,7 @@ def test_latest(tmp_path: Path) -> None:
     assert "checkpoint-20 is not complete and was skipped." in problem.message
 
 
-def test_none_starts_afresh_and_never_over_what_is_there(tmp_path: Path) -> None:
+def test_none_starts_a_new_run_but_not_over_checkpoints(tmp_path: Path) -> None:
     assert select("none", tmp_path) == (None, [])
     make(tmp_path, "checkpoint-5")
     name, (problem,) = select("none", tmp_path)
@@ -152,7 +154,7 @@ def test_none_starts_afresh_and_never_over_what_is_there(tmp_path: Path) -> None
     assert "choose another output_dir" in problem.message
 
 
-def test_a_named_one(tmp_path: Path) -> None:
+def test_checkpoint_is_selected_by_name_step_or_path(tmp_path: Path) -> None:
     make(tmp_path / "output", "checkpoint-5")
     elsewhere = make(tmp_path / "elsewhere", "checkpoint-7")
     assert select("checkpoint-5", tmp_path / "output") == ("checkpoint-5", [])
@@ -164,7 +166,7 @@ def test_a_named_one(tmp_path: Path) -> None:
         assert "there are: checkpoint-5." in problem.message
 
 
-def test_pruning_takes_the_oldest_of_its_kind(tmp_path: Path) -> None:
+def test_pruning_deletes_the_oldest_of_its_kind(tmp_path: Path) -> None:
     for step in (5, 10, 15, 20):
         make(tmp_path, f"checkpoint-{step}")
         make(tmp_path, f"checkpoint-{step}-rolling")

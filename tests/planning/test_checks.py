@@ -30,7 +30,7 @@ def problems(**settings: Any) -> tuple[list[str], list[str]]:
     ]
 
 
-def test_a_plain_config_has_no_problem() -> None:
+def test_plain_config_has_no_problem() -> None:
     assert problems() == ([], [])
 
 
@@ -55,14 +55,14 @@ def test_a_plain_config_has_no_problem() -> None:
         ({"report_to": "none,wandb"}, "report_to"),
     ],
 )
-def test_what_excludes_what(settings: dict[str, Any], where: str) -> None:
+def test_contradicting_settings_are_refused(settings: dict[str, Any], where: str) -> None:
     errors, _ = problems(**settings)
     (error,) = errors
     assert error.startswith(f"{where}: ")
     assert not re.search(r"\w'[a-z]{2}", error), "a quoted value is followed by a space"
 
 
-def test_both_kinds_of_offload_are_told_in_one_sentence() -> None:
+def test_two_kinds_of_offload_are_refused_in_one_sentence() -> None:
     errors, _ = problems(enable_group_offload=True, enable_model_cpu_offload=True)
     assert errors == [
         "enable_group_offload: cannot be combined with enable_model_cpu_offload: "
@@ -70,7 +70,7 @@ def test_both_kinds_of_offload_are_told_in_one_sentence() -> None:
     ]
 
 
-def test_a_quantised_model_cannot_be_trained_in_full() -> None:
+def test_full_fine_tune_of_a_quantised_model_is_refused() -> None:
     errors, _ = problems(model_type="full", base_model_precision="int8-quanto")
     assert any("use model_type lora" in error for error in errors)
 
@@ -84,14 +84,16 @@ def test_a_quantised_model_cannot_be_trained_in_full() -> None:
         ({"optimizer": "torch-sgd", "adam_beta1": 0.8}, "adam_beta1"),
     ],
 )
-def test_what_has_no_effect_or_does_harm_is_a_warning(settings: dict[str, Any], where: str) -> None:
+def test_settings_without_effect_or_with_harm_are_warnings(
+    settings: dict[str, Any], where: str
+) -> None:
     errors, warnings = problems(**settings)
     assert errors == []
     (warning,) = warnings
     assert warning.startswith(f"{where}: ")
 
 
-def test_schedulers_that_do_not_decay_do_not_mind_the_end() -> None:
+def test_lr_end_is_ignored_by_schedulers_that_do_not_decay() -> None:
     assert problems(lr_scheduler="constant", lr_end=1)[0] == []
     assert problems(lr_scheduler="sine", lr_end=1)[0] == []
 
@@ -108,7 +110,9 @@ def test_schedulers_that_do_not_decay_do_not_mind_the_end() -> None:
         ({}, "validate_after_step"),
     ],
 )
-def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> None:
+def test_settings_that_start_after_the_last_step_are_warnings(
+    switch: dict[str, Any], key: str
+) -> None:
     for settings, total, expected in (
         ({**switch, key: 10}, 10, [key]),
         ({**switch, key: 9}, 10, []),
@@ -139,7 +143,7 @@ def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> Non
         ),
     ],
 )
-def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
+def test_placeholders_of_scripts_are_checked(key: str, command: str, told: str) -> None:
     errors, warnings = problems(**{key: command})
     assert errors == []
     assert [told in warning for warning in warnings] == ([True] if told else [])
@@ -148,7 +152,7 @@ def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)]
 )
-def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> None:
+def test_warm_up_as_long_as_the_run_is_a_warning(warmup: int, total: int, warned: bool) -> None:
     config = resolve(
         [Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))], Problems()
     )
@@ -161,7 +165,7 @@ def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> 
     ("family", "fatal"),
     [("kandinsky5-image", [False]), ("kandinsky5-video", [True]), ("sanavideo", [])],
 )
-def test_convolutions_that_no_vae_can_carry_over_time_are_refused(
+def test_temporal_roll_is_refused_where_the_vae_cannot_carry_convolutions(
     family: str, fatal: list[bool]
 ) -> None:
     settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
@@ -175,7 +179,7 @@ def test_convolutions_that_no_vae_can_carry_over_time_are_refused(
 
 
 @pytest.mark.parametrize("configured", [None, -1, 0])
-def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
+def test_resumed_run_keeps_its_drawn_seed(
     configured: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simpletuner.planning.resume.time.time", lambda: 1234.5)
@@ -198,7 +202,7 @@ def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
         ("i2v-pro-distilled-5s", "I2V-Pro-distilled-5s", 16),
     ],
 )
-def test_distilled_flavours_are_previewed_as_they_sample(
+def test_distilled_flavours_are_previewed_with_their_own_sampling(
     flavour: str, repository: str, steps: int
 ) -> None:
     values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour}

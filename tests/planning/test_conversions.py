@@ -31,7 +31,7 @@ CONVERTED = Sample("a", "b.png", Path("a"), "c" * 64, (64, 64), GEOMETRY, conver
         (CONVERTED, {"colour_profiles": "any"}, None),
     ],
 )
-def test_a_resumed_run_warns_of_files_that_look_different(
+def test_resumed_run_warns_about_files_that_look_different(
     sample: Sample, settings: dict[str, str], said: str | None
 ) -> None:
     identity = SimpleNamespace(settings=settings)
@@ -52,7 +52,7 @@ def test_a_resumed_run_warns_of_files_that_look_different(
         ("0.1.0", "config.json", False),
     ],
 )
-def test_a_resumed_run_warns_of_kernels_that_were_chosen_by_timing(
+def test_resumed_run_warns_about_kernels_chosen_by_timing(
     tmp_path: Path, version: str, file: str, is_warned: bool
 ) -> None:
     (tmp_path / file).touch()

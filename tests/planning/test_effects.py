@@ -54,7 +54,7 @@ def plan_warnings(workspace: Workspace, capsys: Capture, settings: dict[str, Any
 
 
 @pytest.mark.parametrize(("key", "value", "beside"), SETTINGS, ids=[key for key, _, _ in SETTINGS])
-def test_a_key_that_cannot_act_is_a_warning(
+def test_key_without_effect_is_a_warning(
     workspace: Workspace, capsys: Capture, key: str, value: Any, beside: dict[str, Any]
 ) -> None:
     told = plan_warnings(workspace, capsys, {**beside, key: value})
@@ -94,7 +94,7 @@ EVALUATION = (
 
 
 @pytest.mark.parametrize(("key", "value", "beside"), ENTRIES, ids=[key for key, _, _ in ENTRIES])
-def test_a_key_of_a_dataset_that_cannot_act_is_a_warning(
+def test_dataset_key_without_effect_is_a_warning(
     workspace: Workspace, capsys: Capture, key: str, value: Any, beside: dict[str, Any]
 ) -> None:
     workspace.write_datasets([{**DATASETS[0], **beside, key: value}, DATASETS[1]])
@@ -105,7 +105,7 @@ def test_a_key_of_a_dataset_that_cannot_act_is_a_warning(
 
 
 @pytest.mark.parametrize(("key", "value"), EVALUATION, ids=[key for key, _ in EVALUATION])
-def test_a_key_of_training_on_evaluation_data_is_a_warning(
+def test_training_key_on_evaluation_data_is_a_warning(
     workspace: Workspace, capsys: Capture, key: str, value: Any
 ) -> None:
     workspace.add_pictures("datasets/held", 2, seed=3)
@@ -123,9 +123,7 @@ def test_a_key_of_training_on_evaluation_data_is_a_warning(
     assert f"held.{key}: has no effect: the dataset is not trained." in told
 
 
-def test_a_key_of_pictures_on_a_text_cache_is_a_warning(
-    workspace: Workspace, capsys: Capture
-) -> None:
+def test_picture_key_on_a_text_cache_is_a_warning(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_datasets([DATASETS[0], {**DATASETS[1], "resolution": 512}])
 
     told = plan_warnings(workspace, capsys, {})
@@ -136,7 +134,7 @@ def test_a_key_of_pictures_on_a_text_cache_is_a_warning(
     ]
 
 
-def test_keys_of_datasets_that_act_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
+def test_dataset_keys_with_effect_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
     acting = {
         "crop": True,
         "crop_aspect": "random",
@@ -163,7 +161,7 @@ def test_keys_of_datasets_that_act_are_not_reported(workspace: Workspace, capsys
     assert [line for line in told if "has no effect" in line] == []
 
 
-def test_keys_that_act_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
+def test_keys_with_effect_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
     second = {
         **DATASETS[0],
         "id": "more",
@@ -199,9 +197,7 @@ def test_keys_that_act_are_not_reported(workspace: Workspace, capsys: Capture) -
     assert [line for line in told if "has no effect" in line] == []
 
 
-def test_a_run_on_regularisation_data_alone_is_refused(
-    workspace: Workspace, capsys: Capture
-) -> None:
+def test_run_on_regularisation_data_alone_is_refused(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_datasets([{**DATASETS[0], "is_regularisation_data": True}, DATASETS[1]])
 
     assert complaint(workspace, capsys).startswith(
@@ -210,7 +206,7 @@ def test_a_run_on_regularisation_data_alone_is_refused(
 
 
 @pytest.mark.parametrize("folder", ["/", "~", "//", "/."])
-def test_results_go_to_a_folder_of_their_own(
+def test_output_folder_must_not_be_the_home_or_root_folder(
     workspace: Workspace, capsys: Capture, folder: str
 ) -> None:
     workspace.write_config(output_dir=folder)
@@ -232,7 +228,9 @@ def test_every_number_has_limits() -> None:
 @pytest.mark.parametrize(
     "setting", ["noise_offset=1e9", "tokenizer_max_length=3", "learning_rate=1e9"]
 )
-def test_numbers_that_no_run_can_mean(workspace: Workspace, capsys: Capture, setting: str) -> None:
+def test_implausible_numbers_are_refused(
+    workspace: Workspace, capsys: Capture, setting: str
+) -> None:
     assert "is out of range" in complaint(workspace, capsys, "plan", setting)
 
 
@@ -251,7 +249,7 @@ def test_unknown_keys_in_a_prompt_library_are_errors(
     )
 
 
-def test_a_user_without_a_home_folder_can_plan(
+def test_user_without_a_home_folder_can_plan(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container that runs under an arbitrary user id."""

@@ -125,7 +125,7 @@ def answer(workspace: Workspace, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("seed", first_of(range(4)))
-def test_shaken_files(workspace: Workspace, seed: int) -> None:
+def test_fuzzed_files_never_cause_a_traceback(workspace: Workspace, seed: int) -> None:
     chance = random.Random(seed)
     outcomes = set()
     for _ in range(50):
@@ -140,7 +140,7 @@ def test_shaken_files(workspace: Workspace, seed: int) -> None:
     assert outcomes == {0, 2}, "some go well, or nothing behind the loader was tried"
 
 
-def test_shaken_command_lines(workspace: Workspace) -> None:
+def test_fuzzed_command_lines_never_cause_a_traceback(workspace: Workspace) -> None:
     chance = random.Random(0)
     words = [
         *map(str, VALUES),
@@ -163,7 +163,7 @@ def test_shaken_command_lines(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_noise_in_place_of_every_file(workspace: Workspace, seed: int) -> None:
+def test_noise_in_any_file_never_causes_a_traceback(workspace: Workspace, seed: int) -> None:
     chance = random.Random(seed)
     workspace.write_config(user_prompt_library="config/library.json", validation_disable=False)
     for name in (

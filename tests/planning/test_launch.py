@@ -74,12 +74,12 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
         {"num_processes": 4, "enable_group_offload": True, "base_model_precision": "int8-quanto"},
     ],
 )
-def test_what_is_fine(settings: dict[str, Any]) -> None:
+def test_valid_launch_settings_are_accepted(settings: dict[str, Any]) -> None:
     assert told(**settings) == ([], [])
 
 
 @pytest.mark.parametrize(("restarts", "checkpoint"), [("0", "checkpoint-8"), ("1", "latest")])
-def test_processes_that_torchrun_restarts_go_on_instead_of_starting_their_branch_again(
+def test_processes_restarted_by_torchrun_do_not_start_their_branch_again(
     monkeypatch: pytest.MonkeyPatch, restarts: str, checkpoint: str
 ) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -90,7 +90,7 @@ def test_processes_that_torchrun_restarts_go_on_instead_of_starting_their_branch
 
 
 @pytest.mark.parametrize(("processes", "allowed"), [(1, "2"), (5, "4 or 6")])
-def test_machines_have_equally_many_processes(processes: int, allowed: str) -> None:
+def test_machines_must_have_equally_many_processes(processes: int, allowed: str) -> None:
     (error,), _ = told(num_processes=processes, num_machines=2)
     assert error.startswith(
         f"num_processes: {processes} processes cannot be shared equally by num_machines 2; "
@@ -101,7 +101,7 @@ def test_machines_have_equally_many_processes(processes: int, allowed: str) -> N
 @pytest.mark.parametrize(
     ("settings", "other"), EXCLUDED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_fsdp_excludes(settings: dict[str, Any], other: str) -> None:
+def test_settings_that_fsdp_excludes_are_refused(settings: dict[str, Any], other: str) -> None:
     (error,), _ = told(**SHARDED, **settings)
     assert error.startswith(f"fsdp_enable: cannot be combined with {other}: ")
     assert told(num_processes=4, **settings)[0] == [], "DDP takes it"
@@ -119,7 +119,9 @@ ROUTES = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_i
         ({"speed": "reference"}, "2 needs speed auto: "),
     ],
 )
-def test_what_sharing_tokens_excludes(settings: dict[str, Any], error: str) -> None:
+def test_settings_that_sequence_parallelism_excludes_are_refused(
+    settings: dict[str, Any], error: str
+) -> None:
     (found,), _ = told(num_processes=4, sequence_parallel_size=2, **settings)
     assert found.startswith(f"sequence_parallel_size: {error}")
     assert told(num_processes=4, **settings)[0] == [], "each process has all tokens"
@@ -162,7 +164,7 @@ def test_what_sharing_tokens_excludes(settings: dict[str, Any], error: str) -> N
         ),
     ],
 )
-def test_processes_divide_heads_and_machines(
+def test_sequence_parallel_size_must_divide_heads_and_machines(
     flavour: str, processes: int, machines: int, size: int, error: str | None
 ) -> None:
     family = FAMILIES["sanavideo" if flavour == "2b-480p" else "kandinsky5-video"]
@@ -176,14 +178,14 @@ def test_processes_divide_heads_and_machines(
     )
 
 
-def test_processes_that_share_tokens_get_the_same_samples() -> None:
+def test_processes_of_a_sequence_parallel_group_get_the_same_samples() -> None:
     settled = config(num_processes=4, sequence_parallel_size=2)
     samplers = [make_sampler(settled, [], 0, Origin(), World(rank, 4)) for rank in range(4)]
     assert [sampler.world.place for sampler in samplers] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert make_sampler(settled, [], 0, Origin()).world.size == settled.launch.data_processes == 2
 
 
-def test_where_fsdp_may_be_used() -> None:
+def test_fsdp_is_possible_only_where_the_rules_allow_it() -> None:
     assert may_shard(config(num_processes=2))
     assert not may_shard(config())
     assert not may_shard(config(num_processes=2, enable_group_offload=True))
@@ -200,7 +202,7 @@ def test_where_fsdp_may_be_used() -> None:
         ),
     ],
 )
-def test_what_is_only_noted(settings: dict[str, Any], key: str) -> None:
+def test_harmless_launch_settings_are_only_warnings(settings: dict[str, Any], key: str) -> None:
     errors, (warning,) = told(**settings)
     assert errors == []
     assert warning.startswith(key)

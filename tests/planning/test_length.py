@@ -59,7 +59,7 @@ def save_checkpoint(workspace: Workspace, step: int, epoch: int, progress: Progr
         ),
     ],
 )
-def test_a_schedule_with_a_gap_is_refused_with_the_length_that_avoids_it(
+def test_schedule_with_a_gap_is_refused_with_the_length_that_avoids_it(
     workspace: Workspace,
     capsys: Capture,
     windows: tuple[dict[str, int], ...],
@@ -82,7 +82,7 @@ def test_a_schedule_with_a_gap_is_refused_with_the_length_that_avoids_it(
 @pytest.mark.parametrize(
     "window", [{"start_step": 21}, {"start_epoch": 6}, {"start_epoch": 4, "end_step": 8}]
 )
-def test_a_dataset_that_never_takes_part_is_mentioned(
+def test_dataset_that_never_takes_part_is_a_warning(
     workspace: Workspace, capsys: Capture, window: dict[str, int], epochs: bool
 ) -> None:
     workspace.write_datasets([pictures(), second(**window), TEXTS])
@@ -110,7 +110,7 @@ CONTINUED = [
 
 
 @pytest.mark.parametrize(("change", "place", "accumulation"), CONTINUED)
-def test_what_is_left_is_counted_in_epochs_of_the_data_of_today(
+def test_remaining_epochs_have_the_length_of_todays_data(
     workspace: Workspace, change: str, place: str, accumulation: int
 ) -> None:
     workspace.write_config(
@@ -132,7 +132,7 @@ def test_what_is_left_is_counted_in_epochs_of_the_data_of_today(
     assert plan.same_data == (change == "nothing")
 
 
-def test_steps_that_were_asked_for_stay_after_the_data_have_changed(workspace: Workspace) -> None:
+def test_max_train_steps_stays_after_the_data_have_changed(workspace: Workspace) -> None:
     workspace.write_datasets([pictures(), TEXTS])
     save_checkpoint(workspace, 6, 2, Progress(2, 1, 20))
     workspace.write_datasets([pictures(repeats=2), TEXTS])
@@ -140,7 +140,7 @@ def test_steps_that_were_asked_for_stay_after_the_data_have_changed(workspace: W
     assert (length.total_steps, length.batches_per_epoch, length.epochs) == (20, 12, 3)
 
 
-def test_the_plan_says_what_is_left(workspace: Workspace, capsys: Capture) -> None:
+def test_plan_shows_the_remaining_steps(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(max_train_steps=None, num_train_epochs=3)
     workspace.write_datasets([pictures(), TEXTS])
     save_checkpoint(workspace, 6, 2, Progress(2, 1, 12))
@@ -162,7 +162,7 @@ def test_the_plan_says_what_is_left(workspace: Workspace, capsys: Capture) -> No
         (2, 1, "2 files are gone or changed, 1 file is new or changed."),
     ],
 )
-def test_files_that_came_and_went_since_the_checkpoint_are_counted(
+def test_files_added_and_removed_since_the_checkpoint_are_counted(
     workspace: Workspace, capsys: Capture, gone: int, new: int, words: str
 ) -> None:
     workspace.write_datasets([pictures(), TEXTS])
@@ -185,7 +185,7 @@ def test_files_that_came_and_went_since_the_checkpoint_are_counted(
     assert "digest" not in shown
 
 
-def test_a_checkpoint_of_an_earlier_version_continues_its_epoch(workspace: Workspace) -> None:
+def test_checkpoint_of_an_earlier_version_continues_its_epoch(workspace: Workspace) -> None:
     workspace.write_config(max_train_steps=None, num_train_epochs=3)
     workspace.write_datasets([pictures(), TEXTS])
     save_checkpoint(workspace, 6, 2, None)
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_an_earlier_version_continues_its_epoch(workspace: Works
         ),
     ],
 )
-def test_a_session_without_a_step_is_refused(
+def test_session_without_a_step_is_refused(
     workspace: Workspace, capsys: Capture, settings: tuple[str, ...], progress: Progress, words: str
 ) -> None:
     workspace.write_datasets([pictures(), TEXTS])
@@ -222,7 +222,7 @@ def test_a_session_without_a_step_is_refused(
 @pytest.mark.parametrize(
     "command", [("verify",), ("gc",), ("explain", "pictures/p0.png"), ("fill",)]
 )
-def test_caches_are_served_whatever_number_of_steps_is_done(
+def test_caches_can_be_inspected_with_any_number_of_steps(
     workspace: Workspace, command: tuple[str, ...]
 ) -> None:
     workspace.write_datasets([pictures(), TEXTS])
@@ -231,7 +231,7 @@ def test_caches_are_served_whatever_number_of_steps_is_done(
     assert workspace.run("cache", *command, "max_train_steps=5") == 0
 
 
-def test_a_finished_run_on_other_data_is_refused(trained: Workspace, capsys: Capture) -> None:
+def test_finished_run_with_changed_data_is_refused(trained: Workspace, capsys: Capture) -> None:
     trained.write_datasets([pictures(), TEXTS])
     told = complaint(trained, capsys, "train")
     assert (
@@ -245,7 +245,7 @@ def test_a_finished_run_on_other_data_is_refused(trained: Workspace, capsys: Cap
 @pytest.mark.parametrize(
     ("lora_step", "steps", "left"), [(100, 8, None), (8, 8, None), (4, 8, 4), (0, 8, 8)]
 )
-def test_steps_of_the_lora_to_start_from_count(
+def test_steps_of_init_lora_count_as_done(
     trained: Workspace, capsys: Capture, lora_step: int, steps: int, left: int | None
 ) -> None:
     lora = str(trained.path("output/pytorch_lora_weights.safetensors"))
@@ -262,7 +262,7 @@ def test_steps_of_the_lora_to_start_from_count(
     assert plan.length.total_steps == lora_step + 16
 
 
-def test_a_longer_run_says_how_its_learning_rate_jumps(
+def test_longer_run_warns_about_a_jump_of_the_learning_rate(
     workspace: Workspace, capsys: Capture
 ) -> None:
     workspace.write_config(lr_scheduler="cosine")
@@ -276,9 +276,7 @@ def test_a_longer_run_says_how_its_learning_rate_jumps(
     )
 
 
-def test_a_dataset_of_earlier_sessions_has_taken_part(
-    workspace: Workspace, capsys: Capture
-) -> None:
+def test_dataset_of_earlier_sessions_counts_as_used(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(max_train_steps=None, num_train_epochs=2)
     workspace.write_datasets(
         [pictures(), second(end_epoch=1), second(id="late", start_epoch=3), TEXTS]
@@ -292,7 +290,7 @@ def test_a_dataset_of_earlier_sessions_has_taken_part(
 @pytest.mark.parametrize(
     "change", [{"probability": 2.0}, {"end_step": 300}, {"start_epoch": 1, "end_epoch": 90}]
 )
-def test_an_order_that_changes_is_said(
+def test_changed_sample_order_is_a_warning(
     workspace: Workspace, capsys: Capture, change: dict[str, Any]
 ) -> None:
     """Otherwise a run would continue in the middle of an epoch of another order."""
@@ -306,9 +304,7 @@ def test_an_order_that_changes_is_said(
     assert not planned(workspace, "max_train_steps=20").same_data
 
 
-def test_a_window_of_steps_moves_with_the_accumulation(
-    workspace: Workspace, capsys: Capture
-) -> None:
+def test_window_in_steps_depends_on_the_accumulation(workspace: Workspace, capsys: Capture) -> None:
     for window, moves in (({}, False), ({"end_step": 300}, True)):
         workspace.write_datasets([pictures(), second(**window), TEXTS])
         save_checkpoint(workspace, 4 + moves, 1, Progress(4 + moves, 0, 20))
@@ -320,7 +316,7 @@ def test_a_window_of_steps_moves_with_the_accumulation(
     ("settings", "key"),
     [((), "max_train_steps"), (("max_train_steps=", "num_train_epochs=2"), "num_train_epochs")],
 )
-def test_advice_to_train_longer_names_the_key_that_counts(
+def test_advice_to_train_longer_names_the_key_of_the_length(
     workspace: Workspace, settings: tuple[str, ...], key: str
 ) -> None:
     assert length_key(planned(workspace, *settings)) == key

@@ -86,7 +86,7 @@ def write_lock(folder: Path, owner: Owner) -> None:
     (folder / LOCK_FILE).write_text(json.dumps(asdict(owner)))
 
 
-def test_a_second_run_is_refused_before_it_writes(
+def test_second_run_is_refused_before_it_writes(
     tmp_path: Path,
     t2i_checkpoint: Path,
     holder: Callable[[Path], Holder],
@@ -113,7 +113,7 @@ def test_a_second_run_is_refused_before_it_writes(
     assert list(output.iterdir()) == []
 
 
-def test_the_lock_of_a_killed_run_is_taken_over(
+def test_lock_of_a_killed_run_is_taken_over(
     tmp_path: Path, holder: Callable[[Path], Holder]
 ) -> None:
     first = holder(tmp_path)
@@ -129,7 +129,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_of_several_that_find_a_dead_owner_one_gets_the_lock(
+def test_one_of_several_processes_gets_the_lock_of_a_dead_owner(
     tmp_path: Path, holder: Callable[[Path], Holder]
 ) -> None:
     write_lock(tmp_path, replace(this_process(), started="0"))
@@ -141,7 +141,7 @@ def test_of_several_that_find_a_dead_owner_one_gets_the_lock(
     assert sum("is in use by" in line for line in heard) == 3
 
 
-def test_a_lock_goes_with_an_error(tmp_path: Path) -> None:
+def test_lock_is_released_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError), lock_output(tmp_path):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
@@ -156,13 +156,13 @@ def test_a_lock_goes_with_an_error(tmp_path: Path) -> None:
         {"host": "elsewhere"},
     ],
 )
-def test_an_owner_of_another_time_or_place_does_not_live_here(change: dict[str, Any]) -> None:
+def test_owner_from_another_boot_or_host_is_not_alive_here(change: dict[str, Any]) -> None:
     assert this_process().lives_here
     assert not replace(this_process(), **change).lives_here
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]"])
-def test_a_lock_that_nobody_holds_may_say_anything(tmp_path: Path, content: bytes) -> None:
+def test_damaged_lock_that_no_process_holds_is_ignored(tmp_path: Path, content: bytes) -> None:
     (tmp_path / LOCK_FILE).write_bytes(content)
     with lock_output(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == this_process().pid
@@ -172,7 +172,7 @@ def test_a_lock_that_nobody_holds_may_say_anything(tmp_path: Path, content: byte
     ("content", "words"),
     [(b"", "in use by a process that has just"), (b"[1]", "does not say which")],
 )
-def test_a_lock_that_is_held_and_names_nobody(tmp_path: Path, content: bytes, words: str) -> None:
+def test_held_lock_without_an_owner_is_in_use(tmp_path: Path, content: bytes, words: str) -> None:
     with (tmp_path / LOCK_FILE).open("wb") as file:
         file.write(content)
         file.flush()
@@ -181,7 +181,7 @@ def test_a_lock_that_is_held_and_names_nobody(tmp_path: Path, content: bytes, wo
             pass
 
 
-def test_a_lock_of_another_host_is_taken_over_once_it_has_not_changed_for_a_while(
+def test_lock_of_another_host_is_taken_over_once_it_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.2)
@@ -192,7 +192,7 @@ def test_a_lock_of_another_host_is_taken_over_once_it_has_not_changed_for_a_whil
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_a_lock_that_its_owner_on_another_host_refreshes_is_in_use(
+def test_lock_refreshed_by_another_host_is_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a disk that keeps the locks of machines apart."""
@@ -208,7 +208,7 @@ def test_a_lock_that_its_owner_on_another_host_refreshes_is_in_use(
     assert json.loads(path.read_text()) == asdict(owner)
 
 
-def test_an_owner_refreshes_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_refreshes_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "REFRESH_SECONDS", 0.05)
     with lock_output(tmp_path):
         os.utime(tmp_path / LOCK_FILE, (1, 1))
@@ -217,7 +217,9 @@ def test_an_owner_refreshes_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whoever_has_lost_its_lock_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_has_lost_its_lock_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "REFRESH_SECONDS", 0.05)
     ended = threading.Event()
 
@@ -234,7 +236,7 @@ def test_whoever_has_lost_its_lock_ends(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_a_lock_that_was_removed_meanwhile_is_opened_again(
+def test_lock_removed_while_it_is_opened_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner ended between the opening of the file and its locking."""
@@ -255,7 +257,7 @@ def test_a_lock_that_was_removed_meanwhile_is_opened_again(
     assert held[0].closed
 
 
-def test_a_run_that_ends_leaves_the_lock_of_another(tmp_path: Path) -> None:
+def test_run_that_ends_keeps_the_lock_of_another_run(tmp_path: Path) -> None:
     with lock_output(tmp_path):
         (tmp_path / LOCK_FILE).unlink()
         write_lock(tmp_path, replace(this_process(), host="elsewhere"))
@@ -263,7 +265,7 @@ def test_a_run_that_ends_leaves_the_lock_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_disk_without_locks(
+def test_disk_without_locks_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     """The name of a living process, or of another machine that refreshes it, still refuses a second

@@ -51,7 +51,7 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
         },
     ],
 )
-def test_what_is_fine(settings: dict[str, Any]) -> None:
+def test_valid_offload_settings_are_accepted(settings: dict[str, Any]) -> None:
     assert told(**settings) == ([], [])
 
 
@@ -64,7 +64,7 @@ def test_what_is_fine(settings: dict[str, Any]) -> None:
         {"dynamo_backend": "cudagraphs"},
     ],
 )
-def test_cuda_graphs_need_tensors_that_stay(moving: str, graphs: dict[str, str]) -> None:
+def test_cuda_graphs_with_offloading_are_refused(moving: str, graphs: dict[str, str]) -> None:
     settings = {moving: True, "gradient_checkpointing": True}
     ((key, value),) = graphs.items()
     (error,), _ = told(**settings, **graphs)
@@ -74,12 +74,12 @@ def test_cuda_graphs_need_tensors_that_stay(moving: str, graphs: dict[str, str])
     assert not told(**settings, dynamo_mode="reduce-overhead", dynamo_backend="no")[0]
 
 
-def test_layers_are_streamed_in_blocks() -> None:
+def test_streaming_single_layers_is_refused() -> None:
     errors, (warning,) = told(group_offload_type="leaf_level", enable_group_offload=True)
     assert (errors, warning[:51]) == ([], "group_offload_type: 'leaf_level' is treated as bloc")
 
 
-def test_what_a_disk_costs_and_whether_it_can_be_written(tmp_path: Path) -> None:
+def test_offload_to_disk_warns_about_its_cost_or_reports_why_not(tmp_path: Path) -> None:
     settings = {
         "enable_group_offload": True,
         "group_offload_to_disk_path": str(tmp_path / "new" / "folder"),
@@ -96,7 +96,9 @@ def test_what_a_disk_costs_and_whether_it_can_be_written(tmp_path: Path) -> None
     assert "is a file" in error
 
 
-def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     errors, _ = told(enable_group_offload=True, group_offload_to_disk_path=str(tmp_path / "new"))
     assert any(

@@ -29,14 +29,14 @@ def plan(workspace: Workspace, capsys: Capture, *settings: str) -> str:
 @pytest.mark.parametrize(
     ("settings", "title"), [([], "output"), (["tracker_run_name=a star"], "a star")]
 )
-def test_a_run_without_a_name_is_called_as_its_folder(
+def test_run_without_a_name_is_named_after_its_folder(
     workspace: Workspace, settings: list[str], title: str
 ) -> None:
     with workspace.inside():
         assert plan_training(parse_arguments(settings)).title == title
 
 
-def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
+def test_plan_shows_model_output_and_steps(workspace: Workspace, capsys: Capture) -> None:
     shown = plan(workspace, capsys, "lora_rank=8", "validation_disable=false")
     for line in (
         "Kandinsky 5 Image t2i-lite-sft, lora",
@@ -92,7 +92,7 @@ def test_previews_have_up_to_eight_milestones_unless_an_interval_is_set(
     assert halving in shown
 
 
-def test_programs_read_it_as_json(workspace: Workspace, capsys: Capture) -> None:
+def test_plan_is_available_as_json(workspace: Workspace, capsys: Capture) -> None:
     told = json.loads(plan(workspace, capsys, "--json", "validation_disable=false", "lora_rank=8"))
     assert told["ok"]
     assert told["model"]["family"] == "kandinsky5-image"
@@ -117,7 +117,7 @@ def test_programs_read_it_as_json(workspace: Workspace, capsys: Capture) -> None
     assert {each["what"] for each in told["disk"]} == {"checkpoints", "latents", "text embeddings"}
 
 
-def test_json_holds_every_problem_and_ends_with_the_same_code(
+def test_json_has_every_problem_and_the_same_exit_code(
     workspace: Workspace, capsys: Capture
 ) -> None:
     for settings, reached in (
@@ -141,7 +141,7 @@ def test_json_holds_every_problem_and_ends_with_the_same_code(
         assert ("memory" in document) == reached
 
 
-def test_a_finished_run_has_nothing_left_to_do(trained: Workspace, capsys: Capture) -> None:
+def test_finished_run_has_no_remaining_steps(trained: Workspace, capsys: Capture) -> None:
     shown = plan(trained, capsys)
     assert "no steps remain: this run is finished" in shown
     assert "has not finished" not in shown
@@ -155,7 +155,7 @@ def test_a_finished_run_has_nothing_left_to_do(trained: Workspace, capsys: Captu
     assert (told["seconds"]["training"], told["seconds"]["previews"]) == (0, 0)
 
 
-def test_the_start_of_a_run_is_its_plan_in_a_few_lines_and_its_end_names_the_result(
+def test_run_starts_with_a_summary_and_ends_with_its_result(
     workspace: Workspace, capsys: Capture
 ) -> None:
     assert workspace.train("--validation_disable=false") == 0
@@ -173,7 +173,7 @@ def test_the_start_of_a_run_is_its_plan_in_a_few_lines_and_its_end_names_the_res
     assert "max_train_steps" in further
 
 
-def test_it_says_where_each_setting_comes_from(workspace: Workspace, capsys: Capture) -> None:
+def test_plan_shows_the_origin_of_every_setting(workspace: Workspace, capsys: Capture) -> None:
     lines = [line.split() for line in plan(workspace, capsys, "--lora_rank", "8").splitlines()]
     assert ["lora_rank", "8", "(command", "line)"] in lines
     assert ["learning_rate", "0.001", "(config/config.json)"] in lines
@@ -182,7 +182,7 @@ def test_it_says_where_each_setting_comes_from(workspace: Workspace, capsys: Cap
     assert not any(line[:1] == ["lora_alpha"] for line in lines), "defaults are left out"
 
 
-def test_secrets_are_not_shown(workspace: Workspace, capsys: Capture) -> None:
+def test_plan_shows_no_secrets(workspace: Workspace, capsys: Capture) -> None:
     hook = {
         "webhook_type": "raw",
         "callback_url": "https://hooks.example/SECRET123",
@@ -196,7 +196,9 @@ def test_secrets_are_not_shown(workspace: Workspace, capsys: Capture) -> None:
     assert "SECRET123" not in "".join(capsys.readouterr())
 
 
-def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Capture) -> None:
+def test_every_file_is_used_or_listed_with_its_reason(
+    workspace: Workspace, capsys: Capture
+) -> None:
     folder = workspace.path("datasets/pictures")
     (folder / "p0.txt").unlink()
     (folder / "p1.png").write_bytes(b"no picture")
@@ -209,13 +211,13 @@ def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Captur
     assert "6 of 11 files used" in shown
 
 
-def test_it_knows_what_is_cached(filled: Workspace, capsys: Capture) -> None:
+def test_plan_counts_cached_entries(filled: Workspace, capsys: Capture) -> None:
     shown = plan(filled, capsys)
     assert "Cache of pictures: 8 of 8 exist, 0 to encode" in shown
     assert ", 0 to encode" in shown.partition("Cache of captions")[2].splitlines()[0]
 
 
-def test_a_drawn_seed_is_shown_as_such(workspace: Workspace, capsys: Capture) -> None:
+def test_drawn_seed_is_marked_as_drawn(workspace: Workspace, capsys: Capture) -> None:
     for unset in ("seed=", "seed=-1"):
         assert "(drawn for this run; set seed to repeat it)" in plan(workspace, capsys, unset)
 
@@ -230,7 +232,7 @@ def test_a_drawn_seed_is_shown_as_such(workspace: Workspace, capsys: Capture) ->
         (("max_train_steps=", "num_train_epochs=1000000000"), 8_000_000_000, 1_000_000_000),
     ],
 )
-def test_steps_and_epochs(
+def test_length_is_given_in_steps_or_epochs(
     workspace: Workspace, capsys: Capture, settings: tuple[str, ...], steps: int, epochs: int
 ) -> None:
     shown = plan(workspace, capsys, *settings)
@@ -238,13 +240,13 @@ def test_steps_and_epochs(
     assert f"an epoch, {epochs} epoch" in shown
 
 
-def test_datasets_that_come_and_go_are_counted(workspace: Workspace, capsys: Capture) -> None:
+def test_datasets_with_windows_are_counted(workspace: Workspace, capsys: Capture) -> None:
     second = {**DATASETS[0], "id": "later", "start_epoch": 3, "end_epoch": 4, "repeats": 0}
     workspace.write_datasets([DATASETS[0], second, DATASETS[1]])
     assert "\n48 steps of" in plan(workspace, capsys, "max_train_steps=", "num_train_epochs=5")
 
 
-def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Capture) -> None:
+def test_run_that_outlasts_its_datasets_is_refused(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_datasets([{**DATASETS[0], "end_epoch": 2}, DATASETS[1]])
     warnings(workspace, capsys, "max_train_steps=16")
     problem = complaint(workspace, capsys, "plan", "max_train_steps=17")
@@ -255,9 +257,7 @@ def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Cap
     )
 
 
-def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(
-    workspace: Workspace, capsys: Capture
-) -> None:
+def test_timestep_offset_needs_logit_normal_sigmas(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
     plan(workspace, capsys)
     for law in ("flow_use_uniform_schedule", "flow_use_beta_schedule"):
@@ -268,7 +268,7 @@ def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(
         assert f"{law} has none" in problem
 
 
-def test_a_grid_that_crops_much_is_mentioned(workspace: Workspace, capsys: Capture) -> None:
+def test_grid_that_crops_much_is_a_warning(workspace: Workspace, capsys: Capture) -> None:
     """Such as the 128 pixels of block-sparse attention; a crop that was asked for is none of its
     business.
     """
@@ -283,14 +283,14 @@ def test_a_grid_that_crops_much_is_mentioned(workspace: Workspace, capsys: Captu
     assert "is cropped" not in warnings(workspace, capsys, *settings)
 
 
-def test_dry_run_is_the_same_as_plan(workspace: Workspace, capsys: Capture) -> None:
+def test_dry_run_equals_plan(workspace: Workspace, capsys: Capture) -> None:
     shown = plan(workspace, capsys)
     for flag in ("--dry-run", "--dry_run"):
         assert workspace.run("train", flag) == 0
         assert capsys.readouterr().out == shown
 
 
-def test_it_writes_nothing_and_never_meets_torch(workspace: Workspace) -> None:
+def test_plan_writes_nothing_and_does_not_import_torch(workspace: Workspace) -> None:
     before = sorted(workspace.folder.rglob("*"))
     script = (
         "import sys; from simpletuner.cli.app import main; code = main(['train', "
@@ -309,7 +309,7 @@ def test_it_writes_nothing_and_never_meets_torch(workspace: Workspace) -> None:
     assert sorted(workspace.folder.rglob("*")) == before
 
 
-def test_warnings_of_the_family(workspace: Workspace, capsys: Capture) -> None:
+def test_warnings_of_the_family_are_shown(workspace: Workspace, capsys: Capture) -> None:
     told = warnings(
         workspace,
         capsys,
@@ -337,7 +337,7 @@ def test_warnings_of_the_family(workspace: Workspace, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["Kandinsky5_Image", "KANDINSKY5-IMAGE", "{env:FAMILY}"])
-def test_the_family_in_other_spellings(
+def test_family_name_may_be_spelled_differently(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, spelling: str
 ) -> None:
     monkeypatch.setenv("FAMILY", "kandinsky5-image")
@@ -345,7 +345,7 @@ def test_the_family_in_other_spellings(
     assert plan(workspace, capsys).startswith("Kandinsky 5 Image")
 
 
-def test_a_dataset_file_beside_the_config_is_found_with_a_warning(
+def test_dataset_file_beside_the_config_is_used_with_a_warning(
     workspace: Workspace, capsys: Capture
 ) -> None:
     workspace.write_config(data_backend_config=None)
@@ -353,7 +353,9 @@ def test_a_dataset_file_beside_the_config_is_found_with_a_warning(
     assert told.strip() == "data_backend_config: is not set; config/multidatabackend.json is used."
 
 
-def test_names_of_all_scripts_and_with_spaces(workspace: Workspace, capsys: Capture) -> None:
+def test_names_in_any_script_and_with_spaces_are_accepted(
+    workspace: Workspace, capsys: Capture
+) -> None:
     folder = workspace.path("datasets/मेरी तस्वीरें 图片")
     workspace.path("datasets/pictures").rename(folder)
     (folder / "p0.png").rename(folder / "बिल्ली 猫.png")
@@ -364,7 +366,7 @@ def test_names_of_all_scripts_and_with_spaces(workspace: Workspace, capsys: Capt
     assert "  बिल्ली 猫.png: 96x64" in plan(workspace, capsys, "output_dir=मेरा output")
 
 
-def test_an_unusual_terminal_does_not_end_a_plan(workspace: Workspace) -> None:
+def test_unusual_terminal_does_not_break_the_plan(workspace: Workspace) -> None:
     folder = workspace.path("datasets/pictures")
     (folder / "p0.png").rename(folder / "猫.png")
     (folder / "p0.txt").rename(folder / "猫.txt")
@@ -385,7 +387,7 @@ def test_an_unusual_terminal_does_not_end_a_plan(workspace: Workspace) -> None:
     assert "\\u732b.png: 96x64" in done.stdout
 
 
-def test_whoever_reads_along_may_stop(workspace: Workspace) -> None:
+def test_closed_pipe_ends_the_plan_quietly(workspace: Workspace) -> None:
     command = f"{json.dumps(sys.executable)} -m simpletuner plan | true"
     done = subprocess.run(
         command, shell=True, cwd=workspace.folder, capture_output=True, text=True, check=False
@@ -394,7 +396,7 @@ def test_whoever_reads_along_may_stop(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("command", [["plan"], ["train"]])
-def test_what_a_launcher_must_have_set(
+def test_incomplete_variables_of_a_launcher_are_refused(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -407,7 +409,7 @@ def test_what_a_launcher_must_have_set(
 
 
 @pytest.mark.parametrize("configured", [None, -1, 0])
-def test_a_run_that_continues_keeps_the_seed_that_was_drawn(configured: int | None) -> None:
+def test_continued_run_keeps_its_drawn_seed(configured: int | None) -> None:
     identity = Identity("family", "flavour", "lora", 1, 4711, "", {})
     checkpoint = Checkpoint(Path("checkpoint-1"), 1, False, Manifest(1, 1, identity, {}))
     assert decide_seed(configured, checkpoint) == 4711
@@ -422,8 +424,6 @@ def test_control_tokens_in_prompts_are_refused(workspace: Workspace, capsys: Cap
     assert "prompt 'validation': holds <|image_pad|>" in capsys.readouterr().err
 
 
-def test_pictures_of_previews_are_not_trained_without_a_word(
-    workspace: Workspace, capsys: Capture
-) -> None:
+def test_trained_preview_pictures_are_a_warning(workspace: Workspace, capsys: Capture) -> None:
     told = warnings(workspace, capsys, "eval_dataset_id=pictures")
     assert "pictures is also trained; give it dataset_type eval" in told

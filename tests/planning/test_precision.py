@@ -41,7 +41,7 @@ def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_name_is_understood_or_refused(key: str) -> None:
+def test_every_precision_name_is_accepted_or_refused(key: str) -> None:
     for name in all_options()[key].choices:
         config = PrecisionConfig(**{key: name})
         refused = name in ("int4-torchao", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq")
@@ -51,7 +51,7 @@ def test_every_name_is_understood_or_refused(key: str) -> None:
         assert all(problem.where == key for problem in found_by(check_packages, config))
 
 
-def test_a_bare_name_means_quanto() -> None:
+def test_bare_precision_name_means_quanto() -> None:
     for name in ("int8", "int4", "int2", "fp8", "fp8uz"):
         assert quantisation(name) is quantisation(f"{name}-quanto") is not None
 
@@ -60,7 +60,7 @@ def test_a_bare_name_means_quanto() -> None:
 @pytest.mark.parametrize(
     ("name", "instead"), [("int4-torchao", "int4-quanto"), ("uint8-sdnq", "int8-quanto")]
 )
-def test_what_cannot_be_had(
+def test_unavailable_precisions_are_refused(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], key: str, name: str, instead: str
 ) -> None:
     workspace.write_config(**{key: name})
@@ -70,7 +70,7 @@ def test_what_cannot_be_had(
 
 
 @pytest.mark.parametrize(("name", "requirement"), PACKAGES)
-def test_an_absent_package_is_told_last(
+def test_missing_package_is_reported_last(
     workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_an_absent_package_is_told_last(
         ),
     ],
 )
-def test_what_a_quantised_base_excludes(
+def test_settings_that_a_quantised_base_excludes_are_refused(
     workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
     settings: dict[str, Any],
@@ -143,7 +143,7 @@ def test_what_a_quantised_base_excludes(
         ("int8dq-torchao", "it multiplies in int8 without this key"),
     ],
 )
-def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
+def test_quantized_matmul_is_refused_for_bases_without_it(base: str, reason: str) -> None:
     config = PrecisionConfig(base_model_precision=base, quantized_matmul=True)
     (problem,) = found_by(check_quantized_matmul, config)
     assert str(problem).startswith(
@@ -152,7 +152,7 @@ def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
     )
 
 
-def test_products_at_plan_time(
+def test_quantized_matmul_needs_a_capable_gpu(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace.write_config(quantized_matmul=True, model_type="full")
@@ -169,7 +169,7 @@ def test_products_at_plan_time(
     assert workspace.run("plan", "base_model_precision=int8") == 0
 
 
-def test_a_second_encoder_that_is_not_there(
+def test_precision_of_a_missing_second_encoder_is_a_warning(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], sana_checkpoint: Any
 ) -> None:
     workspace.write_config(text_encoder_2_precision="int8-quanto")
@@ -180,7 +180,7 @@ def test_a_second_encoder_that_is_not_there(
     assert "text_encoder_2_precision: has no effect: Sana Video has one text encoder." in told
 
 
-def test_both_encoders_compute_in_one_dtype(
+def test_both_text_encoders_must_have_one_dtype(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_config(text_encoder_2_precision="bf16")  # in a float32 run
@@ -195,7 +195,7 @@ def test_both_encoders_compute_in_one_dtype(
     ("dtype", "visible", "expected"),
     [("fp32", "0", False), ("bf16", "0", None), ("fp32", "", None), ("fp32", "-1", None)],
 )
-def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
+def test_full_float32_on_a_gpu_changes_the_keys_of_latents(
     workspace: Workspace,
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
@@ -215,7 +215,7 @@ def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
     assert ("tf32" in catalogue.vae.text) is (expected is False)
 
 
-def test_cudnn_computes_no_attention(workspace: Workspace) -> None:
+def test_cudnn_attention_is_disabled(workspace: Workspace) -> None:
     """Its gradients of masked attention may be NaN."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     with workspace.inside():
@@ -225,7 +225,7 @@ def test_cudnn_computes_no_attention(workspace: Workspace) -> None:
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(("ahead", "expected"), [(True, True), (False, False)])
-def test_nothing_changes_torchs_settings_beside_training(
+def test_tf32_is_off_where_a_float32_vae_runs_beside_training(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, ahead: bool, expected: bool, trains: bool
 ) -> None:
     """A float32 VAE that encodes meanwhile would, so TF32 stays off; and when samples are compared
@@ -256,7 +256,9 @@ def test_nothing_changes_torchs_settings_beside_training(
         ("no_change", "int4", 1, "no_change"),
     ],
 )
-def test_storage_in_cache_keys(first: str, second: str, encoders: int, expected: str) -> None:
+def test_storage_dtype_changes_cache_keys(
+    first: str, second: str, encoders: int, expected: str
+) -> None:
     config = PrecisionConfig(text_encoder_1_precision=first, text_encoder_2_precision=second)
     assert text_encoder_storage(config, encoders) == expected
 
@@ -273,5 +275,5 @@ def test_storage_in_cache_keys(first: str, second: str, encoders: int, expected:
         ({"base_model_precision": "int8", "base_model_default_dtype": "fp32"}, "fp32"),
     ],
 )
-def test_dtype_of_the_computation(settings: dict[str, Any], dtype: str) -> None:
+def test_transformer_dtype_follows_the_settings(settings: dict[str, Any], dtype: str) -> None:
     assert transformer_dtype(PrecisionConfig(**settings)) == dtype

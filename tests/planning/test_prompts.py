@@ -38,7 +38,7 @@ def sizes(value: str, *, lenient: bool = False) -> tuple[list[Size], list[Proble
     return fit_sizes(wanted, KANDINSKY5_IMAGE, problems, lenient=lenient), problems
 
 
-def test_without_prompts_only_the_unconditional_sample() -> None:
+def test_empty_prompt_is_rendered_if_it_is_the_only_one() -> None:
     assert collect() == ([("unconditional", "")], [])
     assert collect(validation_disable_unconditional=True) == ([], [])
     assert collect(
@@ -46,13 +46,13 @@ def test_without_prompts_only_the_unconditional_sample() -> None:
     ) == ([], [])
 
 
-def test_beside_a_prompt_the_empty_one_is_rendered_only_if_asked_for() -> None:
+def test_empty_prompt_beside_others_must_be_requested() -> None:
     assert collect(validation_prompt="x") == ([("validation", "x")], [])
     asked = collect(validation_prompt="x", validation_disable_unconditional=False)
     assert asked == ([("unconditional", ""), ("validation", "x")], [])
 
 
-def test_libraries_and_the_primary_prompt(tmp_path: Path) -> None:
+def test_primary_prompt_follows_the_libraries(tmp_path: Path) -> None:
     path = library(tmp_path, {"a cat": "one", "dog": {"prompt": "two"}})
     prompts, problems = collect(
         validation_prompt="three", user_prompt_library=path, validation_prompt_library=True
@@ -62,7 +62,7 @@ def test_libraries_and_the_primary_prompt(tmp_path: Path) -> None:
     assert prompts[-3:] == [("a_cat", "one"), ("dog", "two"), ("validation", "three")]
 
 
-def test_names_that_become_equal_get_a_number(tmp_path: Path) -> None:
+def test_equal_file_names_are_numbered(tmp_path: Path) -> None:
     path = library(
         tmp_path, {"a<b>": "1", "a(b)": "2", "A b": "3", "validation": "4", "unconditional": "5"}
     )
@@ -90,12 +90,12 @@ def test_names_that_become_equal_get_a_number(tmp_path: Path) -> None:
         ("v1.5-x_y", "v1.5-x_y"),
     ],
 )
-def test_nicknames_become_file_names(nickname: str, name: str) -> None:
+def test_nicknames_become_safe_file_names(nickname: str, name: str) -> None:
     assert file_safe(nickname) == name
 
 
 @pytest.mark.parametrize("letter", ["a", "न", "猫", "नि"])
-def test_a_long_nickname_leaves_room_in_the_file_name(letter: str) -> None:
+def test_long_nickname_is_cut_between_characters(letter: str) -> None:
     name = file_safe(letter * 300)
     assert 100 <= len(name.encode()) <= 120
     assert (letter * 300).startswith(name)
@@ -113,14 +113,14 @@ def test_a_long_nickname_leaves_room_in_the_file_name(letter: str) -> None:
         ('{"a": "x", "a": "y"}', "contains 'a' twice: 'x' and 'y'."),
     ],
 )
-def test_a_library_that_cannot_be_used(tmp_path: Path, content: Any, complaint: str) -> None:
+def test_invalid_prompt_library_is_refused(tmp_path: Path, content: Any, complaint: str) -> None:
     _, problems = collect(user_prompt_library=library(tmp_path, content))
     (problem,) = problems
     assert complaint in problem
     assert "library.json" in problem
 
 
-def test_the_strength_of_a_lora_that_previews_cannot_add_is_ignored_with_a_line(
+def test_removed_adapter_strength_is_ignored_with_a_warning(
     tmp_path: Path,
 ) -> None:
     content = {"a": {"prompt": "x", "adapter_strength": 2}}
@@ -134,7 +134,7 @@ def test_the_strength_of_a_lora_that_previews_cannot_add_is_ignored_with_a_line(
     )
 
 
-def test_a_library_that_is_missing() -> None:
+def test_missing_prompt_library_is_refused() -> None:
     assert collect(user_prompt_library="none.json")[1] == [
         "user_prompt_library: 'none.json' does not exist."
     ]
@@ -150,18 +150,18 @@ def test_a_library_that_is_missing() -> None:
         ("128", [(128, 128)]),
     ],
 )
-def test_sizes(value: str, expected: list[tuple[int, int]]) -> None:
+def test_preview_sizes_are_parsed(value: str, expected: list[tuple[int, int]]) -> None:
     assert sizes(value) == (expected, [])
 
 
-def test_a_size_is_moved_to_the_nearest_that_the_model_takes() -> None:
+def test_preview_size_is_rounded_to_the_grid_of_the_model() -> None:
     found, (problem,) = sizes("480x854")
     assert found == [(480, 848)]
     assert not problem.fatal
     assert "480x848 is rendered" in problem.message
 
 
-def test_a_size_that_looks_like_megapixels() -> None:
+def test_preview_size_that_looks_like_megapixels_is_refused() -> None:
     found, (problem,) = sizes("1.0")
     assert found == []
     assert problem.fatal
@@ -172,12 +172,12 @@ def test_a_size_that_looks_like_megapixels() -> None:
 @pytest.mark.parametrize(
     "value", ["x", "1024x", "1x2x3", "abc", "-512", "0.5", ",", "1e3", "9" * 400, "१०२४", "nan"]
 )
-def test_what_is_no_size(value: str) -> None:
+def test_invalid_preview_size_is_refused(value: str) -> None:
     found, (problem,) = sizes(value)
     assert found == []
     assert problem.fatal
 
 
-def test_a_size_beyond_the_model() -> None:
+def test_preview_size_beyond_the_limit_of_the_model_is_refused() -> None:
     _, problems = sizes("4096x1024")
     assert any(problem.fatal and "larger than 2048 px" in problem.message for problem in problems)

@@ -102,7 +102,7 @@ def reports(settings: dict[str, Any], key: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(("key", "lacking"), REQUIREMENTS)
-def test_what_an_option_requires(key: str, lacking: When) -> None:
+def test_requirement_of_an_option_is_reported_unless_met(key: str, lacking: When) -> None:
     option = OPTIONS[key]
     met: dict[str, Any] = {}
     for condition in option.requires:
@@ -124,7 +124,7 @@ def test_what_an_option_requires(key: str, lacking: When) -> None:
     assert str(lacking) in " ".join(" ".join(explain_key(option)).split())
 
 
-def test_what_never_has_an_effect_says_why() -> None:
+def test_option_that_never_has_an_effect_gives_its_reason() -> None:
     keys = [
         key for key, option in OPTIONS.items() if any(not each.keys for each in option.requires)
     ]
@@ -139,7 +139,7 @@ def test_what_never_has_an_effect_says_why() -> None:
     [(key, other) for key, option in OPTIONS.items() for other in option.excludes],
     ids=str,
 )
-def test_what_an_option_excludes(key: str, other: When) -> None:
+def test_exclusion_of_an_option_is_reported_unless_alone(key: str, other: When) -> None:
     option = OPTIONS[key]
     alone = {key: on(option)}
     for condition in option.requires:
@@ -155,7 +155,7 @@ def test_what_an_option_excludes(key: str, other: When) -> None:
     assert other.stated in " ".join(" ".join(explain_key(option)).split())
 
 
-def test_conditions_name_keys_and_their_words() -> None:
+def test_conditions_name_known_keys_and_values() -> None:
     for option in OPTIONS.values():
         for condition in (*option.requires, *option.excludes):
             for key, values in condition.keys.items():
@@ -163,7 +163,7 @@ def test_conditions_name_keys_and_their_words() -> None:
                 assert not known or set(values) <= set(known), (option.name, str(condition))
 
 
-def test_words_of_conditions() -> None:
+def test_conditions_read_as_sentences() -> None:
     settings = {"a": 0, "b": "", "c": "y"}
     assert str(when("a", "b", c=("x", "y"))) == "a, b or c x or y"
     assert when("a", "b", c=("x", "y")).holds(settings)
@@ -175,7 +175,7 @@ def test_words_of_conditions() -> None:
     assert not when(because="why").holds(settings)
 
 
-def test_of_several_reasons_the_first_is_enough(tmp_path: Path) -> None:
+def test_first_of_several_reasons_is_reported(tmp_path: Path) -> None:
     values = {
         **REQUIRED,
         "model_type": "full",

@@ -32,7 +32,7 @@ def route(first: int, last: int, ratio: float = 0.5) -> dict[str, Any]:
     return {"selection_ratio": ratio, "start_layer_idx": first, "end_layer_idx": last}
 
 
-def test_the_guides_route() -> None:
+def test_route_of_the_guide_is_accepted() -> None:
     routes = TreadConfig.model_validate({"tread_config": {"routes": [route(2, -2)]}}).routes
     assert routes == (Route(0.5, 2, -2),)
     assert routes[0].among(32) == Route(0.5, 2, 30), "both ends included, negatives from the end"
@@ -98,18 +98,18 @@ def test_the_guides_route() -> None:
         ),
     ],
 )
-def test_what_is_refused(value: Any, words: str) -> None:
+def test_invalid_routes_are_refused(value: Any, words: str) -> None:
     (message,) = told(value)
     assert words in message
 
 
-def test_without_the_checkpoint_only_what_can_be_known() -> None:
+def test_routes_are_checked_as_far_as_possible_without_the_checkpoint() -> None:
     assert told({"routes": [route(2, -2), route(100, 200)]}, None) == []
     assert "starts after" in told({"routes": [route(-2, -3)]}, None)[0]
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_plan_tells_all_of_it(
+def test_plan_reports_all_problems_of_routes(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], as_text: bool
 ) -> None:
     for routes in (
@@ -124,7 +124,7 @@ def test_a_plan_tells_all_of_it(
     assert "the model has 2 blocks" in " ".join(found)
 
 
-def test_a_model_that_is_fetched_later_is_checked_then(
+def test_model_downloaded_later_is_checked_at_the_start(
     workspace: Workspace,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -71,7 +71,7 @@ def without(words: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.T
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
-def test_a_text_encoder_without_its_last_layers(
+def test_text_encoder_without_its_last_layers_is_refused(
     workspace: Workspace, model: Path, part: str, capsys: Capture
 ) -> None:
     edit_weights(model / part, without(".layers.1."))
@@ -80,7 +80,7 @@ def test_a_text_encoder_without_its_last_layers(
     assert "its files lack layers 1 of 2" in told
 
 
-def test_a_transformer_of_fewer_blocks_than_its_config_says(
+def test_transformer_with_fewer_blocks_than_its_config_is_refused(
     workspace: Workspace, model: Path, capsys: Capture
 ) -> None:
     edit_weights(model / "transformer", without("visual_transformer_blocks.1."))
@@ -89,7 +89,7 @@ def test_a_transformer_of_fewer_blocks_than_its_config_says(
     )
 
 
-def test_a_transformer_of_more_blocks_than_its_config_says(
+def test_transformer_with_more_blocks_than_its_config_is_refused(
     workspace: Workspace, model: Path, capsys: Capture
 ) -> None:
     edit_config(model / "transformer", num_visual_blocks=1)
@@ -97,7 +97,7 @@ def test_a_transformer_of_more_blocks_than_its_config_says(
     assert "has 2 visual_transformer_blocks, its config.json has num_visual_blocks 1." in told
 
 
-def test_weights_beside_the_blocks_and_within_one(
+def test_missing_weights_inside_and_outside_blocks_are_refused(
     workspace: Workspace, model: Path, capsys: Capture
 ) -> None:
     edit_weights(model / "transformer", without("out_layer.out_layer"))
@@ -112,7 +112,7 @@ def test_weights_beside_the_blocks_and_within_one(
     )
 
 
-def test_a_misshapen_weight_is_told_when_it_is_loaded(model: Path) -> None:
+def test_weight_of_the_wrong_shape_is_reported_when_it_is_loaded(model: Path) -> None:
     edit_weights(
         model / "transformer",
         lambda weights: {**weights, "out_layer.out_layer.bias": torch.zeros(3)},
@@ -121,20 +121,20 @@ def test_a_misshapen_weight_is_told_when_it_is_loaded(model: Path) -> None:
         make_adapter(model).load_transformer(torch.float32)
 
 
-def test_a_text_encoder_of_another_family(
+def test_text_encoder_of_another_family_is_refused(
     workspace: Workspace, model: Path, capsys: Capture
 ) -> None:
     edit_config(model / "text_encoder", model_type="gemma2")
     assert "is a 'gemma2'; Kandinsky 5 Image has a 'qwen2_5_vl'" in complaint(workspace, capsys)
 
 
-def test_a_variant_that_is_not_there(workspace: Workspace, model: Path, capsys: Capture) -> None:
+def test_missing_variant_is_refused(workspace: Workspace, model: Path, capsys: Capture) -> None:
     assert "its weights have no variant 'fp16'" in complaint(
         workspace, capsys, "plan", "variant=fp16"
     )
 
 
-def test_a_file_that_is_cut_off_after_the_check_is_named(model: Path) -> None:
+def test_file_truncated_after_the_check_is_named(model: Path) -> None:
     """safetensors' own error is no OSError and no ValueError; it comes if a file changes between
     check and loading.
     """
@@ -153,7 +153,7 @@ def test_a_file_that_is_cut_off_after_the_check_is_named(model: Path) -> None:
         "scheduler/scheduler_config.json",
     ],
 )
-def test_junk_in_place_of_a_settings_file(
+def test_junk_in_a_settings_file_is_refused(
     workspace: Workspace, model: Path, file: str, capsys: Capture
 ) -> None:
     (model / file).write_text("<html>log in</html>")
@@ -192,7 +192,7 @@ SMALL = {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges
         ("transformer/config.json", {}, "the transformer in "),
     ],
 )
-def test_json_that_is_something_else(
+def test_settings_file_with_another_kind_of_json_is_refused(
     family: str, file: str, content: Any, words: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     checkpoint = request.getfixturevalue(
@@ -229,7 +229,7 @@ BAD_MEANS: list[Any] = [5, [None] * 16, [math.nan] * 16, [1e30] * 16]
         *(("sanavideo", "latents_mean", value) for value in BAD_MEANS),
     ],
 )
-def test_values_that_would_spoil_all_latents(
+def test_vae_values_that_would_spoil_latents_are_refused(
     family: str, key: str, value: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     checkpoint = request.getfixturevalue(
@@ -241,7 +241,7 @@ def test_values_that_would_spoil_all_latents(
     assert f" has {key} {repr(value)[:60]}, not a " in plan_of(folder, family)
 
 
-def test_a_vae_with_weights_that_are_not_finite(model: Path) -> None:
+def test_vae_with_non_finite_weights_is_refused(model: Path) -> None:
     edit_weights(
         model / "vae",
         lambda weights: {**weights, "decoder.conv_out.bias": torch.full((3,), torch.nan)},
@@ -252,7 +252,7 @@ def test_a_vae_with_weights_that_are_not_finite(model: Path) -> None:
         make_adapter(model).load_latent_encoder(CPU, torch.float32)
 
 
-def test_a_scheduler_whose_values_have_wrong_types(model: Path) -> None:
+def test_scheduler_with_wrong_types_is_refused(model: Path) -> None:
     edit_config(model / "scheduler", "scheduler_config.json", num_train_timesteps="many")
     adapter = make_adapter(model)
     with pytest.raises(UserError, match=r"the scheduler in .* cannot be loaded: 'str' object"):
@@ -306,11 +306,13 @@ class TestInitLora:
         )
         return path
 
-    def test_one_for_every_layer(self, workspace: Workspace, capsys: Capture) -> None:
+    def test_init_lora_may_have_every_layer(self, workspace: Workspace, capsys: Capture) -> None:
         path = self.write(workspace)
         assert "init_lora" not in warnings(workspace, capsys, f"init_lora={path}", "lora_rank=4")
 
-    def test_an_official_one_tells_its_trigger(self, workspace: Workspace, capsys: Capture) -> None:
+    def test_official_init_lora_shows_its_trigger(
+        self, workspace: Workspace, capsys: Capture
+    ) -> None:
         folder = workspace.path("official")
         folder.mkdir()
         weights = {
@@ -321,7 +323,7 @@ class TestInitLora:
         told = warnings(workspace, capsys, f"init_lora={folder}", "lora_rank=4")
         assert "captions that begin with 'microwave,'" in told
 
-    def test_one_for_some_layers(self, workspace: Workspace, capsys: Capture) -> None:
+    def test_init_lora_may_have_some_layers(self, workspace: Workspace, capsys: Capture) -> None:
         told = warnings(
             workspace, capsys, f"init_lora={self.write(workspace, blocks=1)}", "lora_rank=4"
         )
@@ -330,7 +332,9 @@ class TestInitLora:
             in " ".join(told.split())
         )
 
-    def test_another_rank(self, workspace: Workspace, capsys: Capture) -> None:
+    def test_init_lora_of_another_rank_is_refused(
+        self, workspace: Workspace, capsys: Capture
+    ) -> None:
         told = complaint(
             workspace, capsys, "plan", f"init_lora={self.write(workspace, rank=8)}", "lora_rank=4"
         )
@@ -344,14 +348,16 @@ class TestInitLora:
             (None, "is not a complete safetensors file"),
         ],
     )
-    def test_what_is_no_lora_file(
+    def test_init_lora_must_be_a_lora_file(
         self, workspace: Workspace, content: bytes | None, words: str, capsys: Capture
     ) -> None:
         path = self.write(workspace)
         path.write_bytes(path.read_bytes()[:-5] if content is None else content)
         assert words in complaint(workspace, capsys, "plan", f"init_lora={path}", "lora_rank=4")
 
-    def test_none_in_a_full_fine_tune(self, workspace: Workspace, capsys: Capture) -> None:
+    def test_init_lora_is_refused_in_a_full_fine_tune(
+        self, workspace: Workspace, capsys: Capture
+    ) -> None:
         settings = ("model_type=full", "use_dora=true", f"init_lora={self.write(workspace)}")
         (told,) = complaints(workspace, capsys, "plan", *settings)
         assert told.startswith(
@@ -359,7 +365,7 @@ class TestInitLora:
         )
 
 
-def test_a_resolution_that_is_meant_in_megapixels(workspace: Workspace, capsys: Capture) -> None:
+def test_resolution_meant_in_megapixels_is_refused(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_datasets(
         [{**DATASETS[0], "resolution": 1, "resolution_type": "pixel"}, DATASETS[1]]
     )
@@ -367,5 +373,7 @@ def test_a_resolution_that_is_meant_in_megapixels(workspace: Workspace, capsys: 
     assert any("for megapixels set resolution_type area" in each for each in told)
 
 
-def test_a_learning_rate_that_is_far_too_high(workspace: Workspace, capsys: Capture) -> None:
+def test_learning_rate_far_above_the_usual_is_a_warning(
+    workspace: Workspace, capsys: Capture
+) -> None:
     assert "learning_rate: 5 is far above" in warnings(workspace, capsys, "learning_rate=5")
