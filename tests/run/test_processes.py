@@ -225,7 +225,7 @@ def test_processes_with_different_settings_are_refused(
     other = Workspace.create(
         tmp_path / "other", t2i_checkpoint, pictures=7, **{**PLAIN, "train_batch_size": 1}
     )
-    codes = finish(start([workspace, other], "train", each=[[], ["learning_rate=0.2"]]))
+    codes = finish(start([workspace, other], "train", extras=[[], ["learning_rate=0.2"]]))
     assert codes == [2, 2]
     told = printed(workspace)
     assert "learning_rate: is 0.1 in the first process, but 0.2 in process 1" in told

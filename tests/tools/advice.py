@@ -1,4 +1,4 @@
-"""Reads the settings that a message proposes, and follows them."""
+"""Follows the advice of messages: reads the settings that they propose, and applies them."""
 
 from __future__ import annotations
 
@@ -25,43 +25,44 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
 
 
 def proposals(problem: Problem, options: Options) -> list[dict[str, Any]]:
-    """The changes that solve a problem according to its remedy and its words, each an alternative
-    to the others.
+    """The alternative changes that solve a problem, according to its remedy and its words.
 
     A key with the value None is to be left out.
     """
-    found = [dict(problem.remedy)] if problem.remedy else []
+    changes = [dict(problem.remedy)] if problem.remedy else []
     key = problem.where.rpartition(".")[2]
     for sentence in SENTENCE.split(problem.message):
-        start = PROPOSAL.search(sentence)
-        leaves_out = OMISSION.search(sentence)
-        if start is None and leaves_out is None:
+        matches = [PROPOSAL.search(sentence), OMISSION.search(sentence)]
+        starts = [match.start() for match in matches if match is not None]
+        if not starts:
             continue
-        words = sentence[min(match.start() for match in (start, leaves_out) if match is not None) :]
-        for alternative in re.split(r",? or ", words):
+        for alternative in re.split(r",? or ", sentence[min(starts) :]):
             change: dict[str, Any] = {}
             for part in re.split(r",? and ", alternative):
-                change |= {key: None} if OMISSION.search(part) else _setting(part, key, options)
-            found += [change] if change else []
-    if "cannot be combined with" in problem.message and not found:
-        found.append({key: None})
-    return found
+                if OMISSION.search(part):
+                    change[key] = None
+                else:
+                    change |= _setting(part, key, options)
+            if change:
+                changes.append(change)
+    if "cannot be combined with" in problem.message and not changes:
+        changes.append({key: None})
+    return changes
 
 
-def _setting(words: str, where: str, options: Options) -> dict[str, Any]:
-    """The setting at the start of a clause: `KEY VALUE`, a bare flag, or a value of the key that is
-    wrong.
-    """
-    first, _, rest = PROPOSAL.sub("", words).strip().partition(" ")
+def _setting(clause: str, key: str, options: Options) -> dict[str, Any]:
+    """The setting at the start of a clause: `KEY VALUE`, a flag, or another value of the key."""
+    first, _, rest = PROPOSAL.sub("", clause).strip().partition(" ")
     first = first.strip("'`,.;")
     second = rest.partition(" ")[0].strip("'`,.;")
     if first in options:
         value = _value(options[first], second)
         return {} if value is None else {first: value}
-    if where not in options:
+    if key not in options:
         return {}
-    is_number = options[where].type_name in ("integer", "number") and NUMBER.fullmatch(first)
-    return {where: first} if first in options[where].choices or is_number else {}
+    option = options[key]
+    is_number = option.type_name in ("integer", "number") and NUMBER.fullmatch(first)
+    return {key: first} if first in option.choices or is_number else {}
 
 
 def _value(option: Option, written: str) -> Any:
@@ -75,9 +76,7 @@ def _value(option: Option, written: str) -> Any:
 def refused_next(
     settings: Settings, problems: Sequence[Problem], judge: Judge, options: Options
 ) -> Iterator[str]:
-    """Every proposal that is refused: it solves nothing, or leads to a problem that was not
-    reported before.
-    """
+    """Every proposal that does not solve its problem, or causes one that was not reported."""
     known = {in_general(problem) for problem in problems}
     for problem in problems:
         for change in proposals(problem, options):
@@ -100,18 +99,23 @@ def in_general(problem: Problem) -> str:
 
 
 def comes_to_an_end(settings: Settings, judge: Judge, options: Options, rounds: int) -> bool:
-    """Whether somebody who follows one proposal for every problem, again and again, gets rid of all
-    of them.
+    """Whether following one proposal for every problem, round after round, solves all of them.
 
-    Of several alternatives, it is enough that one leads there; none may lead in a circle only.
+    It is enough that one of several alternatives leads there.
     """
-    alternatives = [
-        changes for problem in judge(settings) if (changes := proposals(problem, options))
-    ]
+    alternatives = []
+    for problem in judge(settings):
+        changes = proposals(problem, options)
+        if changes:
+            alternatives.append(changes)
     if not alternatives:
         return True
-    for choice in islice(product(*alternatives), MOST_CHOICES) if rounds else ():
-        merged = {key: value for change in choice for key, value in change.items()}
+    if rounds == 0:
+        return False
+    for choice in islice(product(*alternatives), MOST_CHOICES):
+        merged: dict[str, Any] = {}
+        for change in choice:
+            merged |= change
         after = changed(settings, merged)
         if after != settings and comes_to_an_end(after, judge, options, rounds - 1):
             return True

@@ -1,10 +1,9 @@
-"""`simpletuner` as processes that start at once: forked with everything imported, which takes
-longer than most of them.
+"""`simpletuner` as a process that starts at once, since it is forked with everything imported.
 
-What starts one (a server, a page) is given `Commands.program` in place of `python -m simpletuner`.
-That is a small program which sends its arguments, folder, environment and streams to a process
-here, and ends as the fork does. Whoever starts it has a process to wait for and to signal, as with
-the real one.
+A test gives a server or page the program of `forked_commands` in place of `python -m simpletuner`.
+That is a small client, which sends its arguments, folder, environment and streams to a process
+here; this forks, runs the command, and the client ends as the fork does. Whoever starts the client
+can wait for it and signal it like the real command.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from simpletuner.reporting.metrics import MetricsFile
 from tests.tools.workspace import FORKS
 
 MOST_BYTES = 100_000  # of a command with its environment
-# variable of the environment: a run that others look at leaves them the processor
+# Environment variable: seconds by which a run slows down its steps, to leave the CPU to the test
+# that watches it.
 PACE = "SECONDS_A_STEP"
 CLIENT = """
 import marshal, os, signal, socket, sys
@@ -45,19 +45,19 @@ sys.exit(int(door.recv(20) or 128 + signal.SIGKILL))
 def forked_commands(
     folder: Path, work: Callable[[], object] = run, prepare: Callable[[], object] | None = None
 ) -> Iterator[tuple[str, ...]]:
-    """What starts `simpletuner` in place of `(python, "-m", "simpletuner")`.
+    """The beginning of a command line, in place of `(python, "-m", "simpletuner")`.
 
     Args:
-        folder: for files of its own.
-        work: another program.
-        prepare: what is done once, in the process that is forked.
+        folder: a folder for the files of this context.
+        work: what a command runs.
+        prepare: called once, in the process that is forked for every command.
     """
     (folder / "client.py").write_text(CLIENT)
     address = folder / "door"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(address))
         listener.listen()
-        process = FORKS.Process(target=_fork_for_each, args=(listener, work, prepare))
+        process = FORKS.Process(target=_fork_for_every_client, args=(listener, work, prepare))
         process.start()
     try:
         yield sys.executable, "-S", "-E", str(folder / "client.py"), str(address)
@@ -66,25 +66,27 @@ def forked_commands(
         process.join()
 
 
-def _fork_for_each(
+def _fork_for_every_client(
     listener: socket.socket, work: Callable[[], object], prepare: Callable[[], object] | None
 ) -> None:
+    """Serve clients until the process that started this one has ended."""
     if prepare is not None:
         prepare()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombie stays
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no zombie stays
     parent = parent_process()
     assert parent is not None
-    while listener in connection.wait([listener, parent.sentinel]):  # until the parent has ended
+    while listener in connection.wait([listener, parent.sentinel]):
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _obey(client, work)
+            _serve(client, work)
         client.close()
 
 
-def _obey(client: socket.socket, work: Callable[[], object]) -> NoReturn:
+def _serve(client: socket.socket, work: Callable[[], object]) -> NoReturn:
+    """Become the command of a client, and send it the process id and the exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()  # the terminal's Ctrl-C reaches the client, as it does the real command
+    os.setsid()  # the terminal's Ctrl-C reaches the client, which passes it on
     content, streams, _, _ = socket.recv_fds(client, MOST_BYTES, 3)
     sys.argv[1:], folder, environment = marshal.loads(content)
     for number, handle in enumerate(streams):
@@ -106,9 +108,8 @@ def _obey(client: socket.socket, work: Callable[[], object]) -> NoReturn:
         code = int(stop.code or 0)
     except BaseException:  # noqa: BLE001 - nothing of the process that forked this may run on
         traceback.print_exc()
-    with suppress(
-        OSError
-    ):  # whoever asked may be gone, as the page is when a newer plan replaces this one
+    # The client may be gone, as the page is when a newer plan replaces this one.
+    with suppress(OSError):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         client.send(str(code).encode())
@@ -116,6 +117,7 @@ def _obey(client: socket.socket, work: Callable[[], object]) -> NoReturn:
 
 
 def _slow_down(seconds: float) -> None:
+    """Let every step of a run in this process take some seconds more."""
     append = MetricsFile.append
 
     def slowly(self: MetricsFile, step: int, metrics: Mapping[str, Any]) -> None:

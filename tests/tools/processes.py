@@ -1,6 +1,4 @@
-"""Several processes of one run, as a launcher starts them, but in no time: they are forked with
-everything imported.
-"""
+"""Several processes of one run, as a launcher starts them, but forked with everything imported."""
 
 from __future__ import annotations
 
@@ -17,13 +15,11 @@ from simpletuner.cli.app import main
 from simpletuner.distributed.world import World, usable_cores
 from tests.tools.workspace import FORKS, Workspace
 
-LOOP_SECONDS = 0.02  # of CPU time for the loop of `slowness` on a machine of 2024
+LOOP_SECONDS = 0.02  # CPU time of the loop in `slowness` on a machine of 2024
 
 
 def slowness() -> float:
-    """How many times longer than usual something takes on this machine now: by a short loop, and by
-    the load.
-    """
+    """How many times longer than usual work takes on this machine now."""
     started = time.process_time()
     for _ in range(1_000_000):
         pass
@@ -32,17 +28,16 @@ def slowness() -> float:
     return max(1.0, loop) * max(1.0, load)
 
 
-# Seconds for what takes a few on an idle machine, so that a collective that hangs costs about a
-# minute.
+# Seconds within which processes must end. A few are enough on an idle machine, and a collective
+# that hangs costs about a minute.
 PATIENCE = 60 * slowness()
 _ports: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port on which only the caller will listen: it stays bound here, so that no other process is
-    given it.
-    """
+    """A port on which only the caller will listen."""
     holder = socket.socket()
+    # It stays bound here, so that the system gives it to no other process.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
     _ports.append(holder)
@@ -50,26 +45,26 @@ def free_port() -> int:
 
 
 def start(
-    workspaces: Sequence[Workspace], *arguments: str, each: Sequence[Sequence[str]] = ()
+    workspaces: Sequence[Workspace], *arguments: str, extras: Sequence[Sequence[str]] = ()
 ) -> list[BaseProcess]:
-    """`simpletuner <arguments>` in one process per workspace, all of which may be the same.
+    """Start `simpletuner <arguments>` in one process per workspace, all of which may be the same.
 
     What a process prints is in `rank<N>.txt` of its workspace.
 
     Args:
-        each: further arguments of each process.
+        extras: further arguments of each process.
     """
     port = free_port()
-    places = range(len(workspaces))
-    extras = each or [()] * len(workspaces)
-    return [
-        workspaces[rank].fork(run_as, rank, len(workspaces), port, [*arguments, *extras[rank]])
-        for rank in places
-    ]
+    size = len(workspaces)
+    processes = []
+    for rank, workspace in enumerate(workspaces):
+        own_arguments = [*arguments, *extras[rank]] if extras else [*arguments]
+        processes.append(workspace.fork(run_as, rank, size, port, own_arguments))
+    return processes
 
 
 def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
-    """Wait for processes; returns their exit codes."""
+    """Wait for processes; returns their exit codes, None for those that did not end."""
     for process in processes:
         process.join(PATIENCE)
     codes = [process.exitcode for process in processes]
@@ -79,30 +74,29 @@ def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
 
 
 def train(workspace: Workspace, size: int, *settings: str) -> list[int | None]:
-    """`simpletuner train <settings>` in some processes; returns their exit codes."""
+    """Run `simpletuner train <settings>` in several processes; returns their exit codes."""
     return finish(start([workspace] * size, "train", *settings))
 
 
 def run_together(size: int, work: Callable[..., object], *arguments: object) -> None:
-    """`work(its place, *arguments)` in some processes; if one of them fails, the others do not wait
-    for it.
-    """
-    started = [
-        FORKS.Process(target=work, args=(World(rank, size, rank, size), *arguments))
-        for rank in range(size)
-    ]
-    for process in started:
+    """Run `work(world, *arguments)` in several processes, and check that all of them succeed."""
+    processes = []
+    for rank in range(size):
+        world = World(rank, size, rank, size)
+        processes.append(FORKS.Process(target=work, args=(world, *arguments)))
+    for process in processes:
         process.start()
     try:
-        while all(process.exitcode in (None, 0) for process in started):
-            running = [process.sentinel for process in started if process.exitcode is None]
+        # Until all have ended, or the first has failed, for which the others would wait.
+        while all(process.exitcode in (None, 0) for process in processes):
+            running = [process.sentinel for process in processes if process.exitcode is None]
             if not running or not connection.wait(running, PATIENCE):
                 break
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
             process.join()
-    assert [process.exitcode for process in started] == [0] * size
+    assert [process.exitcode for process in processes] == [0] * size
 
 
 def printed(workspace: Workspace, rank: int = 0) -> str:
@@ -111,24 +105,28 @@ def printed(workspace: Workspace, rank: int = 0) -> str:
 
 
 def run_as(rank: int, size: int, port: int, arguments: list[str]) -> None:
-    """`simpletuner <arguments>` as one of `size` processes, which meet at a port."""
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    os.environ.update(
-        {name: str(value) for name, value in place.items()},
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    """Run `simpletuner <arguments>` as one of `size` processes, which meet at a port."""
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    for name, value in variables.items():
+        os.environ[name] = str(value)
     run_into(f"rank{rank}.txt", arguments)
 
 
 def run_into(file: str, arguments: list[str], *, leave: bool = True) -> None:
-    """`simpletuner <arguments>` as all that this process does; it and its children print into a
-    file.
+    """Run `simpletuner <arguments>` in this process, which prints into a file.
 
     Args:
         leave: end this process with the exit code; otherwise only if that is not 0.
     """
     output = Path(file).open("w")  # noqa: SIM115 - until the process ends
+    # The descriptors, so that children and libraries print there too.
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     code = main(arguments)

@@ -1,4 +1,4 @@
-"""What `simpletuner` says when it refuses."""
+"""The errors and warnings that `simpletuner` prints."""
 
 from __future__ import annotations
 
@@ -15,34 +15,31 @@ from tests.tools.workspace import Workspace
 def complaints(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> list[str]:
-    """The errors of a command line that has to end with exit code 2, a list of problems and no
-    traceback.
-    """
+    """The errors of a command line that must be refused: exit code 2 and no traceback."""
     capsys.readouterr()
     code = workspace.run(*(arguments or ("plan",)))
-    told = capsys.readouterr().err
-    assert code == 2, told
-    assert "Traceback" not in told
-    return [
-        line.removeprefix("error: ") for line in told.splitlines() if line.startswith("error: ")
-    ]
+    printed = capsys.readouterr().err
+    assert code == 2, printed
+    assert "Traceback" not in printed
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
+    return [error.removeprefix("error: ") for error in errors]
 
 
 def complaint(workspace: Workspace, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The same where one problem is expected, and only one."""
-    (only,) = complaints(workspace, capsys, *arguments)
-    return only
+    """The error of a command line that must be refused for one reason."""
+    (error,) = complaints(workspace, capsys, *arguments)
+    return error
 
 
 def warnings(workspace: Workspace, capsys: pytest.CaptureFixture[str], *settings: str) -> str:
-    """What a plan that is fine warns of."""
+    """The warnings of a plan that must be accepted."""
     capsys.readouterr()
     code = workspace.run("plan", *settings)
-    told = capsys.readouterr()
-    assert code == 0, told.err
-    return told.out.partition("Warnings:")[2]
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return printed.out.partition("Warnings:")[2]
 
 
 def family_complaints(config: RunConfig, spec: FamilySpec) -> list[Problem]:
-    """What is wrong with settings in this family, without what is not worth a line."""
+    """The problems of settings for a family that are worth reporting."""
     return worth_reporting(found_by(check_family, config, spec), config)

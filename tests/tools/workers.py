@@ -1,6 +1,8 @@
-"""Processes of the tests that are forked with everything imported: to import and to collect it
-takes ten seconds of a processor for each worker of pytest-xdist, and five for each that starts
-processes of its own."""
+"""Workers of pytest-xdist that are forked with everything imported and all tests collected.
+
+Importing and collecting would take ten seconds of CPU time in each worker, and importing five
+seconds in each worker whose tests start processes.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ from tests.tools.commands import forked_commands
 
 @contextlib.contextmanager
 def forked_workers(folder: Path, arguments: Sequence[str]) -> Iterator[str]:
-    """What xdist starts in place of Python: forks of a process that has collected the tests.
+    """The command that xdist starts in place of Python: a fork with all tests collected.
 
     Args:
-        folder: for files of its own.
-        arguments: what pytest is to collect.
+        folder: a folder for the files of this context.
+        arguments: the tests to collect, as pytest takes them.
     """
     with forked_commands(folder, _work, partial(_collect, arguments)) as program:
         yield shlex.join(program)
@@ -35,54 +37,53 @@ def forked_workers(folder: Path, arguments: Sequence[str]) -> Iterator[str]:
 
 def _collect(arguments: Sequence[str]) -> None:
     with (
-        Path(os.devnull).open("w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
+        Path(os.devnull).open("w") as discarded,
+        contextlib.redirect_stdout(discarded),
+        contextlib.redirect_stderr(discarded),
     ):
-        pytest.main(
-            ["--collect-only", "-qq", "-p", "no:cacheprovider", *arguments]
-        )  # what is wrong, workers tell
+        # The workers report errors of collecting.
+        pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *arguments])
 
 
 def _work() -> None:
-    """What xdist has Python do: `-c`, and a line that reads the rest."""
+    """Do what xdist starts Python for: `-c` and a line of code, which reads the rest."""
     exec(sys.argv[-1], {"__name__": "__main__"})
-    atexit._run_exitfuncs()  # a fork ends without
+    atexit._run_exitfuncs()  # a fork ends without them
 
 
 def fork_the_forkserver() -> None:
-    """Let multiprocessing's server of forks be one itself, of this process as it is now."""
-    resource_tracker.ensure_running()  # which the other would start
+    """Start the fork server of multiprocessing as a fork of this process, with all its imports."""
+    resource_tracker.ensure_running()  # otherwise the fork server starts one
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(util, "spawnv_passfds", _fork_instead)
         forkserver.ensure_running()
 
 
 def _fork_instead(path: str, words: Sequence[str], handles: Sequence[int]) -> int:
-    """Like `multiprocessing.util.spawnv_passfds`, with the main loop begun when a process is asked
-    for.
+    """Like `multiprocessing.util.spawnv_passfds`, but with a fork instead of a new Python.
+
+    The main loop of the fork server starts with the first request.
     """
     process = os.fork()
     if process:
         return process
     try:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for handle in {int(path.name) for path in Path("/dev/fd").iterdir()} - {
-            0,
-            1,
-            2,
-            nowhere,
-            *handles,
-        }:
-            os.dup2(
-                nowhere, handle
-            )  # were it closed, its number would be another's when its owner closes it
-        sys.stdout, sys.stderr = (
-            os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
-        )
-        logging.root.handlers.clear()  # pytest's, for the test that runs
+        _detach(handles)
         listener, lifeline = handles
-        if listener in select.select([listener, lifeline], [], [])[0]:
+        ready, _, _ = select.select([listener, lifeline], [], [])
+        if listener in ready:
             exec(words[-1], {})
     finally:
         os._exit(0)
+
+
+def _detach(handles: Sequence[int]) -> None:
+    """Give up what this fork has open of its parent, but for some handles and the output."""
+    discarded = os.open(os.devnull, os.O_RDWR)
+    inherited = {int(path.name) for path in Path("/dev/fd").iterdir()}
+    for handle in inherited - {0, 1, 2, discarded, *handles}:
+        # Not closed: its number would be given to another file, which its owner would then close.
+        os.dup2(discarded, handle)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.root.handlers.clear()  # those of pytest, for the test that runs

@@ -83,15 +83,15 @@ FORKS.set_forkserver_preload(["tests.tools.preload"])
 
 @cache
 def noise_pictures(count: int, seed: int, scale: int) -> list[bytes]:
-    """PNG files of noise; hundreds of tests ask for the same ones."""
+    """PNG files of noise; cached, since hundreds of tests need the same ones."""
     random = np.random.default_rng(seed)
     files = []
     for index in range(count):
         shape = (64, 64, 3) if index % 2 else (64, 96, 3)
         picture = Image.fromarray(random.integers(0, 255, shape, dtype=np.uint8))
-        picture.resize((picture.width * scale, picture.height * scale)).save(
-            file := io.BytesIO(), "PNG"
-        )
+        enlarged = picture.resize((picture.width * scale, picture.height * scale))
+        file = io.BytesIO()
+        enlarged.save(file, "PNG")
         files.append(file.getvalue())
     return files
 
@@ -115,15 +115,14 @@ class Workspace:
         return workspace
 
     def write_config(self, **settings: Any) -> None:
-        """config.json: what is there (or the usual settings) with some keys replaced; None removes
-        one.
+        """Change keys of config.json, or of the usual settings if there is none; None removes a
+        key.
         """
         path = self.folder / "config" / "config.json"
         content = json.loads(path.read_text()) if path.exists() else dict(CONFIG)
         content.update(settings)
-        path.write_text(
-            json.dumps({key: value for key, value in content.items() if value is not None})
-        )
+        content = {key: value for key, value in content.items() if value is not None}
+        path.write_text(json.dumps(content))
 
     def write_datasets(self, entries: list[dict[str, Any]]) -> None:
         (self.folder / "config" / "multidatabackend.json").write_text(json.dumps(entries))
@@ -133,10 +132,9 @@ class Workspace:
         target = self.folder / folder
         target.mkdir(parents=True, exist_ok=True)
         for index, content in enumerate(noise_pictures(count, seed, scale)):
+            caption = "noise of many colours " * (index % 3 + 1)
             (target / f"p{index}.png").write_bytes(content)
-            (target / f"p{index}.txt").write_text(
-                f"picture {index}\n" + "noise of many colours " * (index % 3 + 1)
-            )
+            (target / f"p{index}.txt").write_text(f"picture {index}\n{caption}")
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -145,44 +143,43 @@ class Workspace:
             yield
 
     def run(self, *arguments: str) -> int:
-        """`simpletuner <arguments>` in this process; returns the exit code."""
+        """Run `simpletuner <arguments>` in this process; returns the exit code."""
         with self.inside():
             return main(list(arguments))
 
     def train(self, *settings: str) -> int:
-        """`simpletuner train <settings>` in this process; returns the exit code."""
+        """Run `simpletuner train <settings>` in this process; returns the exit code."""
         return self.run("train", *settings)
 
     def spawn(self, *arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
-        """`simpletuner <arguments>` as a process of its own."""
+        """Start `simpletuner <arguments>` in a new process."""
         command = [sys.executable, "-m", "simpletuner", *arguments]
         return subprocess.Popen(command, cwd=self.folder, text=True, **kwargs)
 
     def fork(self, work: Callable[..., object], *arguments: object) -> BaseProcess:
-        """`work(*arguments)` inside this folder, as a process of its own that nothing has run in
-        before.
-        """
+        """Start `work(*arguments)` inside this folder, in a fresh process."""
         process = FORKS.Process(target=_work_inside, args=(self, work, arguments))
         process.start()
         return process
 
     def metrics(self, output: str = "output") -> list[dict[str, Any]]:
-        """The run record without what depends on the clock or the machine."""
+        """The rows of a run's metrics, without what depends on the clock or the machine."""
         lines = (self.folder / output / "training_metrics.jsonl").read_text().splitlines()
-        clock = re.compile("time|mfu|(.*_)?seconds|.*_share|(peak|reserved)_memory_gb")
-        return [
-            {key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)}
-            for line in lines
-        ]
+        measured = re.compile("time|mfu|(.*_)?seconds|.*_share|(peak|reserved)_memory_gb")
+        rows = []
+        for line in lines:
+            row = json.loads(line)
+            rows.append({key: row[key] for key in row if not measured.fullmatch(key)})
+        return rows
 
     def copy(self, folder: Path, **settings: Any) -> Workspace:
-        """Everything that is here, with other settings."""
+        """A copy of this workspace with changed settings."""
         copy = Workspace(Path(shutil.copytree(self.folder, folder)))
         copy.write_config(**settings)
         return copy
 
     def stopped(self, folder: Path, step: int) -> Workspace:
-        """A copy of a run, as if it had ended after a step of which it has a checkpoint."""
+        """A copy of a run as if it had ended after a step that has a checkpoint."""
         copy = self.copy(folder)
         output = copy.path("output")
         for checkpoint in output.glob("checkpoint-*"):
