@@ -109,32 +109,34 @@ def test_lokr_and_loha_survive_the_round_trip_to_comfyui(
 ) -> None:
     trained = shifted(t2i_checkpoint, **PRODUCTS[kind]).trained
     trained.native(NOTE).write_into(tmp_path)
-    there = convert(tmp_path / trained.native_file, "comfyui").path
+    comfyui_file = convert(tmp_path / trained.native_file, "comfyui").path
 
-    back = convert(there, "diffusers").path
+    restored = convert(comfyui_file, "diffusers").path
 
-    settings = json.loads(read_header(back)[METADATA][METADATA_KEY])
+    settings = json.loads(read_header(restored)[METADATA][METADATA_KEY])
     assert settings["transformer.alpha"] == settings["transformer.r"]
     renamed = {
-        f"diffusion_model.{name.removeprefix('transformer.')}": each
-        for name, each in load_file(back).items()
+        f"diffusion_model.{name.removeprefix('transformer.')}": tensor
+        for name, tensor in load_file(restored).items()
     }
-    assert all(torch.equal(tensor, renamed[name]) for name, tensor in load_file(there).items())
+    assert all(
+        torch.equal(tensor, renamed[name]) for name, tensor in load_file(comfyui_file).items()
+    )
 
 
-@pytest.mark.parametrize(("form", "other"), [("diffusers", "comfyui"), ("comfyui", "diffusers")])
+@pytest.mark.parametrize(("form", "target"), [("diffusers", "comfyui"), ("comfyui", "diffusers")])
 def test_converted_lora_equals_one_written_in_that_format(
-    t2i_checkpoint: Path, tmp_path: Path, form: LoraForm, other: LoraForm
+    t2i_checkpoint: Path, tmp_path: Path, form: LoraForm, target: LoraForm
 ) -> None:
     lora = lora_of(shifted(t2i_checkpoint, lora_rank=4, lora_alpha=6))
-    lora.form = other
+    lora.form = target
     expected = write_lora(lora, tmp_path / "expected", **NOTE).read_bytes()
     lora.form = form
     write_lora(lora, tmp_path / "my-lora", **NOTE)
 
-    result = convert(tmp_path / "my-lora", other)
+    result = convert(tmp_path / "my-lora", target)
 
-    assert result.path == tmp_path / "my-lora" / f"my-lora-{other}.safetensors"
+    assert result.path == tmp_path / "my-lora" / f"my-lora-{target}.safetensors"
     assert result.path.read_bytes() == expected
 
 
@@ -258,13 +260,13 @@ def test_page_does_not_offer_comfyui_for_an_i2i_lora(tmp_path: Path) -> None:
 
 
 def test_plan_refuses_comfyui_format_for_i2i(workspace: Workspace, capsys: Capture) -> None:
-    told = complaints(
+    message = complaints(
         workspace, capsys, "plan", "lora_format=comfyui", "model_flavour=i2i-lite-sft"
     )
 
     assert (
         "lora_format: 'comfyui': ComfyUI cannot run Kandinsky 5 Image i2i-lite-sft; use diffusers."
-        in told
+        in message
     )
 
 

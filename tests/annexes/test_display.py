@@ -67,7 +67,9 @@ def test_a_run_of_300_steps_prints_about_30_lines() -> None:
         for step in range(1, 301):
             display(report(step))
     lines = stream.getvalue().splitlines()
+
     steps = [line for line in lines if line.startswith("step ")]
+
     assert 28 <= len(steps) <= 33
     assert steps[0].startswith("step 1/300  epoch 1/4  loss 1.0000  lr 1.00e-04  0.50 s/step")
     assert steps[-1].endswith("3.2 GB  compute 100 %, waiting for data 0 %")
@@ -80,25 +82,30 @@ def test_slow_steps_are_printed_at_least_every_minute() -> None:
     time = Clock()
     display = PlainDisplay(stream, time)
     display(running(10_000))
+
     for step in range(1, 11):
         time.time += 31
         display(report(step, 31))
+
     assert len([line for line in stream.getvalue().splitlines() if line.startswith("step ")]) == 5
 
 
 def test_a_quick_phase_prints_one_line() -> None:
     stream = io.StringIO()
+
     with EventStream(PlainDisplay(stream, Clock())).phase(
         "Encoding captions", total=1200, unit="captions"
     ) as phase:
         for _ in range(1200):
             phase.advance(note="bild.txt")
+
     assert re.fullmatch(r"Encoding captions: 1,200 captions in [\d.]+ s\n", stream.getvalue())
 
 
 def test_a_slow_phase_prints_every_ten_seconds() -> None:
     stream = io.StringIO()
     time = Clock()
+
     with EventStream(PlainDisplay(stream, time)).phase(
         "Encoding pictures", total=200, unit="pictures"
     ) as phase:
@@ -106,6 +113,7 @@ def test_a_slow_phase_prints_every_ten_seconds() -> None:
             time.time += 0.5
             phase.advance(note=f"चित्र {index}.png")
     lines = stream.getvalue().splitlines()
+
     assert len(lines) == 11
     assert re.fullmatch(
         r"Encoding pictures: \d+/200 pictures \(\d+ %\) \(चित्र \d+\.png\)", lines[0]
@@ -129,8 +137,10 @@ def test_interrupted_phase_prints_where_it_stopped() -> None:
 
 def test_restarting_a_finished_run_prints_that_nothing_is_left() -> None:
     stream = io.StringIO()
+
     with closing(PlainDisplay(stream)) as display:
         display(running(300, start_step=300))
+
     assert "No step was needed" in stream.getvalue()
 
 
@@ -138,6 +148,7 @@ def test_display_is_chosen_by_the_output_stream(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TERM", "xterm-256color")
     assert isinstance(make_display(io.StringIO()), PlainDisplay)
     assert isinstance(make_display(Terminal()), LiveDisplay)
+
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(make_display(Terminal()), PlainDisplay)
 
@@ -160,26 +171,30 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    shown = terminal.getvalue()
-    assert "Encoding captions" in shown
-    assert "step 101 of 300" in shown
-    assert "compute 100 %, waiting for data 0 %" in shown
-    assert "a line above" in shown
+
+    output = terminal.getvalue()
+    assert "Encoding captions" in output
+    assert "step 101 of 300" in output
+    assert "compute 100 %, waiting for data 0 %" in output
+    assert "a line above" in output
+
     hide = "\x1b[?25l"
     show = "\x1b[?25h"
-    assert hide in shown
-    assert shown.rindex(show) > shown.rindex(hide)
-    assert "Trained 1 step in" in shown[shown.rindex(show) :]
+    assert hide in output
+    assert output.rindex(show) > output.rindex(hide)
+    assert "Trained 1 step in" in output[output.rindex(show) :]
 
 
 def test_phase_without_a_total_shows_no_count() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=100)
+
     with closing(LiveDisplay(Terminal())) as display:
         for phase in (PhaseStarted("Loading torch"), PhaseStarted("Encoding", 3, "captions")):
             display.show(phase)
         console.print(display._bars)
     first, second = stream.getvalue().splitlines()
+
     assert "Loading torch" in first
     assert "/" not in first
     assert "0/3 captions (0 %)" in second
@@ -193,13 +208,16 @@ def test_log_lines_appear_above_the_live_display(monkeypatch: pytest.MonkeyPatch
     with shown_events(terminal) as events:
         events.publish(running(10))
         logging.getLogger("simpletuner.test").warning("checkpoint saved")
+
     before, after = terminal.getvalue().split("WARNING checkpoint saved\n", 1)
+
     assert "\x1b[?25l" in before, "the display was running"
     assert "Training" in after, "and was drawn again below the line"
 
 
 def test_running_mean_starts_unbiased() -> None:
     mean = RunningMean(0.98)
+
     assert mean.add(4.0) == pytest.approx(4.0)
     assert mean.add(2.0) == pytest.approx((0.98 * 4 + 2) / 1.98)
 
@@ -209,7 +227,9 @@ LOSS = {"train_loss": 0.5, "learning_rate": 1e-4}
 
 def test_pace_reports_remaining_time_and_share_spent_waiting() -> None:
     pace = Pace(total_steps=110, start_step=100)
+
     pace.note(StepReport(101, 1, LOSS, seconds=2.0, data_seconds=0.5))
+
     assert pace.remaining_seconds == pytest.approx(18.0)
     assert pace.shares == pytest.approx({"compute": 0.75, "data": 0.25})
 
@@ -222,10 +242,12 @@ def test_remaining_time_includes_previews_evaluation_and_saving() -> None:
         CACHING: Rounds(every=5),
     }
     pace = Pace(total_steps=110, start_step=100, rounds=rounds)
+
     pace.note(StepReport(101, 1, LOSS, seconds=2.0))
     assert pace.remaining_seconds == pytest.approx(9 * 2 + 60), (
         "previews at the end, as the plan expects them"
     )
+
     events = EventStream(pace.note)
     events.publish(PhaseEnded(PhaseStarted("", kind=PREVIEWS), 1, 40.0, complete=True))
     events.publish(PhaseEnded(PhaseStarted("", kind=EVALUATION), 1, 3.0, complete=True))
@@ -236,7 +258,9 @@ def test_remaining_time_includes_previews_evaluation_and_saving() -> None:
 def test_encoding_new_crops_does_not_count_as_a_slow_step() -> None:
     pace = Pace(total_steps=110, start_step=100, rounds={CACHING: Rounds(every=5)})
     pace.note(PhaseEnded(PhaseStarted("", kind=CACHING), 8, 30.0, complete=True))
+
     pace.note(StepReport(101, 1, LOSS, seconds=32.5, data_seconds=30.5))
+
     assert pace.seconds_per_step == pytest.approx(2.5)
     assert pace.remaining_seconds == pytest.approx(9 * 2.5 + 2 * 30)
 
@@ -250,10 +274,12 @@ def test_speed_line_shows_where_the_time_goes() -> None:
     pace = Pace(total_steps=110, start_step=100)
     pace.note(StepReport(101, 1, LOSS, seconds=2.0, data_seconds=0.1))
     assert pace.speed == "compute 95 %, waiting for data 5 %"
+
     streamed = StepReport(102, 1, LOSS, 2.0, data_seconds=0.1, weights_seconds=0.4, mfu=0.38)
     pace = Pace(total_steps=110, start_step=101)
     pace.note(streamed)
     assert pace.speed == "compute 75 %, waiting for weights 20 %, waiting for data 5 %, MFU 38 %"
+
     # A fast step in between counts for as long as it took: 2 s at .38 and 1 s at .76, the second a
     # bit more.
     pace.note(replace(streamed, step=103, seconds=1.0, mfu=0.76))
@@ -268,8 +294,10 @@ def test_numbers_in_the_panel_fit_eighty_columns() -> None:
         )
     )
     console = Console(width=80, file=io.StringIO(), record=True)
+
     console.print(training_panel(pace))
     [line] = [line for line in console.export_text().splitlines() if "loss" in line]
+
     assert all(name in line for name in ("lr 1.00e-04", "s/step", "epoch 12/31", "memory 23.4 GB"))
 
 
@@ -293,6 +321,7 @@ def test_closed_terminal_ends_the_display_but_not_the_run(
     monkeypatch.setenv("TERM", kind)
     terminal = DeadTerminal()
     steps: list[int] = []
+
     with shown_events(terminal) as events:
         events.subscribe(
             "steps",
@@ -304,6 +333,7 @@ def test_closed_terminal_ends_the_display_but_not_the_run(
             phase.advance()
         events.publish(report(1))
         events.publish(report(2))
+
     assert steps == [1, 2]
 
 

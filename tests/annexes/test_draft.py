@@ -21,6 +21,7 @@ JUNK: list[Any] = ["", "x", "~nouser/x", -1, float("nan"), ["a", 3], {"a": [1]}]
 
 def test_empty_configuration_is_a_valid_draft(tmp_path: Path) -> None:
     draft = Draft(tmp_path / "config.json")
+
     assert draft.values.keys() == {"model_family", "model_type"}
     assert all(problem.where for problem in draft.judgement.problems)
 
@@ -32,13 +33,15 @@ def test_problems_are_listed_under_their_keys(tmp_path: Path) -> None:
         "validation_resolution": "1",
         "model_flavour": "t2i",
     }
-    found: dict[str, list[Problem]] = {}
+    by_key: dict[str, list[Problem]] = {}
+
     for problem in dict.fromkeys(Draft(tmp_path / "config.json", values).judgement.problems):
-        found.setdefault(problem.where, []).append(problem)
-    assert values.keys() <= found.keys()
-    assert all(len(found[key]) == 1 for key in values)
-    assert "learning_rate" in found["learning_rte"][0].message
-    assert not any("()" in problem.message for problems in found.values() for problem in problems)
+        by_key.setdefault(problem.where, []).append(problem)
+
+    assert values.keys() <= by_key.keys()
+    assert all(len(by_key[key]) == 1 for key in values)
+    assert "learning_rate" in by_key["learning_rte"][0].message
+    assert not any("()" in problem.message for problems in by_key.values() for problem in problems)
 
 
 def test_draft_reads_the_environment_file_beside_its_config(tmp_path: Path) -> None:
@@ -46,7 +49,9 @@ def test_draft_reads_the_environment_file_beside_its_config(tmp_path: Path) -> N
     (tmp_path / "config.env").write_text(
         "LORA_RANK=4\nSEED=7\nTRAINER_EXTRA_ARGS=--seed=9\nbroken\n"
     )
+
     draft = Draft(tmp_path / "config.json", {"lora_rank": 8})
+
     assert (draft.effective("lora_rank"), draft.effective("seed")) == (8, 9)
     assert not any("config.env" in problem.where for problem in draft.judgement.problems)
 
@@ -55,10 +60,11 @@ def test_missing_package_is_reported_for_the_value_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "bitsandbytes")
-    told = Draft(tmp_path / "config.json").weigh(
+    problems = Draft(tmp_path / "config.json").weigh(
         "base_model_precision", {"base_model_precision": "nf4-bnb"}
     )
-    assert ["bitsandbytes" in each.message for each in told if each.fatal] == [True]
+
+    assert ["bitsandbytes" in problem.message for problem in problems if problem.fatal] == [True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

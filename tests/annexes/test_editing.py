@@ -46,8 +46,10 @@ def test_caption_that_changed_on_disk_is_not_overwritten(tmp_path: Path) -> None
     assert path.read_bytes() == b"  first\n\nsecond\n"
     with pytest.raises(ChangedMeanwhileError, match=r"a\.txt has changed"):
         write_caption(path, "other", "")
+
     write_caption(path, "", tag_of(path.read_text()))
     assert path.read_bytes() == b""
+
     path.write_bytes(b"caf\xe9")  # by an editor that saves Latin-1
     with pytest.raises(ChangedMeanwhileError):
         write_caption(path, "coffee", tag_of(""))
@@ -67,31 +69,39 @@ def test_replacement_is_previewed_and_can_be_undone(files: dict[str, Path], tmp_
         ("b.txt", "two\nlines of a cat", "two\nlines of a fox\n"),
     ]
     assert (unreadable, texts(files)) == ([], TEXTS)
+
     backup = apply(changes, tmp_path)
     assert texts(files) == TEXTS | {"a.txt": "a red fox\n", "b.txt": "two\nlines of a fox\n"}
+
     undone, _ = changes_of(files, restoring(tmp_path / backup, Problems()))
     assert apply(undone, tmp_path) != backup
     assert texts(files) == TEXTS
 
 
 def test_only_the_newest_backups_are_kept(tmp_path: Path) -> None:
-    mine = tmp_path / ".captions-of-mine.json"
+    foreign = tmp_path / ".captions-of-mine.json"
     path = tmp_path / "a.txt"
     path.write_text("a")
-    mine.touch()
-    made = []
+    foreign.touch()
+    backups = []
+
     for number in range(5):
-        made.append(apply(changes_of({"a.txt": path}, lambda name, text: f"{text}a")[0], tmp_path))
-        os.utime(tmp_path / made[-1], (number, number))
-    assert {each.name for each in tmp_path.glob(".captions-*")} == {mine.name, *made[-3:]}
+        backups.append(
+            apply(changes_of({"a.txt": path}, lambda name, text: f"{text}a")[0], tmp_path)
+        )
+        os.utime(tmp_path / backups[-1], (number, number))
+
+    assert {path.name for path in tmp_path.glob(".captions-*")} == {foreign.name, *backups[-3:]}
 
 
 def test_undo_restores_captions_that_training_refuses(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("a.txt", "b.txt")}
     for path in files.values():
         path.write_text("a cat <|im_end|> ")
+
     backup = apply(changes_of(files, replacing("<|im_end|>", ""))[0], tmp_path)
     assert texts(files) == dict.fromkeys(files, "a cat\n")
+
     apply(changes_of(files, restoring(tmp_path / backup, Problems()))[0], tmp_path)
     assert texts(files) == dict.fromkeys(files, "a cat <|im_end|> ")
 
@@ -102,6 +112,7 @@ def test_digest_changes_with_the_changes(files: dict[str, Path]) -> None:
 
     before = digest()
     assert before == digest()
+
     files["a.txt"].write_text("a blue cat\n")
     assert before != digest()
 
@@ -118,9 +129,11 @@ def test_full_disk_during_a_replacement_leaves_whole_captions_and_a_backup(
         write(path, text)
 
     monkeypatch.setattr(editing, "write_atomically", full)
+
     with pytest.raises(DiskFullError):
         apply(changes, tmp_path)
     assert texts(files) == TEXTS | {"a.txt": "e red cet\n"}
+
     (backup,) = tmp_path.glob(".captions-*.json")
     assert json.loads(backup.read_text()) == {
         name: text for name, text in TEXTS.items() if "a" in text
@@ -132,6 +145,7 @@ def test_file_that_changed_since_the_preview_is_not_overwritten(
 ) -> None:
     changes, _ = changes_of(files, replacing("cat", "fox"))
     files["a.txt"].write_text("mine\n")
+
     with pytest.raises(ChangedMeanwhileError):
         apply(changes, tmp_path)
     assert files["a.txt"].read_text() == "mine\n"

@@ -50,9 +50,9 @@ LEANEST = {
 def config(family: str, **settings: Any) -> RunConfig:
     values = {"model_type": "lora", "model_family": family, "speed": "reference", **settings}
     problems = Problems()
-    found = resolve([Layer("config.json", list(values.items()))], problems)
+    resolved = resolve([Layer("config.json", list(values.items()))], problems)
     assert not problems, problems
-    return found
+    return resolved
 
 
 def gpu(gigabytes: float, host: float | None = None) -> Device:
@@ -70,10 +70,10 @@ def budget(
     family = {"t2i": "kandinsky5-image", "t2v": "kandinsky5-video", "2b-": "sanavideo"}[flavour[:3]]
     workload = Workload([bucket], [], encodes_text, [], 0.0)
     spec = FAMILIES[family]
-    settled = config(family, **settings)
-    source = ModelSource.from_settings(spec, spec.flavour(flavour), settled.flat)
+    resolved = config(family, **settings)
+    source = ModelSource.from_settings(spec, spec.flavour(flavour), resolved.flat)
     plan = Plan(
-        config=settled,
+        config=resolved,
         spec=spec,
         flavour=spec.flavour(flavour),
         source=source,
@@ -118,10 +118,11 @@ def test_run_that_fits_reports_no_problem() -> None:
 
 
 def test_shortage_names_the_phase_its_need_and_the_remedy() -> None:
-    told = complaint(gpu(8))
-    assert told.startswith("memory: training at 768x512@61 needs 10.")
-    assert "where 7.2 GB can be used" in told
-    assert "This would fit: enable_group_offload true, group_offload_use_stream true." in told
+    message = complaint(gpu(8))
+
+    assert message.startswith("memory: training at 768x512@61 needs 10.")
+    assert "where 7.2 GB can be used" in message
+    assert "This would fit: enable_group_offload true, group_offload_use_stream true." in message
 
 
 @pytest.mark.parametrize(
@@ -149,20 +150,21 @@ def test_smallest_change_makes_the_run_fit(
     gigabytes: float, settings: dict[str, Any], changes: list[str]
 ) -> None:
     before = budget(gpu(gigabytes), **settings)
-    assert [str(each) for each in smallest_change(before)] == changes
+    assert [str(change) for change in smallest_change(before)] == changes
 
 
 def test_batch_size_is_reduced_before_picture_size() -> None:
     before = budget(gpu(3.5), PICTURE, "t2i-lite-sft", **LEANEST)
-    assert [str(each) for each in smallest_change(before)] == ["train_batch_size 2"]
+    assert [str(change) for change in smallest_change(before)] == ["train_batch_size 2"]
 
 
 def test_hopeless_shortage_names_what_is_short() -> None:
     streamed = {"group_offload_text_encoder": True, "text_encoder_1_precision": "int8-quanto"}
-    told = complaint(gpu(1), encodes_text=True, **streamed)
-    assert told.startswith("memory: encoding captions needs 2.8 GB on the device")
-    assert "(2 more phases do not fit)" in told
-    assert "No setting makes it fit." in told
+    message = complaint(gpu(1), encodes_text=True, **streamed)
+
+    assert message.startswith("memory: encoding captions needs 2.8 GB on the device")
+    assert "(2 more phases do not fit)" in message
+    assert "No setting makes it fit." in message
 
 
 def test_shortage_is_only_a_warning_with_i_know_what_i_am_doing() -> None:
@@ -194,9 +196,11 @@ def test_pro_in_8_bits_fits_32_gb_of_host_memory() -> None:
     """No phase takes more than the packed weights, those outside the blocks, and 2 GB."""
     chosen = card(32e9, base_model_precision="int8-quanto", enable_group_offload=True)
     assert found_by(check_fit, chosen) == []
+
     packed = chosen.model.streamed_bytes
     loading = next(phase for phase in chosen.phases if phase.name == LOADING)
     assert packed + HOST_BASE < loading.on_host(chosen.device) < packed + HOST_BASE + 2e9
+
     auto = choose(card(20e9, offload="auto"))  # what stays on the card is no longer in host memory
     assert auto.config.precision.base_model_precision == "int8-quanto"
     assert found_by(check_fit, auto) == []
@@ -212,6 +216,7 @@ def test_too_little_host_memory_suggests_offload_to_disk(
     assert before.config.offload.group_offload_to_disk_path is None, (
         "only the user says where there is room"
     )
+
     (problem,) = found_by(check_fit, before)
     assert "loading the transformer needs" in str(problem)
     assert f"of host memory, this machine has {host / 1e9:.1f} GB" in str(problem)
@@ -223,23 +228,27 @@ def test_too_little_host_memory_suggests_offload_to_disk(
 
 def test_shortage_without_a_gpu_counts_host_memory() -> None:
     machine = Device("CPU", 11e9, 11e9, False, rates_of(""), "")
-    told = complaint(machine)
-    assert "this machine has 11.0 GB and no GPU" in told
-    assert "--device-memory 24" in told
+    message = complaint(machine)
+
+    assert "this machine has 11.0 GB and no GPU" in message
+    assert "--device-memory 24" in message
 
 
 def test_auto_disables_checkpointing_on_a_large_device() -> None:
     chosen = choose(budget(gpu(141)))
+
     assert chosen.config.precision.gradient_checkpointing is False
     assert not chosen.config.is_explicit("gradient_checkpointing")
 
 
 def test_auto_checkpoints_no_more_than_it_must() -> None:
     seconds = []
+
     for gigabytes in (12, 50, 141):
         chosen = choose(budget(gpu(gigabytes)))
         assert not chosen.shortages(headroom=HEADROOM)
         seconds.append(chosen.steps[0].cost.seconds)
+
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[1] > seconds[2]
 
@@ -248,12 +257,14 @@ def test_auto_checkpoints_no_more_than_it_must() -> None:
 def test_auto_keeps_as_many_activations_as_fit(gigabytes: float) -> None:
     chosen = choose(budget(gpu(gigabytes)))
     key = "gradient_checkpointing_kept_blocks"
+
     kept = chosen.config.precision.gradient_checkpointing_kept_blocks
     assert 0 < kept < 34
     assert f"activations of {kept} of 34 blocks" in chosen.decisions[0]
     assert chosen.under({key: kept + 1}, "test").shortages(headroom=HEADROOM)
-    mine = {"gradient_checkpointing": True, key: 34}
-    changes = [str(each) for each in smallest_change(budget(gpu(gigabytes), **mine))]
+
+    user_settings = {"gradient_checkpointing": True, key: 34}
+    changes = [str(change) for change in smallest_change(budget(gpu(gigabytes), **user_settings))]
     assert changes == [f"gradient_checkpointing true, gradient_checkpointing_interval 1, {key} 0"]
 
 
@@ -286,6 +297,7 @@ def test_card_for_another_machine_is_assumed_to_compile(
     monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: not elsewhere)
     monkeypatch.setattr("simpletuner.config.speed.has_compiler", lambda: False)
     lite = config("kandinsky5-video", speed="auto"), FAMILIES["kandinsky5-video"]
+
     assert kernels_on(*lite, "cuda").compiled is elsewhere
     assert not kernels_on(*lite, "cpu").compiled
 
@@ -293,9 +305,11 @@ def test_card_for_another_machine_is_assumed_to_compile(
 def test_all_compiled_blocks_of_sana_are_kept_on_80_gb() -> None:
     """Of diffusers' code, compiled, there was room for half of them."""
     before = budget(gpu(80), SANA, "2b-480p", speed="auto")
-    mine = parts("sanavideo", "2b-480p")
-    compiled = mine.cost.of_flavour("2b-480p", Kernels(compiled=True))
-    chosen = choose(replace(before, parts=replace(mine, transformer=compiled)))
+    sana = parts("sanavideo", "2b-480p")
+    compiled = sana.cost.of_flavour("2b-480p", Kernels(compiled=True))
+
+    chosen = choose(replace(before, parts=replace(sana, transformer=compiled)))
+
     assert not chosen.config.precision.gradient_checkpointing
 
 
@@ -305,6 +319,7 @@ def test_auto_keeps_as_many_blocks_resident_as_fit() -> None:
     assert offload.enable_group_offload
     assert not offload.offload_block_inputs
     assert 0 < offload.group_offload_resident_blocks < 32
+
     more = {"group_offload_resident_blocks": offload.group_offload_resident_blocks + 1}
     assert chosen.under(more, "test").shortages(headroom=HEADROOM)
     assert [decision.partition(":")[2] for decision in chosen.decisions] == [
@@ -318,6 +333,7 @@ def test_auto_quantises_to_8_bits_last() -> None:
     as_is = choose(budget(small))
     assert as_is.config.offload.offload_block_inputs
     assert as_is.config.precision.base_model_precision == "no_change"
+
     lean = choose(budget(gpu(3.5)))
     assert lean.config.precision.base_model_precision == "int8-quanto"
 
@@ -349,9 +365,11 @@ def test_auto_fits_full_fine_tunes_on_small_cards(
     settings |= {"optimizer": optimizer} if optimizer else {}
     host = 64 if bucket.frames == 1 else 32
     plain = budget(gpu(gigabytes * 2**30 / 1e9, host * 2**30), bucket, flavour, **settings)
+
     chosen = choose(plain)
     assert not chosen.shortages(headroom=HEADROOM)
     assert chosen.config.optimizer.optimizer == optimizer
+
     if optimizer is None:
         assert chosen.decisions[0] == RELEASED
         assert not plain.fits
@@ -367,9 +385,12 @@ def test_auto_changes_the_optimizer_last_and_never_the_users() -> None:
     assert chosen.decisions[0].startswith(
         "optimizer ao-adamw8bit: without state in 8 bits the run does not fit"
     )
-    for mine in ({"optimizer": "optimi-adamw"}, {"optimizer_release_gradients": False}):
-        found = choose(budget(small, model_type="full", **mine)).config.optimizer.model_dump()
-        assert found | mine == found
+
+    for user_settings in ({"optimizer": "optimi-adamw"}, {"optimizer_release_gradients": False}):
+        optimizer = choose(
+            budget(small, model_type="full", **user_settings)
+        ).config.optimizer.model_dump()
+        assert optimizer | user_settings == optimizer
     accumulated = choose(budget(small, model_type="full", gradient_accumulation_steps=2))
     assert not accumulated.config.optimizer.optimizer_release_gradients
     assert not choose(
@@ -382,26 +403,30 @@ def test_auto_slows_no_step_for_previews_that_cannot_fit() -> None:
     clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
     rendering = with_previews(training, clip)
     alone = choose(training)
+
     both = choose(rendering)
+
     assert found_by(check_fit, both), "the previews are too large for every choice"
     assert (both.config, both.decisions) == (alone.config, alone.decisions)
     assert both.config.precision.base_model_precision == "no_change"
 
 
 def test_auto_keeps_every_setting_of_the_user() -> None:
-    mine = {
+    user_settings = {
         "gradient_checkpointing": True,
         "enable_group_offload": False,
         "base_model_precision": "bf16",
     }
     for gigabytes in (4, 141):
-        chosen = choose(budget(gpu(gigabytes), **mine))
-        assert {key: chosen.config.flat[key] for key in mine} == mine
+        chosen = choose(budget(gpu(gigabytes), **user_settings))
+        assert {key: chosen.config.flat[key] for key in user_settings} == user_settings
 
 
 def test_nothing_is_offloaded_under_cuda_graphs() -> None:
     recorded = budget(gpu(8), dynamo_mode="reduce-overhead", dynamo_backend="inductor")
+
     chosen = choose(recorded).config.offload
+
     assert not chosen.enable_group_offload
     assert not chosen.offload_block_inputs
     assert choose(budget(gpu(8))).config.offload.enable_group_offload
@@ -420,12 +445,14 @@ def test_streaming_slows_short_steps_only() -> None:
         step = streamed.steps[0].cost
         assert step.copying > 0
         assert (step.seconds == plain.steps[0].cost.seconds) is hidden
-    one = Bucket(512, 512, 1, 1, 1.0, 256)
-    short = budget(gpu(80), one, "t2i-lite-sft", **STREAMED)
+    small_picture = Bucket(512, 512, 1, 1, 1.0, 256)
+    short = budget(gpu(80), small_picture, "t2i-lite-sft", **STREAMED)
+
     step = short.steps[0].cost
     assert step.seconds == step.copying
-    waited = budget(gpu(80), one, "t2i-lite-sft", enable_group_offload=True).steps[0].cost
-    resident = budget(gpu(80), one, "t2i-lite-sft").steps[0].cost
+
+    waited = budget(gpu(80), small_picture, "t2i-lite-sft", enable_group_offload=True).steps[0].cost
+    resident = budget(gpu(80), small_picture, "t2i-lite-sft").steps[0].cost
     assert waited.seconds == pytest.approx(resident.seconds + waited.copying), (
         "without a stream they take turns"
     )
@@ -433,6 +460,7 @@ def test_streaming_slows_short_steps_only() -> None:
 
 def test_without_a_gpu_nothing_is_streamed() -> None:
     machine = Device("CPU", 9e9, 9e9, False, rates_of(""), "")
+
     for settings in choose(budget(machine)).config, budget(machine).config:
         assert not settings.offload.enable_group_offload
     assert "group_offload" not in complaint(machine)
@@ -444,6 +472,7 @@ def test_previews_need_transformer_and_vae_unless_model_cpu_offload() -> None:
         phases = with_previews(budget(gpu(80), enable_model_cpu_offload=turns)).phases
         peaks.append(next(phase.device for phase in phases if phase.name == "rendering previews"))
     weights = 4.573e9
+
     assert peaks[0] - peaks[1] == pytest.approx(weights, rel=0.01)
     assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"
 
@@ -451,8 +480,10 @@ def test_previews_need_transformer_and_vae_unless_model_cpu_offload() -> None:
 def test_evaluation_needs_memory_without_gradients() -> None:
     training = budget(gpu(80))
     measuring = replace(training, workload=replace(training.workload, evaluated=[LITE]))
+
     phases = {phase.name: phase.device for phase in measuring.phases}
     assert phases["measuring the evaluation loss"] < max(phase.device for phase in training.phases)
+
     # A sweep trains nothing, and loads a LoRA for all of its phases.
     sweep = replace(training, parts=replace(training.parts, trains=False, lora_bytes=10**9))
     alone = replace(sweep, workload=Workload([], [], False, [], 0.0, evaluated=[LITE]))
@@ -470,6 +501,7 @@ def test_auto_changes_nothing_that_fits() -> None:
     twice.
     """
     chosen = choose(budget(gpu(80), speed="auto", gradient_checkpointing=True))
+
     assert chosen.config.speed.speed_keep_attention is None
     assert chosen.decisions == [
         "nothing to change: the blocks are checkpointed, and everything stays on the device"
@@ -482,6 +514,7 @@ def test_auto_streams_before_recomputing_attention() -> None:
     assert not chosen.shortages(headroom=HEADROOM)
     assert chosen.config.offload.enable_group_offload
     assert chosen.config.speed.speed_keep_attention is None
+
     twice = budget(gpu(13), speed="auto", speed_keep_attention=False)
     assert not twice.shortages(headroom=HEADROOM), "it would have fitted, too"
     assert chosen.step_seconds < 0.9 * twice.step_seconds
@@ -495,6 +528,7 @@ def test_auto_offloads_inputs_alone_where_weights_cannot_stream() -> None:
     }
     settings |= {"optimizer": "adamw_bf16"}
     assert budget(gpu(33), **settings).shortages(headroom=HEADROOM)
+
     chosen = choose(budget(gpu(33), **settings))
     assert not chosen.shortages(headroom=HEADROOM)
     assert chosen.decisions[0].startswith(
@@ -507,8 +541,9 @@ def test_auto_streams_a_text_encoder_that_does_not_fit() -> None:
     assert chosen.fits
     assert "group_offload_text_encoder true: encoding captions needs 17.3 GB" in chosen.decisions[0]
     assert not choose(budget(gpu(24), encodes_text=True)).config.offload.group_offload_text_encoder
-    mine = choose(budget(gpu(16), encodes_text=True, group_offload_text_encoder=False))
-    assert not mine.config.offload.group_offload_text_encoder
+
+    set_by_user = choose(budget(gpu(16), encodes_text=True, group_offload_text_encoder=False))
+    assert not set_by_user.config.offload.group_offload_text_encoder
 
 
 def encoding(device: Device, load: VaeLoad, flavour: str, **settings: Any) -> Budget:
@@ -519,8 +554,10 @@ def encoding(device: Device, load: VaeLoad, flavour: str, **settings: Any) -> Bu
 
 def test_smaller_vae_batch_is_suggested_for_large_pictures() -> None:
     pictures = VaeLoad(8, 1, 2048, 2048)
+
     before = encoding(gpu(18), pictures, "t2i-lite-sft", vae_batch_size=4)
-    assert [str(each) for each in smallest_change(before)] == ["vae_batch_size 1"]
+
+    assert [str(change) for change in smallest_change(before)] == ["vae_batch_size 1"]
     assert encoding(gpu(18), pictures, "t2i-lite-sft").fits
 
 
@@ -529,8 +566,10 @@ def test_latents_are_encoded_before_training_where_both_do_not_fit() -> None:
     later = replace(before.workload, encoded_in_training=[VaeLoad(1, 61, 768, 512)])
     apart = replace(before, workload=later)
     peak = max(phase.device for phase in before.phases)
+
     beside = max(phase.device for phase in apart.phases) - peak
     assert beside > 5e9
+
     tight = replace(apart, device=gpu((peak + beside / 2) / 0.9e9))
     (change,) = smallest_change(tight)
     assert str(change).startswith("latents encoded before training, without vae_cache_ondemand")
@@ -541,7 +580,7 @@ def test_latents_are_encoded_before_training_where_both_do_not_fit() -> None:
 )
 def test_vae_is_sliced_or_tiled_before_samples_shrink(gigabytes: float, change: str) -> None:
     before = encoding(gpu(gigabytes), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
-    assert [str(each) for each in smallest_change(before)] == [change]
+    assert [str(step) for step in smallest_change(before)] == [change]
 
 
 def test_auto_tiles_the_vae_on_a_small_card() -> None:
@@ -552,6 +591,7 @@ def test_auto_tiles_the_vae_on_a_small_card() -> None:
         "vae_enable_tiling true" in decision and "seams" in decision
         for decision in chosen.decisions
     )
+
     refused = choose(before.under({"vae_enable_tiling": False}, "config.json"))
     assert not refused.config.caching.vae_enable_tiling, "what the user set is left alone"
     assert not refused.fits
@@ -576,13 +616,18 @@ def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(
     assert how == "whole" or any(
         f"previews are decoded in {how}" in decision for decision in chosen.decisions
     )
-    mine = choose(with_previews(budget(gpu(gigabytes), validation_decoding="whole")))
-    assert mine.config.validation.validation_decoding == "whole", "what the user set is left alone"
+
+    set_by_user = choose(with_previews(budget(gpu(gigabytes), validation_decoding="whole")))
+    assert set_by_user.config.validation.validation_decoding == "whole", (
+        "what the user set is left alone"
+    )
 
 
 def test_sampling_streams_blocks_before_tiling_the_vae() -> None:
     before = budget(gpu(8))
+
     chosen = choose(replace(before, workload=Workload([], [], False, [LITE], 0.0)))
+
     assert chosen.fits
     assert chosen.config.offload.enable_group_offload
     assert chosen.config.validation.validation_decoding == "strips"
@@ -590,9 +635,9 @@ def test_sampling_streams_blocks_before_tiling_the_vae() -> None:
 
 def test_tiled_previews_need_no_more_memory_than_training() -> None:
     for settings in ({}, STREAMED, {**STREAMED, "offload_block_inputs": True}):
-        found = with_previews(budget(gpu(80), validation_decoding="tiles", **settings))
+        run = with_previews(budget(gpu(80), validation_decoding="tiles", **settings))
         training, rendering = (
-            next(phase.device for phase in found.phases if phase.name.startswith(name))
+            next(phase.device for phase in run.phases if phase.name.startswith(name))
             for name in ("training", "render")
         )
         assert rendering <= training
@@ -600,7 +645,7 @@ def test_tiled_previews_need_no_more_memory_than_training() -> None:
 
 def test_smallest_change_for_previews_is_their_decoding() -> None:
     before = with_previews(budget(gpu(14)))
-    assert [str(each) for each in smallest_change(before)] == ["validation_decoding strips"]
+    assert [str(change) for change in smallest_change(before)] == ["validation_decoding strips"]
 
 
 def test_cudnn_workspace_is_counted_for_whole_clips_on_a_gpu() -> None:
@@ -608,16 +653,18 @@ def test_cudnn_workspace_is_counted_for_whole_clips_on_a_gpu() -> None:
     on_gpu = replace(before.parts, on_gpu=True)
 
     def rendering(parts: Parts, how: str, preview: Bucket = LITE) -> float:
-        found = replace(
+        run = replace(
             with_previews(before, preview).under({"validation_decoding": how}, "test"), parts=parts
         )
-        return next(phase.device for phase in found.phases if phase.name == PREVIEWS)
+        return next(phase.device for phase in run.phases if phase.name == PREVIEWS)
 
     decoding = 2 * VIDEO_COST.vae.decode(VaeLoad(1, 61, 768, 512))
+
     more = rendering(on_gpu, "whole") - rendering(before.parts, "whole")
     assert more == pytest.approx(0.3 * decoding)
     assert 0.2 * 15e9 < more < 0.4 * 16e9
     assert rendering(on_gpu, "strips") == rendering(before.parts, "strips")
+
     picture = replace(LITE, frames=1)
     assert rendering(on_gpu, "whole", picture) == rendering(before.parts, "whole", picture)
 
@@ -633,13 +680,17 @@ def test_cudnn_workspace_is_counted_for_whole_clips_on_a_gpu() -> None:
 )
 def test_large_clips_are_decoded_in_strips_unless_set(size: tuple[int, int], how: str) -> None:
     preview = replace(LITE, width=size[0], height=size[1])
-    (unset, mine) = (
+
+    (unset, set_by_user) = (
         with_previews(budget(gpu(80), **set_), preview)
         for set_ in ({}, {"validation_decoding": "whole"})
     )
+
     assert decoding_of(unset) == how
-    assert decoding_of(mine) == "whole"
-    assert [each.fatal for each in found_by(check_decoding, mine)] == [False] * (how == "strips")
+    assert decoding_of(set_by_user) == "whole"
+    assert [problem.fatal for problem in found_by(check_decoding, set_by_user)] == [False] * (
+        how == "strips"
+    )
     assert (
         found_by(check_decoding, with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE))
         == []
@@ -668,15 +719,18 @@ def test_guidance_is_batched_where_previews_have_room() -> None:
         "validation_guidance": 5.0,
     }
     alone = with_previews(budget(gpu(80), **streamed))
+
     both = with_faster_previews(alone)
     assert both.config.validation.validation_batched_guidance
     assert both.fits
+
     (needed, needed_alone) = (
-        next(phase.device for phase in found.phases if phase.name == PREVIEWS)
-        for found in (both, alone)
+        next(phase.device for phase in run.phases if phase.name == PREVIEWS)
+        for run in (both, alone)
     )
     assert needed > needed_alone
     assert both.preview_seconds <= alone.preview_seconds
+
     alone_anyway: tuple[tuple[float, dict[str, Any]], ...] = (
         (needed / 1e9, {}),
         (80, {"validation_batched_guidance": False}),
@@ -695,26 +749,26 @@ def test_guidance_is_batched_where_previews_have_room() -> None:
 )
 def test_previews_take_as_long_as_sampling_and_decoding(flavour: str, share: float) -> None:
     """The VAE of Sana Video decodes in float32."""
-    found = with_previews(budget(gpu(80), flavour=flavour, num_validation_images=2))
-    vae = found.parts.vae
-    sampling = replace(
-        found, parts=replace(found.parts, vae=replace(vae, flops={}))
-    ).preview_seconds
+    run = with_previews(budget(gpu(80), flavour=flavour, num_validation_images=2))
+    vae = run.parts.vae
+    sampling = replace(run, parts=replace(run.parts, vae=replace(vae, flops={}))).preview_seconds
+
     flops = vae.decode_flops(VaeLoad(1, LITE.frames, LITE.width, LITE.height))
-    assert found.preview_seconds - sampling == pytest.approx(
-        2 * flops / (share * found.device.rates.matmul)
+
+    assert run.preview_seconds - sampling == pytest.approx(
+        2 * flops / (share * run.device.rates.matmul)
     )
-    assert 0 < flops / found.device.rates.matmul < sampling
+    assert 0 < flops / run.device.rates.matmul < sampling
 
 
 def test_vae_stays_loaded_and_decodes_in_background_where_both_fit() -> None:
     def chosen(
         gigabytes: float, flavour: str = "t2v-lite-sft-5s", **settings: Any
     ) -> tuple[object, object]:
-        found = with_previews(
+        run = with_previews(
             budget(gpu(gigabytes), flavour=flavour, validation_decoding="tiles", **settings)
         )
-        config = with_faster_previews(found).config
+        config = with_faster_previews(run).config
         return config.caching.keep_vae_loaded, config.validation.validation_decode_in_background
 
     assert chosen(80) == (True, True)
@@ -727,13 +781,13 @@ def test_vae_stays_loaded_and_decodes_in_background_where_both_fit() -> None:
         False,
         False,
     )
+
     alone = with_previews(budget(gpu(80), validation_decoding="tiles"))
     training = max(phase.device for phase in alone.phases if phase.trains)
     kept = alone.under({"keep_vae_loaded": True}, "test")
     both = kept.under({"validation_decode_in_background": True}, "test")
     vae, decoding = (
-        max(phase.device for phase in found.phases if phase.trains) - training
-        for found in (kept, both)
+        max(phase.device for phase in run.phases if phase.trains) - training for run in (kept, both)
     )
     assert 0 < vae < decoding
     assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {
@@ -743,13 +797,14 @@ def test_vae_stays_loaded_and_decodes_in_background_where_both_fit() -> None:
     }
 
 
-def decoding_of(found: Budget) -> str:
-    return with_strips(found).config.validation.validation_decoding
+def decoding_of(run: Budget) -> str:
+    return with_strips(run).config.validation.validation_decoding
 
 
 def test_streaming_and_moving_all_weights_exclude_each_other() -> None:
     before = budget(gpu(8), enable_model_cpu_offload=True)
     assert not choose(before).config.offload.enable_group_offload
+
     (change,) = smallest_change(before)
     assert change.values == {**STREAMED, "enable_model_cpu_offload": False}
 
@@ -769,6 +824,7 @@ def test_larger_batch_is_proposed_where_launches_limit_the_gpu() -> None:
     batch = free_batch(before, math.inf)
     assert batch is not None
     assert batch > 1
+
     after, beyond = (
         replace(before, workload=replace(before.workload, buckets=[replace(SMALL, batch=count)]))
         for count in (batch, batch + 1)
@@ -789,7 +845,9 @@ def test_a_proposal_carries_its_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ready, "steps_per_epoch", lambda plan: math.inf)
     before = small()
     chosen = ready._with_offload_chosen(before)
+
     [(line, settings)] = chosen.proposals.items()
+
     assert line == chosen.decisions[-1]
     assert settings == {"train_batch_size": free_batch(before, math.inf)}
 
@@ -798,8 +856,10 @@ def test_a_proposed_batch_fits() -> None:
     roomy = small()
     peak = small().peaks[0]
     batch = free_batch(roomy, math.inf)
+
     tight = replace(
         roomy, device=gpu((peak * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS) / 1e9, 1e12)
     )
+
     assert tight.fits
     assert (free_batch(tight, math.inf) or 1) < (batch or 1)

@@ -69,6 +69,7 @@ def verify(folder: Path, stop_after: int | None = None) -> tuple[Verification, i
 
 def test_verify_lists_only_damaged_entries(store: CacheStore) -> None:
     assert verify(store.folder)[0].damaged == {}
+
     forget_verifications([store.folder])
     path = file_of(store, LARGE)
     path.write_bytes(path.read_bytes()[:-5])
@@ -78,16 +79,19 @@ def test_verify_lists_only_damaged_entries(store: CacheStore) -> None:
 
 
 def test_interrupted_verify_continues_where_it_stopped(store: CacheStore) -> None:
-    _, second, *_ = sorted(each.digest() for each in (SMALL, LARGE, OTHER, TEXT))
+    _, second, *_ = sorted(key.digest() for key in (SMALL, LARGE, OTHER, TEXT))
     good = entry_path(store.folder, second).read_bytes()
     entry_path(store.folder, second).write_bytes(b"")
+
     stopped, count = verify(store.folder, stop_after=2)
     assert (count, stopped.last, [*stopped.damaged]) == (2, second, [second])
     assert Verification.of(store.folder) == stopped
+
     entry_path(store.folder, second).write_bytes(good)
     ended, count = verify(store.folder)
     assert (count, ended.damaged) == (3, {}), "the damaged one is read again"
     assert verify(store.folder)[1] == 0, "other folders may not have been read yet"
+
     forget_verifications([store.folder, store.folder / "without a record"])
     assert verify(store.folder)[1] == 4, "the next one begins anew"
 
@@ -106,6 +110,7 @@ def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> No
         "entries of other families are left alone"
     )
     assert len(list(list_keys(store.folder))) == 4
+
     later = dataclasses.replace(OTHER, frames=5)
     store.write(later.digest(), {"x": torch.zeros(1)}, {})
     remove_garbage(store.folder, garbage)
@@ -118,6 +123,7 @@ def test_gc_assigns_features_to_the_family_of_their_latents(store: CacheStore) -
     store.write(feature.digest(), {"x": torch.zeros(1)}, provenance_of(feature, "set/a.png"))
     assert not find_garbage(store.folder, [], "sanavideo").entries
     assert feature.digest() in find_garbage(store.folder, [], FAMILY).entries
+
     entry_path(store.folder, SMALL.digest()).unlink()
     assert set(find_garbage(store.folder, [], "sanavideo").entries) == {feature.digest()}, (
         "nobody else would list it"
@@ -132,10 +138,13 @@ def test_gc_removes_old_leftovers_and_spares_files_being_written(store: CacheSto
     for path in (old, young):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
+
     everything = set(list_keys(store.folder))
     assert len(everything) == 4  # leftovers are no entries
+
     garbage = find_garbage(store.folder, everything, FAMILY)
     assert garbage.leftovers == [old]
+
     remove_garbage(store.folder, garbage)
     assert young.exists()
     assert not old.exists()
@@ -154,21 +163,25 @@ def test_foreign_files_in_a_cache_folder_are_left_alone(store: CacheStore) -> No
         store.folder / "mine" / ".draft.safetensors.tmp",
         store.folder / "README",
     ]
+
     for path in foreign:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"mine")
         os.utime(path, (0, 0))
     assert len(list(list_keys(store.folder))) == 4
     assert verify(store.folder)[1] == 4
+
     garbage = find_garbage(store.folder, [], FAMILY)
     assert len(garbage.entries) == 4
     assert not garbage.leftovers
+
     remove_garbage(store.folder, garbage)
     assert all(path.exists() for path in foreign)
 
 
 def test_cache_entry_stores_its_source_and_ingredients(store: CacheStore) -> None:
     provenance, ingredients = origin_of(store.folder, SMALL.digest())
+
     assert provenance == {"source": "set/a.png"}
     assert ingredients["size"] == [64, 64]
     assert ingredients["encoder.family"] == FAMILY
@@ -177,10 +190,12 @@ def test_cache_entry_stores_its_source_and_ingredients(store: CacheStore) -> Non
 
 def test_explain_miss_names_the_ingredient_that_changed(store: CacheStore) -> None:
     wanted = dataclasses.replace(SMALL, crop=(0, 0))
-    found = explain_miss(store.folder, wanted, "set/a.png")
-    assert list(found) == [SMALL.digest(), LARGE.digest()]  # nearest first, and no text
-    assert found[SMALL.digest()] == ["crop: cached [8, 0], wanted [0, 0]"]
-    assert {text.partition(":")[0] for text in found[LARGE.digest()]} == {
+
+    differences = explain_miss(store.folder, wanted, "set/a.png")
+
+    assert list(differences) == [SMALL.digest(), LARGE.digest()]  # nearest first, and no text
+    assert differences[SMALL.digest()] == ["crop: cached [8, 0], wanted [0, 0]"]
+    assert {text.partition(":")[0] for text in differences[LARGE.digest()]} == {
         "crop",
         "size",
         "encoder.dtype",

@@ -38,9 +38,11 @@ def test_debug_file_logs_everything_and_console_only_what_matters(
     own.info("caches are complete")
     own.warning("careful")
     logging.getLogger("noisy.library").info("chatter")
+
     logging.getLogger("noisy.library").warning("trouble")
     console = capsys.readouterr().err.splitlines()
     assert console == ["caches are complete", "WARNING careful", "WARNING trouble"]
+
     file = (tmp_path / "debug.log").read_text()
     assert all(
         text in file for text in ("detail", "caches are complete", "careful", "chatter", "trouble")
@@ -52,6 +54,7 @@ def test_second_setup_appends_without_duplicating_lines(tmp_path: Path) -> None:
         setup_logging(debug_file=tmp_path / "debug.log")
         own.info(word)
     lines = (tmp_path / "debug.log").read_text().splitlines()
+
     assert [line.split()[-1] for line in lines] == ["first", "second"]
 
 
@@ -71,7 +74,9 @@ def test_log_level_comes_from_the_environment(
     monkeypatch.setenv("SIMPLETUNER_LOG_LEVEL", "warning")
     setup_logging(debug_file=None)
     own.info("hidden")
+
     own.warning("shown")
+
     assert capsys.readouterr().err == "WARNING shown\n"
 
 
@@ -88,7 +93,9 @@ def test_warnings_during_imports_are_hidden(name: str, capsys: pytest.CaptureFix
     setup_logging(None)
     logging.getLogger(name).warning("no triton here")
     logging.getLogger("diffusers.models").warning("a weight is missing")
+
     logging.getLogger(name).error("cannot go on")
+
     assert capsys.readouterr().err.splitlines()[0].endswith("a weight is missing")
 
 
@@ -112,7 +119,9 @@ def test_library_handlers_are_replaced_so_that_lines_appear_once(
     logger.addHandler(logging.StreamHandler())
     logger.propagate = False
     setup_logging(debug_file=None)
+
     logger.warning("once")
+
     assert capsys.readouterr().err == "WARNING once\n"
 
 
@@ -132,13 +141,14 @@ SECRETS = [
 
 @pytest.mark.parametrize("text", SECRETS)
 def test_secrets_are_recognised_by_their_shape(text: str) -> None:
-    shown = redact(f"before {text} after")
-    assert HIDDEN in shown
-    assert shown.startswith("before ")
-    assert "after" in shown
+    redacted = redact(f"before {text} after")
+
+    assert HIDDEN in redacted
+    assert redacted.startswith("before ")
+    assert "after" in redacted
     for part in ("a1B2", "abcdef", "dXNl", "9f8e", "AbCdEf", "geheim", "s3cr3t", "org/abc", "xxxx"):
-        assert part not in shown
-    assert redact(shown) == shown
+        assert part not in redacted
+    assert redact(redacted) == redacted
 
 
 HARMLESS = [
@@ -171,10 +181,12 @@ def test_secrets_in_arguments_and_tracebacks_do_not_reach_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging(debug_file=tmp_path / "debug.log")
+
     try:
         raise RuntimeError("refused api_key=abcdef123456")
     except RuntimeError:
         own.exception("upload with %s failed", {"auth_token": "s3cr3t-value-1"})
+
     for text in (capsys.readouterr().err, (tmp_path / "debug.log").read_text()):
         assert "RuntimeError: refused" in text
         assert "abcdef123456" not in text
@@ -191,6 +203,7 @@ def test_secret_settings_are_hidden_by_name_and_by_content() -> None:
         "note": "use hf_" + "a" * 30,
         "api_key": None,
     }
+
     assert redact_settings(settings) == {
         "tokenizer_max_length": 256,
         "hub_token": HIDDEN,
@@ -215,5 +228,7 @@ def test_reporting_imports_without_torch() -> None:
         "{'torch', 'wandb', 'tensorboard', 'numpy', 'diffusers', 'transformers'} & "
         "set(sys.modules)\nsys.exit(', '.join(sorted(heavy)) or 0)"
     )
+
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
     assert done.returncode == 0, done.stderr

@@ -49,11 +49,11 @@ def complaints(
 ) -> str:
     path = folder / "lycoris.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    found = Problems()
-    file = read_lycoris(str(path), spec, found)
+    problems = Problems()
+    file = read_lycoris(str(path), spec, problems)
     shapes = SHAPES if spec is KANDINSKY5_IMAGE else SANA_SHAPES
-    found += [] if file is None else found_by(check_lycoris, file, shapes, quantised=quantised)
-    return "\n".join(str(each) for each in found if each.fatal)
+    problems += [] if file is None else found_by(check_lycoris, file, shapes, quantised=quantised)
+    return "\n".join(str(problem) for problem in problems if problem.fatal)
 
 
 def chosen(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE) -> dict[str, Any]:
@@ -65,6 +65,7 @@ def chosen(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE) -> d
 
 def test_lycoris_file_of_the_guide_is_read(tmp_path: Path) -> None:
     layers = chosen(tmp_path, GUIDE)
+
     assert {name: layer["factor"] for name, layer in layers.items()} == {QUERY: 16, INNER: 8}
     assert {*chosen(tmp_path, GUIDE, SANA_VIDEO)} == {
         name for name in SANA_SHAPES if "depth" not in name
@@ -94,15 +95,17 @@ def test_innermost_class_decides_the_lycoris_algorithm(tmp_path: Path) -> None:
         "Attention": {"factor": 4},
         "Kandinsky5TransformerDecoderBlock": {"factor": 2, "algo": "loha"},
     }
+
     layers = chosen(
         tmp_path, {**GUIDE, "apply_preset": {"target_module": [], "module_algo_map": maps}}
     )
+
     assert (layers[QUERY]["factor"], layers[QUERY]["algo"]) == (4, "lokr")
     assert (layers[INNER]["factor"], layers[INNER]["algo"]) == (2, "loha")
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"algo": "lokrr"}, "'lokrr' is not one of lora, locon, loha, lokr. Did you mean 'lokr'?"),
         ({"algo": "tlora"}, "need special pipelines"),
@@ -147,18 +150,19 @@ def test_innermost_class_decides_the_lycoris_algorithm(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_lycoris_file_is_refused_with_its_reason(
-    tmp_path: Path, change: dict[str, Any], told: str
+    tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     content = {key: value for key, value in {**GUIDE, **change}.items() if value is not None}
-    assert told in complaints(tmp_path, content)
+    assert message in complaints(tmp_path, content)
 
 
 def test_unreadable_lycoris_file_is_refused(tmp_path: Path) -> None:
     assert "not a JSON object" in complaints(tmp_path, [1])
     assert "not valid JSON" in complaints(tmp_path, "{")
-    found = Problems()
-    assert read_lycoris(None, KANDINSKY5_IMAGE, found) is None
-    assert "is required" in str(found[0])
+
+    problems = Problems()
+    assert read_lycoris(None, KANDINSKY5_IMAGE, problems) is None
+    assert "is required" in str(problems[0])
 
 
 @pytest.mark.parametrize("setting", [{"bypass_mode": False}, {"dora_wd": True}])

@@ -46,15 +46,21 @@ def test_plan_warns_first_of_training_without_a_gpu(
     assert "days on the CPU" in first
     assert first.endswith(CONSENT)
     assert first not in "\n".join(rest)
+
     assert published.run("plan", "max_train_steps=1") == 0
     assert "--yes" not in capsys.readouterr().out, "a run of minutes needs no consent"
+
     assert published.run("plan", "--device-memory=80") == 0
     assert "no GPU" not in capsys.readouterr().out
+
     assert published.run("plan", "--json") == 0
     (problem,) = [
-        each for each in json.loads(capsys.readouterr().out)["problems"] if each["key"] == "device"
+        problem
+        for problem in json.loads(capsys.readouterr().out)["problems"]
+        if problem["key"] == "device"
     ]
     assert (f"device: {problem['message']}", problem["fatal"]) == (first, False)
+
     assert workspace.run("plan", "max_train_steps=100000000") == 0
     assert "no GPU can be used" not in capsys.readouterr().out, "a tiny model is meant for a CPU"
 
@@ -63,16 +69,17 @@ def test_training_for_days_on_a_cpu_needs_consent(
     published: Workspace, begun: list[str], capsys: Capture
 ) -> None:
     assert published.train() == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: device: no GPU can be used here: about ")
-    assert CONSENT in told
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: device: no GPU can be used here: about ")
+    assert CONSENT in errors
     assert not published.path("output").exists()
     assert begun == []
+
     for consent in ("--yes", "i_know_what_i_am_doing=true", "max_train_steps=1"):
         assert published.train(consent) == 0
-        told = capsys.readouterr().out
-        assert told.startswith("warning: device: no GPU can be used here: about ")
-        assert "--yes" not in told
+        output = capsys.readouterr().out
+        assert output.startswith("warning: device: no GPU can be used here: about ")
+        assert "--yes" not in output
     assert begun == ["CPU"] * 3
 
 
@@ -82,13 +89,14 @@ def test_the_cpu_build_is_named_beside_the_gpu_that_it_cannot_use(
     monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
     monkeypatch.setattr(device, "torch_uses_gpus", lambda: False)
     assert (find_device().name, find_device().idle) == ("CPU", "NVIDIA H100 PCIe")
+
     assert published.train() == 2
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert (
         "torch cannot use the NVIDIA H100 PCIe of this machine, since its CPU build is "
-        "installed: about " in told
+        "installed: about " in errors
     )
-    assert "Run pip uninstall torch, then pip install torch." in told
+    assert "Run pip uninstall torch, then pip install torch." in errors
     assert begun == []
 
 
@@ -97,11 +105,13 @@ def test_gpu_that_torch_cannot_use_is_reported_before_downloads(
 ) -> None:
     """As with a driver that is too old for the installed build."""
     monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
+
     assert published.train() == 2
     assert (
         "torch cannot use the NVIDIA H100 PCIe of this machine: about " in capsys.readouterr().err
     )
     assert begun == []
+
     assert published.train("--yes") == 0
     assert begun == ["CPU"]
 
@@ -111,6 +121,7 @@ def test_gpu_that_only_torch_detects_is_used(
 ) -> None:
     """Containers may lack nvidia-smi."""
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+
     assert published.train() == 0
     assert "no GPU" not in capsys.readouterr().out
     assert len(begun) == 1
@@ -134,6 +145,7 @@ def test_cpu_build_of_torch_is_detected_without_import(
         (tmp_path / "version.py").write_text(version)
     torch = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: torch)
+
     assert torch_uses_gpus() is expected
 
 
@@ -147,8 +159,10 @@ def test_red_is_used_only_on_colour_terminals(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert in_red("days", Terminal()) == "\x1b[31mdays\x1b[0m"
     assert in_red("days", io.StringIO()) == "days"
+
     monkeypatch.setenv("NO_COLOR", "1")
     assert in_red("days", Terminal()) == "days"
+
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
     assert in_red("days", Terminal()) == "days"

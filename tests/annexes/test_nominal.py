@@ -28,10 +28,11 @@ def test_plan_for_a_card_needs_no_files(
     example: str, files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+
     assert main(["plan", f"example={example}", "--device=h100"]) == 0
-    told = capsys.readouterr().out
-    assert files in told.splitlines()[0]
-    assert "Estimate for H100" in told
+    output = capsys.readouterr().out
+    assert files in output.splitlines()[0]
+    assert "Estimate for H100" in output
     assert [*tmp_path.iterdir()] == []
 
 
@@ -39,8 +40,10 @@ def test_plan_for_this_machine_needs_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+
     assert main(["plan", "example=demo", "--device=4090"]) == 0
     assert "does not exist" not in capsys.readouterr().out
+
     assert main(["plan", "example=kandinsky5-image-lora"]) == 2
     assert "'datasets/my_images'" in capsys.readouterr().err
 
@@ -85,9 +88,10 @@ def test_unknown_card_is_reported_before_missing_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+
     assert (
         main(["plan", "example=kandinsky5-image-lora", "--device=h10", "--device-memory=80"]) == 2
     )
-    told = capsys.readouterr().err
-    assert "--device: 'h10' is not one of" in told
-    assert "datasets/my_images" not in told
+    errors = capsys.readouterr().err
+    assert "--device: 'h10' is not one of" in errors
+    assert "datasets/my_images" not in errors

@@ -103,7 +103,9 @@ def test_unwritable_outcomes_file_does_not_stop_the_run(machine: Path) -> None:
 
 def test_mean_density_of_a_run_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = []
-    monkeypatch.setattr(outcome, "remember_densities", lambda *given: stored.append(given[-1]))
+    monkeypatch.setattr(
+        outcome, "remember_densities", lambda *arguments: stored.append(arguments[-1])
+    )
     comparison = comparison_of(budget(gpu(80), CLIP, PRO), {256: 0.4})
     for step in range(FEWEST):
         comparison._note(StepReport(step, 1, {}, 1.0, densities={256: 0.6}))

@@ -87,6 +87,7 @@ def told(*events: Event) -> list[Payload]:
 def test_every_payload_has_the_common_fields(event: Event, kinds: list[str]) -> None:
     payloads = told(event)
     assert [payload["type"] for payload in payloads] == kinds
+
     for payload in payloads:
         assert payload["severity"] in {"info", "warning", "error", "success"}
         assert payload["job_id"]
@@ -99,6 +100,7 @@ def test_progress_payload_has_the_fields_of_a_progress_bar(monkeypatch: pytest.M
     *_, payload = told(RUNNING, step(1))
     assert payload["job_id"] == "job-7"
     assert payload["data"] == {"status": "running", "step": 1}
+
     progress = payload["progress"]
     assert (progress["current"], progress["total"], progress["percent"]) == (1, 4, 25.0)
     assert progress["eta_seconds"] == pytest.approx(6.0)
@@ -110,6 +112,7 @@ def test_previews_name_their_files() -> None:
     picture, clip, growing = told(
         MediaRendered(PICTURE), MediaRendered(CLIP), PreviewGrew(PICTURE, 5, 20, math.nan)
     )
+
     assert (picture["images"], picture["videos"]) == ([PICTURE.path], [])
     assert (clip["images"], clip["videos"]) == ([], [{"src": CLIP.path, "mime_type": "video/mp4"}])
     assert growing["data"]["step_label"] == "5/20"
@@ -122,9 +125,11 @@ def test_progress_is_thinned_but_keeps_first_and_last_step() -> None:
     payloads = Payloads(every=5, now=clock)
     payloads(StateChanged("running", 0, 10))
     sent = []
+
     for number in range(1, 11):
         clock.seconds = float(number)
         sent += [payload["data"]["step"] for payload in payloads(step(number))]
+
     assert sent == [1, 6, 10]
 
 
@@ -143,6 +148,7 @@ def test_phases_become_stages() -> None:
 
     with pytest.raises(OSError):
         encode()
+
     stages = [payload["stage"] for payload in seen]
     assert [stage["status"] for stage in stages] == ["running", "running", "failed"]
     assert {stage["key"] for stage in stages} == {"init_text_embed_cache"}
@@ -159,9 +165,11 @@ def test_event_log_continues_after_a_kill(tmp_path: Path) -> None:
     first = EventLog(tmp_path, Payloads(every=0))
     for event in (RUNNING, step(1), step(2)):
         first(event)
+
     with path.open("ab") as file:
         file.write(b'{"id": 4, "type": "tor')
     assert [event["id"] for event in read_events(path)] == [1, 2, 3]
+
     second = EventLog(tmp_path, Payloads(every=0))
     second(Notice("again"))
     assert [(event["id"], event["type"]) for event in read_events(path)[2:]] == [
@@ -173,15 +181,17 @@ def test_event_log_continues_after_a_kill(tmp_path: Path) -> None:
 def test_new_events_are_read_from_any_position_of_a_long_log(tmp_path: Path) -> None:
     log = EventLog(tmp_path, Payloads(every=0))
     ids = list(range(1, 301))
+
     for number in ids:
         log(Notice("ä" * (10 + 7 * number)))
     assert last_id(log.path) == 300
+
     for after in (0, 1, 150, 299, 300):
         tail = Tail(log.path, "id")
-        found: list[int] = []
+        ids_after: list[int] = []
         while lines := tail.lines():
-            found += [event["id"] for event in events_after(lines, after)]
-        assert found == ids[after:]
+            ids_after += [event["id"] for event in events_after(lines, after)]
+        assert ids_after == ids[after:]
 
 
 def test_full_disk_ends_the_run_for_every_subscriber(
@@ -198,12 +208,14 @@ def test_full_disk_ends_the_run_for_every_subscriber(
     whole = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+
     try:
         with pytest.raises(DiskFullError):
             stream.publish(Notice("n" * 1000))
         stream.publish(StateChanged("failed", 0, 99, "no space left on the disk"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
     assert isinstance(heard[-1], StateChanged), "webhooks hear of it as well"
     assert path.read_bytes() == whole, "nothing is written in part"
 
@@ -224,11 +236,14 @@ def test_final_event_is_written_into_reserved_space(
 
     stream = EventStream(EventLog(tmp_path, Payloads(every=0)))
     history = RunHistory()
+
     stream.publish(RUNNING)
     assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
+
     monkeypatch.setattr(payloads, "append_whole", append)
     with pytest.raises(DiskFullError):
         stream.publish(Notice("n"))
+
     stream.publish(StateChanged("failed", 0, 99, "no space left on the disk"))
     history.follow(Tail(tmp_path / EVENTS_FILE, "id", renew=history.begin))
     assert (history.status, history.message) == ("failed", "no space left on the disk")

@@ -68,10 +68,10 @@ def pick(case: str) -> dict[str, Any]:
     """The row of the table."""
     before = whole_run(*CASES[case])
     chosen = choose(before)
-    known = before.config.flat
+    defaults = before.config.flat
     return {
         "settings": {
-            key: value for key, value in chosen.config.flat.items() if known[key] != value
+            key: value for key, value in chosen.config.flat.items() if defaults[key] != value
         },
         "decisions": list(chosen.decisions),
         "seconds": round(chosen.step_seconds, 3),
@@ -82,8 +82,8 @@ def pick(case: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return content
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -74,6 +74,7 @@ def test_hub_rows_are_saved_as_files_once(
     }
     assert dataset.samples[2].path.read_bytes() == picture(2), "undecoded, as it is in the table"
     assert all(", split train, row " in line.note for line in dataset.ledger())
+
     monkeypatch.setattr(hub_rows, "_load", None)
     assert build(context, entry)[0][0].samples == dataset.samples
 
@@ -82,6 +83,7 @@ def test_captions_of_several_columns_are_alternatives(context: DataContext, tmp_
     (dataset,), _ = build(
         context, write(tmp_path / "set") | {"caption_column": ["caption", "short"]}
     )
+
     assert captions(dataset)["0.png"] == ("one", "1", "eins")
     assert [(file.name[-5:], file.reason) for file in dataset.rejected] == [("2.png", "no caption")]
 
@@ -93,6 +95,7 @@ def test_filters_choose_rows_by_their_columns(context: DataContext, tmp_path: Pa
     )
     assert not fatal(problems)
     assert list(captions(dataset)) == ["0.png", "1.png"]
+
     why = {
         file.name.rpartition(" ")[2]: file.detail.partition(": ")[2] for file in dataset.rejected
     }
@@ -131,10 +134,13 @@ def test_hub_column_of_addresses_is_downloaded_but_paths_are_refused(
     (tmp_path / "own.png").write_bytes(picture(3))
     cells = [site.add("/a", picture(1)), str(tmp_path / "own.png"), None, site.address + "/gone"]
     entry = write(tmp_path / "set", cells, caption=list("abcd"))
+
     _, problems = build(context, entry)
     assert "is not a public address" in fatal(problems)[0].message
+
     (dataset,), problems = build(context, entry | {"allow_private_urls": True}, retry_failed=True)
     assert captions(dataset) == {"0.png": ("a",)}
+
     details = [file.detail.partition(";")[0] for file in dataset.rejected]
     nothing = "contains neither a file nor an http(s) address"
     assert details == [nothing, nothing, "returned HTTP 404 Not Found"]
@@ -197,7 +203,9 @@ def test_invalid_hub_key_is_reported_once(
 def test_loading_script_of_a_dataset_is_never_run(context: DataContext, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "set.py").write_text("raise SystemExit('it was run')")
+
     _, problems = build(
         context, {"id": "hub", "type": "huggingface", "dataset_name": str(tmp_path / "set")}
     )
+
     assert "needs a loading script, which is not supported" in fatal(problems)[0].message

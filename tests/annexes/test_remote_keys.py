@@ -32,7 +32,9 @@ def test_keys_of_the_hub_may_stand_inside_an_object(tmp_path: Path) -> None:
         "caption_column": "a,b",
         "filter_func": {"min_width": "64"},
     }
+
     config, problems = read(tmp_path, {"id": "hub", "type": "huggingface", "huggingface": inner})
+
     assert problems == []
     assert (config.dataset_name, config.caption_column) == ("owner/set", ["a", "b"])
     assert config.filter_func.min_width == 64

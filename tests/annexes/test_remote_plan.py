@@ -57,18 +57,20 @@ def test_a_plan_downloads_once_and_training_reads_the_files(
         }
         workspace.write_datasets([entry, DATASETS[1]])
         assert workspace.run("plan", "--json") == 0
-        out, err = capfd.readouterr()
-        found = json.loads(out)["datasets"][0]
-        assert (found["files"], found["used"]) == (5, 4)
-        assert "Downloading web: 5 files" in err
+        plan, progress = capfd.readouterr()
+        dataset = json.loads(plan)["datasets"][0]
+        assert (dataset["files"], dataset["used"]) == (5, 4)
+        assert "Downloading web: 5 files" in progress
         assert workspace.run("plan", "--retry-failed") == 0
         assert site.asked["/gone.png"] == 2
-        shown = " ".join(capfd.readouterr().out.split())
+        output = " ".join(capfd.readouterr().out.split())
         assert (
-            "/gone.png: not used, returned HTTP 404 Not Found; --retry-failed tries again" in shown
-        ), shown
+            "/gone.png: not used, returned HTTP 404 Not Found; --retry-failed tries again" in output
+        ), output
+
     assert workspace.train() == 0
     assert "Downloading" not in "".join(capfd.readouterr())
+
     report = workspace.path("output/training_report.html").read_text()
     assert addresses[0] in report
 
@@ -200,6 +202,7 @@ def test_dataset_refused_by_the_hub_suggests_login(
 ) -> None:
     workspace.write_datasets([HUB, DATASETS[1]])
     hub.closed = code
+
     assert workspace.run("plan") == 2
     _, err = capfd.readouterr()
     assert (
@@ -214,17 +217,21 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
     workspace: Workspace, hub: Hub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_datasets([HUB, DATASETS[1]])
+
     assert workspace.run("plan") == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if "row" in line]
     assert [
         f"owner/set@{COMMIT}, split train, row {row}" in line for row, line in enumerate(lines)
     ] == [True] * 4
+
     hub.closed = "GatedRepo"
     assert workspace.run("plan", "--cached") == 0, "the hub is not asked"
     assert [line for line in capfd.readouterr().out.splitlines() if "row" in line] == lines
+
     workspace.write_datasets([{**HUB, "id": "another"}, DATASETS[1]])
     assert workspace.run("plan", "--cached") == 2
     assert "error: another: its rows are not fetched yet" in capfd.readouterr().err
+
     workspace.write_datasets([HUB, DATASETS[1]])
     hub.closed = ""
     hub.files = {"README.md": b"# Set\n"}

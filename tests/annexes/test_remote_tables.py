@@ -53,11 +53,13 @@ def test_addresses_are_downloaded_once_and_become_samples(
     (tmp_path / "own" / "local.webp").write_bytes(picture(5, kind="WEBP"))
     rows += [("own/local.webp", "a local one"), (rows[0][0], "the last row wins")]
     entry = table(tmp_path, rows)
+
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
     assert [problem.message for problem in problems if "repeat" in problem.message] == [
         "1 rows repeat the address of another row; the last one is used."
     ]
+
     captions = {
         dataset.folder.listing.origins[sample.name]: sample.captions[0]
         for sample in dataset.samples
@@ -71,6 +73,7 @@ def test_addresses_are_downloaded_once_and_become_samples(
         "by content, whatever the address"
     )
     assert {entry.note for entry in dataset.ledger()} == set(captions)
+
     assert build(context, entry)[0][0].samples == dataset.samples
     assert set(site.asked.values()) == {1}
 
@@ -103,24 +106,32 @@ def test_failed_downloads_are_listed_and_retried_only_on_request(
         [(site.address + path, path) for path in paths]
         + [("ftp://host/x.png", "ftp"), ("a\0.png", "NUL")],
     )
+
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
     assert {sample.captions[0] for sample in dataset.samples} == {*good, "/elsewhere.png"}
-    found = {file.name.removeprefix(site.address): file.detail for file in dataset.rejected}
+
+    reasons_by_name = {
+        file.name.removeprefix(site.address): file.detail for file in dataset.rejected
+    }
     for path, reason in {**reasons, "ftp://host/x.png": "uses ftp", "a\0.png": "null byte"}.items():
-        assert reason in found[path]
-        assert "--retry-failed" in found[path]
-    assert len(found) == 8
+        assert reason in reasons_by_name[path]
+        assert "--retry-failed" in reasons_by_name[path]
+    assert len(reasons_by_name) == 8
     assert site.asked["/short.png"] == site.asked["/busy.png"] == 3
+
     lines = [
         json.loads(line) for line in (tmp_path / "cache" / "failed.jsonl").read_text().splitlines()
     ]
     assert {line["key"] for line in lines} == {file.name for file in dataset.rejected}
+
     before = dict(site.asked)
     site.add("/gone.png", picture(9))
     assert len(build(context, entry)[0][0].samples) == 3
     assert site.asked == before
+
     assert len(build(context, entry, retry_failed=True)[0][0].samples) == 4
+
     assert len(build(context, entry)[0][0].samples) == 4
     assert site.asked["/good.png"] == 2
 
@@ -130,19 +141,22 @@ def test_cached_plan_uses_only_downloaded_files(
 ) -> None:
     rows = [(site.add(f"/{number}.png", picture(number)), "x") for number in range(2)]
     entry = table(tmp_path, rows)
-    here = replace(context, collect=collect_cached)
+    cached = replace(context, collect=collect_cached)
     before = sorted(tmp_path.rglob("*"))
-    _, problems = build(here, entry)
+
+    _, problems = build(cached, entry)
     assert [problem.message for problem in fatal(problems)] == [
         "2 of 2 files are not fetched yet; `simpletuner plan` fetches them."
     ]
     assert (sorted(tmp_path.rglob("*")), site.asked) == (before, {})
+
     build(context, entry)
-    asked = dict(site.asked)
+    requests = dict(site.asked)
     entry = table(tmp_path, [*rows, (site.add("/2.png", picture(2)), "x")])
-    (dataset,), problems = build(here, entry)
-    assert (len(dataset.samples), site.asked) == (2, asked)
+    (dataset,), problems = build(cached, entry)
+    assert (len(dataset.samples), site.asked) == (2, requests)
     assert not fatal(problems)
+
     [unfetched] = (problem for problem in problems if problem.kind == "unfetched")
     assert "1 of 3 files are not fetched yet" in unfetched.message
 
@@ -153,8 +167,10 @@ def test_private_address_is_retried_once_it_is_allowed(
     rows = [(site.add("/1.png", picture(1)), "x"), (f"{site.address}/gone.png", "x")]
     _, problems = build(context, table(tmp_path, rows, allow_private_urls=False))
     assert fatal(problems)
+
     (dataset,), _ = build(context, table(tmp_path, rows))
     assert len(dataset.samples) == 1
+
     build(context, table(tmp_path, rows))
     assert site.asked == {"/1.png": 1, "/gone.png": 1}, "other failures are still left alone"
 
@@ -170,6 +186,7 @@ def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_pat
     inside = ["own/a.png", str(folder / "own/b.png"), "own/../own/c.png", "link/a.png"]
     outside = ["../elsewhere/b.png", str(elsewhere / "c.png")]
     entry = table(folder, [(path, "x") for path in (*inside, *outside)], allow_private_urls=False)
+
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
     assert sorted(
@@ -181,6 +198,7 @@ def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_pat
         outside,
         "is outside of the folder of its table; set allow_private_urls to accept such files",
     )
+
     (dataset,), _ = build(context, entry | {"allow_private_urls": True})
     assert sorted(
         dataset.folder.listing.origins[sample.name] for sample in dataset.samples
@@ -219,7 +237,9 @@ def test_shared_table_cannot_reach_the_local_network(
 ) -> None:
     address = site.add("/secret.png", picture()).replace("127.0.0.1", host)
     _, problems = build(context, table(tmp_path, [(address, "x")], allow_private_urls=False))
+
     (problem,) = fatal(problems)
+
     assert "which is not a public address; set allow_private_urls to accept it" in problem.message
     assert not site.asked
 
@@ -235,6 +255,7 @@ def test_redirects_and_proxies_cannot_reach_the_local_network(
     monkeypatch.setattr(web.socket, "getaddrinfo", _answers(web.socket.getaddrinfo, site))
     site.moved["/start.png"] = "http://inner.example/secret.png"
     port = site.address.removeprefix("http://127.0.0.1")
+
     with pytest.raises(DownloadError, match=r"leads to 10\.0\.0\.7"):
         list(web.read_url(f"http://outer.example{port}/start.png", 5000))
     assert site.asked == {"/start.png": 1}

@@ -146,6 +146,7 @@ def data_of(
 
 def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
     page = render(data_of(tmp_path, [], step=0))
+
     assert "demo · running, step 0" in page.text
     assert page.tags.count("section") == 0
 
@@ -163,11 +164,13 @@ def test_report_shows_every_section_and_loads_nothing(tmp_path: Path) -> None:
     ]
     datasets = [("stars", 2, 1, ["32x32"])]
     environment = describe_environment("cpu")
+
     page = render(
         data_of(
             tmp_path, previews=records, datasets=datasets, ledger=ledger, environment=environment
         )
     )
+
     for text in (
         "40 of 300",
         "0.50 s/step",
@@ -190,6 +193,7 @@ def test_report_shows_every_section_and_loads_nothing(tmp_path: Path) -> None:
 def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     record = replace(picture(tmp_path, 0), short_name=NASTY, prompt=NASTY)
     gone = replace(record, step=40, path=NASTY)
+
     config = resolve(
         [
             Layer(
@@ -199,6 +203,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
         Problems(),
     )
     assert config is not None
+
     page = render(
         data_of(
             tmp_path,
@@ -233,6 +238,7 @@ def test_report_shows_where_the_time_went(tmp_path: Path) -> None:
     page = render(data_of(tmp_path, metrics=timed))
     assert "compute 90 %, waiting for data 10 %" in page.text
     assert "data_share" not in page.source
+
     streamed = [{**row, "weights_seconds": 0.1} for row in timed]
     page = render(data_of(tmp_path, metrics=streamed))
     assert "compute 70 %, waiting for weights 20 %, waiting for data 10 %" in page.text
@@ -241,13 +247,16 @@ def test_report_shows_where_the_time_went(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("device", "shown"), [("NVIDIA H200, 140 GiB", True), ("cpu", False)])
 def test_mfu_is_shown_only_for_known_gpus(tmp_path: Path, device: str, shown: bool) -> None:
     metrics = [{**row, "mfu": 0.3 + row["step"] % 3 / 10} for row in rows(40)]
+
     page = render(data_of(tmp_path, metrics=metrics, environment={"device": device}))
+
     assert ("40 % of the measured matmul rate" in page.text) is shown
     assert ("MFU" in page.source) is shown
 
 
 def test_report_of_a_stopped_run_shows_the_reason(tmp_path: Path) -> None:
     page = render(data_of(tmp_path, state="stopped", message="the disk is full"))
+
     assert "the disk is full" in page.text
     assert "state stopped" in page.source
 
@@ -261,9 +270,11 @@ def test_report_of_a_long_run_stays_small(tmp_path: Path) -> None:
     ]
     ledger = [LedgerEntry("d", f"{index}.png", "x", "x") for index in range(LEDGER_ROWS)]
     datasets: list[Any] = [("d", 30_000, 27_000, [])]
+
     page = render(
         data_of(tmp_path, metrics=rows(50_000), previews=records, datasets=datasets, ledger=ledger)
     )
+
     assert len(page.source) < 10_000_000
     assert "2 more steps" in page.text
     assert "2 more prompts" in page.text
@@ -279,7 +290,9 @@ def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
     html._pack.cache_clear()
     for _ in range(2):
         grid = build_grid(records, tmp_path)
+
     sources = [cell.source for cell in grid.rows[0].plain if cell]
+
     assert all(source.startswith("data:image/webp") and len(source) < 70_000 for source in sources)
     assert html._pack.cache_info().misses == 2
 
@@ -290,7 +303,9 @@ def test_missing_or_broken_previews_leave_an_empty_cell(tmp_path: Path) -> None:
     (tmp_path / broken.path).rename((tmp_path / broken.path).with_suffix(".bmp"))
     broken = replace(broken, path=broken.path.replace(".png", ".bmp"))
     (tmp_path / broken.path).write_bytes(b"BM no picture")
+
     [row] = build_grid([whole, gone, broken], tmp_path).rows
+
     assert [bool(cell and cell.source) for cell in row.plain] == [True, False, False]
     assert render(data_of(tmp_path, previews=[whole, gone, broken])).text.count("file gone") == 2
 
@@ -305,7 +320,9 @@ def test_large_video_is_linked_instead_of_embedded(
         MediaRecord(0, "a", "", "small.mp4", 8, 8),
         MediaRecord(10, "a", "", "large one.mp4", 8, 8),
     ]
+
     page = render(data_of(tmp_path, previews=records))
+
     assert [reference[:15] for reference in page.references] == [
         "data:video/mp4;",
         "large%20one.mp4",
@@ -316,9 +333,11 @@ def test_ema_preview_shares_the_cell_of_its_step(tmp_path: Path) -> None:
     plain = [picture(tmp_path, step) for step in (10, 0)]
     grid = build_grid([*plain, replace(plain[0], ema=True)], tmp_path)
     assert grid.steps == [0, 10]
+
     [row] = grid.rows
     assert [cell is not None for cell in row.plain] == [True, True]
     assert [cell is not None for cell in row.averaged] == [False, True]
+
     page = render(data_of(tmp_path, previews=[*plain, replace(plain[0], ema=True)]))
     assert page.text.count("step 10") == 1, "one cell holds both"
     assert "EMA" in page.text
@@ -327,6 +346,7 @@ def test_ema_preview_shares_the_cell_of_its_step(tmp_path: Path) -> None:
 def test_the_users_prompts_come_first_and_the_empty_one_last(tmp_path: Path) -> None:
     empty = replace(picture(tmp_path, 0, "unconditional"), prompt="")
     records = [empty, picture(tmp_path, 0, "portrait"), picture(tmp_path, 0, "validation")]
+
     assert [row.name for row in build_grid(records, tmp_path).rows] == [
         "validation",
         "portrait",
@@ -338,7 +358,9 @@ def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None
     source = thumbnail(Image.new("RGB", (2000, 1000), "red"))
     sample = {**SAMPLE, "name": "stars/a.png", "source": source}
     pair = {**sample, "name": "stars/b.png", "edited_from": source}
+
     page = render(data_of(tmp_path, samples=[sample, pair], datasets=[("stars", 9, 9, [])]))
+
     assert "a star (and 1 more)" in page.text
     assert "2 of 9" in page.text
     assert page.tags.count("img") == 3
@@ -355,6 +377,7 @@ def test_the_result_names_file_size_and_use(tmp_path: Path) -> None:
     page = render(data_of(tmp_path, state="finished", result=result))
     for words in ("lora.safetensors", "12.3 MB", "import torch"):
         assert words in page.text
+
     comfyui = render(data_of(tmp_path, result={**result, "snippet": ""}))
     assert "ComfyUI" in comfyui.text
 
@@ -366,6 +389,7 @@ def test_only_a_running_report_refreshes_itself(
     tmp_path: Path, state: str, refreshes: bool
 ) -> None:
     page = render(data_of(tmp_path, state=state))
+
     assert ('http-equiv="refresh"' in page.source) is refreshes
     assert ('data-refresh="30"' in page.source) is refreshes
 
@@ -377,6 +401,7 @@ def test_names_wrap_after_separators_and_stay_escaped() -> None:
 def test_first_and_last_step_are_always_shown() -> None:
     assert thin([0, 5, 10], 4) == [0, 5, 10]
     assert thin(range(0, 10_001, 50), 6) == [0, 2000, 4000, 6000, 8000, 10_000]
+
     uneven = thin([0, 1, 2, 3, 1000], 4)
     assert (uneven[0], uneven[-1]) == (0, 1000)
 
@@ -384,6 +409,7 @@ def test_first_and_last_step_are_always_shown() -> None:
 def test_thinned_curves_keep_their_ends_and_their_spikes() -> None:
     points = [(step, 1.0) for step in range(50_000)]
     points[31_415] = (31_415, 99.0)
+
     assert len(thin(points)) == 1000
     assert len(thin_extremes(points)) <= 1000
     assert (thin(points)[0][0], thin(points)[-1][0]) == (0, 49_999)
@@ -395,7 +421,9 @@ def test_thinned_curves_keep_their_ends_and_their_spikes() -> None:
 
 def test_only_noise_is_smoothed() -> None:
     ramp = [(step, float(step)) for step in range(100)]
+
     noise = [(step, float(step % 2)) for step in range(100)]
+
     assert (is_noisy(ramp), is_noisy(noise)) == (False, True)
     assert smoothed("x", ramp).smooth == ()
     assert smoothed("x", noise).smooth[-1][1] == pytest.approx(0.5, abs=0.15)
@@ -411,6 +439,7 @@ def test_charts_show_every_recorded_metric(tmp_path: Path) -> None:
     }
     recorded = [{**row, **extra, "timesteps": [10.0, 999.9]} for row in rows(20)]
     recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}
+
     charts = charts_of(Columns.of(recorded))
     assert [(chart.title, chart.minor) for chart in charts] == [
         ("Loss", False),
@@ -423,8 +452,10 @@ def test_charts_show_every_recorded_metric(tmp_path: Path) -> None:
     ]
     assert [series.name for series in charts[0].series] == ["loss", "val/pooled"]
     assert len(charts[0].series[0].raw) == 19
+
     [bars] = [chart.series[0].raw for chart in charts if chart.bars]
     assert {place: count for place, count in bars if count} == {25: 20.0, 975: 20.0}
+
     page = render(data_of(tmp_path, recorded, step=1, total_steps=1))
     assert '"hours":[[1,' in page.source
 
@@ -444,8 +475,10 @@ def test_settings_mark_what_changed_and_hide_secrets() -> None:
         ("webhook_config", hook),
     ]
     of_the_family = [("validation_guidance", 5.0), ("crepa_block_index", 8)]
+
     config = resolve([Layer("family default", of_the_family), Layer("my.json", values)], problems)
     assert config is not None
+
     settings = {setting["key"]: setting for setting in settings_of(config)}
     assert settings["model_type"]["changed"]
     assert settings["model_type"]["origin"] == "my.json"
@@ -463,7 +496,9 @@ def test_settings_mark_what_changed_and_hide_secrets() -> None:
 
 def test_files_of_the_report_page_are_packaged() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+
     shipped = pyproject["tool"]["setuptools"]["package-data"]["simpletuner"]
+
     assert {"config/*.toml", "annexes/*/*.css", "annexes/*/*.jinja", "annexes/*/*.js"} <= set(
         shipped
     )
@@ -471,6 +506,7 @@ def test_files_of_the_report_page_are_packaged() -> None:
 
 def test_environment_is_described_without_torch() -> None:
     environment = describe_environment("a device")
+
     assert environment["device"] == "a device"
     assert environment["python"].startswith("3.")
     assert "torch" in environment

@@ -30,7 +30,9 @@ def peak(chosen: Budget, name: str) -> Any:
 
 def test_ddp_needs_the_memory_of_one_process_per_device() -> None:
     one = budget(gpu(80))
+
     eight = budget(gpu(80), num_processes=8)
+
     assert [phase.device for phase in eight.phases] == [phase.device for phase in one.phases]
     assert (peak(one, "training").host, peak(eight, "training").host) == (HOST_BASE, 8 * HOST_BASE)
     assert peak(eight, "loading").passing == 8 * peak(one, "loading").passing
@@ -41,7 +43,9 @@ def test_ddp_needs_the_memory_of_one_process_per_device() -> None:
 def test_processes_of_a_machine_share_streamed_weights(machines: int, local: int) -> None:
     one = budget(gpu(80), **STREAMED)
     many = budget(gpu(80), **STREAMED, num_processes=8, num_machines=machines)
+
     streamed = peak(one, "training").host - HOST_BASE
+
     assert streamed > 4e9
     assert peak(many, "training").host == pytest.approx(local * HOST_BASE + streamed)
     assert peak(many, "saving").host - peak(many, "training").host == pytest.approx(
@@ -54,7 +58,9 @@ def test_shards_shrink_with_the_number_of_processes() -> None:
         peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count), "training").device
         for count in (1, 2, 4)
     ]
+
     state = budget(gpu(80), **FULL).steps[0].memory.trained
+
     assert peaks[0] == peak(budget(gpu(80), **FULL), "training").device, (
         "one process has nothing to shard"
     )
@@ -67,10 +73,12 @@ def test_weights_are_in_host_memory_once() -> None:
     """
     one = peak(budget(gpu(80)), "loading")
     assert one.passing < one.device / 5
+
     sharded = peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8), "loading")
     blocks = sum(budget(gpu(80), **FULL).parts.transformer.block_bytes("bf16", quantised=0.0))
     assert sharded.host == 8 * HOST_BASE + blocks
     assert sharded.passing == 8 * one.passing
+
     texts = [
         peak(budget(gpu(80), encodes_text=True, num_processes=count), "encoding")
         for count in (1, 8)
@@ -80,6 +88,7 @@ def test_weights_are_in_host_memory_once() -> None:
 
 def test_slow_link_between_machines_limits_the_step() -> None:
     far = budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8, num_machines=8)
+
     assert far.step_seconds == max(far.steps[0].cost.seconds, far.sent.total / 12.5e9)
     assert far.sent == sent_bytes(far.model, TechniqueCost())
 
@@ -88,6 +97,7 @@ def test_sequence_parallel_processes_hold_and_compute_a_share() -> None:
     one, four = (budget(gpu(80), num_processes=4, sequence_parallel_size=size) for size in (1, 4))
     alone = one.steps[0]
     shared = four.steps[0]
+
     held = 2 * shared.load.samples * shared.load.tokens * shared.model.cost.hidden
     assert [activation.held for activation in shared.model.activations(shared.load)[:2]] == [
         held,
@@ -95,6 +105,7 @@ def test_sequence_parallel_processes_hold_and_compute_a_share() -> None:
     ]
     assert shared.cost.model == pytest.approx(alone.cost.model / 4)
     assert alone.exchanged == 0
+
     # Four tensors in each of the forward pass, its recomputation and the backward pass; a quarter
     # of a share stays.
     blocks = 2 + sum(shared.model.checkpointed) / shared.model.cost.large
@@ -108,7 +119,9 @@ def test_sequence_parallel_processes_hold_and_compute_a_share() -> None:
 
 def test_sequence_parallelism_is_suggested_for_long_clips() -> None:
     clip = Bucket(1280, 768, 241, 1, 1.0, 256)
+
     pro = partial(budget, gpu(24), clip, "t2v-pro-sft-10s-hd", speed="auto", **LEANEST)
+
     assert [str(change) for change in smallest_change(pro(num_processes=8))][-1] == (
         "sequence_parallel_size 8, with fewer samples a step"
     )
@@ -128,9 +141,11 @@ def test_auto_trains_a_lora_with_ddp_while_it_fits() -> None:
     assert chosen.decisions[0].startswith(
         "DDP: it fits every process, which sends 34.1 MB a step, while FSDP2"
     )
+
     streamed = choose(budget(gpu(8), num_processes=4))
     assert streamed.config.offload.enable_group_offload
     assert "DDP: " in streamed.decisions[0]
+
     lean = choose(budget(gpu(3.5), num_processes=4))
     assert lean.config.precision.base_model_precision == "int8-quanto", (
         "where FSDP2 does not fit either"
@@ -141,6 +156,7 @@ def test_auto_trains_a_lora_with_ddp_while_it_fits() -> None:
 @pytest.mark.parametrize(("size", "settings"), [(20, FULL), (8, {"enable_group_offload": False})])
 def test_auto_shards_what_fits_no_other_way(size: float, settings: dict[str, Any]) -> None:
     chosen = choose(budget(gpu(size), num_processes=8, **settings))
+
     assert chosen.config.launch.is_sharded
     assert chosen.fits
     assert chosen.decisions[0].startswith(
@@ -154,6 +170,7 @@ def test_auto_shards_what_fits_no_other_way(size: float, settings: dict[str, Any
 
 def test_a_full_fine_tune_that_fits_is_not_sharded() -> None:
     chosen = choose(budget(gpu(80), num_processes=8, **FULL))
+
     assert not chosen.config.launch.fsdp_enable
     assert (
         chosen.decisions[0]
@@ -162,8 +179,9 @@ def test_a_full_fine_tune_that_fits_is_not_sharded() -> None:
 
 
 def test_sharding_is_suggested_for_a_full_fine_tune() -> None:
-    (told,) = found_by(check_fit, budget(gpu(24), num_processes=8, **FULL))
-    assert "This would fit: fsdp_enable true." in told.message
+    (problem,) = found_by(check_fit, budget(gpu(24), num_processes=8, **FULL))
+
+    assert "This would fit: fsdp_enable true." in problem.message
     assert "fsdp_enable" not in found_by(check_fit, budget(gpu(8), num_processes=8))[0].message, (
         "a LoRA streams"
     )
@@ -173,6 +191,7 @@ def test_sharding_a_lora_needlessly_is_warned_about() -> None:
     (warning,) = found_by(check_sharded_lora, budget(gpu(80), num_processes=4, fsdp_enable=True))
     assert not warning.fatal
     assert "DDP fits too, and each process sends 34.1 MB a step instead of " in warning.message
+
     (warning,) = found_by(check_sharded_lora, budget(gpu(8), num_processes=4, fsdp_enable=True))
     assert warning.message.startswith("DDP, streamed fits too, ")
     assert warning.remedy == {"fsdp_enable": False, **STREAMED}
@@ -188,15 +207,18 @@ def test_each_process_needs_a_device(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None
 ) -> None:
     assert found_by(check_devices, 64) == [], "processes on the CPU are no matter of devices"
+
     fake_smi(tmp_path, monkeypatch, f"echo '{LISTED}'")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    there = "1 GPU" if visible == "GPU-bb" else "2 GPUs"
-    assert found_by(check_devices, int(there[0])) == []
+    visible_gpus = "1 GPU" if visible == "GPU-bb" else "2 GPUs"
+    assert found_by(check_devices, int(visible_gpus[0])) == []
+
     (problem,) = found_by(check_devices, 3)
     assert str(problem).startswith(
-        f"num_processes: 3 processes need as many GPUs, but this machine has {there}."
+        f"num_processes: 3 processes need as many GPUs, but this machine has {visible_gpus}."
     )
+
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "3",
@@ -211,7 +233,7 @@ def test_plan_for_several_devices_shows_steps_previews_and_traffic(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    asked = (
+    command = (
         "plan",
         "--devices=4",
         "--machines=2",
@@ -220,25 +242,29 @@ def test_plan_for_several_devices_shows_steps_previews_and_traffic(
         "max_train_steps=0",
     )
     workspace.write_config(pretrained_model_name_or_path=None, lr_scale=True, learning_rate=1e-4)
-    assert workspace.run(*asked) == 0
-    shown = capsys.readouterr().out
+
+    assert workspace.run(*command) == 0
+    output = capsys.readouterr().out
     for line in (
         "2 steps of 8 samples",
         "learning rate 0.0008, which is 0.0001 scaled to the samples of a step",
         "  4 processes on 2 machines, one per device, DDP",
     ):
-        assert line in shown.splitlines(), shown
+        assert line in output.splitlines(), output
+
     seconds = {}
     previews = ("validation_disable=false", "validation_disable_unconditional=false")
     for devices in (1, 2, 4):
         assert (
-            workspace.run(*asked, "--machines=1", f"--devices={devices}", "--json", *previews) == 0
+            workspace.run(*command, "--machines=1", f"--devices={devices}", "--json", *previews)
+            == 0
         )
         seconds[devices] = json.loads(capsys.readouterr().out)["seconds"]["previews"]
-    assert [seconds[1] / each for each in seconds.values()] == pytest.approx([1, 2, 2]), (
+    assert [seconds[1] / duration for duration in seconds.values()] == pytest.approx([1, 2, 2]), (
         "of two prompts each"
     )
-    assert workspace.run(*asked, "--json") == 0
-    told = json.loads(capsys.readouterr().out)["processes"]
-    assert (told["count"], told["machines"], told["way"]) == (4, 2, "DDP")
-    assert told["sent"]["reduced"] > 0 == told["sent"]["gathered"]
+
+    assert workspace.run(*command, "--json") == 0
+    processes = json.loads(capsys.readouterr().out)["processes"]
+    assert (processes["count"], processes["machines"], processes["way"]) == (4, 2, "DDP")
+    assert processes["sent"]["reduced"] > 0 == processes["sent"]["gathered"]

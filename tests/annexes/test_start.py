@@ -74,6 +74,7 @@ def test_a_folder_of_pictures_is_trained_and_compared(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("my cat"), 12)
+
     assert (
         main(["start", "my cat", "--yes", "--trigger", "zkt, a grey cat", "learning_rate=2e-4"])
         == 0
@@ -116,32 +117,39 @@ def test_some_of_many_files_are_held_out_to_compare_checkpoints(
     cell = {"short_name": "validation", "prompt": "", "path": "cell.png", "width": 64, "height": 64}
     (swept / "sheet.json").write_text(json.dumps([{**cell, "step": step} for step in (150, 300)]))
     (swept / "losses.json").write_text(json.dumps({"0.75": 0.38, "1": 0.4}))
+
     assert main(["start", "cat", "--yes"]) == 0
-    told = capsys.readouterr().out
-    assert "Held out: 2 of 17 files, to compare checkpoints on them (hold_out in" in told
-    assert f"memorised: {folder}/pytorch_lora_weights.safetensors at strength 0.75\n" in told
+    output = capsys.readouterr().out
+    assert "Held out: 2 of 17 files, to compare checkpoints on them (hold_out in" in output
+    assert f"memorised: {folder}/pytorch_lora_weights.safetensors at strength 0.75\n" in output
+
     config = written("cat")
     trained, _ = written("cat", "multidatabackend.json")
     # 75 steps for each of the 15 others.
     assert (config["max_train_steps"], trained["hold_out"]) == (1200, 2)
+
     # Every second checkpoint has a preview.
     intervals = [
         config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")
     ]
     assert intervals == [150, 150, 300]
+
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
-    told = capsys.readouterr().out
-    assert "15 of 17 files used" in told
-    assert "2 of 2 files used" in told
+    output = capsys.readouterr().out
+    assert "15 of 17 files used" in output
+    assert "2 of 2 files used" in output
 
 
 def test_written_config_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 3, captions=0)
+
     assert main(["start", "cat", "--yes", "--purpose", "style", "--dry-run"]) == 0
     assert commands == [["plan", "env=cat"]]
+
     capsys.readouterr()
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     assert "3 of 3 files used" in capsys.readouterr().out
+
     (trained, _) = written("cat", "multidatabackend.json")
     assert trained["instance_prompt"] == "in the style of zkt"
 
@@ -153,10 +161,13 @@ def test_start_asks_at_most_three_questions(
     write_clip(tmp_path / "clips" / "a.mp4", seconds=2.0, size=(64, 48))
     answers = iter(["?", "subject", "?", "qxz, a dog", "2"])  # the question marks explain
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+
     assert main(["start", "clips"]) == 0
     assert next(answers, None) is None
+
     config = written("clips")
     assert config["model_family"] == "sanavideo"
+
     # 2 s at 16 frames a second, rounded down to 4k + 1.
     (trained, _) = written("clips", "multidatabackend.json")
     assert trained["video"]["num_frames"] == config["validation_num_video_frames"] == 29
@@ -169,29 +180,33 @@ def test_small_pictures_are_trained_at_a_smaller_size(
     Path("cat/link.png").symlink_to(
         "nowhere.png"
     )  # it has no caption, and none of the others has one
+
     assert main(["start", "cat", "--yes", "--dry-run"]) == 0
     assert "cat: pictures: 4, 700x900; with a caption: 0" in capsys.readouterr().out
     assert written("cat", "multidatabackend.json")[0]["resolution"] == 640
+
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
-    told = capsys.readouterr().out
-    assert "bucket 640x640 (1.0): 3" in told
-    assert "enlarged" not in told
+    output = capsys.readouterr().out
+    assert "bucket 640x640 (1.0): 3" in output
+    assert "enlarged" not in output
 
 
 def test_stray_animation_among_pictures_is_reported_and_left_out(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 3)
-    frames = [Image.new("RGB", (64, 64), (each, 0, 0)) for each in (0, 255)]
+    frames = [Image.new("RGB", (64, 64), (red, 0, 0)) for red in (0, 255)]
     frames[0].save("cat/loop.gif", save_all=True, append_images=frames[1:])
+
     assert main(["start", "cat", "--yes"]) == 0
-    told = capsys.readouterr().out
-    assert "cat: pictures: 3, 1024x1024; with a caption: 3" in told
+    output = capsys.readouterr().out
+    assert "cat: pictures: 3, 1024x1024; with a caption: 3" in output
     assert (
         "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train "
-        "clips, put them" in told
+        "clips, put them" in output
     )
     assert written("cat")["model_family"] == "kandinsky5-image"
+
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     assert "loop.gif: not used, is a clip; clips need a separate dataset" in capsys.readouterr().out
 
@@ -202,10 +217,11 @@ def test_few_pictures_among_clips_are_reported_and_left_out(
     put_pictures(Path("clips"), 1, captions=0)
     for name in ("a", "b"):
         write_clip(Path(f"clips/{name}.mp4"), seconds=2.0, size=(64, 48))
+
     assert main(["start", "clips", "--yes"]) == 0
-    told = capsys.readouterr().out
-    assert "clips: clips: 2, 64x48, 2.0 s; with a caption: 0" in told
-    assert "Not trained, pictures: 0.png." in told
+    output = capsys.readouterr().out
+    assert "clips: clips: 2, 64x48, 2.0 s; with a caption: 0" in output
+    assert "Not trained, pictures: 0.png." in output
 
 
 LARGE = [(1024, 1024)]
@@ -231,12 +247,15 @@ def test_few_small_files_are_left_out_instead_of_shrinking_the_rest(
     fit = material.fit(
         {"resolution": 1024, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
     )
+
     own = max(256, min(size) // 64 * 64)
     assert fit.resolution == (1024 if small <= 6 else own)
     assert len(fit.small) == (small if small <= 6 else 0)
+
     notes = " ".join(fit.notes())
     assert ("Left out: " in notes) == (1 <= small <= 6)
     assert ("Trained at " in notes) == (small > 6)
+
     if fit.small:
         assert f"{small} of 25 pictures (00" in notes
         assert notes.endswith(f"add resolution={own}.")
@@ -258,7 +277,9 @@ def test_resolution_leaves_few_files_enlarged(
 ) -> None:
     material = opened({str(number): size for number, size in enumerate(sizes)})
     entry = {"resolution": 1024, "crop_aspect": "square" if square else "preserve"}
+
     fit = material.fit(entry, FAMILIES["kandinsky5-image"], 1)
+
     assert (fit.resolution, len(fit.small)) == (trained, left_out)
 
 
@@ -268,10 +289,12 @@ def test_resolution_leaves_few_files_enlarged(
 def test_resolution_suggested_for_small_files_is_never_larger(wanted: int, usual: int) -> None:
     sizes = {str(number): (usual, usual) for number in range(9)}
     material = opened({**sizes, "tiny": (60, 60)})
+
     fit = material.fit(
         {"resolution": wanted, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
     )
     assert fit.small == ["tiny"]
+
     (note,) = [note for note in fit.notes() if note.startswith("Left out: ")]
     enlarged = fit.resolution <= 256
     assert note.endswith(
@@ -286,21 +309,25 @@ def test_small_files_are_left_out_and_reported(commands: list[list[str]], capsys
     put_pictures(Path("small"), 3, captions=0, size=(640, 480))
     for path in Path("small").iterdir():
         path.rename(f"cat/small-{path.name}")
+
     assert main(["start", "cat", "--yes", "--dry-run"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "Left out: 3 of 25 pictures (small-0.png, small-1.png, small-2.png) are smaller than "
-        "1024x1024" in told
+        "1024x1024" in output
     )
+
     config = written("cat")
     trained, _ = written("cat", "multidatabackend.json")
     assert (trained["resolution"], trained["minimum_image_size"]) == (1024, 930)
     assert (trained["hold_out"], config["validation_resolution"]) == (2, "1024x1024")
+
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
-    told = capsys.readouterr().out
-    assert "20 of 25 files used" in told
-    assert "2 of 2 files used" in told
-    assert "enlarged" not in told
+    output = capsys.readouterr().out
+    assert "20 of 25 files used" in output
+    assert "2 of 2 files used" in output
+    assert "enlarged" not in output
+
     # The remedy of the note.
     assert main(["start", "cat", "--yes", "--dry-run", "--name", "all", "resolution=448"]) == 0
     assert "Left out" not in capsys.readouterr().out
@@ -314,12 +341,14 @@ def test_unusable_files_are_neither_held_out_nor_counted(
     Path("cat/7.txt").write_text(" ")
     Path("cat/broken.png").write_bytes(b"broken")
     Path("cat/broken.txt").write_text("it stands there")
+
     assert main(["start", "cat", "--yes"]) == 0
-    shown = capsys.readouterr().out
-    assert "with a caption: 17\n" in shown
-    assert "Not usable: 7.png has an empty caption file." in shown
-    assert "Not usable: broken.png is " in shown
-    assert "Held out" not in shown
+    output = capsys.readouterr().out
+    assert "with a caption: 17\n" in output
+    assert "Not usable: 7.png has an empty caption file." in output
+    assert "Not usable: broken.png is " in output
+    assert "Held out" not in output
+
     config = written("cat")
     trained, _ = written("cat", "multidatabackend.json")
     # Sixteen files would be enough to hold out two.
@@ -331,23 +360,27 @@ def test_settings_reach_the_datasets_in_any_spelling(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 1)
+
     assert main(["start", "cat", "--yes", "--max-train-steps", "500", "--resolution=512"]) == 0
     config = written("cat")
     trained, _ = written("cat", "multidatabackend.json")
     assert (config["max_train_steps"], config["resolution"]) == (500, 512)
     assert "resolution" not in trained, "which would override it"
+
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     assert "bucket 512x512 (1.0): 1" in capsys.readouterr().out
 
 
 def test_an_empty_trigger_is_the_default(commands: list[list[str]]) -> None:
     put_pictures(Path("cat"), 1)
+
     assert main(["start", "cat", "--yes", "--trigger", " "]) == 0
     assert written("cat")["validation_prompt"] == "a photo of zkt on a beach at sunset"
 
 
 def test_a_name_keeps_the_letters_of_every_script(commands: list[list[str]]) -> None:
     put_pictures(Path("मेरी बिल्ली (2)"), 1)
+
     assert main(["start", "मेरी बिल्ली (2)", "--yes"]) == 0
     assert commands[0] == ["train", "env=मेरी-बिल्ली-2"]
     assert CONFIG_NAME.fullmatch("मेरी-बिल्ली-2"), "so that the page opens it"
@@ -359,6 +392,7 @@ def test_before_and_after_folders_train_edits_without_questions(
     put_pictures(Path("pairs/Before"), 2, captions=0)
     put_pictures(Path("pairs/after"), 2)
     monkeypatch.delattr("builtins.input")
+
     assert main(["start", "pairs"]) == 0
     trained, sources, _ = written("pairs", "multidatabackend.json")
     assert written("pairs")["model_flavour"] == "i2i-lite-sft"
@@ -369,6 +403,7 @@ def test_before_and_after_folders_train_edits_without_questions(
 
 def test_start_writes_captions_before_training(commands: list[list[str]]) -> None:
     put_pictures(Path("cat"), 3, captions=1)
+
     assert main(["start", "cat", "--yes", "--caption", "--trigger", "qxz"]) == 0
     trained = written("cat", "multidatabackend.json")[0]
     assert commands[0] == ["caption", "env=cat"], "the dataset puts the trigger before all captions"
@@ -382,9 +417,9 @@ def test_a_dry_run_writes_no_captions_and_shows_the_plan(
 
     assert main(["start", "cat", "--yes", "--dry-run", "--caption"]) == 0
 
-    told = capsys.readouterr().out
-    assert "Write 2 captions before training: simpletuner caption env=cat\n" in told
-    assert "bucket 1024x1024 (1.0): 3" in told
+    output = capsys.readouterr().out
+    assert "Write 2 captions before training: simpletuner caption env=cat\n" in output
+    assert "bucket 1024x1024 (1.0): 3" in output
     assert not commands
     assert written("cat", "multidatabackend.json")[0]["caption_strategy"] == "textfile"
 
@@ -393,6 +428,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
     put_pictures(Path("cat"), 3, captions=2)
     for number, name in enumerate(("Zkt", "zkt, a grey cat,")):
         Path(f"cat/{number}.txt").write_text(f"a photo of {name} on a chair")
+
     assert main(["start", "cat", "--yes", "--caption", "--trigger", "zkt, a grey cat"]) == 0
     config = written("cat")
     trained = written("cat", "multidatabackend.json")[0]
@@ -402,7 +438,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nowhere"], "nowhere is not a folder."),
         (["."], "output/test_start_refuses_what"),
@@ -452,7 +488,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
     ],
 )
 def test_start_refuses_what_it_cannot_train(
-    arguments: list[str], told: str, commands: list[list[str]], capsys: Capture
+    arguments: list[str], message: str, commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 1)
     put_pictures(Path("half"), 2, captions=1)
@@ -463,8 +499,9 @@ def test_start_refuses_what_it_cannot_train(
     for folder in ("empty", "run", "config/old", "config/ol d", "pairs/before", "pairs/after"):
         Path(folder).mkdir(parents=True)
     Path("run/config.json").write_text("{}")
+
     assert main(["start", *arguments, "--yes"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not commands
     assert {path.name for path in Path("config").iterdir()} == {"old", "ol d"}
 
@@ -477,11 +514,13 @@ def test_caption_option_chooses_a_model_that_can_write_captions(
     monkeypatch.setattr(
         answers, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged")
     )
+
     assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
     assert (
         "--caption: the text encoder of sanavideo cannot write captions" in capsys.readouterr().err
     )
     assert not Path("config").exists()
+
     assert main(["start", "clips", "--yes", "--caption"]) == 0
     assert written("clips")["model_family"] == "kandinsky5-video"
 
@@ -498,9 +537,11 @@ def test_settings_are_written_and_intervals_follow_them(
         "lr_warmup_steps=null",
         "hub_model_id={env:HUB}",
     ]
+
     assert main(["start", "cat", "--yes", *settings]) == 0
     config = written("cat")
     assert (config["max_train_steps"], config["checkpoint_step_interval"]) == (40, 5)
+
     # The last of an interval and that of the end are one, or a tenth of the interval apart.
     ends = [
         (steps % each or each, each)
@@ -518,6 +559,7 @@ def test_intervals_divide_the_run(steps: int, rounds: float) -> None:
     saving = checkpoint_interval(steps)
     assert steps % saving == 0
     assert 4 <= steps / saving <= 8
+
     previews = preview_interval(steps, saving, rounds)
     assert steps % previews == 0
     assert previews % saving == 0, "each has its checkpoint"
@@ -537,6 +579,7 @@ def test_start_never_replaces_a_config(
         return ""
 
     monkeypatch.setattr("builtins.input", answer)
+
     assert main(["start", "cat"]) == 2
     assert "config/cat cannot be written: Directory not empty." in capsys.readouterr().err
     assert sorted(path.as_posix() for path in Path("config").rglob("*.json")) == [
@@ -552,6 +595,7 @@ def test_next_upload_removes_leftovers_of_a_killed_server(tmp_path: Path) -> Non
         (folder / "0.zip").write_bytes(b"half")
         for path in (folder / "0.zip", folder):
             os.utime(path, (time.time() - age,) * 2)
+
     assert receive(tmp_path, "a.txt", [b"a cat"]) == (["a.txt"], {})
     assert sorted(path.name for path in tmp_path.iterdir()) == [".upload-new", "a.txt"]
 
@@ -594,12 +638,14 @@ def test_previews_have_the_training_size_and_take_a_fifth_of_the_run(
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(320, 240))
     model = {"pictures": "kandinsky5-image", "clips": "kandinsky5-video-lite"}[material]
+
     assert main(["start", material, "--yes", "--dry-run", "--model", model, *settings]) == 0
     config = written(material)
     assert (config["validation_resolution"], config["validation_step_interval"]) == (size, interval)
     assert (
         interval % config["checkpoint_step_interval"] == 0 or interval == config["max_train_steps"]
     )
+
     if not settings and material == "pictures":
         assert main(["plan", "env=pictures", "--device=rtx-4090"]) == 0
         (share,) = re.findall(r"rounds? of previews, (\d+)% of that time", capsys.readouterr().out)
@@ -617,6 +663,7 @@ def test_ctrl_c_waits_for_the_checkpoint(
     stub.write_text("#!/bin/sh\nkill -INT $PPID; sleep 0.5; echo > saved; exit 130\n")
     stub.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stub))
+
     assert main(["start", "cat", "--yes"]) == 130
     assert Path("saved").exists()
     assert "To go on: simpletuner train env=cat && " in capsys.readouterr().err
@@ -634,6 +681,7 @@ def test_sigterm_reaches_the_training(
     )
     stub.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stub))
+
     assert main(["start", "cat", "--yes"]) == 130
     assert Path("saved").exists()
 
@@ -663,8 +711,10 @@ def test_few_short_clips_are_left_out_instead_of_shortening_the_rest(
     }
     material = opened(dict.fromkeys(clips, (64, 48)), clips)
     entry = {"resolution": 64, "video": {}}
+
     fit = material.fit(entry, SimpleNamespace(frame_rate=16, frame_stride=4), 81)
     assert (fit.frames, len(fit.short)) == (trained, left_out)
+
     notes = " ".join(fit.notes())
     assert ("Trained on " in notes) == (trained < 81)
     assert (f"Left out: {left_out} of {len(frames)} clips" in notes) == (left_out > 0)
@@ -678,6 +728,7 @@ def test_model_that_fits_is_chosen_first(
     monkeypatch.setattr(
         answers, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged")
     )
+
     assert main(["start", "clips", "--yes"]) == 0
     assert written("clips")["model_family"] == "sanavideo"
 
@@ -690,25 +741,29 @@ def test_start_without_a_gpu_offers_a_tiny_model(
     put_pictures(Path("pictures"), 6, captions=0)
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
+
     model = {"pictures": "demo", "clips": "demo-video"}[kind]
     assert [*find_models(kind)][-1] == model
+
     started = ["start", kind, "--purpose", "subject", "--trigger", "zkt, a cat"]
     # It is never chosen unasked, and what would take days is refused before anything is written.
     assert main([*started, "--yes"]) == 2
-    told = capsys.readouterr().err
-    assert "device: no GPU can be used here: about " in told
+    errors = capsys.readouterr().err
+    assert "device: no GPU can be used here: about " in errors
     assert (
         f" Add --model {model} (a tiny model that draws simple shapes, in minutes), --dry-run ("
-        in told
+        in errors
     )
     assert not commands
     assert not Path("config").exists()
+
     # Asked, it comes first, so that Enter takes what works here.
     monkeypatch.setattr("builtins.input", lambda prompt: "")
     assert main(started) == 0
     assert commands[0] == ["train", f"env={kind}"]
-    assert "kandinsky5-" in (told := capsys.readouterr().out)
-    assert "no GPU here: about " in told
+    assert "kandinsky5-" in (errors := capsys.readouterr().out)
+    assert "no GPU here: about " in errors
+
     config = written(kind)
     entries = written(kind, "multidatabackend.json")
     assert (config["max_train_steps"], config["preservation_prompt"]) == (300, "a cat")
@@ -716,14 +771,18 @@ def test_start_without_a_gpu_offers_a_tiny_model(
     assert [entry["id"] for entry in entries if entry["dataset_type"] != "text_embeds"] == [
         entries[0]["id"]
     ]
+
     capsys.readouterr()
     assert main(["plan", f"env={kind}"]) == 0
+
     files = {"pictures": 6, "clips": 1}[kind]
     assert f"{files} of {files} file" in capsys.readouterr().out
+
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
     assert (
         f"--caption: the text encoder of {model} cannot write captions" in capsys.readouterr().err
     )
+
     monkeypatch.setattr(
         "simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True)
     )
@@ -742,6 +801,7 @@ def test_only_a_run_that_is_too_large_gets_advice(
     monkeypatch.setattr("simpletuner.cli.start.plan_new_run", refuse)
     monkeypatch.setattr("simpletuner.cli.start.find_demo", lambda kind: demo)
     run: Any = SimpleNamespace(media=SimpleNamespace(kind="pictures"))
+
     with pytest.raises(ConfigError) as caught:
         _check_training(run)
     assert ("--dry-run" in caught.value.problems[0].message) == is_advised
@@ -770,6 +830,8 @@ def test_terminal_questions_can_be_corrected_and_abandoned(
         "The input ended before the last question. Nothing was written. --yes takes every default."
     )
     child.expect(pexpect.EOF)
+
     child.close()
+
     assert child.exitstatus == 2
     assert not (tmp_path / "config").exists()

@@ -133,12 +133,12 @@ def start(folder: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_captions_are_used_or_the_remedy_is_printed(layout: str, capsys: Capture) -> None:
-    files, keys, said = LAYOUTS[layout]
+    files, keys, message = LAYOUTS[layout]
     put("cat", files)
 
     entry = start("cat")
 
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
     read = ("caption_strategy", "disable_multiline_split")
     assert {key: entry[key] for key in read if key in entry} == {
         key: keys[key] for key in read if key in keys
@@ -176,16 +176,17 @@ def test_unreadable_formats_are_reported(capsys: Capture) -> None:
 
     start("cat")
 
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "Not read: 3 files in other formats (c.jxl, d.CR3, e.mxf). Save such pictures as "
-        ".png or .jpg" in told
+        ".png or .jpg" in output
     )
 
 
 def test_folder_of_unreadable_formats_is_refused_with_a_remedy() -> None:
     put("cat", {"c.jxl": ""}, ("x/y.jpg",))
     Path("cat/x/y.jpg").unlink()
+
     with pytest.raises(
         UserError,
         match=r"contains no pictures and no clips. Not read: 1 file in other formats \(c.jxl\)",
@@ -197,6 +198,7 @@ def test_caption_option_is_refused_beside_a_metadata_table(
     capsys: Capture,
 ) -> None:
     put("cat", {"metadata.jsonl": rows("a.jpg")})
+
     assert main(["start", "cat", "--yes", "--dry-run", "--caption"]) == 2
     assert (
         "--caption writes .txt files, and captions are read from a metadata table"
@@ -228,14 +230,14 @@ def test_kohya_folder_name_sets_repeats_and_trigger(place: str, capsys: Capture)
     assert (entry["instance_data_dir"], entry["repeats"]) == (place, 9)
     assert (entry["caption_strategy"], entry["instance_prompt"]) == ("instanceprompt", "zkt woman")
     assert prompt_of("kohya") == "a photo of zkt woman on a beach at sunset"
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "'10_zkt woman': 2 files, seen 10 times in an epoch (repeats 9); the words 'zkt woman'."
-        in told
+        in output
     )
     assert (
         "Not trained: 2 files outside of such folders or in regularisation folders "
-        "(reg/1_woman/a.jpg" in told
+        "(reg/1_woman/a.jpg" in output
     )
     assert main(["plan", "env=kohya", "--device-memory=80"]) == 0
     assert "2 of 2 files used" in capsys.readouterr().out
@@ -260,12 +262,15 @@ def test_every_kohya_folder_becomes_a_dataset(capsys: Capture) -> None:
 
 def test_trigger_option_overrides_the_kohya_folder_name() -> None:
     put("kohya/10_zkt woman", {})
+
     (entry,) = concepts("kohya", "--trigger", "qxz, a woman")
+
     assert (entry["repeats"], entry["instance_prompt"]) == (9, "qxz, a woman")
 
 
 def test_single_kohya_folder_can_be_started() -> None:
     put("10_zkt woman", {})
+
     assert main(["start", "10_zkt woman", "--yes", "--dry-run", "--name", "zkt"]) == 0
     entry = json.loads(Path("config/zkt/multidatabackend.json").read_text())[0]
     assert (entry["instance_data_dir"], entry["repeats"]) == ("10_zkt woman", 9)
@@ -275,5 +280,7 @@ def test_single_kohya_folder_can_be_started() -> None:
 def test_date_and_camera_folders_are_not_kohya_concepts() -> None:
     for folder in ("set/2024_summer", "set/100_FUJI", "set/001_cats"):
         put(folder, {})
+
     (entry,) = concepts("set")
+
     assert (entry["instance_data_dir"], entry["instance_prompt"]) == ("set", "zkt")

@@ -88,6 +88,7 @@ def test_missing_wandb_login_is_a_warning_without_a_prompt(
     problems = found_by(check_trackers, TrackingConfig(report_to="wandb"))
     assert [problem.fatal for problem in problems] == [False]
     assert "wandb login" in problems[0].message
+
     with caplog.at_level(logging.WARNING, logger="simpletuner"):
         assert list(open_trackers("wandb", run_in(tmp_path))) == []
     assert "training continues without it" in caplog.text
@@ -95,13 +96,16 @@ def test_missing_wandb_login_is_a_warning_without_a_prompt(
 
 def test_missing_tracker_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("simpletuner.config.trackers.is_installed", lambda module: False)
+
     [problem] = found_by(check_trackers, TrackingConfig(report_to="tensorboard"))
+
     assert "pip install 'tensorboard>=" in problem.message
     assert list(open_trackers("all", run_in(tmp_path))) == []
 
 
 def test_every_tracker_has_a_class_a_row_and_a_place_in_the_help() -> None:
     assert trackers.TRACKERS.keys() == PACKAGES.keys()
+
     explained = all_options()["report_to"].help
     assert [name for name in PACKAGES if name not in explained] == []
 
@@ -109,6 +113,7 @@ def test_every_tracker_has_a_class_a_row_and_a_place_in_the_help() -> None:
 def test_a_tracker_may_need_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("simpletuner.config.trackers.PACKAGES", {"plain": None})
     monkeypatch.setattr(trackers, "TRACKERS", {"plain": lambda run: run.project})
+
     assert why_missing("plain") is None
     assert [name for name, _ in open_trackers("plain", run_in(tmp_path))] == ["plain"]
 
@@ -118,20 +123,24 @@ def test_a_tracker_may_need_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_name_that_leaves_logging_dir_is_refused(key: str, name: str) -> None:
     problems = Problems()
     build_group(TrackingConfig, {key: name}, problems)
-    told = "points outside logging_dir; it is a name, with no '..' and no '/' in front."
-    assert [str(problem) for problem in problems] == [f"{key}: {name!r} {told}"]
+    message = "points outside logging_dir; it is a name, with no '..' and no '/' in front."
+
+    assert [str(problem) for problem in problems] == [f"{key}: {name!r} {message}"]
 
 
 def test_wandb_login_is_read_from_netrc_or_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not has_wandb_login()
+
     netrc_file = tmp_path / "home" / ".netrc"
     netrc_file.parent.mkdir(parents=True)
     netrc_file.write_text("machine api.wandb.ai login user password " + "a" * 40 + "\n")
     assert has_wandb_login()
+
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert not has_wandb_login()
+
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
     assert has_wandb_login()
@@ -162,13 +171,16 @@ def test_offline_wandb_run_continues_under_the_same_id(
         "learning_rate": 1e-4,
         "webhook_config": {"webhook_url": "https://example.org/geheim"},
     }
+
     for start in (0, 2):
         [(_, tracker)] = open_trackers("wandb", TrackedRun("p", "r", settings, output, logs, start))
         track(tracker, output, start + 1, start + 2)
     assert "stopped working" not in caplog.text
+
     run_id = json.loads((output / "wandb_run.json").read_text())["id"]
     files = sorted((logs / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 2, "the resumed session goes on under the same id"
+
     content = b"".join(file.read_bytes() for file in files)
     assert b"train_loss" in content
     assert b"timesteps_scatter" in content
@@ -222,12 +234,12 @@ def test_a_project_that_wandb_refuses_is_refused_before_the_run(
 
     for report_to, count in (("wandb", 1), ("all", 1), ("tensorboard", 0), ("none", 0)):
         settings = TrackingConfig(report_to=report_to, tracker_project_name=name)
-        told = [
+        refusals = [
             str(problem)
             for problem in found_by(check_trackers, settings)
             if "wandb does not take" in problem.message
         ]
-        assert len(told) == count
+        assert len(refusals) == count
 
 
 def test_the_names_that_wandb_refuses_are_those_of_its_package() -> None:

@@ -39,30 +39,30 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Watch
 
     def join(*places: World, seconds: float = 60.0) -> list[Watch | str]:
         store: Any = HashStore()
-        found: list[Watch | str] = [""] * len(places)
+        results: list[Watch | str] = [""] * len(places)
 
         def run(number: int, place: World) -> None:
             try:
-                made = join_watch(place, store, 60.0, time.monotonic() + seconds)
-                running.append(made)
-                found[number] = made
+                watch_of_place = join_watch(place, store, 60.0, time.monotonic() + seconds)
+                running.append(watch_of_place)
+                results[number] = watch_of_place
             except UserError as error:
-                found[number] = str(error)
+                results[number] = str(error)
 
         threads = [threading.Thread(target=run, args=each) for each in enumerate(places)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return found
+        return results
 
     yield join
     for each in running:
         each.close()
 
 
-def both(found: list[Watch | str]) -> tuple[Watch, Watch]:
-    first, second = found
+def both(results: list[Watch | str]) -> tuple[Watch, Watch]:
+    first, second = results
     assert isinstance(first, Watch), first
     assert isinstance(second, Watch), second
     return first, second
@@ -89,6 +89,7 @@ def test_broken_connection_ends_all_processes(joined: Joined, rank: int) -> None
     for link in list(pair[rank].links.by_rank.values()):
         link.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that it kills
     message = f"Process {rank} on {HOST} {GONE}."
+
     assert pair[1 - rank].wait_for_verdict(60.0) == (message, 1)
     assert reporter.messages == ([message] if rank == 0 else []), (
         "without process 0 another one speaks"
@@ -97,7 +98,9 @@ def test_broken_connection_ends_all_processes(joined: Joined, rank: int) -> None
 
 def test_process_that_leaves_is_not_taken_for_killed(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
+
     second.close()
+
     assert first.wait_for_verdict(0.5) is None
 
 
@@ -110,7 +113,9 @@ def test_lost_process_is_named_even_if_the_watch_is_late(
     monkeypatch.setattr(joining, "POLL_SECONDS", 0.01)
     late = Watch(0, 2, "key", 60.0)
     threading.Timer(0.2, late._decide, ("Process 1 is gone.", 1)).start()
+
     world = ConnectedWorld(0, 2, 0, 2, control=None, watch=late)
+
     assert (
         world.first_failure(RuntimeError("[gloo/transport] Connection closed by peer"))
         == "Process 1 is gone."
@@ -127,6 +132,7 @@ def test_first_failure_ends_all_processes(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     assert second.fail("a mistake", 2) == ("a mistake", 2)
     assert first.fail("another one", 1) == ("a mistake", 2)
+
     first._decide("another one", 1)
     assert first.verdict == ("a mistake", 2)
 
@@ -140,7 +146,9 @@ def test_process_that_ends_itself_is_given_time(
     monkeypatch.setattr(first, "_end", lambda message, code, *, is_late: looks.append(is_late))
     started = time.monotonic()
     second.fail("a mistake", 2)
+
     time.sleep(1.0)
+
     assert len(looks) < 40 * (time.monotonic() - started), "20 are due in a second"
     assert not any(looks)
 
@@ -150,7 +158,9 @@ def test_killed_launcher_ends_all_processes(
 ) -> None:
     monkeypatch.setenv(watch.LAUNCHED, "1")
     first, second = both(joined(World(0, 2), World(1, 2)))
+
     second._parent = 2**30
+
     assert first.wait_for_verdict(60.0) == (f"The launcher of process 1 on {HOST} was killed.", 1)
 
 
@@ -158,8 +168,10 @@ def test_stop_request_reaches_all_processes(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     second.stop.request()
     deadline = time.monotonic() + 60
+
     while not first.stop.requested and time.monotonic() < deadline:
         time.sleep(0.05)
+
     assert first.stop.requested
 
 
@@ -172,6 +184,7 @@ def test_frozen_process_is_reported_after_the_silence_limit(
     monkeypatch.setattr(
         pair[silent], "_look", lambda: time.sleep(0.05)
     )  # as if it were frozen: connected, and mute
+
     assert pair[1 - silent].wait_for_verdict(60.0) == (
         f"Process {silent} on {HOST} has not responded for 0.5 s: it or its machine is frozen.",
         1,
@@ -191,19 +204,22 @@ def test_idle_time_counts_only_while_the_main_thread_does_nothing(
     pulse = Pulse()
 
     def after(*pauses: float) -> list[float]:
-        found = []
+        idle_seconds = []
         for seconds in pauses:
             now[0] += seconds
             pulse.look(1800.0)
-            found.append(pulse.idle)
-        return found
+            idle_seconds.append(pulse.idle)
+        return idle_seconds
 
     assert after(0.0, 600.0, 600.0) == [0.0, 600.0, 1200.0]
     assert after(9000.0) == [2000.0], "it was stopped for a while, and could not do anything"
+
     signs[0] = (1, 0)
     assert after(600.0, 600.0) == [0.0, 600.0], "it computes"
+
     pulse.marks += 1
     assert after(600.0, 600.0) == [0.0, 600.0], "it reports"
+
     place[0] = "here", True
     assert after(600.0, 600.0) == [0.0, 0.0], "it waits for others"
     assert pulse.still == 1800.0
@@ -224,15 +240,16 @@ def test_waiting_for_other_processes_is_told_from_hanging(module: str, waits: bo
     exec("def hang(until): until()", hanging)
     ours: dict[str, Any] = {"__name__": "simpletuner.training.sharding"}
     exec("def save(hang, until):\n    hang(until)", ours)
-    found: list[tuple[str, bool]] = []
+    places: list[tuple[str, bool]] = []
 
     def look() -> None:
-        looking = threading.Thread(target=lambda: found.append(main_thread_position()))
+        looking = threading.Thread(target=lambda: places.append(main_thread_position()))
         looking.start()
         looking.join()
 
     ours["save"](hanging["hang"], look)
-    assert found == [("simpletuner.training.sharding, line 2", waits)]
+
+    assert places == [("simpletuner.training.sharding, line 2", waits)]
 
 
 def test_processes_that_wait_for_one_another_are_ended(
@@ -243,9 +260,10 @@ def test_processes_that_wait_for_one_another_are_ended(
     pair = both(joined(World(0, 2), World(1, 2)))
     pair[0].limit = 0.5
     message = (
-        f"All processes have waited 0.5 s for each other, process 0 on {HOST} in a collective."
+        f"All processes have waited 0.5 s for process other, process 0 on {HOST} in a collective."
     )
-    assert [each.wait_for_verdict(60.0) for each in pair] == [(message, 1)] * 2
+
+    assert [process.wait_for_verdict(60.0) for process in pair] == [(message, 1)] * 2
 
 
 def test_beat_ends_the_silence_and_progress_ends_the_waiting() -> None:
@@ -271,17 +289,21 @@ def test_surplus_and_missing_processes_are_reported(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     first, *others = joined(World(0, 3), World(1, 3), World(0, 3), World(1, 3), seconds=2.0)
-    told = [str(each) for each in (first, *others)]
-    assert sum("process 0 already runs on" in each for each in told) == 1, told
-    assert sum("so 1 on" in each and "is one too many" in each for each in told) == 1, told
-    missing = [each for each in told if "process 2 of 3 did not join" in each]
+
+    messages = [str(message) for message in (first, *others)]
+    assert sum("process 0 already runs on" in message for message in messages) == 1, messages
+    assert (
+        sum("so 1 on" in message and "is one too many" in message for message in messages) == 1
+    ), messages
+
+    missing = [message for message in messages if "process 2 of 3 did not join" in message]
     assert len(missing) == 2, "those that have come end together"
 
 
 @pytest.mark.slow
 def test_processes_with_different_world_sizes_are_refused(joined: Joined) -> None:
-    told = [str(each) for each in joined(World(0, 2), World(1, 3), seconds=2.0)]
-    assert f"process 1 on {HOST} is one of 3, 0 on {HOST} is one of 2" in told[1]
+    messages = [str(result) for result in joined(World(0, 2), World(1, 3), seconds=2.0)]
+    assert f"process 1 on {HOST} is one of 3, 0 on {HOST} is one of 2" in messages[1]
 
 
 def test_single_machine_run_listens_on_loopback_only(
@@ -289,7 +311,9 @@ def test_single_machine_run_listens_on_loopback_only(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")  # as torchrun may name an address of the network
     _, second = both(joined(World(0, 2, 0, 2), World(1, 2, 1, 2)))
+
     address, port = second.links.by_rank[0].connection.getpeername()
+
     assert address == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
@@ -318,6 +342,7 @@ def test_process_that_ends_itself_is_not_killed_during_a_long_write(joined: Join
 def test_connection_without_the_key_is_ignored(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     port = second.links.by_rank[0].connection.getpeername()[1]
+
     for content in (
         b"GET / HTTP/1.1\n\n",
         b"{}\n",
@@ -328,6 +353,7 @@ def test_connection_without_the_key_is_ignored(joined: Joined) -> None:
             stranger.settimeout(0.2)
             with suppress(OSError):
                 assert not stranger.recv(1), "an answer would hold the key of the run"
+
     assert first.wait_for_verdict(0.5) is None
     assert list(first.links.by_rank) == [1]
 
@@ -337,6 +363,7 @@ def test_unreachable_address_and_port_in_use_are_reported(monkeypatch: pytest.Mo
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
+
     with pytest.raises(
         UserError,
         match=f"MASTER_ADDR: process 1 on {HOST} cannot reach process 0 at 127.0.0.1:{port}",

@@ -147,7 +147,9 @@ def test_raw_webhook_receives_messages_in_order_with_the_token(
         step(2),
         StateChanged("finished", 2, 2, "done"),
     ]
+
     deliver(hook(receiver.url, auth_token="open sesame"), tmp_path, *events)
+
     assert receiver.types == ["training.status"] * 4 + ["lifecycle.stage"]
     assert [payload["data"]["status"] for payload in receiver.payloads[:4]] == ["running"] * 3 + [
         "completed"
@@ -165,7 +167,9 @@ def test_messages_below_log_level_are_not_sent(
     receiver: Receiver, tmp_path: Path, level: str, wanted: list[str]
 ) -> None:
     events = [Notice("hot", warning=True), Notice("warm"), StateChanged("failed", 1, 2, "broken")]
+
     deliver(hook(receiver.url, log_level=level), tmp_path, *events)
+
     assert sorted(receiver.types) == wanted
 
 
@@ -174,19 +178,21 @@ def test_raw_webhook_embeds_pictures_and_clips(
     receiver: Receiver, folder: Path, images: str
 ) -> None:
     gone = MediaRecord(4, "bird", "", "validation_images/gone.png", 64, 32)
-    shown = [
+    events = [
         MediaRendered(PICTURE),
         PreviewGrew(PICTURE, 5, 20, 750.0),
         MediaRendered(CLIP),
         MediaRendered(gone),
     ]
-    deliver(hook(receiver.url), folder, *shown, images=images)
+    deliver(hook(receiver.url), folder, *events, images=images)
     picture, growing, clip, lost = receiver.payloads
     head = "data:image/png;base64,"
+
     data = picture["images"][0]
     assert data.startswith(head) == (images == "data_uri")
     assert base64.b64decode(data.removeprefix(head)) == (folder / PICTURE.path).read_bytes()
     assert growing["images"] == picture["images"]
+
     video = clip["videos"][0]
     assert video["mime_type"] == "video/mp4"
     assert base64.b64decode(video["src"].partition(",")[2]) == (folder / CLIP.path).read_bytes()
@@ -222,6 +228,7 @@ def test_discord_receives_a_form_with_the_preview_file(receiver: Receiver, folde
         .decode()
         .startswith("`(birds)` Validation image for `bird`\nValidation prompt: @everyone")
     )
+
     settings = json.loads(fields["payload_json"])
     assert settings == {"content": fields["content"].decode(), "allowed_mentions": {"parse": []}}
     assert fields["file0"] == (folder / PICTURE.path).read_bytes()
@@ -234,7 +241,9 @@ def test_discord_receives_a_still_of_a_large_clip(
     monkeypatch.setattr(webhooks, "LARGEST_FILE", 10)
     long = MediaRecord(4, "bird", "x" * 3000, CLIP.path, 64, 32)
     deliver(hook(receiver.url, "discord"), folder, MediaRendered(long))
+
     fields = fields_of(receiver)
+
     assert len(fields["content"].decode()) == LONGEST_TEXT
     assert Image.open(io.BytesIO(fields["file0"])).size == (64, 32)
 
@@ -251,13 +260,16 @@ def test_redirects_are_reported_and_not_followed(
         receiver.location = target.url.replace("127.0.0.1", host)
         deliver(hook(receiver.url, auth_token="open sesame"), tmp_path, Notice("hello"))
         assert target.got == []
-    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     place = receiver.location.removesuffix(SECRET_PATH)
     error = (
         f"The webhook at 127.0.0.1 returned status {status}: it redirects to {place}/, where "
         "nothing is sent."
     )
-    assert told == ([f"{error} Change webhook_config if that is right."] if status != 303 else [])
+
+    assert messages == (
+        [f"{error} Change webhook_config if that is right."] if status != 303 else []
+    )
 
 
 def test_final_message_reaches_a_slow_receiver(
@@ -282,8 +294,11 @@ def test_refusal_is_logged_once_a_minute_without_the_address(
     receiver.status = 500
     deliver(hook(receiver.url), tmp_path, *(Notice(str(number)) for number in range(4)))
     assert len(receiver.got) == 4
-    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert told == ["The webhook at 127.0.0.1 returned status 500."]
+
+    messages = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
+    assert messages == ["The webhook at 127.0.0.1 returned status 500."]
 
 
 def test_unreachable_receiver_is_logged_once(
@@ -292,7 +307,9 @@ def test_unreachable_receiver_is_logged_once(
     gone = Receiver(f"http://127.0.0.1:{free_port()}")
     caplog.set_level(logging.DEBUG, "simpletuner")
     deliver(hook(gone.url), tmp_path, Notice("hello"), Notice("is anybody there?"))
+
     records = [record for record in caplog.records if record.name.startswith("simpletuner")]
+
     assert {record.getMessage() for record in records} == {
         "The webhook at 127.0.0.1 could not be reached: ConnectError"
     }
@@ -309,9 +326,11 @@ def test_deliveries_load_the_certificates_once(
     )
     hook = Hook("raw", callback_url=f"http://127.0.0.1:{free_port()}/")
     deliveries = [Delivery(hook, Payloads(), tmp_path) for _ in range(20)]
+
     for delivery in deliveries:
         delivery(Notice("hello", warning=True))
         delivery.finish(time.monotonic() + PATIENCE)
+
     assert len(loaded) <= 1
 
 
@@ -344,7 +363,9 @@ def test_full_queue_drops_progress_before_important_messages() -> None:
     put(*(Evaluated(number, {"loss/val/a": 0.5}) for number in range(70)))
     put(StateChanged("failed", 200, 1000, "broken"))
     outbox.close()
+
     left = list(iter(outbox.take, None))
+
     assert len(left) == WAITING
     assert [message["type"] for message in left].count("training.metric") == WAITING - 3
     assert {"training.checkpoint", "error"} < {message["type"] for message in left}
@@ -384,6 +405,7 @@ def test_plan_refuses_invalid_webhook_settings(
 ) -> None:
     workspace.path("hooks.json").write_text("[{]")
     workspace.write_config(webhook_config=value)
+
     assert workspace.run("plan") == 2
     assert complaint in capsys.readouterr().err
 
@@ -395,6 +417,7 @@ def test_plan_refuses_an_environment_flag_that_is_not_boolean(
     workspace.write_config(
         webhook_config={"webhook_type": "raw", "callback_url": "https://example.org/"}
     )
+
     assert workspace.run("plan") == 2
     assert "SIMPLETUNER_SSL_NO_VERIFY: 'maybe' is not true or false." in capsys.readouterr().err
 
@@ -412,15 +435,17 @@ def test_unset_variable_warns_in_plan_and_fails_in_training(
     workspace.write_config(
         webhook_config="hooks.json" if in_file else target, model_card_note="{env:NO_SUCH_KEY}"
     )
-    told = "needs the environment variable NO_SUCH_{}, which is not set"
+    reason = "needs the environment variable NO_SUCH_{}, which is not set"
+
     assert workspace.run("plan") == 0
-    shown = capsys.readouterr().out
-    assert f"webhook_config: {told.format('HOOK')}; training will need it" in shown
-    assert f"model_card_note: {told.format('KEY')}; training will need it" in shown
+    output = capsys.readouterr().out
+    assert f"webhook_config: {reason.format('HOOK')}; training will need it" in output
+    assert f"model_card_note: {reason.format('KEY')}; training will need it" in output
+
     assert workspace.run("train") == 2
-    refused = capsys.readouterr().err
-    assert f"error: webhook_config: {told.format('HOOK')}." in refused
-    assert f"error: model_card_note: {told.format('KEY')}." in refused
+    errors = capsys.readouterr().err
+    assert f"error: webhook_config: {reason.format('HOOK')}." in errors
+    assert f"error: model_card_note: {reason.format('KEY')}." in errors
     assert not workspace.path("output").exists()
 
 
@@ -436,11 +461,12 @@ def test_plan_shows_only_the_host_of_a_webhook(
     ]
     workspace.path("hooks.json").write_text(json.dumps(hooks))
     workspace.write_config(webhook_config="hooks.json")
+
     assert workspace.run("plan") == 0
-    told = capsys.readouterr().out
-    assert "Events are sent to a raw webhook at example.org, info and above" in told
-    assert "the certificate of example.org is not checked" in told
-    assert SECRET_PATH not in told
+    output = capsys.readouterr().out
+    assert "Events are sent to a raw webhook at example.org, info and above" in output
+    assert "the certificate of example.org is not checked" in output
+    assert SECRET_PATH not in output
 
 
 def test_webhook_receives_a_run_from_start_to_end(
@@ -450,13 +476,16 @@ def test_webhook_receives_a_run_from_start_to_end(
     monkeypatch.setenv("SIMPLETUNER_JOB_ID", "job-7")
     target = {"webhook_type": "raw", "callback_url": receiver.url}
     workspace.write_config(webhook_config=target, max_train_steps=2, **PREVIEWED)
+
     assert workspace.run("train") == 0
+
     statuses = [
         payload["data"]["status"]
         for payload in receiver.payloads
         if payload["type"] == "training.status"
     ]
     assert statuses == ["starting", "running", "running", "running", "completed"]
+
     keys = {
         payload["stage"]["key"]
         for payload in receiver.payloads
@@ -474,6 +503,7 @@ def test_webhook_receives_a_run_from_start_to_end(
         for payload in receiver.payloads
         if payload["type"] == "training.validation"
     )
+
     logged = read_events(workspace.path("output/events.jsonl"))
     assert [event["type"] for event in logged if event["type"] != "lifecycle.stage"] == [
         kind for kind in receiver.types if kind != "lifecycle.stage"

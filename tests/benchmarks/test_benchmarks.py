@@ -58,8 +58,10 @@ def test_benchmark_runs_at_a_small_size(
     file = tmp_path / "ratios.json"
     words = SMALLEST[name].split()
     monkeypatch.setattr(sys, "argv", [name, "--rounds", "1", "--json", str(file), *words])
+
     importlib.import_module(f"benchmarks.{name}").main()
     ratios = json.loads(file.read_text())["ratios"]
+
     assert ratios
     assert all(len(ratio["rounds"]) >= 1 and min(ratio["rounds"]) >= 0 for ratio in ratios)
     assert ratios[0]["name"] in capsys.readouterr().out
@@ -71,6 +73,7 @@ def test_startup_benchmark_times_a_folder_that_can_be_planned(
     monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path)])
     exec(startup.MAKE_FOLDER, {})
     folders = {command.folder for command in startup.commands(tmp_path).values()}
+
     assert Workspace(tmp_path / "run").run("plan") == 0
     assert tmp_path / "run" in folders
 
@@ -83,7 +86,9 @@ def test_generated_benchmark_files_are_all_cached(
     )
     pictures = workspace.path("datasets/pictures")
     many_files.add_pictures(pictures, 0, many_files.FEW)
+
     assert workspace.run("cache", "fill") == 0
+
     many_files.add_pictures(pictures, many_files.FEW, many_files.FEW + 4)
     with workspace.inside():
         many_files.copy_entries()
@@ -115,8 +120,10 @@ def test_real_size_benchmark_writes_loads_and_measures(
     ]
     words += ["--sparse"] if "disk" in kind else []
     monkeypatch.setattr(sys, "argv", ["real_size", *words])
+
     real_size.main()
     assert len(list((tmp_path / "tiny-video" / "transformer").glob("*.safetensors"))) > 1
+
     ratios = json.loads(file.read_text())["ratios"]
     assert [ratio["median"] > 0 for ratio in ratios] == [True, True]
     assert "packed weights" in capsys.readouterr().out
@@ -126,5 +133,6 @@ def test_a_missing_package_of_the_dev_extra_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "skimage", None)
     for module in ("tests.tools.pictures", "tests.tools.clips", "benchmarks.chain"):
         monkeypatch.delitem(sys.modules, module, raising=False)
+
     with pytest.raises(SystemExit, match=r"skimage.*dev"):
         importlib.import_module("benchmarks.chain")

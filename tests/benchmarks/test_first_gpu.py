@@ -32,6 +32,7 @@ NEED_CUDA = {"pcie", "attention"}
 def test_section_gives_numbers_or_a_reason(name: str) -> None:
     function, limit = SECTIONS[name]
     assert limit <= 180
+
     if name in NEED_CUDA:
         with pytest.raises(SkippedError, match="needs CUDA"):
             list(function(CPU))
@@ -65,9 +66,11 @@ def test_first_gpu_runs_all_sections_in_one_command(
         "20",
     ]
     monkeypatch.setattr(sys, "argv", ["first_gpu", *flags])
+
     with pytest.raises(SystemExit) as ended:
         first_gpu.main()
     assert ended.value.code == 0
+
     content = json.loads(path.read_text())
     assert content["environment"]["device"] == "cpu"
     assert {name: result["state"] for name, result in content["sections"].items()} == {
@@ -78,6 +81,7 @@ def test_first_gpu_runs_all_sections_in_one_command(
 
 def test_suspects_name_keys_that_exist() -> None:
     named = {key for text in SUSPECTS.values() for key in re.findall(r"`(\w+): \w+`", text)}
+
     assert named
     assert named <= all_options().keys()
 
@@ -96,9 +100,11 @@ def test_section_that_cannot_run_here_reports_the_reason(
         "pcie", argparse.Namespace(device="cpu", size="tiny")
     )
     assert [python, module, name] == [sys.executable, "-m", first_gpu.__name__]
+
     with forked_commands(tmp_path, first_gpu.main) as program:
         result = ended(*program[1:], *words)
     assert (result["state"], result["lines"]) == ("skipped", [])
+
     first_gpu.show_section("pcie", result)
     assert "needs CUDA" in capsys.readouterr().out
 
@@ -113,20 +119,22 @@ def test_numbers_measured_before_a_timeout_are_kept(
 ) -> None:
     """Even where a compiler that it started lives on with its output."""
     line = json.dumps(vars(Line("first", 1.0, "s")))
-    said = tmp_path / "said"
-    script = f"echo '{line}'; sleep 3600 & echo '{{\"cut'; touch {said}; wait"
+    has_written = tmp_path / "said"
+    script = f"echo '{line}'; sleep 3600 & echo '{{\"cut'; touch {has_written}; wait"
     popen = subprocess.Popen
 
     def start(words: Any, **more: Any) -> Any:
         process = popen(["sh", "-c", script], **more)
-        while not said.exists():
+        while not has_written.exists():
             time.sleep(0.01)
         return process
 
     monkeypatch.setattr(first_gpu.subprocess, "Popen", start)
+
     result = first_gpu.result_of(partial(first_gpu.run_process, ["peaks"]), 0.2)
+
     assert (result["state"], result["reason"]) == ("failed", "took longer than 0 s")
-    assert [each["name"] for each in result["lines"]] == ["first"]
+    assert [measured["name"] for measured in result["lines"]] == ["first"]
 
 
 def test_failing_section_does_not_stop_the_others(
@@ -141,6 +149,7 @@ def test_failing_section_does_not_stop_the_others(
     options = argparse.Namespace(
         device="cpu", size="tiny", only=None, json=tmp_path / "cpu.json", minutes=60.0, patience=1.0
     )
+
     assert first_gpu.run_all(options) == 1
     written = json.loads(options.json.read_text())["sections"]
     assert [name for name, result in written.items() if result["state"] == "failed"] == ["step"]
@@ -167,20 +176,25 @@ def test_next_run_measures_the_remaining_sections(
     options = argparse.Namespace(
         device="cpu", size="tiny", only=None, json=tmp_path / "x", minutes=5.0, patience=1.0
     )
+
     assert first_gpu.run_all(options) == 1
     assert ran == ["sparse", "peaks", "step", "attention", "products", "pcie"], (
         "shorter ones fill the time"
     )
+
     left = [name for name in SECTIONS if name not in ran]
     assert f"the same command runs what is left: {', '.join(left)}\n" in capsys.readouterr().out
+
     options.minutes = 60.0
     states["step"] = "done"
     assert first_gpu.run_all(options) == 0
     assert ran[6:] == [*left, "step"]
+
     options.only = ["vae"]
     assert first_gpu.run_all(options) == 0
     assert ran[-1] == "vae"
     assert json.loads(options.json.read_text())["sections"].keys() == SECTIONS.keys()
+
     options.only = None
     options.size = "real"
     first_gpu.run_all(options)
@@ -197,6 +211,7 @@ def test_a_device_has_a_file_name() -> None:
 def test_real_sizes_weigh_what_the_models_weigh(size: str) -> None:
     model = hollow_transformer(size)
     assert all(parameter.is_meta for parameter in model.parameters())
+
     weight = sum(
         parameter.numel() * dtype_of(model, name, torch.bfloat16).itemsize
         for name, parameter in model.named_parameters()
@@ -220,6 +235,7 @@ def test_random_models_are_alive_and_the_same_each_time(size: str) -> None:
         torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
     )
     assert all(parameter.any() for parameter in first.parameters())
+
     kept = {
         name for name, parameter in first.named_parameters() if parameter.dtype == torch.float32
     }

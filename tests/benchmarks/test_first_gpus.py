@@ -47,16 +47,19 @@ def test_first_gpus_measures_two_processes_in_one_command(
         json=tmp_path / "results" / "2xcpu.json",
         minutes=30.0,
     )
+
     assert first_gpus.run_all(options) == 0, capsys.readouterr().out
     group = json.loads(options.json.read_text())["groups"][f"{SHARDED}, 2 processes"]
     assert group["state"] == "done"
+
     lines = {line["name"]: line for line in group["lines"]}
     sent = lines["tensors sent in a step by a process / ring limit"]
     assert sent["unit"] == "bar 1.05: ok", sent
     assert lines["agreements in a step"]["value"] == 3
     assert all(line["value"] > 0 for line in lines.values())
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in lines)
+
+    output = capsys.readouterr().out
+    assert all(name in output for name in lines)
 
 
 def work(place: World, words: list[str], folder: Path, port: int) -> None:
@@ -84,10 +87,12 @@ def alone() -> Iterator[None]:
 def test_what_ddp_sends_is_counted(alone: None) -> None:
     """As the rings of four processes send it."""
     model = DistributedDataParallel(nn.Linear(8, 4, bias=False))
+
     with Sent(4) as sent:
         model(torch.zeros(1, 8)).sum().backward()
         sent.kind = "control"
         distributed.all_gather([torch.zeros(3)], torch.zeros(3))
+
     assert sent.total("tensors") == 2 * 3 / 4 * 8 * 4 * 4
     assert sent.total("control") == 3 / 4 * 3 * 4
     assert set(sent.bytes) == {("tensors", "allreduce_"), ("control", "allgather_")}
@@ -106,6 +111,7 @@ def test_speed_ups_are_relative_to_one_process() -> None:
             {"name": first_gpus.STRONG, "value": 2.5},
         ]
     }
+
     assert [line["value"] for line in first_gpus.speed_ups(four, alone, 4)] == [3.2, 3.2]
     assert first_gpus.speed_ups(four, {"lines": []}, 4) == []
     assert first_gpus.speed_ups(alone, alone, 1) == []
@@ -157,8 +163,10 @@ def test_processes_end_when_their_launcher_is_killed() -> None:
             os._exit(0)
         time.sleep(3600)
         os._exit(0)
+
     os.close(write)
     assert os.read(read, 1) == b"."
+
     os.kill(launcher, 9)
     os.waitpid(launcher, 0)
     assert os.read(read, 1) == b"", (

@@ -82,11 +82,11 @@ def _repeat(first: Path) -> None:
         first.with_name(f"{number}{first.suffix}").write_bytes(first.read_bytes())
 
 
-def excerpt(command: str, shown: str) -> str:
+def excerpt(command: str, sample: str) -> str:
     """Of what a command prints now, the part of which `shown` is an earlier form."""
     lines = "".join(printed(*shlex.split(command)[1:])).splitlines()
     first, last = (
-        re.escape(line.split()[0]) for line in (shown.splitlines()[0], shown.splitlines()[-1])
+        re.escape(line.split()[0]) for line in (sample.splitlines()[0], sample.splitlines()[-1])
     )
     begin = next(number for number, line in enumerate(lines) if re.match(rf" *{first}", line))
     end = max(number for number, line in enumerate(lines) if re.match(rf" *{last}", line))

@@ -48,18 +48,18 @@ REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
 def blocks(language: str) -> list[Any]:
     """Every fenced block of a language, with a name for the test's output."""
-    found = []
+    parameters = []
     for page in (page for page in PAGES if page.parent.name not in LANGUAGES):
         texts = [
             text
             for kind, text in FENCE.findall(page.read_text(encoding="utf-8"))
             if kind == language
         ]
-        found += [
+        parameters += [
             pytest.param(text, id=f"{page.name}-{number}")
             for number, text in enumerate(texts, start=1)
         ]
-    return found
+    return parameters
 
 
 def without_code(page: Path) -> str:
@@ -69,7 +69,10 @@ def without_code(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """The anchors that a page's headings get: lower case, signs dropped, spaces as dashes."""
     headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
-    kept = ("".join(each for each in heading.lower() if is_kept(each)) for heading in headings)
+    kept = (
+        "".join(character for character in heading.lower() if is_kept(character))
+        for heading in headings
+    )
     return {name.strip().replace(" ", "-") for name in kept}
 
 
@@ -80,7 +83,9 @@ def is_kept(character: str) -> bool:
 def test_the_architecture_page_places_every_module_of_data() -> None:
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = page.partition("### Inside data/")[2].partition("\n#")[0]
+
     modules = {path.stem for path in (ROOT / "simpletuner" / "data").glob("[a-z]*.py")}
+
     assert set(re.findall(r"`(\w+)`", section)) == modules
 
 
@@ -94,6 +99,7 @@ def test_json_blocks_of_the_docs_load(
     path.write_text(text, encoding="utf-8")
     content = json.loads(text)
     problems = Problems()
+
     if isinstance(content, list):
         entries = read_datasets(
             path, problems, placeholders={"model_family": "kandinsky5-image", "output_dir": "out"}
@@ -110,6 +116,7 @@ def test_json_blocks_of_the_docs_load(
         problems += found_by(check_lycoris, file, {}, quantised=False)
     else:
         assert [name for name, _ in read_library(path, problems)] == list(content)
+
     assert problems == []
 
 
@@ -153,6 +160,7 @@ def test_files_and_tests_named_in_the_docs_exist(page: Path) -> None:
     assert {
         name for name in files if not any(path.endswith(f"/{name}") for path in sources())
     } == set()
+
     tests = set(re.findall(r"`(?:Test\w+\.)?(test_\w+)`", text))
     assert {
         name for name in tests if not any(f"def {name}(" in source for source in sources().values())
@@ -165,10 +173,13 @@ def test_dataloader_page_documents_every_key() -> None:
     """
     page = (ROOT / "docs" / "DATALOADER.md").read_text(encoding="utf-8")
     keys = set(DatasetConfig.model_fields)
+
     not_built = {"conditioning_image_embeds", "compress_cache"}
     assert {key for key in keys - not_built if f"`{key}`" not in page} == set()
+
     clip_keys = set(re.findall(r"^\| `video\.(\w+)`", page, re.MULTILINE))
     assert clip_keys == set(VideoConfig.model_fields)
+
     tables = re.findall(
         r"^\| (`[^|]*`[^|]*)\|", page.partition("## caption_strategy")[0], re.MULTILINE
     )
@@ -181,6 +192,7 @@ def test_documented_example_sizes_are_current() -> None:
     page = (ROOT / "docs" / "DATALOADER.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(pixel_area|pixel)` (\d+) \| (.*)$", page, re.MULTILINE)
     assert len(rows) == 4
+
     for kind, resolution, rest in rows:
         sources, *cells = [cell.strip() for cell in rest.strip("| ").split("|")]
         ratios = [ratio_of(source) for source in sources.removeprefix("ar ").split(" · ")]
@@ -210,7 +222,9 @@ def test_python_blocks_of_the_docs_run(
     workspace = Workspace.create(
         tmp_path, t2i_checkpoint, output_dir="output/my-lora", max_train_steps=1
     )
+
     assert workspace.train() == 0
+
     text = re.sub(r'"kandinskylab/[^"]*"', repr(str(t2i_checkpoint)), text)
     text = re.sub(r"num_inference_steps=\d+", "num_inference_steps=1", text)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -339,6 +353,7 @@ def test_file_tree_has_a_line_for_every_room() -> None:
     section = page.partition("## The tree")[2]
     lines = [line.split()[0] for line in section.split("```")[1].splitlines() if line.strip()]
     package = ROOT / "simpletuner"
+
     rooms = {
         f"{path.name}/"
         for path in package.iterdir()
@@ -349,6 +364,7 @@ def test_file_tree_has_a_line_for_every_room() -> None:
         for path in package.glob("*.py")
         if path.read_text(encoding="utf-8").count("\n") > 10
     }
+
     assert rooms | files <= set(lines)
 
 
@@ -361,11 +377,13 @@ def test_file_tree_names_only_existing_files() -> None:
         f"{path.name}/" if path.is_dir() else path.name
         for path in (ROOT / "simpletuner").rglob("*")
     }
+
     existing |= {
         f"{path.name}/"
         for folder in ("docs", "tests", "scripts")
         for path in (ROOT / folder).iterdir()
     }
+
     assert len(names) > 50
     assert [name for name in names if name not in existing] == []
 
@@ -389,12 +407,13 @@ def test_substituted_guide_commands_occur_in_the_guides() -> None:
     """`hf` came in place of `huggingface-cli`, and may change once more."""
     commands = re.findall(r"`(hf [a-z ]+)`", " ".join(changed_commands().values()))
     assert commands == ["hf auth login", "hf download"]
+
     for command in commands:
         hf = [sys.executable, "-m", "huggingface_hub.cli.hf"]
-        told = subprocess.run(
+        help_text = subprocess.run(
             [*hf, *command.split()[1:], "--help"], capture_output=True, text=True, check=True
         ).stdout
-    assert {"--repo-type", "--local-dir"} <= set(re.findall(r"--[a-z-]+", told)), (
+    assert {"--repo-type", "--local-dir"} <= set(re.findall(r"--[a-z-]+", help_text)), (
         "as the guides write them"
     )
 

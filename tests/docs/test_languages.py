@@ -22,7 +22,9 @@ def read(page: Path, language: str = "") -> str:
 @pytest.mark.parametrize(("page", "language"), PAGES)
 def test_translated_commands_match_the_english_page(page: Path, language: str) -> None:
     text = read(page, language)
+
     english = read(page)
+
     assert [block[0] for block in FENCE.finditer(text)] == [
         block[0] for block in FENCE.finditer(english)
     ]
@@ -35,7 +37,9 @@ def test_translated_sections_are_complete(page: Path, language: str) -> None:
     tables.
     """
     text = FENCE.sub("", read(page, language))
+
     english = FENCE.sub("", read(page))
+
     assert re.findall(r"^#+ ", text, re.MULTILINE) == re.findall(r"^#+ ", english, re.MULTILINE)
     assert len(re.findall(r"^\|", text, re.MULTILINE)) == len(
         re.findall(r"^\|", english, re.MULTILINE)

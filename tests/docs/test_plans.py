@@ -49,13 +49,14 @@ def test_documented_plans_are_current(
 
 
 @pytest.mark.parametrize(
-    ("command", "shown"), SAMPLE.findall((DOCS / "MEMORY.md").read_text(encoding="utf-8"))
+    ("command", "sample"), SAMPLE.findall((DOCS / "MEMORY.md").read_text(encoding="utf-8"))
 )
 def test_memory_page_commands_work_without_files(
-    command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, sample: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert excerpt(command, shown) == shown
+
+    assert excerpt(command, sample) == sample
     assert [*tmp_path.iterdir()] == []
 
 
@@ -130,6 +131,7 @@ def test_lora_only_command_for_a_full_fine_tune_suggests_what_fits(
     monkeypatch.chdir(files)
     output, errors = printed(*SANA_IN_FULL, *wrong, "--device-memory", "24")
     assert output == ""
+
     [error] = [line for line in errors.splitlines() if line.startswith("error: ")]
     key = wrong[0].partition("=")[0]
     written = {"enable_group_offload": "false", "base_model_precision": "no_change"}[key]
@@ -138,6 +140,7 @@ def test_lora_only_command_for_a_full_fine_tune_suggests_what_fits(
         error,
     )
     assert fits
+
     then = plan(*SANA_IN_FULL[1:], f"{key}={written}", "offload=auto", "--device-memory", "24")
     assert then["ok"]
     assert fits[1] == f"{max(phase['device'] for phase in then['memory']) / 1e9:.1f}"
@@ -153,6 +156,7 @@ def test_plan_without_a_gpu_estimates_no_gpu_time(
 def test_lite_fits_13_gb_as_documented(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     tips = [*GROUP_OFFLOAD, "offload_during_startup=true", "offload=auto", "--device-memory", "13"]
+
     assert plan("example=kandinsky5-video-lite-lora", "validation_resolution=512x768", *tips)["ok"]
 
 
@@ -165,11 +169,13 @@ def test_documented_preview_counts_include_weights(
         "validation_step_interval=250",
         "num_eval_images=3",
     ]
+
     example += ["use_ema=true"]
     assert ": validation, 3 clips a round" in printed("plan", *example)[0], (
         "the average alone, unless told otherwise"
     )
     assert ", 6 clips a round" in printed("plan", *example, "ema_validation=comparison")[0]
+
     rounds = [plan(*example, f"num_eval_images={count}")["seconds"]["previews"] for count in (1, 3)]
     assert rounds[1] == pytest.approx(3 * rounds[0])
 
@@ -189,7 +195,7 @@ def test_documented_previews_cost_a_tenth_of_a_run(
 ) -> None:
     monkeypatch.chdir(files)
     for card, steps in (("h100", 1000), ("4090", 3000)):
-        found = plan(
+        seconds = plan(
             f"example={example}", "offload=auto", f"max_train_steps={steps}", "--device", card
         )["seconds"]
-        assert 0.04 < found["previews"] / (found["training"] + found["previews"]) <= 0.1
+        assert 0.04 < seconds["previews"] / (seconds["training"] + seconds["previews"]) <= 0.1

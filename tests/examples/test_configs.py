@@ -43,9 +43,10 @@ def test_example_without_files_lacks_only_the_users_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+
     assert main(["plan", f"example={name}"]) == 2
-    told, summary = capsys.readouterr().err.splitlines()
-    assert told.startswith(MISSING)
+    problem, summary = capsys.readouterr().err.splitlines()
+    assert problem.startswith(MISSING)
     assert summary.startswith("1 problem")
 
 
@@ -64,6 +65,7 @@ def test_example_with_files_is_planned_without_warnings(
             target.with_suffix(".txt").write_text("a clip")
         elif "instance_data_dir" in entry:
             workspace.add_pictures(entry["instance_data_dir"], 2, scale=16)
+
     assert main(["plan", f"example={name}"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -73,6 +75,7 @@ def test_example_with_files_is_planned_without_warnings(
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_in_the_order_of_the_schema_and_named_after_the_example(name: str) -> None:
     config = read(name)
+
     assert list(config) == [key for key in all_options() if key in config]
     assert config["output_dir"] == f"output/{name}"
     assert config["data_backend_config"] == f"config/examples/{name}/multidatabackend.json"
@@ -92,20 +95,27 @@ def test_every_kind_of_flavour_has_an_example() -> None:
             "-10s" in flavour and not is_pro,
         )
 
-    shown = {kind(config["model_family"], config["model_flavour"]) for config in map(read, NAMES)}
-    wanted = {
+    kinds_of_examples = {
+        kind(config["model_family"], config["model_flavour"]) for config in map(read, NAMES)
+    }
+
+    kinds_of_flavours = {
         kind(family, name) for family, spec in FAMILIES.items() for name in spec.flavour_names
     }
-    assert wanted == shown
+
+    assert kinds_of_flavours == kinds_of_examples
 
 
 def test_a_copy_is_ready_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+
     assert main(["examples", "list"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
     assert set(NAMES) < listed
+
     assert main(["examples", "copy", "sanavideo-lora"]) == 0
+
     assert main(["plan", "env=sanavideo-lora"]) == 2
     assert capsys.readouterr().err.startswith(MISSING)

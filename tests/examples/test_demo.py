@@ -57,12 +57,14 @@ def test_the_demo_learns_its_concept(tmp_path: Path) -> None:
     before = mean_shares(
         [output / "benchmarks" / "base_model" / f"{name}_96x96.png" for name in GLIMMERS]
     )
+
     after = mean_shares(
         [output / "validation_images" / f"step_300_{name}_0_96x96.png" for name in GLIMMERS]
     )
     for colour, earlier, later in zip(("purple", "yellow"), before, after, strict=True):
         assert later > 0.2, f"{colour}: {earlier:.2f} before, {later:.2f} after"
         assert later - earlier > 0.1, f"{colour}: {earlier:.2f} before, {later:.2f} after"
+
     for name, (_, _, bound) in CHANGES.items():
         base = output / "benchmarks" / "base_model" / f"{name}_96x96.png"
         assert (

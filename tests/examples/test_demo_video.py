@@ -54,10 +54,12 @@ def test_the_demo_learns_its_motion(tmp_path: Path) -> None:
         )
     output = tmp_path / "output" / "demo-video"
     last = output / "validation_images", "step_150_{}_0_64x64@17.mp4"
+
     after = [rise(path) for path in paths(*last, RIGHTWARDS + LEFTWARDS)]
     assert min(after) > 7, after
     for sign, names in ((1, RIGHTWARDS), (-1, LEFTWARDS)):
         assert all(sign * (path[-1, 0] - path[0, 0]) > 18 for path in paths(*last, names))
+
     straight, up = paths(*last, ("still_straight", "still_up"))
     assert abs(rise(straight)) < 7
     assert straight[-1, 0] - straight[0, 0] > 18

@@ -90,6 +90,7 @@ def test_gpu_step_matches_the_cpu(t2i_checkpoint: Path) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     results = [run(assembled(t2i_checkpoint, device, **PLAIN), batch) for device in ("cpu", "cuda")]
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
+
     start = assembled(t2i_checkpoint, "cpu", **PLAIN).parameters
     for name, weight in results[0][1].items():
         moved = (weight - start[name].detach().float()).norm()
@@ -116,8 +117,8 @@ def test_step_never_synchronises_before_the_losses_are_read(
 
     def micro_step(number: int) -> None:
         losses = Losses()
-        there = batch.to(GPU, non_blocking=True)
-        step.run_micro_step(assembly, there, number, 0, losses)
+        on_gpu = batch.to(GPU, non_blocking=True)
+        step.run_micro_step(assembly, on_gpu, number, 0, losses)
 
     micro_step(0)  # what is made once may wait: handles of libraries
     torch.cuda.synchronize()
@@ -132,12 +133,14 @@ def test_float16_trains_and_skips_a_step_that_overflows(t2i_checkpoint: Path) ->
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     assembly = assembled(t2i_checkpoint, mixed_precision="fp16", **PLAIN)
     assert assembly.scaler.is_enabled()
+
     before = {
         name: weight.detach().float().cpu().clone() for name, weight in assembly.parameters.items()
     }
     losses, after = run(assembly, batch)
     assert all(0 < loss < 100 for loss in losses)
     assert any(not torch.equal(before[name], after[name]) for name in after)
+
     assembly.scaler.update(2.0**100)
     _, skipped = run(assembly, batch, steps=1)
     assert all(torch.equal(after[name], skipped[name]) for name in after)
@@ -160,9 +163,11 @@ def test_streamed_weights_train_bit_for_bit_like_resident_ones(
     offload = {"enable_group_offload": True, "group_offload_use_stream": use_stream}
     resident = run(assembled(t2i_checkpoint, **settings), batch)
     streamed = assembled(t2i_checkpoint, **settings, **offload)
-    found = run(streamed, batch)
-    assert found[0] == resident[0]
-    assert all(torch.equal(found[1][name], weight) for name, weight in resident[1].items())
+
+    results = run(streamed, batch)
+    assert results[0] == resident[0]
+    assert all(torch.equal(results[1][name], weight) for name, weight in resident[1].items())
+
     loader: Any = Again(batch, "cuda")
     report = step.optimizer_step(streamed, loader, 3)
     assert report.weights_seconds is not None
@@ -174,17 +179,19 @@ def test_quantised_products_match_the_cpu(name: str, least: tuple[int, int]) -> 
     if torch.cuda.get_device_capability() < least:
         pytest.skip(f"needs compute capability {least}")
     results = []
+
     for device in ("cpu", "cuda"):
-        found = layer(name, dtype=torch.bfloat16).to(device)
+        module = layer(name, dtype=torch.bfloat16).to(device)
         inputs = draw(4, 9, 64, dtype=torch.bfloat16).detach().to(device).requires_grad_()
-        outputs = found(inputs)
+        outputs = module(inputs)
         gradient = draw(4, 9, 48, dtype=torch.bfloat16).detach().to(device)
         results.append(
             [
-                each.float().cpu()
-                for each in (outputs, *torch.autograd.grad(outputs, inputs, gradient))
+                tensor.float().cpu()
+                for tensor in (outputs, *torch.autograd.grad(outputs, inputs, gradient))
             ]
         )
+
     for one, other in zip(*results, strict=True):
         assert (one - other).norm() < 2**-8 * one.norm()
 
@@ -198,6 +205,7 @@ def test_deliberate_float32_uses_no_tf32() -> None:
     # pytest's monkeypatch cannot undo it
     allowed = products.allow_tf32
     products.allow_tf32 = True
+
     try:
         rounded, full = (
             (product(x, weight, None) - exact).norm() / exact.norm()
@@ -205,6 +213,7 @@ def test_deliberate_float32_uses_no_tf32() -> None:
         )
     finally:
         products.allow_tf32 = allowed
+
     assert full < 1e-6 < 1e-4 < rounded
 
 
@@ -237,7 +246,9 @@ def test_loader_returns_pinned_memory() -> None:
 def test_block_measurement_leaves_no_state_behind(tmp_path: Path) -> None:
     before = torch.cuda.get_rng_state()
     allocated = torch.cuda.memory_allocated()
+
     rates = device_rates(tmp_path, GPU, torch.bfloat16)
+
     assert rates is not None
     assert rates == read_rates(tmp_path)
     assert rates.matmul_flops > 1e12
