@@ -1,6 +1,4 @@
-"""`simpletuner convert`: what another program computes with the written file is what was
-trained.
-"""
+"""`simpletuner convert`: another program computes with the converted file what was trained."""
 
 from __future__ import annotations
 

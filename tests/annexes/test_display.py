@@ -1,6 +1,4 @@
-"""Displays: throttled lines in files, a terminal that is left in order, and the choice between
-them.
-"""
+"""Displays: few lines in a file, a live panel that leaves the terminal in order, and the choice."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from simpletuner.reporting.events import (
     PREVIEWS,
     SAVING,
     CheckpointSaved,
+    Event,
     EventStream,
     PhaseEnded,
     PhaseStarted,
@@ -62,14 +61,14 @@ def running(total_steps: int, start_step: int = 0) -> StateChanged:
 
 def test_a_run_of_300_steps_prints_about_30_lines() -> None:
     stream = io.StringIO()
+
     with closing(PlainDisplay(stream, Clock())) as display:
         display(running(300))
         for step in range(1, 301):
             display(report(step))
+
     lines = stream.getvalue().splitlines()
-
     steps = [line for line in lines if line.startswith("step ")]
-
     assert 28 <= len(steps) <= 33
     assert steps[0].startswith("step 1/300  epoch 1/4  loss 1.0000  lr 1.00e-04  0.50 s/step")
     assert steps[-1].endswith("3.2 GB  compute 100 %, waiting for data 0 %")
@@ -87,15 +86,17 @@ def test_slow_steps_are_printed_at_least_every_minute() -> None:
         time.time += 31
         display(report(step, 31))
 
-    assert len([line for line in stream.getvalue().splitlines() if line.startswith("step ")]) == 5
+    lines = stream.getvalue().splitlines()
+    # Every second of the ten steps: one step of 31 s is less than a minute.
+    assert len([line for line in lines if line.startswith("step ")]) == 5
 
 
 def test_a_quick_phase_prints_one_line() -> None:
     stream = io.StringIO()
 
-    with EventStream(PlainDisplay(stream, Clock())).phase(
-        "Encoding captions", total=1200, unit="captions"
-    ) as phase:
+    events = EventStream(PlainDisplay(stream, Clock()))
+
+    with events.phase("Encoding captions", total=1200, unit="captions") as phase:
         for _ in range(1200):
             phase.advance(note="bild.txt")
 
@@ -106,14 +107,15 @@ def test_a_slow_phase_prints_every_ten_seconds() -> None:
     stream = io.StringIO()
     time = Clock()
 
-    with EventStream(PlainDisplay(stream, time)).phase(
-        "Encoding pictures", total=200, unit="pictures"
-    ) as phase:
+    events = EventStream(PlainDisplay(stream, time))
+
+    with events.phase("Encoding pictures", total=200, unit="pictures") as phase:
         for index in range(200):
             time.time += 0.5
             phase.advance(note=f"चित्र {index}.png")
-    lines = stream.getvalue().splitlines()
 
+    lines = stream.getvalue().splitlines()
+    # 100 s make ten lines, and the phase ends with one.
     assert len(lines) == 11
     assert re.fullmatch(
         r"Encoding pictures: \d+/200 pictures \(\d+ %\) \(चित्र \d+\.png\)", lines[0]
@@ -190,14 +192,14 @@ def test_phase_without_a_total_shows_no_count() -> None:
     console = Console(file=stream, width=100)
 
     with closing(LiveDisplay(Terminal())) as display:
-        for phase in (PhaseStarted("Loading torch"), PhaseStarted("Encoding", 3, "captions")):
-            display.show(phase)
+        display.show(PhaseStarted("Loading torch"))
+        display.show(PhaseStarted("Encoding", 3, "captions"))
         console.print(display._bars)
-    first, second = stream.getvalue().splitlines()
 
-    assert "Loading torch" in first
-    assert "/" not in first
-    assert "0/3 captions (0 %)" in second
+    uncounted, counted = stream.getvalue().splitlines()
+    assert "Loading torch" in uncounted
+    assert "/" not in uncounted
+    assert "0/3 captions (0 %)" in counted
 
 
 def test_log_lines_appear_above_the_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +282,7 @@ def test_speed_line_shows_where_the_time_goes() -> None:
     pace.note(streamed)
     assert pace.speed == "compute 75 %, waiting for weights 20 %, waiting for data 5 %, MFU 38 %"
 
-    # A fast step in between counts for as long as it took: 2 s at .38 and 1 s at .76, the second a
-    # bit more.
+    # A mean over time, in which the past fades by 0.9 a step: 2 s at .38, then 1 s at .76.
     pace.note(replace(streamed, step=103, seconds=1.0, mfu=0.76))
     assert pace.mfu == pytest.approx((0.9 * 2 * 0.38 + 0.76) / (0.9 * 2 + 1))
 
@@ -302,7 +303,7 @@ def test_numbers_in_the_panel_fit_eighty_columns() -> None:
 
 
 class DeadTerminal(Terminal):
-    """Whoever read it is gone."""
+    """A terminal whose window is closed once `alive` is False."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,11 +323,12 @@ def test_closed_terminal_ends_the_display_but_not_the_run(
     terminal = DeadTerminal()
     steps: list[int] = []
 
+    def note_step(event: Event) -> None:
+        if isinstance(event, StepReport):
+            steps.append(event.step)
+
     with shown_events(terminal) as events:
-        events.subscribe(
-            "steps",
-            lambda event: steps.append(event.step) if isinstance(event, StepReport) else None,
-        )
+        events.subscribe("steps", note_step)
         events.publish(running(10))
         terminal.alive = False
         with events.phase("Rendering previews", 1) as phase:
@@ -338,20 +340,22 @@ def test_closed_terminal_ends_the_display_but_not_the_run(
 
 
 def test_durations_speeds_and_sizes_are_readable() -> None:
-    assert [clock_text(7.21), clock_text(45.2), clock_text(59.6), clock_text(245)] == [
-        "7.2 s",
-        "45 s",
-        "1:00",
-        "4:05",
-    ]
+    assert clock_text(7.21) == "7.2 s"
+    assert clock_text(45.2) == "45 s"
+    assert clock_text(59.6) == "1:00"
+    assert clock_text(245) == "4:05"
     assert clock_text(7209) == "2:00:09"
-    assert [pace_text(1.919), pace_text(0.0381)] == ["1.92 s/step", "0.038 s/step"]
-    assert [size_text(0), size_text(512), size_text(1536), size_text(12_240_656_794)] == [
-        "0 B",
-        "512 B",
-        "1.5 kB",
-        "12.2 GB",
-    ]
+
+    assert pace_text(1.919) == "1.92 s/step"
+    assert pace_text(0.0381) == "0.038 s/step"
+
+    assert size_text(0) == "0 B"
+    assert size_text(512) == "512 B"
+    assert size_text(1536) == "1.5 kB"
+    assert size_text(12_240_656_794) == "12.2 GB"
+
+
+def test_sparkline_draws_the_last_values_in_a_given_width() -> None:
     assert sparkline([1.0, 2.0, 3.0], 3) == "▁▅█"
     assert sparkline([], 8) == ""
     assert len(sparkline([float(x) for x in range(1000)], 32)) == 32

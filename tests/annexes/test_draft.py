@@ -1,6 +1,4 @@
-"""A configuration in the making, as the wizard and a page see it: judged at any time, never with an
-exception.
-"""
+"""An unfinished configuration, as the wizard and the page have it, can be judged at any time."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ def test_problems_are_listed_under_their_keys(tmp_path: Path) -> None:
         "validation_resolution": "1",
         "model_flavour": "t2i",
     }
-    by_key: dict[str, list[Problem]] = {}
 
+    by_key: dict[str, list[Problem]] = {}
     for problem in dict.fromkeys(Draft(tmp_path / "config.json", values).judgement.problems):
         by_key.setdefault(problem.where, []).append(problem)
 
@@ -45,7 +43,7 @@ def test_problems_are_listed_under_their_keys(tmp_path: Path) -> None:
 
 
 def test_draft_reads_the_environment_file_beside_its_config(tmp_path: Path) -> None:
-    """What lies beside config.json counts as it will in training, and has problems of its own."""
+    """As in training. Problems of that file are reported elsewhere, not in the draft."""
     (tmp_path / "config.env").write_text(
         "LORA_RANK=4\nSEED=7\nTRAINER_EXTRA_ARGS=--seed=9\nbroken\n"
     )
@@ -60,22 +58,26 @@ def test_missing_package_is_reported_for_the_value_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "bitsandbytes")
+
     problems = Draft(tmp_path / "config.json").weigh(
         "base_model_precision", {"base_model_precision": "nf4-bnb"}
     )
 
-    assert ["bitsandbytes" in problem.message for problem in problems if problem.fatal] == [True]
+    (fatal,) = [problem for problem in problems if problem.fatal]
+    assert "bitsandbytes" in fatal.message
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_value_of_any_key_makes_the_draft_raise(tmp_path: Path, family: str) -> None:
-    """Of each key, a family tries its share of the values: all pairs of key, value and family are
-    met. Those of the families' keys depend on both, so they are all tried."""
+    """The families share the values of a common key: each value is tried with one of them. What a
+    key of a family means depends on the family, so each family tries all values.
+    """
     turn = list(FAMILIES).index(family)
-    of_families = options_of(*family_groups())
+    keys_of_families = options_of(*family_groups())
     for number, key in enumerate(all_options()):
-        for value in (
-            JUNK if key in of_families else JUNK[(turn + number) % len(FAMILIES) :: len(FAMILIES)]
-        ):
-            judged = Draft(tmp_path / "config.json", {"model_family": family, key: value}).judgement
-            assert all(problem.message for problem in judged.problems), key
+        values = JUNK
+        if key not in keys_of_families:
+            values = JUNK[(turn + number) % len(FAMILIES) :: len(FAMILIES)]
+        for value in values:
+            draft = Draft(tmp_path / "config.json", {"model_family": family, key: value})
+            assert all(problem.message for problem in draft.judgement.problems), key

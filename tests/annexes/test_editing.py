@@ -1,6 +1,4 @@
-"""Captions are changed by those who have seen them, all at once only after a preview, and nothing
-is lost.
-"""
+"""Editing captions overwrites nothing unseen, previews changes of many files, and loses nothing."""
 
 from __future__ import annotations
 

@@ -435,27 +435,24 @@ def test_nothing_is_offloaded_under_cuda_graphs() -> None:
 
 
 def test_streaming_slows_short_steps_only() -> None:
-    """A picture of 4096 tokens does not hide the copies of its blocks, a clip does."""
-    for bucket, flavour, hidden in (
-        (PICTURE, "t2i-lite-sft", True),
-        (LITE, "t2v-lite-sft-5s", True),
-    ):
-        streamed = budget(gpu(80), bucket, flavour, **STREAMED)
-        plain = budget(gpu(80), bucket, flavour)
-        step = streamed.steps[0].cost
-        assert step.copying > 0
-        assert (step.seconds == plain.steps[0].cost.seconds) is hidden
+    """The compute of a clip hides the copies of its blocks, that of a small picture does not."""
+
+    def step_of(bucket: Bucket, flavour: str, **settings: Any) -> Any:
+        return budget(gpu(80), bucket, flavour, **settings).steps[0].cost
+
+    for bucket, flavour in ((PICTURE, "t2i-lite-sft"), (LITE, "t2v-lite-sft-5s")):
+        streamed = step_of(bucket, flavour, **STREAMED)
+        assert streamed.copying > 0
+        assert streamed.seconds == step_of(bucket, flavour).seconds
+
     small_picture = Bucket(512, 512, 1, 1, 1.0, 256)
-    short = budget(gpu(80), small_picture, "t2i-lite-sft", **STREAMED)
+    streamed = step_of(small_picture, "t2i-lite-sft", **STREAMED)
+    assert streamed.seconds == streamed.copying
 
-    step = short.steps[0].cost
-    assert step.seconds == step.copying
-
-    waited = budget(gpu(80), small_picture, "t2i-lite-sft", enable_group_offload=True).steps[0].cost
-    resident = budget(gpu(80), small_picture, "t2i-lite-sft").steps[0].cost
-    assert waited.seconds == pytest.approx(resident.seconds + waited.copying), (
-        "without a stream they take turns"
-    )
+    # Without a stream, copying and computing take turns.
+    waiting = step_of(small_picture, "t2i-lite-sft", enable_group_offload=True)
+    resident = step_of(small_picture, "t2i-lite-sft")
+    assert waiting.seconds == pytest.approx(resident.seconds + waiting.copying)
 
 
 def test_without_a_gpu_nothing_is_streamed() -> None:
@@ -468,10 +465,10 @@ def test_without_a_gpu_nothing_is_streamed() -> None:
 
 def test_previews_need_transformer_and_vae_unless_model_cpu_offload() -> None:
     peaks = []
-    for turns in (False, True):
-        phases = with_previews(budget(gpu(80), enable_model_cpu_offload=turns)).phases
-        peaks.append(next(phase.device for phase in phases if phase.name == "rendering previews"))
-    weights = 4.573e9
+    for takes_turns in (False, True):
+        run = with_previews(budget(gpu(80), enable_model_cpu_offload=takes_turns))
+        peaks.append(device_bytes(run, PREVIEWS))
+    weights = 4.573e9  # of the transformer, which leaves the device while the VAE decodes
 
     assert peaks[0] - peaks[1] == pytest.approx(weights, rel=0.01)
     assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"
@@ -481,19 +478,17 @@ def test_evaluation_needs_memory_without_gradients() -> None:
     training = budget(gpu(80))
     measuring = replace(training, workload=replace(training.workload, evaluated=[LITE]))
 
-    phases = {phase.name: phase.device for phase in measuring.phases}
-    assert phases["measuring the evaluation loss"] < max(phase.device for phase in training.phases)
+    training_peak = max(phase.device for phase in training.phases)
+    assert device_bytes(measuring, "measuring the evaluation loss") < training_peak
 
-    # A sweep trains nothing, and loads a LoRA for all of its phases.
+    # A sweep trains nothing, and holds a LoRA of 1 GB through all of its phases.
     sweep = replace(training, parts=replace(training.parts, trains=False, lora_bytes=10**9))
     alone = replace(sweep, workload=Workload([], [], False, [], 0.0, evaluated=[LITE]))
-    peak = next(
-        phase.device for phase in alone.phases if phase.name == "measuring the evaluation loss"
-    )
-    assert (
-        peak == alone.model.frozen_bytes + alone.model.sampling_bytes(alone.parts.load(LITE)) + 1e9
-    )
-    assert replace(alone, device=gpu(30)).fits != replace(alone, device=gpu(2)).fits
+    activations = alone.model.sampling_bytes(alone.parts.load(LITE))
+    sweep_peak = device_bytes(alone, "measuring the evaluation loss")
+    assert sweep_peak == alone.model.frozen_bytes + activations + 1e9
+    assert replace(alone, device=gpu(30)).fits
+    assert not replace(alone, device=gpu(2)).fits
 
 
 def test_auto_changes_nothing_that_fits() -> None:
@@ -636,11 +631,8 @@ def test_sampling_streams_blocks_before_tiling_the_vae() -> None:
 def test_tiled_previews_need_no_more_memory_than_training() -> None:
     for settings in ({}, STREAMED, {**STREAMED, "offload_block_inputs": True}):
         run = with_previews(budget(gpu(80), validation_decoding="tiles", **settings))
-        training, rendering = (
-            next(phase.device for phase in run.phases if phase.name.startswith(name))
-            for name in ("training", "render")
-        )
-        assert rendering <= training
+
+        assert device_bytes(run, PREVIEWS) <= device_bytes(run, "training")
 
 
 def test_smallest_change_for_previews_is_their_decoding() -> None:
@@ -653,10 +645,8 @@ def test_cudnn_workspace_is_counted_for_whole_clips_on_a_gpu() -> None:
     on_gpu = replace(before.parts, on_gpu=True)
 
     def rendering(parts: Parts, how: str, preview: Bucket = LITE) -> float:
-        run = replace(
-            with_previews(before, preview).under({"validation_decoding": how}, "test"), parts=parts
-        )
-        return next(phase.device for phase in run.phases if phase.name == PREVIEWS)
+        run = with_previews(before, preview).under({"validation_decoding": how}, "test")
+        return device_bytes(replace(run, parts=parts), PREVIEWS)
 
     decoding = 2 * VIDEO_COST.vae.decode(VaeLoad(1, 61, 768, 512))
 
@@ -681,34 +671,32 @@ def test_cudnn_workspace_is_counted_for_whole_clips_on_a_gpu() -> None:
 def test_large_clips_are_decoded_in_strips_unless_set(size: tuple[int, int], how: str) -> None:
     preview = replace(LITE, width=size[0], height=size[1])
 
-    (unset, set_by_user) = (
-        with_previews(budget(gpu(80), **set_), preview)
-        for set_ in ({}, {"validation_decoding": "whole"})
-    )
+    unset = with_previews(budget(gpu(80)), preview)
+    set_by_user = with_previews(budget(gpu(80), validation_decoding="whole"), preview)
+    of_pictures = with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE)
 
     assert decoding_of(unset) == how
     assert decoding_of(set_by_user) == "whole"
-    assert [problem.fatal for problem in found_by(check_decoding, set_by_user)] == [False] * (
-        how == "strips"
-    )
-    assert (
-        found_by(check_decoding, with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE))
-        == []
-    )
+
+    warnings = found_by(check_decoding, set_by_user)
+    assert len(warnings) == (1 if how == "strips" else 0)
+    assert not any(problem.fatal for problem in warnings)
+    assert found_by(check_decoding, of_pictures) == []
 
 
 def test_previews_are_decoded_in_strips_where_only_strips_fit() -> None:
     """A card of 24 GB has room for the packaged examples, with or without what cuDNN may take."""
-    for gigabytes, how in (
-        (40, "whole"),
-        (14, "strips"),
-        (4, "whole"),
-    ):  # the last has no room for strips either
-        assert decoding_of(with_previews(budget(gpu(gigabytes)))) == how
-    assert decoding_of(with_previews(budget(gpu(14), offload="auto"))) == "whole", (
-        "auto has other ways"
-    )
-    assert decoding_of(with_previews(budget(gpu(14), validation_decoding="whole"))) == "whole"
+    roomy = with_previews(budget(gpu(40)))
+    tight = with_previews(budget(gpu(14)))
+    too_small = with_previews(budget(gpu(4)))
+    automatic = with_previews(budget(gpu(14), offload="auto"))
+    set_by_user = with_previews(budget(gpu(14), validation_decoding="whole"))
+
+    assert decoding_of(roomy) == "whole"
+    assert decoding_of(tight) == "strips"
+    assert decoding_of(too_small) == "whole", "strips do not fit either"
+    assert decoding_of(automatic) == "whole", "auto first tries to free memory for training"
+    assert decoding_of(set_by_user) == "whole"
 
 
 def test_guidance_is_batched_where_previews_have_room() -> None:
@@ -724,19 +712,17 @@ def test_guidance_is_batched_where_previews_have_room() -> None:
     assert both.config.validation.validation_batched_guidance
     assert both.fits
 
-    (needed, needed_alone) = (
-        next(phase.device for phase in run.phases if phase.name == PREVIEWS)
-        for run in (both, alone)
-    )
-    assert needed > needed_alone
+    needed = device_bytes(both, PREVIEWS)
+    assert needed > device_bytes(alone, PREVIEWS)
     assert both.preview_seconds <= alone.preview_seconds
 
-    alone_anyway: tuple[tuple[float, dict[str, Any]], ...] = (
+    # No room to spare, forbidden by the user, and forbidden by the reference speed.
+    not_batched: tuple[tuple[float, dict[str, Any]], ...] = (
         (needed / 1e9, {}),
         (80, {"validation_batched_guidance": False}),
         (80, {"speed": "reference"}),
     )
-    for gigabytes, settings in alone_anyway:
+    for gigabytes, settings in not_batched:
         tight = with_previews(budget(gpu(gigabytes), **{**streamed, **settings}))
         assert not with_faster_previews(tight).config.validation.validation_batched_guidance
     sana = with_faster_previews(with_previews(budget(gpu(80), flavour="2b-480p")))
@@ -783,13 +769,11 @@ def test_vae_stays_loaded_and_decodes_in_background_where_both_fit() -> None:
     )
 
     alone = with_previews(budget(gpu(80), validation_decoding="tiles"))
-    training = max(phase.device for phase in alone.phases if phase.trains)
     kept = alone.under({"keep_vae_loaded": True}, "test")
     both = kept.under({"validation_decode_in_background": True}, "test")
-    vae, decoding = (
-        max(phase.device for phase in run.phases if phase.trains) - training for run in (kept, both)
-    )
-    assert 0 < vae < decoding
+    assert training_bytes(alone) < training_bytes(kept) < training_bytes(both)
+
+    # Over all cards the VAE stays before it decodes in the background, never the other way round.
     assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {
         (None, None),
         (True, None),
@@ -799,6 +783,16 @@ def test_vae_stays_loaded_and_decodes_in_background_where_both_fit() -> None:
 
 def decoding_of(run: Budget) -> str:
     return with_strips(run).config.validation.validation_decoding
+
+
+def device_bytes(run: Budget, phase_name: str) -> float:
+    """Peak memory on the device in the first phase whose name begins so."""
+    return next(phase.device for phase in run.phases if phase.name.startswith(phase_name))
+
+
+def training_bytes(run: Budget) -> float:
+    """Peak memory on the device while training."""
+    return max(phase.device for phase in run.phases if phase.trains)
 
 
 def test_streaming_and_moving_all_weights_exclude_each_other() -> None:
@@ -819,24 +813,30 @@ def small(gigabytes: float = 80, **settings: Any) -> Budget:
     )
 
 
+def with_batch(before: Budget, count: int) -> Budget:
+    """The same small pictures, `count` a step."""
+    buckets = [replace(SMALL, batch=count)]
+    return replace(before, workload=replace(before.workload, buckets=buckets))
+
+
 def test_larger_batch_is_proposed_where_launches_limit_the_gpu() -> None:
     before = small()
     batch = free_batch(before, math.inf)
     assert batch is not None
     assert batch > 1
 
-    after, beyond = (
-        replace(before, workload=replace(before.workload, buckets=[replace(SMALL, batch=count)]))
-        for count in (batch, batch + 1)
-    )
-    assert after.step_seconds == before.step_seconds < beyond.step_seconds
-    assert free_batch(after, math.inf) is None
-    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft"), math.inf) is None, (
-        "computing takes longer"
-    )
-    assert free_batch(small(dynamo_mode="reduce-overhead"), math.inf) is None, (
-        "a CUDA graph needs no launches"
-    )
+    proposed = with_batch(before, batch)
+    one_more = with_batch(before, batch + 1)
+    assert proposed.step_seconds == before.step_seconds
+    assert one_more.step_seconds > before.step_seconds
+    assert free_batch(proposed, math.inf) is None
+
+    large_pictures = budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft")
+    assert free_batch(large_pictures, math.inf) is None, "computing takes longer than launching"
+
+    cuda_graph = small(dynamo_mode="reduce-overhead")
+    assert free_batch(cuda_graph, math.inf) is None, "a CUDA graph needs no launches"
+
     assert free_batch(before, batch / 2) == batch // 2, "an epoch has no more samples"
     assert free_batch(before, 1.5) is None
 
@@ -854,12 +854,12 @@ def test_a_proposal_carries_its_settings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_proposed_batch_fits() -> None:
     roomy = small()
-    peak = small().peaks[0]
-    batch = free_batch(roomy, math.inf)
-
-    tight = replace(
-        roomy, device=gpu((peak * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS) / 1e9, 1e12)
-    )
-
+    # A card that has 2 % more than the run needs, overhead and fragments included.
+    needed = (roomy.peaks[0] * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS)
+    tight = replace(roomy, device=gpu(needed / 1e9, host=1e12))
     assert tight.fits
-    assert (free_batch(tight, math.inf) or 1) < (batch or 1)
+
+    batch_of_roomy = free_batch(roomy, math.inf) or 1
+    batch_of_tight = free_batch(tight, math.inf) or 1
+
+    assert batch_of_tight < batch_of_roomy

@@ -1,4 +1,4 @@
-"""The settings file of LyCORIS as people have it: which layers it chooses, and what is refused."""
+"""A settings file of LyCORIS: which layers it chooses, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
 from tests.tools.reports import found_by
 
-GUIDE: dict[str, Any] = {  # of the guides, word by word
+# The file of the guides, word by word.
+GUIDE: dict[str, Any] = {
     "algo": "lokr",
     "multiplier": 1.0,
     "full_matrix": True,
@@ -51,8 +52,9 @@ def complaints(
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     problems = Problems()
     file = read_lycoris(str(path), spec, problems)
-    shapes = SHAPES if spec is KANDINSKY5_IMAGE else SANA_SHAPES
-    problems += [] if file is None else found_by(check_lycoris, file, shapes, quantised=quantised)
+    if file is not None:
+        shapes = SHAPES if spec is KANDINSKY5_IMAGE else SANA_SHAPES
+        problems += found_by(check_lycoris, file, shapes, quantised=quantised)
     return "\n".join(str(problem) for problem in problems if problem.fatal)
 
 

@@ -1,4 +1,4 @@
-"""A published model on a machine without a GPU that torch can use."""
+"""Training a published model on a machine without a GPU that torch can use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -30,10 +31,13 @@ def published(tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What each run that is allowed to begin says it trains on."""
+    """The device names of the runs that would have started, in this order."""
     devices: list[str] = []
-    run = lambda budget, *rest: devices.append(budget.device.name)  # noqa: E731
-    monkeypatch.setattr("simpletuner.cli.execute.run_plan", run)
+
+    def note_device(budget: Any, *_: object) -> None:
+        devices.append(budget.device.name)
+
+    monkeypatch.setattr("simpletuner.cli.execute.run_plan", note_device)
     return devices
 
 
@@ -54,11 +58,8 @@ def test_plan_warns_first_of_training_without_a_gpu(
     assert "no GPU" not in capsys.readouterr().out
 
     assert published.run("plan", "--json") == 0
-    (problem,) = [
-        problem
-        for problem in json.loads(capsys.readouterr().out)["problems"]
-        if problem["key"] == "device"
-    ]
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    (problem,) = [problem for problem in problems if problem["key"] == "device"]
     assert (f"device: {problem['message']}", problem["fatal"]) == (first, False)
 
     assert workspace.run("plan", "max_train_steps=100000000") == 0

@@ -1,5 +1,4 @@
-"""What `offload: auto` chooses and what would make a run fit, for a spread of models and cards, as
-a table.
+"""A table of what `offload: auto` chooses, for a spread of models and cards.
 
 `python -m tests.annexes.test_picks` writes the table again. Read the difference: a pick may be
 another one, but its step may not be slower by more than 3 %.

@@ -96,10 +96,10 @@ def test_filters_choose_rows_by_their_columns(context: DataContext, tmp_path: Pa
     assert not fatal(problems)
     assert list(captions(dataset)) == ["0.png", "1.png"]
 
-    why = {
+    reason_by_row = {
         file.name.rpartition(" ")[2]: file.detail.partition(": ")[2] for file in dataset.rejected
     }
-    assert why == {
+    assert reason_by_row == {
         "2": "quality_assessment.sharp is 0.2, below 0.5",
         "3": "collection is 'poor'",
         "4": "width is 20, below 64",
@@ -111,9 +111,8 @@ def test_composite_picture_is_cropped_to_the_selected_part(
 ) -> None:
     import datasets
 
-    wide = np.concatenate(
-        [np.full((64, 80, 3), value, dtype=np.uint8) for value in (10, 120, 230)], axis=1
-    )
+    parts = [np.full((64, 80, 3), value, dtype=np.uint8) for value in (10, 120, 230)]
+    wide = np.concatenate(parts, axis=1)
     file = io.BytesIO()
     Image.fromarray(wide).save(file, "PNG")
     entry = write(
@@ -123,7 +122,9 @@ def test_composite_picture_is_cropped_to_the_selected_part(
         caption=["x"],
     )
     entry["composite_image_config"] = {"enabled": True, "image_count": 3, "select_index": 1}
+
     (dataset,), _ = build(context, entry)
+
     assert np.unique(np.asarray(decode(dataset.samples[0].path))).tolist() == [120]
     assert dataset.samples[0].original_size == (80, 64)
 
@@ -193,11 +194,12 @@ def test_invalid_hub_key_is_reported_once(
     context: DataContext, tmp_path: Path, change: dict[str, Any], where: str, words: str
 ) -> None:
     entry = write(tmp_path / "set") | change
-    for _start in range(2):  # what the first one saves must not hide the problem from the next
+
+    # Twice: what the first start saves must not hide the problem from the second.
+    for _ in range(2):
         _, problems = build(context, entry)
-        assert [
-            words in problem.message for problem in fatal(problems) if problem.where == where
-        ] == [True]
+        (problem,) = [problem for problem in fatal(problems) if problem.where == where]
+        assert words in problem.message
 
 
 def test_loading_script_of_a_dataset_is_never_run(context: DataContext, tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def test_keys_of_other_trainers_are_refused_by_name(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     _, problems = read(tmp_path, {**HUB, **change})
-    assert [words in problem.message for problem in problems if problem.fatal] == [True]
+
+    (fatal,) = [problem for problem in problems if problem.fatal]
+    assert words in fatal.message
 
 
 def test_every_remote_key_belongs_to_a_source() -> None:

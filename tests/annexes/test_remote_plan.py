@@ -1,4 +1,4 @@
-"""Remote datasets through the command line: `plan` downloads what it needs, once, and says so."""
+"""Remote datasets through the command line: `plan` downloads what it needs once, and reports it."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ def workspace(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPa
 def test_a_plan_downloads_once_and_training_reads_the_files(
     workspace: Workspace, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    entry = {
+        "id": "web",
+        "type": "csv",
+        "csv_file": "table.csv",
+        "csv_cache_dir": "downloads/{id}",
+        "csv_caption_column": "caption",
+        "resolution": 64,
+        "allow_private_urls": "true",
+    }
+    workspace.write_datasets([entry, DATASETS[1]])
+
     with serve() as site:
-        addresses = [
-            site.add(f"/{number}.png", picture(number, size=(96, 64))) for number in range(4)
-        ]
-        rows = [
-            "url,caption",
-            *(f"{address},picture" for address in addresses),
-            f"{site.address}/gone.png,gone",
-        ]
+        addresses = []
+        for number in range(4):
+            addresses.append(site.add(f"/{number}.png", picture(number, size=(96, 64))))
+        rows = ["url,caption"]
+        rows += [f"{address},picture" for address in addresses]
+        rows += [f"{site.address}/gone.png,gone"]
         workspace.path("table.csv").write_text("\n".join(rows))
-        entry = {
-            "id": "web",
-            "type": "csv",
-            "csv_file": "table.csv",
-            "csv_cache_dir": "downloads/{id}",
-            "csv_caption_column": "caption",
-            "resolution": 64,
-            "allow_private_urls": "true",
-        }
-        workspace.write_datasets([entry, DATASETS[1]])
+
         assert workspace.run("plan", "--json") == 0
         plan, progress = capfd.readouterr()
         dataset = json.loads(plan)["datasets"][0]
         assert (dataset["files"], dataset["used"]) == (5, 4)
         assert "Downloading web: 5 files" in progress
+
         assert workspace.run("plan", "--retry-failed") == 0
         assert site.asked["/gone.png"] == 2
         output = " ".join(capfd.readouterr().out.split())
-        assert (
-            "/gone.png: not used, returned HTTP 404 Not Found; --retry-failed tries again" in output
-        ), output
+        reason = "/gone.png: not used, returned HTTP 404 Not Found; --retry-failed tries again"
+        assert reason in output, output
 
     assert workspace.train() == 0
     assert "Downloading" not in "".join(capfd.readouterr())
@@ -76,7 +76,12 @@ def test_a_plan_downloads_once_and_training_reads_the_files(
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one dataset, which is public, gated or private."""
+    """Serves one dataset, owner/set, which is public, gated or private.
+
+    Attributes:
+        files: contents by path.
+        closed: the hub's error code for every request; "" if the dataset is public.
+    """
 
     files: dict[str, bytes]
     closed: str = ""
@@ -87,70 +92,87 @@ class Hub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    """The part of the hub's API that `datasets` uses to list and read a dataset."""
+
     server: Hub
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
         self.answer()
 
-    def do_POST(self) -> None:
+    def do_GET(self) -> None:
         self.answer()
 
-    def asked(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those of the paths in the request."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        paths = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-        return [each for each in found if each["path"] in paths]
-
-    def do_GET(self) -> None:
+    def do_POST(self) -> None:
         self.answer()
 
     def answer(self) -> None:
         path = unquote(urlparse(self.path).path)
-        files = self.server.files
         if self.server.closed or "owner/set" not in path:
-            headers = {
-                "X-Error-Code": self.server.closed or "RepoNotFound",
-                "X-Error-Message": "Access is restricted.",
-            }
-            self.send(403 if self.server.closed == "GatedRepo" else 401, b"{}", headers)
+            self.refuse()
         elif "/resolve/" in path:
-            name = path.partition("/resolve/")[2].partition("/")[2]
-            content = files.get(name)
-            headers = {"ETag": f'"{zlib.crc32(name.encode()):08x}"', "X-Repo-Commit": COMMIT}
-            if content is None:
-                headers["X-Error-Code"] = "EntryNotFound"
-            self.send(404 if content is None else 200, content or b"", headers)
+            revision_and_name = path.partition("/resolve/")[2]
+            self.send_file(revision_and_name.partition("/")[2])
         elif "/tree/" in path or "/paths-info/" in path:
-            found: list[dict[str, Any]] = [
-                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-                for name, data in files.items()
-            ]
-            found += [{"type": "directory", "path": "data", "oid": "0" * 40}] * (len(files) > 1)
-            below = re.sub(r".*/(tree|paths-info)/\w+/?", "", path)
-            deep = "recursive=true" in self.path.lower()
-            wanted = [
-                each
-                for each in found
-                if each["path"].startswith(f"{below}/" if below else "")
-                and (deep or "/" not in each["path"].removeprefix(f"{below}/"))
-            ]
-            self.send(
-                200, json.dumps(self.asked(found) if self.command == "POST" else wanted).encode()
-            )
+            listing = self.paths_info() if self.command == "POST" else self.tree(path)
+            self.send(200, json.dumps(listing).encode())
         elif re.fullmatch(r"/api/datasets/owner/set(/revision/\w+)?", path):
-            info = {
-                "id": "owner/set",
-                "sha": COMMIT,
-                "private": False,
-                "gated": False,
-                "downloads": 0,
-                "tags": [],
-                "siblings": [{"rfilename": name} for name in files],
-            }
-            self.send(200, json.dumps(info).encode())
+            self.send(200, json.dumps(self.dataset_info()).encode())
         else:
             self.send(404, b"{}")
+
+    def refuse(self) -> None:
+        """As the hub refuses a gated dataset, or one that is private or does not exist."""
+        code = self.server.closed or "RepoNotFound"
+        headers = {"X-Error-Code": code, "X-Error-Message": "Access is restricted."}
+        self.send(403 if code == "GatedRepo" else 401, b"{}", headers)
+
+    def send_file(self, name: str) -> None:
+        headers = {"ETag": f'"{zlib.crc32(name.encode()):08x}"', "X-Repo-Commit": COMMIT}
+        content = self.server.files.get(name)
+        if content is None:
+            self.send(404, b"", {**headers, "X-Error-Code": "EntryNotFound"})
+        else:
+            self.send(200, content, headers)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """All files, and their folder if there is one."""
+        entries: list[dict[str, Any]] = []
+        for name, content in self.server.files.items():
+            entries.append({"type": "file", "path": name, "size": len(content), "oid": "0" * 40})
+        if any("/" in name for name in self.server.files):
+            entries.append({"type": "directory", "path": "data", "oid": "0" * 40})
+        return entries
+
+    def paths_info(self) -> list[dict[str, Any]]:
+        """The entries that the request's body names."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        paths = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
+        return [entry for entry in self.entries() if entry["path"] in paths]
+
+    def tree(self, path: str) -> list[dict[str, Any]]:
+        """The entries of a folder, with those of its folders if the request is recursive."""
+        folder = re.sub(r".*/(tree|paths-info)/\w+/?", "", path)
+        prefix = f"{folder}/" if folder else ""
+        is_recursive = "recursive=true" in self.path.lower()
+        entries = []
+        for entry in self.entries():
+            is_below = entry["path"].startswith(prefix)
+            is_direct = "/" not in entry["path"].removeprefix(prefix)
+            if is_below and (is_recursive or is_direct):
+                entries.append(entry)
+        return entries
+
+    def dataset_info(self) -> dict[str, Any]:
+        return {
+            "id": "owner/set",
+            "sha": COMMIT,
+            "private": False,
+            "gated": False,
+            "downloads": 0,
+            "tags": [],
+            "siblings": [{"rfilename": name} for name in self.server.files],
+        }
 
     def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -162,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        pass
+        """Keep the test's output clean."""
 
 
 @pytest.fixture
@@ -180,12 +202,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         "README.md": b"# Set\n",
         "data/train-00000-of-00001.parquet": (tmp_path / "train.parquet").read_bytes(),
     }
-    for name, value in {
+    constants = {
         "ENDPOINT": server.address,
         "HF_HUB_CACHE": str(tmp_path / "hf"),
         "HF_HUB_DISABLE_XET": True,
         "HUGGINGFACE_CO_URL_TEMPLATE": server.address + "/{repo_id}/resolve/{revision}/{filename}",
-    }.items():
+    }
+    for name, value in constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", server.address)
     threading.Thread(
@@ -216,17 +239,20 @@ def test_dataset_refused_by_the_hub_suggests_login(
 def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
     workspace: Workspace, hub: Hub, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    def printed_rows() -> list[str]:
+        return [line for line in capfd.readouterr().out.splitlines() if "row" in line]
+
     workspace.write_datasets([HUB, DATASETS[1]])
 
     assert workspace.run("plan") == 0
-    lines = [line for line in capfd.readouterr().out.splitlines() if "row" in line]
-    assert [
-        f"owner/set@{COMMIT}, split train, row {row}" in line for row, line in enumerate(lines)
-    ] == [True] * 4
+    rows = printed_rows()
+    assert len(rows) == 4
+    for number, row in enumerate(rows):
+        assert f"owner/set@{COMMIT}, split train, row {number}" in row
 
     hub.closed = "GatedRepo"
-    assert workspace.run("plan", "--cached") == 0, "the hub is not asked"
-    assert [line for line in capfd.readouterr().out.splitlines() if "row" in line] == lines
+    assert workspace.run("plan", "--cached") == 0, "no request is sent to the hub"
+    assert printed_rows() == rows
 
     workspace.write_datasets([{**HUB, "id": "another"}, DATASETS[1]])
     assert workspace.run("plan", "--cached") == 2
@@ -236,6 +262,4 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
     hub.closed = ""
     hub.files = {"README.md": b"# Set\n"}
     assert workspace.run("plan") == 0
-    assert [line for line in capfd.readouterr().out.splitlines() if "row" in line] == lines, (
-        "nothing is loaded again"
-    )
+    assert printed_rows() == rows, "nothing is downloaded again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import json
 import shutil
 import ssl
@@ -178,10 +179,11 @@ def test_private_address_is_retried_once_it_is_allowed(
 def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_path: Path) -> None:
     folder = tmp_path / "set"
     elsewhere = tmp_path / "elsewhere"
+    seeds = itertools.count()  # no two pictures are the same
     for place in (folder / "own", elsewhere):
         place.mkdir(parents=True)
-        for number, name in enumerate(("a.png", "b.png", "c.png")):
-            (place / name).write_bytes(picture(number + 3 * (place == elsewhere)))
+        for name in ("a.png", "b.png", "c.png"):
+            (place / name).write_bytes(picture(next(seeds)))
     (folder / "link").symlink_to(elsewhere)
     inside = ["own/a.png", str(folder / "own/b.png"), "own/../own/c.png", "link/a.png"]
     outside = ["../elsewhere/b.png", str(elsewhere / "c.png")]
@@ -295,9 +297,7 @@ def test_a_certificate_is_verified_for_the_name(
 
 
 def _answers(real: Any, site: Site) -> Any:
-    """outer.example is this server, which counts as public; inner.example is in a private
-    network.
-    """
+    """Resolve outer.example to this server, and inner.example to a private address."""
 
     def resolve(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
         names = {"outer.example": "127.0.0.1", "inner.example": "10.0.0.7"}
@@ -340,9 +340,9 @@ def test_invalid_csv_entry_is_reported_once(
         {"instance_data_dir": str(tmp_path), "id": "b"},
         table(tmp_path, [("a.png", "x")], **change),
     )
-    assert [words in problem.message for problem in fatal(problems) if problem.where == where] == [
-        True
-    ]
+
+    (problem,) = [problem for problem in fatal(problems) if problem.where == where]
+    assert words in problem.message
 
 
 def test_problems_of_ids_with_a_common_prefix_are_all_reported(

@@ -94,7 +94,8 @@ def test_slow_link_between_machines_limits_the_step() -> None:
 
 
 def test_sequence_parallel_processes_hold_and_compute_a_share() -> None:
-    one, four = (budget(gpu(80), num_processes=4, sequence_parallel_size=size) for size in (1, 4))
+    one = budget(gpu(80), num_processes=4, sequence_parallel_size=1)
+    four = budget(gpu(80), num_processes=4, sequence_parallel_size=4)
     alone = one.steps[0]
     shared = four.steps[0]
 
@@ -106,11 +107,14 @@ def test_sequence_parallel_processes_hold_and_compute_a_share() -> None:
     assert shared.cost.model == pytest.approx(alone.cost.model / 4)
     assert alone.exchanged == 0
 
-    # Four tensors in each of the forward pass, its recomputation and the backward pass; a quarter
-    # of a share stays.
-    blocks = 2 + sum(shared.model.checkpointed) / shared.model.cost.large
+    # A block exchanges q, k, v and its output: four tensors in the forward pass, in the backward
+    # pass, and in the recomputation of checkpointed blocks. Of a process's quarter, it keeps a
+    # quarter and sends three.
+    passes = 2 + sum(shared.model.checkpointed) / shared.model.cost.large
+    share = held / 4
+    sent_bytes_of_share = share * 3 / 4
     assert four.sent.exchanged == pytest.approx(
-        shared.model.cost.large * 4 * blocks * held / 4 * 3 / 4
+        shared.model.cost.large * 4 * passes * sent_bytes_of_share
     )
     assert shared.cost.seconds == pytest.approx(
         alone.cost.seconds / 4 + shared.exchanged / one.device.rates.link, rel=0.01
@@ -211,21 +215,18 @@ def test_each_process_needs_a_device(
     fake_smi(tmp_path, monkeypatch, f"echo '{LISTED}'")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    visible_gpus = "1 GPU" if visible == "GPU-bb" else "2 GPUs"
-    assert found_by(check_devices, int(visible_gpus[0])) == []
+    count, words = (1, "1 GPU") if visible == "GPU-bb" else (2, "2 GPUs")
+    assert found_by(check_devices, count) == []
 
     (problem,) = found_by(check_devices, 3)
     assert str(problem).startswith(
-        f"num_processes: 3 processes need as many GPUs, but this machine has {visible_gpus}."
+        f"num_processes: 3 processes need as many GPUs, but this machine has {words}."
     )
 
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "3",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "3",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert found_by(check_devices, 3) == [], "a launcher may have shown each process its own"
 
 

@@ -1,6 +1,4 @@
-"""`start` uses the captions that it finds, however other programs have written them, or says what
-to do.
-"""
+"""`start` uses captions in the layouts of other programs, or prints what to do."""
 
 from __future__ import annotations
 
@@ -207,9 +205,7 @@ def test_caption_option_is_refused_beside_a_metadata_table(
 
 
 def concepts(folder: str, *arguments: str) -> list[dict[str, Any]]:
-    """The entries of pictures that a dry run writes for a folder, without a trigger unless one is
-    given.
-    """
+    """The entries of pictures that a dry run writes for a folder; no trigger by default."""
     assert main(["start", folder, "--yes", "--dry-run", *arguments]) == 0
     entries = json.loads(Path("config", folder, "multidatabackend.json").read_text())
     return [entry for entry in entries if entry["dataset_type"] == "image"]

@@ -267,9 +267,9 @@ def test_redirects_are_reported_and_not_followed(
         "nothing is sent."
     )
 
-    assert messages == (
-        [f"{error} Change webhook_config if that is right."] if status != 303 else []
-    )
+    # With 303, the message is delivered, and only the response is elsewhere.
+    expected = [] if status == 303 else [f"{error} Change webhook_config if that is right."]
+    assert messages == expected
 
 
 def test_final_message_reaches_a_slow_receiver(
@@ -369,6 +369,8 @@ def test_full_queue_drops_progress_before_important_messages() -> None:
     assert len(left) == WAITING
     assert [message["type"] for message in left].count("training.metric") == WAITING - 3
     assert {"training.checkpoint", "error"} < {message["type"] for message in left}
+    # The stage of the checkpoint and the notice, all 200 of progress, the oldest metrics, and the
+    # stage of the end.
     assert outbox.dropped == 2 + 200 + (70 - (WAITING - 3)) + 1
 
 

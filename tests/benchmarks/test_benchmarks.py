@@ -26,13 +26,8 @@ SMALLEST = {
     "startup": "--only help",
     "step": "--size tiny --batches 1 --steps 1",
 }
-ELSEWHERE = {
-    "first_gpu",
-    "first_gpus",
-    "cost_table",
-    "many_files",
-    "real_size",
-}  # their parts have tests of their own
+# Benchmarks whose parts have separate tests.
+ELSEWHERE = {"first_gpu", "first_gpus", "cost_table", "many_files", "real_size"}
 
 
 def test_every_benchmark_has_a_test() -> None:
@@ -42,7 +37,7 @@ def test_every_benchmark_has_a_test() -> None:
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """Handlers that a benchmark installs for as long as its process lasts do not stay."""
+    """Restore the handler that a benchmark replaces for as long as its process lasts."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
@@ -108,18 +103,11 @@ def test_real_size_benchmark_writes_loads_and_measures(
     monkeypatch.setattr(real_size, "SHARD", 100_000)
     monkeypatch.setattr(real_size, "in_a_process", real_size.measure)
     file = tmp_path / "ratios.json"
-    words = [
-        "--folder",
-        str(tmp_path),
-        "--size",
-        "tiny-video",
-        "--kinds",
-        kind,
-        "--json",
-        str(file),
-    ]
-    words += ["--sparse"] if "disk" in kind else []
-    monkeypatch.setattr(sys, "argv", ["real_size", *words])
+    arguments = ["--folder", str(tmp_path), "--size", "tiny-video", "--kinds", kind]
+    arguments += ["--json", str(file)]
+    if "disk" in kind:
+        arguments.append("--sparse")
+    monkeypatch.setattr(sys, "argv", ["real_size", *arguments])
 
     real_size.main()
     assert len(list((tmp_path / "tiny-video" / "transformer").glob("*.safetensors"))) > 1

@@ -1,5 +1,4 @@
-"""The plans that the docs show, as the program makes them today: `python -m tests.docs.plans`
-writes them anew.
+"""The plans in the docs, as the program makes them today: `python -m tests.docs.plans` writes them.
 
 - A sample is a code block whose first line is its command, `$ simpletuner plan ...`. What follows
   is an excerpt: the lines of the output from the first that begins with the same word to the last
@@ -48,9 +47,7 @@ SIZES = (8, 12, 16, 24, 80)  # GB of the cards that the table of choices is for
 
 
 def write_files(folder: Path) -> None:
-    """Ten pictures and ten clips of ten seconds, with captions, where the packaged examples look
-    for them.
-    """
+    """Ten pictures and ten clips of ten seconds, with captions, where the examples expect them."""
     pictures = folder / "datasets" / "my_images"
     pictures.mkdir(parents=True)
     Image.new("RGB", PICTURE).save(pictures / "0.png")
@@ -67,9 +64,8 @@ def _write_clip(path: Path, width: int, height: int) -> None:
         stream = container.add_stream("mpeg4", rate=24)
         stream.width = width
         stream.height = height
-        frame = VideoFrame.from_ndarray(np.zeros((height, width, 3), np.uint8)).reformat(
-            format="yuv420p"
-        )
+        black = np.zeros((height, width, 3), np.uint8)
+        frame = VideoFrame.from_ndarray(black).reformat(format="yuv420p")
         for number in range(250):
             frame.pts = number
             container.mux(stream.encode(frame))
@@ -83,13 +79,15 @@ def _repeat(first: Path) -> None:
 
 
 def excerpt(command: str, sample: str) -> str:
-    """Of what a command prints now, the part of which `shown` is an earlier form."""
+    """The part of a command's output that `sample` shows an earlier form of.
+
+    It lies between the lines that begin with the first words of the sample's first and last line.
+    """
     lines = "".join(printed(*shlex.split(command)[1:])).splitlines()
-    first, last = (
-        re.escape(line.split()[0]) for line in (sample.splitlines()[0], sample.splitlines()[-1])
-    )
-    begin = next(number for number, line in enumerate(lines) if re.match(rf" *{first}", line))
-    end = max(number for number, line in enumerate(lines) if re.match(rf" *{last}", line))
+    first_word = re.escape(sample.splitlines()[0].split()[0])
+    last_word = re.escape(sample.splitlines()[-1].split()[0])
+    begin = next(number for number, line in enumerate(lines) if re.match(rf" *{first_word}", line))
+    end = max(number for number, line in enumerate(lines) if re.match(rf" *{last_word}", line))
     return "".join(f"{line}\n" for line in lines[begin : end + 1])
 
 
@@ -108,27 +106,40 @@ def plan(*arguments: str) -> dict[str, Any]:
 
 def choice(example: str, gigabytes: int) -> str:
     """A cell of the table of choices."""
-    found = plan(f"example={example}", "offload=auto", "--device-memory", str(gigabytes))
-    if not found["ok"]:
+    planned = plan(f"example={example}", "offload=auto", "--device-memory", str(gigabytes))
+    if not planned["ok"]:
         return "does not fit"
-    chosen = {key: each["value"] for key, each in found["settings"].items()}
-    blocks = re.search(r"(\d+ of \d+) blocks", " ".join(found["offload_auto"]))
-    words = {
-        "text": chosen.get("group_offload_text_encoder"),
-        "VAE tiling": chosen.get("vae_enable_tiling"),
-        "no checkpointing": chosen.get("gradient_checkpointing") is False,
-        f"{blocks and blocks[1]} resident": chosen.get("group_offload_resident_blocks"),
-        f"{blocks and blocks[1]} kept": chosen.get("gradient_checkpointing_kept_blocks"),
-        "inputs on the host": chosen.get("offload_block_inputs"),
-        f"previews in {chosen.get('validation_decoding')}": chosen.get("validation_decoding"),
-    }
-    return ", ".join(word for word, applies in words.items() if applies) or "nothing"
+
+    chosen = {key: setting["value"] for key, setting in planned["settings"].items()}
+    match = re.search(r"(\d+ of \d+) blocks", " ".join(planned["offload_auto"]))
+    blocks = match[1] if match else ""
+    decoding = chosen.get("validation_decoding")
+    words = []
+    if chosen.get("group_offload_text_encoder"):
+        words.append("text")
+    if chosen.get("vae_enable_tiling"):
+        words.append("VAE tiling")
+    if chosen.get("gradient_checkpointing") is False:
+        words.append("no checkpointing")
+    if chosen.get("group_offload_resident_blocks"):
+        words.append(f"{blocks} resident")
+    if chosen.get("gradient_checkpointing_kept_blocks"):
+        words.append(f"{blocks} kept")
+    if chosen.get("offload_block_inputs"):
+        words.append("inputs on the host")
+    if decoding:
+        words.append(f"previews in {decoding}")
+    return ", ".join(words) or "nothing"
+
+
+def choices_row(row: re.Match[str]) -> str:
+    """A row of the table of choices: an example, and what is chosen for cards of several sizes."""
+    choices = [choice(row[1], gigabytes) for gigabytes in SIZES]
+    return f"{row[1]}` | {' | '.join(choices)} |"
 
 
 def shared_cells(width: int, height: int, frames: int, card: str) -> Iterator[str]:
-    """Cells of the table of shared tokens: seconds a step, host memory of all processes, bytes
-    exchanged.
-    """
+    """Cells of the table of sequence parallelism: tokens, seconds, host memory, bytes exchanged."""
     flavour = "t2v-pro-sft-5s-hd" if frames <= 121 else "t2v-pro-sft-10s-hd"
     video = {"num_frames": frames, "min_frames": frames}
     folder = f"datasets/{width}"
@@ -148,32 +159,37 @@ def shared_cells(width: int, height: int, frames: int, card: str) -> Iterator[st
         "data_backend_config=datasets.json",
     ]
     settings += ["offload=auto", "validation_disable=true", "--devices", "8", "--device", card]
-    whole, shared = (plan(*settings, f"sequence_parallel_size={count}") for count in (1, 8))
+    whole = plan(*settings, "sequence_parallel_size=1")
+    shared = plan(*settings, "sequence_parallel_size=8")
     assert shared["buckets"][0]["size"] == f"{width}x{height}@{frames}"
-    host = [
-        f"{max(phase['host'] for phase in each['memory']) / 1e9:.0f} GB" for each in (whole, shared)
-    ]
+
     yield f"{shared['buckets'][0]['tokens']:,}"
     yield f"{whole['seconds']['step']:.0f}" if whole["ok"] else "does not fit"
-    yield (
-        f"{shared['seconds']['step']:.2g}"
-        if shared["seconds"]["step"] < 10
-        else f"{shared['seconds']['step']:.0f}"
-    )
-    yield from (host[0] if whole["ok"] else "", host[1])
+    seconds = shared["seconds"]["step"]
+    yield f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
+    yield host_memory(whole) if whole["ok"] else ""
+    yield host_memory(shared)
     yield f"{shared['processes']['sent']['exchanged'] / 1e9:.0f} GB"
+
+
+def host_memory(planned: dict[str, Any]) -> str:
+    """The peak of all phases."""
+    return f"{max(phase['host'] for phase in planned['memory']) / 1e9:.0f} GB"
 
 
 def shared_rows(row: re.Match[str]) -> str:
     """Two rows, for cards of 24 and of 80 GB."""
     width, height, frames = (int(number) for number in row.groups()[1:4])
-    (tokens, *small), (_, *large) = (
-        list(shared_cells(width, height, frames, card)) for card in ("4090", "a100")
-    )
-    rows = [row[1], tokens, "24 GB", *small], ["", "", "80 GB", *large]
-    return "\n".join(" ".join(f"{cell} |".strip() for cell in cells) for cells in rows).replace(
-        "\n", "\n| "
-    )
+    tokens, *small_card = shared_cells(width, height, frames, "4090")
+    _, *large_card = shared_cells(width, height, frames, "a100")
+    first = table_row([row[1], tokens, "24 GB", *small_card])
+    second = table_row(["", "", "80 GB", *large_card])
+    return f"{first}\n| {second}"
+
+
+def table_row(cells: list[str]) -> str:
+    """A row of a table without its first bar."""
+    return " ".join(f"{cell} |".strip() for cell in cells)
 
 
 def card_row(row: re.Match[str]) -> str:
@@ -190,18 +206,16 @@ def card_row(row: re.Match[str]) -> str:
 
 
 def renewed(page: str) -> str:
-    """The text of a page with today's plans; the working directory holds the files of
-    `write_files`.
-    """
+    """The text of a page with today's plans; needs `write_files` in the working directory."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     text = SAMPLE.sub(lambda block: f"{block[1]}\n{excerpt(*block.groups())}", text)
     if page == "MEMORY":
-        text = CHOICES.sub(
-            lambda row: f"{row[1]}` | {' | '.join(choice(row[1], size) for size in SIZES)} |", text
-        )
+        text = CHOICES.sub(choices_row, text)
     if page == "TROUBLESHOOTING":
         text = CARD_TIMES.sub(card_row, text)
-    return SHARED.sub(shared_rows, text) if page == "DISTRIBUTED" else text
+    if page == "DISTRIBUTED":
+        text = SHARED.sub(shared_rows, text)
+    return text
 
 
 if __name__ == "__main__":
@@ -218,9 +232,9 @@ if __name__ == "__main__":
             for stale in (*SAMPLED, "DISTRIBUTED", "TROUBLESHOOTING"):
                 (DOCS / f"{stale}.md").write_text(renewed(stale), encoding="utf-8")
                 sys.stdout.write(f"{stale}\n")
-    for page in TRANSLATED:
-        for translation in (DOCS / language / page.name for language in LANGUAGES):
-            text = with_blocks(
-                translation.read_text(encoding="utf-8"), page.read_text(encoding="utf-8")
-            )
+    for english in TRANSLATED:
+        for language in LANGUAGES:
+            translation = DOCS / language / english.name
+            text = translation.read_text(encoding="utf-8")
+            text = with_blocks(text, english.read_text(encoding="utf-8"))
             translation.write_text(text, encoding="utf-8")

@@ -1,6 +1,4 @@
-"""The pages are true: JSON blocks load, links, files and tests exist, the snippet runs, the table
-is computed.
-"""
+"""The docs are true: JSON blocks load, Python blocks run, links, files and tests exist."""
 
 from __future__ import annotations
 
@@ -49,16 +47,13 @@ REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 def blocks(language: str) -> list[Any]:
     """Every fenced block of a language, with a name for the test's output."""
     parameters = []
-    for page in (page for page in PAGES if page.parent.name not in LANGUAGES):
-        texts = [
-            text
-            for kind, text in FENCE.findall(page.read_text(encoding="utf-8"))
-            if kind == language
-        ]
-        parameters += [
-            pytest.param(text, id=f"{page.name}-{number}")
-            for number, text in enumerate(texts, start=1)
-        ]
+    for page in PAGES:
+        if page.parent.name in LANGUAGES:
+            continue
+        fences = FENCE.findall(page.read_text(encoding="utf-8"))
+        texts = [text for kind, text in fences if kind == language]
+        for number, text in enumerate(texts, start=1):
+            parameters.append(pytest.param(text, id=f"{page.name}-{number}"))
     return parameters
 
 
@@ -69,14 +64,16 @@ def without_code(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """The anchors that a page's headings get: lower case, signs dropped, spaces as dashes."""
     headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
-    kept = (
-        "".join(character for character in heading.lower() if is_kept(character))
-        for heading in headings
-    )
-    return {name.strip().replace(" ", "-") for name in kept}
+    return {anchor_of(heading) for heading in headings}
+
+
+def anchor_of(heading: str) -> str:
+    kept = [character for character in heading.lower() if is_kept(character)]
+    return "".join(kept).strip().replace(" ", "-")
 
 
 def is_kept(character: str) -> bool:
+    """Letters, marks (as in Devanagari), numbers, and what stands between words."""
     return character in "-_ " or unicodedata.category(character)[0] in "LMN"
 
 
@@ -121,7 +118,7 @@ def test_json_blocks_of_the_docs_load(
 
 
 def check_settings(config: RunConfig) -> list[Problem]:
-    """What the family and the flavour of a block say to its settings."""
+    """Problems that the family and the flavour of a block have with its settings."""
     spec = FAMILIES[config.model.model_family]
     flavour = spec.flavour(config.model.model_flavour)
     return [
@@ -154,23 +151,18 @@ def sources() -> dict[str, str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_tests_named_in_the_docs_exist(page: Path) -> None:
-    """Whoever moves a file or renames a test finds the page that points to it."""
+    """A moved file or a renamed test is noticed on the page that names it."""
     text = without_code(page)
-    files = set(re.findall(r"`([\w./]+\.py)`", text))
-    assert {
-        name for name in files if not any(path.endswith(f"/{name}") for path in sources())
-    } == set()
 
-    tests = set(re.findall(r"`(?:Test\w+\.)?(test_\w+)`", text))
-    assert {
-        name for name in tests if not any(f"def {name}(" in source for source in sources().values())
-    } == set()
+    for name in re.findall(r"`([\w./]+\.py)`", text):
+        assert any(path.endswith(f"/{name}") for path in sources()), name
+
+    for name in re.findall(r"`(?:Test\w+\.)?(test_\w+)`", text):
+        assert any(f"def {name}(" in source for source in sources().values()), name
 
 
 def test_dataloader_page_documents_every_key() -> None:
-    """Each key that does something is on the page, and the page names no key that does not
-    exist.
-    """
+    """Every key that has an effect is on the page, and the page names no others."""
     page = (ROOT / "docs" / "DATALOADER.md").read_text(encoding="utf-8")
     keys = set(DatasetConfig.model_fields)
 
@@ -233,7 +225,7 @@ def test_python_blocks_of_the_docs_run(
         assert list(tmp_path.glob("*.png"))
 
 
-# What is wrong, for messages of the page that settings alone bring about.
+# Words of messages on the page, and settings that cause them.
 MISTAKES = {
     "learning_rte": ["learning_rte=1e-4"],
     "no samples detected": ["train_batch_size=16"],
@@ -348,44 +340,38 @@ def test_the_readme_leads_to_every_page() -> None:
     assert pages <= set(re.findall(r"\]\(([^)#]+)", readme))
 
 
-def test_file_tree_has_a_line_for_every_room() -> None:
+def drawn_tree() -> str:
+    """The drawing of the tree in ARCHITECTURE.md."""
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = page.partition("## The tree")[2]
-    lines = [line.split()[0] for line in section.split("```")[1].splitlines() if line.strip()]
+    return section.split("```")[1]
+
+
+def drawn_name(path: Path) -> str:
+    """A file or folder as the tree draws it."""
+    return f"{path.name}/" if path.is_dir() else path.name
+
+
+def test_file_tree_has_a_line_for_every_room() -> None:
     package = ROOT / "simpletuner"
+    rooms = [path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"]
+    # Files that only re-export a few names need no line.
+    files = [path for path in package.glob("*.py") if len(path.read_text().splitlines()) > 10]
 
-    rooms = {
-        f"{path.name}/"
-        for path in package.iterdir()
-        if path.is_dir() and path.name != "__pycache__"
-    }
-    files = {
-        path.name
-        for path in package.glob("*.py")
-        if path.read_text(encoding="utf-8").count("\n") > 10
-    }
+    lines = {line.split()[0] for line in drawn_tree().splitlines() if line.strip()}
 
-    assert rooms | files <= set(lines)
+    assert {drawn_name(path) for path in rooms + files} <= lines
 
 
 def test_file_tree_names_only_existing_files() -> None:
-    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    section = page.partition("## The tree")[2]
-    names = re.findall(r"[\w/]*\w(?:/|\.py)(?=[\s,;)])", section.split("```")[1])
-    existing = {f"{path.name}/" if path.is_dir() else path.name for path in ROOT.glob("*")}
-    existing |= {
-        f"{path.name}/" if path.is_dir() else path.name
-        for path in (ROOT / "simpletuner").rglob("*")
-    }
+    existing = [*ROOT.glob("*"), *(ROOT / "simpletuner").rglob("*")]
+    for folder in ("docs", "tests", "scripts"):
+        existing += (ROOT / folder).iterdir()
 
-    existing |= {
-        f"{path.name}/"
-        for folder in ("docs", "tests", "scripts")
-        for path in (ROOT / folder).iterdir()
-    }
+    names = re.findall(r"[\w/]*\w(?:/|\.py)(?=[\s,;)])", drawn_tree())
 
     assert len(names) > 50
-    assert [name for name in names if name not in existing] == []
+    assert set(names) <= {drawn_name(path) for path in existing}
 
 
 CHANGED = "## Commands that have changed since the guides"
@@ -394,17 +380,13 @@ SYSTEM = ("apt", "mkdir", "popd", "pushd", "python")  # programs that are not ou
 
 def changed_commands() -> dict[str, str]:
     """The table of INSTALL: what the guides say, and what to do now."""
-    table = (
-        (ROOT / "docs" / "INSTALL.md")
-        .read_text(encoding="utf-8")
-        .partition(CHANGED)[2]
-        .partition("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8")
+    table = page.partition(CHANGED)[2].partition("\n## ")[0]
     return dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", table, re.MULTILINE))
 
 
 def test_substituted_guide_commands_occur_in_the_guides() -> None:
-    """`hf` came in place of `huggingface-cli`, and may change once more."""
+    """`hf` replaced `huggingface-cli`, and may change once more."""
     commands = re.findall(r"`(hf [a-z ]+)`", " ".join(changed_commands().values()))
     assert commands == ["hf auth login", "hf download"]
 

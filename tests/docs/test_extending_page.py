@@ -1,4 +1,4 @@
-"""The code in docs/EXTENDING.md runs as it stands, or is that of the program."""
+"""The code in docs/EXTENDING.md runs as it stands, or is a copy of the program's."""
 
 from __future__ import annotations
 

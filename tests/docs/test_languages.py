@@ -1,3 +1,5 @@
+"""The translated pages have the code, the headings and the links of the English ones."""
+
 from __future__ import annotations
 
 import re
@@ -33,9 +35,7 @@ def test_translated_commands_match_the_english_page(page: Path, language: str) -
 
 @pytest.mark.parametrize(("page", "language"), PAGES)
 def test_translated_sections_are_complete(page: Path, language: str) -> None:
-    """The same headings, links, and names of keys, files and commands in the sentences and
-    tables.
-    """
+    """The same headings, rows of tables, links, and names of keys, files and commands."""
     text = FENCE.sub("", read(page, language))
 
     english = FENCE.sub("", read(page))
@@ -49,9 +49,7 @@ def test_translated_sections_are_complete(page: Path, language: str) -> None:
 
 
 def links(text: str) -> set[str]:
-    """Names of the pages and sections that a page leads to, but for its own sections, which are
-    translated.
-    """
+    """The pages and sections that a page links to; not its own sections, whose names differ."""
     return set(re.findall(r"\]\((?:[./]|quickstart/|zh/|hi/|es/)*(\w+\.md[^)]*)\)", text))
 
 

@@ -1,8 +1,8 @@
-"""The demo, as a stranger runs it: a LoRA learns a concept that its base does not know.
+"""The demo, as a stranger runs it: a LoRA learns a concept that its base cannot draw.
 
 It is at once the first impression, the end-to-end test and the proof that signs, scales, schedule,
-cache and previews agree: were one of them wrong, no star would appear. What the base knew stays as
-it was, which preservation sees to.
+cache and previews agree: were one of them wrong, no star would appear. Preservation keeps what the
+base could draw before.
 """
 
 from __future__ import annotations
@@ -19,62 +19,64 @@ from safetensors.torch import load_file
 from simpletuner.cli.app import main
 from tests.tools.colours import PURPLE, YELLOW, colour_share
 
-# How far the last previews of what the base knew are from its own, as the root mean square over
-# pixel values of 0 to 1: measured without preservation and, beside it, with it. Bounds lie between
-# the two.
-CHANGES = {"still_a_circle": (0.107, 0.062, 0.085), "still_a_square": (0.093, 0.055, 0.075)}
 GLIMMERS = ("validation", "glimmer_sky", "glimmer_navy", "glimmer_mint")
+# How far the last previews of what the base can draw may be from the base's, as the root mean
+# square over pixel values of 0 to 1. Measured were .107 and .093 without preservation, .062 and
+# .055 with it; the bounds lie between.
+LARGEST_CHANGES = {"still_a_circle": 0.085, "still_a_square": 0.075}
 
 
-def mean_shares(pictures: list[Path]) -> tuple[float, float]:
+def mean_shares(paths: list[Path]) -> dict[str, float]:
     """Mean shares of purple and of yellow in what stands out from the background."""
-    opened = [Image.open(path).convert("RGB") for path in pictures]
-    shares = [(colour_share(picture, PURPLE), colour_share(picture, YELLOW)) for picture in opened]
-    purple, yellow = zip(*shares, strict=True)
-    return sum(purple) / len(purple), sum(yellow) / len(yellow)
+    pictures = [Image.open(path).convert("RGB") for path in paths]
+    purple = [colour_share(picture, PURPLE) for picture in pictures]
+    yellow = [colour_share(picture, YELLOW) for picture in pictures]
+    return {"purple": sum(purple) / len(purple), "yellow": sum(yellow) / len(yellow)}
 
 
-def change(one: Path, other: Path) -> float:
-    """The root mean square of the difference."""
-    pixels = [
-        np.asarray(Image.open(path).convert("RGB"), dtype=np.float64) / 255 for path in (one, other)
-    ]
-    return float(np.sqrt(np.square(pixels[0] - pixels[1]).mean()))
+def read_pixels(path: Path) -> np.ndarray:
+    """H W 3, from 0 to 1."""
+    return np.asarray(Image.open(path).convert("RGB"), dtype=np.float64) / 255
+
+
+def root_mean_square(difference: np.ndarray) -> float:
+    return float(np.sqrt(np.square(difference).mean()))
 
 
 @pytest.mark.slow(60)
 def test_the_demo_learns_its_concept(tmp_path: Path) -> None:
-    # Previews in between and of no prompt would show nothing that is looked at here.
-    only = (
+    arguments = [
+        # Previews in between, and of the empty prompt, would show nothing that is tested here.
         "validation_step_interval=300",
         "validation_disable_unconditional=true",
         "checkpoint_step_interval=300",
-    )
-    fast = ("gradient_checkpointing=false", "torch_num_threads=1")  # with the same result
-    with contextlib.chdir(tmp_path):
-        assert main(["train", "--example", "demo", *only, *fast]) == 0
-    output = tmp_path / "output" / "demo"
-    before = mean_shares(
-        [output / "benchmarks" / "base_model" / f"{name}_96x96.png" for name in GLIMMERS]
-    )
-
-    after = mean_shares(
-        [output / "validation_images" / f"step_300_{name}_0_96x96.png" for name in GLIMMERS]
-    )
-    for colour, earlier, later in zip(("purple", "yellow"), before, after, strict=True):
-        assert later > 0.2, f"{colour}: {earlier:.2f} before, {later:.2f} after"
-        assert later - earlier > 0.1, f"{colour}: {earlier:.2f} before, {later:.2f} after"
-
-    for name, (_, _, bound) in CHANGES.items():
-        base = output / "benchmarks" / "base_model" / f"{name}_96x96.png"
-        assert (
-            change(base, output / "validation_images" / f"step_300_{name}_0_96x96.png") < bound
-        ), name
-    losses = [
-        json.loads(line)["train_loss"]
-        for line in (output / "training_metrics.jsonl").read_text().splitlines()
+        # Faster, with the same result.
+        "gradient_checkpointing=false",
+        "torch_num_threads=1",
     ]
+
+    with contextlib.chdir(tmp_path):
+        assert main(["train", "--example", "demo", *arguments]) == 0
+
+    output = tmp_path / "output" / "demo"
+    base_pictures = output / "benchmarks" / "base_model"
+    last_pictures = output / "validation_images"
+
+    before = mean_shares([base_pictures / f"{name}_96x96.png" for name in GLIMMERS])
+    after = mean_shares([last_pictures / f"step_300_{name}_0_96x96.png" for name in GLIMMERS])
+    for colour in ("purple", "yellow"):
+        assert after[colour] > 0.2, (before, after)
+        assert after[colour] - before[colour] > 0.1, (before, after)
+
+    for name, bound in LARGEST_CHANGES.items():
+        of_base = read_pixels(base_pictures / f"{name}_96x96.png")
+        last = read_pixels(last_pictures / f"step_300_{name}_0_96x96.png")
+        assert root_mean_square(last - of_base) < bound, name
+
+    rows = (output / "training_metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(row)["train_loss"] for row in rows]
     assert len(losses) == 300
     assert sum(losses[-30:]) < 0.7 * sum(losses[:30])
+
     assert load_file(output / "pytorch_lora_weights.safetensors")
     assert (output / "training_report.html").stat().st_size > 50_000

@@ -1,6 +1,4 @@
-"""The checkpoint that ships with the demo: small, whole, and ignorant of the one thing the demo
-teaches.
-"""
+"""The checkpoint of the demo is small and whole, and cannot draw what the demo teaches."""
 
 from __future__ import annotations
 

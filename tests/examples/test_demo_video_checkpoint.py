@@ -1,6 +1,4 @@
-"""The checkpoint that ships with the video demo: small, whole, and ignorant of the one motion the
-demo teaches.
-"""
+"""The checkpoint of the video demo is small and whole, and cannot render the hop it teaches."""
 
 from __future__ import annotations
 
