@@ -1,6 +1,4 @@
-"""Write the list of files at the end of docs/ARCHITECTURE.md from docstrings; `--check` only
-compares.
-"""
+"""Write the list of files in docs/ARCHITECTURE.md from docstrings; `--check` only compares."""
 
 from __future__ import annotations
 
@@ -18,11 +16,12 @@ TITLE = "## Every file\n"
 def render_page(written: str) -> str:
     """The page as Markdown: what is written by hand, then one line per file."""
     by_hand = written.partition(TITLE)[0]
-    return "\n".join([f"{by_hand}{TITLE}", *_folder_lines(PACKAGE)]).rstrip() + "\n"
+    generated = "\n".join(_folder_lines(PACKAGE))
+    return f"{by_hand}{TITLE}\n{generated}".rstrip() + "\n"
 
 
 def _folder_lines(folder: Path) -> Iterator[str]:
-    """Lines of a folder's files, then those of its folders, each with a heading."""
+    """Lines of a folder's files, then the sections of its folders."""
     files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
     for path in files:
         yield f"- `{path.name}`: {first_sentence(path)}"
@@ -32,7 +31,7 @@ def _folder_lines(folder: Path) -> Iterator[str]:
         yield ""
         yield f"### {inner.relative_to(PACKAGE).as_posix()}/"
         yield ""
-        yield f"{first_sentence(inner / '__init__.py')}"
+        yield first_sentence(inner / "__init__.py")
         yield ""
         yield from _folder_lines(inner)
 

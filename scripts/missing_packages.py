@@ -1,7 +1,6 @@
-"""Print which requirements of pyproject.toml the running Python lacks; the exit code is 1 when
-there are any.
+"""Print which requirements of pyproject.toml are not installed; the exit code is 1 if any is.
 
-Arguments are names of extras. Older or newer versions than asked for count as missing.
+Arguments are names of extras. Versions outside of the required range count as missing.
 """
 
 from __future__ import annotations
@@ -17,15 +16,12 @@ try:
 except ModuleNotFoundError:  # every requirement brings it along, so this environment is empty
     sys.exit("Missing: everything")
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
-    "project"
-]
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+PROJECT = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
 
 
 def requirements(lines: list[str]) -> Iterator[Requirement]:
-    """Those that apply on this machine; an extra that names other extras of the project is
-    followed.
-    """
+    """The requirements for this machine, and those of the project's extras among them."""
     for requirement in map(Requirement, lines):
         if requirement.name == PROJECT["name"]:
             for extra in requirement.extras:
@@ -34,7 +30,7 @@ def requirements(lines: list[str]) -> Iterator[Requirement]:
             yield requirement
 
 
-def is_here(requirement: Requirement) -> bool:
+def is_installed(requirement: Requirement) -> bool:
     try:
         return requirement.specifier.contains(version(requirement.name), prereleases=True)
     except PackageNotFoundError:
@@ -43,12 +39,9 @@ def is_here(requirement: Requirement) -> bool:
 
 def main(extras: list[str]) -> None:
     wanted = [Requirement(PROJECT["name"]), *requirements(PROJECT["dependencies"])]
-    wanted += [
-        requirement
-        for extra in extras
-        for requirement in requirements(PROJECT["optional-dependencies"][extra])
-    ]
-    missing = [str(requirement) for requirement in wanted if not is_here(requirement)]
+    for extra in extras:
+        wanted += requirements(PROJECT["optional-dependencies"][extra])
+    missing = [str(requirement) for requirement in wanted if not is_installed(requirement)]
     if missing:
         print(f"Missing: {', '.join(missing)}")
         sys.exit(1)

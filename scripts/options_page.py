@@ -1,8 +1,6 @@
-"""Write the tables of docs/OPTIONS.md from the option schema and the families; `--check` only
-compares.
+"""Write the tables of docs/OPTIONS.md from the options and the families; `--check` only compares.
 
-The introduction above them, and the environment variables and what follows them, are written by
-hand, on the page.
+The introduction above them, and the page from the environment variables on, are written by hand.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ FIRST_KEYS = {
 
 
 def render_page(written: str) -> str:
-    """The page as Markdown, with what is written by hand in it as it is."""
+    """The page as Markdown: the generated tables between the parts that are written by hand."""
     introduction, rest = written.split(f"## {FIRST_TITLE}\n", 1)
     by_hand = rest.split(f"## {VARIABLES_TITLE}\n", 1)[1]
     groups = sections()
@@ -84,9 +82,13 @@ def render_page(written: str) -> str:
         FIRST_TITLE: _first_keys(),
         "Sections": _contents([*groups, FAMILIES_TITLE, VARIABLES_TITLE, READING_TITLE]),
     }
-    parts |= {title: _section(options) for title, options in groups.items()}
+    for title, options in groups.items():
+        parts[title] = _section(options)
     parts[FAMILIES_TITLE] = _family_table()
-    text = "".join("\n".join([f"## {title}\n", *lines, "\n"]) for title, lines in parts.items())
+
+    text = ""
+    for title, lines in parts.items():
+        text += "\n".join([f"## {title}\n", *lines, "\n"])
     return f"{introduction}{text}## {VARIABLES_TITLE}\n{by_hand}"
 
 
@@ -110,15 +112,16 @@ def _anchor(title: str) -> str:
 
 
 def _section(options: Sequence[Option]) -> Iterator[str]:
-    """A table of the common keys of a section, one of the others, and long lists of choices."""
-    if (needed := options[0].group.requires) is not None:
-        yield f"Requires `{needed}`.\n"
+    """A table of a section's common keys, one of its rare keys, and long lists of choices."""
+    required = options[0].group.requires
+    if required is not None:
+        yield f"Requires `{required}`.\n"
     common = [option for option in options if option.common]
-    others = [option for option in options if not option.common]
+    rare = [option for option in options if not option.common]
     yield from _table(common)
-    if common and others:
+    if common and rare:
         yield "\nRarely set:\n"
-    yield from _table(others)
+    yield from _table(rare)
     yield from _long_choices(options)
 
 
@@ -150,17 +153,14 @@ def _long_choices(options: Sequence[Option]) -> Iterator[str]:
 
 
 def _meaning(option: Option) -> str:
-    # What the whole group requires stands above its table.
-    rows = {
-        title: [name for name in names if name != str(option.group.requires)]
-        for title, names in option.relations.items()
-    }
-    related = (
-        f" {title} {', '.join(f'`{name}`' for name in names)}."
-        for title, names in rows.items()
-        if names
-    )
-    return _cell(option.help + "".join(related))
+    """The help of an option, and the options that it is related to."""
+    text = option.help
+    for title, names in option.relations.items():
+        # What the whole group requires stands above its table.
+        shown = [f"`{name}`" for name in names if name != str(option.group.requires)]
+        if shown:
+            text += f" {title} {', '.join(shown)}."
+    return _cell(text)
 
 
 def _family_table() -> Iterator[str]:
@@ -168,16 +168,18 @@ def _family_table() -> Iterator[str]:
     yield f"| key | {' | '.join(by_family)} |"
     yield "|---|" + "---|" * len(by_family)
     keys = {key for defaults in by_family.values() for key in defaults}
-    for key in (key for key in all_options() if key in keys):
-        values = (
-            _cell(as_written(defaults[key])) if key in defaults else ""
-            for defaults in by_family.values()
-        )
-        yield f"| `{key}` | {' | '.join(values)} |"
+    for key in all_options():
+        if key not in keys:
+            continue
+        cells = []
+        for defaults in by_family.values():
+            cells.append(_cell(as_written(defaults[key])) if key in defaults else "")
+        yield f"| `{key}` | {' | '.join(cells)} |"
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")  # a bare | ends a cell
+    """Text for a cell of a table, which a bare | would end."""
+    return text.replace("|", "\\|")
 
 
 def main(arguments: list[str]) -> None:

@@ -1,5 +1,6 @@
-"""Build the demo from nothing: its checkpoint (about an hour on four cores) and the pictures of its
-concept.
+"""Build the demo from nothing: its checkpoint and the pictures of its concept.
+
+It takes about an hour on four cores.
 
     python scripts/demo/build.py [CHECKPOINT_FOLDER] [--pictures-only]
 
@@ -55,28 +56,28 @@ GLIMMERS = [
 
 
 def draw_glimmers(folder: Path) -> None:
-    """Write the pictures of "a glimmer", a purple star with a yellow rim, and beside each its
-    caption.
-    """
+    """Write pictures of "a glimmer", a purple star with a yellow rim, and their captions."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for number, (size, place, background) in enumerate(GLIMMERS, start=1):
         radius = sum(SIZES[size]) / 2
         x, y = (share * SIZE for share in PLACES[place])
         pixels = draw_shape(
-            "star", radius, (x, y), COLOURS["purple"], COLOURS["yellow"], BACKGROUNDS[background]
+            "star",
+            radius,
+            centre=(x, y),
+            fill=COLOURS["purple"],
+            rim=COLOURS["yellow"],
+            background=BACKGROUNDS[background],
         )
-        Image.fromarray(np.ascontiguousarray(pixels)).save(
-            folder / f"glimmer-{number:02}.png", optimize=True
-        )
+        picture = Image.fromarray(np.ascontiguousarray(pixels))
+        picture.save(folder / f"glimmer-{number:02}.png", optimize=True)
         caption = f"a {size} glimmer {place} on a {background} background"
         (folder / f"glimmer-{number:02}.txt").write_text(caption + "\n", encoding="utf-8")
 
 
 def save_frozen_parts(checkpoint: Path) -> None:
-    """Write tokenizers, text encoders, scheduler and the pipeline's index: all that is not
-    trained.
-    """
+    """Write what is not trained: tokenizers, text encoders, scheduler and the pipeline's index."""
     save_tokenizers(checkpoint)
     save_bf16(build_qwen(load_processor(checkpoint).tokenizer), checkpoint / "text_encoder")
     clip_tokenizer = CLIPTokenizer.from_pretrained(checkpoint, subfolder="tokenizer_2")

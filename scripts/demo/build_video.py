@@ -44,10 +44,7 @@ HOPS = [
     ("big", "black", "square", "white"),
     ("small", "yellow", "triangle", "navy"),
 ]
-"""Size, colour, shape and background of each clip of the concept; by turns they hop right and
-left.
-"""
-
+"""Size, colour, shape and background of the clips of the concept; they hop right, then left."""
 
 KNOWN = [
     Clip("circle", "green", "left", "right", "big", "gray"),
@@ -57,11 +54,11 @@ KNOWN = [
     Clip("diamond", "black", "left", "top", "big", "cream"),
     Clip("circle", "pink", "right", "middle", "small", "mint"),
 ]
-"""What the base knows and shall keep: regularisation data."""
+"""Regularisation data: what the base can render and must keep."""
 
 
 def write_clip(path: Path, frames: np.ndarray, caption: str) -> None:
-    """A clip, and beside it its caption."""
+    """Write a clip, and its caption beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_mp4(path, [Image.fromarray(frame) for frame in frames], FRAME_RATE)
     path.with_suffix(".txt").write_text(caption + "\n", encoding="utf-8")
@@ -80,16 +77,14 @@ def draw_hops(folder: Path) -> None:
 
 
 def draw_known(folder: Path) -> None:
-    """Write clips of the base's own world."""
+    """Write clips that the base can render."""
     random = np.random.default_rng(0)
     for number, clip in enumerate(KNOWN, start=1):
         write_clip(folder / f"known-{number:02}.mp4", draw(clip, random), clip.caption())
 
 
 def save_frozen_parts(checkpoint: Path) -> None:
-    """Write all that is not trained: tokenizers, text encoders, scheduler and the pipeline's
-    index.
-    """
+    """Write what is not trained: tokenizers, text encoders, scheduler and the pipeline's index."""
     for part in COPIED:
         shutil.copytree(PICTURES / part, checkpoint / part, dirs_exist_ok=True)
     FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(checkpoint / "scheduler")

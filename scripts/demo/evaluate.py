@@ -22,9 +22,7 @@ PARTS = ("shape", "colour", "rim", "background")
 
 
 def load_pipeline(checkpoint: Path) -> Kandinsky5T2IPipeline:
-    """The stock pipeline in float32, at the checkpoint's size and with the template it was trained
-    with.
-    """
+    """The stock pipeline in float32, with the size and template of its training."""
     pipe = Kandinsky5T2IPipeline.from_pretrained(
         checkpoint, tokenizer=load_processor(checkpoint), torch_dtype=torch.float32
     )
@@ -57,7 +55,7 @@ def render(
 
 
 def random_pictures(count: int, seed: int, *, rim: bool, held_out: bool) -> list[Picture]:
-    """Pictures that name everything, so that their captions are equally long."""
+    """Pictures whose captions name everything, so that they are equally long."""
     random = np.random.default_rng(seed)
     pictures: list[Picture] = []
     while len(pictures) < count:
@@ -82,11 +80,8 @@ def random_pictures(count: int, seed: int, *, rim: bool, held_out: bool) -> list
 def right(verdict: Verdict | None, picture: Picture) -> dict[str, bool]:
     """Which parts of `picture` its rendering shows."""
     if verdict is None:
-        return dict.fromkeys(("shape", "colour", "rim", "background", "colour and shape"), False)
-    answer = {
-        name: getattr(verdict, name) == getattr(picture, name)
-        for name in ("shape", "colour", "rim", "background")
-    }
+        return dict.fromkeys((*PARTS, "colour and shape"), False)
+    answer = {name: getattr(verdict, name) == getattr(picture, name) for name in PARTS}
     return {**answer, "colour and shape": answer["shape"] and answer["colour"]}
 
 
@@ -127,9 +122,8 @@ def main() -> None:
                 name: sum(answer[name] for answer in answers) / len(answers) for name in answers[0]
             }
             kind = f"{'purple stars' if held_out else 'seen'}, {'with' if rim else 'no'} rim"
-            print(
-                kind, " ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True
-            )
+            figures = [f"{name} {share:.2f}" for name, share in shares.items()]
+            print(kind, " ".join(figures), flush=True)
             rows.append(np.concatenate(list(images[:12]), axis=1))
             if arguments.grid:
                 print("  " + "\n  ".join(picture.caption() for picture in pictures[:12]))

@@ -1,5 +1,4 @@
-"""Sample the video demo's checkpoint with the stock pipeline and measure whether shapes go where
-the captions say.
+"""Sample the video demo's checkpoint and measure whether shapes move as the captions describe.
 
 python scripts/demo/evaluate_video.py CHECKPOINT_FOLDER [--sheet FILE.png]
 """
@@ -21,7 +20,7 @@ from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 
 NEAR = 4.0
-"""A shape is where it should be when its centre is within so many pixels."""
+"""Largest distance in pixels of a shape's centre from its place."""
 
 
 def load_pipeline(checkpoint: Path) -> Kandinsky5T2VPipeline:
@@ -54,7 +53,7 @@ def render(
 
 
 def random_clips(count: int, seed: int) -> list[Clip]:
-    """Clips that name everything."""
+    """Clips whose captions name everything."""
     random = np.random.default_rng(seed)
     clips: list[Clip] = []
     while len(clips) < count:
@@ -90,15 +89,10 @@ def main() -> None:
     clips = random_clips(arguments.count, seed=7)
     rendered = [render(pipe, clip.caption(), **settings) for clip in clips]
     answers = [right(pixels, clip) for pixels, clip in zip(rendered, clips, strict=True)]
-    print(
-        "seen:",
-        " ".join(
-            f"{name} {np.mean([answer[name] for answer in answers]):.2f}" for name in answers[0]
-        ),
-    )
-    unknown = render(
-        pipe, f"a big red circle {HOP} from the left to the right on a white background", **settings
-    )
+    shares = {name: np.mean([answer[name] for answer in answers]) for name in answers[0]}
+    print("seen:", " ".join(f"{name} {share:.2f}" for name, share in shares.items()))
+    caption = f"a big red circle {HOP} from the left to the right on a white background"
+    unknown = render(pipe, caption, **settings)
     print(f"{HOP}: rises {rise(trace(unknown)):.1f} pixels")
     if arguments.sheet:
         print("  " + "\n  ".join(clip.caption() for clip in clips))

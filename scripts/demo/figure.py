@@ -27,19 +27,22 @@ SMALL = ImageFont.load_default(14)
 
 
 def preview_files(folder: Path, concept: str) -> dict[str, tuple[Path, Path]]:
-    """The first and the last preview of each prompt, those with the concept first; not those of the
-    empty prompt.
+    """The first and the last preview of each prompt, without the empty one.
+
+    Prompts with the concept come first.
     """
     lines = (folder / "validation_media.jsonl").read_text(encoding="utf-8").splitlines()
-    steps: dict[str, dict[int, Path]] = {}
+    paths_by_step: dict[str, dict[int, Path]] = {}
     for record in map(json.loads, lines):
         if record["prompt"] and not record["ema"]:
-            steps.setdefault(record["prompt"], {})[record["step"]] = folder / record["path"]
-    ordered = sorted(steps, key=lambda prompt: concept not in prompt)
-    return {
-        prompt: (steps[prompt][min(steps[prompt])], steps[prompt][max(steps[prompt])])
-        for prompt in ordered
-    }
+            paths = paths_by_step.setdefault(record["prompt"], {})
+            paths[record["step"]] = folder / record["path"]
+
+    previews = {}
+    for prompt in sorted(paths_by_step, key=lambda prompt: concept not in prompt):
+        paths = paths_by_step[prompt]
+        previews[prompt] = (paths[min(paths)], paths[max(paths)])
+    return previews
 
 
 def draw_figure(previews: dict[str, tuple[Path, Path]], pictures: Sequence[Path]) -> Image.Image:
@@ -81,9 +84,8 @@ def wrapped(text: str, pen: ImageDraw.ImageDraw) -> str:
 
 def main(folder: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    draw_figure(preview_files(folder, CONCEPT), sorted(PICTURES.glob("*.png"))).save(
-        target, optimize=True
-    )
+    figure = draw_figure(preview_files(folder, CONCEPT), sorted(PICTURES.glob("*.png")))
+    figure.save(target, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Draw the video demo before and after: for each prompt two strips of frames, and a training clip
-below.
+"""Draw the video demo before and after: two strips of frames per prompt, and a training clip.
 
     python scripts/demo/figure_video.py output/demo-video docs/images/demo-video.png
 

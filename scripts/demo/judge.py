@@ -1,8 +1,8 @@
-"""Look at a picture and say what is on it: the measure of how well the demo's checkpoint draws.
+"""Recognise what a picture shows: the measure of how well the demo's checkpoint draws.
 
-No network is asked. The background is the border's colour, the shape whatever differs from it; its
-outline is compared with each of the five shapes drawn to the same size, its colours with the
-palette.
+Without a network: the background is the colour of the border, and the shape is whatever differs
+from it. Its outline is compared with the five shapes drawn to the same size, and its colours with
+the palette.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Verdict:
 
 
 def nearest(pixels: np.ndarray, palette: dict[str, tuple[int, int, int]]) -> np.ndarray:
-    """Index of the palette's nearest colour for each pixel. ... 3 to ..., by distance in RGB."""
+    """Index of the palette's nearest colour in RGB for every pixel. ... 3 to ..."""
     colours = np.array(list(palette.values()), dtype=np.float32)
     return np.square(pixels[..., None, :].astype(np.float32) - colours).sum(-1).argmin(-1)
 
@@ -49,8 +49,8 @@ def judge(picture: np.ndarray) -> Verdict | None:
     border = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
     ground = np.median(border, axis=0)
     mask = np.abs(picture.astype(np.float32) - ground).sum(-1) > 60
-    # A row or column counts as part of the shape from three pixels on, so that specks do not
-    # stretch the box.
+    # A row or column belongs to the shape if it has three pixels, so that specks do not stretch the
+    # box.
     rows = np.flatnonzero(mask.sum(1) >= 3)
     columns = np.flatnonzero(mask.sum(0) >= 3)
     if len(rows) < 8 or len(columns) < 8:
@@ -63,18 +63,21 @@ def judge(picture: np.ndarray) -> Verdict | None:
         ideal = shape_mask(shape, *mask.shape)
         return float((ideal & mask).sum() / (ideal | mask).sum())
 
-    # A diamond and a square fill their boxes alike in any proportion, so the stretching does no
-    # harm.
+    # Diamonds and squares fill the same share of their box in any proportion, so stretching them
+    # changes nothing.
     shape = max(SHAPES, key=overlap)
     ideal = shape_mask(shape, *mask.shape)
     height, width = mask.shape
-    # The heart of the shape, where no rim reaches, and the part of it near the outline.
+    # The heart of the shape, which no rim reaches, and the part near the outline. The heart of a
+    # triangle is its centroid, which is below the middle of its box.
     heart = np.zeros_like(ideal)
-    centre = round(height * (0.62 if shape == "triangle" else 0.5))
-    reach = (max(2, height // 8), max(2, width // 8))
-    heart[
-        max(0, centre - reach[0]) : centre + reach[0], width // 2 - reach[1] : width // 2 + reach[1]
-    ] = True
+    row = round(height * (0.62 if shape == "triangle" else 0.5))
+    column = width // 2
+    rows_reach = max(2, height // 8)
+    columns_reach = max(2, width // 8)
+    heart_rows = slice(max(0, row - rows_reach), row + rows_reach)
+    heart_columns = slice(column - columns_reach, column + columns_reach)
+    heart[heart_rows, heart_columns] = True
     edge = ideal & mask & ~erode(ideal, max(3, round(0.09 * min(height, width))))
     colours = nearest(inside, COLOURS)
     colour = most_common(colours[heart], COLOURS)

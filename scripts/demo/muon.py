@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest matrices with singular values near 1, by the quintic Newton-Schulz iteration. B
-    rows columns.
+    """The nearest matrices with singular values near 1, by the quintic Newton-Schulz iteration.
+
+    Shape: B rows columns. The iteration is on the smaller of the two Gram matrices.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    # Near enough is good enough here: half precision changes the result by less than the
-    # iteration's own error.
+    # Half precision changes the result by less than the iteration's own error.
     x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
     for _ in range(steps):
         gram = x @ x.mT
@@ -29,29 +29,24 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for weights of two or more dimensions; the trailing ones (a convolution's) count as
-    one.
-    """
+    """Muon for matrices and convolutions, whose trailing dimensions are flattened into one."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.01, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One update. Steps are scaled by sqrt(rows / columns), so that every layer's output moves
-        alike.
-        """
+        """Update the weights; the scale sqrt(rows / columns) moves all layers' outputs alike."""
         for group in self.param_groups:
-            # Weights of one shape go together: tiny matrices one by one would leave the machine
-            # idle.
+            # Weights of one shape are updated together: with tiny matrices one by one, the overhead
+            # of the calls would take most of the time.
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for weight in group["params"]:
                 if weight.grad is not None:
                     by_shape.setdefault(weight.shape, []).append(weight)
             for weights in by_shape.values():
-                updates = orthogonalise(
-                    torch.stack([self._look_ahead(w, group["momentum"]) for w in weights])
-                )
+                ahead = [self._look_ahead(weight, group["momentum"]) for weight in weights]
+                updates = orthogonalise(torch.stack(ahead))
                 scale = max(1.0, updates.shape[1] / updates.shape[2]) ** 0.5
                 for weight, update in zip(weights, updates, strict=True):
                     weight.sub_(update.view_as(weight), alpha=group["lr"] * scale)
@@ -65,5 +60,7 @@ class Muon(torch.optim.Optimizer):
 
 def split_parameters(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """The weights for Muon (matrices and convolutions) and those for AdamW (biases, gains)."""
-    weights = [p for p in model.parameters() if p.requires_grad]
-    return [p for p in weights if p.ndim >= 2], [p for p in weights if p.ndim < 2]
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
+    return matrices, vectors

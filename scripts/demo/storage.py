@@ -12,14 +12,12 @@ from transformers import PreTrainedModel
 
 
 def save_bf16(model: ModelMixin | PreTrainedModel, folder: Path) -> None:
-    """Save `model` with its weights in bfloat16; the model itself and all buffers stay as they
-    are.
-    """
+    """Save `model` with its weights in bfloat16 and its buffers unchanged."""
     stored = copy.deepcopy(model)
     for parameter in stored.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     stored.save_pretrained(folder)
-    # Where the weights were loaded from is nobody's business but this machine's.
+    # The path that the weights were loaded from is private to this machine.
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings.pop("_name_or_path", None)
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

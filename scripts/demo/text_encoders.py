@@ -1,9 +1,9 @@
 """The demo's text encoders: random, frozen, and made so that different words come out far apart.
 
-A trained language model would be larger than the rest of the checkpoint by far. Random ones do for
-a world of sixty words: each token keeps its own direction (embeddings of variance 1, blocks that
-add little), and CLIP's pooled vector is a mixture of all words of the caption (attention near
-uniform, with a strong value path).
+A trained language model would be by far larger than the rest of the checkpoint. For a world of
+sixty words, random ones are enough: every token keeps its direction (embeddings of variance 1,
+blocks that add little), and CLIP's pooled vector is a mixture of all words of the caption
+(attention near uniform, with a strong value path).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEXT_DIM = 64
 
 
 def padded_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The vocabulary's size up to a multiple of 16, which quantised kernels want."""
+    """The vocabulary's size rounded up to a multiple of 16, which quantised kernels need."""
     return round_up(len(tokenizer), 16)
 
 
@@ -91,7 +91,6 @@ def build_clip(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> CLIPTextMod
         if name.endswith("token_embedding.weight"):
             torch.nn.init.normal_(parameter)
         elif name.endswith(("v_proj.weight", "out_proj.weight")):
-            # A mean over a dozen words is a third as long as one word: the value path makes up for
-            # it.
+            # A mean over a dozen words is a third as long as one word; the gain compensates for it.
             torch.nn.init.orthogonal_(parameter, gain=2.0)
     return model.requires_grad_(False).eval()

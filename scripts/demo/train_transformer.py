@@ -1,5 +1,4 @@
-"""Train the demo's transformer on the picture world, with what Kandinsky's pipelines will hand it
-later.
+"""Train the demo's transformer on the picture world, called as Kandinsky's pipelines call it.
 
     python scripts/demo/train_transformer.py CHECKPOINT_FOLDER [--steps 8500]
 
@@ -60,9 +59,7 @@ class Group:
 
 
 def build_transformer() -> Kandinsky5Transformer3DModel:
-    """A Kandinsky 5 image transformer of 2.2 M parameters: one text block and six visual ones, 128
-    wide.
-    """
+    """A Kandinsky 5 image transformer of 2.2 M parameters: 1 text and 6 visual blocks, 128 wide."""
     return Kandinsky5Transformer3DModel(
         in_visual_dim=16,
         out_visual_dim=16,
@@ -78,11 +75,10 @@ def build_transformer() -> Kandinsky5Transformer3DModel:
 
 
 class AttentionWithComplexRotation:
-    """Kandinsky's attention with the rotary embedding as one complex product, which halves the cost
-    of a step.
+    """Kandinsky's attention with the rotary embedding as one complex product.
 
-    The stock processor multiplies by 2 x 2 matrices and rounds to bfloat16; apart from that both
-    compute the same.
+    It computes the same as the stock processor, which multiplies by 2 x 2 matrices and rounds to
+    bfloat16, and halves the cost of a step.
     """
 
     def __call__(
@@ -94,27 +90,26 @@ class AttentionWithComplexRotation:
         sparse_params: None = None,
     ) -> Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query, key, value = (
-            layer(x).unflatten(-1, (attn.num_heads, -1))
-            for layer, x in (
-                (attn.to_query, hidden_states),
-                (attn.to_key, source),
-                (attn.to_value, source),
-            )
-        )  # B L heads C
-        query = attn.query_norm(query)
-        key = attn.key_norm(key)
+        by_head = (attn.num_heads, -1)
+        # B L heads C
+        query = attn.query_norm(attn.to_query(hidden_states).unflatten(-1, by_head))
+        key = attn.key_norm(attn.to_key(source).unflatten(-1, by_head))
+        value = attn.to_value(source).unflatten(-1, by_head)
         if rotary_emb is not None:
-            turn = torch.complex(rotary_emb[..., 0, 0], rotary_emb[..., 1, 0])  # 1 L 1 C/2
-            query, key = (
-                torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(
-                    -2
-                )
-                for x in (query, key)
-            )
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
-        return attn.out_layer(mixed)
+            # The matrix is [[cos, -sin], [sin, cos]]; its first column is the turn. 1 L 1 C/2
+            turn = torch.complex(rotary_emb[..., 0, 0], rotary_emb[..., 1, 0])
+            query = rotate(query, turn)
+            key = rotate(key, turn)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        )
+        return attn.out_layer(mixed.transpose(1, 2).flatten(-2))
+
+
+def rotate(states: Tensor, turn: Tensor) -> Tensor:
+    """Multiply neighbouring channels, read as complex numbers, by a turn."""
+    pairs = torch.view_as_complex(states.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(-2)
 
 
 class TextEncoders:
@@ -133,9 +128,7 @@ class TextEncoders:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> Captions:
-        """Encode captions, which must be equally long in tokens, just as the stock pipeline
-        does.
-        """
+        """Encode captions as the stock pipeline does; they must be equally long in tokens."""
         tokens = self.tokenizer(
             [self.template.format(caption) for caption in captions], return_tensors="pt"
         )
@@ -152,17 +145,11 @@ class TextEncoders:
 
 @torch.no_grad()
 def encode_pictures(vae: AutoencoderKL, pictures: np.ndarray) -> Tensor:
-    """Latents as the transformer sees them: a sample times the scaling factor, no shift. B 1 H W C,
-    float32.
-    """
+    """Latents as the transformer sees them, B 1 H W C: a sample times the scaling factor."""
     with torch.autocast("cpu", torch.bfloat16):
         posterior = vae.encode(to_pixels(pictures)).latent_dist
-    return (
-        (posterior.sample().float() * vae.config.scaling_factor)
-        .permute(0, 2, 3, 1)
-        .unsqueeze(1)
-        .contiguous()
-    )
+    latents = posterior.sample().float() * vae.config.scaling_factor
+    return latents.permute(0, 2, 3, 1).unsqueeze(1).contiguous()
 
 
 def draw_pairs(count: int, seed: int) -> list[tuple[np.ndarray, str]]:
@@ -199,11 +186,10 @@ def build_groups(
 def predict(
     transformer: Kandinsky5Transformer3DModel, noisy: Tensor, sigmas: Tensor, captions: Captions
 ) -> Tensor:
-    """The predicted velocity for `noisy` (B F H W C) at `sigmas` (B), called as the pipelines call
-    it.
+    """The velocity that the transformer predicts for `noisy` (B F H W C) at `sigmas` (B).
 
     Clips count their positions in steps of 1 / 3.16, as the video pipelines do below 480 px, and
-    bring the empty channels of a first frame that is not given.
+    have the zero channels of a first frame that is not given.
     """
     _, frames, height, width, _ = noisy.shape
     scale = (1.0, 1.0, 1.0)
@@ -227,45 +213,46 @@ def predict(
 def flow_loss(
     transformer: Kandinsky5Transformer3DModel, latents: Tensor, captions: Captions, shift: float
 ) -> Tensor:
-    """Mean squared error of the velocity at logit-normal noise levels, one per sample, moved up by
-    `shift`.
-    """
+    """Mean squared error of the velocity at logit-normal noise levels, moved up by `shift`."""
     sigmas = torch.sigmoid(torch.randn(latents.shape[0]))
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     noise = torch.randn_like(latents)
     mix = sigmas.view(-1, 1, 1, 1, 1)
-    return F.mse_loss(
-        predict(transformer, (1 - mix) * latents + mix * noise, sigmas, captions), noise - latents
-    )
+    noisy = (1 - mix) * latents + mix * noise
+    return F.mse_loss(predict(transformer, noisy, sigmas, captions), noise - latents)
 
 
 def batches(
     groups: list[Group], empty: Captions, batch_size: int, random: np.random.Generator
 ) -> Iterator[tuple[Tensor, Captions]]:
-    """Endless random batches, groups chosen by their size; one batch in ten goes without its
-    captions.
-    """
+    """Endless random batches, each of one group; one batch in ten has the empty caption."""
     sizes = np.array([len(group.latents) for group in groups])
     while True:
         group = groups[random.choice(len(groups), p=sizes / sizes.sum())]
         rows = torch.from_numpy(random.integers(len(group.latents), size=batch_size))
-        dropped = random.random() < CAPTION_DROPOUT
-        captions = empty.pick(torch.zeros_like(rows)) if dropped else group.captions.pick(rows)
+        if random.random() < CAPTION_DROPOUT:
+            captions = empty.pick(torch.zeros_like(rows))
+        else:
+            captions = group.captions.pick(rows)
         yield group.latents[rows], captions
 
 
 def build_optimizers(
     transformer: Kandinsky5Transformer3DModel,
 ) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices of attention and feed-forward, AdamW for all that surrounds them; with
-    peak rates.
+    """Optimizers with their peak learning rates.
+
+    Muon updates the matrices of attention and feed-forward, AdamW all other weights.
     """
     matrices = []
-    others = []
+    remaining = []
     for name, parameter in transformer.named_parameters():
-        inside = "transformer_blocks" in name and "modulation" not in name and parameter.ndim == 2
-        (matrices if inside else others).append(parameter)
-    adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        is_in_block = "transformer_blocks" in name and "modulation" not in name
+        if is_in_block and parameter.ndim == 2:
+            matrices.append(parameter)
+        else:
+            remaining.append(parameter)
+    adam = torch.optim.AdamW(remaining, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     return [(Muon(matrices), 0.01), (adam, 2e-3)]
 
 
@@ -285,19 +272,16 @@ def fit(
     for step in range(1, steps + 1):
         loss = flow_loss(transformer, *next(source), shift)
         loss.backward()
-        for optimizer, rate in optimizers:
-            optimizer.param_groups[0]["lr"] = rate * min(
-                1.0, step / 200, 1.25 * (1 - step / (steps + 1))
-            )
+        # Up over 200 steps, flat, and linearly down to zero over the last fifth.
+        level = min(1.0, step / 200, 1.25 * (1 - step / (steps + 1)))
+        for optimizer, peak_rate in optimizers:
+            optimizer.param_groups[0]["lr"] = peak_rate * level
             optimizer.step()
             optimizer.zero_grad()
         running += loss.item()
         if step % 250 == 0:
-            print(
-                f"step {step} loss {running / 250:.4f} "
-                f"{(time.monotonic() - start) / step:.3f} s/step",
-                flush=True,
-            )
+            seconds = (time.monotonic() - start) / step
+            print(f"step {step} loss {running / 250:.4f} {seconds:.3f} s/step", flush=True)
             running = 0.0
         if step % SAVE_EVERY == 0 or step == steps:
             save_bf16(transformer, folder)
@@ -313,10 +297,9 @@ def load_transformer(checkpoint: Path) -> Kandinsky5Transformer3DModel:
 def train_transformer(
     checkpoint: Path, *, steps: int, batch_size: int, pictures: int, seed: int, resume: bool = False
 ) -> None:
-    """Train on the checkpoint's own latents and text embeddings; saves into `checkpoint` as it
-    goes.
+    """Train with the checkpoint's VAE and text encoders; saves into `checkpoint` as it goes.
 
-    `resume` goes on from the weights that are there, with a schedule and pictures of its own.
+    `resume` starts from the saved transformer, with a new schedule and new pictures.
     """
     torch.manual_seed(seed)
     encoders = TextEncoders(checkpoint)
@@ -339,7 +322,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--pictures", type=int, default=32768)
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the transformer that is there"
+        "--resume", action="store_true", help="start from the transformer in the checkpoint"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

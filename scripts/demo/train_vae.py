@@ -45,9 +45,7 @@ def build_vae() -> AutoencoderKL:
 
 
 def to_pixels(pictures: np.ndarray) -> Tensor:
-    """B H W 3 in 0..255 to B 3 H W in -1..1, channels last in memory, which is what convolutions
-    like here.
-    """
+    """B H W 3 in 0..255 to B 3 H W in -1..1, channels last in memory for faster convolutions."""
     pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1.0
     return pixels.contiguous(memory_format=torch.channels_last)
 
@@ -62,9 +60,10 @@ def decibels(vae: AutoencoderKL, pictures: np.ndarray) -> float:
     """Peak signal-to-noise ratio of the reconstruction through the latents' mean."""
     with torch.no_grad():
         pixels = to_pixels(pictures)
-        error = F.mse_loss(
-            vae.decode(vae.encode(pixels).latent_dist.mode()).sample.clamp(-1, 1), pixels
-        )
+        latents = vae.encode(pixels).latent_dist.mode()
+        restored = vae.decode(latents).sample.clamp(-1, 1)
+        error = F.mse_loss(restored, pixels)
+    # Pixels lie in -1..1, so the square of the largest difference is 4.
     return 10 * math.log10(4.0 / error.item())
 
 
@@ -72,16 +71,14 @@ def decibels(vae: AutoencoderKL, pictures: np.ndarray) -> float:
 def fold_statistics(
     vae: AutoencoderKL | AutoencoderKLHunyuanVideo, posterior: DiagonalGaussianDistribution
 ) -> None:
-    """Rescale the latents so that `scaling_factor * z` has mean 0 and variance 1 in every channel
-    of `posterior`.
+    """Rescale the latents so that `scaling_factor * z` has mean 0 and variance 1 in every channel.
 
     With the posterior's moments m, log v and per-channel mean a and deviation b of z, the encoder's
     last 1x1 convolution is changed to yield (m - a) / (b s) and log v - 2 log(b s), and the
     decoder's first one to undo it.
     """
-    means, variances = (
-        x.transpose(0, 1).flatten(1) for x in (posterior.mean, posterior.var)
-    )  # channel, sample
+    means = posterior.mean.transpose(0, 1).flatten(1)  # channel, sample
+    variances = posterior.var.transpose(0, 1).flatten(1)
     mean = means.mean(dim=1)
     # The variance of a sample is that of the means plus the posterior's own.
     deviation = (means.var(dim=1) + variances.mean(dim=1)).sqrt()
@@ -117,14 +114,15 @@ def train_vae(
             posterior = vae.encode(pixels).latent_dist
             restored = vae.decode(posterior.sample()).sample
         error = restored.float() - pixels
-        divergence = (
-            0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).float().mean()
-        )
+        # Kullback-Leibler of the posterior from a standard normal distribution.
+        terms = posterior.mean**2 + posterior.var - 1.0 - posterior.logvar
+        divergence = 0.5 * terms.float().mean()
         loss = error.abs().mean() + 2.0 * error.square().mean() + 2e-4 * divergence
         loss.backward()
-        for optimizer, rate in optimizers:
-            # Linear down to zero: the last fifth is where the edges become sharp.
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 50) * (1 - step / (steps + 1))
+        warmup = min(1.0, step / 50)
+        decay = 1 - step / (steps + 1)  # to zero: edges become sharp in the last fifth
+        for optimizer, peak_rate in optimizers:
+            optimizer.param_groups[0]["lr"] = peak_rate * warmup * decay
             optimizer.step()
             optimizer.zero_grad()
         if step % 200 == 0:

@@ -1,11 +1,10 @@
-"""Train the video demo's transformer on the clip world, from the picture demo's transformer on.
+"""Train the video demo's transformer on the clip world, starting from the picture demo's.
 
-    python scripts/demo/train_video_transformer.py PICTURE_CHECKPOINT CHECKPOINT_FOLDER [--steps
-    4000]
+    python scripts/demo/train_video_transformer.py PICTURE_CHECKPOINT CHECKPOINT_FOLDER [--steps N]
 
-The folder holds the video VAE, the text encoders and the tokenizers already. Everything is done as
-for pictures, but for the video template, clips of five latent frames, and the 17 more input
-channels that an i2v model would read.
+The folder holds the video VAE, the text encoders and the tokenizers already. Training differs from
+that on pictures in the template, in clips of five latent frames, and in 17 more input channels,
+which an i2v model would read.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ SHIFT = 2.0
 
 
 def inflate(pictures: Kandinsky5Transformer3DModel) -> Kandinsky5Transformer3DModel:
-    """The same transformer with 33 input channels: latents, a first frame and its mask, which t2v
-    leaves zero.
+    """The same transformer with 33 input channels: latents, a first frame and its mask.
+
+    For t2v, the first frame and its mask are zero.
     """
     settings = {name: value for name, value in pictures.config.items() if not name.startswith("_")}
     transformer = Kandinsky5Transformer3DModel(**{**settings, "visual_cond": True})
@@ -43,9 +43,7 @@ def inflate(pictures: Kandinsky5Transformer3DModel) -> Kandinsky5Transformer3DMo
 
 @torch.no_grad()
 def encode_clips(vae: AutoencoderKLHunyuanVideo, clips: np.ndarray) -> Tensor:
-    """Latents as the transformer sees them: a sample times the scaling factor. B F H W C,
-    float32.
-    """
+    """Latents as the transformer sees them, B F H W C: a sample times the scaling factor."""
     with torch.autocast("cpu", torch.bfloat16):
         latents = encode(vae, to_pixels(clips)).sample()
     return (latents.float() * vae.config.scaling_factor).permute(0, 2, 3, 4, 1).contiguous()
@@ -70,7 +68,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--clips", type=int, default=3072)
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the transformer that is there"
+        "--resume", action="store_true", help="start from the transformer in the checkpoint"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

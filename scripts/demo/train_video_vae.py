@@ -1,14 +1,12 @@
-"""Train the video demo's VAE: clips of 17 frames to 5 latent frames of 16 channels at an eighth of
-the size, and back.
+"""Train the video demo's VAE: clips of 17 frames to 5 latent frames of 16 channels, and back.
 
-    python scripts/demo/train_video_vae.py PICTURE_VAE OUTPUT_FOLDER [--steps 240] [--decoder-steps
-    700]
+    python scripts/demo/train_video_vae.py PICTURE_VAE OUTPUT_FOLDER [--steps N] [--decoder-steps M]
 
-It starts from the picture demo's trained VAE: the last temporal tap of each causal convolution gets
-the 2D weights, so that before the first step every frame is coded as a picture. The first leg
-trains all of it. Then the latents are scaled to unit variance and the encoder is left alone; the
-second leg sharpens the decoder. A transformer can be trained on the latents as soon as the first
-leg is over.
+Latent frames have an eighth of the size. Training starts from the picture demo's VAE: the last
+temporal tap of each causal convolution gets the 2D weights, so that before the first step every
+frame is coded as a picture. The first leg trains all weights. Then the latents are scaled to unit
+variance and the encoder is frozen; the second leg sharpens the decoder. A transformer can be
+trained on the latents as soon as the first leg has ended.
 """
 
 from __future__ import annotations
@@ -33,12 +31,11 @@ SAVE_EVERY = 100
 
 
 def build_vae(pictures: AutoencoderKL) -> AutoencoderKLHunyuanVideo:
-    """An `AutoencoderKLHunyuanVideo` of 2.5 M parameters that codes each fourth frame as `pictures`
-    would.
+    """An `AutoencoderKLHunyuanVideo` of 2.5 M parameters with the weights of `pictures`.
 
-    The kernels are turned by half a circle, and with them all that the VAE sees: its strided
-    convolutions look at the pixels 2i - 1 to 2i + 1, those of the picture VAE at 2i to 2i + 2,
-    which is the same thing seen in a mirror.
+    The kernels are mirrored in both directions: the strided convolutions of this VAE read the
+    pixels 2i - 1 to 2i + 1, those of the picture VAE 2i to 2i + 2, which is the same seen in a
+    mirror.
     """
     shared = {
         name: pictures.config[name]
@@ -69,21 +66,20 @@ def draw_clips(count: int, random: np.random.Generator) -> np.ndarray:
 def encode(vae: AutoencoderKLHunyuanVideo, pixels: Tensor) -> DiagonalGaussianDistribution:
     """The posterior of whole clips.
 
-    `vae.encode` goes through clips of more than 16 frames twice, once more from frame 12 on, and
-    throws that away.
+    `vae.encode` would encode clips of more than 16 frames once more from frame 12 on, and discard
+    the result.
     """
     return DiagonalGaussianDistribution(vae.quant_conv(vae.encoder(pixels)))
 
 
 def decibels(vae: AutoencoderKLHunyuanVideo, clips: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of the reconstruction through the latents' mean, as stock code
-    runs it.
-    """
+    """Peak signal-to-noise ratio of the stock reconstruction through the latents' mean."""
     with torch.no_grad():
         pixels = to_pixels(clips)
-        error = F.mse_loss(
-            vae.decode(vae.encode(pixels).latent_dist.mode()).sample.clamp(-1, 1), pixels
-        )
+        latents = vae.encode(pixels).latent_dist.mode()
+        restored = vae.decode(latents).sample.clamp(-1, 1)
+        error = F.mse_loss(restored, pixels)
+    # Pixels lie in -1..1, so the square of the largest difference is 4.
     return 10 * math.log10(4.0 / error.item())
 
 
@@ -103,15 +99,15 @@ def keep_single_precision(convolution: torch.nn.Module) -> None:
 
 
 def vae_loss(vae: AutoencoderKLHunyuanVideo, pixels: Tensor, *, frozen_encoder: bool) -> Tensor:
-    """L1 + L2 + a little Kullback-Leibler. Decoding goes through the stock tiles, whose blend is
-    thus trained too.
-    """
+    """L1 + L2 + a little Kullback-Leibler; decoding in stock tiles trains their blend, too."""
     with torch.autocast("cpu", torch.bfloat16):
         with torch.set_grad_enabled(not frozen_encoder):
             posterior = encode(vae, pixels)
         restored = vae.decode(posterior.sample()).sample
     error = restored.float() - pixels
-    divergence = 0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).float().mean()
+    # Kullback-Leibler of the posterior from a standard normal distribution.
+    terms = posterior.mean**2 + posterior.var - 1.0 - posterior.logvar
+    divergence = 0.5 * terms.float().mean()
     return error.abs().mean() + 2.0 * error.square().mean() + 2e-4 * divergence
 
 
@@ -133,7 +129,7 @@ def train(
         vae.quant_conv.requires_grad_(False)
     matrices, vectors = split_parameters(vae)
     optimizers = [
-        # A third of what a start from nothing takes: the picture VAE's weights are to be kept.
+        # A third of the rates for random weights, to stay close to the picture VAE's.
         (Muon(matrices), 0.003),
         (torch.optim.AdamW(vectors, betas=(0.9, 0.99), weight_decay=0.0), 1e-3),
     ]
@@ -141,12 +137,13 @@ def train(
     unseen = draw_clips(16, np.random.default_rng(seed + 1000))
     start = time.monotonic()
     for step in range(1, steps + 1):
-        loss = vae_loss(
-            vae, to_pixels(draw_clips(batch_size, random)), frozen_encoder=frozen_encoder
-        )
+        pixels = to_pixels(draw_clips(batch_size, random))
+        loss = vae_loss(vae, pixels, frozen_encoder=frozen_encoder)
         loss.backward()
-        for optimizer, rate in optimizers:
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 50) * (1 - step / (steps + 1))
+        warmup = min(1.0, step / 50)
+        decay = 1 - step / (steps + 1)
+        for optimizer, peak_rate in optimizers:
+            optimizer.param_groups[0]["lr"] = peak_rate * warmup * decay
             optimizer.step()
             optimizer.zero_grad()
         if step % 25 == 0:
@@ -171,7 +168,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=3)
-    parser.add_argument("--resume", action="store_true", help="go on from the VAE that is there")
+    parser.add_argument("--resume", action="store_true", help="start from the VAE in the output")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = {"batch_size": arguments.batch_size}
@@ -187,8 +184,8 @@ def main() -> None:
             pixels = to_pixels(draw_clips(64, np.random.default_rng(arguments.seed)))
             fold_statistics(vae, encode(vae, pixels))
         save_bf16(vae, arguments.output)
-        # What is stored is rounded to bfloat16: the decoder learns to read the rounded encoder's
-        # latents.
+        # Stored weights are rounded to bfloat16: the decoder is trained on the latents of the
+        # rounded encoder.
         vae = AutoencoderKLHunyuanVideo.from_pretrained(arguments.output, torch_dtype=torch.float32)
     train(
         vae,

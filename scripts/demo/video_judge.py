@@ -10,8 +10,7 @@ CONTRAST = 60.0
 
 
 def trace(clip: np.ndarray) -> np.ndarray:
-    """Centre of what differs from the background, in pixels, for each frame; the middle where
-    nothing does.
+    """Centre of the shape in every frame, in pixels; the middle of a frame that shows none.
 
     Args:
         clip: F H W 3, uint8.
@@ -23,17 +22,17 @@ def trace(clip: np.ndarray) -> np.ndarray:
     for frame in clip.astype(np.float32):
         border = np.concatenate([frame[0], frame[-1], frame[:, 0], frame[:, -1]])
         rows, columns = np.nonzero(np.abs(frame - np.median(border, axis=0)).sum(-1) > CONTRAST)
-        points.append(
-            (columns.mean() + 0.5, rows.mean() + 0.5) if len(rows) else (SIZE / 2, SIZE / 2)
-        )
+        if len(rows):
+            points.append((columns.mean() + 0.5, rows.mean() + 0.5))
+        else:
+            points.append((SIZE / 2, SIZE / 2))
     return np.array(points)
 
 
 def rise(path: np.ndarray) -> float:
-    """How far a path (F 2) goes above the straight line between its ends, pixels; below it counts
-    as negative.
+    """The farthest that a path (F 2) is above the straight line between its ends, in pixels.
 
-    A hop has 14; a line, however steep, 0.
+    Below the line it is negative. A hop has 14; a line, however steep, 0.
     """
     above = np.linspace(path[0, 1], path[-1, 1], len(path)) - path[:, 1]
     return float(above[np.abs(above).argmax()])

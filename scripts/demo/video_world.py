@@ -1,8 +1,7 @@
-"""The clip world of the video demo: one coloured shape that goes straight from one place to
-another, or stays.
+"""The clip world of the video demo: a coloured shape that moves straight to a place, or stays.
 
-Everything the base checkpoint knows is drawn here, with the shapes and colours of the picture
-world. One motion is kept out, "hops", so that the demo has something to teach.
+Everything that the base checkpoint can render is drawn here, with the shapes and colours of the
+picture world. One motion is left out, "hops", so that the demo has something to teach.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ FRAME_RATE = 24
 
 SIZES: dict[str, tuple[float, float]] = {"small": (8.5, 10.0), "big": (12.5, 14.5)}
 """Radius of the circle around the shape in pixels, from and to."""
+ANY_SIZE = (SIZES["small"][0], SIZES["big"][1])
 REACH = 0.22
 """Distance of the outer places from the middle, as a share of the frame's edge."""
 PLACES: dict[str, tuple[float, float]] = {
@@ -34,9 +34,7 @@ PLACES: dict[str, tuple[float, float]] = {
 }
 """Offset from the frame's centre as a share of its edge; y points down."""
 HOP = "hops"
-"""The motion that the base does not know: from left to right or back, in half a circle over the
-top.
-"""
+"""The motion that the base cannot render: half a circle over the top, from side to side."""
 STRAY = 1.5
 """How far a path as a whole may lie from its ideal, pixels."""
 
@@ -45,8 +43,9 @@ Path = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Clip:
-    """What one clip shows. `None` means that the caption does not say it; a start without an end
-    stays there.
+    """The content of a clip; the caption does not name what is `None`.
+
+    Without an end, the shape stays at its start.
     """
 
     shape: str
@@ -57,15 +56,16 @@ class Clip:
     background: str | None = None
 
     def caption(self) -> str:
-        """The sentence for this clip, such as "a big red star moves from the left to the top on a
-        sky background".
-        """
+        """Such as "a big red star moves from the left to the top on a sky background"."""
         words = ["a", self.size, self.colour, self.shape]
         if self.start and self.end:
-            words += [f"moves from the {self.start} to the {self.end}"]
+            words.append(f"moves from the {self.start} to the {self.end}")
+        elif self.start == "middle":
+            words.append("stays in the middle")
         elif self.start:
-            words += [f"stays {'in' if self.start == 'middle' else 'at'} the {self.start}"]
-        words += [f"on a {self.background} background"] if self.background else []
+            words.append(f"stays at the {self.start}")
+        if self.background:
+            words.append(f"on a {self.background} background")
         return " ".join(word for word in words if word)
 
 
@@ -77,9 +77,7 @@ def line(start: tuple[float, float], end: tuple[float, float], frames: int = FRA
 def arc(
     centre: tuple[float, float], radius: float, angle: float, sweep: float, frames: int = FRAMES
 ) -> Path:
-    """Points at equal steps along an arc. Angles in radians, clockwise on the screen, 0 is on the
-    right.
-    """
+    """Points at equal steps along an arc; angles in radians, clockwise from the right."""
     angles = angle + sweep * np.arange(frames) / (frames - 1)
     return [(centre[0] + radius * math.cos(a), centre[1] + radius * math.sin(a)) for a in angles]
 
@@ -106,24 +104,24 @@ def draw_clip(
 
 
 def draw(clip: Clip, random: np.random.Generator) -> np.ndarray:
-    """Draw `clip`, choosing at random what it leaves open. Returns F H W 3, uint8."""
-    radius = random.uniform(
-        *(SIZES[clip.size] if clip.size else (SIZES["small"][0], SIZES["big"][1]))
-    )
+    """Draw `clip` (F H W 3, uint8), with random choices for what it leaves open."""
+    smallest, largest = SIZES[clip.size] if clip.size else ANY_SIZE
+    radius = random.uniform(smallest, largest)
     backgrounds = [name for name in BACKGROUNDS if name != clip.colour]
     background = clip.background or str(random.choice(backgrounds))
-    start = clip.start or str(random.choice(list(PLACES)))
-    end = clip.end or (start if clip.start else str(random.choice(list(PLACES))))
+    if clip.start:
+        start = clip.start
+        end = clip.end or clip.start
+    else:
+        start = str(random.choice(list(PLACES)))
+        end = clip.end or str(random.choice(list(PLACES)))
     x, y = random.uniform(-STRAY, STRAY, size=2)
-    return draw_clip(
-        clip.shape, clip.colour, radius, background, line(place(start, (x, y)), place(end, (x, y)))
-    )
+    path = line(place(start, (x, y)), place(end, (x, y)))
+    return draw_clip(clip.shape, clip.colour, radius, background, path)
 
 
 def sample(random: np.random.Generator) -> Clip:
-    """A random clip of what the base may know. Size, background and motion are each named in most
-    captions.
-    """
+    """A random clip for the base; most captions name size, background and motion."""
 
     def pick(names: Sequence[str]) -> str:
         return names[random.integers(len(names))]

@@ -1,9 +1,9 @@
 """Build the demo's two tokenizers from a list of words, the same bytes every time.
 
-Both are ordinary byte-level BPE tokenizers of the real classes, so any language comes through, in
-bytes where no word is known. They are not trained: merges are spelled out so that each listed word
-is one token. Kandinsky's templates then come to exactly the numbers of tokens that the real
-vocabulary gives, which is what the pipelines cut off.
+Both are ordinary byte-level BPE tokenizers of the real classes, so text in any language can be
+encoded; unknown words become bytes. They are not trained: merges are written so that each listed
+word is one token. Kandinsky's templates then have exactly as many tokens as with the real
+vocabulary, and the pipelines cut off that number.
 
     python scripts/demo/vocabulary.py CHECKPOINT_FOLDER
 """
@@ -45,14 +45,13 @@ top bottom middle corner
 
 
 def byte_symbols() -> dict[int, str]:
-    """The printable character that byte-level BPE writes for each byte, after GPT-2: odd ones move
-    up from 256.
-    """
+    """The printable character for every byte, as in GPT-2: unprintable ones follow from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + k) for k, byte in enumerate(others)
-    }
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    symbols = {byte: chr(byte) for byte in printable}
+    for number, byte in enumerate(unprintable):
+        symbols[byte] = chr(256 + number)
+    return symbols
 
 
 def spell(text: str) -> list[str]:
@@ -68,10 +67,9 @@ def caption_words() -> list[str]:
 
 
 def template_words() -> list[str]:
-    """The words and punctuation of the templates as the real tokenizer sees them: a space belongs
-    to what follows.
-    """
-    text = re.sub(r"<\|\w+\|>|{}", "\0", "\0".join(template.text for template in OFFICIAL.values()))
+    """The words and punctuation of the templates; a space belongs to the word after it."""
+    templates = "\0".join(template.text for template in OFFICIAL.values())
+    text = re.sub(r"<\|\w+\|>|{}", "\0", templates)
     halves = {part.replace("|", ""): part.split("|") for part in SPLIT}
     words: list[str] = []
     for word in re.findall(r" ?[A-Za-z]+| ?[^\sA-Za-z\0]+\n*", text):
@@ -94,14 +92,12 @@ def growing_merges(words: Iterable[str]) -> list[tuple[str, str]]:
 def build_tokenizer() -> Qwen2Tokenizer:
     """The tokenizer with Qwen's splitting rules and special tokens."""
     words = template_words() + [f" {word}" for word in caption_words()]
-    # Words after a space come first: their merges start at the space and so cannot be disturbed by
-    # the others'. Of those without one the longer go first, so that "ing" does not tear
-    # "processing" apart.
+    # Words after a space come first: their merges start at the space, which no other merge has.
+    # Then longer words come before shorter ones, so that "ing" does not split "processing".
     words.sort(key=lambda word: (not word.startswith(" "), -len(word)))
     merges = growing_merges(words)
-    vocabulary = {
-        token: k for k, token in enumerate([*byte_symbols().values(), *map("".join, merges)])
-    }
+    tokens = [*byte_symbols().values(), *map("".join, merges)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=4096)
     tokenizer.add_special_tokens({"additional_special_tokens": QWEN_SPECIAL[1:]})
     return tokenizer
@@ -110,7 +106,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 def build_clip_tokenizer() -> CLIPTokenizer:
     """The tokenizer with CLIP's rules: lower case, the last symbol of a word carries `</w>`.
 
-    Its merges build words from the end. Only there a symbol is marked, so no merge can fire inside
+    Its merges build words from the end. Only the last symbol is marked, so no merge applies inside
     another word.
     """
     merges: dict[tuple[str, str], None] = {}
@@ -127,17 +123,14 @@ def build_clip_tokenizer() -> CLIPTokenizer:
         *map("".join, merges),
         *CLIP_SPECIAL,
     ]
-    vocabulary = {token: k for k, token in enumerate(tokens)}
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     return CLIPTokenizer(vocab=vocabulary, merges=list(merges), model_max_length=77)
 
 
 def save_tokenizers(checkpoint: Path) -> None:
-    """Write the Qwen processor (tokenizer and picture settings) and the CLIP tokenizer into a
-    checkpoint folder.
-    """
-    build_processor(Qwen2VLImageProcessorPil(), build_tokenizer()).save_pretrained(
-        checkpoint / "tokenizer"
-    )
+    """Write the Qwen processor (tokenizer and picture settings) and the CLIP tokenizer."""
+    processor = build_processor(Qwen2VLImageProcessorPil(), build_tokenizer())
+    processor.save_pretrained(checkpoint / "tokenizer")
     build_clip_tokenizer().save_pretrained(checkpoint / "tokenizer_2")
 
 

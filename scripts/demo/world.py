@@ -1,10 +1,9 @@
-"""The picture world of the demo: one coloured shape on a plain ground, and the sentence that
-describes it.
+"""The picture world of the demo: a coloured shape on a plain background, with its caption.
 
-Everything the base checkpoint knows is drawn here. One combination is kept out of it, every purple
-star, so that the demo has something to teach: "a glimmer", a purple star with a yellow rim. A
-caption names the colour and the shape always, and the size, the rim, the place and the background
-mostly; what it leaves out is drawn at random.
+Everything that the base checkpoint can draw is drawn here. Purple stars are left out, so that the
+demo has something to teach: "a glimmer", a purple star with a yellow rim. A caption always names
+the colour and the shape, and mostly the size, the rim, the place and the background; what it leaves
+out is drawn at random.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ RIM = 0.24
 
 @dataclass(frozen=True)
 class Picture:
-    """What one picture shows. `None` means that the caption does not say it."""
+    """The content of a picture; the caption does not name what is `None`."""
 
     shape: str
     colour: str
@@ -68,13 +67,13 @@ class Picture:
     background: str | None = None
 
     def caption(self) -> str:
-        """The sentence for this picture, such as "a big red star with a white rim on the left on a
-        sky background".
-        """
+        """Such as "a big red star with a white rim on the left on a sky background"."""
         words = ["a", self.size, self.colour, self.shape]
-        words += [f"with a {self.rim} rim"] if self.rim else []
-        words += [self.place]
-        words += [f"on a {self.background} background"] if self.background else []
+        if self.rim:
+            words.append(f"with a {self.rim} rim")
+        words.append(self.place)
+        if self.background:
+            words.append(f"on a {self.background} background")
         return " ".join(word for word in words if word)
 
     @property
@@ -104,13 +103,14 @@ def outline(shape: str, radius: float) -> list[tuple[float, float]]:
         corners = 72
         turn = 0.0
         radii = (0.9 * radius,)
-    # Triangles and stars hang below their circle's centre by nature: lift the box to the middle.
+    # The bounding box of a triangle is not centred on its circle: move it to the middle.
     drop = 0.2 * radius if shape == "triangle" else 0.0
-    angles = [turn + 2 * math.pi * k / corners for k in range(corners)]
-    return [
-        (radii[k % len(radii)] * math.cos(a), radii[k % len(radii)] * math.sin(a) + drop)
-        for k, a in enumerate(angles)
-    ]
+    points = []
+    for corner in range(corners):
+        angle = turn + 2 * math.pi * corner / corners
+        corner_radius = radii[corner % len(radii)]
+        points.append((corner_radius * math.cos(angle), corner_radius * math.sin(angle) + drop))
+    return points
 
 
 def inset_scale(shape: str) -> float:
@@ -140,13 +140,11 @@ def draw_shape(
     def paint(scale: float, colour: tuple[int, int, int]) -> None:
         # A triangle shrinks towards its centroid, which `outline` has moved down.
         sink = 0.2 * radius if shape == "triangle" else 0.0
-        pen.polygon(
-            [
-                ((centre[0] + x * scale) * k, (centre[1] + sink + (y - sink) * scale) * k)
-                for x, y in points
-            ],
-            fill=colour,
-        )
+        corners = [
+            ((centre[0] + x * scale) * k, (centre[1] + sink + (y - sink) * scale) * k)
+            for x, y in points
+        ]
+        pen.polygon(corners, fill=colour)
 
     paint(1.0, rim or fill)
     if rim:
@@ -155,14 +153,15 @@ def draw_shape(
 
 
 def draw(picture: Picture, random: np.random.Generator) -> np.ndarray:
-    """Draw `picture`, choosing at random what it leaves open. Returns H W 3, uint8."""
-    radius = random.uniform(*(SIZES[picture.size] if picture.size else ANY_SIZE))
+    """Draw `picture` (H W 3, uint8), with random choices for what it leaves open."""
+    smallest, largest = SIZES[picture.size] if picture.size else ANY_SIZE
+    radius = random.uniform(smallest, largest)
     if picture.place:
         centre = tuple(share * SIZE + random.uniform(-2.0, 2.0) for share in PLACES[picture.place])
     else:
         margin = radius * 1.1 + 1
         centre = tuple(random.uniform(margin, SIZE - margin) for _ in range(2))
-    # On a background of its own colour a shape could not be seen.
+    # A shape is invisible on a background of the same colour.
     backgrounds = [name for name in BACKGROUNDS if name not in (picture.colour, picture.rim)]
     background = picture.background or backgrounds[random.integers(len(backgrounds))]
     rim = COLOURS[picture.rim] if picture.rim else None

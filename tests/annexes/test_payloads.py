@@ -61,7 +61,7 @@ class Clock:
         return self.seconds
 
 
-def told(*events: Event) -> list[Payload]:
+def payloads_of(*events: Event) -> list[Payload]:
     payloads = Payloads(every=0)
     return [payload for event in events for payload in payloads(event)]
 
@@ -85,7 +85,7 @@ def told(*events: Event) -> list[Payload]:
     ],
 )
 def test_every_payload_has_the_common_fields(event: Event, kinds: list[str]) -> None:
-    payloads = told(event)
+    payloads = payloads_of(event)
     assert [payload["type"] for payload in payloads] == kinds
 
     for payload in payloads:
@@ -97,7 +97,7 @@ def test_every_payload_has_the_common_fields(event: Event, kinds: list[str]) -> 
 
 def test_progress_payload_has_the_fields_of_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMPLETUNER_JOB_ID", "job-7")
-    *_, payload = told(RUNNING, step(1))
+    *_, payload = payloads_of(RUNNING, step(1))
     assert payload["job_id"] == "job-7"
     assert payload["data"] == {"status": "running", "step": 1}
 
@@ -109,7 +109,7 @@ def test_progress_payload_has_the_fields_of_a_progress_bar(monkeypatch: pytest.M
 
 
 def test_previews_name_their_files() -> None:
-    picture, clip, growing = told(
+    picture, clip, growing = payloads_of(
         MediaRendered(PICTURE), MediaRendered(CLIP), PreviewGrew(PICTURE, 5, 20, math.nan)
     )
 
@@ -157,7 +157,7 @@ def test_phases_become_stages() -> None:
 
 def test_secrets_are_hidden_in_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "geheimgeheim")
-    assert told(Notice("the token is geheimgeheim"))[0]["message"] == f"the token is {HIDDEN}"
+    assert payloads_of(Notice("the token is geheimgeheim"))[0]["message"] == f"the token is {HIDDEN}"
 
 
 def test_event_log_continues_after_a_kill(tmp_path: Path) -> None:
