@@ -55,7 +55,7 @@ def test_a_technique_without_a_spec_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert missing == [
         f"Preservation is trained by no spec {place}",
         f"PreservationConfig has no spec {place}",
-        "'preservation' in CASES (tests/techniques/cases.py) is no technique",
+        "'preservation' in CASES (tests/techniques/cases.py) is not a technique",
     ]
 
 
@@ -91,7 +91,7 @@ def test_all_gaps_of_a_new_source_are_reported_at_once(monkeypatch: pytest.Monke
         "'tars' is in only one of SourceName and SOURCES (simpletuner/config/remote.py)",
         "'tars' has no row in docs/DATALOADER.md",
         "'tars' has no lister: 'simpletuner.annexes.remote.tars:list_tars' cannot be imported",
-        "'tars' has keys that no dataset has: TarKeys is no base of RemoteKeys",
+        "'tars' has keys that no dataset has: TarKeys is not a base of RemoteKeys",
         "tar_folder of 'tars' has no row in docs/DATALOADER.md",
     ]
 

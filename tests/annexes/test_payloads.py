@@ -157,7 +157,9 @@ def test_phases_become_stages() -> None:
 
 def test_secrets_are_hidden_in_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "geheimgeheim")
-    assert payloads_of(Notice("the token is geheimgeheim"))[0]["message"] == f"the token is {HIDDEN}"
+    assert (
+        payloads_of(Notice("the token is geheimgeheim"))[0]["message"] == f"the token is {HIDDEN}"
+    )
 
 
 def test_event_log_continues_after_a_kill(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Cases of a test, of which a few are enough for every run."""
+"""Cases of a test of which a few are enough for every run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 
 
 def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """The first cases always; the others, which repeat their promise, only with --all."""
-    every = list(cases)
-    return [
-        *every[:count],
-        *(pytest.param(case, marks=pytest.mark.thorough) for case in every[count:]),
-    ]
+    """The first cases for every run; the rest, which repeats their promise, only with --all."""
+    ordered = list(cases)
+    rest = [pytest.param(case, marks=pytest.mark.thorough) for case in ordered[count:]]
+    return ordered[:count] + rest

@@ -1,8 +1,7 @@
-"""What a part of the program lacks in other rooms, all of it at once:
-`python -m tests.tools.complete`.
+"""List what parts of the program lack in other rooms: `python -m tests.tools.complete`.
 
-A technique has keys, a page, and entries in lists of tests, and each list is in another room. A
-check below looks at all additions of one kind, and yields a sentence for each missing part.
+A technique, for example, needs keys, a page, and entries in lists of tests, all in different rooms.
+Every check below examines all parts of one kind and yields a sentence for each missing entry.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from tests.techniques.cases import CASES
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "simpletuner"
-# Pages that name every key or technique, and explain none.
+# Pages that list keys or techniques without explaining them.
 LISTS = ("OPTIONS.md", "CHANGES.md", "EXTENDING.md", "ARCHITECTURE.md", "EVIDENCE.md")
-# The keys of datasets that turn a technique on which has no keys of its own.
+# The keys of datasets that enable a technique without a group of options.
 DATASET_KEYS = {"slider": "slider_strength", "regularisation": "is_regularisation_data"}
 RUNS = ("lora", "full")  # of tests/training/lockstep.py
 
@@ -50,47 +49,28 @@ def lacking() -> list[str]:
 
 
 def check_techniques() -> Iterator[str]:
-    """Every technique has its class, keys, page and tests, and nothing is left of one that does not
-    exist.
-    """
+    """Every technique has its class, keys, page and tests, and no entry names a removed one."""
     for technique in SPECS:
         for part in lacking_of_technique(technique):
             yield f"{technique.name!r} has no {part}"
-    used = {technique_class(technique) for technique in SPECS}
+    table = "SPECS (simpletuner/planning/techniques/table.py)"
+    used_classes = {technique_class(technique) for technique in SPECS}
     for defined in defined_techniques():
-        if defined not in used:
-            yield (
-                f"{defined.__name__} is trained by no spec in SPECS "
-                "(simpletuner/planning/techniques/table.py)"
-            )
-    groups = {technique.keys for technique in SPECS}
+        if defined not in used_classes:
+            yield f"{defined.__name__} is trained by no spec in {table}"
+    used_groups = {technique.keys for technique in SPECS}
     for group in technique_groups():
-        if group not in groups:
-            yield (
-                f"{group.__name__} has no spec in SPECS (simpletuner/planning/techniques/table.py)"
-            )
+        if group not in used_groups:
+            yield f"{group.__name__} has no spec in {table}"
     names = {technique.name for technique in SPECS}
     for name in CASES:
         if name not in names:
-            yield f"{name!r} in CASES (tests/techniques/cases.py) is no technique"
+            yield f"{name!r} in CASES (tests/techniques/cases.py) is not a technique"
 
 
 def lacking_of_technique(technique: type[TechniqueSpec]) -> Iterator[str]:
     """What a technique lacks, worded to follow "has no"."""
-    case = CASES.get(technique.name)
-    if case is None:
-        yield "case in CASES (tests/techniques/cases.py)"
-    else:
-        if not case.neutral:
-            yield (
-                "neutral settings in its case (tests/techniques/cases.py), which are trained and "
-                "compared"
-            )
-        if not {*case.runs} & {*RUNS} and not case.apart:
-            yield (
-                "run in its case (tests/techniques/cases.py), in which two processes are compared "
-                "with one"
-            )
+    yield from lacking_of_case(technique)
     test = f"tests/techniques/test_{technique_class(technique).__module__.rpartition('.')[2]}.py"
     if not (ROOT / test).is_file():
         yield f"test of its own ({test})"
@@ -112,8 +92,21 @@ def lacking_of_technique(technique: type[TechniqueSpec]) -> Iterator[str]:
         yield f"row in README.md for its page ({' or '.join(pages)})"
 
 
+def lacking_of_case(technique: type[TechniqueSpec]) -> Iterator[str]:
+    """What the case of a technique lacks among the cases that all techniques are tested with."""
+    file = "tests/techniques/cases.py"
+    case = CASES.get(technique.name)
+    if case is None:
+        yield f"case in CASES ({file})"
+        return
+    if not case.neutral:
+        yield f"neutral settings in its case ({file}), which are trained and compared"
+    if not {*case.runs} & {*RUNS} and not case.apart:
+        yield f"run in its case ({file}), in which two processes are compared with one"
+
+
 def defined_techniques() -> list[type[Technique]]:
-    """The classes of all files of the room."""
+    """The classes of all files below simpletuner/techniques/."""
     for module in pkgutil.iter_modules(techniques.__path__):
         importlib.import_module(f"{techniques.__name__}.{module.name}")
     room = f"{techniques.__name__}."
@@ -142,9 +135,7 @@ def check_options() -> Iterator[str]:
 
 
 def check_sources() -> Iterator[str]:
-    """Every type of datasets has a lister, and its keys are those of a dataset and on the page of
-    datasets.
-    """
+    """Every type of dataset has a lister, and its keys are dataset keys and on the page."""
     page = read(DOCS / "DATALOADER.md")
     for name in sorted({*SOURCES} ^ {*get_args(SourceName)}):
         yield f"{name!r} is in only one of SourceName and SOURCES (simpletuner/config/remote.py)"
@@ -157,7 +148,7 @@ def check_sources() -> Iterator[str]:
             yield f"{name!r} has no lister: {source.lister!r} cannot be imported"
         if not issubclass(RemoteKeys, source.keys):
             yield (
-                f"{name!r} has keys that no dataset has: {source.keys.__name__} is no base of "
+                f"{name!r} has keys that no dataset has: {source.keys.__name__} is not a base of "
                 "RemoteKeys"
             )
         for key in source.keys.model_fields:

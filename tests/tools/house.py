@@ -44,8 +44,8 @@ QUIET = {
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BRANCH = ast.If | ast.IfExp | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.Assert
-# What the demo imports beside the package. It takes longer than the demo, so four of its runs are
-# forks of one process.
+# What the demo imports beside the package. Importing takes longer than the demo, so runs are forks
+# of one process.
 LIBRARIES = (
     "accelerate",
     "optimi",
@@ -63,11 +63,11 @@ COMPLEX = 12
 
 @dataclass(frozen=True)
 class File:
-    """One module, read.
+    """One parsed module.
 
     Attributes:
-        lines: those with code.
-        comments: how many there are, behind code or alone on a line.
+        lines: numbers of the lines with code.
+        comments: how many there are, after code or alone on a line.
     """
 
     path: Path
@@ -80,9 +80,7 @@ class File:
         return len(self.lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
 
     def executed(self, called: Collection[int]) -> int:
-        """Code lines outside of functions, and of the functions that were called, whose first lines
-        these are.
-        """
+        """Code lines outside of functions and in called ones; `called` are their first lines."""
         idle: set[int] = set()
         for function in outermost(self.tree):
             first = min([function, *function.decorator_list], key=lambda node: node.lineno).lineno
@@ -92,8 +90,11 @@ class File:
         return len(self.lines - idle)
 
     def definitions(self) -> Iterator[tuple[str, ast.stmt, bool]]:
-        """Functions and classes with their dotted names, and whether every part of the name is
-        public; what stands inside a function is part of it."""
+        """Dotted name, node and visibility of functions and classes, methods included.
+
+        Visible are those whose name has only public parts. Definitions inside a function are part
+        of it.
+        """
         yield from _definitions(self.tree, "", True)
 
 
@@ -112,7 +113,7 @@ def complexity(function: ast.AST) -> int:
             case ast.comprehension(ifs=conditions):
                 total += 1 + len(conditions)
             case ast.match_case(pattern=ast.MatchAs(pattern=None)):
-                pass  # the else of its match
+                pass  # the default of its match
             case ast.match_case():
                 total += 1
             case _:
@@ -121,36 +122,46 @@ def complexity(function: ast.AST) -> int:
 
 
 def outermost(node: ast.AST) -> Iterator[Function]:
-    """The functions and methods in a module; not those inside of functions, which are parts of
-    them.
-    """
+    """The functions and methods in a module, without those inside of functions."""
     for inner in ast.iter_child_nodes(node):
-        yield from [inner] if isinstance(inner, Function) else outermost(inner)
+        if isinstance(inner, Function):
+            yield inner
+        else:
+            yield from outermost(inner)
 
 
 def _definitions(
-    node: ast.Module | ast.ClassDef, prefix: str, public: bool
+    scope: ast.Module | ast.ClassDef, prefix: str, scope_is_public: bool
 ) -> Iterator[tuple[str, ast.stmt, bool]]:
-    for each in node.body:
-        if isinstance(each, Function | ast.ClassDef):
-            name = prefix + each.name
-            shown = public and not each.name.startswith("_")
-            yield name, each, shown
-            if isinstance(each, ast.ClassDef):
-                yield from _definitions(each, f"{name}.", shown)
+    for node in scope.body:
+        if isinstance(node, Function | ast.ClassDef):
+            name = prefix + node.name
+            is_public = scope_is_public and not node.name.startswith("_")
+            yield name, node, is_public
+            if isinstance(node, ast.ClassDef):
+                yield from _definitions(node, f"{name}.", is_public)
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
-    """The strings that begin a module, a class or a function, and those below the attributes of
-    classes.
-    """
+    """The docstrings of modules, classes and functions, and those below attributes of classes."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function):
-            for before, statement in zip((None, *node.body), node.body, strict=False):
-                follows = isinstance(node, ast.ClassDef) and isinstance(before, ast.AnnAssign)
-                match statement:
-                    case ast.Expr(value=ast.Constant(value=str())) if before is None or follows:
-                        yield statement
+        if not isinstance(node, ast.Module | ast.ClassDef | Function):
+            continue
+        for before, statement in zip((None, *node.body), node.body, strict=False):
+            is_first = before is None
+            is_below_attribute = isinstance(node, ast.ClassDef) and isinstance(
+                before, ast.AnnAssign
+            )
+            if (is_first or is_below_attribute) and is_string(statement):
+                yield statement
+
+
+def is_string(statement: ast.stmt) -> bool:
+    """Whether a statement is nothing but a string."""
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return True
+    return False
 
 
 def read(path: Path) -> File:
@@ -190,7 +201,7 @@ class House:
         }
 
     def file_sizes(self) -> dict[str, int]:
-        """Code lines of all files that have any; an empty `__init__` is none."""
+        """Code lines of all files that have any, so not of an empty `__init__`."""
         return {str(file.path): len(file.lines) for file in self.files if file.lines}
 
     def rooms(self) -> dict[str, int]:
@@ -204,11 +215,8 @@ class House:
                     lines["commands"] += len(file.lines)
                 case _:
                     lines["core"] += len(file.lines)
-        return {
-            room: count
-            for room, count in sorted(lines.items(), key=lambda item: item[0] != "core")
-            if count
-        }
+        core_first = sorted(lines, key=lambda room: room != "core")
+        return {room: lines[room] for room in core_first if lines[room]}
 
     def complexities(self) -> dict[str, int]:
         """Cyclomatic complexity of all functions, those inside of others too."""
@@ -220,26 +228,30 @@ class House:
         }
 
     def repeated_names(self) -> dict[str, list[str]]:
-        """Public functions and classes of modules whose name more than one module defines."""
-        homes: dict[str, list[str]] = defaultdict(list)
+        """Names of public functions and classes that more than one module defines, and where."""
+        paths_by_name: dict[str, list[str]] = defaultdict(list)
         for file in self.files:
-            for name, _, public in file.definitions():
-                if public and "." not in name:
-                    homes[name].append(str(file.path))
-        return {name: paths for name, paths in sorted(homes.items()) if len(paths) > 1}
+            for name, _, is_public in file.definitions():
+                if is_public and "." not in name:
+                    paths_by_name[name].append(str(file.path))
+        return {name: paths for name, paths in sorted(paths_by_name.items()) if len(paths) > 1}
 
     def undocumented(self) -> list[str]:
-        """Modules, and public classes and functions of modules, without a docstring; where the body
-        is a line or two, the name says it."""
-        found = [
-            str(file.path) for file in self.files if file.lines and not ast.get_docstring(file.tree)
-        ]
+        """Modules, and their public classes and functions, without a docstring.
+
+        A body of a line or two needs none beside its name.
+        """
+        places = []
         for file in self.files:
-            for name, node, public in file.definitions():
-                bare = isinstance(node, Function | ast.ClassDef) and not ast.get_docstring(node)
-                if public and bare and "." not in name and file.length(node) > 3:
-                    found.append(f"{file.path}: {name}")
-        return found
+            if file.lines and not ast.get_docstring(file.tree):
+                places.append(str(file.path))
+        for file in self.files:
+            for name, node, is_public in file.definitions():
+                if not is_public or "." in name or file.length(node) <= 3:
+                    continue
+                if isinstance(node, Function | ast.ClassDef) and not ast.get_docstring(node):
+                    places.append(f"{file.path}: {name}")
+        return places
 
 
 def table(house: House) -> dict[str, float]:
@@ -271,8 +283,9 @@ def table(house: House) -> dict[str, float]:
 
 
 def train_demo(tree: Path, end: str) -> tuple[dict[Path, list[int]], dict[str, float]]:
-    """What the packaged demo executes with the package of a tree: the first lines of functions by
-    file, and counts.
+    """Run the packaged demo with the package of a tree, up to its first backward pass or its end.
+
+    Returns the first lines of the called functions by file, and counts.
     """
     with tempfile.TemporaryDirectory(prefix="house-") as name:
         folder = Path(name)
@@ -283,12 +296,13 @@ def train_demo(tree: Path, end: str) -> tuple[dict[Path, list[int]], dict[str, f
         process.join()
         if process.exitcode:
             sys.exit(f"error: the demo did not come to its {end}:\n{(folder / LOG).read_text()}")
-        told = json.loads((folder / REPORT).read_text())
-        return {Path(file): lines for file, lines in told["executed"].items()}, told["counts"]
+        report = json.loads((folder / REPORT).read_text())
+        executed = {Path(file): lines for file, lines in report["executed"].items()}
+        return executed, report["counts"]
 
 
 def _train_inside(folder: Path, tree: Path, end: str) -> None:
-    """Run tests/tools/executed_lines.py in an empty folder, as all that this process does."""
+    """Run tests/tools/executed_lines.py in an empty folder; it ends this process."""
     with (folder / LOG).open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -300,39 +314,45 @@ def _train_inside(folder: Path, tree: Path, end: str) -> None:
 
 def measure_run(tree: Path) -> dict[str, float]:
     """What the packaged demo executes before its first backward pass, and as a whole."""
-    before, counts = train_demo(tree, "backward")
-    whole, _ = train_demo(tree, "end")
-    rooms: dict[str, int] = defaultdict(int)
-    for path, called in whole.items():
+    before_backward, counts = train_demo(tree, "backward")
+    to_the_end, _ = train_demo(tree, "end")
+    lines_by_part: dict[str, int] = defaultdict(int)
+    for path, called in to_the_end.items():
         room = path.relative_to(tree / "simpletuner").parts[0]
-        rooms[{"annexes": "annexes", "cli": "commands"}.get(room, "core")] += read(path).executed(
-            called
-        )
-    return {
-        "files executed": len(before),
-        "  their code lines": sum(len(read(path).lines) for path in before),
+        part = {"annexes": "annexes", "cli": "commands"}.get(room, "core")
+        lines_by_part[part] += read(path).executed(called)
+
+    figures: dict[str, float] = {
+        "files executed": len(before_backward),
+        "  their code lines": sum(len(read(path).lines) for path in before_backward),
         **counts,
-        **{
-            f"executed to the end, {room}": lines
-            for room, lines in sorted(rooms.items(), reverse=True)
-        },
     }
+    for part, lines in sorted(lines_by_part.items(), reverse=True):
+        figures[f"executed to the end, {part}"] = lines
+    return figures
 
 
 def measure(tree: Path, run: bool) -> dict[str, float]:
     """All figures of a tree."""
-    return table(House.at(tree / "simpletuner")) | (measure_run(tree) if run else {})
+    figures = table(House.at(tree / "simpletuner"))
+    if run:
+        figures |= measure_run(tree)
+    return figures
 
 
 def print_figures(now: dict[str, float], before: dict[str, float] | None) -> None:
-    """One figure a line; with those of a version before, what changed."""
-    for title in now if before is None else {**now, **before}:
-        value = f"{title:38}{now.get(title, 0):>8}"
-        if before is not None:
-            difference = round(now.get(title, 0) - before.get(title, 0), 3)
-            change = f"{difference:+}" if difference else ""
-            value = f"{title:38}{before.get(title, 0):>8}{now.get(title, 0):>8}{change:>8}"
-        print(value)
+    """Print one figure a line, with those of an earlier version beside them, and the change."""
+    if before is None:
+        for title, value in now.items():
+            print(f"{title:38}{value:>8}")
+        return
+
+    for title in {**now, **before}:
+        old = before.get(title, 0)
+        new = now.get(title, 0)
+        difference = round(new - old, 3)
+        change = f"{difference:+}" if difference else ""
+        print(f"{title:38}{old:>8}{new:>8}{change:>8}")
 
 
 def main() -> None:
@@ -341,21 +361,25 @@ def main() -> None:
     parser.add_argument("--against", metavar="REF", help="a commit, or the folder of a tree")
     parser.add_argument("--run", action="store_true", help="count what the demo executes, too")
     arguments = parser.parse_args()
-    gc.disable()  # syntax trees have no cycles; to look for some took half of the time
-    for name in LIBRARIES if arguments.run else ():
-        import_module(name)
-    gc.freeze()  # a run collects after each encoder, and need not look through the libraries
+    gc.disable()  # syntax trees have no cycles; the search for some took half of the time
+    if arguments.run:
+        for name in LIBRARIES:
+            import_module(name)
+    gc.freeze()  # a run collects after each encoder, and must not scan the libraries again
     now = measure(ROOT, arguments.run)
-    before = None
-    if arguments.against and Path(arguments.against, "simpletuner").is_dir():
-        before = measure(Path(arguments.against).resolve(), arguments.run)
-    elif arguments.against:
-        with tempfile.TemporaryDirectory(prefix="house-") as folder:
-            git = ["git", "-C", str(ROOT), "archive", arguments.against, "simpletuner"]
-            archive = subprocess.run(git, stdout=subprocess.PIPE, check=True).stdout
-            subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-            before = measure(Path(folder), arguments.run)
+    before = measure_version(arguments.against, arguments.run) if arguments.against else None
     print_figures(now, before)
+
+
+def measure_version(reference: str, run: bool) -> dict[str, float]:
+    """All figures of a commit, or of the tree in a folder."""
+    if Path(reference, "simpletuner").is_dir():
+        return measure(Path(reference).resolve(), run)
+    with tempfile.TemporaryDirectory(prefix="house-") as folder:
+        git = ["git", "-C", str(ROOT), "archive", reference, "simpletuner"]
+        archive = subprocess.run(git, stdout=subprocess.PIPE, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        return measure(Path(folder), run)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""A Hugging Face hub on this machine: logins, repositories, commits with regular and large
-files.
-"""
+"""A Hugging Face hub on this machine: logins, repositories, commits of regular and large files."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ OWNER = "me"
 
 @dataclass
 class Repository:
-    """What was committed to it."""
+    """The committed files of a repository."""
 
     private: bool
     files: dict[str, bytes] = field(default_factory=dict)
@@ -50,8 +48,8 @@ class FakeHub:
     """The state of the server.
 
     Attributes:
-        broken_commits, broken_uploads: how many of the next ones end with an error of the server.
-        blobs: large files that have arrived, by their SHA-256.
+        broken_commits, broken_uploads: how many of the next ones fail with an error of the server.
+        blobs: uploaded large files by their SHA-256.
         requests: method and path of each request.
     """
 
@@ -70,140 +68,159 @@ class FakeHub:
         if token not in ROLES:
             return 401, {"error": "Invalid credentials"}
         if path == "/api/whoami-v2":
-            return 200, {
-                "type": "user",
-                "name": OWNER,
-                "orgs": [],
-                "auth": {"accessToken": {"role": ROLES[token]}},
-            }
+            return 200, self._account(token)
         if path == "/api/repos/create":
             return self._create(json.loads(body), token)
         if path == "/api/validate-yaml":
             return self._validate(json.loads(body)["content"])
-        for pattern, action in (
-            (
-                r"/api/models/([^/]+/[^/]+)/auth-check/write",
-                lambda repository, _: self._may_write(repository, token),
-            ),
-            (r"/api/models/([^/]+/[^/]+)/preupload/main", self._modes),
-            (r"/api/models/([^/]+/[^/]+)/commit/main", self._commit),
-            (r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self._batch),
-            (r"/api/models/([^/]+/[^/]+)/tree/[^/]+", self._tree),
-            (r"/api/models/([^/]+/[^/]+)(?:/revision/main)?", self._info),
-        ):
-            if match := re.fullmatch(pattern, path):
-                if match[1] not in self.repositories:
-                    return 404, {"error": "Repository not found"}
-                return action(match[1], body)
-        return 404, {"error": path}
+        return self._answer_for_repository(path, token, body)
 
-    def _create(self, wanted: dict[str, Any], token: str) -> tuple[int, Any]:
-        name = f"{wanted['organization'] or OWNER}/{wanted['name']}"
-        if token == GUEST:
-            return 403, {
-                "error": "You don't have the rights to create a model under this namespace"
-            }
-        known = name in self.repositories
-        self.repositories.setdefault(
-            name, Repository(wanted.get("visibility") == "private" or bool(wanted.get("private")))
-        )
-        return (409 if known else 200), {"url": f"{self.address}/{name}"}
-
-    def _may_write(self, repository: str, token: str) -> tuple[int, Any]:
-        return (403, {"error": "Forbidden"}) if token == GUEST else (200, {})
-
-    def _validate(self, content: str) -> tuple[int, Any]:
-        block = re.match(r"---\n(.*?)\n---[ \t]*\n", content, re.DOTALL)
-        good = block is not None and isinstance(yaml.safe_load(block[1]), dict)
-        return (
-            (200, {"warnings": []})
-            if good
-            else (400, {"errors": [{"message": "bad front matter"}]})
-        )
-
-    def _info(self, repository: str, _: bytes) -> tuple[int, Any]:
-        found = self.repositories[repository]
-        files = [{"rfilename": path, "size": len(content)} for path, content in found.files.items()]
-        return 200, {
-            "id": repository,
-            "private": found.private,
-            "sha": found.commit,
-            "siblings": files,
+    def _account(self, token: str) -> dict[str, Any]:
+        return {
+            "type": "user",
+            "name": OWNER,
+            "orgs": [],
+            "auth": {"accessToken": {"role": ROLES[token]}},
         }
 
-    def _tree(self, repository: str, _: bytes) -> tuple[int, Any]:
-        files = self.repositories[repository].files
+    def _answer_for_repository(self, path: str, token: str, body: bytes) -> tuple[int, Any]:
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/.*)?", path) or re.fullmatch(
+            r"/([^/]+/[^/]+)\.git(/.*)", path
+        )
+        if match is None:
+            return 404, {"error": path}
+        name, action = match[1], match[2] or ""
+        if name not in self.repositories:
+            return 404, {"error": "Repository not found"}
+
+        repository = self.repositories[name]
+        if action == "/auth-check/write":
+            return (403, {"error": "Forbidden"}) if token == GUEST else (200, {})
+        if action == "/preupload/main":
+            return 200, {"files": self._upload_modes(repository, json.loads(body)["files"])}
+        if action == "/commit/main":
+            return self._commit(name, body)
+        if action == "/info/lfs/objects/batch":
+            return 200, self._upload_actions(json.loads(body)["objects"])
+        if re.fullmatch(r"/tree/[^/]+", action):
+            return 200, self._tree(repository)
+        if action in ("", "/revision/main"):
+            return 200, self._info(name, repository)
+        return 404, {"error": path}
+
+    def _create(self, request: dict[str, Any], token: str) -> tuple[int, Any]:
+        if token == GUEST:
+            error = "You don't have the rights to create a model under this namespace"
+            return 403, {"error": error}
+        name = f"{request['organization'] or OWNER}/{request['name']}"
+        answer = {"url": f"{self.address}/{name}"}
+        if name in self.repositories:
+            return 409, answer
+        is_private = request.get("visibility") == "private" or bool(request.get("private"))
+        self.repositories[name] = Repository(is_private)
+        return 200, answer
+
+    def _validate(self, content: str) -> tuple[int, Any]:
+        """Accept a model card that begins with a mapping between lines of dashes."""
+        block = re.match(r"---\n(.*?)\n---[ \t]*\n", content, re.DOTALL)
+        if block is not None and isinstance(yaml.safe_load(block[1]), dict):
+            return 200, {"warnings": []}
+        return 400, {"errors": [{"message": "bad front matter"}]}
+
+    def _info(self, name: str, repository: Repository) -> dict[str, Any]:
+        siblings = []
+        for path, content in repository.files.items():
+            siblings.append({"rfilename": path, "size": len(content)})
+        return {
+            "id": name,
+            "private": repository.private,
+            "sha": repository.commit,
+            "siblings": siblings,
+        }
+
+    def _tree(self, repository: Repository) -> list[dict[str, Any]]:
         entries = []
-        for path, content in files.items():
-            entries.append(
-                {"type": "file", "path": path, "size": len(content), "oid": _etag(content)}
-            )
-        return 200, entries
+        for path, content in repository.files.items():
+            size = len(content)
+            entries.append({"type": "file", "path": path, "size": size, "oid": _etag(content)})
+        return entries
 
     def file(self, path: str) -> tuple[bytes, str] | None:
-        """Content and commit of the file that an address of a download names."""
+        """Content and commit of the file that the address of a download names."""
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)
-        found = self.repositories.get(match[1]) if match else None
-        if match is None or found is None or match[2] not in found.files:
+        if match is None or match[1] not in self.repositories:
             return None
-        self.requests.append(f"FILE {match[2]}")
-        return found.files[match[2]], found.commit
+        repository = self.repositories[match[1]]
+        name = match[2]
+        if name not in repository.files:
+            return None
+        self.requests.append(f"FILE {name}")
+        return repository.files[name], repository.commit
 
-    def _modes(self, repository: str, body: bytes) -> tuple[int, Any]:
-        files = self.repositories[repository].files
+    def _upload_modes(
+        self, repository: Repository, files: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """How to upload each file, and the digest of its committed version if there is one."""
         answers = []
-        for each in json.loads(body)["files"]:
-            large = each["path"].endswith((".safetensors", ".png", ".mp4"))
-            answer = {
-                "path": each["path"],
-                "uploadMode": "lfs" if large else "regular",
-                "shouldIgnore": False,
-            }
-            if each["path"] in files:
-                content = files[each["path"]]
-                header = b"" if large else f"blob {len(content)}\0".encode()
-                kind = hashlib.sha256 if large else hashlib.sha1
-                answer["oid"] = kind(header + content).hexdigest()
+        for file in files:
+            path = file["path"]
+            is_large = path.endswith((".safetensors", ".png", ".mp4"))
+            mode = "lfs" if is_large else "regular"
+            answer = {"path": path, "uploadMode": mode, "shouldIgnore": False}
+            if path in repository.files:
+                content = repository.files[path]
+                answer["oid"] = _sha256(content) if is_large else _git_blob_id(content)
             answers.append(answer)
-        return 200, {"files": answers}
+        return answers
 
-    def _batch(self, repository: str, body: bytes) -> tuple[int, Any]:
-        objects = []
-        for each in json.loads(body)["objects"]:
-            action = {"upload": {"href": f"{self.address}/blobs/{each['oid']}", "header": {}}}
-            objects.append({**each, **({} if each["oid"] in self.blobs else {"actions": action})})
-        return 200, {"transfer": "basic", "objects": objects}
+    def _upload_actions(self, objects: list[dict[str, Any]]) -> dict[str, Any]:
+        """Addresses to upload large files to; the hub has the others already."""
+        answers = []
+        for entry in objects:
+            answer = dict(entry)
+            if entry["oid"] not in self.blobs:
+                address = f"{self.address}/blobs/{entry['oid']}"
+                answer["actions"] = {"upload": {"href": address, "header": {}}}
+            answers.append(answer)
+        return {"transfer": "basic", "objects": answers}
 
     def _receive(self, digest: str, content: bytes) -> tuple[int, Any]:
         if self.broken_uploads:
             self.broken_uploads -= 1
             return 400, {"error": "the connection broke"}
-        assert hashlib.sha256(content).hexdigest() == digest
+        assert _sha256(content) == digest
         self.blobs[digest] = content
         return 200, {}
 
-    def _commit(self, repository: str, body: bytes) -> tuple[int, Any]:
+    def _commit(self, name: str, body: bytes) -> tuple[int, Any]:
+        """Commit files; the body has one JSON object a line, the first is the commit's message."""
         if self.broken_commits:
             self.broken_commits -= 1
             return 500, {"error": "the server has a bad day"}
-        found = self.repositories[repository]
-        lines = [json.loads(line) for line in body.splitlines()]
-        for line in lines:
-            value = line["value"]
-            if line["key"] == "file":
-                found.files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                found.files[value["path"]] = self.blobs[value["oid"]]
-        found.commits.append(lines[0]["value"])
-        number = f"{len(found.commits):040x}"
-        return 200, {
-            "commitUrl": f"{self.address}/{repository}/commit/{number}",
-            "commitOid": number,
-        }
+        repository = self.repositories[name]
+        header, *operations = [json.loads(line) for line in body.splitlines()]
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "file":
+                repository.files[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "lfsFile":
+                repository.files[value["path"]] = self.blobs[value["oid"]]
+        repository.commits.append(header["value"])
+        address = f"{self.address}/{name}/commit/{repository.commit}"
+        return 200, {"commitUrl": address, "commitOid": repository.commit}
 
 
 def _etag(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _git_blob_id(content: bytes) -> str:
+    """The id that git gives to a file: a SHA-1 with the size in front."""
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
 @contextlib.contextmanager
@@ -240,20 +257,23 @@ def running_hub() -> Iterator[FakeHub]:
 
         def _send_file(self) -> None:
             with lock:
-                found = hub.file(self.path.partition("?")[0])
-            content, commit = found or (b"", "")
-            self.send_response(200 if found else 404)
-            if found:
+                file = hub.file(self.path.partition("?")[0])
+            if file is None:
+                content = b""
+                self.send_response(404)
+                self.send_header("X-Error-Code", "EntryNotFound")
+            else:
+                content, commit = file
+                self.send_response(200)
                 self.send_header("ETag", f'"{_etag(content)}"')
                 self.send_header("X-Repo-Commit", commit)
-            else:
-                self.send_header("X-Error-Code", "EntryNotFound")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(content)
 
         def _chunks(self) -> bytes:
+            """The body of a chunked request: sizes in hexadecimal and content by turns, then 0."""
             body = b""
             while size := int(self.rfile.readline(), 16):
                 body += self.rfile.read(size)
@@ -264,7 +284,7 @@ def running_hub() -> Iterator[FakeHub]:
         do_GET = do_HEAD = do_POST = do_PUT = _answer
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Keep the test's output clean."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         hub.address = f"http://127.0.0.1:{server.server_port}"
@@ -291,9 +311,7 @@ def used_hub(monkeypatch: pytest.MonkeyPatch, token: str | None = WRITE) -> Iter
 
 
 def repository_of_loras(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in for the hub's functions that download; returns the folder with the files of its one
-    repository.
-    """
+    """Replace the hub's download functions; returns the folder of the one repository's files."""
     remote = folder / "remote"
     cache = folder / "cache"
     remote.mkdir()

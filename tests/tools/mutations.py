@@ -1,5 +1,4 @@
-"""Do the tests notice? Makes one-line changes in a copy of the tree, one at a time, and runs the
-tests that must fail.
+"""Change one line at a time in a copy of the tree, and check that the tests fail.
 
 `./scripts/mutations [--only NAME]...`; the changes are in mutations.toml. The working tree is not
 touched.
@@ -25,10 +24,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 PARTS = ("simpletuner", "tests", "benchmarks")  # what the tests import
-LIMIT_SECONDS = 900  # for the tests of all mutations, too
+LIMIT_SECONDS = 900  # of one run of pytest, also that of the tests of all mutations
 PASSED = int(pytest.ExitCode.OK)
-# What the exit code of the tests says of a mutation; collecting fails where a module cannot be
-# imported.
+# What the exit code of the tests means for a mutation. Collection fails where a module cannot be
+# imported, which proves nothing.
 OUTCOMES = {
     int(pytest.ExitCode.TESTS_FAILED): "killed",
     PASSED: "SURVIVED",
@@ -44,10 +43,11 @@ class Mutation:
     """A change that some tests must notice.
 
     Attributes:
-        room: the folder that holds the text; in which file is looked up, so that code may move
-            between them.
-        old, new: the text, which occurs once in the room, and what it is replaced by. The layout of
-            `old` does not count: formatting the source breaks no mutation.
+        room: the folder that holds the text. Its file is searched for, so code may move between
+            files.
+        old: the text, which occurs once in the room. Its layout does not count, so formatting the
+            source breaks no mutation.
+        new: the replacement.
         tests: as given to pytest, below tests/.
     """
 
@@ -101,16 +101,17 @@ def any_layout(text: str) -> re.Pattern[str]:
 
 def read_list() -> list[Mutation]:
     """All mutations, in the order of the file."""
-    rooms = tomllib.loads(LIST.read_text(encoding="utf-8"))
-    lines = [(room, name, line) for room, named in rooms.items() for name, line in named.items()]
-    return [
-        Mutation(name, room, old, new, tuple(tests)) for room, name, (old, new, *tests) in lines
-    ]
+    mutations = []
+    for room, entries in tomllib.loads(LIST.read_text(encoding="utf-8")).items():
+        for name, (old, new, *tests) in entries.items():
+            mutations.append(Mutation(name, room, old, new, tuple(tests)))
+    return mutations
 
 
 def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int:
-    """Run tests of a tree in a fork of this process, which has imported torch already; returns
-    pytest's exit code.
+    """Run tests of a tree; returns pytest's exit code.
+
+    They run in a fork of this process, which has imported torch already.
     """
     child = os.fork()
     if child == 0:
@@ -121,7 +122,7 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int
         os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
         for name in [module for module in sys.modules if module.partition(".")[0] in PARTS]:
             del sys.modules[name]
-        signal.alarm(LIMIT_SECONDS)  # which ends this process
+        signal.alarm(LIMIT_SECONDS)  # ends this process
         names = [f"tests/{test}" for test in tests]
         os._exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *options, *names]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -130,11 +131,11 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int
 def judge(
     mutations: Sequence[Mutation], tree: Path, log: Path, *, sound: bool
 ) -> Iterator[tuple[Mutation, str, float]]:
-    """Each mutation with what became of it, and in how many seconds.
+    """Yield every mutation with its outcome and the seconds that it took.
 
     Args:
-        sound: all tests pass without a mutation. Else those of each are run without it first: where
-            they fail, a failure with it would prove nothing.
+        sound: all tests pass without a mutation. If not, the tests of a mutation are first run
+            without it: where they fail, their failure with it would prove nothing.
     """
     for number, mutation in enumerate(mutations, 1):
         start = time.monotonic()
@@ -151,7 +152,7 @@ def run_mutated(mutation: Mutation, tree: Path, log: Path, number: int) -> int:
     path = mutation.find(tree)
     original = path.read_text(encoding="utf-8")
     path.write_text(mutation.apply(original), encoding="utf-8")
-    os.utime(path, (number, number))  # compiled files are told apart by it
+    os.utime(path, (number, number))  # Python recompiles a file whose time has changed
     code = run_tests(tree, mutation.tests, log, "-x")
     path.write_text(original, encoding="utf-8")
     os.utime(path, (0, 0))
@@ -162,10 +163,10 @@ def main() -> int:
     """Judge the mutations; 1 if one was not killed, or could not be judged."""
     parser = argparse.ArgumentParser(prog="mutations", description=__doc__)
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help="judge this one alone (may be repeated)"
+        "--only", action="append", metavar="NAME", help="judge this mutation (may be repeated)"
     )
     only = parser.parse_args().only
-    chosen = [each for each in read_list() if not only or each.name in only]
+    chosen = [mutation for mutation in read_list() if not only or mutation.name in only]
     import tests.tools.preload  # noqa: F401 - for the forks
 
     alive = 0
@@ -175,14 +176,16 @@ def main() -> int:
         for part in PARTS:
             shutil.copytree(ROOT / part, tree / part)
         shutil.copy(ROOT / "pyproject.toml", tree)
-        wanted = list(dict.fromkeys(test for each in chosen for test in each.tests))
-        sound = run_tests(tree, wanted, log) == PASSED
+        tests_of_all: dict[str, None] = {}
+        for mutation in chosen:
+            tests_of_all |= dict.fromkeys(mutation.tests)
+        sound = run_tests(tree, list(tests_of_all), log) == PASSED
         if not sound:
             print(f"Without any mutation:\n{log.read_text()[-2000:]}", flush=True)
         for mutation, outcome, seconds in judge(chosen, tree, log, sound=sound):
             print(f"{outcome:8} {mutation.name} ({seconds:.1f} s)", flush=True)
-            alive += outcome != "killed"
             if outcome != "killed":
+                alive += 1
                 print(f"  {mutation.old}\n  {mutation.new}\n{log.read_text()[-2000:]}")
     print(f"{len(chosen) - alive} of {len(chosen)} killed")
     return int(alive > 0)

@@ -1,9 +1,8 @@
 # ruff: noqa: F401
-"""What processes of tests are forked with: everything that a run imports, out of the garbage
-collector's sight.
+"""Import everything that a run needs, for processes of tests that are forked.
 
-A run collects after each encoder that it releases; looking through torch takes longer than the rest
-of a tiny run.
+The modules are hidden from the garbage collector: a run collects after each encoder that it
+releases, and scanning torch would take longer than the rest of a tiny run.
 """
 
 import gc
@@ -11,9 +10,8 @@ import os
 from pathlib import Path
 
 errors = os.dup(2)
-with Path(os.devnull).open(
-    "w"
-) as nowhere:  # for what libraries say of their parts that cannot be loaded
+with Path(os.devnull).open("w") as nowhere:
+    # Libraries warn of parts that cannot be loaded.
     os.dup2(nowhere.fileno(), 2)
     import diffusers.guiders
     import PIL.ImageDraw
@@ -30,9 +28,10 @@ with Path(os.devnull).open(
 os.dup2(errors, 2)
 os.close(errors)
 
+# Every run writes a report and the program in it: their templates are compiled here, once.
 for template in ("page.html.jinja", "pieces.html.jinja", "report.html.jinja"):
-    _environment().get_template(template)  # compiled here, for the report that every run writes
+    _environment().get_template(template)
+_template()
 os.fsync = lambda fd: None  # as in tests/conftest.py
-_template()  # and this for the program in the report
 gc.collect()
 gc.freeze()

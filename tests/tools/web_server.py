@@ -23,13 +23,14 @@ def picture(seed: int = 0, *, size: tuple[int, int] = (80, 64), kind: str = "PNG
 
 @dataclass
 class Site:
-    """What a server answers, and how often it was asked.
+    """What a server answers, and what was requested.
 
     Attributes:
         pages: content type and body by path.
-        status: answers other than 200, by path; a list is used up one by one.
+        status: error codes by path; each request uses up one.
+        moved: targets of redirects by path.
+        announced: a wrong Content-Length by path.
         asked: number of requests by path.
-        announced: a Content-Length other than the body's, by path.
     """
 
     address: str
@@ -47,7 +48,7 @@ class Site:
 
 @contextmanager
 def serve(secure: ssl.SSLContext | None = None) -> Iterator[Site]:
-    """A server on a free port of 127.0.0.1, by https if there is a certificate."""
+    """A server on a free port of 127.0.0.1, by https with the certificate of `secure`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -70,7 +71,7 @@ def serve(secure: ssl.SSLContext | None = None) -> Iterator[Site]:
                 self.send_error(404)
 
         def log_message(self, *_: object) -> None:
-            pass
+            """Keep the test's output clean."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     if secure is not None:
