@@ -71,8 +71,8 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
     if affected:
         raise NonFiniteError(
             f"{len(affected)} of {len(weights)} trained tensors are NaN or infinite and were not "
-            f"saved: {shorten(affected)}. Continue from the last checkpoint with a lower "
-            "learning_rate."
+            f"saved: {shorten(affected)}. Continue from an earlier checkpoint with a "
+            "lower learning_rate."
         )
 
 

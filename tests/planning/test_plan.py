@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from simpletuner.budget.phases import PhasePeak
 from simpletuner.config.sources import parse_arguments
 from simpletuner.planning.build import plan_training
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, Manifest
@@ -427,3 +429,16 @@ def test_control_tokens_in_prompts_are_refused(workspace: Workspace, capsys: Cap
 def test_trained_preview_pictures_are_a_warning(workspace: Workspace, capsys: Capture) -> None:
     told = warnings(workspace, capsys, "eval_dataset_id=pictures")
     assert "pictures is also trained; give it dataset_type eval" in told
+
+
+def test_json_and_the_printed_plan_name_the_same_host_memory(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a tiny model, what passes through the host on its way to a GPU is too little to be seen.
+    monkeypatch.setattr(PhasePeak, "on_host", lambda phase, device: 7e9)
+
+    phases = json.loads(plan(workspace, capsys, "--json"))["memory"]
+    printed = plan(workspace, capsys)
+
+    assert {phase["host"] for phase in phases} == {7e9}
+    assert re.search("saving +.*7.00? GB", printed)

@@ -479,7 +479,11 @@ def _document(budget: Budget) -> dict[str, Any]:
         "device": _device_in_json(budget.device),
         "assumed": [line.strip() for line in lines if "assumed" in line],
         "memory": [
-            {"phase": phase.name, "device": phase.device, "host": phase.host}
+            {
+                "phase": phase.name,
+                "device": phase.device,
+                "host": phase.on_host(budget.device),
+            }
             for phase in budget.phases
         ],
         "buckets": _buckets_in_json(budget),

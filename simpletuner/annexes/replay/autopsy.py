@@ -183,8 +183,8 @@ def _advice_for_nan(session: Session, batches: Sequence[PlannedBatch], done: int
     assembly = session.assembly
     bf16 = " or mixed_precision bf16" if assembly.scaler.is_enabled() else ""
     advice = (
-        f"Continue from the last checkpoint with a lower learning_rate{bf16}, or leave out a file "
-        "at fault."
+        f"Continue from an earlier checkpoint with a lower learning_rate{bf16}, or leave out a "
+        "file at fault."
     )
     # Several processes would have to repeat the step together, and half-updated weights would give
     # another step.
