@@ -266,7 +266,9 @@ class BucketRules:
         smaller = Size(round(picture.width * scale), round(picture.height * scale))
         # A target too small to cover the bucket is ignored.
         covers = smaller.width >= covering.width and smaller.height >= covering.height
-        return smaller if is_large and scale < 1 and covers else covering
+        if is_large and scale < 1 and covers:
+            return smaller
+        return covering
 
     def _position(self, resized: Size, size: Size, token: tuple[object, ...]) -> tuple[int, int]:
         """Left and top of the crop in the resized picture."""

@@ -193,7 +193,7 @@ class _Builder:
             return None  # without a list of aspects no picture can be placed; that is reported
         dataset = replace(
             dataset,
-            # Grows while captions are read, and is saved as the dataset's index.
+            # Facts of captions are added as they are read, and saved in the dataset's index.
             facts=captions.facts,
             partners=partners,
             clips=clips,
@@ -235,10 +235,11 @@ class _Builder:
         """Reasons of files that are left out without a warning."""
         folder = Path(entry.instance_data_dir or "").resolve()
         wanted = wanted_suffixes(entry, self.context)
-        for dataset in filter(holds_files, self.entries):
-            is_same_folder = Path(dataset.instance_data_dir or "").resolve() == folder
-            if is_same_folder and wanted_suffixes(dataset, self.context) != wanted:
-                return EXPECTED | {CLIP, PICTURE}  # trained by that dataset
+        for neighbour in filter(holds_files, self.entries):
+            is_same_folder = Path(neighbour.instance_data_dir or "").resolve() == folder
+            # One of the two trains the pictures of the folder, the other one its clips.
+            if is_same_folder and wanted_suffixes(neighbour, self.context) != wanted:
+                return EXPECTED | {CLIP, PICTURE}
         return EXPECTED
 
     def _fill(self, dataset: Dataset, captions: CaptionSource) -> Dataset:
@@ -295,7 +296,10 @@ class _Builder:
         used: list[Sample] = []
         for dataset in datasets:
             for sample in dataset.samples:
-                used += filter(None, (sample.partner, sample.mask))
+                if sample.partner is not None:
+                    used.append(sample.partner)
+                if sample.mask is not None:
+                    used.append(sample.mask)
         conditioning: list[Dataset] = []
         for entry in self.entries:
             partners = self.partners.get(entry.id)
@@ -321,7 +325,9 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
     facts = dataset.facts[name]
     clips = dataset.clips
     clip = dataset.clip_for(name)
-    frames = clips.frames_of(clip) if clips and clip else 1
+    frames = 1
+    if clips is not None and clip is not None:
+        frames = clips.frames_of(clip)
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
     sample = Sample(
         dataset_id=dataset.id,

@@ -165,8 +165,7 @@ def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tupl
             except TimeoutError as error:
                 raise UserError(f"{path!r}: {error}.") from None
         captions = tuple(edited)
-    if not all(captions):
-        captions = tuple(filter(None, captions))
+    captions = tuple(caption for caption in captions if caption)
     if not captions:
         raise no_caption("has a caption that caption_filter_list leaves empty")
     return captions
@@ -274,6 +273,7 @@ def is_one_text(lines: Sequence[str]) -> bool:
         return True
     if max(len(text) for text in texts) < PARAGRAPH:
         return False
+    # A blank line counts only between texts, not at the start or the end of the file.
     first = lines.index(texts[0])
     last = len(lines) - lines[::-1].index(texts[-1])
     has_paragraphs = "" in lines[first:last]
@@ -364,7 +364,9 @@ def _read_list(path: Path, report: Problems) -> list[Any]:
     with reported_under(FILTERS, path, report) as file_report:
         if path.suffix.lower() == ".json":
             content = read_json(path, file_report, list | str, "a JSON list of texts")
-            return [content] if isinstance(content, str) else content or []
+            if isinstance(content, str):
+                return [content]
+            return content or []
         text = read_text(path, file_report) or ""
     return [line for line in text.splitlines() if line.strip()]
 

@@ -70,7 +70,9 @@ def probe(path: Path) -> str:
         height, width, _ = reader[0].shape
     start, _ = spans[0]
     last, end = spans[-1]
-    rate = (len(spans) - 1) / (last - start) if last > start else 0.0
+    rate = 0.0
+    if last > start:
+        rate = (len(spans) - 1) / (last - start)
     facts = ClipFacts(
         width=width, height=height, seconds=end - start, source_rate=rate, reader="decord"
     )

@@ -58,9 +58,12 @@ def read_facts(path: Path) -> ClipFacts:
         spans = _decoded_spans(path)
     start = min(spans)
     last = max(spans)
-    rate = (len(spans) - 1) / (last - start) if last > start else 0.0
+    rate = 0.0
+    if last > start:
+        rate = (len(spans) - 1) / (last - start)
     # Some containers have no duration for the last frame.
-    end = last + (spans[last] or 1 / (rate or guessed_rate))
+    last_seconds = spans[last] or 1 / (rate or guessed_rate)
+    end = last + last_seconds
     return ClipFacts(
         width=width,
         height=height,
@@ -107,7 +110,8 @@ def _read_packets(clip: ClipFile) -> _Packets:
     for packet in clip.packets():
         if first is None:
             frames = clip.decode(packet)
-            first = frames[0] if frames else None
+            if frames:
+                first = frames[0]
         is_corrupt |= packet.is_corrupt
         span = _shown_span(packet, codec)
         if span is not None:
@@ -139,14 +143,21 @@ def _is_reference_only(packet: av.Packet, codec: str) -> bool:
     data = memoryview(packet)
     head = data[0]
     if codec == "vp8":
-        return not head >> 4 & 1  # RFC 6386, 9.1: show_frame
+        return not _bit(head, 4)  # RFC 6386, 9.1: show_frame
     if data[-1] & SUPERFRAME_MASK == SUPERFRAME:
         return False
-    # The bits of the uncompressed header: marker (2), profile (2, in profile 3 one more),
-    # show_existing_frame, frame_type, show_frame.
-    extra = 1 if head >> 4 & 3 == 3 else 0
-    shows_existing = head >> (3 - extra) & 1
-    return not shows_existing and not head >> (1 - extra) & 1
+    # The uncompressed header, from the highest bit: marker (2 bits), profile (2 bits, one more in
+    # profile 3), show_existing_frame, frame_type, show_frame.
+    profile = head >> 4 & 3
+    place = 2 if profile == 3 else 3
+    shows_existing = _bit(head, place)
+    shows_itself = _bit(head, place - 2)
+    return not (shows_existing or shows_itself)
+
+
+def _bit(byte: int, place: int) -> bool:
+    """A bit of a byte; place 0 is the lowest."""
+    return bool(byte >> place & 1)
 
 
 def _decoded_spans(path: Path) -> dict[float, float]:
@@ -204,7 +215,7 @@ def _check_rotation(matrix: NDArray[np.float64]) -> None:
     """Check the first five numbers of a display matrix, row by row: a, b, u, c, d."""
     a, b, _, c, d = matrix
     remedy = "re-encode it with ffmpeg to store it the way it is shown"
-    if a * d - b * c < 0:  # the determinant
+    if a * d - b * c < 0:  # a negative determinant mirrors
         raise UnsuitableError(f"is shown mirrored, by its display matrix; {remedy}")
     quarters = math.atan2(b, a) / (math.pi / 2)
     if abs(quarters - round(quarters)) > RIGHT_ANGLE:

@@ -75,7 +75,9 @@ def _ebml_number(file: BinaryIO) -> int | None:
     bits = 7 * (following + 1)
     mask = (1 << bits) - 1
     number = int.from_bytes(bytes([first]) + file.read(following), "big") & mask
-    return None if number == mask else number
+    if number == mask:
+        return None
+    return number
 
 
 def _end_of_avi(file: BinaryIO, size: int) -> int:

@@ -55,6 +55,7 @@ CLIP_MAGIC = (
     (b"\0\0\1\xb3", ".mpg"),
     (b"OggS", ".ogv"),
 )
+# Extensions by the brand of an MP4 file; any other brand is `.mp4`.
 BRANDS = {b"qt  ": ".mov", b"M4V ": ".m4v"}
 
 ColorMatrix = Literal["bt601", "bt709"]
@@ -78,7 +79,9 @@ DEFAULT_SECONDS = 5
 def clip_suffix(head: bytes) -> str | None:
     """The extension of a clip by its first 12 bytes or more; None if it is not a clip."""
     if head[4:8] == b"ftyp" and head[8:12] not in AVIF_BRANDS + HEIF_BRANDS:
-        return ".3gp" if head[8:10] == b"3g" else BRANDS.get(head[8:12], ".mp4")
+        if head[8:10] == b"3g":
+            return ".3gp"
+        return BRANDS.get(head[8:12], ".mp4")
     if head[4:8] in (b"moov", b"mdat", b"wide"):
         return ".mov"
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
@@ -368,13 +371,16 @@ def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRu
         # `+ 1`: the VAEs encode the first frame separately.
         wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
         num_frames = fitting_frames(wanted, stride)
+    is_i2v = video.is_i2v
+    if is_i2v is None:
+        is_i2v = context.task == "i2v"
     return ClipRules(
         keys=video,
         rate=video.frame_rate or native,
         stride=stride,
         num_frames=num_frames,
         minimum=video.min_frames or num_frames or video.frame_interval or 1,
-        is_i2v=context.task == "i2v" if video.is_i2v is None else video.is_i2v,
+        is_i2v=is_i2v,
     )
 
 

@@ -18,9 +18,11 @@ from PIL import Image, ImageCms
 
 from simpletuner.data.files import UnsuitableError, describe
 
-# Transfer curves and primaries that 8-bit sRGB or BT.709 cannot represent (ITU-T H.273, tables 3
-# and 2).
-HDR_CURVES = {16: "PQ", 18: "HLG"}
+# Transfer curves and primaries that 8-bit sRGB or BT.709 cannot represent, by their numbers in
+# ITU-T H.273 (tables 3 and 2).
+PQ = 16
+HLG = 18
+HDR_CURVES = {PQ: "PQ", HLG: "HLG"}
 WIDE_COLOURS = {9: "BT.2020"}
 
 # How Pillow's modes count colours, and what a profile for them calls its colours.
@@ -30,10 +32,8 @@ DEEP_GREY = ("I", "F")  # first letters of modes with more than 8 bits
 # level.
 SAME_COLOURS = 1
 LATTICE = 17  # colours along each side of the cube that a profile is tried on
+# Words in the name of a profile for HDR; PQ is also called SMPTE ST 2084.
 HDR_NAMES = re.compile(r"\b(PQ|HLG)\b|(2084)", re.IGNORECASE)
-# H.273 numbers of these curves.
-PQ = 16
-HLG = 18
 
 
 def refuse_hdr(curves: Iterable[int], primaries: Iterable[int], shown: str, remedy: str) -> None:
@@ -66,9 +66,11 @@ def refuse_hdr_profile(profile: bytes) -> None:
     Raises:
         UnsuitableError: the profile is for PQ or HLG, or it is broken.
     """
-    codes = _tag(profile, b"cicp")
+    curves: set[int] = set()
     # A type and four zero bytes, then primaries and curve.
-    curves = {codes[9]} if len(codes) > 9 else set()
+    codes = _tag(profile, b"cicp")
+    if len(codes) > 9:
+        curves.add(codes[9])
     name = HDR_NAMES.search(profile_name(profile))
     if name is not None:
         curves.add(HLG if name[0].upper() == "HLG" else PQ)
@@ -137,7 +139,9 @@ def to_srgb(profile: bytes, space: str) -> ImageCms.ImageCmsTransform | None:
             outMode="RGB",
             renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
         )
-        return transform if _changes_colours(transform, space) else None
+        if not _changes_colours(transform, space):
+            return None
+        return transform
     except (ImageCms.PyCMSError, OSError, ValueError) as error:
         raise _broken(error) from error
 

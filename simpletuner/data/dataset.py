@@ -48,6 +48,7 @@ STRETCH_TOLERANCE = 0.02
 
 def is_stretched(source: tuple[int, int], partner: tuple[int, int]) -> bool:
     """Whether a partner that takes over the source's crop is stretched: their ratios differ."""
+    # The source's ratio over the partner's; 1 if they are equal.
     relative_ratio = source[0] * partner[1] / (source[1] * partner[0])
     return abs(relative_ratio - 1) > STRETCH_TOLERANCE
 
@@ -226,7 +227,9 @@ class Dataset:
             LeftOutError: the picture is left out, in every epoch.
         """
         # A constant epoch keeps fixed crops, and so the cached latents, for the whole run.
-        token = (self.seed, self.id, name, epoch if self.changes_each_epoch else 1)
+        if not self.changes_each_epoch:
+            epoch = 1
+        token = (self.seed, self.id, name, epoch)
         geometry = self.rules.place(size, *token)
         if self.clips is not None:
             geometry = self.clips.label(geometry, frames)
@@ -332,7 +335,7 @@ class Dataset:
         Raises:
             DiskFullError: no space left; the previous index is kept.
         """
-        # Unreadable files are left out too: the next run retries them.
+        # Files that could not be read have no content hash; the next run tries them again.
         files = {
             name: fact
             for name, fact in self.facts.items()
@@ -397,7 +400,8 @@ class DatasetFile:
         """
 
         def read_frames() -> list[Image.Image]:
-            rate = count / (self.seconds or 1)
+            seconds = self.seconds or 1  # a picture has no length
+            rate = count / seconds
             return list(frames_of(self.path, count, rate, self.clip))
 
         return retry_once(read_frames)
@@ -457,7 +461,9 @@ def summarise_rejected(dataset: Dataset, report: Problems, expected: Set[str] = 
 
 def _kind(reasons: Collection[str]) -> Kind | None:
     """The kind of a problem of files that are left out."""
-    return None if set(UNCAPTIONED).isdisjoint(reasons) else "captions"
+    if set(UNCAPTIONED).isdisjoint(reasons):
+        return None
+    return "captions"
 
 
 def has_error(name: str, report: Problems) -> bool:

@@ -96,7 +96,7 @@ def unknown_errors_as_unsuitable() -> Iterator[None]:
 
 
 def with_known_errors(frames: Iterator[T]) -> Iterator[T]:
-    """The frames of one file, decoded inside the `unknown_errors_as_unsuitable`."""
+    """The frames of one file, decoded inside `unknown_errors_as_unsuitable`."""
     with unknown_errors_as_unsuitable():
         yield from frames
 

@@ -34,8 +34,12 @@ def flatten(
     if picture.mode == "RGB" and transform is None and not picture.has_transparency_data:
         return picture
     is_deep = picture.mode.startswith(DEEP_GREY)
-    white = _white_level(picture) if is_deep else 0.0
-    rgb = picture if picture.mode == "RGB" else Image.new("RGB", picture.size)
+    white = 0.0
+    if is_deep:
+        white = _white_level(picture)
+    rgb = picture
+    if picture.mode != "RGB":
+        rgb = Image.new("RGB", picture.size)
     for box in _strips(picture.size):
         strip = picture.crop(box)
         if is_deep:
@@ -60,7 +64,9 @@ def _strips(size: tuple[int, int]) -> Iterator[BoxOfPixels]:
 def _flatten_strip(
     strip: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None
 ) -> Image.Image:
-    rgb = strip if transform is None else transform.apply(_in_space(strip))
+    rgb = strip
+    if transform is not None:
+        rgb = transform.apply(_in_space(strip))
     if not strip.has_transparency_data:
         return rgb.convert("RGB")
     transparent = strip.convert("RGBA")

@@ -91,7 +91,8 @@ class Properties:
 
 def boxes(data: bytes, start: int = 0, end: int | None = None) -> Iterator[Box]:
     """The boxes of a part of a file, up to the first damaged one."""
-    end = len(data) if end is None else end
+    if end is None:
+        end = len(data)
     while start + 8 <= end:
         size, kind = struct.unpack_from(">I4s", data, start)
         header = 8
@@ -178,6 +179,7 @@ def _primary_properties(data: bytes) -> list[tuple[bytes, bytes]]:
 
 def _associated(data: bytes, box: Box, item: int) -> list[int]:
     """Numbers of the properties that an `ipma` box gives to an item, counted from 1."""
+    # The version and the flags of the box decide how many bytes its numbers have.
     has_long_ids = data[box.start] > 0
     is_wide = bool(data[box.start + 3] & 1)
     id_size, id_layout = (4, ">I") if has_long_ids else (2, ">H")

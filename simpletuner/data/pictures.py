@@ -190,9 +190,13 @@ def decode(source: Path | bytes, background: str = "white") -> Image.Image:
         turn = None
         if kind != "TIFF":
             turn = UPRIGHT.get(_orientation(data, picture, kind) or 1)
-        shown = picture if aperture is None else picture.crop(aperture)
+        shown = picture
+        if aperture is not None:
+            shown = picture.crop(aperture)
         rgb = flatten(shown, background, transform)
-        return rgb if turn is None else rgb.transpose(turn)
+        if turn is None:
+            return rgb
+        return rgb.transpose(turn)
 
 
 def fit(
@@ -298,8 +302,9 @@ def _drop_xmp(picture: Image.Image) -> None:
 def _turned_by_xmp(picture: Image.Image) -> bool:
     """Whether its XMP holds an orientation, which earlier versions obeyed where EXIF holds none."""
     xmp = picture.info.get(XMP_DROPPED, b"")
-    text = xmp.encode("utf-8", "replace") if isinstance(xmp, str) else xmp
-    return XMP_TURN.search(text) is not None
+    if isinstance(xmp, str):
+        xmp = xmp.encode("utf-8", "replace")
+    return XMP_TURN.search(xmp) is not None
 
 
 def _conversion(data: bytes, picture: Image.Image, kind: str) -> ImageCms.ImageCmsTransform | None:
@@ -317,9 +322,10 @@ def _conversion(data: bytes, picture: Image.Image, kind: str) -> ImageCms.ImageC
     if codes is not None:
         primaries, curve = codes
         # A profile, if there is one, describes the colours more exactly than the number.
-        refuse_hdr([curve], [] if profile else [primaries], "pictures", "sRGB")
-        if primaries == DISPLAY_P3:
-            profile = profile or display_p3()
+        checked_primaries = [] if profile else [primaries]
+        refuse_hdr([curve], checked_primaries, "pictures", "sRGB")
+        if primaries == DISPLAY_P3 and not profile:
+            profile = display_p3()
     if not profile:
         return None
     refuse_hdr_profile(profile)
@@ -342,4 +348,6 @@ def _aperture(data: bytes, picture: Image.Image, kind: str) -> tuple[int, int, i
         raise UnsuitableError(
             "has a clean aperture that cannot be applied; crop it and save it again"
         )
-    return None if box == (0, 0, *picture.size) else box
+    if box == (0, 0, *picture.size):
+        return None
+    return box

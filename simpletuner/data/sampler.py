@@ -125,7 +125,9 @@ class Sampler:
         """
         if epoch not in self._batches:
             # Windows count steps of the whole run, so earlier epochs count too.
-            before = self.schedule.before(epoch) if self.schedule.has_step_windows else 0
+            before = 0
+            if self.schedule.has_step_windows:
+                before = self.schedule.before(epoch)
             planned = self._plan(epoch, before)
             if not planned:
                 raise UserError(

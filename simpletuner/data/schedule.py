@@ -107,7 +107,9 @@ class Schedule:
         if not self.has_step_windows:  # the epochs before do not matter
             return sum(self.count(dataset, epoch) for dataset in self.active(epoch))
         stretch = self._stretch_with(epoch)
-        return 0 if stretch is None else stretch.length
+        if stretch is None:
+            return 0
+        return stretch.length
 
     def before(self, epoch: int) -> int:
         """Micro-batches of the run before an epoch."""

@@ -117,7 +117,9 @@ class CacheFiller(Generic[AnyPlan]):
         ]
         if not is_shared:  # the other shares are encoded by other runs
             entries = self.share.of(entries)
-        end = time.monotonic() + (SECONDS_TO_APPEAR if is_shared else 0)
+        end = time.monotonic()
+        if is_shared:
+            end += SECONDS_TO_APPEAR
         while True:
             entries = missing(entries)
             if not entries:

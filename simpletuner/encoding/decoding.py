@@ -49,11 +49,15 @@ def batches_of_one_shape(
     decoding: Iterable[Decoding], size: int, failures: NewFailures
 ) -> Iterator[list[Decoded]]:
     """Groups of at most `size` entries of the same shape."""
-    samples = _decoded(decoding, failures)
-    for _, alike in groupby(samples, key=lambda sample: sample[1].shape):
+
+    def shape_of(decoded: Decoded) -> tuple[int, ...]:
+        _, pixels = decoded
+        return pixels.shape
+
+    for _, alike in groupby(_decoded(decoding, failures), key=shape_of):
         group: list[Decoded] = []
-        for sample in alike:
-            group.append(sample)
+        for decoded in alike:
+            group.append(decoded)
             if len(group) == size:
                 yield group
                 group = []
@@ -99,9 +103,9 @@ def decode_ahead(
 
     for entry in chain.from_iterable(shapes.values()):
         while is_full(entry.sample):
-            first = waiting.popleft()
-            waiting_bytes -= _bytes(first[0].sample)
-            yield first
+            oldest, pixels = waiting.popleft()
+            waiting_bytes -= _bytes(oldest.sample)
+            yield oldest, pixels
         waiting.append((entry, decoders.submit(decode_sample, entry.sample)))
         waiting_bytes += _bytes(entry.sample)
     yield from waiting

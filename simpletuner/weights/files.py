@@ -105,7 +105,9 @@ def read_object(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        return None
+    return content
 
 
 def pickled_shapes(path: Path) -> dict[str, Shape]:

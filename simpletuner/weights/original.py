@@ -46,7 +46,9 @@ class OriginalTransformer(Part):
         if file is None:
             return None
         folder = self._folder_beside(file)
-        return folder if folder_fault(folder) is None else None
+        if folder_fault(folder) is not None:
+            return None
+        return folder
 
     def absence(self) -> str | None:
         config = self._cached_file(self.related, f"{self.related.folder}/{CONFIG}")

@@ -84,7 +84,9 @@ class Part:
 
     def local_folder(self) -> Path | None:
         """The folder on this machine, or None; nothing is downloaded."""
-        base = home_path(self.location) if self.is_local else self._snapshot()
+        base: Path | None = home_path(self.location)
+        if not self.is_local:
+            base = self._snapshot()
         if base is None or folder_fault(base / self.folder) is not None:
             return None
         return base / self.folder
@@ -105,7 +107,6 @@ class Part:
             return {}
         # safetensors first, as the libraries load them.
         formats = (("*.safetensors", tensor_shapes), ("*pytorch_model*.bin", pickled_shapes))
-        # safetensors first, as the libraries load them.
         for pattern, shapes_of in formats:
             files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)]
             if not files:

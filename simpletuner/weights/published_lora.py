@@ -84,7 +84,9 @@ class LoraSettings:
                 break
         if alpha is None:
             return 1.0
-        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+        if self.is_rank_stabilised:
+            return alpha / math.sqrt(rank)
+        return alpha / rank
 
 
 def lora_file(path: Path) -> Path:
@@ -98,7 +100,9 @@ def lora_file(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     files = sorted(path.glob("*.safetensors"))
-    return files[0] if len(files) == 1 else path / LORA_FILE
+    if len(files) == 1:
+        return files[0]
+    return path / LORA_FILE
 
 
 def find_lora(location: str, *, fetch: bool = False) -> Path | None:
@@ -139,7 +143,9 @@ def _cached(repository: str, name: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     file = folder / name if name else lora_file(folder)
-    return file if file.is_file() else None
+    if not file.is_file():
+        return None
+    return file
 
 
 def _fetched(repository: str, name: str) -> Path:
