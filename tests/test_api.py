@@ -34,8 +34,11 @@ def test_import_is_lazy_and_planning_needs_no_torch() -> None:
         "'simpletuner.plan'} & set(sys.modules)))\nprint(simpletuner.plan({'example': "
         "'demo'})['ok'], 'torch' in sys.modules)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (ran.stdout, ran.stderr) == ("[]\nTrue False\n", "")
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+
+    assert (process.stdout, process.stderr) == ("[]\nTrue False\n", "")
 
 
 def test_train_writes_the_same_lora_as_the_command(
@@ -45,8 +48,10 @@ def test_train_writes_the_same_lora_as_the_command(
     with workspace.inside():
         result = simpletuner.train(settings(workspace), on_event=events.append)
     assert capfd.readouterr() == ("", "")
+
     by_command = finished.path("output/pytorch_lora_weights.safetensors")
     assert workspace.path(str(result.file)).read_bytes() == by_command.read_bytes()
+
     rows = workspace.metrics()
     assert (result.step, result.losses["train_loss"]) == (4, rows[-1]["train_loss"])
     assert [event.step for event in events if isinstance(event, StepReport)] == [1, 2, 3, 4]
@@ -57,12 +62,14 @@ def test_train_returns_a_finished_run_without_a_step(trained: Workspace) -> None
     events: list[Event] = []
     with trained.inside():
         result = simpletuner.train(settings(trained), on_event=events.append)
+
     assert result.losses["train_loss"] == trained.metrics()[-1]["train_loss"]
     assert not [event for event in events if isinstance(event, StepReport)]
 
 
 def test_train_and_plan_report_all_mistakes_at_once(workspace: Workspace, capfd: Capture) -> None:
     wrong = settings(workspace, learning_rte=1, max_train_steps="many", model_flavour="t2i-light")
+
     for function in (simpletuner.train, simpletuner.plan):
         with (
             workspace.inside(),
@@ -84,6 +91,7 @@ def test_wrong_types_of_arguments_are_explained() -> None:
         simpletuner.train("config/config.json")
     with pytest.raises(ConfigError, match=r"prompts: is a list: \['a cat'\]"):
         simpletuner.sample("output", "a cat")
+
     no_text: Any = 3
     with pytest.raises(ConfigError, match="prompts: is a list of texts; 3 is not a text"):
         simpletuner.sample("output", ["a cat", no_text])
@@ -101,14 +109,15 @@ def test_train_refuses_several_processes(workspace: Workspace) -> None:
 
 def test_plan_returns_the_document_of_the_command(workspace: Workspace, capsys: Capture) -> None:
     assert workspace.run("plan", "--json") == 0
+
     by_command = json.loads(capsys.readouterr().out)
     with workspace.inside():
         document = simpletuner.plan(settings(workspace))
         by_name = simpletuner.plan({"config": "config/config.json", "max_train_steps": 8})
-    for one in (by_command, document):
-        for setting in one["settings"].values():
+    for plan in (by_command, document):
+        for setting in plan["settings"].values():
             del setting["origin"]  # a file, or the dict
-        del one["device"], one["seconds"], one["buckets"]  # as busy as the machine is
+        del plan["device"], plan["seconds"], plan["buckets"]  # as busy as the machine is
     assert document == by_command
     assert (document["length"]["steps"], by_name["length"]["steps"]) == (4, 8)
 
@@ -121,9 +130,11 @@ def test_train_takes_a_list_of_datasets_in_another_thread(workspace: Workspace) 
     )
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(simpletuner.train(config)))
+
     with workspace.inside():
         thread.start()
         thread.join()
+
     assert [result.step for result in results] == [1]
     assert json.loads(workspace.path("threaded/data_backend_config.json").read_text()) == DATASETS
 
@@ -137,6 +148,7 @@ def test_sample_returns_the_files(trained: Workspace, capfd: Capture) -> None:
             simpletuner.sample(
                 "output", ["a cat"], images=["no.png"], stesp=3, guidance="much", strength="x"
             )
+
     assert [path.name for path in paths] == ["a_cat_7_128x128.png", "a_dog_7_128x128.png"]
     assert all(trained.path(str(path)).is_file() for path in paths)
     assert problems(error) == {"stesp", "guidance", "images", "strength"}

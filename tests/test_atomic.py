@@ -34,7 +34,9 @@ def names(folder: Path) -> list[str]:
 def test_text_bytes_and_json_are_written_into_new_folders(tmp_path: Path, durable: bool) -> None:
     write_atomically(tmp_path / "a" / "text", "रंग\n", durable=durable)
     write_atomically(tmp_path / "a" / "bytes", b"\x00\xff", durable=durable)
+
     write_json(tmp_path / "a" / "json", {"लाल": [1, None]}, durable=durable)
+
     assert (tmp_path / "a" / "text").read_bytes() == "रंग\n".encode()
     assert (tmp_path / "a" / "bytes").read_bytes() == b"\x00\xff"
     assert json.loads((tmp_path / "a" / "json").read_text("utf-8")) == {"लाल": [1, None]}
@@ -67,6 +69,7 @@ def test_a_full_disk_names_the_path_and_keeps_the_old_file(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", full)
+
     with pytest.raises(DiskFullError, match=str(path)) as caught:
         write_atomically(path, "new")
     assert caught.value.exit_code == 2
@@ -90,6 +93,7 @@ def test_a_failing_disk_names_the_path_and_keeps_the_old_file(
     ):
         write_atomically(path, "new")
     assert path.read_text() == "old"
+
     stumbled = RuntimeError(
         "unexpected pos 704 vs 598"
     )  # torch.save, closing an archive that it could not write
@@ -105,6 +109,7 @@ def test_a_suppressed_cause_is_ignored(tmp_path: Path) -> None:
     # from None
     error.__context__ = OSError(errno.EIO, "of a file that was read")
     error.__suppress_context__ = True
+
     with pytest.raises(ValueError, match="another"), writing_to(tmp_path / "file"):
         raise error
 
@@ -114,6 +119,7 @@ def test_a_full_disk_is_recognised_in_the_words_of_native_writers(tmp_path: Path
         raise RuntimeError(
             "Error while serializing: I/O error: No space left on device (os error 28)"
         )
+
     stumbled = RuntimeError(
         "unexpected pos 704 vs 598"
     )  # torch.save, closing an archive that it could not write
@@ -157,8 +163,10 @@ def test_a_failed_folder_is_removed_and_the_old_one_stays(tmp_path: Path) -> Non
 def test_a_folder_build_starts_empty_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-10-tmp").mkdir()
     (tmp_path / "checkpoint-10-tmp" / "stale").write_text("half")
+
     with build_folder(tmp_path / "checkpoint-10") as folder:
         (folder / "weights").write_text("whole")
+
     assert names(tmp_path / "checkpoint-10") == ["weights"]
 
 
@@ -200,6 +208,7 @@ def test_a_read_only_folder_is_named(
         raise OSError(code, os.strerror(code), str(tmp_path / refused))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
+
     with pytest.raises(WriteError, match=f"^{final}: cannot be written "):
         write_atomically(final, b"x")
 
@@ -216,10 +225,13 @@ def test_sweeping_removes_only_our_unfinished_files(tmp_path: Path) -> None:
     theirs = [tmp_path / ".notes.tmp", tmp_path / "entry.0123456789ab.tmp", tmp_path / "entry.zst"]
     for path in (*ours, *theirs):
         path.touch()
+
     sweep_files(tmp_path)
     assert [path.exists() for path in ours] == [False, True]
+
     sweep_files(tmp_path, deep=True, older_than=60)
     assert ours[1].exists(), "another process may be writing it"
+
     sweep_files(tmp_path, deep=True)
     assert not ours[1].exists()
     assert all(path.exists() for path in theirs)
@@ -228,13 +240,15 @@ def test_sweeping_removes_only_our_unfinished_files(tmp_path: Path) -> None:
 def test_sweeping_ignores_a_file_renamed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = tmp_path / ".left.0123456789ab.tmp"
-    left.touch()
+    stray = tmp_path / ".left.0123456789ab.tmp"
+    stray.touch()
     monkeypatch.setattr(
-        os, "walk", lambda folder: [(str(folder), [], [".gone.0123456789ab.tmp", left.name])]
+        os, "walk", lambda folder: [(str(folder), [], [".gone.0123456789ab.tmp", stray.name])]
     )
+
     sweep_files(tmp_path)
-    assert not left.exists()
+
+    assert not stray.exists()
 
 
 def test_a_folder_between_two_renames_is_restored(tmp_path: Path) -> None:
@@ -247,13 +261,16 @@ def test_a_folder_between_two_renames_is_restored(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
     sweep_folders(tmp_path, re.compile(r"checkpoint-\d+|pipeline"))
+
     assert {path.name for path in tmp_path.iterdir()} == {"pipeline", "checkpoint-6", "mine-tmp"}
 
 
 def test_a_file_keeps_its_permissions_when_it_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.touch(0o600)
+
     write_json(path, {"webhook_config": []})
+
     assert path.stat().st_mode & 0o777 == 0o600
 
 

@@ -11,9 +11,9 @@ from tests.tools.mutations import ROOT, Mutation, judge, read_list
 
 
 def test_every_mutation_has_its_text_and_its_tests() -> None:
-    found = read_list()
-    assert len(found) == len({each.name for each in found}) >= 60
-    for mutation in found:
+    mutations = read_list()
+    assert len(mutations) == len({mutation.name for mutation in mutations}) >= 60
+    for mutation in mutations:
         changed = mutation.apply(mutation.find().read_text(encoding="utf-8"))
         compile(
             changed, mutation.name, "exec"
@@ -41,7 +41,9 @@ def test_one_unusable_mutation_does_not_stop_the_others(
         [4, 1, 0, 2, 0, 1, 0, 0]
     )  # with an exit code of 0 the next one is that of the change
     monkeypatch.setattr(mutations, "run_tests", lambda *given: next(codes))
+
     outcomes = [outcome for _, outcome, _ in judge(listed, tmp_path, tmp_path / "log", sound=False)]
+
     assert outcomes == [
         "UNCOLLECTED without it",
         "RED without it",

@@ -24,7 +24,7 @@ PACKAGES = [
 
 
 def end(requirement: Requirement, operator: str) -> Version:
-    (version,) = [each.version for each in requirement.specifier if each.operator == operator]
+    (version,) = [bound.version for bound in requirement.specifier if bound.operator == operator]
     return Version(version)
 
 
@@ -36,6 +36,7 @@ def test_every_requirement_has_lower_and_upper_bounds(requirement: Requirement) 
     oldest = end(requirement, ">=")
     first_untried = end(requirement, "<")
     assert oldest < first_untried
+
     by_minor = first_untried.major == 0 or requirement.name == "torch"
     assert len(first_untried.release) == (2 if by_minor else 1)
 
@@ -80,9 +81,11 @@ def test_messages_advise_what_the_extras_install() -> None:
         r"""Package\(\s*"[\w.]+", "([^"]+)"\)|pip install '([a-z0-9-]+>=[^']+<[^']+)'""", sources
     )
     declared = {line.split(";")[0].strip() for line in LINES}
+
     # Kernels of attention are built for the torch and the card at hand; no extra could name a
     # version.
     kernels = {"flash-attn", "flash-attn-3", "flash-attn-4>=4.0.0b36,<5", "xformers"}
+
     assert {first or second for first, second in advised} <= declared | kernels
     assert len(advised) >= 10
     assert "pip install 'simpletuner" not in sources

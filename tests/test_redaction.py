@@ -50,9 +50,11 @@ def test_errors_never_show_a_webhook_address(
 ) -> None:
     monkeypatch.setenv("MY_HOOK", SECRET)
     workspace.write_config(webhook_config=webhook)
-    told = complaint(workspace, capsys)
-    assert "webhook_config" in told
-    assert "opensesame" not in told
+
+    message = complaint(workspace, capsys)
+
+    assert "webhook_config" in message
+    assert "opensesame" not in message
 
 
 def test_no_file_contains_the_value_of_an_expanded_variable(
@@ -66,6 +68,7 @@ def test_no_file_contains_the_value_of_an_expanded_variable(
         validation_disable=True,
     )
     assert workspace.run("train") == 0
+
     capsys.readouterr()
     files = [
         path
@@ -75,6 +78,7 @@ def test_no_file_contains_the_value_of_an_expanded_variable(
     files += list(workspace.path("output").rglob("config.json"))
     assert any(path.suffix == ".safetensors" for path in files)
     assert [str(path) for path in files if b"opensesame" in path.read_bytes()] == []
+
     log = workspace.path("debug.log").read_text()
     assert '"learning_rate"' in log, "the debug log holds the settings"
     assert "plan " in log
@@ -82,6 +86,7 @@ def test_no_file_contains_the_value_of_an_expanded_variable(
 
 def test_settings_whose_names_end_in_key_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNPOD_KEY", "0123456789abcdef")
+
     assert redact("with 0123456789abcdef") == "with [hidden]"
     assert redact_settings({"S3_KEY": "abc", "keyboard": "abc"}) == {
         "S3_KEY": "[hidden]",
@@ -104,6 +109,7 @@ def test_short_texts_and_words_are_not_hidden(text: str, in_run: bool, in_reques
         hide(text)
         assert (HIDDEN in redact(f"<{text}>")) == in_request
     assert redact(f"<{text}>") == f"<{text}>", "a request is over"
+
     hide(text)
     assert (HIDDEN in redact(f"<{text}>")) == in_run
 
@@ -113,9 +119,10 @@ def test_a_dataset_id_cannot_leave_the_cache_folder(
     workspace: Workspace, capsys: Capture, name: str
 ) -> None:
     workspace.write_datasets([{**DATASETS[0], "id": name}, DATASETS[1]])
-    told = complaint(workspace, capsys)
-    assert "cannot name a folder" in told
-    assert "\t" not in told
+    message = complaint(workspace, capsys)
+
+    assert "cannot name a folder" in message
+    assert "\t" not in message
 
 
 def test_control_characters_of_names_are_escaped() -> None:
@@ -131,7 +138,9 @@ def test_the_files_of_a_folder_share_the_mode_of_the_umask(tmp_path: Path) -> No
                 (folder / name).chmod(mode)
     finally:
         os.umask(before)
+
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "checkpoint").iterdir()}
+
     assert modes == {0o640}
 
 
@@ -144,6 +153,7 @@ def test_a_file_in_place_of_a_cache_folder_is_reported(
         complaint(workspace, capsys, "plan", f"{key}=taken")
         == f"{key}: 'taken' cannot be a folder: 'taken' is a file."
     )
+
     workspace.write_datasets([{**DATASETS[0], "cache_dir_vae": "taken/deeper"}, DATASETS[1]])
     assert "'taken' is a file" in complaint(workspace, capsys)
 
@@ -153,12 +163,14 @@ def test_texts_are_redacted_under_any_name(
 ) -> None:
     gathered: list[int] = []
     monkeypatch.setattr("simpletuner.redaction._secrets", lambda: gathered.append(1) or [SECRET])
+
     values = {
         "key": "init_vae_cache",
         "number": 1.5,
         "deep": [{"token": f"see {SECRET}"}, None],
         "pair": ("a", SECRET),
     }
+
     assert redact_texts(values) == {
         "key": "init_vae_cache",
         "number": 1.5,

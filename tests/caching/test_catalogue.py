@@ -24,8 +24,10 @@ def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> No
     """Each dataset has a folder of its own, so equal pictures must not hide one another."""
     shutil.copytree(workspace.path("datasets/pictures"), workspace.path("datasets/again"))
     again = {**DATASETS[0], "id": "again", "instance_data_dir": "datasets/again"}
+
     workspace.write_datasets([DATASETS[0], again, DATASETS[1]])
     assert workspace.run("cache", "fill") == 0
+
     counts = [
         len(list(workspace.path(f"output/cache/vae/kandinsky5-image/{name}").rglob("*.zst")))
         for name in ("pictures", "again")
@@ -39,9 +41,11 @@ def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
         "before", "a.png", Path(), "a" * 64, (8, 8), Geometry("1.0", Size(8, 8), Size(8, 8), (0, 0))
     )
     converted = replace(plain, conversions=("converted to sRGB",))
+
     fingerprint = hash_json(
         {"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)}
     )
+
     assert picture_fingerprint(plain) == fingerprint, "older entries stay valid"
     assert picture_fingerprint(converted) != fingerprint
 
@@ -78,6 +82,7 @@ def test_datasets_decide_whether_their_entries_are_compressed(workspace: Workspa
         latents = list(workspace.path(f"output-{compress}/cache/vae").rglob("*.safetensors.zst"))
         assert len(latents) == 8
         sizes[compress] = sum(path.stat().st_size for path in latents)
+
     assert sizes[True] < sizes[False]
 
 
@@ -89,8 +94,10 @@ def test_a_start_computes_every_digest_once(
         caption.write_text(f"picture {caption.stem}")
     evaluated = {**DATASETS[0], "id": "seen", "dataset_type": "eval", "repeats": None}
     workspace.write_datasets([DATASETS[0], DATASETS[1], evaluated])
+
     settings = "eval_steps_interval=2", "validation_disable=true"
     assert workspace.run("cache", "fill", *settings) == 0
+
     hashed: list[str] = []
     headers: list[str] = []
     monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
@@ -99,6 +106,7 @@ def test_a_start_computes_every_digest_once(
     )
     files._header.cache_clear()
     assert workspace.run("cache", "fill", *settings) == 0
+
     pictures = 8
     digests = [text for text in hashed if '"kind":' in text]
     assert (

@@ -32,23 +32,28 @@ def folder(tmp_path: Path) -> Path:
 def test_the_identity_does_not_depend_on_the_path(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere"
     shutil.copytree(folder, copy)
+
     assert checkpoint_identity(copy) == checkpoint_identity(folder)
 
 
 def test_links_as_in_a_hub_snapshot_are_followed(folder: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
+
     for path in folder.iterdir():
         (snapshot / path.name).symlink_to(path)
+
     assert checkpoint_identity(snapshot) == checkpoint_identity(folder)
 
 
 def test_files_that_are_not_part_of_a_model_do_not_count(folder: Path) -> None:
     before = checkpoint_identity(folder)
     (folder / "README.md").write_text("about")
+
     (folder / "config.json").write_text(
         json.dumps({"_name_or_path": "/x", "scale": 0.5, "_diffusers_version": "0.43"})
     )
+
     assert checkpoint_identity(folder) == before
 
 
@@ -57,34 +62,40 @@ def test_a_change_of_any_tensor_changes_the_identity(folder: Path, name: str) ->
     before = checkpoint_identity(folder)
     changed = weights()
     changed[name] = changed[name] + 1e-3
+
     save_file(changed, folder / "model.safetensors")
+
     assert checkpoint_identity(folder) != before
 
 
 def test_names_dtypes_configs_and_files_change_the_identity(folder: Path) -> None:
-    seen = {checkpoint_identity(folder)}
+    identities = {checkpoint_identity(folder)}
     save_file(
         {f"x.{name}": tensor for name, tensor in weights().items()}, folder / "model.safetensors"
     )
-    seen.add(checkpoint_identity(folder))
+    identities.add(checkpoint_identity(folder))
     save_file(
         {name: tensor.bfloat16() for name, tensor in weights().items()},
         folder / "model.safetensors",
     )
-    seen.add(checkpoint_identity(folder))
+    identities.add(checkpoint_identity(folder))
     (folder / "config.json").write_text(json.dumps({"scale": 0.6}))
-    seen.add(checkpoint_identity(folder))
+    identities.add(checkpoint_identity(folder))
     (folder / "merges.txt").write_text("b a\n")
-    seen.add(checkpoint_identity(folder))
+    identities.add(checkpoint_identity(folder))
     (folder / "merges.txt").rename(folder / "vocab.txt")
-    seen.add(checkpoint_identity(folder))
-    assert len(seen) == 6
+
+    identities.add(checkpoint_identity(folder))
+
+    assert len(identities) == 6
 
 
 def test_pickled_weights_count_too(folder: Path) -> None:
     (folder / "model.bin").write_bytes(bytes(100_000))
     before = checkpoint_identity(folder)
+
     (folder / "model.bin").write_bytes(bytes(99_999) + b"\x01")
+
     assert checkpoint_identity(folder) != before
 
 
@@ -101,7 +112,9 @@ def test_broken_files_still_have_an_identity(folder: Path) -> None:
 def test_several_folders_make_one_identity(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+
     both = checkpoint_identity(folder, tmp_path / "tokenizer")
+
     assert len(both) == 64
     assert both not in (
         checkpoint_identity(folder),

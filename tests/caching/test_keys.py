@@ -69,23 +69,29 @@ def test_every_field_of_a_key_is_tested() -> None:
 def test_the_text_of_a_key_is_the_canonical_json_of_its_fields(
     key: LatentKey | TextKey | FeatureKey,
 ) -> None:
-    found = {"kind": key.ingredients()["kind"], "version": 1, **dataclasses.asdict(key)}
-    found |= {f"encoder.{name}": value for name, value in found.pop("encoder", {}).items()}
+    ingredients = {"kind": key.ingredients()["kind"], "version": 1, **dataclasses.asdict(key)}
+    ingredients |= {
+        f"encoder.{name}": value for name, value in ingredients.pop("encoder", {}).items()
+    }
+
     for name, absent in (("read_as", ()), ("reader", None), ("encoder.tf32", None)):
-        if name in found and found[name] == absent:
-            del found[name]
-    assert key.text() == canonical_json(found)
+        if name in ingredients and ingredients[name] == absent:
+            del ingredients[name]
+
+    assert key.text() == canonical_json(ingredients)
 
 
 @pytest.mark.parametrize(("key", "changes"), [(LATENT, LATENT_CHANGES), (TEXT, TEXT_CHANGES)])
 def test_every_field_changes_the_key(key: LatentKey | TextKey, changes: dict[str, object]) -> None:
-    others = [dataclasses.replace(key, **{name: value}) for name, value in changes.items()]
-    others += [
+    changed_keys = [dataclasses.replace(key, **{name: value}) for name, value in changes.items()]
+    changed_keys += [
         dataclasses.replace(key, encoder=dataclasses.replace(ENCODER, **{name: value}))
         for name, value in ENCODER_CHANGES.items()
     ]
-    digests = {other.digest() for other in (key, *others)}
-    assert len(digests) == len(others) + 1
+
+    digests = {changed.digest() for changed in (key, *changed_keys)}
+
+    assert len(digests) == len(changed_keys) + 1
     assert all(len(digest) == 64 for digest in digests)
 
 
@@ -117,6 +123,7 @@ def test_the_posterior_seed_depends_on_the_entry() -> None:
 
 def test_provenance_is_text_and_holds_the_ingredients() -> None:
     provenance = provenance_of(TEXT, "my set/सितारा.png")
+
     assert provenance["source"] == "my set/सितारा.png"
     assert provenance["ingredients"] == canonical_json(TEXT.ingredients())
     assert TEXT.ingredients()["encoder.dtype"] == "bf16"

@@ -66,6 +66,7 @@ def test_help_of_train_fits_a_screen_and_leads_to_every_setting(capsys: Capture)
             assert len(shown[command].splitlines()) < 40
     assert "--device-memory" in shown["plan"]
     assert "--config FILE" in shown["train"]
+
     listed = ""
     for section in dict.fromkeys(option.section for option in all_options().values()):
         assert re.sub(r"\s+", " ", section) in re.sub(r"\s+", " ", shown["train"])
@@ -77,7 +78,7 @@ def test_help_of_train_fits_a_screen_and_leads_to_every_setting(capsys: Capture)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "printed"),
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (
@@ -121,15 +122,16 @@ def test_help_of_train_fits_a_screen_and_leads_to_every_setting(capsys: Capture)
 )
 def test_a_misspelt_command_gets_a_suggestion(
     arguments: list[str],
-    told: str,
+    printed: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config/demo").mkdir(parents=True)
+
     assert main(arguments) == 2
-    assert told in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
 
 
 def test_paragraphs_of_help_are_wrapped(capsys: Capture) -> None:
@@ -154,6 +156,7 @@ def test_variables_of_native_libraries_keep_the_users_values(
     if given is None:
         monkeypatch.delenv(key)
     monkeypatch.setattr(app, "main", lambda: seen.append(os.environ[key]))
+
     with pytest.raises(SystemExit):
         app.run()
     assert seen == [expected]
@@ -164,6 +167,7 @@ def test_help_of_a_key_has_choices_and_defaults(capsys: Capture) -> None:
         shown = re.sub(r"\s+", " ", " ".join(settings_help(name)))
         assert all(choice in shown for choice in option.choices)
         assert "Default: " in shown
+
     assert main(["help", "validation-guidance"]) == 0
     assert "sanavideo 6.0" in capsys.readouterr().out
     assert main(["help", "checkpointing_steps"]) == 0
@@ -189,6 +193,7 @@ EVERYDAY = [
 @pytest.mark.parametrize("words", EVERYDAY)
 def test_help_understands_everyday_words(words: str, capsys: Capture) -> None:
     assert main(["help", *words.split()]) == 0
+
     (keys,) = [keys for known, keys in EVERYDAY_WORDS.items() if words.lower() in known]
     shown = [
         line.lstrip("-")
@@ -207,12 +212,14 @@ def test_help_knows_the_keys_of_datasets(capsys: Capture) -> None:
     assert main(["help", "num_frames"]) == 0
     assert "video.num_frames  (Dataset file)" in capsys.readouterr().out
     assert main(["help", "resolution"]) == 0
+
     shown = capsys.readouterr().out
     assert shown.index("(Dataset defaults)") < shown.index("(Dataset file)"), "a key of both places"
 
 
 def test_help_searches_in_names_and_texts(capsys: Capture) -> None:
     assert main(["help", "offload"]) == 0
+
     shown = capsys.readouterr().out
     assert "See also: " in shown
     assert "group_offload_to_disk_path" in shown
@@ -234,15 +241,17 @@ COMPLETIONS = {
 @pytest.mark.parametrize("shell", COMPLETIONS)
 def test_completion_installs_and_completes(shell: str, tmp_path: Path) -> None:
     script = "import sys; sys.argv[0] = 'simpletuner'; from simpletuner.cli.app import run; run()"
-    own = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    environment = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     command = [sys.executable, "-c", script]
+
     subprocess.run(
         [*command, "--install-completion", shell],
-        env=os.environ | own,
+        env=os.environ | environment,
         check=True,
         capture_output=True,
     )
     assert f"complete_{shell}" in (tmp_path / COMPLETIONS[shell]).read_text()
+
     typed = {
         "COMP_WORDS": "simpletuner conf",
         "COMP_CWORD": "1",
@@ -253,7 +262,11 @@ def test_completion_installs_and_completes(shell: str, tmp_path: Path) -> None:
         "_SIMPLETUNER_COMPLETE": f"complete_{shell}",
     }
     done = subprocess.run(
-        command, env=os.environ | own | typed | action, capture_output=True, text=True, check=False
+        command,
+        env=os.environ | environment | typed | action,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "configure" in done.stdout
 
@@ -267,6 +280,7 @@ def test_version_is_printed(capsys: Capture) -> None:
 def test_no_command_shows_the_help(capsys: Capture) -> None:
     main([])
     shown = capsys.readouterr()
+
     assert "train" in shown.out
     assert shown.err == ""
 
@@ -280,7 +294,7 @@ def test_usage_errors_have_no_traceback(capsys: Capture, arguments: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "printed"),
     [
         (UserError("do this"), 2, "error: do this\n"),
         (DiskFullError("full"), 2, "error: full\n"),
@@ -297,14 +311,15 @@ def test_usage_errors_have_no_traceback(capsys: Capture, arguments: list[str]) -
     ],
 )
 def test_every_kind_of_error_has_its_exit_code(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, told: str
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, printed: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(app, "get_command", lambda commands: fail)
+
     assert main(["train"]) == code
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == printed
 
 
 def test_unforeseen_errors_have_a_traceback(
@@ -315,9 +330,10 @@ def test_unforeseen_errors_have_a_traceback(
 
     monkeypatch.setattr(app, "get_command", lambda commands: fail)
     assert main(["train"]) == 1
-    told = capsys.readouterr().err
-    assert "Traceback" in told
-    assert told.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert printed.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_compiled_code_is_cached_in_the_cache_folder(
@@ -325,9 +341,11 @@ def test_compiled_code_is_cached_in_the_cache_folder(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
     keep_compiled(tmp_path)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     keep_compiled(tmp_path)

@@ -47,7 +47,9 @@ def test_mistakes_of_every_kind_are_reported_together(
         learning_rte=1, lora_rank=0, optimizer="adamx", num_train_epochs=2, maximum_image_size=512
     )
     change_dataset(workspace, instance_data_dir="nowhere", crop_aspct=1, text_embeds="txt")
-    told = "\n".join(complaints(workspace, capsys, "plan", "foo"))
+
+    printed = "\n".join(complaints(workspace, capsys, "plan", "foo"))
+
     for part in (
         "foo: is not a setting",
         "learning_rte: is not a known key. Did you mean 'learning_rate'?",
@@ -59,14 +61,16 @@ def test_mistakes_of_every_kind_are_reported_together(
         "pictures.text_embeds: 'txt'",
         "maximum_image_size",
     ):
-        assert part in told, part
+        assert part in printed, part
 
 
 def test_nothing_is_written_after_an_error(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(learning_rte=1)
     before = files_below(workspace.folder)
     complaint(workspace, capsys, "train")
+
     complaint(workspace, capsys, "plan")
+
     assert files_below(workspace.folder) == before
 
 
@@ -101,6 +105,7 @@ def test_misplaced_values_are_reported(workspace: Workspace, capsys: Capture) ->
         model_type="lokr", model_flavour="t2v-lite-sft-5s", caption_strategy="txt"
     )
     kind, caption, flavour = complaints(workspace, capsys)
+
     assert kind.startswith(
         "model_type: 'lokr' is a kind of LoRA: set model_type lora, and the kind as lora_type."
     )
@@ -123,6 +128,7 @@ def test_an_invalid_dataset_file_is_reported_with_its_line(
 ) -> None:
     workspace.path(DATASET_FILE).write_text("[{,1]")
     problem = complaint(workspace, capsys)
+
     assert problem.startswith(f"{DATASET_FILE}: is not valid JSON: ")
     assert "(line 1, column 3)" in problem
 
@@ -139,6 +145,7 @@ def test_a_wrong_choice_is_reported_with_the_allowed_ones(
     workspace: Workspace, capsys: Capture
 ) -> None:
     problem = complaint(workspace, capsys, "plan", "--lr_scheduler", "cosin")
+
     assert problem.startswith("lr_scheduler: 'cosin' is not one of: constant, ")
     assert problem.endswith("Did you mean 'cosine'? (command line)")
 
@@ -147,12 +154,15 @@ def test_missing_dataset_folders_are_one_problem(workspace: Workspace, capsys: C
     change_dataset(workspace, instance_data_dir="datasets/gone")
     problem = complaint(workspace, capsys)
     assert "pictures: 'datasets/gone'" in problem
+
     change_dataset(workspace, instance_data_dir="datasets/picturse", hold_out=2)
     assert workspace.train("eval_steps_interval=5") == 2
-    told = capsys.readouterr().err
-    assert "pictures: 'datasets/picturse'. Did you mean 'datasets/pictures'?" in told
-    assert "hold_out" not in told, "a consequence"
-    assert "eval_steps_interval" not in told, "a consequence"
+
+    printed = capsys.readouterr().err
+    assert "pictures: 'datasets/picturse'. Did you mean 'datasets/pictures'?" in printed
+    assert "hold_out" not in printed, "a consequence"
+    assert "eval_steps_interval" not in printed, "a consequence"
+
     change_dataset(workspace, instance_data_dir="datasets/pictures", caption_strategy="text")
     assert workspace.train("eval_steps_interval=5") == 2
     assert "hold_out" not in capsys.readouterr().err, "a consequence"
@@ -163,14 +173,16 @@ def test_a_file_in_place_of_a_dataset_folder_is_named(
 ) -> None:
     path = next(workspace.path("datasets/pictures").glob("*.png"))
     change_dataset(workspace, instance_data_dir=f"datasets/pictures/{path.name}")
+
     assert f"pictures: 'datasets/pictures/{path.name}' is a file." in complaint(workspace, capsys)
 
 
 def test_missing_captions_are_reported(workspace: Workspace, capsys: Capture) -> None:
     workspace.path("datasets/pictures/p3.txt").unlink()
-    told = warnings(workspace, capsys)
-    assert "p3.png" in told
-    assert "caption" in told
+    message = warnings(workspace, capsys)
+    assert "p3.png" in message
+    assert "caption" in message
+
     for path in workspace.path("datasets/pictures").glob("*.txt"):
         path.unlink()
     assert "no samples detected in dataset pictures" in complaint(workspace, capsys)
@@ -182,10 +194,12 @@ def test_a_caption_filter_of_exponential_time_is_refused(
     monkeypatch.setattr("simpletuner.data.captions.FILTER_SECONDS", 0.05)
     workspace.write_datasets([DATASETS[0], {**DATASETS[1], "caption_filter_list": ["(a+)+$"]}])
     workspace.path("datasets/pictures/p3.txt").write_text("a" * 5000 + "b")
-    told = complaint(workspace, capsys)
-    assert told.startswith("'datasets/pictures/p3.png': '(a+)+$' of caption_filter_list on 'aaa")
-    assert told.endswith("a' takes more than 0.05 s.")
-    assert len(told) < 400
+
+    message = complaint(workspace, capsys)
+
+    assert message.startswith("'datasets/pictures/p3.png': '(a+)+$' of caption_filter_list on 'aaa")
+    assert message.endswith("a' takes more than 0.05 s.")
+    assert len(message) < 400
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -203,7 +217,9 @@ def test_missing_partner_pictures_are_reported(
         [{**DATASETS[0], "conditioning_data": "sources"}, sources, DATASETS[1]]
     )
     workspace.add_pictures("datasets/sources", 6)
+
     problem = complaint(workspace, capsys, command)
+
     assert problem.startswith("pictures: no partner of the same path and name in sources (")
     assert "p6.png" in problem
     assert "p7.png" in problem
@@ -226,8 +242,10 @@ def test_damaged_pictures_are_kept_and_reported(
     pictures.BROKEN[name](path)
     path.with_suffix(".txt").write_text("a caption")
     content = path.read_bytes()
-    told = warnings(workspace, capsys, "delete_problematic_images=true")
-    assert name in told
+
+    message = warnings(workspace, capsys, "delete_problematic_images=true")
+
+    assert name in message
     assert path.read_bytes() == content, "a plan moves nothing"
 
 
@@ -239,6 +257,7 @@ def test_a_dataset_smaller_than_a_step_names_the_needed_repeats(
     )
     assert "no samples detected in dataset pictures" in problem
     assert "repeats 3 would work" in problem
+
     change_dataset(workspace, repeats=3)
     warnings(workspace, capsys, "train_batch_size=5", "gradient_accumulation_steps=5")
     change_dataset(workspace, repeats=None)
@@ -257,11 +276,13 @@ def test_wrong_ids_defaults_and_references_are_reported(
     workspace.write_datasets(
         [first, {**first, "text_embeds": None}, DATASETS[1], {**DATASETS[1], "id": "text2"}]
     )
-    told = "\n".join(complaints(workspace, capsys, "plan", "eval_dataset_id=picture"))
-    assert "pictures: is the id of 2 datasets" in told
-    assert "two text_embeds entries are the default: text, text2" in told
-    assert "pictures.text_embeds: 'nowhere' is not the id" in told
-    assert "eval_dataset_id: 'picture' is not a dataset id; choose from" in told
+
+    printed = "\n".join(complaints(workspace, capsys, "plan", "eval_dataset_id=picture"))
+
+    assert "pictures: is the id of 2 datasets" in printed
+    assert "two text_embeds entries are the default: text, text2" in printed
+    assert "pictures.text_embeds: 'nowhere' is not the id" in printed
+    assert "eval_dataset_id: 'picture' is not a dataset id; choose from" in printed
 
 
 @pytest.mark.parametrize("output", ["config/config.json", "config/config.json/below"])
@@ -279,7 +300,9 @@ def test_an_unwritable_output_folder_is_reported(
     monkeypatch.setattr(
         os, "access", lambda path, mode, **more: not mode & os.W_OK and may(path, mode, **more)
     )
+
     problem = complaint(workspace, capsys, "plan", "output_dir=locked")
+
     assert problem == "output_dir: 'locked' cannot be written to (no permission in '.')."
 
 
@@ -296,7 +319,9 @@ def test_an_unwritable_cache_folder_is_reported(
     workspace.write_datasets(
         [{**DATASETS[0], "cache_dir_vae": str(locked / "latents")}, DATASETS[1]]
     )
+
     problem = complaint(workspace, capsys, "plan")
+
     assert (
         problem
         == f"latents: '{locked}/latents' cannot be written to (no permission in '{locked}')."
@@ -315,7 +340,9 @@ def test_an_output_folder_that_cannot_be_created_is_reported(
         create(path, *arguments, **more)
 
     monkeypatch.setattr(Path, "mkdir", refuse)
+
     problem = complaint(workspace, capsys, "train", "output_dir=locked")
+
     assert problem == "output_dir: 'locked' cannot be created: Read-only file system."
 
 
@@ -323,8 +350,10 @@ def test_steps_and_epochs_must_agree(workspace: Workspace, capsys: Capture) -> N
     assert complaint(workspace, capsys, "plan", "num_train_epochs=2").startswith(
         "num_train_epochs: is 2 and"
     )
+
     problem = complaint(workspace, capsys, "plan", "num_train_epochs=0", "max_train_steps=0")
     assert "are both 0" in problem
+
     warnings(workspace, capsys, "num_train_epochs=2", "max_train_steps=0")
     warnings(workspace, capsys, "num_train_epochs=0")
 
@@ -334,6 +363,7 @@ def test_maximum_image_size_needs_target_downsample_size(
 ) -> None:
     change_dataset(workspace, maximum_image_size=1024, crop=True)
     problem = complaint(workspace, capsys)
+
     assert "maximum_image_size" in problem
     assert "target_downsample_size" in problem
 
@@ -349,7 +379,9 @@ def test_a_missing_part_of_a_model_is_reported(
     ]
     copy = tmp_path / "model"
     shutil.copytree(model, copy, ignore=shutil.ignore_patterns(part))
+
     problem = complaint(workspace, capsys, "plan", f"pretrained_model_name_or_path={copy}")
+
     assert f"lacks a usable {part} (it is not there)." in problem
 
 
@@ -360,6 +392,7 @@ def test_a_model_that_is_not_downloaded_is_reported_offline(
     assert workspace.run("plan", "pretrained_model_name_or_path=me/model") == 0, (
         "a plan needs no weights"
     )
+
     problem = complaint(
         workspace, capsys, "train", "pretrained_model_name_or_path=me/model", "--yes"
     )
@@ -377,6 +410,7 @@ def test_a_checkpoint_of_another_task_is_refused(workspace: Workspace, capsys: C
 
 def test_an_unknown_flavour_is_reported(workspace: Workspace, capsys: Capture) -> None:
     problem = complaint(workspace, capsys, "plan", "model_flavour=t2i-lite-stf")
+
     assert "t2i-lite-sft, t2i-lite-pretrain, i2i-lite-sft, i2i-lite-pretrain" in problem
     assert "Did you mean 't2i-lite-sft'?" in problem
     assert "set pretrained_model_name_or_path" in problem
@@ -503,6 +537,7 @@ def test_a_folder_with_an_impossible_name_is_reported(
 @pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
 def test_a_loop_of_links_is_reported(workspace: Workspace, capsys: Capture, command: str) -> None:
     workspace.path("loop").symlink_to("loop")
+
     assert workspace.run(command, str(workspace.path("loop"))) == 2
     assert "run/loop" in capsys.readouterr().err
 
@@ -534,6 +569,7 @@ def test_a_full_disk_while_caching_is_one_line(
         assert "no space left on the disk" in complaint(workspace, capsys, "cache", "fill")
     assert list(workspace.folder.rglob(".*.tmp")) == []
     assert workspace.run("cache", "verify") == 0, "what was complete is whole"
+
     kept = [workspace.path(str(path)).stat().st_mtime_ns for path in written[:2]]
     assert workspace.run("cache", "fill") == 0
     assert [workspace.path(str(path)).stat().st_mtime_ns for path in written[:2]] == kept, (
@@ -556,6 +592,7 @@ def test_a_full_disk_while_saving_is_one_line(
         patch.setattr(atomic, "_flush_tree", refuse)
         assert "no space left on the disk" in complaint(workspace, capsys, "train")
     checkpoints = [path.name for path in workspace.path("output").glob("checkpoint-*")]
+
     assert checkpoints == ["checkpoint-2"], "the one before is kept, and no torn one is left"
     assert workspace.train() == 0
     assert workspace.path("output/pytorch_lora_weights.safetensors").is_file()
@@ -577,11 +614,13 @@ def test_refusals_import_no_torch(workspace: Workspace) -> None:
         "'numpy.testing'}\n    print(command, code, sorted(heavy & set(sys.modules)))\n"
     )
     command = [sys.executable, "-c", script, *REFUSED]
+
     done = subprocess.run(
         command, cwd=workspace.folder, capture_output=True, text=True, check=False
     )
+
     assert [line for line in done.stdout.splitlines() if line.endswith("]")] == [
-        f"{each} 2 []" for each in REFUSED
+        f"{arguments} 2 []" for arguments in REFUSED
     ]
     assert done.stderr.count("error: ") >= len(REFUSED)
     assert "Traceback" not in done.stderr
@@ -597,6 +636,7 @@ def test_ctrl_c_during_the_import_is_one_line(
 
     monkeypatch.delitem(sys.modules, "simpletuner.cli.app")
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+
     with pytest.raises(SystemExit) as ended:
         run()
     assert (ended.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")
@@ -604,6 +644,7 @@ def test_ctrl_c_during_the_import_is_one_line(
 
 def test_the_exit_code_reaches_the_shell(workspace: Workspace) -> None:
     with workspace.spawn("train", "lora_rank=0", stderr=subprocess.PIPE) as process:
-        _, told = process.communicate(timeout=PATIENCE)
+        _, printed = process.communicate(timeout=PATIENCE)
+
     assert process.returncode == 2
-    assert told.splitlines()[-1] == "1 problem to fix; nothing was started."
+    assert printed.splitlines()[-1] == "1 problem to fix; nothing was started."

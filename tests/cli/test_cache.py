@@ -22,7 +22,7 @@ def filled(workspace: Workspace) -> Workspace:
     return workspace
 
 
-def said(workspace: Workspace, capsys: Capture, *arguments: str) -> str:
+def output_of(workspace: Workspace, capsys: Capture, *arguments: str) -> str:
     capsys.readouterr()
     assert workspace.run("cache", *arguments) == 0
     return capsys.readouterr().out
@@ -44,12 +44,15 @@ def test_fill_stops_before_training(filled: Workspace) -> None:
 
 
 def test_verify_reports_that_there_are_no_caches(workspace: Workspace, capsys: Capture) -> None:
-    assert said(workspace, capsys, "verify") == "There are no caches yet.\n"
+    assert output_of(workspace, capsys, "verify") == "There are no caches yet.\n"
 
 
 def test_verify_reads_every_entry(filled: Workspace, capsys: Capture) -> None:
-    assert said(filled, capsys, "verify") == f"Every entry in cache/text, {LATENTS} is intact.\n"
+    assert (
+        output_of(filled, capsys, "verify") == f"Every entry in cache/text, {LATENTS} is intact.\n"
+    )
     assert not list(filled.folder.rglob("verifying.json"))
+
     broken = entries(filled)[3]
     damage(broken)
     assert (
@@ -62,24 +65,27 @@ def test_verify_reads_every_entry(filled: Workspace, capsys: Capture) -> None:
 def test_a_damaged_entry_is_named(filled: Workspace, capsys: Capture) -> None:
     broken = entries(filled)[3]
     damage(broken)
+
     capsys.readouterr()
+
     assert filled.run("cache", "verify") == 2
     assert broken.name.partition(".")[0] in capsys.readouterr().out
 
 
 def test_gc_removes_only_with_remove(filled: Workspace, capsys: Capture) -> None:
-    assert said(filled, capsys, "gc").splitlines()[-1].startswith("Nothing to remove")
+    assert output_of(filled, capsys, "gc").splitlines()[-1].startswith("Nothing to remove")
+
     filled.path("datasets/pictures/p5.png").unlink()
     filled.path("datasets/pictures/p5.txt").unlink()
     before = entries(filled)
-    listed = said(filled, capsys, "gc")
+    listed = output_of(filled, capsys, "gc")
     assert "pictures/p5.png" in listed
     assert "--remove deletes them" in listed
     assert entries(filled) == before
-    assert "removed." in said(filled, capsys, "gc", "--remove")
+    assert "removed." in output_of(filled, capsys, "gc", "--remove")
     assert len(entries(filled)) == 7
     assert (
-        said(filled, capsys, "gc")
+        output_of(filled, capsys, "gc")
         == "Nothing to remove: this configuration refers to every entry.\n"
     )
 
@@ -88,7 +94,8 @@ def test_gc_reports_damaged_entries(filled: Workspace, capsys: Capture) -> None:
     filled.path("datasets/pictures/p5.png").unlink()
     for path in entries(filled):
         path.write_bytes(b"nothing")
-    assert "damaged" in said(filled, capsys, "gc", "--remove")
+
+    assert "damaged" in output_of(filled, capsys, "gc", "--remove")
 
 
 @pytest.mark.parametrize(
@@ -97,24 +104,26 @@ def test_gc_reports_damaged_entries(filled: Workspace, capsys: Capture) -> None:
 def test_explain_lists_the_entries_of_a_picture(
     filled: Workspace, capsys: Capture, name: str
 ) -> None:
-    told = said(filled, capsys, "explain", name)
-    assert f"latents of pictures/p2.png: cached in {LATENTS}" in told
-    assert "caption of 'picture 2', pictures/p2.png: cached in cache/text" in told
+    printed = output_of(filled, capsys, "explain", name)
+
+    assert f"latents of pictures/p2.png: cached in {LATENTS}" in printed
+    assert "caption of 'picture 2', pictures/p2.png: cached in cache/text" in printed
 
 
 def test_explain_shows_why_an_entry_is_not_reused(filled: Workspace, capsys: Capture) -> None:
     filled.write_datasets(
         [{"id": "pictures", "instance_data_dir": "datasets/pictures", "resolution": 128}]
     )
-    told = said(filled, capsys, "explain", "p2.png", "cache_dir_text=elsewhere")
-    assert "latents of pictures/p2.png: not cached" in told
-    assert "is not reused, size: cached [" in told
+    printed = output_of(filled, capsys, "explain", "p2.png", "cache_dir_text=elsewhere")
+
+    assert "latents of pictures/p2.png: not cached" in printed
+    assert "is not reused, size: cached [" in printed
 
 
 def test_explain_reports_a_damaged_entry(filled: Workspace, capsys: Capture) -> None:
     for path in entries(filled):
         path.write_bytes(b"nothing")
-    assert "it is damaged; the next run encodes it again" in said(
+    assert "it is damaged; the next run encodes it again" in output_of(
         filled, capsys, "explain", "p2.png"
     )
 
@@ -123,6 +132,7 @@ def test_explain_reports_a_file_that_is_not_used(workspace: Workspace, capsys: C
     assert complaint(workspace, capsys, "cache", "explain", "other.png").startswith(
         "'other.png' is not used by"
     )
+
     workspace.path("datasets/pictures/broken.png").write_bytes(b"")
     for name in ("broken.png", "pictures/broken.png", "datasets/pictures/broken.png"):
         assert (
@@ -150,5 +160,7 @@ def test_an_interrupted_verification_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(CacheFiller, "fill", interrupt)
         assert workspace.run("cache", "fill") == 130
+
     monkeypatch.setattr(file_index, "_inspect", lambda path: pytest.fail(f"{path} was read"))
+
     assert workspace.run("cache", "fill") == 0

@@ -123,12 +123,12 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
         answers = ConfigAnswers(Draft(FILE))
         answers.draft.change(values)
         question = next(question for question in QUESTIONS if question.key == key)
-        said = iter(lines)
+        replies = iter(lines)
         monkeypatch.setattr(
-            "builtins.input", lambda prompt: doubt if "Keep it?" in prompt else next(said)
+            "builtins.input", lambda prompt: doubt if "Keep it?" in prompt else next(replies)
         )
         ask(question, answers, Dialogue())
-        assert next(said, None) is None, "everything was asked for"
+        assert next(replies, None) is None, "everything was asked for"
         return answers.draft.values
 
     return run
@@ -184,6 +184,7 @@ def put(values: Any, file: Path = FILE) -> None:
 
 def test_enter_everywhere_writes_known_keys_only(by_enter: Session) -> None:
     values = by_enter.values
+
     assert set(values) <= set(all_options())
     assert values["model_family"] == "kandinsky5-image"
     assert values["model_flavour"] == "t2i-lite-sft"
@@ -214,6 +215,7 @@ def test_the_recipe_of_start_is_proposed(
     answer: Answer, recipe: str, values: dict[str, Any]
 ) -> None:
     proposed = answer("recipe", recipe)
+
     assert proposed.items() >= values.items()
     assert "zkt" in proposed.get("validation_prompt", "zkt")
 
@@ -222,6 +224,7 @@ def test_clips_of_the_shown_dataset_file_are_as_long_as_previews(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     configure(model_family="sanavideo", file="y")
+
     assert '"num_frames": 81,' in capsys.readouterr().out
     assert not Path("config/multidatabackend.json").exists(), "for a folder that does not exist"
 
@@ -268,10 +271,11 @@ def test_a_named_folder_gets_its_dataset_file_and_the_settings_of_start(
     assert values["preservation_prompt"] == "a grey cat"
     assert values["data_backend_config"] == "config/multidatabackend.json"
     assert not {"recipe", "model_family"} & {*person.asked}
-    told = capsys.readouterr().out
-    assert "my cat: pictures: 3, 600x500; with a caption: 0" in told
+    printed = capsys.readouterr().out
+    assert "my cat: pictures: 3, 600x500; with a caption: 0" in printed
     assert (
-        "Trained at 448x448 pixels: too many of the pictures are smaller than 1024x1024.\n" in told
+        "Trained at 448x448 pixels: too many of the pictures are smaller than 1024x1024.\n"
+        in printed
     )
     assert main(["plan", "--device-memory=80"]) == 0
     assert "3 of 3 files used" in capsys.readouterr().out
@@ -312,7 +316,9 @@ def test_a_dataset_file_named_later_is_kept(
 ) -> None:
     put_pictures(Path("datasets/my_images"), 1, captions=1)
     put([], Path("config/mine.json"))
+
     configure(data_backend_config="config/mine.json", file="y")
+
     assert datasets("config/mine.json") == []
     assert "Written: config/config.json\n" in capsys.readouterr().out
 
@@ -322,6 +328,7 @@ def test_a_tiny_model_is_named_as_packaged_and_trains_at_its_own_size(
 ) -> None:
     put_pictures(Path("datasets/my_images"), 4, captions=4)
     configure(model="demo", file="y")
+
     assert written()["pretrained_model_name_or_path"] == "config/examples/demo/checkpoint"
     assert datasets()[0]["resolution"] == 96
     assert "Train:  simpletuner train\n" in capsys.readouterr().out
@@ -331,6 +338,7 @@ def test_a_tiny_model_is_named_as_packaged_and_trains_at_its_own_size(
 def test_another_answer_about_the_files_renews_proposals(configure: Configure) -> None:
     put_pictures(Path("datasets/my_images"), 1, captions=1)
     configure(purpose=["subject", "style"], trigger=["back", "qxz"], model="kandinsky5-image")
+
     assert (written()["max_train_steps"], written()["lora_rank"]) == (1000, 32)
     assert written()["validation_prompt"].endswith("in the style of qxz")
 
@@ -341,10 +349,12 @@ def test_a_wrong_folder_is_refused_with_the_reason(
     Path("empty").mkdir()
     Path("a.png").touch()
     _, person = configure(folder=["nowhere", "empty", "a.png", "-"])
-    told = capsys.readouterr().out
-    assert "nowhere is not a folder." in told
-    assert "empty contains no pictures and no clips." in told
-    assert "a.png is a file; name the folder that it is in." in told
+
+    printed = capsys.readouterr().out
+
+    assert "nowhere is not a folder." in printed
+    assert "empty contains no pictures and no clips." in printed
+    assert "a.png is a file; name the folder that it is in." in printed
     assert person.asked.count("folder") == 4
     assert "recipe" in person.asked
 
@@ -352,7 +362,9 @@ def test_a_wrong_folder_is_refused_with_the_reason(
 def test_a_config_that_measures_no_loss_gets_no_held_out_files(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "max_train_steps": 50})
     put_pictures(Path("datasets/my_images"), 16, captions=16)
+
     _, person = configure(file="y")
+
     assert "hold_out" not in datasets()[0]
     assert "model" not in person.asked
     assert written()["max_train_steps"] == 50, "the settings of the file stay"
@@ -363,10 +375,12 @@ def test_missing_captions_are_listed_as_a_next_step(
 ) -> None:
     put_pictures(Path("datasets/my_images"), 3, captions=1)
     configure("config/cat/config.json")
-    told = capsys.readouterr().out
-    assert "No caption for 2 of 3 files: write them before training." in told
-    assert "1. Write the missing captions:  simpletuner caption env=cat\n" in told
-    assert "Training will refuse this" not in told
+
+    printed = capsys.readouterr().out
+
+    assert "No caption for 2 of 3 files: write them before training." in printed
+    assert "1. Write the missing captions:  simpletuner caption env=cat\n" in printed
+    assert "Training will refuse this" not in printed
     assert datasets("config/cat/multidatabackend.json")[0]["caption_strategy"] == "textfile"
 
 
@@ -375,9 +389,12 @@ def test_a_model_for_other_files_is_refused_with_the_folder(
 ) -> None:
     put_pictures(Path("datasets/my_images"), 1, captions=1)
     configure(file=["model_family"], model_family="sanavideo")
-    told = capsys.readouterr().out
+
+    printed = capsys.readouterr().out
+
     assert (
-        "model_family: sanavideo learns from clips, and datasets/my_images holds pictures." in told
+        "model_family: sanavideo learns from clips, and datasets/my_images holds pictures."
+        in printed
     )
     assert not FILE.exists()
 
@@ -386,7 +403,9 @@ def test_a_second_backup_keeps_the_first(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "seed": 1})
     first = FILE.read_bytes()
     configure(file="y")
+
     configure(seed="2", file="y")
+
     assert Path("config/config.json.bak").read_bytes() == first
     assert Path("config/config.json-2.bak").exists()
 
@@ -401,6 +420,7 @@ def test_questions_come_in_order(by_enter: Session) -> None:
     assert asked == [key for key in order if key in asked]
     assert asked[:3] == ["folder", "device", "recipe"]
     assert asked[3:7] == ["model_family", "model_flavour", "model_type", "output_dir"]
+
     steps = [setting.section for setting in SETTINGS]
     assert steps == sorted(steps, key=SECTIONS.index), (
         "a step of the wizard is a section of the page"
@@ -415,6 +435,7 @@ def test_every_question_is_about_one_key() -> None:
 
 def test_the_file_is_grouped_like_the_schema(by_enter: Session) -> None:
     assert "--" not in by_enter.text
+
     blocks = [
         re.findall(r'^  "(\w+)":', block, re.MULTILINE) for block in by_enter.text.split("\n\n")
     ]
@@ -431,16 +452,18 @@ def test_defaults_writes_the_same_file_without_questions(
     assert code == 0
     assert person.prompts == []
     assert FILE.read_text(encoding="utf-8") == by_enter.text
-    told = capsys.readouterr().out
-    assert "Next steps" in told
+
+    printed = capsys.readouterr().out
+    assert "Next steps" in printed
     # Without a GPU, training would be refused here.
-    assert "3. Train, on a machine with a GPU:  simpletuner train" in told
+    assert "3. Train, on a machine with a GPU:  simpletuner train" in printed
 
 
 def test_another_file_is_written_into_its_new_folder(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     code, _ = configure("config/cat/config.json")
+
     assert code == 0
     assert (
         written(Path("config/cat/config.json"))["data_backend_config"]
@@ -456,6 +479,7 @@ def test_group_offload_turns_on_its_stream(
     configure: Configure, answer: str, keys: dict[str, Any]
 ) -> None:
     configure(offload="manual", enable_group_offload=answer)
+
     assert written()["enable_group_offload"] is (answer == "yes")
     assert {
         key: value for key, value in written().items() if key.startswith("group_offload_")
@@ -463,14 +487,18 @@ def test_group_offload_turns_on_its_stream(
 
 
 def test_keys_that_auto_chooses_are_not_asked(configure: Configure, by_enter: Session) -> None:
-    own = {"enable_group_offload", "group_offload_use_stream", "gradient_checkpointing"}
-    assert not own & {*by_enter.asked, *by_enter.values}
+    chosen_by_auto = {"enable_group_offload", "group_offload_use_stream", "gradient_checkpointing"}
+    assert not chosen_by_auto & {*by_enter.asked, *by_enter.values}
+
     configure(file=["offload"], offload=["manual", "auto"], enable_group_offload="yes")
-    assert not own & {*written()}, "answers that auto would have to leave alone are taken back"
+    assert not chosen_by_auto & {*written()}, (
+        "answers that auto would have to leave alone are taken back"
+    )
 
 
 def test_full_training_asks_nothing_about_lora(configure: Configure) -> None:
     _, person = configure(model_type="full", file="y")
+
     assert "lora_rank" not in person.asked
     assert written()["learning_rate"] == 5e-5
     assert "lora_rank" not in written()
@@ -484,12 +512,14 @@ def test_alpha_is_written_only_if_it_differs_from_the_rank(answer: Answer) -> No
 def test_token_routes_are_asked_only_where_supported(configure: Configure, answer: Answer) -> None:
     routes = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
     assert answer("tread_config", routes)["tread_config"]["routes"][0]["end_layer_idx"] == -2
+
     [route] = answer("tread_config", "half")["tread_config"]["routes"]
     assert (route["selection_ratio"], route["start_layer_idx"], route["end_layer_idx"]) == (
         0.5,
         2,
         -2,
     )
+
     _, person = configure(model_family="sanavideo")
     assert "tread_config" not in person.asked
 
@@ -502,6 +532,7 @@ def test_epochs_may_replace_steps(configure: Configure) -> None:
 def test_steps_replace_the_epochs_of_the_file(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "num_train_epochs": 5})
     configure(max_train_steps="200")
+
     assert (written()["max_train_steps"], written()["num_train_epochs"]) == (200, 0)
 
 
@@ -552,9 +583,10 @@ def test_consequences_of_a_wrong_answer_are_not_reported(
     answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
     answer("max_train_steps", "1,000", "1000")
-    told = capsys.readouterr().out
-    assert "'1,000' is not a whole number." in told
-    assert "are both 0" not in told
+    printed = capsys.readouterr().out
+
+    assert "'1,000' is not a whole number." in printed
+    assert "are both 0" not in printed
 
 
 def test_prompts_fit_a_line(configure: Configure) -> None:
@@ -575,6 +607,7 @@ def test_a_wrong_clip_length_offers_both_neighbours(
     )
     assert "48 is not 4k+1; the nearest are 45 and 49." in capsys.readouterr().out
     assert values["validation_num_video_frames"] == 45
+
     values = answer("validation_num_video_frames", "62", "", model_family="kandinsky5-video")
     assert values["validation_num_video_frames"] == 65, "Enter takes the longer one"
 
@@ -584,6 +617,7 @@ def test_questions_of_a_video_model_speak_of_clips(
 ) -> None:
     configure(model_family="sanavideo")
     shown = capsys.readouterr().out
+
     assert "where your clips are" in shown
     assert '"instance_data_dir": "datasets/videos"' in shown
 
@@ -601,6 +635,7 @@ def test_a_question_mark_shows_the_help_of_the_key(
     answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
     assert answer("lora_rank", "?", "4")["lora_rank"] == 4
+
     answer("optimizer", "?", "")
     shown = capsys.readouterr().out
     assert all_options()["lora_rank"].help in shown
@@ -625,6 +660,7 @@ def test_a_doubtful_answer_needs_confirmation(
     answer: Answer, capsys: pytest.CaptureFixture, key: str, doubtful: str, sure: str, reason: str
 ) -> None:
     steps = {"max_train_steps": 1000, "num_train_epochs": 0}
+
     assert str(answer(key, doubtful, sure, **steps)[key]) == sure
     assert reason in capsys.readouterr().out
     assert str(answer(key, doubtful, doubt="y", **steps)[key]) == doubtful
@@ -635,6 +671,7 @@ def test_adamw_bf16_is_refused_without_bf16(
 ) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "mixed_precision": "no"})
     _, person = configure(optimizer="adamw_bf16")
+
     assert "needs mixed_precision bf16" in capsys.readouterr().out
     assert "[adamw]" in next(
         prompt for prompt in person.prompts if prompt.strip().startswith("Optimizer")
@@ -653,6 +690,7 @@ def test_wandb_with_a_login_is_offered(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     configure(report_to="wandb", tracker_run_name="first")
+
     assert "wandb.ai\n" in capsys.readouterr().out
     assert (written()["report_to"], written()["tracker_run_name"]) == ("wandb", "first")
 
@@ -669,8 +707,10 @@ def test_keys_that_are_not_asked_are_kept(configure: Configure) -> None:
     }
     put(before)
     content = FILE.read_bytes()
+
     _, person = configure(train_batch_size="2", file="y")
     assert "start" in person.asked
+
     values = written()
     assert values["lora_dropout"] == 0.1
     assert values["pretrained_model_name_or_path"] == "{env:HOME}/model"
@@ -691,7 +731,9 @@ def test_another_family_drops_keys_of_the_old_one(
         "model_flavour": "t2i-lite-pretrain",
     }
     put({**old, "tread_config": routes, "lora_rank": 8})
+
     _, person = configure(model_family=["sanavideo", "sanavideo"], others=["n", "y"])
+
     assert person.asked.count("others") == 2
     assert (
         "model_flavour: 't2i-lite-pretrain' belongs to kandinsky5-image" in capsys.readouterr().out
@@ -704,6 +746,7 @@ def test_another_family_drops_keys_of_the_old_one(
 def test_an_existing_file_may_be_started_afresh(configure: Configure) -> None:
     put({"model_type": "full", "model_family": "kandinsky5-image", "lora_dropout": 0.1})
     configure(start="n")
+
     assert written()["model_type"] == "lora"
     assert "lora_dropout" not in written()
 
@@ -711,7 +754,9 @@ def test_an_existing_file_may_be_started_afresh(configure: Configure) -> None:
 def test_a_final_no_writes_nothing(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image"})
     before = FILE.read_bytes()
+
     code, _ = configure(train_batch_size="2", file="n")
+
     assert code == 0
     assert FILE.read_bytes() == before
     assert [path.name for path in FILE.parent.iterdir()] == ["config.json"]
@@ -731,7 +776,9 @@ def test_keys_that_training_refuses_can_be_left_out(
         }
     )
     configure(file="y")
+
     shown = capsys.readouterr().out
+
     assert "Did you mean 'lora_rank'?" in shown
     assert "cannot be shared equally" in shown
     assert not {"lora_rnak", "num_processes"} & set(written())
@@ -771,6 +818,7 @@ def test_defaults_list_the_keys_they_leave_out(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
+
     assert configure("--defaults")[0] == 0
     assert "Left out: lora_rnak" in capsys.readouterr().out
 
@@ -778,6 +826,7 @@ def test_defaults_list_the_keys_they_leave_out(
 def test_keys_that_training_refuses_can_be_kept(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
     configure(mend="n")
+
     assert written()["lora_rnak"] == 8
 
 
@@ -785,6 +834,7 @@ def test_a_setting_can_be_changed_at_the_end(
     configure: Configure, capsys: pytest.CaptureFixture
 ) -> None:
     configure(file=["learning rate", "learning_rate"], learning_rate=["1e-3", "1e-4"])
+
     assert written()["learning_rate"] == 1e-4
     assert "learning_rate?" in capsys.readouterr().out
 
@@ -793,6 +843,7 @@ def test_the_model_type_can_be_changed_at_the_end(configure: Configure) -> None:
     configure(file=["model_type", "y"], model_type=["lora", "full"], lora_rank="32")
     assert "lora_rank" not in written()
     assert written()["learning_rate"] == 5e-5
+
     FILE.unlink()
     configure(file=["model_type", "y"], model_type=["lora", "full"], learning_rate="3e-5")
     assert written()["learning_rate"] == 3e-5
@@ -811,6 +862,7 @@ def test_an_unusable_file_is_reported(
 ) -> None:
     prepare()
     code, _ = configure()
+
     assert code == 2
     assert message in capsys.readouterr().err
 
@@ -837,6 +889,7 @@ def test_the_name_of_a_configuration_is_not_a_file(
 def test_answers_may_come_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["configure"], input="\n\n\n\n\n\noutput/cat\n" + "\n" * 60)
+
     assert result.exit_code == 0, result.output
     assert written()["output_dir"] == "output/cat"
     assert "Next steps" in result.output
@@ -853,10 +906,11 @@ def test_input_that_ends_early_writes_nothing(
     before = workspace.path("config/config.json").read_bytes()
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * lines))
     assert workspace.run("configure") == 2
-    told = capsys.readouterr().err
+
+    printed = capsys.readouterr().err
     assert (
         "The input ended before the last question. Nothing was written. --defaults takes "
-        "every default." in told
+        "every default." in printed
     )
     assert workspace.path("config/config.json").read_bytes() == before
     assert not workspace.path("config/config.json.bak").exists()
@@ -911,12 +965,15 @@ def test_questions_work_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
     terminal.sendline("")
     terminal.expect("1. Put your pictures into datasets/my_images")
     terminal.expect(pexpect.EOF)
+
     terminal.close()
     assert terminal.exitstatus == 0
+
     [pictures, _] = json.loads(
         (tmp_path / "config/multidatabackend.json").read_text(encoding="utf-8")
     )
     assert pictures["instance_data_dir"] == "datasets/my_images"
+
     values = written(tmp_path / FILE)
     assert (values["output_dir"], values["model_flavour"]) == ("output/कुत्ता", "t2i-lite-pretrain")
 
@@ -933,7 +990,9 @@ def test_ctrl_c_writes_nothing(terminal: pexpect.spawn, tmp_path: Path) -> None:
     ):
         pass
     terminal.expect(pexpect.EOF)
+
     terminal.close()
+
     assert terminal.exitstatus == 130
     assert not (tmp_path / "config").exists()
 
@@ -957,6 +1016,7 @@ def test_the_same_answer_to_everything_ends(
         return answer
 
     monkeypatch.setattr("builtins.input", say)
+
     assert main(["configure"]) in (0, 2)
 
 
@@ -968,6 +1028,7 @@ def test_no_leaves_an_optional_setting_out(configure: Configure) -> None:
         report_to="no",
         validation_seed="n",
     )
+
     assert not {
         "validation_prompt",
         "user_prompt_library",
@@ -982,6 +1043,7 @@ def test_a_wrong_answer_keeps_the_default(configure: Configure) -> None:
     prompts = [
         prompt for prompt in person.prompts if prompt.strip().startswith(("Model [", "Schedule of"))
     ]
+
     assert all(
         "[kandinsky5-image]" in prompt or "[constant_with_warmup]" in prompt for prompt in prompts
     )
@@ -1014,6 +1076,7 @@ def test_every_flavour_is_listed_with_its_purpose(
 def test_back_returns_to_the_question_before(configure: Configure) -> None:
     _, person = configure(folder=["back"], output_dir=["wrong", "right"], seed=["back", ""])
     assert person.asked[:2] == ["folder", "folder"]
+
     seed = person.asked.index("seed")
     assert person.asked[seed - 1 : seed + 3] == ["output_dir", "seed", "output_dir", "seed"]
     assert written()["output_dir"] == "right"
@@ -1024,6 +1087,7 @@ def test_a_key_named_at_the_end_is_asked_again(configure: Configure) -> None:
         file=["lora_rank", "max_train_steps"], lora_rank=["16", "8"], max_train_steps=["10", "0"]
     )
     end = person.asked.index("file")
+
     assert person.asked[end:] == [
         "file",
         "lora_rank",
@@ -1045,12 +1109,14 @@ def test_the_plan_uses_the_named_memory(
         "offload": "manual",
     }
     _, person = configure(**answers, device="24", remedy="n")
+
     shown = capsys.readouterr().out
     assert "On a GPU with 24 GiB" in shown
     assert "does not fit" in shown
     assert "This would fit: " in shown
     assert person.prompts[-1].endswith("[y/N]: "), "what training refuses is not written by Enter"
     assert not FILE.exists()
+
     _, person = configure(**answers, device="24")
     shown = capsys.readouterr().out
     assert person.prompts[-1].endswith("[Y/n]: ")
@@ -1065,6 +1131,7 @@ def test_the_gpu_of_the_estimate_can_be_changed(
 ) -> None:
     configure(device=["h10", "80 GB", "rtx 4090"], file=["device", ""])
     shown = capsys.readouterr().out
+
     assert "Did you mean 'h100'?" in shown
     assert "On a GPU with 80 GiB (85.9 GB) this fits" in shown
     assert "On RTX 4090 with 24 GiB" in shown
@@ -1090,6 +1157,7 @@ def test_problems_of_the_plan_are_shown_before_writing(
         Path("config/multidatabackend.json"),
     )
     configure()
+
     assert "Training will refuse this: instance_data_dir" in capsys.readouterr().out
 
 
@@ -1110,8 +1178,10 @@ def test_written_configs_plan_without_a_warning(
     )
     configure(model_type=model_type, validation_prompt="a cat", lr_warmup_steps="10")
     _put_data("t2i")
+
     capsys.readouterr()
     assert main(["train", "--dry-run"]) == 0
+
     captured = capsys.readouterr()
     assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
 
@@ -1127,8 +1197,10 @@ def test_the_shown_dataset_file_plans_for_pairs(
         }
     )
     configure(model_flavour="i2i-lite-sft")
+
     _put_data("i2i")
     assert main(["train", "--dry-run"]) == 0
+
     captured = capsys.readouterr()
     assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
 
@@ -1148,7 +1220,9 @@ def test_written_configs_train(configure: Configure, t2i_checkpoint: Path) -> No
         validation_resolution="128x128",
         validation_num_inference_steps="2",
     )
+
     _put_data("t2i")
+
     assert main(["train", "torch_num_threads=1"]) == 0
     assert Path("out/pytorch_lora_weights.safetensors").is_file()
 

@@ -23,6 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_examples_are_listed(capsys: Capture) -> None:
     assert main(["examples", "list"]) == 0
+
     lines = capsys.readouterr().out.splitlines()
     names = [path.parent.name for path in sorted(EXAMPLES.glob("*/config.json"))]
     assert [line.split()[0] for line in lines[: len(names)]] == names
@@ -33,6 +34,7 @@ def test_examples_are_listed(capsys: Capture) -> None:
 def test_paths_of_a_copied_example_point_to_the_copy(capsys: Capture) -> None:
     assert main(["examples", "copy", "demo"]) == 0
     assert "simpletuner train env=demo" in capsys.readouterr().out
+
     config = json.loads(Path("config/demo/config.json").read_text())
     datasets = json.loads(Path("config/demo/multidatabackend.json").read_text())
     assert config["data_backend_config"] == "config/demo/multidatabackend.json"
@@ -45,6 +47,7 @@ def test_paths_of_a_copied_example_point_to_the_copy(capsys: Capture) -> None:
 def test_an_example_is_copied_to_any_folder(capsys: Capture, here: Path) -> None:
     assert main(["examples", "copy", "demo", "--dest", "mine/first one"]) == 0
     assert "env='mine/first one'" in capsys.readouterr().out
+
     config = json.loads((here / "mine/first one/config.json").read_text())
     assert config["data_backend_config"] == "mine/first one/multidatabackend.json"
 
@@ -53,6 +56,7 @@ def test_an_example_is_copied_to_any_folder(capsys: Capture, here: Path) -> None
 def test_a_copied_example_has_a_separate_output_folder(name: str) -> None:
     assert main(["examples", "copy", name]) == 0
     assert main(["examples", "copy", name, "--dest", 'config/one\'s "own"']) == 0
+
     written = [
         json.loads(path.read_text())["output_dir"]
         for path in sorted(Path("config").glob("*/config.json"))
@@ -62,6 +66,7 @@ def test_a_copied_example_has_a_separate_output_folder(name: str) -> None:
 
 def test_copying_an_example_refuses_an_existing_folder(capsys: Capture, here: Path) -> None:
     (here / "config" / "demo").mkdir(parents=True)
+
     assert main(["examples", "copy", "demo"]) == 2
     assert (
         capsys.readouterr().err
@@ -83,6 +88,7 @@ def test_an_interrupted_copy_leaves_nothing(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(shutil, "copytree", fail)
+
     assert main(["examples", "copy", "demo"]) == 2
     assert capsys.readouterr().err == "error: config/demo cannot be written: Permission denied.\n"
     assert list(here.rglob("*demo*")) == []
@@ -91,10 +97,11 @@ def test_an_interrupted_copy_leaves_nothing(
 @pytest.mark.parametrize("name", [path.parent.name for path in EXAMPLES.glob("*/config.json")])
 def test_packaged_configs_have_known_keys_only(capsys: Capture, name: str) -> None:
     code = main(["plan", f"example={name}"])
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
+
     assert (
         code == 0
-        or "the model folder" in told
-        or "instance_data_dir: these folders do not exist" in told
-    ), told
-    assert "is not a known key" not in told
+        or "the model folder" in printed
+        or "instance_data_dir: these folders do not exist" in printed
+    ), printed
+    assert "is not a known key" not in printed

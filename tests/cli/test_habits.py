@@ -38,10 +38,10 @@ def empty(workspace: Workspace) -> Workspace:
 def test_a_folder_of_pictures_suggests_start(
     empty: Workspace, capsys: Capture, command: list[str]
 ) -> None:
-    told = complaint(empty, capsys, *command, "datasets/pictures")
+    message = complaint(empty, capsys, *command, "datasets/pictures")
 
-    assert told.startswith("datasets/pictures: is a folder of pictures or clips")
-    assert "`simpletuner start datasets/pictures --dry-run` writes" in told
+    assert message.startswith("datasets/pictures: is a folder of pictures or clips")
+    assert "`simpletuner start datasets/pictures --dry-run` writes" in message
 
 
 def test_the_suggested_start_command_works(empty: Workspace, capsys: Capture) -> None:
@@ -58,9 +58,9 @@ def test_the_suggested_start_command_works(empty: Workspace, capsys: Capture) ->
 
     assert empty.run(*start) == 0, capsys.readouterr().err
     assert empty.run("dataset", "env=mine") == 0
-    told = complaint(empty, capsys, "plan", "datasets/pictures")
+    message = complaint(empty, capsys, "plan", "datasets/pictures")
 
-    assert told == (
+    assert message == (
         "datasets/pictures: is a dataset of config/mine/config.json, not a setting; name that "
         "instead: env=mine."
     )
@@ -69,9 +69,11 @@ def test_the_suggested_start_command_works(empty: Workspace, capsys: Capture) ->
 def test_a_folder_of_the_default_dataset_is_superfluous(
     workspace: Workspace, capsys: Capture
 ) -> None:
-    told = complaint(workspace, capsys, "plan", "datasets/pictures")
+    message = complaint(workspace, capsys, "plan", "datasets/pictures")
 
-    assert told.endswith("is a dataset of config/config.json, not a setting; leave the folder out.")
+    assert message.endswith(
+        "is a dataset of config/config.json, not a setting; leave the folder out."
+    )
 
 
 @pytest.mark.slow(1)
@@ -146,6 +148,7 @@ def test_an_example_is_copied_to_the_folder_after_its_name(
     assert workspace.run("examples", "copy", "demo", "config/mine") == 0
     assert workspace.path("config/mine/config.json").is_file()
     assert workspace.run("plan", "env=mine") == 0
+
     capsys.readouterr()
     assert workspace.run("examples", "copy", "demo", "config/mine") == 2
     assert (

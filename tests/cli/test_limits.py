@@ -51,11 +51,11 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def check_answer(code: int, told: str, reason: str) -> None:
+def check_answer(code: int, printed: str, reason: str) -> None:
     """Either all went well, or the reason is named in one line."""
-    assert "Traceback" not in told
-    assert code in (0, 2), told
-    assert code == 0 or reason in told
+    assert "Traceback" not in printed
+    assert code in (0, 2), printed
+    assert code == 0 or reason in printed
 
 
 @pytest.mark.slow(1)
@@ -70,9 +70,11 @@ def test_the_limit_of_open_files_is_reported(
         capsys.readouterr()
         with limit(resource.RLIMIT_NOFILE, open_files() + spare):
             code = workspace.run(*command, *SETTINGS)
-        told = capsys.readouterr().err
+        printed = capsys.readouterr().err
         check_answer(
-            code, told, "ulimit -n" if "Too many open files" not in told else "Too many open files"
+            code,
+            printed,
+            "ulimit -n" if "Too many open files" not in printed else "Too many open files",
         )
 
 
@@ -88,8 +90,8 @@ def test_the_limit_of_file_sizes_is_reported(
     with limit(resource.RLIMIT_FSIZE, most):
         code = workspace.train("max_train_steps=2", "checkpoint_step_interval=1")
 
-    told = capsys.readouterr().err
-    check_answer(code, told, "ulimit -f")
+    printed = capsys.readouterr().err
+    check_answer(code, printed, "ulimit -f")
     assert code == 2
     assert workspace.path("output/pytorch_lora_weights.safetensors").read_bytes() == kept
     assert workspace.train("max_train_steps=2", "checkpoint_step_interval=1") == 0

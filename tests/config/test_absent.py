@@ -29,7 +29,7 @@ def problems_of(*settings: tuple[str, Any]) -> Problems:
     return problems
 
 
-def told(key: str, value: Any) -> Problem:
+def printed(key: str, value: Any) -> Problem:
     (problem,) = problems_of((key, value))
     return problem
 
@@ -104,7 +104,7 @@ def test_removed_keys_that_are_off_are_ignored_with_a_warning() -> None:
     off = [(key, value) for key in SWITCHES for value in (None, *REMOVED[key].off)]
 
     for key, value in off:
-        problem = told(key, value)
+        problem = printed(key, value)
         assert not problem.fatal, (key, value)
         assert problem.message.endswith("It is ignored. (config.json)")
 
@@ -128,6 +128,7 @@ def test_removed_switches_are_on_in_any_spelling(value: Any) -> None:
 
 def test_a_removed_key_that_was_on_by_default_is_off_only_then() -> None:
     row = Removed(off=[True])
+
     assert row.asks_for_nothing("yes")
     assert not row.asks_for_nothing(False)
 
@@ -140,12 +141,13 @@ def test_an_empty_list_written_as_text_is_off(value: Any) -> None:
 def test_removed_values_are_refused_with_a_replacement() -> None:
     for key, rows in removed_values("config").items():
         for word in rows:
-            assert f"{word!r} was removed in 0.2.0: " in told(key, word).message
+            assert f"{word!r} was removed in 0.2.0: " in printed(key, word).message
 
 
 @pytest.mark.parametrize("value", [False, "false", None, 0, "none", ""])
 def test_foreign_features_that_are_off_are_ignored(value: Any) -> None:
-    problem = told("deepspeed", value)
+    problem = printed("deepspeed", value)
+
     assert not problem.fatal
     assert "It is off and is ignored. (config.json)" in problem.message
 
@@ -184,7 +186,8 @@ def test_foreign_keys_that_ask_for_our_default_are_ignored(pair: tuple[str, str]
     ],
 )
 def test_foreign_features_that_are_on_name_a_replacement(key: str, value: Any, words: str) -> None:
-    problem = told(key, value)
+    problem = printed(key, value)
+
     assert problem.fatal
     assert words in problem.message
 
@@ -198,9 +201,9 @@ def test_foreign_features_that_are_on_name_a_replacement(key: str, value: Any, w
     ],
 )
 def test_typos_get_a_suggestion(key: str, guess: str) -> None:
-    assert f"Did you mean '{guess}'?" in told(key, 1).message
+    assert f"Did you mean '{guess}'?" in printed(key, 1).message
 
 
 @pytest.mark.parametrize("key", ["speed_config", "webhook_confg_of_mine", "data_backend"])
 def test_names_that_only_end_alike_are_not_suggested(key: str) -> None:
-    assert "tread_config" not in told(key, 1).message
+    assert "tread_config" not in printed(key, 1).message

@@ -74,12 +74,14 @@ def test_a_bare_name_of_a_config_is_answered_with_env(
     Path("config/cat").mkdir(parents=True)
     Path("config/cat/config.json").touch()
     for token in ("cat", "config/cat", "config/cat/config.json"):
-        told = [str(problem) for problem in parse_arguments([token]).problems]
-        assert told == [f"{token}: is not a setting. Did you mean env={token}?"]
+        messages = [str(problem) for problem in parse_arguments([token]).problems]
+        assert messages == [f"{token}: is not a setting. Did you mean env={token}?"]
+
     (told_of_example,) = parse_arguments(["demo"]).problems
     assert str(told_of_example) == "demo: is not a setting. Did you mean example=demo?"
-    told = [*map(str, parse_arguments(["push-to-hub", "lora_rank"]).problems)]
-    assert told == [
+
+    messages = [*map(str, parse_arguments(["push-to-hub", "lora_rank"]).problems)]
+    assert messages == [
         "push-to-hub: needs a value: push-to-hub=true.",
         "lora_rank: needs a value: lora_rank=VALUE.",
     ]
@@ -111,5 +113,7 @@ def test_null_on_the_command_line_unsets_a_key(tokens: list[str]) -> None:
         "config.json",
         [("model_type", "lora"), ("model_family", "sanavideo"), ("tread_config", {"routes": []})],
     )
+
     config = resolve([file, parse(*tokens).layer()], problems)
+
     assert (config.techniques.of(TreadConfig).tread_config, problems) == (None, [])

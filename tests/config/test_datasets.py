@@ -21,8 +21,8 @@ def read(tmp_path: Path, *entries: Any) -> tuple[list[DatasetConfig], list[str]]
     path = tmp_path / "data.json"
     path.write_text(json.dumps(entries))
     problems = Problems()
-    found = read_datasets(path, problems, placeholders=PLACEHOLDERS)
-    return found, [str(problem) for problem in problems]
+    datasets = read_datasets(path, problems, placeholders=PLACEHOLDERS)
+    return datasets, [str(problem) for problem in problems]
 
 
 def test_dataset_values_are_parsed_like_those_of_the_config(
@@ -43,7 +43,9 @@ def test_dataset_values_are_parsed_like_those_of_the_config(
         "_comment": "ours",
         "disable": "off",
     }
+
     (entry,), problems = read(tmp_path, written)
+
     assert problems == []
     assert entry.parquet is not None
     assert (entry.id, entry.instance_data_dir) == ("pictures", "/data/pictures")
@@ -67,6 +69,7 @@ def test_all_problems_of_all_entries_are_reported(tmp_path: Path) -> None:
         "video": {"num_frams": 5},
     }
     _, problems = read(tmp_path, broken, "x", {**TEXT, "default": "maybe"})
+
     assert problems == [
         "data.json: pictures.crop_aspct: is not a known key. Did you mean 'crop_aspect'?",
         "data.json: pictures.video.num_frams: is not a known key. Did you mean 'num_frames'?",
@@ -84,6 +87,7 @@ def test_one_mistake_is_one_problem(tmp_path: Path) -> None:
     _, problems = read(
         tmp_path, {**PICTURES, "text_embeds": "text"}, {**TEXT, "dataset_type": "text_embed"}
     )
+
     assert len(problems) == 1
     assert "Did you mean 'text_embeds'?" in problems[0]
 
@@ -105,8 +109,10 @@ def test_ids_and_defaults_are_unique_among_enabled_entries(tmp_path: Path) -> No
         "cache_dir": "{env:NOT_SET_AT_ALL}",
     }
     assert read(tmp_path, PICTURES, {**TEXT, "default": True}, off)[1] == []
+
     _, problems = read(tmp_path, PICTURES, {**TEXT, "id": "pictures"})
     assert problems == ["pictures: is the id of 2 datasets; ids must be unique."]
+
     _, problems = read(tmp_path, {**TEXT, "default": True}, {**TEXT, "id": "more", "default": 1})
     assert problems == ["default: two text_embeds entries are the default: text, more."]
 
@@ -115,6 +121,7 @@ def test_ids_and_defaults_are_unique_among_enabled_entries(tmp_path: Path) -> No
 def test_a_dataset_cannot_condition_itself(tmp_path: Path, link: dict[str, str]) -> None:
     masks = {"id": "masks", "conditioning_type": "mask", "instance_data_dir": "masks"}
     _, (problem,) = read(tmp_path, {**masks, **link})
+
     assert "masks: conditions itself" in problem
 
 
@@ -128,7 +135,9 @@ def test_references_must_name_an_existing_entry(tmp_path: Path, key: str) -> Non
         "conditioning_type": "reference_strict",
     }
     _, problems = read(tmp_path, {**PICTURES, key: "txet"}, TEXT, sources)
+
     (problem,) = problems
+
     assert problem.startswith(f"pictures.{key}: 'txet' is not the id of such an entry (")
 
 
@@ -138,8 +147,9 @@ def test_accepted_keys_have_no_effect(tmp_path: Path) -> None:
         {**PICTURES, "write_batch_size": 4, "ignore_epochs": True},
         {**TEXT, "write_batch_size": 128},
     )
+
     assert problems == []
-    assert {str(each) for each in found_by(without_effect, entry, entry)} == {
+    assert {str(problem) for problem in found_by(without_effect, entry, entry)} == {
         "write_batch_size: has no effect: writing needs no batches.",
         "ignore_epochs: has no effect: an epoch counts every dataset that is trained.",
     }
@@ -162,6 +172,7 @@ def test_an_empty_dataset_file_is_an_error(tmp_path: Path, text: str, complaint:
     path = tmp_path / "data.json"
     path.write_text(text)
     problems = Problems()
+
     assert read_datasets(path, problems, placeholders=PLACEHOLDERS) == []
     assert [str(problem) for problem in problems] == [f"{path}: {complaint}"]
 
@@ -169,6 +180,7 @@ def test_an_empty_dataset_file_is_an_error(tmp_path: Path, text: str, complaint:
 def test_a_missing_dataset_file_is_an_error(tmp_path: Path) -> None:
     problems = Problems()
     read_datasets(tmp_path / "none.json", problems, placeholders=PLACEHOLDERS)
+
     assert "does not exist" in problems[0].message
 
 
@@ -179,13 +191,16 @@ def test_a_key_twice_in_an_entry_is_an_error(tmp_path: Path) -> None:
     )
     problems = Problems()
     read_datasets(path, problems, placeholders=PLACEHOLDERS)
-    told = "\n".join(map(str, problems))
-    assert "repeats: is given twice: --repeats=1 and repeats=2." in told
-    assert "contains 'crop' twice: True and False." in told
+
+    printed = "\n".join(map(str, problems))
+
+    assert "repeats: is given twice: --repeats=1 and repeats=2." in printed
+    assert "contains 'crop' twice: True and False." in printed
 
 
 def test_ids_must_be_usable_as_folder_names(tmp_path: Path) -> None:
     entries, problems = read(tmp_path, {**PICTURES, "id": "अ" * 40})
+
     assert "longer than 100 bytes" in problems[0]
     assert entries[0].id == "data.json[0]", (
         "it is checked further, under a name that a folder can have"
@@ -232,11 +247,12 @@ def test_lists_and_objects_are_parsed_under_their_key(
 
 def test_ratios_have_weights(tmp_path: Path) -> None:
     weighted = [{"aspect": "1.5", "weight": 0.25}, {"aspect": 1, "weight": 0.75}]
-    (plain, other), problems = read(
+    (plain, with_weights), problems = read(
         tmp_path,
         {**PICTURES, "crop_aspect_buckets": [1, 1.5]},
         {"id": "b", "crop_aspect_buckets": weighted},
     )
+
     assert problems == []
     assert plain.crop_aspect_buckets == [(1, 1), (1.5, 1)]
-    assert other.crop_aspect_buckets == [(1.5, 0.25), (1, 0.75)]
+    assert with_weights.crop_aspect_buckets == [(1.5, 0.25), (1, 0.75)]

@@ -1,4 +1,4 @@
-"""Configs and dataset files of other trainers, variables of config.env, and the user's own
+"""Configs and dataset files of other trainers, variables of config.env, and the user's users_folder
 examples.
 """
 
@@ -167,11 +167,11 @@ def test_a_users_folder_of_examples_takes_precedence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     packaged = locate({"env": "examples/demo"}, Problems())
-    own = Path("config/examples/demo")
-    own.mkdir(parents=True)
-    (own / "config.json").write_text("{}")
+    users_folder = Path("config/examples/demo")
+    users_folder.mkdir(parents=True)
+    (users_folder / "config.json").write_text("{}")
 
-    found = locate({"env": "examples/demo"}, Problems())
+    located = locate({"env": "examples/demo"}, Problems())
 
     assert packaged.folder == EXAMPLES / "demo"
-    assert found.folder == own
+    assert located.folder == users_folder

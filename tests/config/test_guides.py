@@ -59,6 +59,7 @@ def test_tread_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFi
     install(workspace, IMAGE, "tread.json")
     (problem,) = complaints(workspace, capsys)
     assert problem.startswith("tread_config: the model has 2 blocks")
+
     workspace.write_config(pretrained_model_name_or_path=None)
     assert warnings(workspace, capsys) == ""
 
@@ -68,6 +69,7 @@ def test_the_prompt_library_of_the_image_guide(
 ) -> None:
     install(workspace, IMAGE, "prompt_library.json")
     capsys.readouterr()
+
     assert workspace.run("plan", "validation_disable=false") == 0
     assert ": portrait, landscape, validation" in capsys.readouterr().out
 
@@ -81,6 +83,7 @@ def test_the_datasets_of_the_image_guide(
     (problem,) = complaints(workspace, capsys)
     assert problem.startswith("instance_data_dir: these folders do not exist")
     assert problem.endswith("my-image-dataset: 'datasets/my_images'.")
+
     workspace.add_pictures("datasets/my_images", 2, scale=16)
     assert warnings(workspace, capsys) == ""
     assert workspace.run("plan") == 0
@@ -100,6 +103,7 @@ def other_family(workspace: Workspace, family: str) -> None:
 def test_tread_of_the_video_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     other_family(workspace, VIDEO)
     install(workspace, VIDEO, "tread.json")
+
     assert "tread" not in warnings(workspace, capsys)
 
 
@@ -109,6 +113,7 @@ def test_crepa_of_the_guides(
 ) -> None:
     other_family(workspace, family)
     install(workspace, family, "crepa.json")
+
     assert "crepa" not in warnings(workspace, capsys)
 
 
@@ -118,13 +123,16 @@ def test_group_offload_of_the_guides(
 ) -> None:
     other_family(workspace, family)
     install(workspace, family, "group_offload.json")
+
     assert "offload" not in warnings(workspace, capsys)
 
 
 def test_previews_from_a_dataset_as_the_video_guide_has_them(workspace: Workspace) -> None:
     other_family(workspace, VIDEO)
     workspace.write_datasets([{**DATASETS[0], "id": "my-image-dataset"}, DATASETS[1]])
+
     install(workspace, VIDEO, "first_frames.json")
+
     assert workspace.run("plan") == 0
 
 
@@ -135,7 +143,9 @@ def test_the_whole_config_of_the_sana_guide(
     path.parent.mkdir()
     path.write_text(block(SANA, "datasets.json"), encoding="utf-8")
     (workspace.path("config/config.json")).write_text(block(SANA, "config.json"), encoding="utf-8")
+
     (problem,) = complaints(workspace, capsys)
+
     assert problem.startswith("instance_data_dir: these folders do not exist"), (
         "all keys of the guide are taken"
     )
@@ -149,7 +159,9 @@ def test_datasets_of_the_other_guides(
     workspace.path("config/multidatabackend.json").write_text(
         block(family, "datasets.json"), encoding="utf-8"
     )
+
     (problem,) = complaints(workspace, capsys, "plan")
+
     assert problem.startswith("instance_data_dir: these folders do not exist")
 
 
@@ -158,7 +170,9 @@ def test_a_trailing_comma_in_a_guide_is_accepted(
 ) -> None:
     install(workspace, SANA, "prompt_library.fragment")
     capsys.readouterr()
+
     workspace.run("plan")
+
     assert (
         "has a comma before a closing bracket (line 1); it was ignored." in capsys.readouterr().err
     )
@@ -167,6 +181,7 @@ def test_a_trailing_comma_in_a_guide_is_accepted(
 def test_nicknames_of_the_sana_guide() -> None:
     problems = Problems()
     library = read_library(GUIDES / SANA / "user_prompt_library.json", problems)
+
     assert problems == []
     assert len(library) == 15
     assert library[0][0] == "anime_<token>"

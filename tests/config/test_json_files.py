@@ -26,8 +26,9 @@ def read(path: Path, text: str | bytes) -> tuple[Any, list[Problem]]:
     ],
 )
 def test_a_trailing_comma_is_a_warning(tmp_path: Path, text: str, value: object, line: int) -> None:
-    found, (problem,) = read(tmp_path / "c.json", text)
-    assert found == value
+    content, (problem,) = read(tmp_path / "c.json", text)
+
+    assert content == value
     assert not problem.fatal
     assert f"a comma before a closing bracket (line {line})" in problem.message
 
@@ -42,8 +43,9 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
 
 def test_invalid_json_is_reported_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    found, (problem,) = read(path, '{\n  "a": 1\n  "b": 2\n}')
-    assert found is None
+    content, (problem,) = read(path, '{\n  "a": 1\n  "b": 2\n}')
+
+    assert content is None
     assert (
         str(problem)
         == f"{path}: is not valid JSON: a comma or a closing bracket is missing (line 3, column 3)."
@@ -79,36 +81,39 @@ def test_invalid_json_is_reported_with_line_and_column(tmp_path: Path) -> None:
 def test_unusable_json_values_are_refused(
     tmp_path: Path, text: str | bytes, complaint: str
 ) -> None:
-    found, (problem,) = read(tmp_path / "c.json", text)
-    assert found is None
+    content, (problem,) = read(tmp_path / "c.json", text)
+
+    assert content is None
     assert problem.fatal
     assert complaint in problem.message
 
 
 def test_a_folder_in_place_of_a_file_is_reported(tmp_path: Path) -> None:
     problems = Problems()
+
     assert read_json(tmp_path, problems) is None
     assert "is not a regular file" in problems[0].message
 
 
 def test_a_key_twice_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
-    found, (problem,) = read(tmp_path / "c.json", '{"a": 1, "b": 2, "a": 3}')
-    assert found == {"a": 3, "b": 2}
+    content, (problem,) = read(tmp_path / "c.json", '{"a": 1, "b": 2, "a": 3}')
+
+    assert content == {"a": 3, "b": 2}
     assert problem.fatal
     assert "contains 'a' twice: 1 and 3" in problem.message
     assert read(tmp_path / "c.json", '{"a": 1, "a": "1"}')[1] == []
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(20, "20"), (1e-4, "0.0001"), (True, "True"), ("a", "A"), ([1], [1])]
+    ("left", "right"), [(20, "20"), (1e-4, "0.0001"), (True, "True"), ("a", "A"), ([1], [1])]
 )
-def test_spellings_of_one_value_are_equal(one: object, other: object) -> None:
-    assert same_value(one, other)
-    assert same_value(other, one)
+def test_spellings_of_one_value_are_equal(left: object, right: object) -> None:
+    assert same_value(left, right)
+    assert same_value(right, left)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(20, "21"), ("lora", "full"), ([1], "1"), ({}, []), ("", "0")]
+    ("left", "right"), [(20, "21"), ("lora", "full"), ([1], "1"), ({}, []), ("", "0")]
 )
-def test_different_values_are_not_equal(one: object, other: object) -> None:
-    assert not same_value(one, other)
+def test_different_values_are_not_equal(left: object, right: object) -> None:
+    assert not same_value(left, right)

@@ -40,6 +40,7 @@ def test_dashes_and_aliases_lead_to_the_same_key() -> None:
 
 def test_null_and_empty_text_mean_unset() -> None:
     config, problems = load(("learning_rate", None), ("tracker_run_name", ""), ("optimizer", ""))
+
     assert problems == []
     assert config.tracking.tracker_run_name == "simpletuner-testing"
     assert not config.is_explicit("learning_rate")
@@ -57,9 +58,11 @@ def test_the_strongest_layer_sets_the_value_and_its_origin() -> None:
         Layer("command line", [("--train-batch-size", "3")], last_wins=True),
     ]
     problems = Problems()
+
     config = resolve(layers, problems, {"lora_rank": 4, "validation_guidance": 5.0})
     assert problems == []
     assert (config.lora.lora_rank, config.run.seed, config.schedule.train_batch_size) == (32, 1, 3)
+
     keys = ("validation_guidance", "seed", "lora_rank", "train_batch_size", "lora_alpha")
     assert [config.origins[key] for key in keys] == [
         FAMILY_DEFAULT,
@@ -83,6 +86,7 @@ def test_unset_on_the_command_line_overrides_the_file() -> None:
         ),
     ]
     config = resolve(layers, Problems(), {"validation_guidance": 5.0})
+
     assert (config.validation.validation_guidance, config.validation.validation_prompt) == (
         5.0,
         None,
@@ -93,6 +97,7 @@ def test_unset_on_the_command_line_overrides_the_file() -> None:
 def test_a_key_twice_in_a_file_is_an_error() -> None:
     _, problems = load(("lora_rank", 8), ("--lora_rank", 16))
     assert problems == ["lora_rank: is given twice: lora_rank=8 and --lora_rank=16 (config.json)."]
+
     _, problems = load(("save_total_limit", 3), ("checkpoints_total_limit", 4))
     assert problems == [
         "checkpoints_total_limit: is given twice: save_total_limit=3 and "
@@ -105,9 +110,11 @@ def test_a_key_twice_in_a_file_is_an_error() -> None:
 def test_a_key_twice_on_the_command_line_is_a_correction() -> None:
     config, problems = load(("lora_rank", "8"), ("lora_rank", "16"), last_wins=True)
     assert config.lora.lora_rank == 16
+
     (problem,) = problems
     assert problem.startswith("warning: lora_rank: is given twice")
     assert problem.endswith("The last one is used.")
+
     config, problems = load(("lora_rank", "8"), ("lora_rank", None), last_wins=True)
     assert (config.lora.lora_rank, problems) == (16, [])
 
@@ -118,6 +125,7 @@ def test_environment_variables_are_expanded(monkeypatch: pytest.MonkeyPatch) -> 
     assert problems == []
     assert config.run.output_dir == "/data/run"
     assert config.datasets.instance_prompt == ["/data"]
+
     monkeypatch.setenv("WHERE", "")
     assert load(("validation_prompt", "{env:WHERE}"))[0].validation.validation_prompt is None
 
@@ -125,6 +133,7 @@ def test_environment_variables_are_expanded(monkeypatch: pytest.MonkeyPatch) -> 
 def test_unset_environment_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WHERE", raising=False)
     _, problems = load(("output_dir", "{env:WHERE}/run"))
+
     assert problems == [
         "output_dir: '{env:WHERE}/run' needs the environment variable WHERE, which is not set."
     ]
@@ -154,6 +163,7 @@ def test_all_problems_of_a_config_are_reported_at_once() -> None:
 def test_required_keys_are_explained() -> None:
     problems = Problems()
     resolve([Layer("config.json", [])], problems)
+
     assert [problem.where for problem in problems] == ["model_type", "model_family"]
     assert all(problem.message.startswith("is required. ") for problem in problems)
     assert [problem.to_json()["kind"] for problem in problems] == ["required"] * 2
@@ -163,7 +173,9 @@ def test_a_config_with_metadata_is_unwrapped(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"_metadata": {"name": "x"}, "config": {"seed": 1}}')
     problems = Problems()
+
     layer = read_json_layer(path, problems)
+
     assert layer is not None
     assert (list(layer.values), problems) == ([("seed", 1)], [])
 
@@ -175,6 +187,7 @@ def test_a_config_must_be_an_object(tmp_path: Path, text: str, kind: str) -> Non
     path = tmp_path / "config.json"
     path.write_text(text)
     problems = Problems()
+
     assert read_json_layer(path, problems) is None
     assert problems[0].message == f"must hold one JSON object, not {kind}."
 
@@ -182,6 +195,7 @@ def test_a_config_must_be_an_object(tmp_path: Path, text: str, kind: str) -> Non
 def test_a_written_config_has_every_key() -> None:
     values = dict.fromkeys(all_options(), 1) | {"mine": 2, "lora_initialisation_style": "gaussian"}
     written = render_config(values)
+
     assert json.loads(written) == values
     assert list(json.loads(written))[-2:] == ["mine", "lora_initialisation_style"]
 

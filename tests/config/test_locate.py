@@ -56,9 +56,9 @@ def put(path: str, **values: object) -> None:
 def seed(**selectors: str) -> object:
     """The seed of the configuration that was found: the tests tell files apart by it."""
     problems = Problems()
-    found = locate(selectors, problems)
+    located = locate(selectors, problems)
     assert problems == []
-    return resolve(found.layers, Problems()).run.seed
+    return resolve(located.layers, Problems()).run.seed
 
 
 def refusal(**selectors: str) -> str:
@@ -70,28 +70,35 @@ def refusal(**selectors: str) -> str:
 def test_default_locations_are_searched_in_order() -> None:
     put("config/config.env", SEED=1)
     assert seed() == 1
+
     put("config/config.toml", seed=2)
     assert seed() == 2
+
     put("config/config.json", seed=3)
     assert seed() == 3
+
     put("config.json", seed=4)
     assert seed() == 4
 
 
 def test_a_missing_config_lists_the_paths_and_the_remedy() -> None:
-    told = refusal()
-    assert "tried config.json, config/config.json. Write one with `simpletuner configure`." in told
+    printed = refusal()
+    assert (
+        "tried config.json, config/config.json. Write one with `simpletuner configure`." in printed
+    )
 
 
 def test_existing_configs_are_suggested() -> None:
     put("config/cat/config.json")
     put("config/dog/config.json")
+
     assert "tried config.json, config/config.json. Choose one with env=NAME: cat, dog." in refusal()
     assert refusal(env="horse").endswith("Choose one with env=NAME: cat, dog.")
 
 
 def test_env_means_a_folder_below_config() -> None:
     put("config/mine/config.json", seed=5)
+
     assert seed(env="mine") == 5
     assert seed(env="config/mine") == 5
     assert seed(env="config/mine/config.json") == 5
@@ -104,6 +111,7 @@ def test_the_config_may_be_chosen_by_a_variable(
     put("config/mine/config.json", seed=5)
     put("config/other/config.json", seed=6)
     put("config/config.json", seed=7)
+
     monkeypatch.setenv(variable, "mine")
     assert seed() == 5
     assert seed(env="other") == 6
@@ -111,8 +119,10 @@ def test_the_config_may_be_chosen_by_a_variable(
     assert seed(config_path="config/other/config.json") == 6, (
         "what is given counts for more than the environment"
     )
+
     monkeypatch.setenv(variable, "default")
     assert seed() == 7
+
     monkeypatch.setenv(variable, "nowhere")
     assert "config/nowhere/config.json" in refusal()
 
@@ -120,6 +130,7 @@ def test_the_config_may_be_chosen_by_a_variable(
 def test_simpletuner_config_dir_is_searched(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     put("elsewhere/mine/config.json", seed=8)
     monkeypatch.setenv("SIMPLETUNER_CONFIG_DIR", str(here / "elsewhere"))
+
     assert seed(env="mine") == 8
     assert str(here / "elsewhere/yours/config.json") in refusal(env="yours")
 
@@ -129,25 +140,30 @@ def test_config_paths_may_omit_their_suffix(monkeypatch: pytest.MonkeyPatch) -> 
     for path in ("here/it.json", "here/it"):
         monkeypatch.setenv("CONFIG_PATH", path)
         assert seed() == 9
+
     monkeypatch.setenv("CONFIG_PATH", "here/nothing")
+
     assert "tried here/nothing." in refusal()
 
 
 def test_the_file_type_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     put("config/config.json", seed=1)
     put("config/config.toml", seed=2)
+
     monkeypatch.setenv("CONFIG_BACKEND", "toml")
     assert seed() == 2
+
     monkeypatch.setenv("CONFIG_BACKEND", "env")
     assert "config.json" not in refusal()
+
     monkeypatch.setenv("CONFIG_BACKEND", "jsn")
     assert "'jsn' is not one of: json, toml, env. Did you mean 'json'?" in refusal()
 
 
 def test_packaged_examples_have_two_names() -> None:
     for selectors in ({"example": "demo"}, {"env": "examples/demo"}):
-        found = locate(selectors, Problems())
-        model = dict(found.layers[-1].values)["pretrained_model_name_or_path"]
+        located = locate(selectors, Problems())
+        model = dict(located.layers[-1].values)["pretrained_model_name_or_path"]
         assert Path(str(model)) == example_file("demo", Problems()).parent / "checkpoint", (
             "paths lead into the package"
         )
@@ -155,6 +171,7 @@ def test_packaged_examples_have_two_names() -> None:
 
 def test_an_unknown_example_is_reported_with_the_known_ones() -> None:
     names = ", ".join(example_names())
+
     assert refusal(example="dmo") == (
         f"example: 'dmo' is not a packaged example. Available: {names}. Did you mean 'demo'?"
     )
@@ -165,6 +182,7 @@ def test_an_unknown_example_is_reported_with_the_known_ones() -> None:
 def test_two_ways_to_choose_a_config_are_an_error() -> None:
     problems = Problems()
     locate({"example": "demo", "env": "mine"}, problems)
+
     assert [str(problem) for problem in problems] == [
         "example: and env both choose a configuration; give one of them."
     ]
@@ -182,7 +200,9 @@ def test_config_json_overrides_config_env() -> None:
         "# for train.sh\nexport SEED=2\nLORA_RANK='8'  # small\nVALIDATION_PROMPT='a cat'\n"
         "VALIDATION_PROMPT+=' asleep'\nPATH=/bin\nMIXED_PRECISION=no\n"
     )
+
     config = resolve(locate({}, Problems()).layers, Problems())
+
     assert (config.run.seed, config.lora.lora_rank, config.precision.mixed_precision) == (
         1,
         8,
@@ -201,6 +221,7 @@ def test_config_env_is_parsed_like_a_shell(monkeypatch: pytest.MonkeyPatch) -> N
         'VALIDATION_PROMPT="it\'s \\"red\\""\nthis is junk\nTHREADS=$(nproc)\nset -a\n'
     )
     problems = Problems()
+
     config = resolve(locate({}, problems).layers, problems)
     assert (config.run.output_dir, config.run.cache_dir) == ("/data/my pictures/run/out", "$HOME")
     assert (config.tracking.tracker_run_name, config.validation.validation_prompt) == (
@@ -208,13 +229,14 @@ def test_config_env_is_parsed_like_a_shell(monkeypatch: pytest.MonkeyPatch) -> N
         'it\'s "red"',
     )
     assert [problem.message for problem in problems if problem.fatal] == []
-    told = " ".join(problem.message for problem in problems)
+
+    printed = " ".join(problem.message for problem in problems)
     for words in (
         "line 6, 'this is junk', is not KEY=VALUE",
         "line 7 cannot be read: '$(' would run a",
         "line 8",
     ):
-        assert words in told
+        assert words in printed
 
 
 @pytest.mark.parametrize(
@@ -242,7 +264,9 @@ def test_unreadable_lines_of_config_env_are_errors(line: str, words: str) -> Non
     put("config/config.json", **REQUIRED)
     Path("config/config.env").write_text(line + "\n")
     problems = Problems()
+
     resolve(locate({}, problems).layers, problems)
+
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
 
 
@@ -252,6 +276,7 @@ def test_config_env_may_extend_the_command_line(monkeypatch: pytest.MonkeyPatch)
         "TRAINER_EXTRA_ARGS='--use_ema --seed=2'\nTRAINER_EXTRA_ARGS+=' lora_rank=4'\n"
     )
     assert locate({}, Problems()).extra_arguments == "--use_ema --seed=2 lora_rank=4"
+
     monkeypatch.setenv("TRAINER_EXTRA_ARGS", "--use_ema")
     assert locate({}, Problems()).extra_arguments == "", "train.sh has put it into the environment"
 
@@ -261,9 +286,11 @@ def test_files_override_launch_variables(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MIXED_PRECISION", "fp16")
     monkeypatch.setenv("TRAINING_NUM_PROCESSES", "two")
     problems = Problems()
+
     config = resolve(locate({}, Problems()).layers, problems)
     assert config.precision.mixed_precision == "fp16"
     assert "num_processes: 'two' is not a whole number. (environment)" in map(str, problems)
+
     put("config/config.json", **REQUIRED, mixed_precision="no", num_processes=1)
     problems.clear()
     assert resolve(locate({}, Problems()).layers, problems).precision.mixed_precision == "no"
@@ -286,12 +313,14 @@ def test_an_unreadable_config_is_the_only_problem(
     name: str, content: bytes, complaint: str
 ) -> None:
     Path(name).write_bytes(content)
+
     assert complaint in refusal()
     assert "is required" not in refusal()
 
 
 def test_the_dataset_file_is_beside_the_config_by_default(here: Path) -> None:
     problems = Problems()
+
     assert dataset_file(None, Path("config"), problems) == Path("config/multidatabackend.json")
     assert [problem.fatal for problem in problems] == [False]
     assert dataset_file(
@@ -310,7 +339,9 @@ def test_train_sh_uses_the_requested_config(tmp_path: Path, asked: str, chosen: 
     (tmp_path / "venv/bin/simpletuner").chmod(0o755)
     given = {**os.environ, "VENV_PATH": str(tmp_path / "venv"), "ENV": asked}
     script = Path(__file__).parents[2] / "train.sh"
+
     done = subprocess.run(
         [script], cwd=tmp_path, env=given, capture_output=True, text=True, check=True
     )
+
     assert done.stdout == f"train {chosen} 2\n"

@@ -48,6 +48,7 @@ def test_flags_accept_common_words() -> None:
 @pytest.mark.parametrize("text", ["10G", "10 gb", "10000M", "0.01TB", 10, "10"])
 def test_sizes_on_disk_accept_common_units(text: Any) -> None:
     assert read("disk_low_threshold", text) == (pytest.approx(10), [])
+
     _, (problem,) = read("disk_low_threshold", f"{text} apples")
     assert "is not a size such as 10G or 500M" in problem.message
 
@@ -102,15 +103,15 @@ def test_absurd_numbers_are_refused_by_every_key(whole: bool) -> None:
         bound = min(
             option.limits.get("le", LARGEST_NUMBER), option.limits.get("lt", LARGEST_NUMBER)
         )
-        told = [problem.message for problem in read(option.name, 10**12)[1]]
+        messages = [problem.message for problem in read(option.name, 10**12)[1]]
         if option.name in ("seed", "validation_seed"):  # any number is one
-            assert told == [], option.name
+            assert messages == [], option.name
         else:
             end = (
                 f" is out of range; it must be {'<' if 'lt' in option.limits else '≤'} "
                 f"{bound:.10g}. (config.json)"
             )
-            assert [text.removeprefix("1000000000000").removeprefix(".0") for text in told] == [
+            assert [text.removeprefix("1000000000000").removeprefix(".0") for text in messages] == [
                 end
             ], option.name
 
@@ -120,6 +121,7 @@ def test_absurd_numbers_are_refused_by_every_key(whole: bool) -> None:
 )
 def test_absurd_preview_settings_are_refused(key: str) -> None:
     assert read(key, 1000) == (1000, [])
+
     (problem,) = read(key, 10**9)[1]
     assert "must be ≤ 1000" in problem.message
 
@@ -130,6 +132,7 @@ def test_absurd_preview_settings_are_refused(key: str) -> None:
 def test_an_absurd_dataset_weight_is_refused(key: str) -> None:
     problems = Problems()
     build_group(DatasetConfig, {"id": "a", key: 10**12}, problems)
+
     assert [problem.where for problem in problems] == [key]
 
 
@@ -163,6 +166,7 @@ def test_every_alias_means_one_key() -> None:
 def test_large_integers_are_exact() -> None:
     assert read("seed", "9007199254740993") == (9007199254740993, [])
     assert read("seed", 2**63 - 1) == (2**63 - 1, [])
+
     _, (problem,) = read("seed", 2**63)
     assert "too large for a 64-bit number" in problem.message
 
@@ -184,6 +188,7 @@ def test_choices_that_look_like_numbers_may_be_numbers() -> None:
 )
 def test_impossible_paths_are_refused(key: str, path: Any, complaint: str) -> None:
     _, (problem,) = read(key, path)
+
     assert complaint in problem.message
     assert len(problem.message) < 300, "a long value is cut"
 
@@ -193,8 +198,10 @@ def test_lists_may_be_json_or_comma_separated() -> None:
         assert read("eval_dataset_id", spelling) == (["a", "b"], [])
     assert read("eval_dataset_id", "one") == (["one"], [])
     assert read("instance_prompt", "a cat, sitting") == (["a cat, sitting"], [])
+
     _, (problem,) = read("eval_dataset_id", '["a", ')
     assert "is not valid JSON" in problem.message
+
     _, (problem,) = read("tread_config", "[" * 100_000)
     assert "cannot be used" in problem.message
 
@@ -204,5 +211,7 @@ def test_steps_and_repeats_are_bounded() -> None:
         (problem,) = read(key, value)[1]
         assert "is out of range; it must be ≤ 1000000000." in problem.message
     problems = Problems()
+
     build_group(DatasetConfig, {"id": "a", "repeats": 100_000}, problems)
+
     assert [problem.where for problem in problems] == ["repeats"]

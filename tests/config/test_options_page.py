@@ -80,6 +80,7 @@ def test_every_key_and_alias_is_listed_once(page: str) -> None:
         r"^\| `(\w+)` \|(.*)$", page.split("## Defaults of the model families")[0], re.MULTILINE
     )
     assert sorted(name for name, _ in rows) == sorted(all_options())
+
     meanings = dict(rows)
     for option in all_options().values():
         assert option.help in meanings[option.name].replace("\\|", "|")
@@ -103,9 +104,10 @@ def test_the_options_page_has_the_anchor_of_the_guides(page: str) -> None:
 
 
 def test_every_listed_variable_is_read(variables: dict[str, bool]) -> None:
-    own = [name for name, is_read_here in variables.items() if is_read_here]
-    assert "TRAINER_EXTRA_ARGS" in own
-    for name in own:
+    read_here = [name for name, is_read_here in variables.items() if is_read_here]
+
+    assert "TRAINER_EXTRA_ARGS" in read_here
+    for name in read_here:
         assert f'"{name}"' in SOURCES
 
 

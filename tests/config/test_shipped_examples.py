@@ -52,8 +52,10 @@ def test_every_key_of_the_config_is_known_and_in_the_order_of_the_schema() -> No
     problems = Problems()
     layer = read_json_layer(SHIPPED / "config.json.example", problems)
     assert layer is not None
+
     keys = [key for key, _ in layer.values]
     assert keys == [key for key in all_options() if key in keys]
+
     resolve([layer], problems)
     assert problems == []
 
@@ -61,6 +63,7 @@ def test_every_key_of_the_config_is_known_and_in_the_order_of_the_schema() -> No
 def test_the_prompt_library_and_the_filter_list_load() -> None:
     problems = Problems()
     assert len(read_library(SHIPPED / "user_prompt_library.json.example", problems)) == 4
+
     edit = read_filters(str(SHIPPED / "caption_filter_list.txt.example"), problems)
     assert problems == []
     assert edit is not None
@@ -69,6 +72,7 @@ def test_the_prompt_library_and_the_filter_list_load() -> None:
 
 def test_the_lycoris_file_has_what_it_needs() -> None:
     content = json.loads((SHIPPED / "lycoris_config.json.example").read_text(encoding="utf-8"))
+
     assert {"algo", "multiplier"} < set(content)
     assert {"full_matrix", "linear_dim"} & set(content)
 
@@ -79,6 +83,7 @@ def test_copied_examples_plan_without_a_warning(
     for path in copied.path("datasets/my_images").glob("*.png"):
         Image.new("RGB", (1536, 1024)).save(path, compress_level=1)
     assert main(["train", "--dry-run", "user_prompt_library=config/user_prompt_library.json"]) == 0
+
     captured = capsys.readouterr()
     assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
 
@@ -89,6 +94,7 @@ def test_copied_examples_train(copied: Workspace) -> None:
     copied.write_datasets(
         [entry | ({"resolution": 64} if "resolution" in entry else {}) for entry in data]
     )
+
     settings = [
         "torch_num_threads=1",
         "max_train_steps=2",
@@ -96,5 +102,6 @@ def test_copied_examples_train(copied: Workspace) -> None:
         "validation_resolution=128",
         "validation_num_inference_steps=2",
     ]
+
     assert main(["train", *settings]) == 0
     assert copied.path("output/my-lora/pytorch_lora_weights.safetensors").is_file()

@@ -27,11 +27,11 @@ def make(**settings: Any) -> RunConfig:
     return config
 
 
-def found(**settings: Any) -> dict[str, list[str]]:
-    """What is said about a config, errors and hints apart."""
-    said = check_config(make(**settings))
+def messages_about(**settings: Any) -> dict[str, list[str]]:
+    """The messages about a config, errors and hints apart."""
+    problems = check_config(make(**settings))
     return {
-        kind: [str(each) for each in said if each.fatal is fatal]
+        kind: [str(problem) for problem in problems if problem.fatal is fatal]
         for kind, fatal in (("errors", True), ("hints", False))
     }
 
@@ -54,6 +54,7 @@ def test_switches_follow_speed_unless_they_are_set(
         speed.keeps_attention(group),
         speed.stores_modulation_in_bf16(group),
     )
+
     assert switches == expected
 
 
@@ -73,7 +74,9 @@ def test_the_compile_backend_follows_device_and_settings(
 ) -> None:
     monkeypatch.setattr(speed, "has_compiler", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton" or None)
+
     config = make(**settings)
+
     assert speed.compile_backend(config.speed, config.launch, device) == expected
 
 
@@ -82,9 +85,10 @@ def test_without_a_compiler_the_default_is_not_to_compile(monkeypatch: pytest.Mo
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     config = make()
+
     assert speed.compile_backend(config.speed, config.launch, "cuda") is None
-    assert "needs a C compiler" in found(dynamo_backend="inductor")["errors"][0]
-    assert found(dynamo_backend="aot_eager") == {"errors": [], "hints": []}
+    assert "needs a C compiler" in messages_about(dynamo_backend="inductor")["errors"][0]
+    assert messages_about(dynamo_backend="aot_eager") == {"errors": [], "hints": []}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,8 @@ def test_a_missing_attention_package_is_named(
     mechanism: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (error,) = found(attention_mechanism=mechanism)["errors"]
+    (error,) = messages_about(attention_mechanism=mechanism)["errors"]
+
     assert error.startswith(f"attention_mechanism: {mechanism!r} ")
     assert advice in error
 
@@ -114,7 +119,9 @@ def test_a_submodule_is_looked_up_without_importing_its_package(
     (tmp_path / "heavy").mkdir()
     (tmp_path / "heavy" / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "heavy" / "light.py").touch()
+
     monkeypatch.syspath_prepend(tmp_path)
+
     assert is_installed("heavy.light")
     assert not is_installed("heavy.cute")
     assert not is_installed("missing.cute")
@@ -144,16 +151,18 @@ def test_a_submodule_is_looked_up_without_importing_its_package(
 def test_contradicting_speed_settings_are_reported(
     settings: dict[str, Any], kind: str, words: str
 ) -> None:
-    said = found(**settings)
+    said = messages_about(**settings)
+
     assert len(said["errors"]) + len(said["hints"]) == 1
     assert words in said[kind][0]
 
 
 def test_a_kernel_without_a_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    assert not found(attention_mechanism="xformers")["errors"]
-    assert not found(attention_mechanism="flash-attn-2", deterministic=True)["errors"]
-    (error,) = found(attention_mechanism="xformers", deterministic=True)["errors"]
+    assert not messages_about(attention_mechanism="xformers")["errors"]
+    assert not messages_about(attention_mechanism="flash-attn-2", deterministic=True)["errors"]
+
+    (error,) = messages_about(attention_mechanism="xformers", deterministic=True)["errors"]
     assert error == (
         "attention_mechanism: 'xformers' sums in any order: not deterministic; use diffusers."
     )
@@ -161,6 +170,7 @@ def test_a_kernel_without_a_fixed_order_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_settings_for_fast_blocks_are_refused_without_them() -> None:
     config = make(speed_keep_attention=True)
+
     assert [
         complaint
         for complaint in family_complaints(config, SANA_VIDEO)

@@ -18,6 +18,7 @@ SAMPLED = {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probabil
 def test_a_crepa_teacher_must_follow_its_student() -> None:
     crepa = {"crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 4}
     errors, (warning,) = problems(**crepa, crepa_teacher_block_index=3)
+
     assert (errors, "3 comes before crepa_block_index 4" in warning) == ([], True)
     assert problems(**crepa, crepa_teacher_block_index=5) == ([], [])
 
@@ -29,7 +30,8 @@ def test_a_crepa_decay_must_end_after_it_begins() -> None:
         "crepa_teacher_block_index": 3,
     }
     decays = {**crepa, "crepa_block_index": 1, "crepa_scheduler": "linear", "crepa_warmup_steps": 9}
-    assert [told[:44] for told in problems(**decays, crepa_decay_steps=9)[1]] == [
+
+    assert [printed[:44] for printed in problems(**decays, crepa_decay_steps=9)[1]] == [
         "crepa_decay_steps: 9 is not after crepa_warm"
     ]
     assert problems(**decays, crepa_decay_steps=10) == problems(**decays) == ([], [])
@@ -38,6 +40,7 @@ def test_a_crepa_decay_must_end_after_it_begins() -> None:
 def test_an_offset_beyond_the_steps_of_previews_is_refused() -> None:
     sampling = {"scheduled_sampling_max_step_offset": 9, "scheduled_sampling_probability": 1}
     (error,), _ = problems(**sampling, validation_num_inference_steps=8)
+
     assert "scheduled_sampling_max_step_offset: 9 exceeds the 8 steps of" in error
 
 
@@ -64,6 +67,7 @@ def test_an_offset_beyond_the_steps_of_previews_is_refused() -> None:
 )
 def test_settings_without_effect_are_reported(settings: dict[str, Any], words: str) -> None:
     errors, (warning,) = problems(**settings)
+
     assert errors == []
     assert words in warning
 
@@ -78,10 +82,12 @@ def sampled(**settings: Any) -> ScheduledSamplingConfig:
 def test_rollout_probability_follows_its_ramp() -> None:
     fixed = sampled(start_step=10)
     assert [fixed.probability_at(step) for step in (0, 9, 10, 99)] == [0, 0, 0.5, 0.5]
+
     ramp = sampled(start_step=10, ramp_steps=20, prob_start=0.0, prob_end=0.4)
     assert [ramp.probability_at(step) for step in (0, 10, 15, 20, 30, 99)] == pytest.approx(
         [0, 0, 0.1, 0.2, 0.4, 0.4]
     )
+
     cosine = sampled(ramp_steps=20, prob_start=0.2, prob_end=0.0, ramp_shape="cosine")
     assert [cosine.probability_at(step) for step in (0, 5, 10, 20)] == pytest.approx(
         [0.2, 0.17071, 0.1, 0], abs=1e-4
@@ -97,9 +103,10 @@ def test_rollout_offsets_follow_their_strategy() -> None:
     assert {offset: uniform.count(offset) for offset in set(uniform)} == dict.fromkeys(
         range(5), 200
     )
+
     early, late = (
-        fmean(sampled(strategy=f"biased_{each}").offset_at(s) for s in shares)
-        for each in ("early", "late")
+        fmean(sampled(strategy=f"biased_{kind}").offset_at(s) for s in shares)
+        for kind in ("early", "late")
     )
     assert early == pytest.approx(4 / 3, abs=0.1)
     assert late == pytest.approx(8 / 3, abs=0.1)
@@ -111,5 +118,6 @@ def test_mean_passes_count_rollouts_and_comparisons() -> None:
         "one of the plain input, if there is a way"
     )
     assert sampled(reflexflow_alpha=0).mean_passes(100) == pytest.approx(1)
+
     ramp = sampled(ramp_steps=100, prob_start=0, prob_end=1, reflexflow=False)
     assert ramp.mean_passes(100) == pytest.approx(1, abs=0.02)

@@ -15,7 +15,9 @@ def test_sources_are_polled_until_one_requests_a_stop() -> None:
     answers = iter([False, True])
     stop = Stop(lambda: False)
     stop.add_source(lambda: next(answers))
+
     stop.check()
+
     assert not stop.requested, "only its request counts"
     with pytest.raises(Interrupted, match="A stop was requested"):
         stop.check()
@@ -33,12 +35,14 @@ def test_the_first_signal_requests_a_stop_and_the_second_interrupts(
     stop = Stop()
     announced = threading.Event()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
     with stop_on_interrupt(stop, announced.set):
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested
         assert announced.wait(60)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 

@@ -36,15 +36,15 @@ from tests.tools.workspace import FORKS
 def in_two_processes(work: Callable[..., None], *arguments: object) -> list[int | None]:
     """`work(rank, *arguments)` in each of two; returns their exit codes."""
     started = [FORKS.Process(target=work, args=(rank, *arguments)) for rank in range(2)]
-    for each in started:
-        each.start()
+    for process in started:
+        process.start()
     return finish(started)
 
 
 def agree(rank: int, folder: Path) -> None:
     with connect(World(rank, 2), f"file://{folder}/meeting") as world:
         world.barrier()
-        found = {
+        values = {
             "any": [world.any(rank == 1), world.any(False)],
             "mean": world.mean([float(rank), 0.1]),
             "broadcast": world.broadcast({"seed": 5 + rank}),
@@ -55,7 +55,7 @@ def agree(rank: int, folder: Path) -> None:
             "leaders": world.place_among_leaders(),
             "names": [world.unique_name("step-3"), world.label],
         }
-        (folder / f"{rank}.json").write_text(json.dumps(found))
+        (folder / f"{rank}.json").write_text(json.dumps(values))
         if rank == 0:
             (folder / "written").touch()
         world.barrier()
@@ -65,14 +65,15 @@ def agree(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_exchange_values(tmp_path: Path) -> None:
     assert in_two_processes(agree, tmp_path) == [0, 0]
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+
+    values = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     common = {
         "any": [True, False],
         "mean": [0.5, 0.1],
         "broadcast": {"seed": 5},
         "gather": ["a", "b"],
     }
-    assert found == [
+    assert values == [
         {
             **common,
             "on main": "from 0",
@@ -150,6 +151,7 @@ def fail_early(rank: int, folder: Path) -> None:
 @pytest.mark.slow(4)
 def test_a_process_failing_while_connecting_is_reported(tmp_path: Path) -> None:
     assert in_two_processes(fail_early, tmp_path) == [1, 1]
+
     reason = "cannot join the others: CUDA error: all CUDA-capable devices are busy or unavailable"
     assert (tmp_path / "0.txt").read_text() == f"Process 1 on {socket.gethostname()} {reason} 1"
 
@@ -180,8 +182,9 @@ def hang(rank: int, folder: Path, where: str) -> None:
 )
 def test_a_hanging_process_ends_the_run(tmp_path: Path, where: str, message: str) -> None:
     assert in_two_processes(hang, tmp_path, where) == [1, 1]
-    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
-    assert told == [message.format(host=socket.gethostname())] * 2
+
+    messages = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert messages == [message.format(host=socket.gethostname())] * 2
 
 
 def test_a_single_process_does_not_communicate() -> None:
@@ -195,6 +198,7 @@ def test_a_single_process_does_not_communicate() -> None:
     assert world.broadcast("x") == "x"
     assert (world.main_only(lambda: 1), world.place_among_leaders()) == (1, (0, 1))
     assert (world.unique_name("step-3"), world.label) == ("step-3", "")
+
     world.barrier()
     with pytest.raises(RuntimeError, match="not connected"):
         World(1, 2).barrier()
@@ -208,7 +212,9 @@ def test_processes_use_the_gpu_that_is_visible_to_them(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
     monkeypatch.setenv("LOCAL_RANK", "3")
+
     assert take_device(World(3, 8, 3, 8)) == "nccl"
     assert (chosen, os.environ["LOCAL_RANK"]) == ([device], str(device))
 
@@ -264,9 +270,11 @@ def test_the_rendezvous_comes_from_the_launcher() -> None:
         "5",
         "4",
     )
+
     alone: dict[str, str] = {}
     assert found_by(set_rendezvous, World(0, 2, 0, 2), alone) == []
     assert (alone["MASTER_ADDR"], alone["WORLD_SIZE"]) == ("127.0.0.1", "2")
+
     problems = found_by(set_rendezvous, World(1, 2, 0, 1), {})
     assert [problem.where for problem in problems] == ["MASTER_ADDR", "MASTER_PORT"]
 

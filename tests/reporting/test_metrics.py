@@ -38,7 +38,9 @@ def record(path: Path, steps: range, resume_step: int = 0) -> None:
 def test_rows_have_step_time_and_metrics(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "training_metrics.jsonl"
     record(path, range(1, 4))
+
     rows = list(read_rows(path))
+
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[1]["train_loss"] == 0.5
     assert rows[0]["time"] > 1.7e9
@@ -55,15 +57,19 @@ def test_each_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
 def test_resume_drops_rows_of_later_steps(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     record(path, range(1, 11))
+
     record(path, range(7, 13), resume_step=6)
+
     assert steps_in(path) == list(range(1, 13))
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     record(path, range(1, 6))
+
     path.write_bytes(path.read_bytes() + b'{"step": 6, "train_lo')
     assert steps_in(path) == [1, 2, 3, 4, 5]
+
     record(path, range(6, 8), resume_step=6)
     assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7]
 
@@ -72,14 +78,18 @@ def test_a_line_torn_exactly_before_its_newline_is_dropped(tmp_path: Path) -> No
     path = tmp_path / "m.jsonl"
     record(path, range(1, 4))
     path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+
     record(path, range(3, 5), resume_step=3)
+
     assert steps_in(path) == [1, 2, 3, 4]
 
 
 def test_a_fresh_run_starts_an_empty_record(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     record(path, range(1, 6))
+
     record(path, range(1, 3))
+
     assert steps_in(path) == [1, 2]
 
 
@@ -87,7 +97,9 @@ def test_nothing_is_rewritten_when_nothing_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     record(path, range(1, 6))
     before = path.stat()
+
     MetricsFile(path, resume_step=5).close()
+
     assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
 
 
@@ -99,7 +111,9 @@ def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     metrics = MetricsFile(path)
     metrics.append(1, {"train_loss": float("nan"), "grad_absmax": float("inf")})
+
     metrics.close()
+
     assert json.loads(path.read_text())["train_loss"] is None
     assert next(read_rows(path))["grad_absmax"] is None
 
@@ -115,6 +129,7 @@ def test_a_failed_replacement_leaves_the_old_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
+
     with pytest.raises(DiskFullError, match="no space left"):
         StepLines(path, resume_step=2)
     assert path.read_bytes() == before
@@ -142,8 +157,10 @@ def test_the_last_record_of_a_preview_counts(tmp_path: Path) -> None:
     media = MediaFile(path)
     for item in (first, first, later):
         media.append(item)
+
     media.close()
     assert read_media(path) == [first, later]
+
     MediaFile(path, resume_step=49).close()
     assert read_media(path) == [first]
 
@@ -152,6 +169,7 @@ def test_a_folder_that_is_deleted_ends_the_record(tmp_path: Path) -> None:
     lines = StepLines(tmp_path / "output" / "m.jsonl")
     lines.write(1, {"loss": 0.5})
     shutil.rmtree(tmp_path / "output")
+
     with pytest.raises(WriteError, match=r"m\.jsonl is gone: its folder was moved or deleted"):
         lines.write(2, {"loss": 0.25})
 

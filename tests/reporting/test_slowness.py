@@ -39,13 +39,17 @@ class Run:
 def test_every_slow_episode_is_reported_once() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
+
     run.steps(RECENT // 2, 1.6)
     assert run.notices == []
+
     run.steps(10, 1.6)
     assert len(run.notices) == 1
+
     run.steps(10, 1.3)
     run.steps(10, 1.6)
     assert len(run.notices) == 1, "it has not been fast in between"
+
     run.steps(40, 1.0)
     run.steps(10, 1.6)
     assert len(run.notices) == 2
@@ -54,7 +58,9 @@ def test_every_slow_episode_is_reported_once() -> None:
 def test_slightly_slower_steps_are_not_reported() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
+
     run.steps(20, 1.45)
+
     assert run.notices == []
 
 
@@ -70,7 +76,9 @@ def test_the_reason_is_the_part_that_slowed_down_most(slow: dict[str, float], re
     run = Run()
     run.steps(ENOUGH * 2, 1.0, data=0.01, weights=0.1)
     run.steps(RECENT, 2.0, **slow)
+
     [notice] = run.notices
+
     assert reason in notice
     assert (
         "2.00 s/step, 2.0 times the usual 1.00 s/step, over the last 5 steps of this size" in notice
@@ -83,6 +91,7 @@ def test_steps_of_a_larger_bucket_are_not_slow() -> None:
         run.steps(5, 1.0)
         run.steps(5, 3.0, shape=LARGE)
     assert run.notices == []
+
     run.steps(RECENT, 6.0, shape=LARGE)
     run.steps(RECENT, 2.0)
     assert len(run.notices) == 1, "both shapes are slow for one reason"
@@ -91,19 +100,23 @@ def test_steps_of_a_larger_bucket_are_not_slow() -> None:
 def test_the_first_steps_are_not_judged() -> None:
     run = Run()
     run.steps(ENOUGH // 2, 1.0)
+
     run.steps(ENOUGH // 2 - 1, 2.0)
+
     assert run.notices == []
 
 
 def test_steps_after_a_pause_are_not_judged() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
+
     for _ in range(
         20
     ):  # a checkpoint every second step, and what it leaves behind makes the steps after it slow
         run.steps(1, 2.0, pause=5.0)
         run.steps(1, 2.0)
     assert run.notices == []
+
     run.steps(RECENT, 2.0, pause=0.2)
     assert len(run.notices) == 1, (
         "short pauses, for the record and the trackers, are part of every step"
