@@ -42,7 +42,9 @@ class RunningMean:
 
     def __init__(self, memory: float) -> None:
         self.memory = memory
-        self.value = self._weighted = self._weight = 0.0
+        self.value = 0.0
+        self._weighted = 0.0  # sum of the values, weighted
+        self._weight = 0.0  # sum of the weights
 
     def add(self, value: float) -> float:
         """Add a value and return the average."""
@@ -67,18 +69,22 @@ class Pace:
         self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None
     ) -> None:
         self.total_steps = total_steps
-        self.start_step = self.step = start_step
+        self.start_step = start_step
+        self.step = start_step
         self.last: events.StepReport | None = None
         self.loss = 0.0
         self.losses = list[float]()
         self._rounds = rounds or {}
         self._round_seconds = {kind: round_.seconds for kind, round_ in self._rounds.items()}
-        self._within_step = self._spent = 0.0
+        self._spent = 0.0  # seconds in all steps
+        self._caching = 0.0  # seconds that the next step has waited for new crops
         self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
         self._loss = RunningMean(LOSS_MEMORY)
-        self._seconds, self._data, self._weights, self._useful = (
-            RunningMean(PACE_MEMORY) for _ in range(4)
-        )
+        # Seconds of a step; of its waits for data and weights; and of useful arithmetic.
+        self._seconds = RunningMean(PACE_MEMORY)
+        self._data = RunningMean(PACE_MEMORY)
+        self._weights = RunningMean(PACE_MEMORY)
+        self._useful = RunningMean(PACE_MEMORY)
 
     @classmethod
     def of(cls, running: events.StateChanged) -> Pace:
@@ -92,10 +98,8 @@ class Pace:
                 self._add(event)
             case events.PhaseEnded() if event.complete:
                 self._round_seconds[event.phase.kind] = event.seconds
-                if (
-                    event.phase.kind == events.CACHING
-                ):  # a step that waits for new crops is not typical
-                    self._within_step += event.seconds
+                if event.phase.kind == events.CACHING:
+                    self._caching += event.seconds  # is part of the next step, which is not typical
             case events.CheckpointSaved():
                 self._round_seconds[events.SAVING] = event.seconds
 
@@ -105,8 +109,8 @@ class Pace:
         self._spent += step.seconds
         # The wait for the encoder is part of data_seconds; `remaining_seconds` counts it as a round
         # instead.
-        caching = min(self._within_step, step.data_seconds)
-        self._within_step = 0.0
+        caching = min(self._caching, step.data_seconds)
+        self._caching = 0.0
         seconds = step.seconds - caching
         self._seconds.add(seconds)
         self._data.add(step.data_seconds - caching)
@@ -132,35 +136,37 @@ class Pace:
 
     @property
     def remaining_seconds(self) -> float:
-        """Time to the end of the run: steps, and the previews, evaluations, saves and new crops
-        between them.
+        """Time to the end of the run: of steps, and of the rounds between them.
+
+        Rounds are previews, evaluations, saves and new crops.
         """
-        steps = max(0, self.total_steps - self.step) * self._seconds.value
-        return steps + sum(
-            rounds.after(self.step, self.total_steps) * self._round_seconds[kind]
-            for kind, rounds in self._rounds.items()
-        )
+        seconds = max(0, self.total_steps - self.step) * self._seconds.value
+        for kind, rounds in self._rounds.items():
+            seconds += rounds.after(self.step, self.total_steps) * self._round_seconds[kind]
+        return seconds
 
     @property
     def shares(self) -> dict[str, float]:
         """How recent steps spent their time, as shares by kind."""
         streams = self.last is not None and self.last.weights_seconds is not None
-        return shares(
-            self._seconds.value, self._data.value, self._weights.value if streams else None
-        )
+        weights_seconds = self._weights.value if streams else None
+        return shares(self._seconds.value, self._data.value, weights_seconds)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation of the recent steps, relative to the device's measured matmul
-        rate, if known.
+        """Model FLOP utilisation of recent steps, as a share of the measured matmul rate.
+
+        None if steps do not report it.
         """
-        known = self.last is not None and self.last.mfu is not None and self._seconds.value > 0
-        return self._useful.value / self._seconds.value if known else None
+        if self.last is None or self.last.mfu is None or self._seconds.value <= 0:
+            return None
+        return self._useful.value / self._seconds.value
 
     @property
     def live(self) -> dict[str, float | None]:
-        """The figures that displays show, by their name in events: averages, and otherwise those of
-        the last step.
+        """The figures that displays show, by their name in events.
+
+        Some are averages, all other ones those of the last step.
         """
         if self.last is None:
             return {}
@@ -175,12 +181,12 @@ class Pace:
     @property
     def speed(self) -> str:
         """How recent steps spent their time, and utilisation, as text."""
-        density = None if self.last is None else self.last.density
-        parts = {"MFU": self.mfu, "attention density": density}
-        known = (
-            f", {name} {share * 100:.0f} %" for name, share in parts.items() if share is not None
-        )
-        return shares_text(self.shares) + "".join(known)
+        text = shares_text(self.shares)
+        if self.mfu is not None:
+            text += f", MFU {self.mfu * 100:.0f} %"
+        if self.last is not None and self.last.density is not None:
+            text += f", attention density {self.last.density * 100:.0f} %"
+        return text
 
     def summary(self) -> str:
         """One sentence for the end of a session."""
@@ -199,28 +205,26 @@ class Pace:
         return f"Trained {amount_text(self.steps_done, 'steps')} in {time}, {state}."
 
 
-WORDED = {COMPUTE: "compute", WEIGHTS: "waiting for weights", DATA: "waiting for data"}
+SHARE_NAMES = {COMPUTE: "compute", WEIGHTS: "waiting for weights", DATA: "waiting for data"}
 
 
 def shares_text(parts: dict[str, float]) -> str:
     """`compute 96 %, waiting for weights 3 %, waiting for data 1 %`"""
-    return ", ".join(f"{WORDED[name]} {share * 100:.0f} %" for name, share in parts.items())
+    return ", ".join(f"{SHARE_NAMES[name]} {share * 100:.0f} %" for name, share in parts.items())
 
 
 def line_of(event: events.Event) -> str:
     """The line that a display prints for an event; empty if a bar shows it already."""
     match event:
         case events.CheckpointSaved():
-            removed = (
-                f" (removed {', '.join(path.name for path in event.removed)})"
-                if event.removed
-                else ""
-            )
-            return f"Saved {event.path.name}{removed}"
+            line = f"Saved {event.path.name}"
+            if event.removed:
+                line += f" (removed {', '.join(path.name for path in event.removed)})"
+            return line
         case events.Evaluated():
-            losses = (
+            losses = [
                 f"{name.removeprefix(EVALUATED)} {loss:.5g}" for name, loss in event.losses.items()
-            )
+            ]
             return f"Evaluation loss at step {event.step}: {', '.join(losses)}"
         case events.Uploaded():
             return f"Uploaded {event.name}: {event.url}"
@@ -230,16 +234,12 @@ def line_of(event: events.Event) -> str:
 
 
 def ending(event: events.PhaseEnded) -> str:
-    """`1,204 captions in 4:05`, `stopped at 12/40 pictures (30 %)`, or `stopped`, of a phase that
-    counts nothing.
-    """
+    """`1,204 captions in 4:05`, `stopped at 12/40 pictures (30 %)`, or `stopped`."""
     if event.complete:
         return f"{amount_text(event.done, event.phase.unit)} in {clock_text(event.seconds)}"
-    return (
-        f"stopped at {reached(event.phase, event.done)}"
-        if event.phase.total or event.done
-        else "stopped"
-    )
+    if not event.phase.total and not event.done:
+        return "stopped"  # a phase that counts nothing
+    return f"stopped at {reached(event.phase, event.done)}"
 
 
 def reached(phase: events.PhaseStarted, done: int) -> str:
@@ -272,22 +272,29 @@ class Columns:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row; rows of the same step are merged (losses, then an evaluation)."""
-        if not self.steps or row["step"] != self.steps[-1]:
-            self.steps.append(row["step"])
+        step = row["step"]
+        if not self.steps or step != self.steps[-1]:
+            self.steps.append(step)
         for name, value in row.items():
             if name != "step" and is_number(value):
-                steps, values = self._curves.get(name) or self._curves.setdefault(
-                    name, (array("q"), array("d"))
-                )
-                if steps and steps[-1] == row["step"]:
-                    values[-1] = value
-                else:
-                    steps.append(row["step"])
-                    values.append(value)
-        drawn = row.get(TIMESTEPS)
-        for timestep in filter(is_number, drawn if isinstance(drawn, list) else ()):
-            # Pure noise, 1000, falls into the last bin.
-            self.timesteps[int(min(timestep, NOISE_LEVELS - 1)) * BARS // NOISE_LEVELS] += 1
+                self._add_value(name, step, value)
+        timesteps = row.get(TIMESTEPS)
+        if not isinstance(timesteps, list):
+            return
+        for timestep in filter(is_number, timesteps):
+            level = int(min(timestep, NOISE_LEVELS - 1))  # pure noise, 1000, is in the last bin
+            self.timesteps[level * BARS // NOISE_LEVELS] += 1
+
+    def _add_value(self, name: str, step: int, value: float) -> None:
+        """Add a value to a curve, or replace the value of the same step."""
+        if name not in self._curves:
+            self._curves[name] = (array("q"), array("d"))
+        steps, values = self._curves[name]
+        if steps and steps[-1] == step:
+            values[-1] = value
+        else:
+            steps.append(step)
+            values.append(value)
 
     @property
     def names(self) -> list[str]:
@@ -300,9 +307,8 @@ class Columns:
 
     def only(self, names: Collection[str]) -> Columns:
         """The columns with these names."""
-        return Columns(
-            self.steps, _curves={name: self._curves[name] for name in self.names if name in names}
-        )
+        curves = {name: curve for name, curve in self._curves.items() if name in names}
+        return Columns(self.steps, _curves=curves)
 
 
 def evaluation_names(metrics: Columns) -> list[str]:
@@ -311,16 +317,19 @@ def evaluation_names(metrics: Columns) -> list[str]:
 
 
 def evaluation_points(metrics: Columns) -> list[Point]:
-    """(step, evaluation loss), averaged over the datasets; of the trained weights if measured, else
-    of the EMA.
+    """(step, evaluation loss), averaged over the datasets.
+
+    The loss is that of the trained weights if measured, else of the EMA.
     """
     # The pooled loss is a mean over the datasets already.
     names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
-    plain = [name for name in names if not name.endswith("/ema")] or names
-    curves = [dict(metrics.points(name)) for name in plain]
+    of_trained = [name for name in names if not name.endswith("/ema")]
+    curves = [dict(metrics.points(name)) for name in of_trained or names]
+    if not curves:
+        return []
     # Only steps at which all datasets were evaluated: means over different datasets are not
     # comparable.
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    steps = sorted(set.intersection(*map(set, curves)))
     return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
 
 

@@ -26,7 +26,6 @@ from simpletuner.caching.entry import (
 from simpletuner.caching.keys import CacheKey, Ingredients
 from simpletuner.config.json_reader import read_stored
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.sample import Sample
 from simpletuner.errors import WriteError
 
 VERIFYING_NAME = "verifying.json"
@@ -37,8 +36,9 @@ LEFTOVER_NAME = re.compile(rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPOR
 
 @dataclass
 class Verification:
-    """A pass over the entries of a folder, in the order of their keys; recorded there when it is
-    interrupted.
+    """A pass over the entries of a folder, in the order of their keys.
+
+    It is recorded in the folder, so that an interrupted pass is continued.
 
     Attributes:
         last: the largest key that has been read.
@@ -54,9 +54,7 @@ class Verification:
         return read_stored(folder / VERIFYING_NAME, Verification) or cls()
 
     def remaining(self, folder: Path) -> list[str]:
-        """The keys after the last one read, and those of damaged entries, which may have been
-        encoded again.
-        """
+        """The keys after the last one, and those of damaged entries, which may be encoded again."""
         return [key for key in list_keys(folder) if key > self.last or key in self.damaged]
 
     def read(self, folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> None:
@@ -78,7 +76,7 @@ class Verification:
 
 
 def forget_verifications(folders: Iterable[Path]) -> None:
-    """Delete the records of a pass that has read all folders, so that the next one begins anew."""
+    """Delete the records of a pass that has read all folders; the next one starts over."""
     for folder in folders:
         with suppress(OSError):  # there is none in a read-only folder
             (folder / VERIFYING_NAME).unlink()
@@ -104,28 +102,29 @@ def find_garbage(folder: Path, wanted: Collection[str], family: str) -> Garbage:
         wanted: keys of the entries that are in use.
         family: entries of other families are kept.
     """
-    origins = {key: origin_of(folder, key) for key in list_keys(folder) if key not in wanted}
-    entries = {
-        key: provenance.get("source", "damaged")
-        for key, (provenance, ingredients) in origins.items()
+    entries = {}
+    for key in list_keys(folder):
+        if key in wanted:
+            continue
+        provenance, ingredients = origin_of(folder, key)
         # Damaged entries, and features whose latents are missing, have no family and count as this
         # family's.
-        if family_of(folder, ingredients, family) == family
-    }
+        if family_of(folder, ingredients, family) == family:
+            entries[key] = provenance.get("source", "damaged")
     oldest = time.time() - LEFTOVER_AGE_SECONDS
-    leftovers = (
-        path
-        for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*"))
-        if LEFTOVER_NAME.fullmatch(path.name)
-    )
-    return Garbage(entries, [path for path in leftovers if path.stat().st_mtime < oldest])
+    leftovers = []
+    for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")):
+        if LEFTOVER_NAME.fullmatch(path.name) and path.stat().st_mtime < oldest:
+            leftovers.append(path)
+    return Garbage(entries, leftovers)
 
 
 def family_of(folder: Path, ingredients: Ingredients, otherwise: str) -> str:
     """The family whose encoder made an entry; for features, the family of their latents."""
     latents = ingredients.get("latents")
-    encoded = origin_of(folder, latents)[1] if isinstance(latents, str) else ingredients
-    return str(encoded.get("encoder.family", otherwise))
+    if isinstance(latents, str):
+        _, ingredients = origin_of(folder, latents)
+    return str(ingredients.get("encoder.family", otherwise))
 
 
 def remove_garbage(folder: Path, garbage: Garbage) -> None:
@@ -138,59 +137,61 @@ def entries_of(
     file: str, latents: Iterable[LatentEntry], texts: Iterable[TextEntry], catalogue: Catalogue
 ) -> list[LatentEntry | TextEntry]:
     """The entries of a file, given by its path or as `dataset/name`."""
-    place = Path(file).absolute()
-    text_of = catalogue.text
-
-    def shows(sample: Sample) -> bool:
-        return file in (sample.full_name, sample.name) or place == sample.path.absolute()
-
-    encoded = [entry for entry in latents if shows(entry.sample)]
-    samples = [entry.sample for entry in encoded]
+    path = Path(file).absolute()
+    entries: list[LatentEntry | TextEntry] = []
     # By key, since a caption shared by files has only the first of them as its source.
-    captions = {
-        text_of(sample.dataset_id, text, sample.partner).key
-        for sample in samples
-        for text in sample.captions
-    }
-    return [*encoded, *(entry for entry in texts if entry.source == file or entry.key in captions)]
+    captions: set[CacheKey] = set()
+    for entry in latents:
+        sample = entry.sample
+        if file in (sample.full_name, sample.name) or path == sample.path.absolute():
+            entries.append(entry)
+            for caption in sample.captions:
+                captions.add(catalogue.text(sample.dataset_id, caption, sample.partner).key)
+    entries += [text for text in texts if text.source == file or text.key in captions]
+    return entries
 
 
 def why_left_out(file: str, datasets: Iterable[Dataset]) -> str | None:
     """Why a file, given as for `entries_of`, has no entries; None unless a dataset rejects it."""
-    place = Path(file).absolute()
-    for each, root in ((each, data.folder.root) for data in datasets for each in data.rejected):
-        if (
-            file in (f"{each.dataset_id}/{each.name}", each.name)
-            or place == (root / each.name).absolute()
-        ):
-            return each.detail
+    path = Path(file).absolute()
+    for dataset in datasets:
+        for rejected in dataset.rejected:
+            if file in (f"{rejected.dataset_id}/{rejected.name}", rejected.name):
+                return rejected.detail
+            if path == (dataset.folder.root / rejected.name).absolute():
+                return rejected.detail
     return None
 
 
 def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:
-    """Explain whether an entry is cached, what it depends on, and why other entries of its source
-    are not reused.
+    """Explain whether an entry is cached, and what it depends on.
+
+    Of an entry that is not cached, also why other entries of its source are not reused.
     """
+    title = f"latents of {entry.source}"
+    if isinstance(entry, TextEntry):
+        title = f"caption of {entry.caption!r}, {entry.source}"
     path = entry_path(entry.folder, entry.key.digest())
-    is_cached = path.is_file()
-    what = f"caption of {entry.caption!r}, " if isinstance(entry, TextEntry) else "latents of "
-    yield f"{what}{entry.source}: {f'cached in {path}' if is_cached else 'not cached'}"
-    if not is_cached:
-        yield from (f"  {name}: {value}" for name, value in entry.key.ingredients().items())
+    if not path.is_file():
+        yield f"{title}: not cached"
+        for name, value in entry.key.ingredients().items():
+            yield f"  {name}: {value}"
         for key, differences in explain_miss(entry.folder, entry.key, entry.source).items():
-            yield from (
-                f"  entry {key[:12]} is not reused, {difference}" for difference in differences
-            )
+            for difference in differences:
+                yield f"  entry {key[:12]} is not reused, {difference}"
         return
+    yield f"{title}: cached in {path}"
     provenance, ingredients = origin_of(entry.folder, entry.key.digest())
     if not provenance:
         yield "  it is damaged; the next run encodes it again"
-    yield from (f"  {name}: {value}" for name, value in {**provenance, **ingredients}.items())
+    for name, value in {**provenance, **ingredients}.items():
+        yield f"  {name}: {value}"
 
 
 def origin_of(folder: Path, key: str) -> tuple[dict[str, str], Ingredients]:
-    """The provenance of an entry, and the ingredients of its key; both empty if it is missing or
-    damaged.
+    """The provenance of an entry, and the ingredients of its key.
+
+    Both are empty if the entry is missing or damaged.
     """
     try:
         provenance = read_provenance(entry_path(folder, key))
@@ -218,14 +219,11 @@ def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[
 
 
 def compare(cached: Ingredients, wanted: Ingredients) -> list[str]:
-    """The ingredients in which two keys differ, sorted by name; missing ingredients count as
-    None.
-    """
-    pairs = {
-        name: (cached.get(name), wanted.get(name)) for name in sorted(cached.keys() | wanted.keys())
-    }
-    return [
-        f"{name}: cached {old!r}, wanted {new!r}"
-        for name, (old, new) in pairs.items()
-        if old != new
-    ]
+    """The ingredients in which two keys differ, sorted by name; missing ones count as None."""
+    differences = []
+    for name in sorted(cached.keys() | wanted.keys()):
+        old = cached.get(name)
+        new = wanted.get(name)
+        if old != new:
+            differences.append(f"{name}: cached {old!r}, wanted {new!r}")
+    return differences

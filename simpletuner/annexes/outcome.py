@@ -1,10 +1,7 @@
-"""Compares a finished run with its estimate, and stores the densities of attention that it
-measured.
-"""
+"""Compares a finished run with its estimate, and stores the measured densities of attention."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,14 +24,13 @@ class Comparison(Companion):
     """Companion that records durations and peak memory of a session."""
 
     events: EventStream
-    steps: defaultdict[Hashable, list[float]] = field(
-        default_factory=lambda: defaultdict(list), init=False
-    )
-    densities: defaultdict[int, list[float]] = field(
-        default_factory=lambda: defaultdict(list), init=False
-    )
+    # Seconds of steps by their shapes and passes: only equal ones are comparable.
+    steps: dict[Hashable, list[float]] = field(default_factory=dict, init=False)
+    # Densities of attention by number of tokens.
+    densities: dict[int, list[float]] = field(default_factory=dict, init=False)
+    # Seconds of rounds of previews.
     rounds: list[float] = field(default_factory=list, init=False)
-    peak: float = field(default=0.0, init=False)
+    peak: float = field(default=0.0, init=False)  # bytes
     planned: Budget | None = field(default=None, init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
@@ -47,11 +43,10 @@ class Comparison(Companion):
     def _note(self, event: Event) -> None:
         match event:
             case StepReport():
-                # Only steps with equal shapes and passes are comparable.
-                self.steps[event.shapes, event.passes].append(event.seconds)
+                self.steps.setdefault((event.shapes, event.passes), []).append(event.seconds)
                 self.peak = max(self.peak, event.memory_bytes or 0)
                 for tokens, density in event.densities.items():
-                    self.densities[tokens].append(density)
+                    self.densities.setdefault(tokens, []).append(density)
             case PhaseEnded() if event.complete and event.phase.kind == PREVIEWS:
                 self.rounds.append(event.seconds)
 
@@ -63,18 +58,19 @@ class Comparison(Companion):
 
         # Medians, since the first step of a shape also compiles.
         total = sum(len(seconds) * median(seconds) for seconds in self.steps.values())
-        parts = [_compared("step", total / count, budget.step_seconds)]
+        parts = [_compare("step", total / count, budget.step_seconds)]
         expected_round = round_seconds(budget)
         if self.rounds and expected_round:
-            parts.append(_compared("round of previews", median(self.rounds), expected_round))
+            parts.append(_compare("round of previews", median(self.rounds), expected_round))
         needed = max(phase.needed(budget.device) for phase in budget.phases)
         parts.append(f"peak {gigabytes(self.peak)}, planned {gigabytes(needed)}")
-        if problem := self._remember(budget):
-            parts.append(f"not stored for the next estimate: {problem}")
+        failure = self._store_densities(budget)
+        if failure:
+            parts.append(f"not stored for the next estimate: {failure}")
         return f"Estimate and run: {'; '.join(parts)}."
 
-    def _remember(self, budget: Budget) -> str:
-        """Store the measured densities, if any; returns why that failed, which ends no run."""
+    def _store_densities(self, budget: Budget) -> str:
+        """Store the measured densities, if any; returns why that failed, which is not an error."""
         densities = {tokens: fmean(shares) for tokens, shares in self.densities.items()}
         if not densities:
             return ""
@@ -85,5 +81,5 @@ class Comparison(Companion):
         return ""
 
 
-def _compared(what: str, seconds: float, predicted: float) -> str:
+def _compare(what: str, seconds: float, predicted: float) -> str:
     return f"{what} {seconds:.3g} s, predicted {predicted:.3g} s"

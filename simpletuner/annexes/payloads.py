@@ -43,8 +43,8 @@ class Payloads:
     """Converts an event to its payloads, without secrets; progress is throttled.
 
     Attributes:
-        every: minimum seconds between payloads about steps, and between payloads about a phase's
-            progress; the first and the last are always sent.
+        every: minimum seconds between payloads about steps, and between payloads about the progress
+            of a phase; the first and the last are always sent.
         job_id: SIMPLETUNER_JOB_ID, or a random id of this session.
     """
 
@@ -64,13 +64,14 @@ class Payloads:
         elif isinstance(event, events.StateChanged) and event.state == "running":
             self._pace = Pace.of(event)
         common = {
+            "severity": "info",
             "job_id": self.job_id,
             "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
         }
-        return [
-            redact_texts(_finite({"severity": "info", **common, **payload}))
-            for payload in self._payloads(event)
-        ]
+        payloads = []
+        for payload in self._payloads(event):
+            payloads.append(redact_texts(_finite({**common, **payload})))
+        return payloads
 
     def _payloads(self, event: events.Event) -> Iterator[Payload]:
         match event:
@@ -89,24 +90,11 @@ class Payloads:
                 }
             case events.MediaRendered():
                 message = f"Validation: {event.media.short_name}"
-                yield {"type": "training.validation", "message": message, **_shown(event.media)}
+                yield {"type": "training.validation", "message": message, **_preview(event.media)}
             case events.PreviewGrew():
-                yield _sampled(event)
+                yield _growing_preview(event)
             case events.CheckpointSaved():
-                is_final = self._pace is not None and event.step >= self._pace.total_steps
-                checkpoint = {
-                    "path": event.path.name,
-                    "label": f"Step {event.step}",
-                    "is_final": is_final,
-                }
-                yield {
-                    "type": "training.checkpoint",
-                    "title": line_of(event),
-                    "checkpoint": checkpoint,
-                }
-                yield _lifecycle(
-                    "checkpoint_save", "Saving a checkpoint", "completed", message=line_of(event)
-                )
+                yield from self._checkpoint(event)
             case events.Uploaded():
                 status = _status("model_available", event.step)
                 yield {
@@ -118,9 +106,23 @@ class Payloads:
                 severity = "warning" if event.warning else "info"
                 yield {"type": "notification", "severity": severity, "message": event.text}
 
+    def _checkpoint(self, event: events.CheckpointSaved) -> Iterator[Payload]:
+        is_final = self._pace is not None and event.step >= self._pace.total_steps
+        checkpoint = {
+            "path": event.path.name,
+            "label": f"Step {event.step}",
+            "is_final": is_final,
+        }
+        title = line_of(event)
+        yield {"type": "training.checkpoint", "title": title, "checkpoint": checkpoint}
+        yield _lifecycle("checkpoint_save", "Saving a checkpoint", "completed", title)
+
     def _step(self, event: events.StepReport) -> Iterator[Payload]:
-        if self._pace is not None and (self._is_due(events.StepReport) or self._pace.is_complete):
-            yield {**_status("running", event.step), "progress": _steps(self._pace)}
+        if self._pace is None:
+            return
+        is_due = self._is_due(events.StepReport)
+        if is_due or self._pace.is_complete:
+            yield {**_status("running", event.step), "progress": _training_progress(self._pace)}
 
     def _is_due(self, kind: object) -> bool:
         """Whether progress of a kind is due; if so, records it as sent."""
@@ -135,10 +137,8 @@ class Payloads:
         if isinstance(event, events.PhaseStarted):
             self._began[event] = self.now()
             if event.kind == events.UPLOADING:
-                yield {
-                    **_status("uploading_model", self._pace.step if self._pace else 0),
-                    "message": event.title,
-                }
+                step = self._pace.step if self._pace else 0
+                yield {**_status("uploading_model", step), "message": event.title}
             yield _phase_payload(event, 0, None, "running", event.title)
         elif isinstance(event, events.PhaseEnded):
             del self._began[event.phase]
@@ -148,31 +148,26 @@ class Payloads:
             yield _phase_payload(event.phase, event.done, 0.0, status, message)
         elif self._is_due(event.phase):
             spent = self.now() - self._began[event.phase]
-            left = (event.phase.total or 0) - event.done
-            eta = spent / event.done * left if event.done and left >= 0 else None
-            yield _phase_payload(
-                event.phase, event.done, eta, "running", event.note or event.phase.title
-            )
+            remaining = (event.phase.total or 0) - event.done
+            eta = None
+            if event.done and remaining >= 0:
+                eta = spent / event.done * remaining
+            message = event.note or event.phase.title
+            yield _phase_payload(event.phase, event.done, eta, "running", message)
 
     def _state(self, event: events.StateChanged) -> Iterator[Payload]:
         state = event.state
         message = event.message
         severity = SEVERITY.get(event.state, "info")
-        progress = (
-            _steps(self._pace)
-            if self._pace
-            else _progress("Training", event.step, event.total_steps)
-        )
+        progress = _progress("Training", event.step, event.total_steps)
+        if self._pace:
+            progress = _training_progress(self._pace)
         status = _status(STATUS.get(state, state), event.step)
         yield {**status, "severity": severity, "message": message, "progress": progress}
         if state == "finished":
-            yield _lifecycle(
-                "training_complete", "Done", "completed", severity=severity, message=message
-            )
+            yield _lifecycle("training_complete", "Done", "completed", message, severity)
         elif state in events.ENDED:
-            yield _lifecycle(
-                "training_abort", "Ended early", "failed", severity=severity, message=message
-            )
+            yield _lifecycle("training_abort", "Ended early", "failed", message, severity)
         if state == "failed":
             yield {"type": "error", "severity": severity, "title": "Error", "message": message}
 
@@ -185,55 +180,63 @@ def _status(status: str, step: int) -> Payload:
     }
 
 
-def _steps(pace: Pace) -> Payload:
+def _training_progress(pace: Pace) -> Payload:
     """The progress of training, with its metrics."""
     if pace.last is None:
         return {**_progress("Training", pace.step, pace.total_steps), "metrics": {}}
-    figures = {"loss": pace.last.loss, "epoch": pace.last.epoch, **pace.live, **pace.last.metrics}
-    return {
-        **_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds),
-        "metrics": figures,
-    }
+    progress = _progress("Training", pace.step, pace.total_steps, pace.remaining_seconds)
+    metrics = {"loss": pace.last.loss, "epoch": pace.last.epoch, **pace.live, **pace.last.metrics}
+    return {**progress, "metrics": metrics}
 
 
 def _progress(label: str, current: int, total: int | None, eta: float | None = None) -> Payload:
-    percent = None if not total else round(100 * current / total, 1)
-    seconds = None if eta is None else round(eta, 1)
+    """Progress as a payload; `eta` are the remaining seconds."""
     return {
         "label": label,
         "current": current,
         "total": total,
-        "percent": percent,
-        "eta_seconds": seconds,
+        "percent": round(100 * current / total, 1) if total else None,
+        "eta_seconds": None if eta is None else round(eta, 1),
     }
 
 
 def _phase_payload(
     phase: events.PhaseStarted, done: int, eta: float | None, status: str, message: str
 ) -> Payload:
+    """The state of a phase as a stage of the run."""
+    key = phase.stage or phase.kind
     progress = _progress(phase.title, done, phase.total, eta)
-    return _lifecycle(
-        phase.stage or phase.kind, phase.title, status, progress=progress, message=message
-    )
+    return _lifecycle(key, phase.title, status, message, progress=progress)
 
 
 def _lifecycle(
-    key: str, label: str, status: str, progress: Payload | None = None, **common: str
+    key: str,
+    label: str,
+    status: str,
+    message: str,
+    severity: str = "info",
+    progress: Payload | None = None,
 ) -> Payload:
-    title = common["message"].partition("\n")[0]
-    stage = {"key": key, "label": label, "status": status, "progress": progress}
-    return {"type": "lifecycle.stage", "title": title, "stage": stage, **common}
+    """A stage of the run."""
+    return {
+        "type": "lifecycle.stage",
+        "severity": severity,
+        "title": message.partition("\n")[0],
+        "stage": {"key": key, "label": label, "status": status, "progress": progress},
+        "message": message,
+    }
 
 
-def _sampled(event: events.PreviewGrew) -> Payload:
+def _growing_preview(event: events.PreviewGrew) -> Payload:
+    """A preview that is being sampled."""
     label = f"{event.done}/{event.total}"
     message = f"Validation (step {label}): {event.media.short_name}"
-    shown = _shown(event.media)
-    data = shown["data"] | {"step": event.done, "timestep": event.timestep, "step_label": label}
-    return {"type": "validation.image", "title": message, "message": message, **shown, "data": data}
+    preview = _preview(event.media)
+    preview["data"] |= {"step": event.done, "timestep": event.timestep, "step_label": label}
+    return {"type": "validation.image", "title": message, "message": message, **preview}
 
 
-def _shown(media: metrics.MediaRecord) -> Payload:
+def _preview(media: metrics.MediaRecord) -> Payload:
     """The fields common to finished and growing previews."""
     suffix = Path(media.path).suffix.lower()
     is_moving = media.is_video or suffix == ".gif"
@@ -256,19 +259,17 @@ def _shown(media: metrics.MediaRecord) -> Payload:
 
 def _finite(payload: Payload) -> Payload:
     """The payload with null for NaN and infinity, which JSON cannot represent."""
-    # `parse_constant` handles nested NaN and infinity; `default` would be called only for unknown
-    # types.
-    plain: Payload = json.loads(json.dumps(payload), parse_constant=lambda name: None)
-    return plain
+    # They may be nested; `json.dumps` writes them by name, and `parse_constant` reads the names.
+    finite: Payload = json.loads(json.dumps(payload), parse_constant=lambda name: None)
+    return finite
 
 
 class EventLog:
-    """Subscriber that appends every payload to `events.jsonl`, with an `id` that grows by 1, also
-    across restarts.
+    """Subscriber that appends every payload to `events.jsonl`.
 
-    The file's modification time is a sign of life. A line left incomplete by a kill is dropped at
-    the next start. On a disk that fills up, the end of the run is still written, into space that
-    was taken at its start.
+    Payloads have an `id` that grows by 1, also across restarts. The file's modification time is a
+    sign of life. A line left incomplete by a kill is dropped at the next start. On a disk that
+    fills up, the end of the run is still written, into space that was taken at its start.
     """
 
     def __init__(self, folder: Path, payloads: Payloads) -> None:
@@ -279,12 +280,12 @@ class EventLog:
             TemporaryFile(dir=folder, buffering=0) as reserve,
             self.path.open("ab") as file,
         ):
-            # Without a name, so that a kill frees it too; random, since file systems may compress.
+            # The reserve has no name, so that a kill frees it too; it is random, since file systems
+            # may compress.
             reserve.write(os.urandom(RESERVE))
             self._release = finalize(self, os.close, os.dup(reserve.fileno()))
-            # Otherwise the first event would be appended to an incomplete line, and both would be
-            # lost.
-            incomplete = b"".join(last_lines(self.path, TAIL)).rpartition(b"\n")[2]
+            # The first event must not be appended to an incomplete line: both would be lost.
+            _, _, incomplete = b"".join(last_lines(self.path, TAIL)).rpartition(b"\n")
             file.truncate(file.tell() - len(incomplete))
         self._last = last_id(self.path)
 
@@ -309,11 +310,10 @@ class EventLog:
                 raise
 
     def _line(self, payload: Payload) -> bytes:
+        """A payload with the next id, as a line of the file."""
         self._last += 1
-        return (
-            json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode()
-            + b"\n"
-        )
+        event = {"id": self._last, **payload}
+        return json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def append_whole(path: Path, content: bytes) -> None:
@@ -335,15 +335,19 @@ TAIL = 1 << 18  # bytes; maximum length of a line
 
 
 def last_lines(path: Path, size: int) -> list[bytes]:
-    """The last lines of a file within `size` bytes, including an incomplete one; empty if it does
-    not exist.
+    """The last lines of a file within `size` bytes, including an incomplete one.
+
+    Empty if the file does not exist.
     """
     if not path.is_file():
         return []
     with path.open("rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - size)
         file.seek(start)
-        return file.read().splitlines(keepends=True)[1 if start else 0 :]
+        lines = file.read().splitlines(keepends=True)
+    if start > 0:
+        del lines[:1]  # its beginning is before `start`
+    return lines
 
 
 def last_id(path: Path) -> int:

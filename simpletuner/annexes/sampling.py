@@ -95,8 +95,7 @@ class Sampled:
 
 
 def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
-    """A plan whose previews are the requested pictures or clips, and the weights to render them
-    with, in order.
+    """A plan whose previews are the requested pictures or clips, and the weights for them in order.
 
     Raises:
         ConfigError: lists all problems.
@@ -112,27 +111,26 @@ def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
         canonical(request.arguments.layer(), problems)  # also reports unknown keys
         raise ConfigError(problems)
     _check_strengths(request, weights, problems)
-    arguments = replace(
-        request.arguments, base=Located(_layers(request, weights[0], run, problems))
-    )
-    rendering = Rendering(
-        request.output, _prompts(request.prompts), pictures, weights[0].transformer
-    )
+
+    layers = _layers(request, weights[0], run, problems)
+    arguments = replace(request.arguments, base=Located(layers))
+    prompts = _prompts(request.prompts)
+    rendering = Rendering(request.output, prompts, pictures, weights[0].transformer)
     plan = plan_rendering(arguments, rendering)
+
     loras = [sampled.lora for sampled in weights if sampled.lora is not None]
     _check_pictures(plan.flavour, problems, given=bool(pictures))
     _check_loras(loras, plan, problems)
     plan.spec.checks.sizes(plan.config, plan.flavour, plan.sizes, {}, problems)
     problems.raise_if_fatal()
-    lora_bytes = max((path.stat().st_size for path in loras), default=0)
-    warnings = [problem for problem in problems if not problem.fatal]
+
     samples = SamplePlan(
         **vars(plan),
         seed=decide_seed(plan.config.run.seed, run),
-        warnings=warnings,
+        warnings=[problem for problem in problems if not problem.fatal],
         datasets=[],
         text_caches=[],
-        lora_bytes=lora_bytes,
+        lora_bytes=max((path.stat().st_size for path in loras), default=0),
     )
     return samples, weights
 
@@ -152,61 +150,63 @@ def _pictures(request: SampleRequest, report: Problems) -> tuple[Sample, ...]:
     for path in map(home_path, request.images):
         try:
             facts = inspect(path)
-            size = Size(facts.width, facts.height)
-            whole = Geometry("", size, size, (0, 0))
-            file = ("image", path.name, path.parent, content_hash(path))
-            samples.append(Sample(*file, size, whole, conversions=facts.conversions))
+            digest = content_hash(path)
         except MediaError as error:
             report.error("--image", f"{str(path)!r} {error}.")
+            continue
+        size = Size(facts.width, facts.height)
+        uncropped = Geometry("", size, size, (0, 0))
+        file = ("image", path.name, path.parent, digest)
+        samples.append(Sample(*file, size, uncropped, conversions=facts.conversions))
     return tuple(samples)
 
 
 def _check_loras(paths: Sequence[Path], plan: PreviewPlan, report: Problems) -> None:
     """Check that the LoRA files match the model."""
     modules: dict[str, tuple[int, int]] = {}
-    if plan.source.check(Problems()):  # what is wrong has been reported with the plan
+    if plan.source.check(Problems()):  # its problems were reported with the plan
         modules = lora_layers.linear_modules(plan.source["transformer"].weight_shapes())
     for path in paths:
         lora_checks.check_lora_file("LoRA", path, modules, plan.spec.name, report)
 
 
 def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
+    """Prompts with names for their files."""
     taken: set[str] = set()
-    return [
-        ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text)
-        for text in texts
-    ]
+    prompts = []
+    for text in texts:
+        name = unique(file_safe(text[:LONGEST_STEM]), taken)
+        prompts.append(ValidationPrompt(name, text, text))
+    return prompts
 
 
 def _check_strengths(request: SampleRequest, weights: Sequence[Sampled], report: Problems) -> None:
-    """Check strengths: only LoRAs have one, and a DoRA between 0 and 1 does not interpolate two
-    models.
-    """
+    """Check strengths: only LoRAs have one, and that of a DoRA does not scale all of it."""
     flag = request.flag("--strength")
     strengths = request.strengths
     if weights[0].lora is None and list(strengths) != [1.0]:
         is_full = weights[0].transformer is not None
-        why = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
-        report.error(flag, f"is for LoRAs: {why} has no strength.")
-    if set(strengths) != {1.0} and any(
-        sampled.lora and _is_dora(sampled.lora) for sampled in weights
-    ):
-        message = "scales the update of a DoRA but not its magnitudes, as in the stock pipeline."
+        subject = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
+        report.error(flag, f"is for LoRAs: {subject} has no strength.")
+    loras = [sampled.lora for sampled in weights if sampled.lora]
+    if set(strengths) != {1.0} and any(map(_is_dora, loras)):
         report.warn(
-            flag, f"{message} At 0 the base model is rendered, unlike in the stock pipeline."
+            flag,
+            "scales the update of a DoRA but not its magnitudes, as in the stock pipeline. At 0 "
+            "the base model is rendered, unlike in the stock pipeline.",
         )
 
 
 def _is_dora(lora: Path) -> bool:
-    return any("magnitude" in (lora_names.role_of(name) or "") for name in tensor_shapes(lora))
+    """Whether a LoRA file has magnitudes."""
+    roles = (lora_names.role_of(name) or "" for name in tensor_shapes(lora))
+    return any("magnitude" in role for role in roles)
 
 
 def find_weights(
     request: SampleRequest, report: Problems
 ) -> tuple[list[Sampled], Checkpoint | None]:
-    """The weights of a request's source, and a checkpoint with the settings of its run, if it
-    belongs to a run.
-    """
+    """The weights of a request's source, and a checkpoint with the settings of their run."""
     if request.source is None:
         if request.sweeps:
             report.error("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")
@@ -218,22 +218,25 @@ def find_weights(
     if not path.exists():
         report.error("source", missing_path(path))
         return [], None
-    return (
-        _weights_in_file(request, path, report)
-        if path.is_file()
-        else _weights_of_run(request, path, report)
-    )
+    if path.is_file():
+        return _weights_in_file(request, path, report)
+    return _weights_of_run(request, path, report)
 
 
 def _flags_of_runs(request: SampleRequest) -> list[str]:
     """The given flags that choose among the weights of a run."""
-    flags = {request.flag("--checkpoint"): request.checkpoints is not None, "--ema": request.ema}
-    return [flag for flag, is_given in flags.items() if is_given]
+    flags = []
+    if request.checkpoints is not None:
+        flags.append(request.flag("--checkpoint"))
+    if request.ema:
+        flags.append("--ema")
+    return flags
 
 
 def _weights_in_file(
     request: SampleRequest, path: Path, report: Problems
 ) -> tuple[list[Sampled], Checkpoint | None]:
+    """A LoRA file, and a checkpoint of its run, if it is in the folder of one."""
     for flag in _flags_of_runs(request):
         report.error(
             flag, f"has no effect on a single file; name the run's folder, not {str(path)!r}."
@@ -251,108 +254,114 @@ def _weights_in_file(
 def _weights_of_run(
     request: SampleRequest, path: Path, report: Problems
 ) -> tuple[list[Sampled], Checkpoint | None]:
-    whole = _checkpoints(path)
-    run = whole[-1] if whole else None
+    """The weights in a folder: of the chosen checkpoints, or else of the result."""
+    checkpoints = _checkpoints(path)
+    run = checkpoints[-1] if checkpoints else None
     is_full = run is not None and run.manifest.identity.model_type == "full"
-    if request.sweeps or request.checkpoints is not None or (run is not None and run.path == path):
-        chosen = _choose(request, whole, path, report)
+    is_checkpoint = run is not None and run.path == path
+    if request.sweeps or request.checkpoints is not None or is_checkpoint:
         weights = []
-        for checkpoint in chosen:
-            weights.append(_weights(checkpoint.path, checkpoint.step, request.ema, is_full, report))
-            if not weights[-1].name:
-                break  # the others lack it for the same reason
+        for checkpoint in _choose(request, checkpoints, path, report):
+            sampled = _weights(
+                checkpoint.path, checkpoint.step, ema=request.ema, is_full=is_full, report=report
+            )
+            weights.append(sampled)
+            if not sampled.name:
+                break  # the following ones are missing for the same reason
         return weights, run
+
     result = path / (PIPELINE_FOLDER if is_full else lora_names.LORA_FILE)
     if result.exists():
         step = result_step(path, "full" if is_full else "lora")
-        return [
-            _weights(
-                result if is_full else path, step, request.ema and not is_full, is_full, report
-            )
-        ], run
+        if is_full:  # a pipeline has one transformer, also with use_ema
+            return [_weights(result, step, ema=False, is_full=True, report=report)], run
+        return [_weights(path, step, ema=request.ema, is_full=False, report=report)], run
     if run is None and lora_file(path).is_file():  # a folder of another program
         return _weights_in_file(request, lora_file(path), report)
-    names = ", ".join(checkpoint.path.name for checkpoint in whole)
-    advice = (
-        f"Its checkpoints: {names}; choose one with --checkpoint."
-        if whole
-        else "It has no checkpoints either."
-    )
+
+    advice = "It has no checkpoints either."
+    if checkpoints:
+        names = ", ".join(checkpoint.path.name for checkpoint in checkpoints)
+        advice = f"Its checkpoints: {names}; choose one with --checkpoint."
     report.error("source", f"{request.source!r} contains no result ({result.name}). {advice}")
     return [], run
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoint at a folder, or else the checkpoints in it."""
-    itself = open_checkpoint(folder)
-    return [itself] if itself else find_checkpoints(folder)[0]
+    checkpoint = open_checkpoint(folder)
+    if checkpoint:
+        return [checkpoint]
+    checkpoints, _incomplete = find_checkpoints(folder)
+    return checkpoints
 
 
-def _weights(folder: Path, step: int | None, ema: bool, is_full: bool, report: Problems) -> Sampled:
-    """The weights in a checkpoint, an output folder or a published pipeline."""
+def _weights(
+    folder: Path, step: int | None, *, ema: bool, is_full: bool, report: Problems
+) -> Sampled:
+    """The weights in a checkpoint, an output folder or a published pipeline.
+
+    Without a name if they do not exist, which is reported.
+    """
     if is_full:
         name = "transformer_ema" if ema else "transformer"
     else:
         name = f"ema/{lora_names.LORA_FILE}" if ema else lora_names.LORA_FILE
     path = folder / name
     if ema and not is_full and average_is_stale(folder):
-        message = (
-            f"{str(path)!r} is not of the result beside it: a later session trained without "
-            "use_ema."
-        )
         report.error(
-            "source", f"{message} Choose a checkpoint of the earlier one with --checkpoint."
+            "source",
+            f"{str(path)!r} is not of the result beside it: a later session trained without "
+            "use_ema. Choose a checkpoint of the earlier one with --checkpoint.",
         )
         return Sampled("")
     if not path.exists():
-        plain = (
-            "checkpoints contain the adapter (lora_type) in its native form; only the result is "
-            "also a plain LoRA."
-        )
-        report.error(
-            "source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}"
-        )
+        reason = "the run had no use_ema."
+        if not ema:
+            reason = (
+                "checkpoints contain the adapter (lora_type) in its native form; only the result "
+                "is also a plain LoRA."
+            )
+        report.error("source", f"{str(path)!r} does not exist: {reason}")
         return Sampled("")
     if not is_full:
         return Sampled(folder.name, step, lora=path, content=hash_file(path))
     part = Part("transformer", "source", str(folder), name, None, None)
     # Path and time instead of a hash: a full transformer has gigabytes.
-    return Sampled(
-        folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}"
-    )
+    content = f"{path.resolve()} {folder.stat().st_mtime_ns}"
+    return Sampled(folder.name, step, transformer=part, content=content)
 
 
 def _choose(
-    request: SampleRequest, whole: Sequence[Checkpoint], folder: Path, report: Problems
+    request: SampleRequest, checkpoints: Sequence[Checkpoint], folder: Path, report: Problems
 ) -> list[Checkpoint]:
-    """The checkpoints with the wanted steps or names, or `latest`; all checkpoints if none is
-    wanted.
-    """
-    names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
-    known: dict[str, Checkpoint] = {}
-    for checkpoint in whole:  # by step, so the last one is the latest
-        known |= dict.fromkeys(("latest", str(checkpoint.step), checkpoint.path.name), checkpoint)
-    asked = request.checkpoints
-    if asked is None:
-        asked = [str(checkpoint.step) for checkpoint in whole]
-    if not asked:
+    """The checkpoints that a request names by step, by name or as `latest`; else all."""
+    by_name: dict[str, Checkpoint] = {}
+    for checkpoint in checkpoints:  # by step, so the last one is the latest
+        names = ("latest", str(checkpoint.step), checkpoint.path.name)
+        by_name |= dict.fromkeys(names, checkpoint)
+    wanted = request.checkpoints
+    if wanted is None:
+        wanted = [str(checkpoint.step) for checkpoint in checkpoints]
+    if not wanted:
         report.error("source", f"{request.source!r} contains no complete checkpoints.")
-    for name in asked:
-        if name not in known:
-            message = f"{name!r} is not a complete checkpoint. Checkpoints in {folder}: {names}."
-            report.error(request.flag("--checkpoint"), message)
-    # By step, so that a checkpoint named twice (`latest` and its step) is rendered once.
-    return list({known[name].step: known[name] for name in asked if name in known}.values())
+    chosen: dict[int, Checkpoint] = {}  # so that one named twice (`latest`) is rendered once
+    for name in wanted:
+        if name in by_name:
+            checkpoint = by_name[name]
+            chosen[checkpoint.step] = checkpoint
+            continue
+        existing = ", ".join(checkpoint.path.name for checkpoint in checkpoints) or "none"
+        message = f"{name!r} is not a complete checkpoint. Checkpoints in {folder}: {existing}."
+        report.error(request.flag("--checkpoint"), message)
+    return list(chosen.values())
 
 
 def _layers(
     request: SampleRequest, weights: Sampled, run: Checkpoint | None, report: Problems
 ) -> list[Layer]:
-    """The layers below the command line: settings of a run, of a LoRA's header, or of a
-    configuration file.
-    """
+    """The layers below the command line: of a run, a LoRA's header, or a configuration file."""
     selectors = request.arguments.selectors
-    lora = weights.lora
     # The lowest layer: a LoRA file or base model without settings counts as a LoRA run.
     layers = [Layer("", [("model_type", "lora")])]
     if run is not None:
@@ -361,23 +370,23 @@ def _layers(
                 name, f"has no effect: the settings are those of the run {run.path.parent}."
             )
         return [*layers, _layer_of(run, report)]
-    if lora is not None:
-        family, flavour = model_in_header(lora)
-        if family and flavour:
-            layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
+
     # Problems of the arguments are collected later, with those of other layers.
-    if selectors or not (
-        layers[1:] or "model_family" in canonical(request.arguments.layer(), Problems())
-    ):
+    has_family = "model_family" in canonical(request.arguments.layer(), Problems())
+    if weights.lora is not None:
+        family, flavour = model_in_header(weights.lora)
+        if family and flavour:
+            settings = [("model_family", family), ("model_flavour", flavour)]
+            layers.append(Layer(str(weights.lora), settings))
+            has_family = True
+    if selectors or not has_family:
         layers += locate(selectors, report).layers
-        _check_result(layers, report)
+        _warn_of_result(layers, report)
     return layers
 
 
-def _check_result(layers: Sequence[Layer], report: Problems) -> None:
-    """Warn that the base model of a configuration is rendered, not the LoRA that was trained with
-    it.
-    """
+def _warn_of_result(layers: Sequence[Layer], report: Problems) -> None:
+    """Warn that a configuration's base model is rendered, not the LoRA that was trained with it."""
     folders = [str(value) for layer in layers for key, value in layer.values if key == "output_dir"]
     if folders and (home_path(folders[-1]) / lora_names.LORA_FILE).is_file():
         command = f"simpletuner sample {shlex.quote(folders[-1])}"
@@ -397,33 +406,30 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
     """
     last = _checkpoints(run)[-1]
     settings = dict(_layer_of(last, Problems(), without=()).values)
-    content = {**settings, "output_dir": str(last.path.parent)}
-    plan = plan_training(Arguments(collect=arguments.collect, base=config_from_values(content)))
-    return replace(
-        plan, datasets=[data for data in plan.datasets if not data.config.is_trained], prompts=[]
-    )
+    settings["output_dir"] = str(last.path.parent)
+    plan = plan_training(Arguments(collect=arguments.collect, base=config_from_values(settings)))
+    evaluation = [dataset for dataset in plan.datasets if not dataset.config.is_trained]
+    return replace(plan, datasets=evaluation, prompts=[])
 
 
 def _layer_of(
     run: Checkpoint, report: Problems, without: Sequence[str] = (*CACHES, "output_dir")
 ) -> Layer:
-    """The explicit settings of a run, without its folders and without what earlier versions had."""
+    """The explicit settings of a run, without its folders and keys of earlier versions."""
     path = run.path / "config.json"
+    # The checkpoint is complete, so the file is valid.
+    settings = read_json(path, Problems(), dict) or {}
     origins = run.manifest.identity.origins
-    settings = (
-        read_json(path, Problems(), dict) or {}
-    )  # the checkpoint is complete, so the file is valid
     keys = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
     keys |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
-    chosen = {key: value for key, value in settings.items() if key in keys}
-    return Layer(str(path), list(without_removed(chosen, str(path), report).items()))
+    kept = {key: value for key, value in settings.items() if key in keys}
+    return Layer(str(path), list(without_removed(kept, str(path), report).items()))
 
 
 def _check_pictures(flavour: Flavour, report: Problems, *, given: bool) -> None:
-    if (flavour.task in ("i2i", "i2v")) != given:
-        why = (
-            "has no effect: {} starts from noise."
-            if given
-            else "is required: {} starts from a picture."
-        )
-        report.error("--image", why.format(flavour.name))
+    """Check that source pictures are given exactly if the model starts from them."""
+    starts_from_picture = flavour.task in ("i2i", "i2v")
+    if starts_from_picture and not given:
+        report.error("--image", f"is required: {flavour.name} starts from a picture.")
+    if given and not starts_from_picture:
+        report.error("--image", f"has no effect: {flavour.name} starts from noise.")

@@ -1,5 +1,4 @@
-"""Renders pictures and clips for `simpletuner sample` and `sweep`, with the code and memory use of
-previews.
+"""Renders pictures and clips for `simpletuner sample` and `sweep`, as previews are rendered.
 
 plan ─► fetch ─► prompts ─► transformer ─► for each LoRA, for each prompt: render
 """
@@ -65,7 +64,8 @@ SETTINGS = (
     "vae_dtype",
     "validation_decoding",
 )
-# `content` identifies a LoRA regardless of its path, and upgrades alone do not cause new renders.
+# Keys of a recipe that cause no new render: `content` identifies a LoRA regardless of its path, and
+# upgrades of packages are not reason enough.
 UNIMPORTANT = ("lora", "versions")
 
 
@@ -86,9 +86,8 @@ class RenderJob:
     @property
     def digest(self) -> str:
         """A hash of the recipe, without its unimportant parts."""
-        return hash_json(
-            {key: value for key, value in self.recipe.items() if key not in UNIMPORTANT}
-        )[:20]
+        important = {key: value for key, value in self.recipe.items() if key not in UNIMPORTANT}
+        return hash_json(important)[:20]
 
 
 @dataclass
@@ -110,8 +109,9 @@ class SweepRenderer:
 
     @classmethod
     def open(cls, plan: SamplePlan, events: EventStream) -> SweepRenderer:
-        """Download the model and encode the prompts; text encoders are freed before the transformer
-        is loaded.
+        """Download the model and encode the prompts.
+
+        The text encoders are freed before the transformer is loaded.
         """
         prepare_machine(plan)
         adapter = build_adapter(plan)
@@ -135,8 +135,8 @@ class SweepRenderer:
         jobs: list[RenderJob] = []
         for sampled, strength in itertools.product(weights, strengths):
             for number, (prompt, size, index) in enumerate(rows):
-                made = recipe(self.plan, prompt, size, index, sampled, strength)
-                jobs.append(RenderJob(prompt, sampled, made, number))
+                values = recipe(self.plan, prompt, size, index, sampled, strength)
+                jobs.append(RenderJob(prompt, sampled, values, number))
         return jobs
 
     def render(
@@ -152,30 +152,30 @@ class SweepRenderer:
             events.phase(title, len(jobs), self.plan.spec.media_noun, PREVIEWS) as phase,
             torch.no_grad(),
         ):
-            # Jobs are ordered by weights and strength, so a LoRA is applied once for all of its
-            # jobs.
+            # Jobs are ordered by weights and strength, so a LoRA is applied once for its jobs.
             groups = itertools.groupby(jobs, lambda job: (job.weights, job.recipe["strength"]))
             for (sampled, strength), group in groups:
                 with self._with(sampled, strength) as transformer:
-                    paths += [self._render(transformer, job, name(job), phase) for job in group]
+                    for job in group:
+                        paths.append(self._render(transformer, job, name(job), phase))
         return paths
 
     def held_out(
         self, run: Path, arguments: Arguments, events: EventStream
     ) -> tuple[Plan, BatchReader] | None:
-        """Encode the evaluation data of a run, before the transformer takes the memory; None after
-        a warning.
+        """Encode the evaluation data of a run, before the transformer takes the memory.
 
         Args:
             arguments: their `collect` lists remote datasets.
+
+        Returns:
+            The plan and the reader of its caches; None after a warning.
         """
         problems = Problems()
         try:
             plan = plan_evaluation(run, arguments)
-            weigh(
-                replace(plan, config=self._as_loaded(plan), lora_bytes=self.plan.lora_bytes),
-                problems,
-            )
+            as_loaded = replace(plan, config=self._as_loaded(plan), lora_bytes=self.plan.lora_bytes)
+            weigh(as_loaded, problems)
             problems.raise_if_fatal()
             plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
         except UserError as error:
@@ -188,9 +188,8 @@ class SweepRenderer:
     def _as_loaded(self, plan: Plan) -> RunConfig:
         """The settings of an evaluation, with those that the transformer is loaded with."""
         loaded = self.plan.config
-        offload = loaded.offload.model_copy(
-            update={"offload": "manual"}
-        )  # already chosen, for rendering
+        # The settings that `auto` chose for rendering.
+        offload = loaded.offload.model_copy(update={"offload": "manual"})
         return replace(plan.config, model=loaded.model, precision=loaded.precision, offload=offload)
 
     def measure(
@@ -201,8 +200,7 @@ class SweepRenderer:
         strengths: Sequence[float],
         events: EventStream,
     ) -> dict[str, float]:
-        """The evaluation loss of a LoRA by strength, as its run measures it: the mean over the
-        datasets.
+        """The evaluation loss of a LoRA by strength: the mean over the datasets, as in its run.
 
         Args:
             plan, reader: the result of `held_out`.
@@ -246,42 +244,43 @@ class SweepRenderer:
     def _render(
         self, transformer: nn.Module, job: RenderJob, path: Path, phase: RunningPhase
     ) -> Path:
+        """Render a job into a file, with its recipe beside it."""
         title = f"{job.weights.name}, {job.prompt.prompt.short_name}"
-        made = job.recipe
-        request = self.renderer.request(
-            job.prompt, Size(made["width"], made["height"]), made["seed"]
-        )
+        size = Size(job.recipe["width"], job.recipe["height"])
+        request = self.renderer.request(job.prompt, size, job.recipe["seed"])
         request = replace(request, between_steps=lambda: phase.advance(0, title))
         frames = self.renderer.open(self.adapter, transformer, self.device).render(request)
         # The picture is written last: a sweep takes its existence as proof of both files.
-        write_json(path.with_suffix(".json"), made)
+        write_json(path.with_suffix(".json"), job.recipe)
         self.renderer.write(frames, path)
         phase.advance(1, title)
         return path
 
     def _load(self, weights: Sampled) -> nn.Module:
-        """The transformer for these weights: every full fine-tune has one, LoRAs share the base
-        model's.
-        """
-        if self.transformer is None or (weights.transformer is not None and weights != self.loaded):
-            # Free the old transformer and its pipeline first, since two would not fit.
-            self.transformer = None
-            self.renderer = Renderer(self.renderer.settings)
-            gc.collect()
-            source = self.plan.source.with_transformer(weights.transformer)
-            self.adapter = build_adapter(replace(self.plan, source=source))
-            self.transformer = load_for_sampling(
-                transformer_settings(self.plan.config), self.adapter, self.device
-            )
-            self.loaded = weights
+        """The transformer for these weights: every full fine-tune has one, LoRAs share one."""
+        is_other_fine_tune = weights.transformer is not None and weights != self.loaded
+        if self.transformer is not None and not is_other_fine_tune:
+            return self.transformer
+        # Free the old transformer and its pipeline first, since two would not fit.
+        self.transformer = None
+        self.renderer = Renderer(self.renderer.settings)
+        gc.collect()
+        source = self.plan.source.with_transformer(weights.transformer)
+        self.adapter = build_adapter(replace(self.plan, source=source))
+        settings = transformer_settings(self.plan.config)
+        self.transformer = load_for_sampling(settings, self.adapter, self.device)
+        self.loaded = weights
         return self.transformer
 
 
 def read_caches(encoding: Encoding[AnyPlan]) -> tuple[AnyPlan, Catalogue, BatchReader]:
-    """Fill the caches of a plan; returns the plan without damaged files, the catalogue and a
-    reader.
+    """Fill the caches of a plan.
+
+    Returns:
+        The plan without damaged files, the catalogue, and a reader.
     """
-    filler = CacheFiller(encoding, list_entries(encoding.plan, complete_catalogue(encoding.plan)))
+    entries = list_entries(encoding.plan, complete_catalogue(encoding.plan))
+    filler = CacheFiller(encoding, entries)
     filler.fill()
     reader = BatchReader(filler.catalogue, 0.0, filler.plan.seed, encoding.restore, encoding.encode)
     return filler.plan, filler.catalogue, reader
@@ -325,24 +324,23 @@ def recipe(
 def render_samples(
     plan: SamplePlan, weights: Sampled, strengths: Sequence[float], events: EventStream
 ) -> list[Path]:
-    """Render the previews of a plan into its output folder; returns the new files. Nothing is
-    overwritten.
+    """Render the previews of a plan into its output folder; returns the new files.
+
+    Nothing is overwritten.
     """
     renderer = SweepRenderer.open(plan, events)
 
     def name(job: RenderJob) -> Path:
-        made = job.recipe
-        dimensions = file_dimensions(
-            made["width"], made["height"], made["frames"] if plan.frame_rate else None
-        )
-        stem = f"{job.prompt.prompt.short_name}_{made['seed']}_{dimensions}"
+        values = job.recipe
+        frames = values["frames"] if plan.frame_rate else None
+        dimensions = file_dimensions(values["width"], values["height"], frames)
+        stem = f"{job.prompt.prompt.short_name}_{values['seed']}_{dimensions}"
         if len(strengths) > 1:
-            stem += f"_strength-{made['strength']:g}"
+            stem += f"_strength-{values['strength']:g}"
         return unused_path(plan.output_dir / f"{stem}{renderer.suffix}")
 
-    return renderer.render(
-        renderer.jobs([weights], strengths), name, events, f"Sampling {weights.name}"
-    )
+    jobs = renderer.jobs([weights], strengths)
+    return renderer.render(jobs, name, events, f"Sampling {weights.name}")
 
 
 def render_sweep(
@@ -375,20 +373,23 @@ def render_sweep(
             # One row per strength, since columns are checkpoints.
             row += f" at {job.recipe['strength']:g}"
         records.append(cell(job.recipe, row, name(job).relative_to(plan.output_dir).as_posix()))
-    sheet = Sheet(
-        run.resolve().name, plan.output_dir, records, Columns.of(read_rows(run / METRICS_FILE))
-    )
+    metrics = Columns.of(read_rows(run / METRICS_FILE))
+    sheet = Sheet(run.resolve().name, plan.output_dir, records, metrics)
     sheet.begin()
-    absent = [job for job in jobs if not name(job).exists()]
-    if len(absent) < len(jobs):
-        events.say(f"{len(jobs) - len(absent)} of {len(jobs)} cells exist already.")
-    measures = len(strengths) > 1 and sheet.best is not None
-    held_out = renderer.held_out(run, arguments, events) if measures else None
+
     # A cell is named after the digest of its recipe: changed settings make new files, and old files
     # stay valid.
-    renderer.render(absent, name, events, "Sweeping")
+    missing = [job for job in jobs if not name(job).exists()]
+    if len(missing) < len(jobs):
+        events.say(f"{len(jobs) - len(missing)} of {len(jobs)} cells exist already.")
+    held_out = None
+    if len(strengths) > 1 and sheet.best is not None:
+        held_out = renderer.held_out(run, arguments, events)
+    renderer.render(missing, name, events, "Sweeping")
     if held_out:
+        evaluation, reader = held_out
         best = next(sampled for sampled in weights if sampled.step == sheet.best)
-        sheet = replace(sheet, losses=renderer.measure(*held_out, best, strengths, events))
+        losses = renderer.measure(evaluation, reader, best, strengths, events)
+        sheet = replace(sheet, losses=losses)
     sheet.write()
     return sheet

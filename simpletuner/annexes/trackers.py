@@ -23,7 +23,7 @@ from simpletuner.errors import Problems
 from simpletuner.planning.lineage import WANDB_FILE
 from simpletuner.planning.plans import Plan
 from simpletuner.redaction import redact, redact_settings
-from simpletuner.reporting import events as happened
+from simpletuner.reporting import events
 from simpletuner.reporting.events import ENDED, Event, EventStream, log_failure
 from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord
 from simpletuner.reporting.step_figures import row_of
@@ -59,9 +59,7 @@ class Tracker(Protocol):
     """Logs metrics and previews of the main process. `step` is the optimizer step."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log metrics, as in the step's line of the record; may be called several times per
-        step.
-        """
+        """Log metrics, named as in the record; may be called several times per step."""
 
     def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
         """Log the timesteps at which the samples of a step were trained."""
@@ -95,10 +93,12 @@ class Trackers(Companion):
 
 
 def open_trackers(report_to: str, run: TrackedRun) -> Iterator[tuple[str, Tracker]]:
-    """Open the available trackers in `report_to`, with their names; secrets in settings are
-    redacted.
+    """Open the available trackers in `report_to`; returns them with their names.
+
+    Secrets in settings are redacted.
     """
     names = tracker_names(report_to)
+    takes_all = "all" in names
     run = replace(
         run,
         project=redact(run.project),
@@ -106,10 +106,11 @@ def open_trackers(report_to: str, run: TrackedRun) -> Iterator[tuple[str, Tracke
         settings=redact_settings(run.settings),
     )
     for name, build in TRACKERS.items():
-        if name not in names and "all" not in names:
+        if name not in names and not takes_all:
             continue
-        if reason := why_missing(name):
-            logger.log(logging.INFO if "all" in names else logging.WARNING, "report_to: %s", reason)
+        reason = why_missing(name)
+        if reason:
+            logger.log(logging.INFO if takes_all else logging.WARNING, "report_to: %s", reason)
             continue
         try:
             tracker = build(run)
@@ -132,30 +133,30 @@ class TrackerEvents:
             return
         tracker = self._tracker
         match event:
-            case happened.StepReport():
-                tracker.log(
-                    {name: value for name, value in row_of(event).items() if name != TIMESTEPS},
-                    event.step,
-                )
+            case events.StepReport():
+                row = row_of(event)
+                metrics = {name: value for name, value in row.items() if name != TIMESTEPS}
+                tracker.log(metrics, event.step)
                 tracker.log_timesteps(event.timesteps, event.step)
-            case happened.Evaluated():
+            case events.Evaluated():
                 tracker.log(event.losses, event.step)
-            case happened.MediaRendered():
+            case events.MediaRendered():
                 self._round.append(event.media)
             # One call per round: if a key is logged twice in a step, wandb keeps only the last
             # value.
-            case happened.PhaseEnded() if self._round:
+            case events.PhaseEnded() if self._round:
                 media = self._round
                 self._round = []
                 tracker.log_media(media, media[0].step)
-            case happened.StateChanged() if event.state in ENDED:
+            case events.StateChanged() if event.state in ENDED:
                 self._is_finished = True
                 tracker.finish(0 if event.state == "finished" else 1)
 
 
 class WandbTracker:
-    """Logs to a wandb run, which is continued when training resumes. Step 0 and a branch begin a
-    new run.
+    """Logs to a wandb run, which is continued when training resumes.
+
+    Step 0 and a branch begin a new run.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -166,16 +167,18 @@ class WandbTracker:
         self._timesteps: list[tuple[int, float]] = []
         self._sent_timesteps_at = run.start_step
         run.logging_dir.mkdir(parents=True, exist_ok=True)
-        known = (
-            read_json(run.output_dir / WANDB_FILE, Problems(), dict) or {}
-        )  # empty if missing or damaged
-        run_id = known.get("id") if run.start_step else None
+        run_id = None
+        if run.start_step:
+            # Empty if the file is missing or damaged.
+            earlier_run = read_json(run.output_dir / WANDB_FILE, Problems(), dict) or {}
+            run_id = earlier_run.get("id")
+        is_online = wandb_mode() == "online"
         self._run: Any = wandb.init(
             project=run.project,
             name=run.name,
             id=run_id,
             # Offline there is no server to resume from, and wandb warns about the setting.
-            resume="allow" if run_id and wandb_mode() == "online" else None,
+            resume="allow" if run_id and is_online else None,
             dir=str(run.logging_dir),
             config=dict(run.settings),
             # By default, wandb rejects changed settings of a resumed run.
@@ -196,10 +199,8 @@ class WandbTracker:
         self._first_step = self._run.starting_step
         run.output_dir.mkdir(parents=True, exist_ok=True)
         write_json(run.output_dir / WANDB_FILE, {"id": self._run.id})
-        logger.info(
-            "wandb: %s",
-            self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}",
-        )
+        place = self._run.url if is_online else f"{wandb_mode()}, {self._run.dir}"
+        logger.info("wandb: %s", place)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         if step >= self._first_step:
@@ -215,10 +216,10 @@ class WandbTracker:
         for record in media:
             path = str(self._output_dir / record.path)
             kind = self._wandb.Video if record.is_video else self._wandb.Image
-            item = kind(path, caption=record.prompt)
-            groups.setdefault(
-                f"validation/{record.short_name}{'/ema' if record.ema else ''}", []
-            ).append(item)
+            key = f"validation/{record.short_name}"
+            if record.ema:
+                key += "/ema"
+            groups.setdefault(key, []).append(kind(path, caption=record.prompt))
         if groups and step >= self._first_step:
             self._run.log(groups, step=step)
 
@@ -242,8 +243,9 @@ class WandbTracker:
 
 
 class TensorboardTracker:
-    """Writes tensorboard event files, one per session. Steps repeated by this session are hidden in
-    older files.
+    """Writes tensorboard event files, one per session.
+
+    Steps that this session repeats are hidden in older files.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -266,10 +268,12 @@ class TensorboardTracker:
 
     def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
         for record in media:
-            tag = f"validation/{record.short_name}/{record.index}{'/ema' if record.ema else ''}"
+            tag = f"validation/{record.short_name}/{record.index}"
+            if record.ema:
+                tag += "/ema"
             path = self._output_dir / record.path
             self._writer.add_text(f"{tag}/prompt", record.prompt, step)
-            # Tensorboard shows no mp4: a clip leaves its middle frame.
+            # Tensorboard cannot show mp4: of a clip, its middle frame is logged.
             self._writer.add_image(tag, np.asarray(still(path)), step, dataformats="HWC")
         self._writer.flush()
 

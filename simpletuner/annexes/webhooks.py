@@ -1,7 +1,7 @@
-"""Sends the events of a run to webhooks, with one thread per webhook, so that slow receivers do not
-delay steps.
+"""Sends the events of a run to webhooks.
 
-A message that cannot be delivered is dropped without a retry, and does not end the run.
+Each webhook has a thread of its own, so that slow receivers do not delay steps. A message that
+cannot be delivered is dropped without a retry, and does not end the run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ logger = logging.getLogger(__name__)
 tls_context = functools.cache(httpx.create_ssl_context)
 
 TIMEOUT = 5.0  # seconds for a connection, and for a message
-PATIENCE = (
-    30.0  # seconds for a message that is never dropped, and for pending ones at the end of a run
-)
-WAITING = 64  # maximum number of messages in a queue
+# Seconds for a message that is never dropped, and for pending ones at the end of a run.
+PATIENCE = 30.0
+MOST_WAITING = 64  # messages in a queue
 SECONDS_BETWEEN_WARNINGS = 60.0
 LEVELS = {"critical": 0, "error": 1, "warning": 2, "success": 3, "info": 3, "debug": 4}
 # Limits of Discord: characters of a message, and bytes of a file.
@@ -54,7 +53,7 @@ DISCORD_TYPES = {
 
 
 class Outbox:
-    """A queue of pending messages, at most `WAITING`.
+    """A queue of pending messages, at most `MOST_WAITING`.
 
     A full queue drops the oldest progress message, or else the oldest message, but never one about
     a checkpoint, an error or the end of the run.
@@ -76,11 +75,11 @@ class Outbox:
         """Add a message; never blocks."""
         with self._changed:
             self._messages.append(message)
-            if len(self._messages) > WAITING:
+            if len(self._messages) > MOST_WAITING:
                 # `min` returns the first of equals, which is the oldest.
-                victim = min(self._messages, key=_worth)
-                if _worth(victim) < KEPT:
-                    self._messages.remove(victim)
+                least = min(self._messages, key=_priority)
+                if _priority(least) < KEPT:
+                    self._messages.remove(least)
                     self.dropped += 1
             self._changed.notify()
 
@@ -99,23 +98,28 @@ class Outbox:
     def hurry(self) -> None:
         """Drop all pending messages that may be dropped."""
         with self._changed:
-            kept = deque(message for message in self._messages if _worth(message) == KEPT)
+            kept = deque(message for message in self._messages if _priority(message) == KEPT)
             self.dropped += len(self._messages) - len(kept)
             self._messages = kept
 
 
+# Priorities of messages: progress is dropped first, and some messages are never dropped.
+PROGRESS = 0
+NEWS = 1
 KEPT = 2
 
 
-def _worth(message: Payload) -> int:
-    """The priority of a message: 0 for progress, `KEPT` for messages that are never dropped, else
-    1.
-    """
-    if message["type"] in ("training.checkpoint", "error"):
-        return KEPT
-    if message["type"] == "training.status":
-        return 0 if message["data"]["status"] == "running" else KEPT
-    return 0 if message["type"] in ("validation.image", "lifecycle.stage") else 1
+def _priority(message: Payload) -> int:
+    """The priority of a message."""
+    match message["type"]:
+        case "training.checkpoint" | "error":
+            return KEPT
+        case "training.status":
+            return PROGRESS if message["data"]["status"] == "running" else KEPT
+        case "validation.image" | "lifecycle.stage":
+            return PROGRESS
+        case _:
+            return NEWS
 
 
 @dataclass
@@ -144,8 +148,9 @@ class Delivery:
 
     def __call__(self, event: Event) -> None:
         for payload in self.payloads(event):
-            is_asked_for = LEVELS[payload["severity"]] <= LEVELS[self.hook.log_level]
-            if is_asked_for and (self.hook.webhook_type == "raw" or is_for_people(payload)):
+            if LEVELS[payload["severity"]] > LEVELS[self.hook.log_level]:
+                continue
+            if self.hook.webhook_type == "raw" or is_for_people(payload):
                 self.outbox.put(payload)
 
     def close(self, deadline: float) -> None:
@@ -154,9 +159,7 @@ class Delivery:
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def finish(self, deadline: float) -> None:
-        """Deliver the pending messages that are never dropped, until a deadline of
-        `time.monotonic`.
-        """
+        """Deliver pending messages that are never dropped, until a deadline of `time.monotonic`."""
         self.outbox.hurry()
         self.close(deadline)
         lost = self.outbox.dropped + len(self.outbox)
@@ -180,66 +183,70 @@ class Delivery:
                     )
 
     def _post(self, client: httpx.Client, payload: Payload) -> None:
-        content = (
-            discord_form(self.hook, payload, self.folder)
-            if self.hook.webhook_type == "discord"
-            else None
-        )
-        body = content or {"json": inlined(payload, self.folder, self.images)}
-        patience = httpx.Timeout(PATIENCE if _worth(payload) == KEPT else TIMEOUT, connect=TIMEOUT)
-        request = client.build_request("POST", self.hook.address, timeout=patience, **body)
+        """Send a message, and warn of a response that does not accept it."""
+        if self.hook.webhook_type == "discord":
+            body = discord_form(self.hook, payload, self.folder)
+        else:
+            body = {"json": inlined(payload, self.folder, self.images)}
+        seconds = PATIENCE if _priority(payload) == KEPT else TIMEOUT
+        timeout = httpx.Timeout(seconds, connect=TIMEOUT)
+        request = client.build_request("POST", self.hook.address, timeout=timeout, **body)
         hide(str(request.url))  # libraries log it in this form
         response = client.send(request, stream=True)  # the body is not read
         response.close()
         if response.is_error:
-            self._complain(logging.WARNING, f"returned status {response.status_code}.")
+            self._warn(logging.WARNING, f"returned status {response.status_code}.")
         # 303: the message is delivered, and a response can be fetched elsewhere. Other redirects
         # are not followed: the token must not be sent to another host.
         elif response.next_request is not None and response.status_code != 303:
-            place = response.next_request.url.copy_with(
+            host = response.next_request.url.copy_with(
                 path="/", query=None, fragment=None, userinfo=b""
             )
-            moved = (
-                f"returned status {response.status_code}: it redirects to {place}, where nothing "
-                "is sent."
+            self._warn(
+                logging.ERROR,
+                f"returned status {response.status_code}: it redirects to {host}, where nothing "
+                "is sent. Change webhook_config if that is right.",
             )
-            self._complain(logging.ERROR, f"{moved} Change webhook_config if that is right.")
 
-    def _complain(self, level: int, message: str) -> None:
+    def _warn(self, level: int, message: str) -> None:
+        """Log a problem of the webhook, unless one was logged a short time ago."""
         if time.monotonic() - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
             self._warned_at = time.monotonic()
             logger.log(level, "The webhook at %s %s", self.hook.host, message)
 
 
 def is_for_people(payload: Payload) -> bool:
-    """Whether a payload is sent to Discord: not progress, and not a failure status, which an error
-    repeats.
-    """
-    return payload["type"] in DISCORD_TYPES and payload.get("data", {}).get("status") not in (
-        "running",
-        "failed",
-    )
+    """Whether a payload is sent to Discord."""
+    # Not progress, and not the status of a failure, which an error repeats.
+    status = payload.get("data", {}).get("status")
+    return payload["type"] in DISCORD_TYPES and status not in ("running", "failed")
 
 
 def inlined(payload: Payload, folder: Path, images: str) -> Payload:
-    """The payload with pictures and clips as data URIs, or pictures as base64; missing files are
-    left out.
+    """The payload with pictures and clips instead of their paths; missing files are left out.
+
+    Args:
+        images: `data_uri`, or `base64` for pictures without the prefix of a data URI.
     """
     if not payload.get("images") and not payload.get("videos"):
         return payload
-    pictures = [(MIME[Path(path).suffix], _encoded(folder / path)) for path in payload["images"]]
-    clips = [(clip["mime_type"], _encoded(folder / clip["src"])) for clip in payload["videos"]]
-    head = "data:{};base64,{}" if images == "data_uri" else "{1}"
-    return {
-        **payload,
-        "images": [head.format(kind, data) for kind, data in pictures if data],
-        "videos": [
-            {"src": f"data:{kind};base64,{data}", "mime_type": kind} for kind, data in clips if data
-        ],
-    }
+    pictures = []
+    for path in payload["images"]:
+        content = _encoded(folder / path)
+        if content:
+            prefix = f"data:{MIME[Path(path).suffix]};base64," if images == "data_uri" else ""
+            pictures.append(f"{prefix}{content}")
+    clips = []
+    for clip in payload["videos"]:
+        content = _encoded(folder / clip["src"])
+        if content:
+            mime = clip["mime_type"]
+            clips.append({"src": f"data:{mime};base64,{content}", "mime_type": mime})
+    return {**payload, "images": pictures, "videos": clips}
 
 
 def _encoded(path: Path) -> str:
+    """The content of a file as base64; empty if it cannot be read."""
     try:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError:
@@ -247,24 +254,28 @@ def _encoded(path: Path) -> str:
 
 
 def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
-    """The body of a Discord message as arguments of httpx: the text, with pictures and clips as
-    files.
-    """
+    """The body of a Discord message as arguments of httpx: a text, with previews as files."""
     text = payload.get("message") or payload.get("title") or ""
     if payload["type"] == "training.validation":
         noun = "video" if payload["videos"] else "image"
         name = payload["data"]["name"]
         text = f"Validation {noun} for `{name}`\nValidation prompt: {payload['body']}"
+    if hook.message_prefix:
+        text = f"`({hook.message_prefix})` {text}"
     paths = [*payload.get("images", ()), *(clip["src"] for clip in payload.get("videos", ()))]
-    files, notes = _attachments([folder / path for path in paths])
-    text = "\n".join([f"`({hook.message_prefix})` {text}" if hook.message_prefix else text, *notes])
-    # Discord rejects longer messages.
-    text = text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
-    # Discord prefers payload_json over `content`. Mentions are disabled: prompts may contain
-    # @names.
+    attachments, notes = _attachments([folder / path for path in paths])
+    text = "\n".join([text, *notes])
+    if len(text) > LONGEST_TEXT:  # Discord rejects longer messages
+        text = f"{text[: LONGEST_TEXT - 1]}…"
+    # Mentions are disabled: prompts may contain @names.
     settings = json.dumps({"content": text, "allowed_mentions": {"parse": []}})
-    fields = {"content": (None, text), "payload_json": (None, settings, "application/json")}
-    return {"files": {**fields, **{f"file{number}": file for number, file in enumerate(files)}}}
+    form: dict[str, Any] = {
+        "content": (None, text),
+        "payload_json": (None, settings, "application/json"),  # Discord prefers it over `content`
+    }
+    for number, attachment in enumerate(attachments):
+        form[f"file{number}"] = attachment
+    return {"files": form}
 
 
 def _attachments(paths: Sequence[Path]) -> tuple[list[tuple[str, bytes]], list[str]]:
@@ -293,8 +304,9 @@ def still_jpeg(path: Path) -> bytes:
 def delivered(
     settings: WebhookConfig, project: str, folder: Path, events: EventStream, job_id: str
 ) -> Iterator[None]:
-    """Send the events of a run to its webhooks; pending messages are delivered within `TIMEOUT` or
-    `PATIENCE`.
+    """Send the events of a run to its webhooks.
+
+    At the end, pending messages are delivered within `TIMEOUT` or `PATIENCE`.
 
     Args:
         project: the prefix of messages of webhooks that have none.

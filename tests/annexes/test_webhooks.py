@@ -25,7 +25,7 @@ from PIL import Image
 from simpletuner.annexes import webhooks
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.payloads import Payloads
-from simpletuner.annexes.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
+from simpletuner.annexes.webhooks import LONGEST_TEXT, MOST_WAITING, Delivery, Outbox, delivered
 from simpletuner.config.webhooks import Hook
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import (
@@ -343,7 +343,7 @@ def test_silent_receiver_delays_neither_steps_nor_the_end(
         for number in range(1, 501):
             delivery(step(number))
         delivery(CheckpointSaved(Path("checkpoint-500"), 500, 1.0))
-        assert len(delivery.outbox) <= WAITING
+        assert len(delivery.outbox) <= MOST_WAITING
         delivery.finish(time.monotonic() + 0.2)
         assert len(silent.got) <= 1, "it has not even answered the first"
     assert "messages were not sent" in caplog.text
@@ -366,12 +366,12 @@ def test_full_queue_drops_progress_before_important_messages() -> None:
 
     left = list(iter(outbox.take, None))
 
-    assert len(left) == WAITING
-    assert [message["type"] for message in left].count("training.metric") == WAITING - 3
+    assert len(left) == MOST_WAITING
+    assert [message["type"] for message in left].count("training.metric") == MOST_WAITING - 3
     assert {"training.checkpoint", "error"} < {message["type"] for message in left}
     # The stage of the checkpoint and the notice, all 200 of progress, the oldest metrics, and the
     # stage of the end.
-    assert outbox.dropped == 2 + 200 + (70 - (WAITING - 3)) + 1
+    assert outbox.dropped == 2 + 200 + (70 - (MOST_WAITING - 3)) + 1
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def test_plan_shows_only_the_host_of_a_webhook(
 def test_webhook_receives_a_run_from_start_to_end(
     receiver: Receiver, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "WAITING", 1000)
+    monkeypatch.setattr(webhooks, "MOST_WAITING", 1000)
     monkeypatch.setenv("SIMPLETUNER_JOB_ID", "job-7")
     target = {"webhook_type": "raw", "callback_url": receiver.url}
     workspace.write_config(webhook_config=target, max_train_steps=2, **PREVIEWED)
