@@ -26,13 +26,13 @@ from tests.tools.families import CPU, make_adapter, make_config
 
 
 def make_assembly(checkpoint: Path, *techniques: Technique, **settings: Any) -> Assembly:
-    """What a run trains, ready for its first step."""
+    """A model in training mode, ready for its first step."""
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
     config = make_config(checkpoint, **settings)
     targets = ["to_query", "to_key", "to_value"]
-    intent = TrainingSpec(lora_targets=targets, seed=3, total_steps=10, learning_rate=1e-2)
+    spec = TrainingSpec(lora_targets=targets, seed=3, total_steps=10, learning_rate=1e-2)
     assembly = assemble(
-        assembly_settings(config, intent), make_adapter(checkpoint), techniques, make_accelerator()
+        assembly_settings(config, spec), make_adapter(checkpoint), techniques, make_accelerator()
     )
     assembly.transformer.train()
     return assembly
@@ -45,23 +45,29 @@ def lora_of(assembly: Assembly) -> LoraAdapter:
 
 
 def write_lora(lora: LoraAdapter, folder: Path, **note: str) -> Path:
-    """The file of a LoRA."""
+    """Write the file of a LoRA; returns its path."""
     write_weights(folder / LORA_FILE, lora.file_weights(), lora.header(note))
     return folder / LORA_FILE
 
 
-def make_site(adapter: FamilyAdapter, transformer: nn.Module, *others: Technique) -> Site:
-    """Where techniques are attached to a transformer that nothing else is done to."""
+def make_site(adapter: FamilyAdapter, transformer: nn.Module, *techniques: Technique) -> Site:
+    """The argument of `attach` for techniques on a bare transformer."""
     layout = adapter.block_layout(transformer)
-    hidden = HiddenStates(layout)
-    load_vae = partial(adapter.load_latent_encoder, CPU, torch.float32)
     return Site(
-        adapter, transformer, layout, CPU, torch.float32, others, nullcontext, hidden, load_vae
+        adapter=adapter,
+        transformer=transformer,
+        layout=layout,
+        device=CPU,
+        dtype=torch.float32,
+        others=techniques,
+        disabled=nullcontext,
+        hidden=HiddenStates(layout),
+        load_latent_encoder=partial(adapter.load_latent_encoder, CPU, torch.float32),
     )
 
 
 def no_forward(noisy: NoisyBatch) -> Tensor:
-    """The `predict` of techniques that need no forward pass of their own."""
+    """The `predict` of techniques that must not run the model."""
     raise AssertionError("this technique runs the model")
 
 
@@ -76,19 +82,20 @@ def make_batch(checkpoint: Path, captions: list[str], side: int = 4) -> Batch:
 
 @cache
 def _encoded(checkpoint: Path, captions: tuple[str, ...]) -> list[TextEmbeds]:
-    """To load the encoder takes as long as most of what is done with a batch."""
+    """Cached, since loading the encoder takes longer than most tests."""
     encoder = make_adapter(checkpoint).load_text_encoder(CPU, torch.float32)
     return encoder.encode([TextRequest(caption) for caption in captions])
 
 
 def fixed_noise(batch: Batch) -> NoisyBatch:
-    """The batch at a noise level and with noise that depend on each sample alone."""
-    noise = torch.cat(
-        [torch.randn(latent[None].shape, generator=_generator(latent)) for latent in batch.latents]
-    )
-    sigmas = torch.cat([torch.rand(1, generator=_generator(latent)) for latent in batch.latents])
-    return make_noisy(batch, sigmas, noise)
+    """The batch with noise and a noise level that depend only on each sample's latents."""
+    noise = []
+    sigmas = []
+    for latents in batch.latents:
+        noise.append(torch.randn(latents.shape, generator=_generator(latents)))
+        sigmas.append(torch.rand(1, generator=_generator(latents)))
+    return make_noisy(batch, torch.cat(sigmas), torch.stack(noise))
 
 
-def _generator(latents: torch.Tensor) -> torch.Generator:
+def _generator(latents: Tensor) -> torch.Generator:
     return torch.Generator().manual_seed(int(latents.abs().sum().item() * 1000))

@@ -1,9 +1,8 @@
-"""The peak of a step of a model at full width, without its memory: tensors that have shapes and no
-numbers.
+"""The peak memory of a step of a full-size model, measured without that memory.
 
-Fake tensors go through the real forward and backward passes; a dispatch mode adds up the storages
-that are alive. Attention is replaced by what a flash kernel allocates, because fake tensors on a
-CPU would take the plain products.
+Fake tensors, which have shapes but no numbers, go through the real forward and backward passes; a
+dispatch mode adds up the storages that are alive. Attention is replaced by what a flash kernel
+allocates, because fake tensors on a CPU would take the plain products.
 """
 
 from __future__ import annotations
@@ -25,15 +24,23 @@ from simpletuner.models.kandinsky5.flex import lists_of
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of storages that came into being inside: now, at most, and after every operation;
-    `there` do not count.
+    """Counts the bytes of storages allocated in this context.
+
+    Args:
+        known: tensors allocated before, which do not count.
+
+    Attributes:
+        now: bytes that are alive.
+        most: the largest number of bytes alive at one time.
+        moments: bytes alive after every operation.
     """
 
-    def __init__(self, there: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self._there = {tensor.untyped_storage()._cdata for tensor in there}
-        self._alive: dict[int, int] = {}
-        self.now = self.most = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._alive: dict[int, int] = {}  # bytes by address
+        self.now = 0
+        self.most = 0
         self.moments: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,20 +53,21 @@ class Peak(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
-        if address in self._alive or address in self._there:
+        if address in self._alive or address in self._known:
             return
         self._alive[address] = storage.nbytes()
         self.now += storage.nbytes()
         self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._gone, address)
+        weakref.finalize(storage, self._freed, address)
 
-    def _gone(self, address: int) -> None:
+    def _freed(self, address: int) -> None:
         self.now -= self._alive.pop(address)
 
 
 class Flash(torch.autograd.Function):
-    """What flash attention keeps and allocates, `B H S D`; flex attention with the lists of its
-    mask, too.
+    """Allocates and keeps what flash attention does, `B H S D`.
+
+    Flex attention also keeps the lists of its mask.
     """
 
     @staticmethod
@@ -72,10 +80,10 @@ class Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *lists, _, sums = ctx.saved_tensors
-        scratch = torch.empty(query.shape), torch.empty_like(sums)  # dQ is summed up in float32
-        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        scratch = (torch.empty(query.shape), torch.empty_like(sums))  # dQ is summed up in float32
+        gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
         del scratch
-        return *found, *(None for _ in lists)
+        return *gradients, *(None for _ in lists)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
@@ -90,7 +98,7 @@ def flex_attention(
 
 @contextmanager
 def fake_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors without numbers, and attention as a kernel."""
+    """A context of fake tensors, in which attention allocates like a kernel."""
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(blocks, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(torch, "compile", lambda function, **settings: flex_attention)
@@ -110,15 +118,14 @@ def hollow(model: nn.Module, dtype_of: Callable[[str, nn.Parameter], torch.dtype
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        if isinstance(
-            getattr(module, "freqs", None), Tensor
-        ):  # Kandinsky's sinusoids are no buffer
+        # Kandinsky's sinusoids are not a buffer.
+        if isinstance(getattr(module, "freqs", None), Tensor):
             module.freqs = torch.empty(module.freqs.shape)
 
 
 def peak_of_step(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Bytes beside weights and inputs at the worst moment of forward and backward."""
-    there = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
-    with Peak(each for each in there if isinstance(each, Tensor)) as peak:
+    """The peak of a forward and backward pass in bytes, besides weights and inputs."""
+    known = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
+    with Peak(value for value in known if isinstance(value, Tensor)) as peak:
         model(**inputs)[0].float().pow(2).mean().backward()
     return peak.most

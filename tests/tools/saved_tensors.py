@@ -1,4 +1,4 @@
-"""What autograd really keeps: storages, each counted once."""
+"""The bytes that autograd saves for the backward pass; every storage counts once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Meter:
-    """Bytes of tensors that the backward pass will need, beside those that are there anyway."""
+    """Counts the tensors saved for the backward pass, except those known before."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
@@ -19,7 +19,7 @@ class Meter:
     def pack(self, tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in self._known:
-            self._kept[address] = tensor  # alive, so that its address is not given away again
+            self._kept[address] = tensor  # kept alive, so that its address is not used again
         return tensor
 
     @property
@@ -37,8 +37,10 @@ class Meter:
 
 @contextmanager
 def saved_bytes(known: Iterable[Tensor]) -> Iterator[Meter]:
-    """Count what autograd saves inside the block; `known` tensors (parameters, inputs) do not
-    count.
+    """Count what autograd saves in this context.
+
+    Args:
+        known: tensors that do not count, such as parameters and inputs.
     """
     meter = Meter(known)
     with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):

@@ -37,8 +37,10 @@ NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
 
 
 class AdversarialCopier(Copier):
-    """The worst that a copier may do: a slot is overwritten when its copy is submitted, and filled
-    when waited for.
+    """The worst that a copier may do.
+
+    A slot is overwritten with NaN as soon as its copy is submitted, and filled only when somebody
+    waits for the copy.
 
     Attributes:
         submitted: addresses of the images, in the order of their submission.
@@ -92,10 +94,8 @@ class Trained:
             self.model: nn.Module = build_kandinsky(visual_blocks=blocks - 1)
             self.latents = torch.randn(2, 1, 4, 4, 16)
             self.pooled = torch.randn(2, WIDTH)
-            self.texts: tuple[Tensor, ...] = (
-                torch.randn(5, WIDTH),
-                torch.randn(3, WIDTH),
-            )  # of two lengths
+            # Two lengths, so that there is padding.
+            self.texts: tuple[Tensor, ...] = (torch.randn(5, WIDTH), torch.randn(3, WIDTH))
         for name, parameter in self.model.named_parameters():
             if not any(part in name for part in Kandinsky5Transformer3DModel._keep_in_fp32_modules):
                 parameter.data = parameter.data.to(dtype)
@@ -114,7 +114,7 @@ class Trained:
             gradient_checkpointing=checkpointing, gradient_checkpointing_interval=interval
         )
         self.keeps_saved = not precision.checkpoints_all
-        # Without a checkpoint.
+        # Made without a checkpoint to load from.
         self.adapter = Kandinsky5ImageAdapter.__new__(Kandinsky5ImageAdapter)
         self.adapter.dtype = self.dtype
         self.adapter.padding = self.padding
@@ -139,12 +139,12 @@ class Trained:
         self.model.train()
 
     def to(self, device: torch.device) -> None:
-        """Move it as a whole."""
+        """Move the model and its inputs."""
         self.model.to(device)
         self._move_inputs(device)
 
     def offloaded(self, *, slots: int = 2, device: torch.device = CPU, **settings: Any) -> Streamer:
-        """Let it stream with these settings of the config."""
+        """Stream the blocks with these settings of the config."""
         self._move_inputs(device)
         config = OffloadConfig(enable_group_offload=True, **settings)
         blocks = attach.streamed_blocks(self.layout.blocks, config.group_offload_resident_blocks)
@@ -170,35 +170,35 @@ class Trained:
         )
 
     def predict(self, timestep: float = 300.0) -> Tensor:
-        pairs = zip(self.texts, self.pooled, strict=True)
-        embeds = [{"prompt_embeds": text, "pooled_prompt_embeds": pooled} for text, pooled in pairs]
+        embeds = [
+            {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
+            for text, pooled in zip(self.texts, self.pooled, strict=True)
+        ]
         latents = self.latents.movedim(-1, 1)
         timesteps = torch.tensor([timestep, 700.0], device=self.latents.device)
         batch = Batch(latents, embeds, ["a", "b"])
-        return self.adapter.predict(
-            self.model,
-            NoisyBatch(batch, latents, timesteps / 1000, latents, timesteps, target=latents),
-        )
+        noisy = NoisyBatch(batch, latents, timesteps / 1000, latents, timesteps, target=latents)
+        return self.adapter.predict(self.model, noisy)
 
     def sample(self) -> Tensor:
         with torch.no_grad():
             return torch.stack([self.predict(timestep) for timestep in (900.0, 500.0)])
 
     def step(self, backward: Callable[[Tensor], None] = Tensor.backward) -> dict[str, Tensor]:
-        """Loss and the gradients of one training step."""
+        """The loss and the gradients of one training step."""
         loss = self.predict().square().mean()
         backward(loss)
-        found = {
-            name: each.grad for name, each in self.model.named_parameters() if each.grad is not None
-        }
-        assert found, "a test on no gradients shows nothing"
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        return {"loss": loss.detach(), **found}
+        gradients = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+                parameter.grad = None
+        assert gradients, "a test without gradients would prove nothing"
+        return {"loss": loss.detach(), **gradients}
 
 
 def to_int8(model: nn.Module) -> None:
-    """Linear layers of the blocks as optimum-quanto has them, frozen."""
+    """Quantise the linear layers of blocks with optimum-quanto's own modules."""
     quanto = pytest.importorskip("optimum.quanto")
     quanto.quantize(
         model, weights=quanto.qint8, include=["*transformer_blocks*"], exclude=["*modulation*"]
@@ -208,7 +208,7 @@ def to_int8(model: nn.Module) -> None:
 
 
 def to_packed(name: str) -> Callable[[nn.Module], None]:
-    """The same layers as a run has them with that `base_model_precision`."""
+    """A function that quantises the same layers by a `base_model_precision`."""
 
     def pack(model: nn.Module) -> None:
         quantise(model, ALL_LINEAR, QUANTISATIONS[name], accelerator=CPU)
@@ -217,7 +217,7 @@ def to_packed(name: str) -> Callable[[nn.Module], None]:
 
 
 def to_products(name: str) -> Callable[[nn.Module], None]:
-    """The same, multiplied in its own bits."""
+    """Like `to_packed`, with matmuls in the quantised type."""
 
     def prepare(model: nn.Module) -> None:
         to_packed(name)(model)
@@ -226,15 +226,15 @@ def to_products(name: str) -> Callable[[nn.Module], None]:
     return prepare
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """The same bits."""
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+def assert_equal(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert that the tensors are bit-equal."""
+    assert results.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(results[name], expected[name]), name
 
 
 def order(streamer: Streamer) -> list[int]:
-    """The groups that were copied since this was last asked."""
+    """The groups copied since the last call, in order."""
     copier: Any = streamer.copier
     addresses = [image.flat.data_ptr() for image in streamer.images]
     groups = [addresses.index(address) for address in copier.submitted]

@@ -1,4 +1,4 @@
-"""How torch is set for all tests, once this is imported, and two ways round its compiler."""
+"""torch's settings for all tests, made on import, and two ways to avoid its compiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # see tests/conftest.
 if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)
 
-# Every run times the processor; the smaller of two matrix products will do, which takes a sixteenth
+# Every run measures the processor. The smaller of two matmuls suffices here, and takes a sixteenth
 # of the time.
 measure.AFFORDABLE_SECONDS = 0.0
 
@@ -39,23 +39,21 @@ for logger in list(logging.root.manager.loggerDict.values()):
 def trace(
     function: Callable[..., Any], compile: Callable[..., Any] = torch.compile, **settings: Any
 ) -> Any:
-    """Like `torch.compile`, but the graphs run as they were traced."""
+    """Like `torch.compile`, but runs the traced graphs without compiling them."""
     return compile(function, **{**settings, "backend": "eager", "mode": None})
 
 
 def mark_no_sizes(sizes: DynamicSizes, inputs: object, dimensions: object) -> None:
-    """In place of `DynamicSizes.mark`: blocks are compiled for the sizes that they see.
+    """Replaces `DynamicSizes.mark`: blocks are compiled for the sizes that they get.
 
-    Symbols take two to three times as long to trace, and gain nothing where there is one size. That
-    they serve all sizes is for tests/speed.
+    Symbols take two to three times as long to trace, and gain nothing with a single size.
+    tests/speed proves that one graph serves all sizes.
     """
 
 
 def usual_vectors() -> AbstractContextManager[None]:
-    """Inductor generates code for vectors of 256 bits, which takes less time to compile than for
-    wider ones.
-    """
-    # A setting, since it is part of the key of the compiler's cache. Another run's code for wider
-    # vectors, compiled for these, would compute NaN.
+    """Let inductor use vectors of 256 bits, which compile faster than wider ones."""
+    # By a setting, since that is part of the key of the compiler's cache. Another run's code for
+    # wider vectors, compiled for these, would compute NaN.
     patched: AbstractContextManager[None] = torch._inductor.config.patch({"cpp.simdlen": 256})
     return patched

@@ -28,7 +28,7 @@ CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 
 
 class Batches:
-    """Hands out the given batches, like a loader."""
+    """A loader of the given batches."""
 
     epoch = 1
     epochs_done = 0
@@ -44,15 +44,13 @@ class Batches:
         return next(self.batches)
 
 
-def part(batch: Batch, which: slice) -> Batch:
-    return Batch(batch.latents[which], batch.embeds[which], batch.names[which])
+def part(batch: Batch, samples: slice) -> Batch:
+    return Batch(batch.latents[samples], batch.embeds[samples], batch.names[samples])
 
 
 @pytest.fixture(autouse=True)
 def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that follows the sample, so that a batch can be cut in two without changing what is
-    learned.
-    """
+    """Noise that depends on the sample alone, so that a batch can be split without effect."""
     monkeypatch.setattr(NoiseSource, "add", lambda source, batch, *place: fixed_noise(batch))
 
 
@@ -61,9 +59,7 @@ def weights_after(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
 
 
-def gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
-    losses = Losses()
-    step.run_micro_step(assembly, batch, 0, 0, losses)
+def gradients_of(assembly: Assembly) -> dict[str, Tensor]:
     return {
         name: parameter.grad
         for name, parameter in assembly.parameters.items()
@@ -71,23 +67,25 @@ def gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     }
 
 
+def gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
+    step.run_micro_step(assembly, batch, 0, 0, Losses())
+    return gradients_of(assembly)
+
+
 def test_accumulation_equals_a_larger_batch(t2i_checkpoint: Path) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     whole = make_assembly(t2i_checkpoint)
-    halves = make_assembly(t2i_checkpoint, gradient_accumulation_steps=2)
-    one = gradients(whole, batch)
+    accumulating = make_assembly(t2i_checkpoint, gradient_accumulation_steps=2)
     losses = Losses()
-    for index in range(2):
-        step.run_micro_step(halves, part(batch, slice(2 * index, 2 * index + 2)), 0, index, losses)
-    assert any(gradient.abs().max() > 1e-4 for gradient in one.values()), (
-        "a test on gradients of zero shows nothing"
+
+    expected = gradients(whole, batch)
+    step.run_micro_step(accumulating, part(batch, slice(0, 2)), 0, 0, losses)
+    step.run_micro_step(accumulating, part(batch, slice(2, 4)), 0, 1, losses)
+
+    assert any(gradient.abs().max() > 1e-4 for gradient in expected.values()), (
+        "gradients of zero would prove nothing"
     )
-    found = {
-        name: parameter.grad
-        for name, parameter in halves.parameters.items()
-        if parameter.grad is not None
-    }
-    assert distance(found, one) < ROTATION
+    assert distance(gradients_of(accumulating), expected) < ROTATION
 
 
 @pytest.mark.parametrize(
@@ -101,18 +99,22 @@ def test_accumulation_equals_a_larger_batch(t2i_checkpoint: Path) -> None:
 )
 def test_checkpointing_changes_no_gradient(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    found = []
+    results = []
     for checkpointing in (False, True):
         assembly = make_assembly(t2i_checkpoint, gradient_checkpointing=checkpointing, **settings)
-        torch.manual_seed(1)
-        found.append(gradients(assembly, batch))
-    assert distance(found[1], found[0]) < ROTATION
+        torch.manual_seed(1)  # of dropout
+        results.append(gradients(assembly, batch))
+
+    plain, checkpointed = results
+    assert distance(checkpointed, plain) < ROTATION
 
 
 def test_a_step_updates_weights_and_reports_its_figures(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint)
     before = {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
+
     report = step.optimizer_step(assembly, Batches(make_batch(t2i_checkpoint, CAPTIONS)), 0)
+
     assert (report.step, report.epoch, report.epochs_done) == (1, 1, 0)
     assert len(report.timesteps) == len(CAPTIONS)
     assert report.metrics["train_loss"] == report.metrics["optimization_loss"] > 0
@@ -125,7 +127,7 @@ def test_a_step_updates_weights_and_reports_its_figures(t2i_checkpoint: Path) ->
         parameter for parameter in assembly.transformer.parameters() if not parameter.requires_grad
     ]
     assert frozen
-    assert all(each.grad is None for each in frozen)
+    assert all(parameter.grad is None for parameter in frozen)
 
 
 def test_every_parameter_group_gets_its_rate_and_the_seed_of_the_step(t2i_checkpoint: Path) -> None:
@@ -143,7 +145,7 @@ def test_every_parameter_group_gets_its_rate_and_the_seed_of_the_step(t2i_checkp
 
 
 class Doubled(Technique):
-    """Opens the doors that weigh and add."""
+    """Doubles the loss, and adds an extra one."""
 
     def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
         assert loss.shape == prediction.shape
@@ -153,20 +155,31 @@ class Doubled(Technique):
         return {"extra": prediction.sum() * 0 + 1.5}
 
 
-def test_every_method_of_a_technique_is_called_in_a_step(t2i_checkpoint: Path) -> None:
+def test_a_technique_that_overrides_nothing_equals_plain_training(t2i_checkpoint: Path) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     plain = make_assembly(t2i_checkpoint)
     neutral = replace(make_assembly(t2i_checkpoint), techniques=[Technique(TechniqueSpec())])
-    assert weights_after(plain, batch).keys() == weights_after(neutral, batch).keys()
-    for name, parameter in plain.parameters.items():
-        assert torch.equal(parameter, neutral.parameters[name]), (
-            "a technique with closed doors is plain training"
-        )
+
+    expected = weights_after(plain, batch)
+    weights = weights_after(neutral, batch)
+
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_techniques_weigh_the_loss_and_add_to_it(t2i_checkpoint: Path) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
     doubled = replace(make_assembly(t2i_checkpoint), techniques=[Doubled(TechniqueSpec())])
+
     metrics = step.optimizer_step(doubled, Batches(batch), 0).metrics
+
     assert metrics["extra"] == 1.5
     assert metrics["optimization_loss"] == pytest.approx(2 * metrics["train_loss"] + 1.5)
     assert metrics["diffusion_loss"] == pytest.approx(2 * metrics["train_loss"])
+
+
+def all_gradients(parameters: list[torch.nn.Parameter]) -> Tensor:
+    return torch.cat([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
 @pytest.mark.parametrize("method", ["value", "norm"])
@@ -174,73 +187,96 @@ def test_gradients_are_clipped_to_max_grad_norm(method: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
     parameters[0].grad = torch.tensor([3.0, -4.0, 0.5])
     parameters[1].grad = torch.tensor([0.0, 12.0])
-    untouched = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-    config = OptimizerConfig(max_grad_norm=0.0, grad_clip_method=method)
-    measured = {name: size.item() for name, size in gradient_size(parameters, config).items()}
-    clip_gradients(parameters, config, measured)
-    assert all(
-        torch.equal(p.grad, g)
-        for p, g in zip(parameters, untouched, strict=True)
-        if p.grad is not None
-    )
-    assert measured == (
-        {"grad_absmax": 12.0}
-        if method == "value"
-        else {"grad_norm": pytest.approx(13.0096, rel=1e-4)}
-    )
-    clip_gradients(parameters, config.model_copy(update={"max_grad_norm": 2.0}), measured)
-    flat = torch.cat([parameter.grad for parameter in parameters if parameter.grad is not None])
+    unlimited = OptimizerConfig(max_grad_norm=0.0, grad_clip_method=method)
+    limited = OptimizerConfig(max_grad_norm=2.0, grad_clip_method=method)
+
+    sizes = {name: size.item() for name, size in gradient_size(parameters, unlimited).items()}
+    clip_gradients(parameters, unlimited, sizes)
+    unclipped = all_gradients(parameters)
+    clip_gradients(parameters, limited, sizes)
+    clipped = all_gradients(parameters)
+
+    assert unclipped.tolist() == [3.0, -4.0, 0.5, 0.0, 12.0]
     if method == "value":
-        assert flat.tolist() == [2.0, -2.0, 0.5, 0.0, 2.0]
+        assert sizes == {"grad_absmax": 12.0}
+        assert clipped.tolist() == [2.0, -2.0, 0.5, 0.0, 2.0]
     else:
-        assert flat.norm().item() == pytest.approx(2.0)
-        assert flat[0] / flat[1] == pytest.approx(-0.75)
+        # sqrt(9 + 16 + 0.25 + 144)
+        assert sizes == {"grad_norm": pytest.approx(13.0096, rel=1e-4)}
+        assert clipped.norm().item() == pytest.approx(2.0)
+        assert clipped[0] / clipped[1] == pytest.approx(-0.75), "the direction stays"
 
 
 @pytest.mark.parametrize("method", ["value", "norm"])
 def test_norms_allow_for_empty_shards(method: str) -> None:
-    """One with fewer rows than processes; its part counts as 0."""
+    """A weight with fewer rows than processes has empty shards, which count as 0."""
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (0, 2)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 3.0)
     config = OptimizerConfig(max_grad_norm=1.0, grad_clip_method=method)
-    measured = {name: size.item() for name, size in gradient_size(parameters, config).items()}
-    assert list(measured.values()) == [pytest.approx(3.0 if method == "value" else 18**0.5)]
-    clip_gradients(parameters, config, measured)
-    assert parameters[1].grad is not None
-    assert (
-        parameters[1].grad.tolist() == [pytest.approx(1.0 if method == "value" else 0.5**0.5)] * 2
-    )
-    assert not_finite({"nothing": parameters[0], "all": torch.tensor([1.0, torch.nan])}) == ["all"]
+
+    sizes = {name: size.item() for name, size in gradient_size(parameters, config).items()}
+    clip_gradients(parameters, config, sizes)
+
+    (size,) = sizes.values()
+    if method == "value":
+        assert size == 3.0
+        assert all_gradients(parameters).tolist() == [1.0, 1.0]
+    else:
+        assert size == pytest.approx(18**0.5)  # sqrt(3^2 + 3^2)
+        assert all_gradients(parameters).tolist() == pytest.approx([0.5**0.5, 0.5**0.5])
+
+
+def test_an_empty_shard_is_finite() -> None:
+    tensors = {"empty": torch.zeros(0), "spoilt": torch.tensor([1.0, torch.nan])}
+
+    assert not_finite(tensors) == ["spoilt"]
 
 
 def test_noise_depends_only_on_the_position_in_the_run(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.undo()  # real noise
     assembly = make_assembly(t2i_checkpoint)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
+
     first = assembly.noise.add(batch, 4, 0)
     torch.randn(100)
     again = assembly.noise.add(batch, 4, 0)
+
     assert torch.equal(first.noise, again.noise)
     assert torch.equal(first.sigmas, again.sigmas)
-    for place in ((5, 0), (4, 1)):
-        other = assembly.noise.add(batch, *place)
-        assert not torch.equal(other.noise, first.noise)
-        assert not torch.equal(other.sigmas, first.sigmas)
-    noisier = replace(assembly.settings, timestep_offsets={batch.dataset_id: 1.0})
-    assert (replace(assembly, settings=noisier).noise.add(batch, 4, 0).sigmas > first.sigmas).all()
+    for global_step, micro_step in ((5, 0), (4, 1)):
+        elsewhere = assembly.noise.add(batch, global_step, micro_step)
+        assert not torch.equal(elsewhere.noise, first.noise)
+        assert not torch.equal(elsewhere.sigmas, first.sigmas)
+
+
+def test_a_timestep_offset_raises_the_noise_levels_of_its_dataset(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # real noise
+    assembly = make_assembly(t2i_checkpoint)
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    settings = replace(assembly.settings, timestep_offsets={batch.dataset_id: 1.0})
+    shifted = replace(assembly, settings=settings)
+
+    plain = assembly.noise.add(batch, 4, 0)
+
+    assert (shifted.noise.add(batch, 4, 0).sigmas > plain.sigmas).all()
 
 
 def test_noise_drawn_ahead_equals_noise_drawn_in_the_step(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.undo()  # real noise
     assembly = make_assembly(t2i_checkpoint, gradient_accumulation_steps=3)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    ahead = assembly.noise.draw_ahead(batch, 4 * 3 + 1)
-    for place in ((4, 1), (4, 2), (5, 0)):  # for other places it is not used
-        drawn = assembly.noise.add(ahead, *place).noise
-        assert torch.equal(drawn, assembly.noise.add(batch, *place).noise)
-        assert (drawn is ahead.noise) == (place == (4, 1))
+
+    ahead = assembly.noise.draw_ahead(batch, 4 * 3 + 1)  # step 4, micro-step 1
+
+    for position in ((4, 1), (4, 2), (5, 0)):
+        drawn = assembly.noise.add(ahead, *position).noise
+        assert torch.equal(drawn, assembly.noise.add(batch, *position).noise)
+        is_used = drawn is ahead.noise
+        assert is_used == (position == (4, 1)), "noise for another position is drawn again"
