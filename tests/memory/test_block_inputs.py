@@ -94,11 +94,11 @@ def test_buffers_serve_tensors_of_any_shape() -> None:
     for size in (5, 3, 8, 8, 2):
         hidden = [torch.rand(size, dtype=dtype) for dtype in (torch.float32, torch.float64)]
         products = []
-        for each in hidden:
-            with inputs.around(each):
-                products.append((weight * each).sum())
+        for states in hidden:
+            with inputs.around(states):
+                products.append((weight * states).sum())
         sum(products).backward()
-        torch.testing.assert_close(weight.grad, sum(each.sum() for each in hidden).float())
+        torch.testing.assert_close(weight.grad, sum(states.sum() for states in hidden).float())
         weight.grad = None
         del products
         assert len(inputs._free) == 2

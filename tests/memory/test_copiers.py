@@ -202,11 +202,11 @@ def test_quantised_weights_stream_on_a_gpu() -> None:
 def test_images_share_no_page() -> None:
     """CUDA refuses to lock a page a second time, and small buffers of the heap lie on one."""
     images = [WeightImage([nn.Linear(8, 8).requires_grad_(False)]) for _ in range(20)]
-    pages = [each.flat.data_ptr() // image.PAGE for each in images]
+    pages = [packed.flat.data_ptr() // image.PAGE for packed in images]
     assert len(set(pages)) == len(pages)
-    for each in images:
-        assert each.flat.data_ptr() % image.PAGE == 0
-        assert each.flat.storage_offset() == 0, "places count from the start of the storage"
+    for packed in images:
+        assert packed.flat.data_ptr() % image.PAGE == 0
+        assert packed.flat.storage_offset() == 0, "places count from the start of the storage"
 
 
 class Runtime:

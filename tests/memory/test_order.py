@@ -103,12 +103,12 @@ class Reader:
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Any:
         with self.gpu.in_thread(self.thread):
-            found = work(*given)
+            actual = work(*given)
         done = self.thread.now()
 
         def result() -> Any:
             self.gpu.host.add(None, done)
-            return found
+            return actual
 
         return SimpleNamespace(result=result)
 
@@ -131,17 +131,17 @@ def hosted(gpu: LyingGpu) -> None:
     it is saved.
     """
     trained = weights()
-    for each in trained:
-        each.data = each.data.to(GPU)
+    for weight in trained:
+        weight.data = weight.data.to(GPU)
     optimizer = build("torch-adam", trained)
     host = HostState(optimizer, GPU)
     release = GradientRelease(
-        {str(n): each for n, each in enumerate(trained)}, optimizer, OptimizerConfig(), host
+        {str(n): weight for n, weight in enumerate(trained)}, optimizer, OptimizerConfig(), host
     )
     for number in range(4):
         with release.updating():
             torch.stack(
-                [(each * each).sum() for each in trained[:: 1 - 2 * (number == 2)]]
+                [(weight * weight).sum() for weight in trained[:: 1 - 2 * (number == 2)]]
             ).sum().backward()
         release.finish()
     for state in optimizer.state.values():
@@ -172,7 +172,9 @@ def saved(gpu: LyingGpu) -> None:
     weights = {str(number): torch.randn(4).to(GPU) for number in range(3)}
     written: list[Tensor] = []
     draft = Draft(
-        "", lambda path, content: written.extend(each.clone() for each in content.values()), weights
+        "",
+        lambda path, content: written.extend(tensor.clone() for tensor in content.values()),
+        weights,
     )
     with pytest.MonkeyPatch.context() as patch:
         # Here a GPU's tensors say that they are on the CPU.
@@ -183,7 +185,7 @@ def saved(gpu: LyingGpu) -> None:
     for weight in weights.values():
         weight.mul_(2)
     Reader(gpu).submit(lambda: [copy.write_into(Path()) for copy in copies.wait()]).result()
-    assert all(each.isfinite().all() for each in written)
+    assert all(tensor.isfinite().all() for tensor in written)
 
 
 def decoded(gpu: LyingGpu) -> None:

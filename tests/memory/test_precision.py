@@ -26,7 +26,7 @@ from tests.tools.tiny import build_kandinsky
 from tests.tools.tiny_sana import build_sana
 from tests.tools.tolerances import ROTATION, assert_close, distance
 
-QUANTO = [name for name, each in QUANTISATIONS.items() if each.library == "quanto"]
+QUANTO = [name for name, stored in QUANTISATIONS.items() if stored.library == "quanto"]
 # Largest relative error (norms) of a row of normal numbers, and bytes per weight of a layer of 256.
 LIMITS = {
     "int8-quanto": (0.011, 1.02),
@@ -59,9 +59,9 @@ def unpacked(packed: Any) -> Tensor:
 def quantised(
     model: nn.Module, name: str = "int8", layers: str = r".*", via: Any = "cpu"
 ) -> nn.Module:
-    found = quantisation(name)
-    assert found is not None
-    quantise(model, layers, found, via=via, accelerator=CPU)
+    result = quantisation(name)
+    assert result is not None
+    quantise(model, layers, result, via=via, accelerator=CPU)
     return model
 
 
@@ -174,7 +174,10 @@ def test_int8dq_equals_torchaos_quantisation(dtype: torch.dtype) -> None:
         exact = functional.linear(inputs, ours.weight)
         assert torch.equal(outputs, exact) is (rows == 16)
         assert (outputs - exact).norm() <= 1.1 * (theirs(inputs) - exact).norm()
-        gradients = [torch.autograd.grad(each.sum(), inputs)[0] for each in (outputs, exact)]
+        gradients = [
+            torch.autograd.grad(outputs_of_layer.sum(), inputs)[0]
+            for outputs_of_layer in (outputs, exact)
+        ]
         assert torch.equal(*gradients)
 
 
@@ -306,13 +309,13 @@ def test_gradients_of_a_lora_on_int8(t2i_checkpoint: Path, precision: str) -> No
         parameter.requires_grad == (".lora_" in name)
         for name, parameter in int8.transformer.named_parameters()
     )
-    found = gradients(int8, batch)
-    assert 1e-4 < distance(found, full) < 0.05
+    result = gradients(int8, batch)
+    assert 1e-4 < distance(result, full) < 0.05
     settings["gradient_checkpointing"] = False
     plain = gradients(
         make_assembly(t2i_checkpoint, base_model_precision="int8-quanto", **settings), batch
     )
-    assert distance(found, plain) < ROTATION
+    assert distance(result, plain) < ROTATION
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ def layer(
     name: str, rows: int = 48, columns: int = 64, dtype: torch.dtype = torch.float32
 ) -> QuantisedLinear:
     """A layer `rows columns` that multiplies in its own bits."""
-    found = QuantisedLinear(
+    quantised = QuantisedLinear(
         nn.Linear(columns, rows).to(dtype), pack(weight(rows, columns, dtype), QUANTISATIONS[name])
     )
-    use_quantised_products(nn.Sequential(found))
-    return found
+    use_quantised_products(nn.Sequential(quantised))
+    return quantised
 
 
 def divided(rows: Tensor, largest: float) -> tuple[Tensor, Tensor]:
@@ -67,14 +67,16 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_products_equal_integer_arithmetic_bit_for_bit(dtype: torch.dtype) -> None:
     """Outputs and input gradients, against sums of levels in int64."""
-    found = layer("int8-quanto", dtype=dtype)
+    quantised = layer("int8-quanto", dtype=dtype)
     inputs = draw(4, 9, 64, dtype=dtype)
     gradient = draw(4, 9, 48, dtype=dtype)
-    levels, scale = found.packed
+    levels, scale = quantised.packed
     exact, rows = divided(inputs.detach(), 127.0)
-    outputs = found(inputs)
+    outputs = quantised(inputs)
     sums = exact.round().long() @ levels.long().t()
-    assert torch.equal(outputs, (sums.float() * rows * scale.float().t()).to(dtype) + found.bias)
+    assert torch.equal(
+        outputs, (sums.float() * rows * scale.float().t()).to(dtype) + quantised.bias
+    )
     exact, rows = divided(gradient.detach() * scale.float().t(), 127.0)
     (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
     assert torch.equal(ours, ((exact.round().long() @ levels.long()).float() * rows).to(dtype))
@@ -86,15 +88,15 @@ def test_int8_products_equal_integer_arithmetic_bit_for_bit(dtype: torch.dtype) 
 def test_fp8_products_differ_only_by_the_rounding_of_their_factors() -> None:
     """e4m3 rounds a number by up to 2^-4 of itself, near zero 2^-10 of the unit in which 448 is the
     largest; a GPU's kernels write bf16, which rounds by 2^-9."""
-    found = layer("fp8-quanto")
+    quantised = layer("fp8-quanto")
     inputs = draw(4, 9, 64)
     gradient = draw(4, 9, 48)
-    levels = found.packed[0].float()
-    scale = found.packed[1].t()
-    outputs = found(inputs)
+    levels = quantised.packed[0].float()
+    scale = quantised.packed[1].t()
+    outputs = quantised(inputs)
     (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
     for got, factor, matrix in (
-        (outputs.detach() - found.bias.detach(), inputs.detach(), levels.t() * scale),
+        (outputs.detach() - quantised.bias.detach(), inputs.detach(), levels.t() * scale),
         (ours, gradient.detach() * scale, levels),
     ):
         rounding = factor.abs() * 2**-4 + divided(factor, 448.0)[1] * 2**-10
@@ -102,7 +104,7 @@ def test_fp8_products_differ_only_by_the_rounding_of_their_factors() -> None:
         limit = rounding @ matrix.abs() + expected.abs() * 2**-8
         assert (
             (got - expected).abs()
-            <= limit + 1e-6 * (limit.amax(-1, keepdim=True) + found.bias.abs().max())
+            <= limit + 1e-6 * (limit.amax(-1, keepdim=True) + quantised.bias.abs().max())
         ).all()
         assert (got - expected).norm() > 1e-3 * expected.norm(), "they are rounded indeed"
 
@@ -117,27 +119,31 @@ def test_a_layer_of_an_unsupported_size_multiplies_unpacked(
     with caplog.at_level(logging.INFO):
         odd = [layer(name, columns=72), layer(name, rows=40)]
     assert caplog.text.count("0 are multiplied unpacked") == 2
-    found = layer(name)
+    quantised = layer(name)
     cases = [
-        *((each, torch.randn(FEW + 1, each.in_features)) for each in odd),
-        (found, torch.randn(FEW, 64)),
+        *(
+            (layer_of_odd_size, torch.randn(FEW + 1, layer_of_odd_size.in_features))
+            for layer_of_odd_size in odd
+        ),
+        (quantised, torch.randn(FEW, 64)),
     ]
     for module, inputs in cases:
         assert torch.equal(module(inputs), nn.functional.linear(inputs, module.weight, module.bias))
     inputs = torch.randn(64, FEW + 1)
-    assert torch.equal(found(inputs.t()), found(inputs.t().contiguous()))
+    assert torch.equal(quantised(inputs.t()), quantised(inputs.t().contiguous()))
     assert not torch.equal(
-        found(inputs.t()), nn.functional.linear(inputs.t(), found.weight, found.bias)
+        quantised(inputs.t()), nn.functional.linear(inputs.t(), quantised.weight, quantised.bias)
     )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_products_are_equal(name: str) -> None:
-    found = layer(name)
+    quantised = layer(name)
     inputs = draw(4, 9, 64)
-    compiled: Any = torch.compile(found, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled: Any = torch.compile(quantised, backend="aot_eager", fullgraph=True, dynamic=True)
     gradients = [
-        torch.autograd.grad(each(inputs).sin().sum(), inputs)[0] for each in (found, compiled)
+        torch.autograd.grad(forward(inputs).sin().sum(), inputs)[0]
+        for forward in (quantised, compiled)
     ]
     assert torch.equal(*gradients)
 
@@ -162,16 +168,18 @@ def test_int8_products_write_no_needless_float32_numbers(training: bool) -> None
     """Forward the scaled rows, these rounded, and the sums once; backward the folded gradient
     instead of the sums.
     """
-    found = layer("int8-quanto", dtype=torch.bfloat16)
+    quantised = layer("int8-quanto", dtype=torch.bfloat16)
     inputs = draw(4, 9, 64, dtype=torch.bfloat16)
     gradient = torch.ones(4, 9, 48, dtype=torch.bfloat16)
-    outputs = found(inputs)
+    outputs = quantised(inputs)
     with Calls() as calls:
-        outputs.backward(gradient) if training else found(inputs)
+        outputs.backward(gradient) if training else quantised(inputs)
     large = [
         name
-        for name, each in calls.found
-        if isinstance(each, Tensor) and each.dtype == torch.float32 and each.numel() >= 36 * 48
+        for name, quantised in calls.found
+        if isinstance(quantised, Tensor)
+        and quantised.dtype == torch.float32
+        and quantised.numel() >= 36 * 48
     ]
     assert large == (["mul", "div_", "round_"] if training else ["div", "round_", "mul"])
 
@@ -187,9 +195,9 @@ def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) 
         return rows.new_empty((len(rows), levels.shape[1]), dtype=out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
-    found = layer("fp8-quanto").to("meta")
+    quantised = layer("fp8-quanto").to("meta")
     inputs = torch.empty(40, 64, device="meta", requires_grad=True)
-    found(inputs).sum().backward()
+    quantised(inputs).sum().backward()
     assert asked == [True, False]
 
 
@@ -215,7 +223,7 @@ def test_gradients_of_a_lora(
     settings["quantized_matmul"] = True
     with caplog.at_level(logging.INFO):
         assembly = make_assembly(t2i_checkpoint, **settings)
-        found = gradients(assembly, batch)
+        result = gradients(assembly, batch)
         (line,) = told(caplog.records)
         again = gradients(assembly, batch)
         assert told(caplog.records) == [line]
@@ -225,12 +233,12 @@ def test_gradients_of_a_lora(
         )[:7]
     )
     assert 1e-4 < error < 0.2
-    assert 1e-4 < distance(found, unpacked) < 0.1
+    assert 1e-4 < distance(result, unpacked) < 0.1
     for other in (
         again,
         gradients(make_assembly(t2i_checkpoint, gradient_checkpointing=False, **settings), batch),
     ):
-        assert all(torch.equal(found[each], other[each]) for each in found)
+        assert all(torch.equal(result[name], other[name]) for name in result)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +259,7 @@ def test_the_first_gradients_are_compared_without_side_effects(
     monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     settings |= {"base_model_precision": "int8", "quantized_matmul": True, "lora_dropout": 0.3}
-    found = []
+    results = []
     called = []
     monkeypatch.setattr(
         torch, "compile", lambda piece, **how: lambda *call: (called.append(piece), piece(*call))[1]
@@ -260,9 +268,9 @@ def test_the_first_gradients_are_compared_without_side_effects(
         monkeypatch.setattr(FirstGradients, "_log", logs)
         assembly = make_assembly(t2i_checkpoint, **settings)
         torch.manual_seed(3)
-        found.append(gradients(assembly, batch))
+        results.append(gradients(assembly, batch))
     assert told(caplog.records), "it was made once"
-    assert all(torch.equal(found[0][each], found[1][each]) for each in found[0])
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     half = len(called) // 2
     assert called[:half] == called[half:]
     assert bool(called) is ("dynamo_backend" in settings)
@@ -274,7 +282,8 @@ def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
     layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
     assert layers
     assert all(
-        each.form == ScaledRows(rounds_inputs=True, rounds_gradients=True) for each in layers
+        quantised.form == ScaledRows(rounds_inputs=True, rounds_gradients=True)
+        for quantised in layers
     )
 
 

@@ -138,14 +138,14 @@ def test_only_kept_tokens_have_activations(lite: TransformerCost, setup: StepMod
     assert everywhere.block < 0.6 * plain.block, "no block has all tokens"
 
     plain, fewer = (
-        under(each, gradient_checkpointing=False).memory(load) for each in (setup, routed)
+        under(model, gradient_checkpointing=False).memory(load) for model in (setup, routed)
     )
     assert plain.inputs == 32 * (one.held + one.saved)
     half = lite.activations(replace(load, frames=load.frames // 2), 2, setup.adapters)
     inputs = 3 * (one.held + one.saved) + one.held + 28 * half.held + 29 * half.saved
     assert fewer.inputs == pytest.approx(inputs)
 
-    on_host, hosted = (under(each, offload_block_inputs=True) for each in (setup, routed))
+    on_host, hosted = (under(model, offload_block_inputs=True) for model in (setup, routed))
     assert on_host.inputs_on_host_bytes(load) == 30 * one.held
     assert hosted.inputs_on_host_bytes(load) == pytest.approx((2 + 28 / 2) * one.held)
 

@@ -35,11 +35,11 @@ def share(place: World, folder: Path) -> None:
             assert mapped(mine, world, None if where == "shm" else folder / where).startswith(
                 f"{folder}/{where}/"
             )
-            assert sorted(each.name for each in (folder / where).iterdir()) == [
+            assert sorted(path.name for path in (folder / where).iterdir()) == [
                 "mine",
                 "simpletuner-offload-young",
             ]
-        assert all(each.read_bytes().startswith(b"what") for each in wrong.glob("*"))
+        assert all(path.read_bytes().startswith(b"what") for path in wrong.glob("*"))
         # Nor do they have a folder in common: all learn it.
         if not world.is_leader:
             image._opened = lambda path, mark: None
@@ -50,7 +50,7 @@ def share(place: World, folder: Path) -> None:
         with pytest.raises(UserError, match=r"--pid=host\), or group_offload_to_disk_path '/"):
             image.shared_by_machine(mine, world, folder / "disk")
         world.barrier()
-        assert sorted(each.name for each in (folder / "disk").iterdir()) == [
+        assert sorted(path.name for path in (folder / "disk").iterdir()) == [
             "mine",
             "simpletuner-offload-young",
         ]
@@ -84,6 +84,6 @@ def test_processes_share_memory_even_in_separate_containers(tmp_path: Path) -> N
             (tmp_path / name / f"simpletuner-offload-{stray}").touch()
         (tmp_path / name / "mine").touch()
         past = time.time() - 2 * image.STRAY_SECONDS
-        for each in ("simpletuner-offload-old", "mine"):
-            os.utime(tmp_path / name / each, (past, past))
+        for file in ("simpletuner-offload-old", "mine"):
+            os.utime(tmp_path / name / file, (past, past))
     run_together(2, share, tmp_path)

@@ -217,18 +217,20 @@ def test_streaming_changes_neither_names_nor_the_state_dict(
 ) -> None:
     plain = Trained(prepare=prepare)
     streamed = Trained(prepare=prepare)
-    before = {name: id(each) for name, each in streamed.model.named_parameters()}
+    before = {name: id(parameter) for name, parameter in streamed.model.named_parameters()}
     streamed.offloaded()
     for moment in (lambda: None, streamed.step, streamed.sample):
         moment()
-        assert {name: id(each) for name, each in streamed.model.named_parameters()} == before
+        assert {
+            name: id(parameter) for name, parameter in streamed.model.named_parameters()
+        } == before
         ours = streamed.model.state_dict()
         theirs = plain.model.state_dict()
         assert list(ours) == list(theirs), "names and their order"
         for name, value in theirs.items():
             values = [
-                getattr(each, "dequantize", lambda each=each: each)()
-                for each in (ours[name], value)
+                getattr(tensor, "dequantize", lambda tensor=tensor: tensor)()
+                for tensor in (ours[name], value)
             ]
             assert torch.equal(*values), name
 

@@ -126,11 +126,11 @@ def test_few_graphs_serve_a_whole_run(
     )
 
     def compare(batch: Batch, captions: list[int]) -> None:
-        found = loss_and_gradients(compiled, batch)
+        actual = loss_and_gradients(compiled, batch)
         expected = loss_and_gradients(eager, batch)
         # The softmax over a caption of one token has a gradient of zero, or of rounding.
         names = ["loss"] if max(captions) == 1 else list(expected)
-        assert_close(found, {name: expected[name] for name in names}, 1e-3)
+        assert_close(actual, {name: expected[name] for name in names}, 1e-3)
         clear(compiled)
         clear(eager)
 
@@ -194,7 +194,7 @@ def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(
             pieces[name] = CompiledPiece(pieces[name], torch.compile(pieces[name], fullgraph=True))
         block = model.visual_transformer_blocks[1]
         visual, text, *rest = block_inputs(model, inputs, block)
-        visual, text = (each.detach().requires_grad_() for each in (visual, text))
+        visual, text = (hidden.detach().requires_grad_() for hidden in (visual, text))
         _, codes = run_and_get_code(lambda: block(visual, text, *rest).sum().backward())  # noqa: B023 - called at once
         counts.append(sum(len(LAUNCH.findall(code)) for code in codes))
     assert 60 < counts[0] == counts[1] <= 105 - 2, "two more for the self-attention"
@@ -206,7 +206,7 @@ def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.Mo
     """
     trace_only(monkeypatch)
     settings = {"dynamo_backend": "aot_eager", "dynamo_dynamic": True, "dynamo_fullgraph": True}
-    compiled, eager = (make_assembly(t2i_checkpoint, **each) for each in (settings, {}))
+    compiled, eager = (make_assembly(t2i_checkpoint, **changes) for changes in (settings, {}))
     batch = bucket(8, 8, 6)
     assert_close(loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch), 1e-3)
     assert graphs() > 0
@@ -215,14 +215,14 @@ def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def marks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tensors whose sizes the compiler is told to be dynamic, as they are marked."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     mark = torch._dynamo.maybe_mark_dynamic
     monkeypatch.setattr(
         torch._dynamo,
         "maybe_mark_dynamic",
-        lambda each, sizes: (found.append(each), mark(each, sizes)),
+        lambda tensor, sizes: (results.append(tensor), mark(tensor, sizes)),
     )
-    return found
+    return results
 
 
 def test_sizes_are_marked_as_dynamic_until_nothing_more_is_compiled(marks: list[Tensor]) -> None:
@@ -256,12 +256,12 @@ def test_a_repeated_step_marks_no_sizes(
 ) -> None:
     trace_only(monkeypatch)
     assembly = make_assembly(t2i_checkpoint, dynamo_backend="aot_eager")
-    found = []
+    results = []
     for _ in range(3):
         loss_and_gradients(assembly, bucket(8, 8, 6))
         clear(assembly)
-        found.append(len(marks))
-    assert 0 < found[0] <= found[1] == found[2]
+        results.append(len(marks))
+    assert 0 < results[0] <= results[1] == results[2]
 
 
 def in_a_thread(work: Callable[[], object]) -> None:
@@ -310,10 +310,10 @@ def test_a_compiler_that_fails_on_gradients_leaves_a_function_uncompiled(
 
 def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
     """The last of the seven products of a block. All are plain: no width is a symbol."""
-    found: list[list[str]] = []
+    results: list[list[str]] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
-        found.append([str(node.target) for node in graph.graph.nodes])
+        results.append([str(node.target) for node in graph.graph.nodes])
         return make_boxed_func(graph.forward)
 
     backend: Any = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
@@ -325,9 +325,9 @@ def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
         piece = CompiledPiece(function, torch.compile(function, backend=backend), strict=True)
         out = piece(block, *inputs)
         gradients.append(torch.autograd.grad(out, tokens, out.detach()))
-    products = [sum("mm" in each for each in graph) for graph in found]
+    products = [sum("mm" in operation for operation in graph) for graph in results]
     assert products == [7, 7, 7, 7 + 6]
-    assert not any("bmm" in each for graph in found for each in graph)
+    assert not any("bmm" in operation for graph in results for operation in graph)
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
@@ -361,7 +361,7 @@ def test_previews_share_graphs_and_training_keeps_its_own(
     prompts are padded; those whose guidance is one batch have theirs."""
     trace_only(monkeypatch)
     eager, compiled = (
-        make_assembly(t2i_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager")
+        make_assembly(t2i_checkpoint, dynamo_backend=backend) for backend in ("no", "aot_eager")
     )
 
     def pictures(assembly: Assembly, batched: bool, *sizes: int) -> list[Tensor]:
@@ -386,7 +386,7 @@ def test_previews_share_graphs_and_training_keeps_its_own(
         pairs = zip(
             pictures(compiled, batched, 64, 96), pictures(eager, batched, 64, 96), strict=True
         )
-        assert all((found - expected).abs().max() <= 1 for found, expected in pairs)
+        assert all((actual - expected).abs().max() <= 1 for actual, expected in pairs)
         assert before < graphs() <= before + 3
         sampled = graphs()
         pictures(compiled, batched, 128)
@@ -430,7 +430,7 @@ def test_inductor_compiles_a_block_correctly() -> None:
         torch.randn(2, 6, 1, 8),
         mask,
     )
-    found = []
+    results = []
     for compiler in (None, torch.compile):
         pieces = blocks.use_fast_blocks(model, blocks.mask_padding(model)).pieces
         piece = (
@@ -439,11 +439,14 @@ def test_inductor_compiles_a_block_correctly() -> None:
             else CompiledPiece(pieces["text"], compiler(pieces["text"]))
         )
         piece(block, *inputs).square().sum().backward()
-        found.append(
-            {name: each.grad.clone() for name, each in block.feed_forward.named_parameters()}
+        results.append(
+            {
+                name: parameter.grad.clone()
+                for name, parameter in block.feed_forward.named_parameters()
+            }
         )
         block.zero_grad()
-    assert_close(found[1], found[0], 0.02)
+    assert_close(results[1], results[0], 0.02)
     assert graphs() == 1
 
 
@@ -513,8 +516,8 @@ def test_wrong_gradients_keep_a_block_uncompiled(
     block = Block()
     twin = Block()
     verdicts: dict[Case, bool] = {}
-    for each in (block, twin):
-        each.forward = CheckedForward(each, compiler, verdicts, sampling=False)  # type: ignore[assignment]
+    for stock in (block, twin):
+        stock.forward = CheckedForward(stock, compiler, verdicts, sampling=False)  # type: ignore[assignment]
     x = torch.randn(2, 4)
     checkpointed = torch.utils.checkpoint.checkpoint(block, x, 3, use_reentrant=False)
     twin(checkpointed, 3).sum().backward()
@@ -549,7 +552,8 @@ def test_few_graphs_serve_all_sizes_of_sana(
     """One for clips of all sizes, one more for batches; given frames would double them."""
     trace_only(monkeypatch)
     eager, compiled = (
-        sana.make_assembly(sana_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager")
+        sana.make_assembly(sana_checkpoint, dynamo_backend=backend)
+        for backend in ("no", "aot_eager")
     )
     pair = sana.make_batch(sana_checkpoint, "t2v")
 
@@ -588,13 +592,13 @@ def test_every_memory_layout_has_its_own_verdict() -> None:
     verdicts: dict[Case, bool] = {}
     block.forward = CheckedForward(block, compiler, verdicts, sampling=False)  # type: ignore[assignment]
     for y in (torch.randn(4, 4).t(), torch.randn(4, 4)):
-        found = []
+        results = []
         for forward in (block, eager):
             block.zero_grad()
             y = y.detach().requires_grad_()
             forward(torch.ones(4, 4), y, 3).sum().backward()
-            found.append(y.grad)
-        torch.testing.assert_close(*found)
+            results.append(y.grad)
+        torch.testing.assert_close(*results)
     assert list(verdicts.values()) == [True, False]
 
 

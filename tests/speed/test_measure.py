@@ -30,16 +30,16 @@ def test_a_cpu_is_measured_plausibly(tmp_path: Path) -> None:
 def test_a_cpu_that_emulates_a_precision_is_measured_with_a_small_matmul(
     monkeypatch: pytest.MonkeyPatch, rate: float, sides: list[int]
 ) -> None:
-    found = []
+    results = []
 
     def product(device: torch.device, dtype: torch.dtype, side: int, rounds: int = 1) -> float:
-        found.append(side)
+        results.append(side)
         return rate
 
     monkeypatch.setattr(measure, "matmul_flops", product)
     monkeypatch.setattr(measure, "AFFORDABLE_SECONDS", 0.01)
     assert measure._measure_cpu(torch.bfloat16).matmul_flops == rate
-    assert found == sides
+    assert results == sides
 
 
 def test_one_interrupted_measurement_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,13 +183,13 @@ def test_the_output_of_flex_attention_is_kept(
     gradients of equal bits.
     """
     batch = make_batch(checkpoints["nabla"], "nabla")
-    found = []
+    results = []
     for settings in ({"speed_keep_attention": keep}, {"gradient_checkpointing": False}):
-        found.append(
+        results.append(
             loss_and_gradients(make_assembly(checkpoints["nabla"], "nabla", **settings), batch)
         )
     assert flex == [512] * ((2 if keep else 4) + 2)
-    assert_equal(*found)
+    assert_equal(*results)
 
 
 # of the tiny models, and of a clip
@@ -236,7 +236,7 @@ def bytes_of_keeping(checkpoint: Path, case: str) -> int:
 def live_bytes() -> int:
     """Bytes of all tensors that Python can see, each storage counted once."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+    tensors = [value for value in gc.get_objects() if type(value) is Tensor]
     return sum(
         {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -276,7 +276,7 @@ def test_saved_views_are_recomputed_with_their_strides() -> None:
     with SavedAsRecipes([passed]):
         product = passed[:, 4:] * passed[:, :4]
     product.square().sum().backward()
-    found = inputs.grad
+    result = inputs.grad
     inputs.grad = None
     (inputs[:, 4:] * inputs[:, :4]).square().sum().backward()
-    assert torch.equal(found, inputs.grad)
+    assert torch.equal(result, inputs.grad)

@@ -99,7 +99,7 @@ def test_alignment_sums_over_frames_and_neighbours(distance: int, cumulative: bo
         crepa_adjacent_tau=tau,
         crepa_cumulative_neighbors=cumulative,
     )
-    found = align(student, teacher, neighbours_of(config, frames))
+    result = align(student, teacher, neighbours_of(config, frames))
     furthest = min(distance, frames - 1)
     for sample in range(2):
         for frame in range(frames):
@@ -113,8 +113,8 @@ def test_alignment_sums_over_frames_and_neighbours(distance: int, cumulative: bo
                     )
                     total += math.exp(-apart / tau) * cosines.mean().item()
                     weights += math.exp(-apart / tau)
-            assert found.total[sample, frame].item() == pytest.approx(total, abs=1e-6)
-            assert found.score[sample, frame].item() == pytest.approx(total / weights, abs=1e-6)
+            assert result.total[sample, frame].item() == pytest.approx(total, abs=1e-6)
+            assert result.score[sample, frame].item() == pytest.approx(total / weights, abs=1e-6)
 
 
 def test_missing_tokens_are_excluded_from_every_mean() -> None:
@@ -124,18 +124,18 @@ def test_missing_tokens_are_excluded_from_every_mean() -> None:
     student.present[0, 0, 0] = 0
     student.present[0, 1] = 0
     teacher.present[0, 2, 1, 1] = 0
-    found = align(student, teacher, {1: 0.5})
+    result = align(student, teacher, {1: 0.5})
     cosines = (student.values * teacher.values).sum(-1)[0]
-    assert found.own[0].tolist() == pytest.approx(
+    assert result.own[0].tolist() == pytest.approx(
         [cosines[0, 1].mean().item(), 0, cosines[2].flatten()[:3].mean().item()]
     )
     after = (student.values[:, :2] * teacher.values[:, 1:]).sum(-1)[0]
-    assert found.total[0, 0].item() == pytest.approx(
+    assert result.total[0, 0].item() == pytest.approx(
         (cosines[0, 1] + 0.5 * after[0, 1]).mean().item()
     )
-    assert found.weights[0].tolist() == [1.5, 0, 1]
-    assert found.mean(found.score).item() == pytest.approx(
-        ((found.score[0, 0] + found.score[0, 2]) / 2).item()
+    assert result.weights[0].tolist() == [1.5, 0, 1]
+    assert result.mean(result.score).item() == pytest.approx(
+        ((result.score[0, 0] + result.score[0, 2]) / 2).item()
     )
 
 
@@ -182,7 +182,7 @@ def test_tokens_are_put_back_on_the_grid_of_their_frames(
 
     def place(block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         where = positions(inputs[3], adapter.rope_scale)
-        assert routed or [int(each.max()) for each in where] == [frames - 1, rows - 1, columns - 1]
+        assert routed or [int(axis.max()) for axis in where] == [frames - 1, rows - 1, columns - 1]
         return codes[tuple(where)] + 0 * output
 
     transformer.visual_transformer_blocks[BLOCK].register_forward_hook(place, prepend=True)
@@ -226,7 +226,7 @@ def test_the_weight_follows_its_schedule(
 
 
 def train(assembly: Assembly, batch: Batch, steps: int = 3) -> list[dict[str, float]]:
-    return [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(steps)]
+    return [step.optimizer_step(assembly, Batches(batch), index).metrics for index in range(steps)]
 
 
 def test_nothing_is_measured_at_weight_zero(deep: Path, batch: Batch) -> None:
@@ -265,9 +265,13 @@ def gradients_of(
     assembly = make_assembly(checkpoint, crepa, **{"gradient_checkpointing": False, **settings})
     rehearse_micro_step(assembly, batch)
     every = assembly.parameters | assembly.module_parameters
-    found = {name: each.grad.clone() for name, each in every.items() if each.grad is not None}
-    assert len(found) == len(every)
-    return found
+    result = {
+        name: parameter.grad.clone()
+        for name, parameter in every.items()
+        if parameter.grad is not None
+    }
+    assert len(result) == len(every)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -282,10 +286,14 @@ def test_memory_and_speed_settings_change_no_gradient(
     deep: Path, batch: Batch, source: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     expected = gradients_of(deep, batch, crepa_of(**source))
-    found = gradients_of(deep, batch, crepa_of(**source), **settings)
-    assert distance(found, expected) < ROTATION
+    actual = gradients_of(deep, batch, crepa_of(**source), **settings)
+    assert distance(actual, expected) < ROTATION
     assert (
-        max(float(each.abs().max()) for name, each in found.items() if name.startswith("Crepa"))
+        max(
+            float(gradient.abs().max())
+            for name, gradient in actual.items()
+            if name.startswith("Crepa")
+        )
         > 1e-3
     )
 
@@ -349,12 +357,12 @@ def test_alignment_is_switched_off_at_the_threshold(deep: Path, batch: Batch, mo
     assembly = make_assembly(deep, crepa)
     crepa.load_state_dict({"average": 0.9, "off": False})
     steps = train(assembly, batch, 8)
-    found = [each["crepa_cutoff"] for each in steps]
-    assert found[0] == 1
-    assert [each["crepa_weight"] == 0 for each in steps] == [each == 1 for each in found], (
-        "logged in its step"
-    )
-    assert (0 in found) == (mode == "recoverable"), (
+    results = [metrics["crepa_cutoff"] for metrics in steps]
+    assert results[0] == 1
+    assert [metrics["crepa_weight"] == 0 for metrics in steps] == [
+        metrics == 1 for metrics in results
+    ], "logged in its step"
+    assert (0 in results) == (mode == "recoverable"), (
         "the average of a random projector's score falls to 0"
     )
     saved = crepa.state_dict()
@@ -386,7 +394,7 @@ def test_a_permanent_cutoff_lasts_as_long_as_its_threshold(
 
 def test_a_cutoff_is_logged_in_its_step(deep: Path, batch: Batch) -> None:
     steps = train(make_assembly(deep, crepa_of(crepa_cutoff_step=2)), batch, 3)
-    assert [(each["crepa_cutoff"], each["crepa_weight"]) for each in steps] == [
+    assert [(metrics["crepa_cutoff"], metrics["crepa_weight"]) for metrics in steps] == [
         (0, 0.5),
         (0, 0.5),
         (1, 0),
@@ -397,15 +405,15 @@ def test_the_plan_counts_the_projector(deep: Path) -> None:
     given = {"crepa_enabled": True, "crepa_block_index": BLOCK, **BACKBONE}
     (spec,) = chosen_techniques(make_config(deep, **given))
     shapes = {
-        name: tuple(each.shape)
-        for name, each in make_adapter(deep).load_transformer(torch.float32).named_parameters()
+        name: tuple(parameter.shape)
+        for name, parameter in make_adapter(deep).load_transformer(torch.float32).named_parameters()
     }
     cost = KANDINSKY5_IMAGE.cost.transformer(
         {"axes_dims": [4, 6, 6], "model_dim": WIDTH}, shapes, STOCK
     )
     assembly = make_assembly(deep, crepa_of(**BACKBONE))
-    found = spec.cost(cost, BatchShape(1, 1, 8, 8, 10))
-    assert found.parameters == sum(
+    result = spec.cost(cost, BatchShape(1, 1, 8, 8, 10))
+    assert result.parameters == sum(
         parameter.numel() for parameter in assembly.module_parameters.values()
     )
 

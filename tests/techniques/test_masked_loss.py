@@ -85,10 +85,15 @@ def test_unequal_masked_batches_of_a_step_equal_one_batch(
     )
     whole = replace(batch, loss_mask=mask)
     parts = [
-        Batch(whole.latents[each], whole.embeds[each], whole.names[each], loss_mask=mask[each])
-        for each in (slice(3), slice(3, 4))
+        Batch(
+            whole.latents[samples],
+            whole.embeds[samples],
+            whole.names[samples],
+            loss_mask=mask[samples],
+        )
+        for samples in (slice(3), slice(3, 4))
     ]
-    found: list[dict[str, Tensor]] = []
+    results: list[dict[str, Tensor]] = []
     for window in ([whole], parts):
         technique = MaskedLoss(MaskedLossSpec(MaskedLossConfig(**settings)))
         assembly = moved(
@@ -96,13 +101,13 @@ def test_unequal_masked_batches_of_a_step_equal_one_batch(
         )
 
         def note(*given: object, assembly: Assembly = assembly) -> None:
-            found.append(gradients_of(assembly))
+            results.append(gradients_of(assembly))
 
         look = assembly.optimizer.register_step_pre_hook(note)
         step.optimizer_step(assembly, Batches(*window), 0)
         look.remove()
-    assert max(each.abs().max() for each in found[0].values()) > 1e-3
-    assert distance(found[1], found[0]) < ROTATION
+    assert max(gradient.abs().max() for gradient in results[0].values()) > 1e-3
+    assert distance(results[1], results[0]) < ROTATION
 
 
 def gradients_of(assembly: Assembly) -> dict[str, Tensor]:
@@ -164,9 +169,9 @@ def test_neutral_masks_equal_plain_training(t2i_checkpoint: Path) -> None:
         (white, MaskedLossConfig.model_validate(settings)),
     ]
     for case, config in cases:
-        loss, found = gradients(t2i_checkpoint, case, MaskedLoss(MaskedLossSpec(config)))
+        loss, result = gradients(t2i_checkpoint, case, MaskedLoss(MaskedLossSpec(config)))
         assert loss == plain[0]
-        assert all(torch.equal(gradient, plain[1][name]) for name, gradient in found.items())
+        assert all(torch.equal(gradient, plain[1][name]) for name, gradient in result.items())
 
 
 def test_the_prior_keeps_the_base_prediction_in_black_areas(t2i_checkpoint: Path) -> None:

@@ -65,29 +65,31 @@ def batch(deep: Path) -> Batch:
 def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     rehearse_micro_step(assembly, batch)
     own = {
-        f"own.{name}": each
+        f"own.{name}": parameter
         for module in assembly.modules.values()
-        for name, each in module.named_parameters()
+        for name, parameter in module.named_parameters()
     }
-    found = {
-        name: each.grad.clone()
-        for name, each in (assembly.parameters | own).items()
-        if each.grad is not None
+    result = {
+        name: parameter.grad.clone()
+        for name, parameter in (assembly.parameters | own).items()
+        if parameter.grad is not None
     }
-    assert len(found) == len(assembly.parameters) + len(own)
-    return found
+    assert len(result) == len(assembly.parameters) + len(own)
+    return result
 
 
 def test_a_techniques_module_is_trained(deep: Path, batch: Batch) -> None:
     assembly = make_assembly(deep, Alignment())
     module = assembly.modules["Alignment"]
-    before = {name: each.detach().clone() for name, each in module.named_parameters()}
-    losses = [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(8)]
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    losses = [step.optimizer_step(assembly, Batches(batch), index).metrics for index in range(8)]
     assert losses[-1]["alignment_loss"] < losses[0]["alignment_loss"] - 0.05
     assert losses[0]["optimization_loss"] == pytest.approx(
         losses[0]["train_loss"] + losses[0]["alignment_loss"]
     )
-    assert all(not torch.equal(before[name], each) for name, each in module.named_parameters())
+    assert all(
+        not torch.equal(before[name], parameter) for name, parameter in module.named_parameters()
+    )
     assert not any("project" in name for name in assembly.parameters), (
         "the moving average is of the LoRA alone"
     )
@@ -116,11 +118,11 @@ def test_the_modules_gradient_is_clipped_separately(deep: Path, batch: Batch, me
     assembly = make_assembly(
         deep, Alignment(), optimizer="torch-sgd", grad_clip_method=method, max_grad_norm=limit
     )
-    found: list[dict[str, Tensor]] = []
+    results: list[dict[str, Tensor]] = []
 
     def look(optimizer: Any, *given: Any) -> None:
         for parameters in (assembly.parameters, assembly.module_parameters):
-            found.append(
+            results.append(
                 {
                     name: parameter.grad.clone()
                     for name, parameter in parameters.items()
@@ -130,11 +132,11 @@ def test_the_modules_gradient_is_clipped_separately(deep: Path, batch: Batch, me
 
     assembly.optimizer.register_step_pre_hook(look)
     step.optimizer_step(assembly, Batches(batch), 0)
-    for gradients in found:
+    for gradients in results:
         joined = torch.cat([gradient.flatten() for gradient in gradients.values()])
         size = joined.norm() if method == "norm" else joined.abs().max()
         assert size.item() == pytest.approx(limit, rel=1e-5)
-    assert len(found) == 2
+    assert len(results) == 2
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "optimi-lion", "torch-sgd"])
@@ -165,17 +167,17 @@ def test_recomputation_and_offload_change_no_gradient(
     plain = Alignment()
     other = Alignment()
     expected = gradients_of(make_assembly(deep, plain, gradient_checkpointing=False), batch)
-    found = gradients_of(
+    actual = gradients_of(
         make_assembly(deep, other, **{"gradient_checkpointing": False, **settings}), batch
     )
-    assert expected.keys() == found.keys()
+    assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
     assert plain.shapes == other.shapes == [torch.Size([2, TOKENS, WIDTH])], (
         "one look in each micro-step"
     )
     assert (
-        max(gradient.abs().max() for name, gradient in found.items() if name.startswith("own."))
+        max(gradient.abs().max() for name, gradient in actual.items() if name.startswith("own."))
         > 1e-3
     )
 
@@ -197,7 +199,7 @@ def test_compiled_blocks_are_recorded_recomputed_and_run_without_gradients(
     """All that techniques do with blocks."""
     torch.compiler.reset()
     batch = replace(batch, other_embeds=batch.embeds[::-1])
-    expected, found = (
+    expected, actual = (
         gradients_of(
             moved(
                 deep,
@@ -211,7 +213,7 @@ def test_compiled_blocks_are_recorded_recomputed_and_run_without_gradients(
         for settings in ({}, {"dynamo_backend": "aot_eager"})
     )
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("block", [1, 2])

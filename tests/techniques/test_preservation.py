@@ -76,8 +76,8 @@ def moved(checkpoint: Path, *techniques: Technique, **settings: Any) -> Assembly
 
 def gradients(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
     losses = Losses()
-    for micro_step, each in enumerate(batches):
-        step.run_micro_step(assembly, each, 4, micro_step, losses)
+    for micro_step, part in enumerate(batches):
+        step.run_micro_step(assembly, part, 4, micro_step, losses)
     return {
         name: parameter.grad.clone()
         for name, parameter in assembly.parameters.items()
@@ -112,8 +112,8 @@ def test_the_gradient_equals_the_hand_computed_one(
     deep: Path, batch: Batch, techniques: tuple[Callable[[], Technique], ...]
 ) -> None:
     expected = by_hand(deep, batch, *(build() for build in techniques))
-    found = gradients(moved(deep, *(build() for build in techniques), always()), batch)
-    assert distance(found, expected) < ROTATION
+    actual = gradients(moved(deep, *(build() for build in techniques), always()), batch)
+    assert distance(actual, expected) < ROTATION
     assert distance(gradients(moved(deep), batch), expected) > 0.1, "it changes the gradient"
 
 

@@ -121,8 +121,8 @@ def test_a_true_velocity_leads_back_to_the_plain_input(
 
 def velocities_of(adapter: Any, transformer: nn.Module, part: NoisyBatch) -> Tensor:
     with torch.no_grad():
-        found: Tensor = adapter.predict(transformer, part)
-    return found
+        results: Tensor = adapter.predict(transformer, part)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_rollout_steps_equal_those_of_a_preview(
         noisy = adapter.prepare(make_noisy(batch, torch.tensor([sigma]), stock[0] / float(grid[0])))
         noisy = replace(noisy, place=replace(PLACE, slots=range(1)), host_sigmas=(sigma,))
         technique._paths = lambda noisy, offsets, sigma=sigma: [path_to(sigma, 4, grid)]
-        found = technique.before_forward(
+        result = technique.before_forward(
             noisy, partial(velocities_of, adapter, transformer)
         ).noisy_latents
-        assert distance({"": found}, {"": stock[passed]}) < ROTATION
-        assert distance({"": found}, {"": stock[passed - 1]}) > 2 * ROTATION
+        assert distance({"": result}, {"": stock[passed]}) < ROTATION
+        assert distance({"": result}, {"": stock[passed - 1]}) > 2 * ROTATION
         if condition is not None:
-            assert torch.equal(found[:, :, :1], condition)
+            assert torch.equal(result[:, :, :1], condition)
 
 
 def test_paths_follow_the_grid() -> None:
@@ -260,8 +260,8 @@ def test_a_sample_does_not_depend_on_its_batch(t2i_checkpoint: Path, batch: Batc
         place = replace(PLACE, slots=range(row, row + 1))
         whole = noisy_of(batch, sigmas)
         alone = replace(whole.subset([row]), place=place, host_sigmas=(sigmas[row],))
-        found = technique.before_forward(alone, predict).noisy_latents
-        assert_close(found, together[row : row + 1], terms=MODEL)
+        result = technique.before_forward(alone, predict).noisy_latents
+        assert_close(result, together[row : row + 1], terms=MODEL)
 
 
 def test_forward_passes_of_techniques_have_no_dropout_and_draw_no_random_numbers(
@@ -353,12 +353,12 @@ class TestReflexFlow:
             ScheduledSamplingSpec(config_of(probability=0.5), STEPS, None)
         )
         assembly = make_assembly(t2i_checkpoint, technique, learning_rate=0.0)
-        found = step.optimizer_step(assembly, Batches(batch), 3).metrics
-        adr = found["reflexflow_adr"]
-        loss = found["reflexflow_flow_loss"]
+        result = step.optimizer_step(assembly, Batches(batch), 3).metrics
+        adr = result["reflexflow_adr"]
+        loss = result["reflexflow_flow_loss"]
         assert adr > 0
-        assert 0 < loss < found["train_loss"], "of the sampled inputs alone"
-        assert found["reflexflow_adr_share"] == pytest.approx(adr / (adr + loss))
+        assert 0 < loss < result["train_loss"], "of the sampled inputs alone"
+        assert result["reflexflow_adr_share"] == pytest.approx(adr / (adr + loss))
 
     def test_without_reflexflow_the_loss_is_plain(self, t2i_checkpoint: Path, batch: Batch) -> None:
         technique = technique_for(make_adapter(t2i_checkpoint), reflexflow=False)

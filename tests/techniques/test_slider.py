@@ -56,10 +56,13 @@ def test_the_lora_acts_with_the_strength_of_its_dataset(
     slider = moved(
         t2i_checkpoint, Slider(SliderSpec({"old": STRENGTH, "new": 1.0})), lora_alpha=8, **settings
     )
-    found = gradients(slider, batch)
+    actual = gradients(slider, batch)
     assert distance(
-        found,
-        {name: each * (STRENGTH if ".lora_B." in name else 1) for name, each in expected.items()},
+        actual,
+        {
+            name: gradient * (STRENGTH if ".lora_B." in name else 1)
+            for name, gradient in expected.items()
+        },
     ) < (ROTATION)
 
 
@@ -70,7 +73,7 @@ def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch)
     torch.compiler.reset()
     batch = replace(batch, other_embeds=batch.embeds[::-1])
     ends = [replace(batch, dataset_id=name) for name in ("old", "new")]
-    found, expected = (
+    actual, expected = (
         gradients(
             moved(
                 t2i_checkpoint,
@@ -83,16 +86,16 @@ def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch)
         )
         for settings in ({"dynamo_backend": "aot_eager"}, {})
     )
-    assert distance(found, expected) < ROTATION
+    assert distance(actual, expected) < ROTATION
 
 
 def test_datasets_without_a_strength_train_as_usual(t2i_checkpoint: Path, batch: Batch) -> None:
     neutral = replace(batch, dataset_id="neutral")
-    found, plain = (
+    result, plain = (
         gradients(moved(t2i_checkpoint, *given), neutral)
         for given in ([Slider(SliderSpec({"old": -1.0}))], [])
     )
-    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    assert all(torch.equal(result[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("part", ["micro_loss", "_backward", ""])
@@ -197,7 +200,7 @@ def test_invalid_settings_are_reported(
 def test_slider_targets_without_a_slider_cause_a_warning(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = "slider_lora_target: has no effect: no dataset sets slider_strength."
-    assert told in warnings(workspace, capsys, "slider_lora_target=true")
+    message = "slider_lora_target: has no effect: no dataset sets slider_strength."
+    assert message in warnings(workspace, capsys, "slider_lora_target=true")
     workspace.write_datasets([{**DATASETS[0], "slider_strength": 1}, DATASETS[1]])
-    assert told not in warnings(workspace, capsys, "slider_lora_target=true")
+    assert message not in warnings(workspace, capsys, "slider_lora_target=true")

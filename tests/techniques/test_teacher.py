@@ -85,8 +85,8 @@ def test_the_teacher_sees_the_pixel_frames_at_latent_frames(model: Any) -> None:
     z = torch.randn(16, 3, 12, 8)
     with torch.no_grad():
         pixels = own.decoder.decode(z[None])[0]  # 3 9 96 64
-        found = own.encode(z)
-        assert (found.shape, found.dtype) == ((3, 6, 4, 32), torch.bfloat16)
+        result = own.encode(z)
+        assert (result.shape, result.dtype) == ((3, 6, 4, 32), torch.bfloat16)
         pictures = torch.nn.functional.interpolate(
             pixels[:, [0, 4, 8]].transpose(0, 1) / 2 + 0.5,
             (6 * 14, 4 * 14),
@@ -94,10 +94,10 @@ def test_the_teacher_sees_the_pixel_frames_at_latent_frames(model: Any) -> None:
             antialias=True,
         )
         mean, deviation = (
-            torch.tensor(each).view(3, 1, 1) for each in (teacher.MEAN, teacher.DEVIATION)
+            torch.tensor(values).view(3, 1, 1) for values in (teacher.MEAN, teacher.DEVIATION)
         )
         tokens = model((pictures - mean) / deviation).last_hidden_state[:, -24:]
-    assert torch.allclose(found.float(), tokens.unflatten(1, (6, 4)), atol=0.03)
+    assert torch.allclose(result.float(), tokens.unflatten(1, (6, 4)), atol=0.03)
 
 
 @pytest.mark.parametrize(("height", "width"), [(768, 512), (480, 832), (512, 512), (64, 2048)])
@@ -118,12 +118,12 @@ def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, i
         torch.linspace(0.1, 0.9, 5), torch.linspace(0.1, 0.9, 5), indexing="ij"
     )
     own._features = lambda frames: torch.stack([rows, columns]).expand(len(frames), -1, -1, -1)
-    found = own.encode(torch.randn(16, 1, 2 * size[0], 2 * size[1]))[0].float()
+    actual = own.encode(torch.randn(16, 1, 2 * size[0], 2 * size[1]))[0].float()
     for axis, count in enumerate(size):
         expected = ((torch.arange(count) + 0.5) / count).clamp(0.1, 0.9)
-        mean = found[..., axis].mean(1 - axis)
+        mean = actual[..., axis].mean(1 - axis)
         assert torch.allclose(mean, expected, atol=0.05)
-        assert float(found[..., axis].std(1 - axis).max()) < 0.01
+        assert float(actual[..., axis].std(1 - axis).max()) < 0.01
 
 
 def torch_hub_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -141,20 +141,20 @@ def torch_hub_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ("layernorm.", "norm."),
         ("mlp.down_proj", "mlp.w3"),
     )
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, weight in weights.items():
         for ours, theirs in pairs:
             name = name.replace(ours, theirs)
-        found[name] = weight
+        results[name] = weight
     for parts, whole in (
         (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attn.qkv"),
         (("mlp.gate_proj", "mlp.up_proj"), "mlp.w12"),
     ):
-        for name in [name for name in found if parts[0] in name]:
-            found[name.replace(parts[0], whole)] = torch.cat(
-                [found.pop(name.replace(parts[0], part)) for part in parts]
+        for name in [name for name in results if parts[0] in name]:
+            results[name.replace(parts[0], whole)] = torch.cat(
+                [results.pop(name.replace(parts[0], part)) for part in parts]
             )
-    return found
+    return results
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -207,9 +207,9 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
         run.write_config(**settings_of(encoder, crepa_similarity_threshold=0.9))
     runs[1].write_config(crepa_cache="off", crepa_drop_vae_encoder=True)
     assert runs[0].run("plan") == 0
-    told = capsys.readouterr().out
-    assert "Cache of features: 0 of 3 exist, 3 to encode" in told
-    assert "features up to" in told
+    message = capsys.readouterr().out
+    assert "Cache of features: 0 of 3 exist, 3 to encode" in message
+    assert "features up to" in message
     assert runs[0].train() == 0
     assert calls == {"decode": 3, "load": 1}, "once a clip, before the first step"
     broken = runs[0].stopped(tmp_path / "broken", 3)
@@ -221,14 +221,14 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
     assert calls == {"decode": 6, "load": 1}, "in every step"
     mine = runs[0].metrics()
     live = runs[1].metrics()
-    assert [each["crepa_alignment_score"] for each in mine] == pytest.approx(
-        [each["crepa_alignment_score"] for each in live], abs=1e-4
+    assert [metrics["crepa_alignment_score"] for metrics in mine] == pytest.approx(
+        [metrics["crepa_alignment_score"] for metrics in live], abs=1e-4
     )
     assert mine[-1]["crepa_alignment_score_ema"] != mine[-1]["crepa_alignment_score"]
     names = load_file(runs[0].path("output/pytorch_lora_weights.safetensors")).keys()
     assert all("lora" in name for name in names)
     saved = runs[0].path("output/checkpoint-6/training_state/Crepa.module.safetensors")
-    assert {tuple(each.shape) for each in load_file(saved).values()} == {(32,), (32, 32)}
+    assert {tuple(tensor.shape) for tensor in load_file(saved).values()} == {(32,), (32, 32)}
 
 
 @pytest.mark.slow(1)
@@ -331,7 +331,7 @@ def test_unsuitable_settings_are_refused(
     before = path.read_text()
     clips.write_config(**settings)
     try:
-        assert any(each.startswith(told) for each in complaints(clips, capsys))
+        assert any(problem.startswith(told) for problem in complaints(clips, capsys))
     finally:
         path.write_text(before)
 
@@ -344,13 +344,15 @@ def test_an_unavailable_encoder_is_reported(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    told = complaint(clips, capsys, "plan", "crepa_encoder=dinov2_vits14")
-    assert told.startswith("crepa_encoder: 'dinov2_vits14' (facebook/dinov2-small) is neither in '")
-    assert "dinov2_vits14_pretrain.pth" in told
+    message = complaint(clips, capsys, "plan", "crepa_encoder=dinov2_vits14")
+    assert message.startswith(
+        "crepa_encoder: 'dinov2_vits14' (facebook/dinov2-small) is neither in '"
+    )
+    assert "dinov2_vits14_pretrain.pth" in message
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", "patch_size": 32}))
     (tmp_path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
-    told = complaint(clips, capsys, "plan", f"crepa_encoder={tmp_path}")
-    assert told.endswith("is a 'clip' with patches of 32 px, not a DINOv2 with 14.")
+    message = complaint(clips, capsys, "plan", f"crepa_encoder={tmp_path}")
+    assert message.endswith("is a 'clip' with patches of 32 px, not a DINOv2 with 14.")
 
 
 def test_auto_caches_only_if_the_disk_has_room(
@@ -359,19 +361,19 @@ def test_auto_caches_only_if_the_disk_has_room(
     monkeypatch.setattr("simpletuner.annexes.fitting.ready.FEATURE_SHARE", 0.0)
     capsys.readouterr()
     assert clips.run("plan") == 0
-    told = capsys.readouterr().out
-    assert re.search(r"crepa_cache +off +\(chosen by crepa_cache auto\)", told)
-    assert "Cache of features" not in told
-    assert "encoding features" not in told
+    message = capsys.readouterr().out
+    assert re.search(r"crepa_cache +off +\(chosen by crepa_cache auto\)", message)
+    assert "Cache of features" not in message
+    assert "encoding features" not in message
 
 
 def test_settings_of_a_disabled_crepa_cause_warnings(
     clips: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = warnings(clips, capsys, "crepa_enabled=false")
-    assert "crepa_encoder: has no effect without crepa_enabled." in told
-    told = warnings(clips, capsys, "crepa_teacher_block_index=1")
-    assert "crepa_teacher_block_index: has no effect: no block teaches" in told
+    message = warnings(clips, capsys, "crepa_enabled=false")
+    assert "crepa_encoder: has no effect without crepa_enabled." in message
+    message = warnings(clips, capsys, "crepa_teacher_block_index=1")
+    assert "crepa_teacher_block_index: has no effect: no block teaches" in message
 
 
 @pytest.mark.parametrize(

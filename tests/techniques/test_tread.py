@@ -81,15 +81,15 @@ def loss_and_gradients(
     transformer.zero_grad()
     prediction = adapter.predict(transformer, noisy)
     (prediction - noisy.target).square().mean().backward()
-    found = {
-        name: each.grad.clone()
-        for name, each in transformer.named_parameters()
-        if each.grad is not None
+    result = {
+        name: parameter.grad.clone()
+        for name, parameter in transformer.named_parameters()
+        if parameter.grad is not None
     }
-    assert sum(gradient.abs().max() > 1e-6 for gradient in found.values()) > 100, (
+    assert sum(gradient.abs().max() > 1e-6 for gradient in result.values()) > 100, (
         "gradients of zero show nothing"
     )
-    return prediction.detach(), found
+    return prediction.detach(), result
 
 
 def assert_close(
@@ -248,7 +248,7 @@ def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
 
 
 def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Batch) -> None:
-    found = []
+    results = []
     for settings in ({}, {"gradient_checkpointing": True}, {"gradient_checkpointing_interval": 2}):
         tread = Tread(TreadSpec(ROUTES))
         assembly = make_assembly(deep, tread, **{"gradient_checkpointing": False, **settings})
@@ -258,9 +258,9 @@ def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Ba
             kept.append(tread.kept_tokens(1))
             (step.micro_loss(assembly, noisy, Losses()) / 2).backward()
         assert not torch.equal(*kept)
-        found.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
-    assert all(distance(other, found[0]) < ROTATION for other in found[1:])
-    assert any(gradient.abs().max() > 1e-4 for gradient in found[0].values())
+        results.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
+    assert all(distance(other, results[0]) < ROTATION for other in results[1:])
+    assert any(gradient.abs().max() > 1e-4 for gradient in results[0].values())
 
 
 @pytest.mark.slow(1)
@@ -285,8 +285,8 @@ def test_compiled_blocks_route_like_uncompiled_ones(deep: Path, batch: Batch) ->
             noisy = tread.before_forward(
                 noisy_of(batch, replace(PLACE, global_step=global_step)), no_forward
             )
-            found = loss_and_gradients(adapter, transformer, noisy)
-        results.append(found)
+            result = loss_and_gradients(adapter, transformer, noisy)
+        results.append(result)
     assert_close(*results)
     assert len(graphs) <= 3 * BLOCKS, "one graph for each count of tokens, not for each step"
 
@@ -299,9 +299,9 @@ def test_kept_tokens_depend_only_on_the_position_in_the_run(deep: Path, batch: B
     def kept(place: Place, block: int = 1) -> Tensor:
         torch.rand(7)  # what is drawn elsewhere does not matter
         tread.before_forward(noisy_of(batch, place), no_forward)
-        found = tread.kept_tokens(block)
-        assert found is not None
-        return found
+        result = tread.kept_tokens(block)
+        assert result is not None
+        return result
 
     first = kept(PLACE)
     assert torch.equal(first, kept(PLACE))

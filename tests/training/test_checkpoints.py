@@ -80,8 +80,8 @@ def test_training_goes_on_while_a_checkpoint_is_completed(
 
     go_on.set()
     writer.on_train_end(assembly, TrainState(3))
-    saved = [each for each in seen if isinstance(each, CheckpointSaved)]
-    assert [(each.path.name, each.step) for each in saved] == [
+    saved = [event for event in seen if isinstance(event, CheckpointSaved)]
+    assert [(event.path.name, event.step) for event in saved] == [
         ("checkpoint-1", 1),
         ("checkpoint-3-rolling", 3),
     ]
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(
     assert files == [], "nothing is written yet"
     go_on.set()
     writer.on_train_end(assembly, TrainState(1))
-    assert [each.step for each in seen if isinstance(each, CheckpointSaved)] == [1]
+    assert [event.step for event in seen if isinstance(event, CheckpointSaved)] == [1]
     one, other = (open_checkpoint(tmp_path / f"checkpoint-{number}") for number in (0, 1))
     assert one is not None
     assert other is not None

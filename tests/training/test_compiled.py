@@ -25,8 +25,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> d
     folder = tmp_path_factory.mktemp("compiled")
     torch.save(make_batch(t2i_checkpoint, ["a star", "two blue circles"]), folder / BATCH_FILE)
     run_together(2, main, t2i_checkpoint, folder)
-    found: dict[str, Any] = torch.load(folder / "results-0.pt", weights_only=True)
-    return found
+    results: dict[str, Any] = torch.load(folder / "results-0.pt", weights_only=True)
+    return results
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -190,8 +190,8 @@ def test_small_weights_are_copied_to_another_device_together(
     with Copies() as counted:
         average.update(1)
     assert counted.count == copies
-    found = Ema(weights, EmaConfig(), CPU).average
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    result = Ema(weights, EmaConfig(), CPU).average
+    assert all(torch.equal(result[name], weights[name]) for name in weights)
 
 
 def test_the_average_is_saved_without_a_second_copy_of_it() -> None:

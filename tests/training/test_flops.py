@@ -49,9 +49,9 @@ def test_counted_flops_equal_those_of_torchs_counter(size: str, routes: list[Rou
     # The meter does not know the CPU's own attention kernel.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as meter:
         step.run_micro_step(assembly, batch, 0, 0, Losses())
-    told = assembly.sample_flops(SHAPES[size].tokens, SHAPES[size].caption)
-    assert told.total == pytest.approx(meter.get_total_flops(), rel=1e-6)
-    assert batch_work(batch, assembly.adapter.spec, assembly.sample_flops) == told
+    message = assembly.sample_flops(SHAPES[size].tokens, SHAPES[size].caption)
+    assert message.total == pytest.approx(meter.get_total_flops(), rel=1e-6)
+    assert batch_work(batch, assembly.adapter.spec, assembly.sample_flops) == message
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_flops_of_real_models(size: str, teraflops: float) -> None:
 
 
 def test_tokens_that_skip_blocks_are_not_counted() -> None:
-    told = {
+    message = {
         ratio: Variant("tiny", "cpu", {}, [Tread(TreadSpec([Route(ratio, 0, -1)]))]).step().flops
         for ratio in (0.0, 0.5)
     }
-    assert told[0.0] == Variant("tiny", "cpu", {}).step().flops
-    assert told[0.0] is not None
-    assert told[0.5] is not None
-    assert told[0.5] < 0.7 * told[0.0]
+    assert message[0.0] == Variant("tiny", "cpu", {}).step().flops
+    assert message[0.0] is not None
+    assert message[0.5] is not None
+    assert message[0.5] < 0.7 * message[0.0]
 
 
 def test_tiles_that_block_sparse_attention_skips_are_not_counted(

@@ -43,9 +43,9 @@ def checkpoints(
     """One in float32 of each family, one in bf16, one in shards, and one that is no safetensors
     file.
     """
-    found = {"kandinsky": t2i_checkpoint, "sana": sana_checkpoint}
-    found["video"] = make_checkpoint(tmp_path_factory.mktemp("video"), "t2v", nabla=True)
-    found["bf16"] = make_checkpoint(
+    result = {"kandinsky": t2i_checkpoint, "sana": sana_checkpoint}
+    result["video"] = make_checkpoint(tmp_path_factory.mktemp("video"), "t2v", nabla=True)
+    result["bf16"] = make_checkpoint(
         tmp_path_factory.mktemp("bf16"), visual_blocks=3, dtype=torch.bfloat16
     )
     stock: Any = make_adapter(t2i_checkpoint).load_transformer(torch.float32)
@@ -53,9 +53,9 @@ def checkpoints(
         ("shards", "max_shard_size", "40KB"),
         ("pickled", "safe_serialization", False),
     ):
-        found[name] = tmp_path_factory.mktemp(name)
-        stock.save_pretrained(found[name] / "transformer", **{key: value})
-    return found
+        result[name] = tmp_path_factory.mktemp(name)
+        stock.save_pretrained(result[name] / "transformer", **{key: value})
+    return result
 
 
 FAMILY = {"sana": ("sanavideo", "2b-480p"), "video": ("kandinsky5-video", "t2v-lite-sft-5s")}
@@ -101,17 +101,17 @@ def test_loaded_weights_equal_those_of_from_pretrained(
     settings = {"base_model_precision": precision, "mixed_precision": "bf16", "speed": "reference"}
     config, adapter = parts(checkpoints[name], name, **settings, **(STREAMED if streamed else {}))
     expected = read_at_once(adapter, config)
-    found, images = load_frozen(transformer_settings(config), adapter, CPU)
+    results, images = load_frozen(transformer_settings(config), adapter, CPU)
     theirs = {**expected.state_dict(), **dict(expected.named_buffers())}
-    ours = {**found.state_dict(), **dict(found.named_buffers())}
+    ours = {**results.state_dict(), **dict(results.named_buffers())}
     assert [*ours] == [*theirs]
     for key, tensor in theirs.items():
         assert (ours[key].dtype, ours[key].is_contiguous()) == (tensor.dtype, True), key
         assert torch.equal(ours[key], tensor), key
-    assert found.training is expected.training is False
-    assert dict(found.config) == dict(expected.config)
-    assert not any(parameter.requires_grad for parameter in found.parameters())
-    assert len(images) == (len(adapter.block_layout(found).blocks) - 1 if streamed else 0)
+    assert results.training is expected.training is False
+    assert dict(results.config) == dict(expected.config)
+    assert not any(parameter.requires_grad for parameter in results.parameters())
+    assert len(images) == (len(adapter.block_layout(results).blocks) - 1 if streamed else 0)
 
 
 def test_a_block_is_packed_before_the_next_is_read(
@@ -129,9 +129,9 @@ def test_a_block_is_packed_before_the_next_is_read(
     def pack(*arguments: Any) -> WeightImage:
         image = pack_group(*arguments)
         images.append(image.flat.untyped_storage().data_ptr())
-        packed = (each for name, each in models[0].named_buffers() if ".packed_" in name)
-        there = [each for each in (*models[0].parameters(), *packed) if not each.is_meta]
-        assert {each.untyped_storage().data_ptr() for each in there} == {*images}
+        packed = (buffer for name, buffer in models[0].named_buffers() if ".packed_" in name)
+        there = [tensor for tensor in (*models[0].parameters(), *packed) if not tensor.is_meta]
+        assert {tensor.untyped_storage().data_ptr() for tensor in there} == {*images}
         return image
 
     monkeypatch.setattr(
@@ -155,7 +155,7 @@ def test_a_block_is_on_the_device_before_the_next_is_read(
     blocks: list[nn.Module] = []
 
     def fill(weights: DeferredWeights, modules: Sequence[nn.Module]) -> None:
-        tensors = [each for block in blocks for each in (*block.parameters(), *block.buffers())]
+        tensors = [tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())]
         on_host.append(sum(not tensor.is_meta for tensor in tensors))
         blocks.extend(modules)
         read(weights, modules)
@@ -172,7 +172,7 @@ def test_a_full_model_equals_that_of_from_pretrained(checkpoints: dict[str, Path
         make_adapter(checkpoints["bf16"]).load_transformer(torch.bfloat16).named_parameters()
     )
     assert {name: parameter.dtype for name, parameter in assembly.parameters.items()} == {
-        name: each.dtype for name, each in expected.items()
+        name: tensor.dtype for name, tensor in expected.items()
     }
     assert all(
         parameter.requires_grad and torch.equal(parameter, expected[name])

@@ -132,11 +132,11 @@ def test_unequal_batches_equal_the_larger_batch(t2i_checkpoint: Path, first: int
     parts = assembled(t2i_checkpoint)
     start = weights(whole)
     expected = step.optimizer_step(whole, Batches(batch), 0).metrics
-    found = step.optimizer_step(
+    actual = step.optimizer_step(
         parts, Batches(part(batch, slice(0, first)), part(batch, slice(first, 4))), 0
     ).metrics
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert found["optimization_loss"] == pytest.approx(found["train_loss"], rel=1e-6)
+    assert actual == pytest.approx(expected, rel=1e-5)
+    assert actual["optimization_loss"] == pytest.approx(actual["train_loss"], rel=1e-6)
     for name, parameter in parts.parameters.items():
         assert_moved_alike(parameter, whole.parameters[name], start[name])
 
@@ -155,10 +155,10 @@ def test_equal_batches_are_divided_by_their_number() -> None:
 
 def spoil(assembly: Assembly, *names: str) -> list[str]:
     """Make gradients NaN; returns the names in full."""
-    found = [name for name in assembly.parameters if any(part in name for part in names)]
-    for name in found:
+    results = [name for name in assembly.parameters if any(part in name for part in names)]
+    for name in results:
         assembly.parameters[name].register_hook(lambda gradient: gradient * math.nan)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("method", ["value", "norm"])
@@ -207,11 +207,11 @@ def test_a_non_finite_loss_stops_every_process_and_updates_no_weight(
     them.
     """
     batch = make_batch(t2i_checkpoint, CAPTIONS[:1])
-    told = r"The loss is (inf|nan)\. The weights were not .*: d/0"
+    message = r"The loss is (inf|nan)\. The weights were not .*: d/0"
     for value in (math.inf, math.nan):
         assembly = replace(make_assembly(t2i_checkpoint), techniques=[Constant(value, later=later)])
         before = weights(assembly)
-        with pytest.raises(NonFiniteError, match=told):
+        with pytest.raises(NonFiniteError, match=message):
             step.optimizer_step(assembly, Batches(batch), 0)
         assert all(
             torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items()

@@ -285,8 +285,8 @@ def test_offload_and_checkpointing_change_nothing(
 ) -> None:
     batch = make_batch(t2i_checkpoint, ["a star"])
     gradients = []
-    for each in ({}, settings):
-        assembly = trained(t2i_checkpoint, kind, **each)
+    for changes in ({}, settings):
+        assembly = trained(t2i_checkpoint, kind, **changes)
         rehearse_micro_step(assembly, batch)
         gradients.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
         assert all(gradient is not None and gradient.any() for gradient in gradients[-1].values())
@@ -309,8 +309,8 @@ def test_a_quantised_base_is_published_as_a_lora(
 def test_compiled_blocks_give_the_same_gradients(t2i_checkpoint: Path) -> None:
     batch = make_batch(t2i_checkpoint, ["a star"])
     gradients = []
-    for each in ({}, {"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}):
-        assembly = trained(t2i_checkpoint, "lycoris lokr", **each)
+    for changes in ({}, {"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}):
+        assembly = trained(t2i_checkpoint, "lycoris lokr", **changes)
         rehearse_micro_step(assembly, batch)
         gradients.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
     assert distance(gradients[1], gradients[0]) < ROTATION

@@ -40,17 +40,17 @@ def test_the_frozen_base_is_bf16_and_the_lora_float32(t2i_checkpoint: Path, tmp_
     folder = Path(shutil.copytree(t2i_checkpoint, tmp_path / "model"))
     (file,) = (folder / "transformer").glob("*.safetensors")
     weights = {
-        name: each.bfloat16().float() if "modulation" in name else each
-        for name, each in load_file(file).items()
+        name: weight.bfloat16().float() if "modulation" in name else weight
+        for name, weight in load_file(file).items()
     }
     save_file(weights, file, metadata={"format": "pt"})
     settings = {"mixed_precision": "bf16", "optimizer": "adamw"}
     assembly = make_assembly(folder, **settings)
     assert {parameter.dtype for parameter in assembly.parameters.values()} == {torch.float32}
     base = {
-        name: each.dtype
-        for name, each in assembly.transformer.named_parameters()
-        if not each.requires_grad
+        name: parameter.dtype
+        for name, parameter in assembly.transformer.named_parameters()
+        if not parameter.requires_grad
     }
     linear = [
         name for name in base if "feed_forward" in name or "modulation.out_layer.weight" in name
@@ -236,8 +236,10 @@ def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> N
         )
         for use_dora in (False, True):
             config = LoraConfig(init_lora=str(path), lora_rank=4, use_dora=use_dora)
-            told = found_by(check_init_lora, config, {}, [], "kandinsky5-image")
-            assert ["set use_dora" in str(problem) for problem in told] == [True] * (not use_dora)
+            message = found_by(check_init_lora, config, {}, [], "kandinsky5-image")
+            assert ["set use_dora" in str(problem) for problem in message] == [True] * (
+                not use_dora
+            )
 
 
 def test_verification_detects_a_name_unknown_to_comfyui(

@@ -47,12 +47,12 @@ class Watched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
-        on_host = [each for each in given if each.device.type == "cpu" and each.dim()]
+        on_host = [tensor for tensor in given if tensor.device.type == "cpu" and tensor.dim()]
         if func is torch.ops.aten._to_copy.default:
             leaves = bool(on_host) and torch.device(named.get("device") or "cpu") == GPU
             if leaves and not named.get("non_blocking"):
                 self.found.append(f"{func} of {tuple(given[0].shape)}")
-        elif on_host and len(on_host) < sum(bool(each.dim()) for each in given):
+        elif on_host and len(on_host) < sum(bool(tensor.dim()) for tensor in given):
             self.found.append(f"{func} on two devices")
         return func(*args, **named)
 
@@ -125,7 +125,11 @@ def test_losses_and_gradient_sizes_are_read_in_one_transfer(
         make_accelerator("cpu"),
     )
     transformer = assembly.transformer.train().to(GPU)
-    trained = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
+    trained = {
+        name: parameter
+        for name, parameter in transformer.named_parameters()
+        if parameter.requires_grad
+    }
     optimizer = torch.optim.AdamW(trained.values(), foreach=False)
     assembly = replace(assembly, parameters=trained, optimizer=optimizer)
     reads: list[int] = []

@@ -160,8 +160,8 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
     load_state(after, saved["optimizer"], OPTIMIZERS[name])
     run(after, again, 7, 13)
 
-    for expected, found in zip(whole, again, strict=True):
-        assert torch.equal(found, expected)
+    for expected, actual in zip(whole, again, strict=True):
+        assert torch.equal(actual, expected)
 
 
 # What a session starts with, so that every setting has an effect, and another value of each.
@@ -285,10 +285,10 @@ def test_optimizers_train_and_resume_on_a_gpu(
     after = make(name, params=again)
     load_state(after, before.state_dict(), OPTIMIZERS[name])
     run(after, again, 3, 6)
-    for expected, found, slow in zip(whole, again, on_cpu, strict=True):
-        assert torch.equal(found, expected)
+    for expected, actual, slow in zip(whole, again, on_cpu, strict=True):
+        assert torch.equal(actual, expected)
         if name == "adamw_bf16" or name.startswith("optimi-"):
-            torch.testing.assert_close(found.detach().cpu(), slow.detach(), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(actual.detach().cpu(), slow.detach(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
@@ -369,9 +369,9 @@ SQUARED = [
     ("optimi-adan", "beta3"),
 ]
 FOLLOWING = [
-    (*each, kernel)
-    for each in SQUARED
-    for kernel in ("loop", *OPTIMIZERS[each[0]].kernels)
+    (*case, kernel)
+    for case in SQUARED
+    for kernel in ("loop", *OPTIMIZERS[case[0]].kernels)
     if kernel != "triton"
 ]
 
@@ -398,7 +398,7 @@ def test_second_moments_of_bf16_and_float32_weights_decay_alike(
     """While gradients shrink to .3. In bf16, where .999 times a number is the number again, it
     would stay at 1.
     """
-    found = []
+    results = []
     for dtype in DTYPES:
         weight = nn.Parameter(torch.zeros(64, dtype=dtype))
         generator = torch.Generator().manual_seed(0)
@@ -406,9 +406,9 @@ def test_second_moments_of_bf16_and_float32_weights_decay_alike(
         for _ in range(500):
             weight.grad = (0.3 * torch.randn(64, generator=generator)).to(dtype)
             optimizer.step()
-        found.append(float(optimizer.state[weight]["exp_avg_sq"].mean(dtype=torch.float32)))
-    assert found[0] < 0.8
-    assert found[1] == pytest.approx(found[0], rel=0.01)
+        results.append(float(optimizer.state[weight]["exp_avg_sq"].mean(dtype=torch.float32)))
+    assert results[0] < 0.8
+    assert results[1] == pytest.approx(results[0], rel=0.01)
 
 
 @pytest.mark.parametrize("beta2", [0.99, 0.996, 0.9962, 0.999])
@@ -492,8 +492,8 @@ def test_optimizers_skip_a_techniques_module_without_gradients(
     run(with_kernel(name, kernel, params, {"crepa": module}), params, 0, 6)
     run(with_kernel(name, "loop", others), others, 0, 6)
     assert all(map(torch.equal, module.parameters(), before))
-    for found, expected in zip(params, others, strict=True):
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+    for actual, expected in zip(params, others, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-3)
 
 
 def test_a_run_started_with_triton_continues_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,17 +532,17 @@ class Separate(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        lists = [each for each in args if isinstance(each, list)]
+        lists = [value for value in args if isinstance(value, list)]
         if name.startswith("_foreach_") and name != "_foreach_copy_":
             self.count += sum(
-                len({each.dtype for each in weight}) > 1 for weight in zip(*lists, strict=True)
+                len({tensor.dtype for tensor in weight}) > 1 for weight in zip(*lists, strict=True)
             )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("bundle", [1 << 24, 60, 1], ids=["one", "some", "each"])
 @pytest.mark.parametrize(
-    ("name", "beta"), [each for each in SQUARED if "foreach" in OPTIMIZERS[each[0]].kernels]
+    ("name", "beta"), [case for case in SQUARED if "foreach" in OPTIMIZERS[case[0]].kernels]
 )
 def test_wide_second_moments_need_no_launch_per_weight(
     name: str, beta: str, bundle: int, monkeypatch: pytest.MonkeyPatch
@@ -554,7 +554,7 @@ def test_wide_second_moments_need_no_launch_per_weight(
     several = weights(torch.bfloat16)
     alone = weights(torch.bfloat16)
     together, one = (
-        with_kernel(name, "foreach", each, settings=f"{beta}=.999") for each in (several, alone)
+        with_kernel(name, "foreach", params, settings=f"{beta}=.999") for params in (several, alone)
     )
     monkeypatch.setattr(
         one, "_init_group", partial(super(own_optimizers.DecayingSquares, one)._init_group)
@@ -575,10 +575,10 @@ def test_launches_and_temporaries_of_an_update_depend_on_its_kernel(name: str, k
     numbers = 1000
     launches = {}
     temporary = {}
-    for each in ("loop", kernel):
+    for option in ("loop", kernel):
         params = [nn.Parameter(torch.ones(numbers // 20, 20)) for _ in range(count)]
         optimizer = with_kernel(
-            name, each, params, settings="weight_decay=0.1"
+            name, option, params, settings="weight_decay=0.1"
         )  # some decay a copy of the gradients
         for _ in range(2):  # the first one makes the state
             for param in params:
@@ -591,8 +591,8 @@ def test_launches_and_temporaries_of_an_update_depend_on_its_kernel(name: str, k
                 Peak(part for part in there if isinstance(part, torch.Tensor)) as peak,
             ):
                 optimizer.step()
-        launches[each] = counted.count
-        temporary[each] = peak.most / (count * numbers * 4)
+        launches[option] = counted.count
+        temporary[option] = peak.most / (count * numbers * 4)
     assert launches["loop"] >= 1.9 * count
     assert launches[kernel] <= (1 if kernel == "fused" else 20)
     assert temporary["loop"] <= 4.1 / count, "a few tensors as large as one weight"
@@ -610,8 +610,8 @@ def test_optimizer_state_of_a_gpu_continues_on_a_cpu(caplog: pytest.LogCaptureFi
     load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
     run(optimizer, params, 0, 1)
     assert optimizer.param_groups[0]["triton"] is False
-    (told,) = caplog.messages
-    assert "updated by Triton kernels, which need a GPU" in told
+    (message,) = caplog.messages
+    assert "updated by Triton kernels, which need a GPU" in message
 
 
 def test_fused_kernels_keep_step_counts_on_the_device() -> None:
@@ -624,7 +624,7 @@ def test_fused_kernels_keep_step_counts_on_the_device() -> None:
     load_state(
         after, optimizer.state_dict(), OPTIMIZERS["adamw"], HostState(after, torch.device("cpu"))
     )
-    assert {key: each.device.type for key, each in after.state[weight].items()} == {
+    assert {key: value.device.type for key, value in after.state[weight].items()} == {
         "step": "meta",
         "exp_avg": "cpu",
         "exp_avg_sq": "cpu",
@@ -685,8 +685,10 @@ def test_explicit_settings_override_defaults_in_the_optimizer() -> None:
 
 def problems(mixed_precision: str = "bf16", **keys: object) -> list[Problem]:
     """Without keys without effect that are not set."""
-    found = found_by(check_optimizer, OptimizerConfig(**keys), mixed_precision)
-    return [each for each in found if each.where in keys or not isinstance(each, NoEffect)]
+    result = found_by(check_optimizer, OptimizerConfig(**keys), mixed_precision)
+    return [
+        problem for problem in result if problem.where in keys or not isinstance(problem, NoEffect)
+    ]
 
 
 def test_valid_configs_have_no_problem() -> None:
@@ -744,23 +746,23 @@ def test_betas_come_in_pairs() -> None:
 
 
 def test_keys_without_effect_cause_warnings() -> None:
-    found = problems(
+    result = problems(
         optimizer="torch-sgd", adam_beta1=0.8, optimizer_beta1=0.8, optimizer_beta2=0.9
     )
-    assert {problem.where for problem in found} == {
+    assert {problem.where for problem in result} == {
         "adam_beta1",
         "optimizer_beta1",
         "optimizer_beta2",
     }
-    assert not any(problem.fatal for problem in found)
+    assert not any(problem.fatal for problem in result)
     assert [problem.where for problem in problems(optimizer="optimi-lion", adam_epsilon=1e-8)] == [
         "adam_epsilon"
     ]
 
 
 def test_schedule_free_optimizers_warn_that_the_schedule_is_ignored() -> None:
-    found = problems(optimizer="adamw_schedulefree", lr_scheduler="cosine")
-    assert [problem.where for problem in found if not problem.fatal] == ["lr_scheduler"]
+    result = problems(optimizer="adamw_schedulefree", lr_scheduler="cosine")
+    assert [problem.where for problem in result if not problem.fatal] == ["lr_scheduler"]
     assert not [p for p in problems(optimizer="adamw_schedulefree") if p.where == "lr_scheduler"]
 
 

@@ -119,11 +119,11 @@ def test_noise_of_several_processes_equals_that_of_one(
     batch = make_batch(t2i_checkpoint, ["a", "b", "c", "d"], side=8)
     whole = drawn(assembly, batch, tread, ONE[0])
     parts = [
-        drawn(assembly, part(batch, slice(2 * each.rank, 2 * each.rank + 2)), tread, each)
-        for each in TWO
+        drawn(assembly, part(batch, slice(2 * world.rank, 2 * world.rank + 2)), tread, world)
+        for world in TWO
     ]
     for name, together in whole.items():
-        assert torch.equal(together, torch.cat([each[name] for each in parts])), name
+        assert torch.equal(together, torch.cat([part[name] for part in parts])), name
         assert len(together.unique(dim=0)) == 4, f"{name}: every sample draws its own"
 
 

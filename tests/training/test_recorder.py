@@ -72,11 +72,11 @@ def test_a_step_reports_its_waits_and_its_flops(assembly: Assembly, t2i_checkpoi
     streamer: Any = Streamer()
     assembly.streamer = streamer
     assembly.sample_flops = cost
-    told = optimizer_step(assembly, Batches(batch, batch), 1)
-    assert told.weights_seconds == 0.25
+    message = optimizer_step(assembly, Batches(batch, batch), 1)
+    assert message.weights_seconds == 0.25
     lengths = [len(embeds["prompt_embeds"]) for embeds in batch.embeds]
     assert asked == [(4, length) for length in lengths] * 2
-    assert told.flops == 2 * (4 * 4000 + sum(lengths))
+    assert message.flops == 2 * (4 * 4000 + sum(lengths))
 
 
 def test_the_record_has_utilisation_and_share_of_waits(tmp_path: Path, assembly: Assembly) -> None:

@@ -53,13 +53,13 @@ def train(
     assembly: Assembly, checkpoint: Path, first: int, last: int, ema: Ema | None = None
 ) -> list[Mapping[str, Any]]:
     """Steps on a batch of their own each; their metrics."""
-    found = []
+    results = []
     for number in range(first, last):
         batch = make_batch(checkpoint, ["a star", "a tree"][: number % 2 + 1])
-        found.append(step.optimizer_step(assembly, Batches(batch), number).metrics)
+        results.append(step.optimizer_step(assembly, Batches(batch), number).metrics)
         if ema is not None:
             ema.update(number + 1)
-    return found
+    return results
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -73,17 +73,19 @@ def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) 
     """
     whole = weights(dtype)
     single = weights(dtype)
-    for each in (*whole, *single):
-        each.data = each.data.to(device)
+    for parameter in (*whole, *single):
+        parameter.data = parameter.data.to(device)
     together = build(name, whole)
     apart = build(name, single)
     host = HostState(apart, torch.device(device)) if on_host else None
-    named = {str(number): each for number, each in enumerate(single)}
+    named = {str(number): parameter for number, parameter in enumerate(single)}
     release = GradientRelease(named, apart, OptimizerConfig(optimizer=name), host)
     for number in range(8):
         noise = [
-            torch.randn(each.shape, generator=torch.Generator().manual_seed(number)).to(each)
-            for each in whole
+            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)).to(
+                parameter
+            )
+            for parameter in whole
         ]
         for weight, gradient in zip(whole, noise, strict=True):
             weight.grad = gradient.clone().clamp_(-2, 2)
@@ -93,7 +95,7 @@ def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) 
                 (w * g).sum().float() for w, g in zip(single[::-1], noise[::-1], strict=True)
             ).backward()
         release.finish()
-        assert all(each.grad is None for each in single)
+        assert all(parameter.grad is None for parameter in single)
     return all(map(torch.equal, whole, single))
 
 
@@ -147,9 +149,11 @@ def test_a_full_fine_tune_with_released_gradients_is_bit_equal(
         {},
     )
     halves = [full(t2i_checkpoint, **settings, **more) for more in others]
-    averages = [Ema(each.parameters, EmaConfig(), torch.device("cpu")) for each in (plain, *halves)]
+    averages = [
+        Ema(assembly.parameters, EmaConfig(), torch.device("cpu")) for assembly in (plain, *halves)
+    ]
     expected = train(plain, t2i_checkpoint, 0, 3, averages[0])
-    found = train(halves[0], t2i_checkpoint, 0, 2, averages[1])
+    actual = train(halves[0], t2i_checkpoint, 0, 2, averages[1])
     torch.save(halves[0].optimizer.state_dict(), buffer := io.BytesIO())
     for half, average in zip(halves[1:], averages[2:], strict=True):
         for name, weight in halves[0].parameters.items():
@@ -159,8 +163,8 @@ def test_a_full_fine_tune_with_released_gradients_is_bit_equal(
         host = half.release and half.release.host
         load_state(half.optimizer, torch.load(buffer, weights_only=True), spec, host)
         average.load_state_dict(averages[1].state_dict())
-        assert found + train(half, t2i_checkpoint, 2, 3, average) == expected
-    assert found + train(halves[0], t2i_checkpoint, 2, 3, averages[1]) == expected
+        assert actual + train(half, t2i_checkpoint, 2, 3, average) == expected
+    assert actual + train(halves[0], t2i_checkpoint, 2, 3, averages[1]) == expected
     for half, average in zip(halves, averages[1:], strict=True):
         assert_same(copy_of(half), copy_of(plain))
         assert_same(average.average, averages[0].average)
@@ -178,24 +182,24 @@ def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint
     step_of = optimizer.step
 
     def watched() -> None:
-        addresses.append({each.data_ptr() for each in moments_of(optimizer)})
+        addresses.append({moment.data_ptr() for moment in moments_of(optimizer)})
         step_of()
 
     def moments_of(optimizer: Any) -> list[Tensor]:
         states = (
-            optimizer.state.get(each, {})
+            optimizer.state.get(parameter, {})
             for group in optimizer.param_groups
-            for each in group["params"]
+            for parameter in group["params"]
         )
         return [state["exp_avg"] for state in states if state]
 
     train(assembly, t2i_checkpoint, 0, 2)
-    kept = {each.data_ptr() for each in moments_of(optimizer)}
+    kept = {moment.data_ptr() for moment in moments_of(optimizer)}
     optimizer.step = watched
     train(assembly, t2i_checkpoint, 2, 4)
     assert sum(map(len, addresses)) == 2 * len(kept), "each moment goes up once a step"
     assert not set().union(*addresses) & kept
-    assert {each.data_ptr() for each in moments_of(optimizer)} == kept
+    assert {moment.data_ptr() for moment in moments_of(optimizer)} == kept
 
 
 def test_the_next_state_is_prefetched_during_the_backward_pass(
@@ -208,7 +212,7 @@ def test_the_next_state_is_prefetched_during_the_backward_pass(
     single = weights(torch.float32)
     together = build("adamw", whole)
     apart = build("adamw", single)
-    names = {each: str(index) for index, each in enumerate(single)}
+    names = {parameter: str(index) for index, parameter in enumerate(single)}
     log: list[str] = []
     host = HostState(apart, torch.device("cpu"))
     fetch = HostState._fetch
@@ -216,15 +220,15 @@ def test_the_next_state_is_prefetched_during_the_backward_pass(
     monkeypatch.setattr(
         HostState,
         "_fetch",
-        lambda self, each: log.append(f"copy {names[each]}") or fetch(self, each),
+        lambda self, parameter: log.append(f"copy {names[parameter]}") or fetch(self, parameter),
     )
     monkeypatch.setattr(
         HostState,
         "bring_to_device",
-        lambda self, each: log.append(f"need {names[each]}") or bring(self, each),
+        lambda self, parameter: log.append(f"need {names[parameter]}") or bring(self, parameter),
     )
     release = GradientRelease(
-        {name: each for each, name in names.items()}, apart, OptimizerConfig(), host
+        {name: parameter for parameter, name in names.items()}, apart, OptimizerConfig(), host
     )
     logs = []
     for order in ((0, 1, 2), (0, 1, 2), (0, 2), (2, 1, 0)):
@@ -338,12 +342,12 @@ def test_settings_that_need_all_gradients_are_refused(settings: dict[str, Any], 
     for more, messages in (({}, []), (settings, [told])):
         problems = Problems()
         config = resolve([Layer("config.json", list({**values, **more}.items()))], problems)
-        found = [
-            str(each)
-            for each in check_config(config)
-            if each.where == "optimizer_release_gradients"
+        results = [
+            str(problem)
+            for problem in check_config(config)
+            if problem.where == "optimizer_release_gradients"
         ]
-        assert len(found) == len(messages), problems
+        assert len(results) == len(messages), problems
         assert all(
-            re.search(message, problem) for message, problem in zip(messages, found, strict=True)
+            re.search(message, problem) for message, problem in zip(messages, results, strict=True)
         )

@@ -26,22 +26,22 @@ def rates(total: int, **keys: object) -> list[float]:
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_scheduler_ramps_up_in_a_straight_line_from_0(scheduler: str) -> None:
-    found = rates(40, lr_scheduler=scheduler, lr_warmup_steps=10, lr_num_cycles=2)
-    assert found[:10] == pytest.approx([PEAK * number / 10 for number in range(1, 11)])
-    assert max(found) == pytest.approx(PEAK)
+    result = rates(40, lr_scheduler=scheduler, lr_warmup_steps=10, lr_num_cycles=2)
+    assert result[:10] == pytest.approx([PEAK * number / 10 for number in range(1, 11)])
+    assert max(result) == pytest.approx(PEAK)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_rates_stay_between_the_ends_whatever_the_lengths(scheduler: str) -> None:
     for total, warmup in product([1, 2, 3, 50], [0, 1, 2, 50, 51, 1000]):
-        found = rates(total, lr_scheduler=scheduler, lr_warmup_steps=warmup)
-        assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in found), (total, warmup)
+        results = rates(total, lr_scheduler=scheduler, lr_warmup_steps=warmup)
+        assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in results), (total, warmup)
         if warmup >= total:
-            assert found == pytest.approx(
+            assert results == pytest.approx(
                 [PEAK * number / warmup for number in range(1, total + 1)]
             ), (total, warmup)
         elif warmup == 0:
-            assert found[0] == PEAK, total
+            assert results[0] == PEAK, total
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_rates_at_a_quarter_and_half_of_the_decay() -> None:
     """41 steps: 40 intervals between the peak in the first step and the end in the last."""
 
     def shares(scheduler: str, **keys: object) -> list[float]:
-        found = rates(41, lr_scheduler=scheduler, **keys)
-        return [(found[step] - END) / (PEAK - END) for step in (10, 20, 30)]
+        result = rates(41, lr_scheduler=scheduler, **keys)
+        return [(result[step] - END) / (PEAK - END) for step in (10, 20, 30)]
 
     assert shares("constant") == pytest.approx([1, 1, 1])
     assert shares("constant_with_warmup") == pytest.approx([1, 1, 1])
@@ -82,15 +82,15 @@ def test_one_cycle_with_restarts_is_the_cosine() -> None:
 
 def test_the_decay_starts_after_the_warmup() -> None:
     """Warm-up 10 of 30: the peak is in step 10, the middle in step 20, the end in step 30."""
-    found = rates(30, lr_scheduler="linear", lr_warmup_steps=10)
-    assert found[9] == pytest.approx(PEAK)
-    assert found[19] == pytest.approx((PEAK + END) / 2)
-    assert found[29] == pytest.approx(END)
+    results = rates(30, lr_scheduler="linear", lr_warmup_steps=10)
+    assert results[9] == pytest.approx(PEAK)
+    assert results[19] == pytest.approx((PEAK + END) / 2)
+    assert results[29] == pytest.approx(END)
 
 
 def test_schedule_free_optimizers_keep_the_rate_after_the_warmup() -> None:
-    found = rates(30, optimizer="adamw_schedulefree", lr_scheduler="cosine", lr_warmup_steps=10)
-    assert found == pytest.approx([PEAK * min(number / 10, 1) for number in range(1, 31)])
+    result = rates(30, optimizer="adamw_schedulefree", lr_scheduler="cosine", lr_warmup_steps=10)
+    assert result == pytest.approx([PEAK * min(number / 10, 1) for number in range(1, 31)])
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,16 @@ def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> 
     relayed = {name: list[float]() for name in RELAYED}
     for leg, size in enumerate(SIZES):
         if size == 1:
-            found = {
+            result = {
                 f"{name}-relay": relay(name, t2i_checkpoint, World(), folder, leg)
                 for name in RELAYED
             }
         else:
             run_together(size, main, t2i_checkpoint, folder, leg, CASES_OF[leg])
-            found = torch.load(folder / f"results-{leg}-0.pt", weights_only=True)
-            several.setdefault(size, found)
+            result = torch.load(folder / f"results-{leg}-0.pt", weights_only=True)
+            several.setdefault(size, result)
         for name in RELAYED:
-            relayed[name] += found[f"{name}-relay"]
+            relayed[name] += result[f"{name}-relay"]
     return Together(folder, one, several, relayed)
 
 
@@ -78,10 +78,8 @@ def test_sharded_losses_and_predictions_equal_those_of_one_process(
     assert several["losses"] == pytest.approx(one["losses"], rel=1e-2 if rounded else SAME)
     # Adam divides a wrong scale out of its first steps.
     assert several["norms"] == pytest.approx(one["norms"], rel=5e-2 if rounded else 1e-5)
-    found, expected = (
-        dict(zip("tax", each["predictions"], strict=True)) for each in (several, one)
-    )
-    assert distance(found, expected) < (2**-7 if rounded else ROTATION)
+    actual, expected = (dict(zip("tax", run["predictions"], strict=True)) for run in (several, one))
+    assert distance(actual, expected) < (2**-7 if rounded else ROTATION)
     trained, average, again = several["predictions"]
     assert torch.equal(trained, again)
     assert not torch.equal(trained, average)
