@@ -100,7 +100,7 @@ def load_checkpoint(
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         message = (
-            f"{checkpoint.path} holds what no run saves ({reason}). Choose an earlier checkpoint."
+            f"{checkpoint.path} is not a valid checkpoint ({reason}). Choose an earlier checkpoint."
         )
         raise UserError(message) from error
 
@@ -153,7 +153,8 @@ def _read_state(checkpoint: Checkpoint, assembly: Assembly) -> dict[str, Any]:
     step = content["global_step"]
     epoch = content["epoch"]
     if (step, epoch) != (saved.step, saved.epoch):
-        raise ValueError(f"step {step} of epoch {epoch}, which is another in its manifest")
+        expected = f"step {saved.step} of epoch {saved.epoch}"
+        raise ValueError(f"step {step} of epoch {epoch}, but its manifest has {expected}")
     state: dict[str, Any] = load_shards(content, folder, parameters)
     return state
 

@@ -47,12 +47,14 @@ def test_training_with_offloaded_block_inputs_is_bit_equal(
     if streams:
         ours.offloaded()
     checkpointed = BLOCKS // (interval or 1)
+
     for step in range(1, 4):
         assert_equal(ours.step(), plain.step())
         assert (inputs.left, inputs.fetched) == (step * checkpointed, step * checkpointed), (
             "each goes and comes once"
         )
         assert inputs.buffers() == checkpointed, "the buffers of the last step are used again"
+
     ours.sample()
     assert inputs.left == 3 * checkpointed, "sampling keeps nothing"
 
@@ -69,6 +71,7 @@ def test_two_graphs_may_be_alive_at_a_time() -> None:
         first.backward()
         second.backward()
         assert model.lora_weights()[0].grad is not None
+
     for one, other in zip(plain.lora_weights(), ours.lora_weights(), strict=True):
         assert torch.equal(one.grad, other.grad)
 
@@ -82,7 +85,9 @@ def test_an_offloaded_tensor_is_freed_on_the_device() -> None:
     with inputs.around(hidden):
         product = weight * hidden
     del hidden
+
     assert storage() is None, "the graph holds its copy, not the tensor"
+
     product.sum().backward()
     assert torch.equal(weight.grad, expected)
 
@@ -143,8 +148,10 @@ def test_the_device_holds_at_most_two_offloaded_tensors(monkeypatch: pytest.Monk
         assert [storage() is not None for storage in storages[-3:]] == [False, True, True][
             -len(storages[-3:]) :
         ]
+
     assert compute.waited == copies[:4]
     assert locked == [20] * 6
+
     sum(product.sum() for product in products).backward()
     assert not inputs.side._kept
 
@@ -160,5 +167,6 @@ def test_block_inputs_are_offloaded_on_a_gpu(streams: bool) -> None:
         model.to(device)
     if streams:
         ours.offloaded(device=device, group_offload_use_stream=True)
+
     for _ in range(3):
         assert_equal(ours.step(), plain.step())

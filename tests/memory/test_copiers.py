@@ -33,6 +33,7 @@ def test_copies_in_line_count_as_waiting() -> None:
     plain = Trained()
     streamed = Trained()
     streamer = streamed.offloaded()
+
     assert type(streamer.copier) is Copier
     for _ in range(2):
         assert_equal(streamed.step(), plain.step())
@@ -50,7 +51,9 @@ def test_waits_on_a_stream_are_counted_after_they_end(monkeypatch: pytest.Monkey
     for _ in range(2):
         with clock.running():
             pass
+
     assert clock.read() == 0, "nothing has happened yet, and asking does not wait"
+
     over.append(True)
     assert clock.read() == 0.5
     assert clock.read() == 0
@@ -70,6 +73,7 @@ def test_a_group_size_beyond_the_blocks_causes_a_warning(
     plain = Trained()
     streamed = Trained()
     streamer = streamed.offloaded(group_offload_blocks_per_group=99)
+
     assert "group_offload_blocks_per_group: 99 is more than the 6 blocks that stream" in caplog.text
     assert len(streamer.images) == 1
     assert_equal(streamed.step(), plain.step())
@@ -89,14 +93,18 @@ def test_an_image_is_aligned_and_keeps_layouts() -> None:
     before = conv.weight.clone()
     stride = conv.weight.stride()
     image = WeightImage([conv])
+
     assert image.nbytes % ALIGNMENT == 0
     assert (conv.weight.data_ptr() - image.flat.data_ptr()) % ALIGNMENT == 0
     assert conv.weight.stride() == stride
     assert torch.equal(conv.weight, before)
+
     slot = image.flat.clone()
     image.bind(slot)
     slot.zero_()
+
     assert not conv.weight.any()
+
     image.bind(image.flat)
     assert torch.equal(conv.weight, before)
 
@@ -104,6 +112,7 @@ def test_an_image_is_aligned_and_keeps_layouts() -> None:
 def test_an_image_on_disk_takes_no_memory_and_leaves_no_file(tmp_path: Path) -> None:
     flat = torch.arange(2 * ALIGNMENT, dtype=torch.int64).view(torch.uint8)
     mapped = image.on_disk(flat, tmp_path)
+
     assert torch.equal(mapped, flat)
     assert list(tmp_path.iterdir()) == []
 
@@ -119,6 +128,7 @@ def test_an_image_is_mapped_without_proc(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "from_file", record)
     image.on_disk(torch.zeros(8, dtype=torch.uint8), tmp_path)
+
     assert [path.rpartition("/")[0] for path in paths] == ["/dev/fd"]
 
 
@@ -173,11 +183,13 @@ def test_streaming_is_bit_equal_on_a_gpu(
     streamer = streamed.offloaded(
         device=GPU, group_offload_use_stream=use_stream, group_offload_to_disk_path=folder
     )
+
     assert type(streamer.copier) is (DiskCopier if to_disk and use_stream else Copier)
     assert (streamer.copier.side.stream is not None) == use_stream
     for _ in range(3):
         assert_equal(streamed.step(), plain.step())
         assert torch.equal(streamed.sample(), plain.sample())
+
     torch.cuda.synchronize()
     assert streamer.waited() > 0
 
@@ -196,6 +208,7 @@ def test_quantised_weights_stream_on_a_gpu() -> None:
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value)
     there = {tensor.device.type for image in streamer.images for tensor in image.tensors}
+
     assert there == {"cpu", "cuda"}
 
 
@@ -203,6 +216,7 @@ def test_images_share_no_page() -> None:
     """CUDA refuses to lock a page a second time, and small buffers of the heap lie on one."""
     images = [WeightImage([nn.Linear(8, 8).requires_grad_(False)]) for _ in range(20)]
     pages = [packed.flat.data_ptr() // image.PAGE for packed in images]
+
     assert len(set(pages)) == len(pages)
     for packed in images:
         assert packed.flat.data_ptr() % image.PAGE == 0
@@ -256,13 +270,16 @@ def test_pinned_pages_are_unlocked_with_their_owner(
     flat = image.whole_pages(5000)
     owner = nn.Identity()
     image.page_lock(flat, owner)
+
     assert runtime.locked == (
         {} if error else {flat.data_ptr(): -(-5000 // image.PAGE) * image.PAGE}
     )
     assert ("could not be pinned" in caplog.text) is bool(error)
     assert "ulimit" not in caplog.text, "the driver does not count pinned pages against it"
+
     del owner
     gc.collect()
+
     assert runtime.locked == {}
     assert calls == (["forgot"] if error else ["waited"])
 
@@ -283,6 +300,7 @@ def test_the_gpu_that_locked_pages_unlocks_them(
     gpus.append(0)
     del owner
     gc.collect()
+
     assert (waited, runtime.locked, gpus) == ([3], {}, [3, 0])
 
 
@@ -301,6 +319,7 @@ def test_memory_is_unlocked_silently_after_the_device_has_failed(
     image.page_lock(flat, owner)
     del owner
     gc.collect()
+
     assert runtime.locked == {}
 
 
@@ -311,6 +330,7 @@ def test_pages_that_cannot_be_pinned_only_cause_a_warning(caplog: pytest.LogCapt
     owners = nn.Identity(), nn.Identity()
     for owner in owners:
         image.page_lock(flat, owner)
+
     assert "could not be pinned" in caplog.text, "the second time"
     assert torch.ones(3, device=GPU).add(1).sum().item() == 6
 
@@ -321,9 +341,12 @@ def test_pages_are_pinned_in_place() -> None:
     flat = image.whole_pages(1 << 20)
     owner = nn.Identity()
     image.page_lock(flat, owner)
+
     assert flat.is_pinned()
+
     del owner
     gc.collect()
+
     assert not flat.is_pinned()
 
 

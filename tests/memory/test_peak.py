@@ -208,6 +208,7 @@ def test_the_planned_peak_of_sparse_attention_equals_the_measured_one(
         )
         metered = peak_of_step(model, inputs)
     planned = StepModel(cost, config, adapters).memory(load)
+
     assert 0.95 <= (planned.inputs + planned.block + planned.outside) / metered <= 1.1
 
 
@@ -265,7 +266,9 @@ def test_the_planned_peak_of_released_gradients_equals_the_measured_one(
     setup = StepModel(cost, config)
     planned = setup.memory(load)
     beside_weights = planned.total - (2 + setup.state_bytes) * cost.parameters
+
     assert 0.95 <= beside_weights / metered <= 1.15
+
     kept = under(setup, optimizer_release_gradients=False).memory(load)
     assert kept.trained - planned.trained > 0.7 * 2 * cost.parameters
 

@@ -72,6 +72,7 @@ def test_error_and_size_of_quantised_weights_are_bounded(name: str) -> None:
     form, tensors = pack(original, QUANTISATIONS[name])
     again = form.unpack(*tensors.values())
     error, size = LIMITS[name]
+
     assert again.dtype == original.dtype
     assert 1e-4 < ((again - original).float().norm() / original.float().norm()).item() < error
     assert sum(tensor.nbytes for tensor in tensors.values()) / original.numel() < size
@@ -102,6 +103,7 @@ def test_unpacked_weights_equal_those_of_the_library(
         scale, shift = MaxOptimizer()(original, qtype=qtype, axis=0, group_size=group)
         settings = {"qtype": qtype, "axis": 0, "group_size": group, "optimized": False}
         expected = quantize_weight(original, scale=scale, shift=shift, **settings)
+
     assert torch.equal(unpacked(pack(original, QUANTISATIONS[name])), expected.dequantize())
 
 
@@ -110,6 +112,7 @@ def test_rows_of_zeros_stay_zeros(name: str) -> None:
     original = weight(32, 64)
     original[3] = 0
     again = unpacked(pack(original, QUANTISATIONS[name]))
+
     assert again.isfinite().all()
     assert not again[3].any()
 
@@ -125,9 +128,12 @@ def test_the_product_and_its_gradient_equal_those_of_the_unpacked_weight(
     inputs = torch.randn(3, 5, 64).transpose(0, 1).requires_grad_()
     outputs = layer(inputs)
     expected = functional.linear(inputs, layer.weight, layer.bias)
+
     assert_close(outputs, expected, terms=64)
+
     (ours,) = torch.autograd.grad(outputs.sin().sum(), inputs)
     (theirs,) = torch.autograd.grad(expected.sin().sum(), inputs)
+
     assert_close(ours, theirs, terms=64 * 32)
 
 
@@ -163,7 +169,9 @@ def test_int8dq_equals_torchaos_quantisation(dtype: torch.dtype) -> None:
     theirs.weight = nn.Parameter(weight(32, 64, dtype), requires_grad=False)
     ours = QuantisedLinear(theirs, pack(theirs.weight, QUANTISATIONS["int8dq-torchao"]))
     quantization.quantize_(theirs, quantization.Int8DynamicActivationInt8WeightConfig())
+
     assert torch.equal(ours.weight, theirs.weight.dequantize())
+
     for rows in (16, 17):
         inputs = (
             torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
@@ -198,6 +206,7 @@ def test_autograd_never_saves_an_unpacked_weight() -> None:
         lambda tensor: kept.append(tensor) or tensor, lambda saved: saved
     ):
         model(torch.randn(2, 64, requires_grad=True))
+
     assert torch.int8 in {tensor.dtype for tensor in kept}, "the packed weights are"
     assert not [
         tensor.shape for tensor in kept if tensor.is_floating_point() and tensor.numel() >= 64 * 48
@@ -214,15 +223,19 @@ def test_only_quantisable_layers_of_the_family_are_packed(build: Any) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     quantised(model, layers=spec.quantised_layers)
     layers = [name for name, module in model.named_modules() if isinstance(module, QuantisedLinear)]
+
     assert layers
+
     left = {name: tensor for name, tensor in model.state_dict().items() if ".packed_" not in name}
     assert before.keys() - left.keys() == {f"{name}.weight" for name in layers}
     assert all(
         torch.equal(left[name], before[name]) and left[name].dtype == before[name].dtype
         for name in left
     )
+
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     blocks = [name for name in others if "transformer_blocks" in name]
+
     assert all("modulation" in name for name in blocks), (
         "what is linear in a block and kept is modulation"
     )
@@ -249,6 +262,7 @@ def test_the_device_of_packing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
                 copy.deepcopy(model), "int4", KANDINSKY5_IMAGE.quantised_layers, via
             ).state_dict()
         )
+
     assert all(
         torch.equal(states[0][name], state[name]) for state in states[1:] for name in states[0]
     )
@@ -272,6 +286,7 @@ def test_a_quantised_model_can_be_copied_saved_and_compiled() -> None:
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     expected = model(inputs)
     (gradient,) = torch.autograd.grad(expected.sum(), inputs)
+
     for other in (twin, compiled):
         assert torch.equal(other(inputs), expected)
         assert torch.equal(torch.autograd.grad(other(inputs).sum(), inputs)[0], gradient)
@@ -304,17 +319,21 @@ def test_gradients_of_a_lora_on_int8(t2i_checkpoint: Path, precision: str) -> No
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"])
     full = gradients(make_assembly(t2i_checkpoint, **settings), batch)
     int8 = make_assembly(t2i_checkpoint, base_model_precision="int8-quanto", **settings)
+
     assert any(isinstance(module, QuantisedLinear) for module in int8.transformer.modules())
     assert all(
         parameter.requires_grad == (".lora_" in name)
         for name, parameter in int8.transformer.named_parameters()
     )
+
     result = gradients(int8, batch)
     assert 1e-4 < distance(result, full) < 0.05
+
     settings["gradient_checkpointing"] = False
     plain = gradients(
         make_assembly(t2i_checkpoint, base_model_precision="int8-quanto", **settings), batch
     )
+
     assert distance(result, plain) < ROTATION
 
 
@@ -332,6 +351,7 @@ def test_layers_that_are_not_quantised_keep_their_dtype(
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, base_model_precision="int8", **settings)
     transformer = assembly.transformer
+
     assert transformer.get_parameter("visual_embeddings.in_layer.weight").dtype == dtype
     assert (
         transformer.get_submodule(
@@ -339,6 +359,7 @@ def test_layers_that_are_not_quantised_keep_their_dtype(
         ).weight.dtype
         == dtype
     )
+
     modulation = "visual_transformer_blocks.0.visual_modulation.out_layer.weight"
     assert transformer.get_parameter(modulation).dtype == torch.float32, (
         "an island, whatever the dtype around it"

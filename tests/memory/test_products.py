@@ -74,11 +74,14 @@ def test_int8_products_equal_integer_arithmetic_bit_for_bit(dtype: torch.dtype) 
     exact, rows = divided(inputs.detach(), 127.0)
     outputs = quantised(inputs)
     sums = exact.round().long() @ levels.long().t()
+
     assert torch.equal(
         outputs, (sums.float() * rows * scale.float().t()).to(dtype) + quantised.bias
     )
+
     exact, rows = divided(gradient.detach() * scale.float().t(), 127.0)
     (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
+
     assert torch.equal(ours, ((exact.round().long() @ levels.long()).float() * rows).to(dtype))
     assert exact.round().abs().amax(-1).unique().tolist() == [0.0, 127.0], (
         "each row uses all levels"
@@ -118,7 +121,9 @@ def test_a_layer_of_an_unsupported_size_multiplies_unpacked(
     """
     with caplog.at_level(logging.INFO):
         odd = [layer(name, columns=72), layer(name, rows=40)]
+
     assert caplog.text.count("0 are multiplied unpacked") == 2
+
     quantised = layer(name)
     cases = [
         *(
@@ -127,8 +132,10 @@ def test_a_layer_of_an_unsupported_size_multiplies_unpacked(
         ),
         (quantised, torch.randn(FEW, 64)),
     ]
+
     for module, inputs in cases:
         assert torch.equal(module(inputs), nn.functional.linear(inputs, module.weight, module.bias))
+
     inputs = torch.randn(64, FEW + 1)
     assert torch.equal(quantised(inputs.t()), quantised(inputs.t().contiguous()))
     assert not torch.equal(
@@ -145,6 +152,7 @@ def test_compiled_products_are_equal(name: str) -> None:
         torch.autograd.grad(forward(inputs).sin().sum(), inputs)[0]
         for forward in (quantised, compiled)
     ]
+
     assert torch.equal(*gradients)
 
 
@@ -181,6 +189,7 @@ def test_int8_products_write_no_needless_float32_numbers(training: bool) -> None
         and quantised.dtype == torch.float32
         and quantised.numel() >= 36 * 48
     ]
+
     assert large == (["mul", "div_", "round_"] if training else ["div", "round_", "mul"])
 
 
@@ -198,6 +207,7 @@ def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) 
     quantised = layer("fp8-quanto").to("meta")
     inputs = torch.empty(40, 64, device="meta", requires_grad=True)
     quantised(inputs).sum().backward()
+
     assert asked == [True, False]
 
 
@@ -232,6 +242,7 @@ def test_gradients_of_a_lora(
             f"{name[:-7]} products: on the first batch, gradients of block 0 differ by up to "
         )[:7]
     )
+
     assert 1e-4 < error < 0.2
     assert 1e-4 < distance(result, unpacked) < 0.1
     for other in (
@@ -269,8 +280,10 @@ def test_the_first_gradients_are_compared_without_side_effects(
         assembly = make_assembly(t2i_checkpoint, **settings)
         torch.manual_seed(3)
         results.append(gradients(assembly, batch))
+
     assert told(caplog.records), "it was made once"
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
     half = len(called) // 2
     assert called[:half] == called[half:]
     assert bool(called) is ("dynamo_backend" in settings)
@@ -280,6 +293,7 @@ def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
     config = make_config(t2i_checkpoint, base_model_precision="int8", quantized_matmul=True)
     model = load_for_sampling(transformer_settings(config), make_adapter(t2i_checkpoint), CPU)
     layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+
     assert layers
     assert all(
         quantised.form == ScaledRows(rounds_inputs=True, rounds_gradients=True)
@@ -344,9 +358,11 @@ def test_devices_without_quantised_products_are_refused(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
     config = PrecisionConfig(**settings)
+
     with pytest.raises(ConfigError) as raised:
         check_device(config, torch.device(device))
     assert [str(problem) for problem in raised.value.problems] == [problem]
+
     check_device(config, CPU)
     check_device(PrecisionConfig(), torch.device(device))
 
@@ -373,9 +389,11 @@ def test_a_gpu_that_refuses_the_first_product_is_reported_before_loading(
     monkeypatch.setattr(precision, "multiply", refuse)
     stored = multiplied(PrecisionConfig(**settings))[key]
     why = precision.refusal(stored, CPU)
+
     assert (
         why
         == f"cannot be multiplied by this torch on this GPU (CUBLAS_STATUS_NOT_SUPPORTED). {remedy}"
     )
+
     monkeypatch.undo()
     assert precision.refusal(stored, CPU) == ""

@@ -74,6 +74,7 @@ def test_routes_save_the_flops_of_skipped_tokens(size: str, limit: float) -> Non
     plain = Step(setup, load_of(size), H100).cost
     routed = Step(replace(setup, techniques=(GUIDES,)), load_of(size), H100).cost
     saved = plain.executed.total / routed.executed.total
+
     assert saved == pytest.approx(1 / share_of_arithmetic(size, GUIDES.routes), rel=0.01)
     assert saved == pytest.approx(limit, rel=0.01)
     assert plain.seconds / routed.seconds == pytest.approx(limit, rel=0.1)
@@ -86,6 +87,7 @@ def test_a_route_that_keeps_all_tokens_changes_nothing(
 ) -> None:
     neutral = replace(setup, techniques=(TreadSpec([Route(0.0, 2, -2)]),))
     load = load_of("lite")
+
     assert Step(neutral, load, H100).cost == Step(setup, load, H100).cost
     assert neutral.memory(load) == setup.memory(load)
 
@@ -113,12 +115,17 @@ def test_extra_passes_are_counted(lite: TransformerCost, setup: StepModel, devic
         return Step(routed, load_of("lite"), device).cost.seconds
 
     routed = replace(setup, techniques=(GUIDES, Costly(passes=0.25)))
+
     assert routed.memory(load_of("lite")) == setup.memory(load_of("lite"))
+
     plain = seconds()
     whole = Step(under(setup, enable_group_offload=True), load_of("lite"), device).cost.seconds
+
     assert seconds(passes=0.25, flops=0.0) == pytest.approx(plain + 0.25 * whole)
+
     alone = seconds(forwards=2) - plain
     unrouted = 2 * Step(setup, load_of("lite"), H100).forward_seconds
+
     assert alone == pytest.approx(unrouted if device is H100 else plain)
 
 
@@ -131,9 +138,11 @@ def test_only_kept_tokens_have_activations(lite: TransformerCost, setup: StepMod
     one = lite.activations(load, 2, setup.adapters)
     plain = setup.memory(load)
     fewer = routed.memory(load)
+
     assert plain.inputs == 32 * one.held
     assert fewer.inputs == pytest.approx((32 - 28 / 2) * one.held)
     assert fewer.block == plain.block
+
     everywhere = replace(setup, techniques=(TreadSpec([Route(0.5, 0, -1)]),)).memory(load)
     assert everywhere.block < 0.6 * plain.block, "no block has all tokens"
 
@@ -141,8 +150,10 @@ def test_only_kept_tokens_have_activations(lite: TransformerCost, setup: StepMod
         under(model, gradient_checkpointing=False).memory(load) for model in (setup, routed)
     )
     assert plain.inputs == 32 * (one.held + one.saved)
+
     half = lite.activations(replace(load, frames=load.frames // 2), 2, setup.adapters)
     inputs = 3 * (one.held + one.saved) + one.held + 28 * half.held + 29 * half.saved
+
     assert fewer.inputs == pytest.approx(inputs)
 
     on_host, hosted = (under(model, offload_block_inputs=True) for model in (setup, routed))

@@ -113,6 +113,7 @@ def test_streamed_training_is_bit_equal_in_every_mode(mode: str) -> None:
                 number == 0 and model.get("compiled") != "aot_eager"
             ):  # with "eager" it costs half as much
                 assert torch.equal(streamed.sample(), plain.sample()), "sampling between steps"
+
     assert order(streamer), "a test that copies nothing shows nothing"
 
 
@@ -122,6 +123,7 @@ def test_streaming_from_disk_is_bit_equal(tmp_path: Path, checkpointing: bool) -
     streamed = Trained(checkpointing=checkpointing)
     folder = tmp_path / "new" / "folder"
     streamed.offloaded(group_offload_to_disk_path=str(folder))
+
     assert_equal(streamed.step(), plain.step())
     assert torch.equal(streamed.sample(), plain.sample())
     assert list(folder.iterdir()) == [], "no file stays behind, however the run ends"
@@ -132,7 +134,9 @@ def test_copies_run_in_the_order_of_computation(settings: dict[str, Any]) -> Non
     trained = Trained(**settings)
     streamer = trained.offloaded()
     trained.predict().mean().backward()
+
     assert order(streamer) == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
+
     trained.predict().mean().backward()
     assert order(streamer) == [2, 3, 4, 5, 3, 2, 1, 0]
 
@@ -153,7 +157,9 @@ def test_sampling_prefetches_the_first_group_after_the_last() -> None:
     trained = Trained()
     streamer = trained.offloaded()
     trained.sample()
+
     assert order(streamer) == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0]
+
     trained.step()
     assert order(streamer) == [1, 2, 3, 4, 5, 3, 2, 1, 0], "what sampling left is used"
 
@@ -162,6 +168,7 @@ def test_the_adversarial_copier_detects_a_missing_wait(monkeypatch: pytest.Monke
     trained = Trained()
     trained.offloaded()
     monkeypatch.setattr(AdversarialCopier, "wait", lambda copier, copy: None)
+
     assert trained.predict().isnan().all()
 
 
@@ -174,6 +181,7 @@ def test_the_adversarial_copier_detects_weights_saved_by_value(
     streamed.offloaded()
     ours = streamed.step()
     theirs = plain.step()
+
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -207,6 +215,7 @@ def test_a_block_computes_with_the_weights_in_its_slot(
     for block in trained.layout.blocks:
         next(block.children()).register_forward_pre_hook(look)
     trained.step()
+
     assert seen[:BLOCKS] == [{0}, {1}, {2}, {3}, {4}, {4, 5}]
     assert seen[BLOCKS:] == ([{4, 5}, {4}, {3}, {2}, {1}, {0, 1}] if checkpointing else [])
 
@@ -240,7 +249,9 @@ def test_trained_weights_are_never_streamed() -> None:
     addresses = [weight.data_ptr() for weight in trained.lora_weights()]
     streamer = trained.offloaded()
     trained.step()
+
     assert [weight.data_ptr() for weight in trained.lora_weights()] == addresses
+
     streamed = {id(tensor) for image in streamer.images for tensor in image.tensors}
     assert not streamed & {id(weight) for weight in trained.lora_weights()}
 
@@ -258,11 +269,14 @@ def test_moving_the_model_leaves_streamed_weights_on_the_host(
     moved: list[int] = []
     trained.model._apply(lambda tensor: (moved.append(id(tensor)), tensor)[1])
     streamed = {id(tensor) for image in streamer.images for tensor in image.tensors}
+
     assert streamed
     assert not streamed & set(moved)
     assert {id(weight) for weight in trained.lora_weights()} <= set(moved)
+
     trained.model.to(torch.float64)
     assert {weight.dtype for weight in trained.lora_weights()} == {torch.float64}
+
     trained.model.to(torch.float32)
     assert list(trained.model.state_dict()) == list(plain.model.state_dict())
     assert_equal(trained.step(), plain.step())
@@ -272,6 +286,7 @@ def test_waits_are_reported_once() -> None:
     trained = Trained()
     streamer = trained.offloaded()
     trained.step()
+
     assert streamer.waited() > 0
     assert streamer.waited() == 0
 
@@ -284,7 +299,9 @@ def test_torchs_private_function_detects_the_backward_pass() -> None:
     value = torch.ones(2, requires_grad=True)
     product = value * 2
     product.register_hook(lambda gradient: seen.append(in_backward()))
+
     assert not in_backward()
+
     product.sum().backward()
     assert seen == [True]
     assert not in_backward()

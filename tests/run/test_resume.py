@@ -180,7 +180,7 @@ def test_a_training_state_of_wrong_types_is_refused_without_a_traceback(
     (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
     assert trained.train("max_train_steps=5") == 2
     told = capsys.readouterr().err
-    assert "checkpoint-4 holds what no run saves" in told
+    assert "checkpoint-4 is not a valid checkpoint" in told
     assert "Traceback" not in told
 
 

@@ -44,6 +44,7 @@ def refusal(config: PrecisionConfig, device: torch.device = GPU) -> str:
 
 def test_torch_computes_attention_unless_a_package_is_configured() -> None:
     activate_attention(TORCHS_OWN, CPU)
+
     assert current_flash_attention_impl() is None
     assert attention_kernel("diffusers") is torch_attention
     assert attention_kernel("flash-attn-4") is torch_attention, "torch itself runs the package"
@@ -71,7 +72,9 @@ def test_a_gpu_on_which_torch_refuses_the_package_is_named(
         f"{needed}, not"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+
     assert refusal(config) == f"{start} 8.9. Use diffusers."
+
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert refusal(config) == f"{start} an AMD GPU. Use diffusers."
 
@@ -84,6 +87,7 @@ def test_a_package_that_cannot_be_imported_is_refused(
     module = ATTENTION_PACKAGES[mechanism].package.module
     monkeypatch.setitem(sys.modules, module, None)
     message = refusal(PrecisionConfig(attention_mechanism=mechanism))
+
     assert message.startswith(
         f"attention_mechanism: {mechanism!r} is installed, but cannot be used ("
     )
@@ -94,7 +98,9 @@ def test_a_kernel_is_deterministic_if_configured(monkeypatch: pytest.MonkeyPatch
     flash = SimpleNamespace(flash_attn_func=lambda *inputs, deterministic=False: deterministic)
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
     inputs = [torch.ones(1)] * 3
+
     assert not attention_kernel("flash-attn-2")(*inputs)
+
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert attention_kernel("flash-attn-2")(*inputs)
 
@@ -150,9 +156,12 @@ def test_the_package_replaces_torchs_kernel_until_a_run_without_it() -> None:
     inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
     activate_attention(PACKAGES, GPU)
     torch_attention(*inputs)
+
     assert (current_flash_attention_impl(), StandIn.calls) == ("stand-in", 1)
+
     activate_attention(TORCHS_OWN, GPU)
     torch_attention(*inputs)
+
     assert (current_flash_attention_impl(), StandIn.calls) == (None, 1)
 
 
@@ -164,5 +173,6 @@ def test_checkpointing_keeps_the_results_of_the_package(t2i_checkpoint: Path) ->
     activate_attention(PACKAGES, GPU)
     assembly = make_assembly(t2i_checkpoint, "t2i")
     StandIn.calls = 0
+
     assert distance(loss_and_gradients(assembly, batch), plain) < ROTATION
     assert StandIn.calls == 8, "five attentions, and three again: those of visual tokens are kept"

@@ -136,11 +136,14 @@ def test_few_graphs_serve_a_whole_run(
 
     for height, width, tokens in BUCKETS:
         compare(bucket(height, width, tokens), [tokens])
+
     assert 0 < graphs() <= 3
+
     for height, width, captions in LAST_BATCHES:
         compare(bucket(height, width, *captions), captions)
     with torch.no_grad():
         micro_loss(compiled, noisy_batch(compiled, bucket(8, 8, 6, 4), 0, 0), Losses())
+
     assert graphs() <= 9
 
 
@@ -156,6 +159,7 @@ def test_blocks_are_compiled_except_for_sparse_attention(
         for settings in ({"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}, {})
     )
     batch = speed.make_batch(checkpoint, "nabla")
+
     assert_close(loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch), 1e-3)
     assert graphs() == 3
 
@@ -197,6 +201,7 @@ def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(
         visual, text = (hidden.detach().requires_grad_() for hidden in (visual, text))
         _, codes = run_and_get_code(lambda: block(visual, text, *rest).sum().backward())  # noqa: B023 - called at once
         counts.append(sum(len(LAUNCH.findall(code)) for code in codes))
+
     assert 60 < counts[0] == counts[1] <= 105 - 2, "two more for the self-attention"
 
 
@@ -208,6 +213,7 @@ def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.Mo
     settings = {"dynamo_backend": "aot_eager", "dynamo_dynamic": True, "dynamo_fullgraph": True}
     compiled, eager = (make_assembly(t2i_checkpoint, **changes) for changes in (settings, {}))
     batch = bucket(8, 8, 6)
+
     assert_close(loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch), 1e-3)
     assert graphs() > 0
 
@@ -244,8 +250,10 @@ def test_sizes_are_marked_as_dynamic_until_nothing_more_is_compiled(marks: list[
 
     assert [marked(tokens) for tokens in (5, 5, 5, 5, 7, 7, 7)] == [1, 1, 0, 0, 1, 0, 0]
     assert graphs() == 1
+
     block.eval()
     after = [marked(tokens) for tokens in (5, 5, 5, 5)]
+
     assert after in ([0, 1, 1, 0], [0, 1, 0, 0]), "torch 2.11 compiles once less"
     assert [marked(tokens) for tokens in (6, 8, 9, 9)] == [1, 1, 1, 0]
     assert graphs() <= 3
@@ -261,6 +269,7 @@ def test_a_repeated_step_marks_no_sizes(
         loss_and_gradients(assembly, bucket(8, 8, 6))
         clear(assembly)
         results.append(len(marks))
+
     assert 0 < results[0] <= results[1] == results[2]
 
 
@@ -278,9 +287,12 @@ def test_every_thread_has_the_same_recompile_limit() -> None:
     block = nn.Identity()
     shapes = [torch.ones(1, 2, count) for count in range(2, 14)]
     piece(block, shapes[0])
+
     assert graphs() == 1
+
     in_a_thread(lambda: piece(block, shapes[0]))
     assert graphs() == 1, "what one thread has compiled serves all"
+
     in_a_thread(lambda: [piece(block, shape) for shape in shapes])
     assert graphs() == len(shapes) > 8
 
@@ -304,6 +316,7 @@ def test_a_compiler_that_fails_on_gradients_leaves_a_function_uncompiled(
     )
     hidden = torch.rand(2, 3, 4, requires_grad=True)
     piece(nn.Identity(), hidden).sum().backward()
+
     assert "square is not compiled" in caplog.text
     torch.testing.assert_close(hidden.grad, torch.sin(2 * hidden.detach()))
 
@@ -326,6 +339,7 @@ def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
         out = piece(block, *inputs)
         gradients.append(torch.autograd.grad(out, tokens, out.detach()))
     products = [sum("mm" in operation for operation in graph) for graph in results]
+
     assert products == [7, 7, 7, 7 + 6]
     assert not any("bmm" in operation for graph in results for operation in graph)
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
@@ -407,6 +421,7 @@ def test_the_mode_of_inductor_is_passed_to_torch(
     make_assembly(
         t2i_checkpoint, dynamo_backend="inductor", dynamo_mode="max-autotune-no-cudagraphs"
     )
+
     assert set(modes) == {"max-autotune-no-cudagraphs"}
 
 
@@ -421,7 +436,9 @@ def test_inductor_compiles_a_block_correctly() -> None:
     modulation = block.text_modulation.out_layer
     modulation.weight.data = modulation.weight.data.to(torch.bfloat16).float()
     store_in_bf16(model)
+
     assert modulation.weight.dtype == torch.bfloat16
+
     mask = torch.arange(6) < torch.tensor([[6], [4]])
     inputs = (
         torch.randn(2, 6, WIDTH),
@@ -446,6 +463,7 @@ def test_inductor_compiles_a_block_correctly() -> None:
             }
         )
         block.zero_grad()
+
     assert_close(results[1], results[0], 0.02)
     assert graphs() == 1
 
@@ -466,8 +484,10 @@ def test_a_compiler_that_fails_leaves_a_block_uncompiled(
         with pytest.raises(TorchDynamoException, match="no such machine"):
             piece(nn.Identity(), x)
         return
+
     for _ in range(2):
         assert torch.equal(piece(nn.Identity(), x), 2 * x)
+
     (warning,) = [
         record.message for record in caplog.records if record.name == "simpletuner.speed.compile"
     ]
@@ -521,10 +541,12 @@ def test_wrong_gradients_keep_a_block_uncompiled(
     x = torch.randn(2, 4)
     checkpointed = torch.utils.checkpoint.checkpoint(block, x, 3, use_reentrant=False)
     twin(checkpointed, 3).sum().backward()
+
     assert list(verdicts.values()) == [is_right], "one kind, one shape"
     assert len(calls) == (1 + 3 if is_right else 1), (
         "one to check; two blocks, of which one is computed again"
     )
+
     assert block.layer.weight.grad is not None
 
 
@@ -534,11 +556,14 @@ def test_compiled_blocks_of_sana_are_verified(sana_checkpoint: Path, speed: str)
     batch = sana.make_batch(sana_checkpoint, "i2v")
     eager = loss_and_gradients(sana.make_assembly(sana_checkpoint), batch)
     assembly = sana.make_assembly(sana_checkpoint, dynamo_backend="aot_eager", speed=speed)
+
     assert_close(loss_and_gradients(assembly, batch), eager, 1e-3)
+
     forward: Any = assembly.adapter.block_layout(assembly.transformer).blocks[0].forward
     assert isinstance(forward.compiled, CompiledOnGrid) == (speed == "auto"), (
         "reference compiles diffusers' own block"
     )
+
     assert list(forward.verdicts.values()) == [True]
     assert graphs() == 1, (
         "the first block's hidden states have other strides; they share the graph of the others"
@@ -573,6 +598,7 @@ def test_few_graphs_serve_all_sizes_of_sana(
         )
         clear(compiled)
         clear(eager)
+
     assert 0 < graphs() <= 2
 
 
@@ -599,6 +625,7 @@ def test_every_memory_layout_has_its_own_verdict() -> None:
             forward(torch.ones(4, 4), y, 3).sum().backward()
             results.append(y.grad)
         torch.testing.assert_close(*results)
+
     assert list(verdicts.values()) == [True, False]
 
 

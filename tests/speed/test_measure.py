@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 def test_a_cpu_is_measured_plausibly(tmp_path: Path) -> None:
     rates = device_rates(tmp_path, CPU, torch.float32)
     assert rates is not None
+
     assert (rates.device, rates.dtype, rates.host_to_device_bytes) == ("cpu", "float32", None)
     assert 1e8 < rates.matmul_flops < 1e14
     assert json.loads((tmp_path / RATES_FILE).read_text())["matmul_flops"] == rates.matmul_flops
@@ -38,6 +39,7 @@ def test_a_cpu_that_emulates_a_precision_is_measured_with_a_small_matmul(
 
     monkeypatch.setattr(measure, "matmul_flops", product)
     monkeypatch.setattr(measure, "AFFORDABLE_SECONDS", 0.01)
+
     assert measure._measure_cpu(torch.bfloat16).matmul_flops == rate
     assert results == sides
 
@@ -46,15 +48,19 @@ def test_one_interrupted_measurement_does_not_count(monkeypatch: pytest.MonkeyPa
     rates = iter([1e9, 1e11, 2e11])
     monkeypatch.setattr(measure, "matmul_flops", lambda *given, **named: next(rates))
     monkeypatch.setattr(measure, "AFFORDABLE_SECONDS", 0.01)
+
     assert measure._measure_cpu(torch.float32).matmul_flops == 2e11
 
 
 def test_rates_are_measured_once_per_device_and_precision(tmp_path: Path) -> None:
     known = DeviceRates("cpu", 123.0, None, "float32")
     write_rates(tmp_path, known)
+
     assert device_rates(tmp_path, CPU, torch.float32) == known
+
     other = device_rates(tmp_path, CPU, torch.bfloat16)
     assert other is not None
+
     assert other.matmul_flops != 123.0
     assert read_rates(tmp_path) == other
 

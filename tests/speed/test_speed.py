@@ -113,6 +113,7 @@ def test_auto_equals_reference(checkpoints: dict[str, Path], case: str, precisio
         make_assembly(checkpoints[case], case, speed="reference", **settings), batch
     )
     auto = make_assembly(checkpoints[case], case, **settings)
+
     assert_equal(stock, loss_and_gradients(auto, batch))
 
 
@@ -134,6 +135,7 @@ def test_other_training_settings_equal_the_reference(
         make_assembly(checkpoints["t2i"], "t2i", speed="reference", **settings), batch
     )
     auto = make_assembly(checkpoints["t2i"], "t2i", **settings)
+
     assert_equal(stock, loss_and_gradients(auto, batch))
 
 
@@ -158,6 +160,7 @@ def test_kept_attention_is_not_computed_again(
     batch = make_batch(checkpoints[case], case)
     with CountedAttention() as counted:
         loss_and_gradients(assembly, batch)
+
     assert counted.calls == 2 * (1 + 2) + 2 * calls * (1 + again)
 
 
@@ -188,6 +191,7 @@ def test_the_output_of_flex_attention_is_kept(
         results.append(
             loss_and_gradients(make_assembly(checkpoints["nabla"], "nabla", **settings), batch)
         )
+
     assert flex == [512] * ((2 if keep else 4) + 2)
     assert_equal(*results)
 
@@ -260,11 +264,14 @@ def test_only_fast_settings_replace_the_forward_of_blocks(
 @pytest.mark.slow
 def test_a_run_may_change_its_speed_on_resume(tmp_path: Path, t2i_checkpoint: Path) -> None:
     reference = Workspace.create(tmp_path / "reference", t2i_checkpoint, speed="reference")
+
     assert reference.train() == 0
+
     mixed = Workspace.create(tmp_path / "mixed", t2i_checkpoint)
     assert mixed.train("max_train_steps=2", "speed=reference") == 0
     assert mixed.train() == 0
     assert mixed.metrics() == reference.metrics()
+
     weights = "output/pytorch_lora_weights.safetensors"
     assert mixed.path(weights).read_bytes() == reference.path(weights).read_bytes()
 
@@ -279,4 +286,5 @@ def test_saved_views_are_recomputed_with_their_strides() -> None:
     result = inputs.grad
     inputs.grad = None
     (inputs[:, 4:] * inputs[:, :4]).square().sum().backward()
+
     assert torch.equal(result, inputs.grad)

@@ -1,6 +1,4 @@
-"""A small real technique for tests: hidden states are pulled towards cached features through a
-trained projector.
-"""
+"""A small real technique: pulls hidden states towards cached features, by a trained projector."""
 
 from __future__ import annotations
 
@@ -22,16 +20,15 @@ PATCH = 2
 
 
 class PatchTeacher:
-    """Stands for a frozen vision encoder: the mean of each token's latents."""
+    """A stand-in for a frozen vision encoder: the mean of a token's latents."""
 
     encoded = 0
 
     def encode(self, latents: Tensor) -> Tensor:
-        """`C F H W` -> one row of features for each token, in raster order: `S C`."""
+        """Features `S C` of latents `C F H W`, one row per token in raster order."""
         PatchTeacher.encoded += 1
-        tokens = (
-            latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH)).mean((-1, -3))
-        )  # C F h w
+        patches = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH))  # C F h p w p
+        tokens = patches.mean((-1, -3))  # C F h w
         return tokens.flatten(1).T.contiguous()
 
 
@@ -47,7 +44,7 @@ TEACHER = PatchFeatures()
 
 
 class Alignment(Technique):
-    """1 - cos(projector(hidden states of a block), teacher), over the tokens that are there."""
+    """1 - cos(projector(hidden states of a block), teacher), over the tokens of the block."""
 
     def __init__(
         self, spec: TechniqueSpec | None = None, block: int = 1, weight: float = 0.5
@@ -62,8 +59,8 @@ class Alignment(Technique):
         return PatchTeacher()
 
     def attach(self, site: Site) -> None:
-        # float32, whatever the model is
         self.site = site
+        # float32, whatever the model's dtype.
         self.project = nn.Linear(site.layout.width, CHANNELS)
         site.hidden.watch(self.block)
 
@@ -99,11 +96,11 @@ class AlignmentSpec(TechniqueSpec):
     features = (TEACHER,)
 
     def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:
-        """The projector, its input in float32, and three products with it."""
+        """The projector, its input in float32 (4 bytes), and three matmuls (6 FLOPs) with it."""
         tokens = batch.samples * batch.tokens
-        numbers = transformer.hidden * CHANNELS
+        weights = transformer.hidden * CHANNELS
         return TechniqueCost(
-            numbers + CHANNELS, 4.0 * tokens * transformer.hidden, 6.0 * tokens * numbers
+            weights + CHANNELS, 4.0 * tokens * transformer.hidden, 6.0 * tokens * weights
         )
 
 

@@ -1,6 +1,4 @@
-"""How the tests try every technique: its neutral settings, and a run of one process that two must
-repeat.
-"""
+"""How the tests exercise every technique: neutral settings, and runs in one or two processes."""
 
 from __future__ import annotations
 
@@ -26,13 +24,14 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}
 
 @dataclass(frozen=True)
 class TechniqueCase:
-    """
+    """How a technique is tested.
+
     Attributes:
-        neutral: with these specs, it must be plain training (`test_neutral.py`).
-        runs: the runs of `tests/training/lockstep.py` that have it, lora or full: two processes
-            must do what one does.
-        settings: the keys that switch it on there, if its datasets do not.
-        apart: why two processes train otherwise than one, for a technique without runs.
+        neutral: specs that must equal plain training (`test_neutral.py`).
+        runs: runs of `tests/training/lockstep.py` that use it, lora or full: two processes must
+            train like one.
+        settings: the keys that enable it there, if its datasets do not.
+        apart: why two processes train differently from one, for a technique without runs.
     """
 
     neutral: Sequence[TechniqueSpec]
@@ -42,7 +41,7 @@ class TechniqueCase:
 
 
 def sampled(**settings: float) -> ScheduledSamplingSpec:
-    """Scheduled sampling of every sample, unless a setting says otherwise."""
+    """Scheduled sampling of every sample, unless a setting changes that."""
     chosen = {"max_step_offset": 5, "probability": 1.0, **settings}
     keys = {f"scheduled_sampling_{name}": value for name, value in chosen.items()}
     return ScheduledSamplingSpec(ScheduledSamplingConfig.model_validate(keys), steps=8, shift=None)

@@ -1,6 +1,4 @@
-"""A small technique for tests that deals the noise: of a noise and its opposite, the one nearer to
-the sample.
-"""
+"""A small technique that deals noise: the noise or its opposite, whichever is nearer the sample."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class FacingSpec(TechniqueSpec):
 
 
 class Facing(Technique):
-    """Depends on each sample alone, so several processes deal what one does."""
+    """Depends only on the sample, so several processes deal the same noise as one."""
 
     dealt = 0  # micro-batches
 

@@ -126,9 +126,11 @@ def test_missing_tokens_are_excluded_from_every_mean() -> None:
     teacher.present[0, 2, 1, 1] = 0
     result = align(student, teacher, {1: 0.5})
     cosines = (student.values * teacher.values).sum(-1)[0]
+
     assert result.own[0].tolist() == pytest.approx(
         [cosines[0, 1].mean().item(), 0, cosines[2].flatten()[:3].mean().item()]
     )
+
     after = (student.values[:, :2] * teacher.values[:, 1:]).sum(-1)[0]
     assert result.total[0, 0].item() == pytest.approx(
         (cosines[0, 1] + 0.5 * after[0, 1]).mean().item()
@@ -197,6 +199,7 @@ def test_tokens_are_put_back_on_the_grid_of_their_frames(
         assert (site.hidden[BLOCK].shape[1] < frames * rows * columns) == routed
         crepa.extra_losses(noisy, latents)
     score = crepa.metrics()["crepa_alignment_score"]
+
     assert_close(score, torch.tensor(1.0), terms=WIDTH)
 
 
@@ -255,6 +258,7 @@ def test_regularisation_data_is_not_aligned(deep: Path, batch: Batch) -> None:
         name: parameter.detach().clone() for name, parameter in assembly.module_parameters.items()
     }
     (metrics,) = train(assembly, replace(batch, dataset_id="known", features={}), 1)
+
     assert (metrics["crepa_loss"], metrics["crepa_weight"]) == (0, 0)
     assert kept.keys() == assembly.module_parameters.keys()
 
@@ -287,6 +291,7 @@ def test_memory_and_speed_settings_change_no_gradient(
 ) -> None:
     expected = gradients_of(deep, batch, crepa_of(**source))
     actual = gradients_of(deep, batch, crepa_of(**source), **settings)
+
     assert distance(actual, expected) < ROTATION
     assert (
         max(
@@ -329,6 +334,7 @@ def test_the_moving_average_follows_the_score(deep: Path, batch: Batch) -> None:
     scores = [step["crepa_alignment_score"] for step in steps]
     second = 0.75 * scores[0] + 0.25 * scores[1]
     third = 0.75 * second + 0.25 * scores[2]
+
     assert len(set(scores)) == 3
     assert [step["crepa_alignment_score_ema"] for step in steps] == pytest.approx(
         [scores[0], second, third]
@@ -358,6 +364,7 @@ def test_alignment_is_switched_off_at_the_threshold(deep: Path, batch: Batch, mo
     crepa.load_state_dict({"average": 0.9, "off": False})
     steps = train(assembly, batch, 8)
     results = [metrics["crepa_cutoff"] for metrics in steps]
+
     assert results[0] == 1
     assert [metrics["crepa_weight"] == 0 for metrics in steps] == [
         metrics == 1 for metrics in results
@@ -365,12 +372,16 @@ def test_alignment_is_switched_off_at_the_threshold(deep: Path, batch: Batch, mo
     assert (0 in results) == (mode == "recoverable"), (
         "the average of a random projector's score falls to 0"
     )
+
     saved = crepa.state_dict()
     crepa.load_state_dict({"average": None, "off": False})
     crepa.load_state_dict(saved)
+
     assert crepa.state_dict() == saved
+
     crepa.load_state_dict({"average": 0.1, "off": True})
     (step,) = train(assembly, batch, 1)
+
     assert step["crepa_cutoff"] == (mode == "permanent"), (
         "off for good, whatever the average of another setting was"
     )
@@ -389,6 +400,7 @@ def test_a_permanent_cutoff_lasts_as_long_as_its_threshold(
     assembly = make_assembly(deep, after)
     after.load_state_dict(before.state_dict())
     (step,) = train(assembly, batch, 1)
+
     assert step["crepa_cutoff"] == is_off
 
 
@@ -413,6 +425,7 @@ def test_the_plan_counts_the_projector(deep: Path) -> None:
     )
     assembly = make_assembly(deep, crepa_of(**BACKBONE))
     result = spec.cost(cost, BatchShape(1, 1, 8, 8, 10))
+
     assert result.parameters == sum(
         parameter.numel() for parameter in assembly.module_parameters.values()
     )

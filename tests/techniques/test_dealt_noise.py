@@ -37,7 +37,9 @@ def test_noise_is_dealt_before_its_offset_is_added(t2i_checkpoint: Path, batch: 
     noisy = assembly.noise.add(batch, 2, 0)
 
     dealt = facing(batch, drawn)
+
     assert not torch.equal(dealt, drawn)
+
     offset = noisy.noise - dealt  # one number per sample and channel
     assert offset.abs().max() > 0.1
     assert (offset - offset[..., :1, :1, :1]).abs().max() < 1e-6
@@ -49,4 +51,5 @@ def test_noise_dealt_ahead_equals_that_of_the_step(t2i_checkpoint: Path, batch: 
     ahead = assembly.noise.draw_ahead(batch, number=5)
 
     assert ahead.noise is not None
+
     assert torch.equal(ahead.noise, assembly.noise.add(batch, 2, 1).noise)

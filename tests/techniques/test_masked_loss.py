@@ -57,6 +57,7 @@ def loss_of(noisy: NoisyBatch, **settings: float) -> list[float]:
 def test_half_a_mask_halves_the_loss_unless_normalised(i2v: bool) -> None:
     mask = half().expand(2, 1, 5, 4, 6)
     noisy = noisy_batch(mask, i2v=i2v)
+
     assert loss_of(noisy) == pytest.approx([0.5, 0.5])
     assert loss_of(noisy, masked_loss_normalise=True) == pytest.approx([1, 1])
     assert loss_of(noisy, masked_loss_floor=0.2) == pytest.approx([0.6, 0.6])
@@ -106,6 +107,7 @@ def test_unequal_masked_batches_of_a_step_equal_one_batch(
         look = assembly.optimizer.register_step_pre_hook(note)
         step.optimizer_step(assembly, Batches(*window), 0)
         look.remove()
+
     assert max(gradient.abs().max() for gradient in results[0].values()) > 1e-3
     assert distance(results[1], results[0]) < ROTATION
 
@@ -130,6 +132,7 @@ def test_masks_are_used_in_a_share_of_the_batches() -> None:
     noisy = noisy_batch(half().expand(2, 1, 5, 4, 6))
     places = [replace(PLACE, global_step=number) for number in range(200)]
     losses = [loss_of(replace(noisy, place=place), masked_loss_probability=0.3) for place in places]
+
     assert {tuple(loss) for loss in losses} == {(0.5, 0.5), (1.0, 1.0)}, (
         "all samples of a batch or none"
     )
@@ -185,6 +188,7 @@ def test_the_prior_keeps_the_base_prediction_in_black_areas(t2i_checkpoint: Path
             t2i_checkpoint, replace(batch, loss_mask=mask), MaskedLoss(MaskedLossSpec(config))
         )
     prior = totals[1.0] - totals[0.0]
+
     assert prior > 0
     assert totals[3.0] - totals[0.0] == pytest.approx(3 * prior, rel=1e-4)
 
@@ -196,4 +200,5 @@ def test_the_prior_keeps_the_base_prediction_in_black_areas(t2i_checkpoint: Path
         for parameter in assembly.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     distance = (step.predict_now(assembly, noisy) - base).square() * (1 - mask)
+
     assert prior == pytest.approx(distance.mean().item(), rel=1e-4)

@@ -83,6 +83,7 @@ def test_a_techniques_module_is_trained(deep: Path, batch: Batch) -> None:
     module = assembly.modules["Alignment"]
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     losses = [step.optimizer_step(assembly, Batches(batch), index).metrics for index in range(8)]
+
     assert losses[-1]["alignment_loss"] < losses[0]["alignment_loss"] - 0.05
     assert losses[0]["optimization_loss"] == pytest.approx(
         losses[0]["train_loss"] + losses[0]["alignment_loss"]
@@ -104,7 +105,9 @@ def test_initial_weights_depend_only_on_the_seed(deep: Path) -> None:
     one, other = (
         make_assembly(deep, Alignment()).modules["Alignment"].state_dict() for _ in range(2)
     )
+
     assert all(torch.equal(one[name], other[name]) for name in one)
+
     plain = make_assembly(deep)
     assert all(
         torch.equal(parameter, plain.parameters[name])
@@ -136,6 +139,7 @@ def test_the_modules_gradient_is_clipped_separately(deep: Path, batch: Batch, me
         joined = torch.cat([gradient.flatten() for gradient in gradients.values()])
         size = joined.norm() if method == "norm" else joined.abs().max()
         assert size.item() == pytest.approx(limit, rel=1e-5)
+
     assert len(results) == 2
 
 
@@ -148,6 +152,7 @@ def test_every_optimizer_trains_the_modules_group(deep: Path, batch: Batch, opti
     for number in range(2):
         step.optimizer_step(assembly, Batches(batch), number)
     after = list(assembly.modules["Alignment"].parameters())
+
     assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
@@ -170,6 +175,7 @@ def test_recomputation_and_offload_change_no_gradient(
     actual = gradients_of(
         make_assembly(deep, other, **{"gradient_checkpointing": False, **settings}), batch
     )
+
     assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
@@ -212,6 +218,7 @@ def test_compiled_blocks_are_recorded_recomputed_and_run_without_gradients(
         )
         for settings in ({}, {"dynamo_backend": "aot_eager"})
     )
+
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-3, atol=1e-5)
 
@@ -221,7 +228,9 @@ def test_techniques_see_which_tokens_a_route_keeps(deep: Path, batch: Batch, blo
     """Also of the last block of the route, behind which all tokens are there again."""
     aligned = Alignment(block=block)
     gradients_of(make_assembly(deep, Tread(TreadSpec([Route(0.5, 1, 2)])), aligned), batch)
+
     assert aligned.shapes == [torch.Size([2, TOKENS // 2, WIDTH])]
+
     assert aligned.kept is not None
     assert aligned.kept.shape == (2, TOKENS // 2)
     assert aligned.site.kept_tokens(block) is None, "the micro-step is over"
@@ -252,6 +261,7 @@ def test_a_conditioning_first_frame_stays_clean_at_every_noise_level() -> None:
     clip = Batch(latents, [], ["x"], condition=latents[:, :, :1])
     noisy = hold_first_frame(make_noisy(clip, torch.tensor([0.5]), torch.randn_like(latents)))
     moved = noisy.at_sigmas(torch.tensor([0.25]), torch.zeros_like(latents))
+
     assert torch.equal(moved.noisy_latents[:, :, :1], latents[:, :, :1])
     assert not moved.noisy_latents[:, :, 1:].any()
     assert moved.timesteps.tolist() == [250.0]
@@ -278,18 +288,24 @@ def test_runs_resume_bit_for_bit_and_do_not_publish_the_module(
     use_alignment(monkeypatch)
     straight = run_of(tmp_path / "straight", t2i_checkpoint, model_type=kind, learning_rate=1e-4)
     PatchTeacher.encoded = 0
+
     assert straight.train() == 0
     assert PatchTeacher.encoded == 4, "once a picture"
+
     broken = straight.stopped(tmp_path / "broken", 3)
     PatchTeacher.encoded = 0
+
     assert broken.train() == 0
     assert PatchTeacher.encoded == 0, "cached"
     assert_same_run(straight, broken)
+
     files = sorted(
         path.relative_to(tmp_path) for path in straight.path("output").rglob("*.safetensors")
     )
     owned = [path for path in files if load_file(tmp_path / path).keys() == {"weight", "bias"}]
+
     assert {path.name for path in owned} == {"Alignment.module.safetensors"}
+
     names = {name for path in files if path not in owned for name in load_file(tmp_path / path)}
     assert names
     assert not any("project" in name for name in names)
@@ -303,11 +319,14 @@ def test_a_technique_can_be_switched_on_or_off_on_resume(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = run_of(tmp_path, t2i_checkpoint)
+
     assert run.train("max_train_steps=2") == 0
+
     use_alignment(monkeypatch)
     assert run.train("max_train_steps=4") == 0
     assert "Alignment was off" in caplog.text
     assert math.isfinite(run.metrics()[-1]["alignment_loss"])
+
     use_alignment(monkeypatch, on=False)
     assert run.train("max_train_steps=6") == 0
     assert "Alignment was on" in caplog.text
@@ -327,6 +346,7 @@ def test_the_plan_counts_memory_and_flops_of_the_module() -> None:
     load = BatchShape(2, 1, 32, 32, 100)
     before = plain.memory(load)
     after = replace(plain, techniques=(SPEC,)).memory(load)
+
     assert after.trained - before.trained == (cost.hidden * CHANNELS + CHANNELS) * 16
     assert after.inputs - before.inputs == 4 * 2 * 1024 * cost.hidden
 
@@ -335,6 +355,7 @@ def test_the_moving_average_excludes_the_module(deep: Path) -> None:
     from simpletuner.config.schema import EmaConfig
 
     assembly = make_assembly(deep, Alignment())
+
     assert (
         Ema(assembly.parameters, EmaConfig(), torch.device("cpu")).average.keys()
         == assembly.parameters.keys()

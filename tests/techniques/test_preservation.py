@@ -113,6 +113,7 @@ def test_the_gradient_equals_the_hand_computed_one(
 ) -> None:
     expected = by_hand(deep, batch, *(build() for build in techniques))
     actual = gradients(moved(deep, *(build() for build in techniques), always()), batch)
+
     assert distance(actual, expected) < ROTATION
     assert distance(gradients(moved(deep), batch), expected) > 0.1, "it changes the gradient"
 
@@ -173,6 +174,7 @@ def test_accumulation_equals_a_larger_batch(
         runs.append(
             {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
         )
+
     assert distance(runs[1], runs[0]) < ROTATION
 
 
@@ -193,7 +195,9 @@ def test_a_lora_that_does_nothing_has_nothing_to_preserve(
 ) -> None:
     assembly = make_assembly(deep, *techniques(), always(), gradient_checkpointing=True, **settings)
     metrics = step.optimizer_step(assembly, Batches(batch), 0).metrics
+
     assert metrics["preservation_loss"] == 0.0
+
     later = step.optimizer_step(assembly, Batches(batch), 1).metrics
     assert later["preservation_loss"] > 0
     assert later["optimization_loss"] == pytest.approx(
@@ -216,6 +220,7 @@ def test_only_one_graph_is_alive_at_a_time(deep: Path, batch: Batch) -> None:
     numbers = [number for number, _ in seen]
     there = [0, 1, 2, 3]
     back = [3, 2, 1, 0]
+
     assert numbers == there + back + there + there + back
     assert [with_gradients for _, with_gradients in seen] == [True] * 8 + [False] * 4 + [True] * 8
 
@@ -234,7 +239,9 @@ def test_the_draw_of_a_batch_depends_on_its_position_in_the_run(batch: Batch) ->
 
     places = [Place(7, number, 0, range(2), 4) for number in range(400)]
     drawn = [losses(place) for place in places]
+
     assert abs(sum(drawn) / 400 - 0.3) < 0.07
+
     torch.rand(3)
     assert drawn == [losses(replace(place, slots=range(2, 4))) for place in places], (
         "every process draws the same"
@@ -260,6 +267,7 @@ def test_a_conditioning_first_frame_is_excluded_from_the_loss() -> None:
         ) * torch.is_grad_enabled()
 
     assert stub().extra_passes(clip)[0](forward)["preservation_loss"] == 4.0
+
     picture = replace(clip, batch=replace(clip.batch, condition=None))
     assert stub().extra_passes(picture)[0](forward)["preservation_loss"] == 36.0
 
@@ -310,14 +318,18 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     runs[1].write_config(
         preservation_weight=None, preservation_trigger=None, preservation_prompt=None
     )
+
     assert runs[0].train() == 0
+
     broken = runs[0].stopped(tmp_path / "broken", 3)
     assert broken.train() == 0
     assert_same_run(runs[0], broken)
+
     preserved = [line.get("preservation_loss") for line in runs[0].metrics()]
     assert None in preserved
     assert any(preserved), "some steps preserve, some do not"
     assert runs[1].run("cache", "fill") == 0
+
     captions = len(list(runs[1].path("cache/text").rglob("*.zst")))
     assert len(list(runs[0].path("cache/text").rglob("*.zst"))) == captions + 4 + 1, (
         "four named, and the prompt alone"
@@ -342,6 +354,7 @@ def test_blank_preservation_caches_the_empty_caption(
     source = {**DATASETS[0], "id": "sources", "instance_data_dir": "datasets/sources"}
     source.update(dataset_type="conditioning", conditioning_type="reference_strict")
     run.write_datasets([{**DATASETS[0], "conditioning_data": ["sources"]}, source, DATASETS[1]])
+
     assert run.train() == 0
     assert len(list(run.path("cache/text").rglob("*.zst"))) == 4 * (2 + 1)
     assert "encoded again" not in caplog.text, "planned, not found missing in a step"
@@ -383,6 +396,8 @@ def test_invalid_settings_are_reported(
     expected: str,
 ) -> None:
     workspace.write_config(**settings)
+
     assert workspace.run("plan") == code
+
     captured = capsys.readouterr()
     assert expected in " ".join((captured.out + captured.err).split())

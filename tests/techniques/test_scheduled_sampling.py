@@ -103,6 +103,7 @@ def test_a_true_velocity_leads_back_to_the_plain_input(
         return oracle(part)
 
     sampled = technique.before_forward(noisy, predict)
+
     assert not torch.equal(sampled.noisy_latents[:3], noisy.noisy_latents[:3])
     torch.testing.assert_close(sampled.noisy_latents, noisy.noisy_latents, rtol=1e-6, atol=1e-6)
     assert torch.equal(sampled.noisy_latents[3], noisy.noisy_latents[3]), (
@@ -112,9 +113,12 @@ def test_a_true_velocity_leads_back_to_the_plain_input(
     assert sizes[0] == 1, "the longest path starts alone, the others join"
     assert sizes[-2:] == [3, 3], "the last step, and the plain inputs"
     assert len(sizes) <= 10 + 1
+
     prediction = oracle(sampled)
     (rectification,) = technique.extra_losses(sampled, prediction).values()
+
     assert rectification.item() == pytest.approx(0, abs=1e-5)
+
     loss = (prediction - sampled.target).square()
     assert not technique.weigh(sampled, prediction, loss).any()
 
@@ -189,6 +193,7 @@ def test_rollout_steps_equal_those_of_a_preview(
 
 def test_paths_follow_the_grid() -> None:
     grid = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.0]).double().numpy()
+
     assert path_to(0.7, 1, grid) == pytest.approx([0.9, 0.7])
     assert path_to(0.7, 9, grid) == pytest.approx([1.0, 0.9, 0.7], abs=2e-6), (
         "not beyond pure noise"
@@ -210,6 +215,7 @@ def test_the_last_step_of_a_rollout_has_full_order() -> None:
         state = solver.step(
             torch.tensor([sigma**2]), solver.timesteps[0], state, return_dict=False
         )[0]
+
     assert (state - first_order).abs() > 1e-2
 
 
@@ -255,7 +261,9 @@ def test_a_sample_does_not_depend_on_its_batch(t2i_checkpoint: Path, batch: Batc
     sigmas = [0.1, 0.3, 0.5, 0.7]
     predict = partial(velocities_of, adapter, transformer)
     together = technique.before_forward(noisy_of(batch, sigmas), predict).noisy_latents
+
     assert not torch.equal(together, noisy_of(batch, sigmas).noisy_latents)
+
     for row in range(4):
         place = replace(PLACE, slots=range(row, row + 1))
         whole = noisy_of(batch, sigmas)
@@ -272,6 +280,7 @@ def test_forward_passes_of_techniques_have_no_dropout_and_draw_no_random_numbers
         nn.init.normal_(parameter, std=0.1)
     noisy = noisy_of(batch, [0.5] * 4)
     state = torch.get_rng_state()
+
     assert torch.equal(step.predict_now(assembly, noisy), step.predict_now(assembly, noisy))
     assert torch.equal(state, torch.get_rng_state())
     assert assembly.transformer.training
@@ -287,6 +296,7 @@ def test_regularisation_data_is_left_alone(t2i_checkpoint: Path, batch: Batch) -
     for techniques in ([], [skipping]):
         assembly = make_assembly(t2i_checkpoint, *techniques, regularisation)
         losses.append(step.micro_loss(assembly, step.noisy_batch(assembly, known, 0, 0), Losses()))
+
     assert torch.equal(*losses)
 
 
@@ -294,6 +304,7 @@ class TestReflexFlow:
     def test_the_mean_weight_is_one_plus_alpha(self) -> None:
         lost = torch.rand(3, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 1e-3
         weights = content_weights(lost, None, 0.7)
+
         torch.testing.assert_close(weights.mean((1, 2, 3, 4)), torch.full((3,), 1.7))
         assert weights.std() > 0.2, "it does something, whatever the number of values"
         assert torch.equal(
@@ -307,10 +318,12 @@ class TestReflexFlow:
         mask = torch.ones(1, 1, 3, 4, 4)
         mask[:, :, 0] = 0
         lost[:, :, 0] = 1e4
+
         torch.testing.assert_close(content_weights(lost, mask, 1.0)[:, :, 1:].mean().item(), 2.0)
         assert content_weights(lost, torch.zeros_like(mask), 1.0).isfinite().all(), (
             "a crop outside of its mask"
         )
+
         latents = torch.randn(1, 16, 3, 4, 4, generator=generator)
         noisy = noisy_of(Batch(latents, [], ["x"]), [0.5], replace(PLACE, slots=range(1)))
         if by_frame:
@@ -319,6 +332,7 @@ class TestReflexFlow:
             noisy = replace(noisy, batch=replace(noisy.batch, loss_mask=mask))
         prediction = noisy.noisy_latents - latents
         prediction[:, :, 0] = 1e4
+
         assert misdirections(noisy, prediction).item() == pytest.approx(0, abs=1e-5)
         assert misdirections(noisy, -prediction).item() == pytest.approx(4, abs=1e-5)
 
@@ -339,10 +353,12 @@ class TestReflexFlow:
         prediction = oracle(noisy)
         prediction[..., :4] += 1
         weighed = technique.weigh(noisy, prediction, torch.ones_like(prediction))
+
         torch.testing.assert_close(
             weighed[..., :4], torch.full_like(weighed[..., :4], 2 * (1 + 0.5 * 2))
         )
         torch.testing.assert_close(weighed[..., 4:], torch.full_like(weighed[..., 4:], 2.0))
+
         (rectification,) = technique.extra_losses(noisy, prediction).values()
         torch.testing.assert_close(rectification, 3 * misdirections(noisy, prediction).mean())
 
@@ -356,6 +372,7 @@ class TestReflexFlow:
         result = step.optimizer_step(assembly, Batches(batch), 3).metrics
         adr = result["reflexflow_adr"]
         loss = result["reflexflow_flow_loss"]
+
         assert adr > 0
         assert 0 < loss < result["train_loss"], "of the sampled inputs alone"
         assert result["reflexflow_adr_share"] == pytest.approx(adr / (adr + loss))
@@ -364,6 +381,7 @@ class TestReflexFlow:
         technique = technique_for(make_adapter(t2i_checkpoint), reflexflow=False)
         noisy = technique.before_forward(noisy_of(batch, [0.4] * 4), oracle)
         loss = torch.ones_like(noisy.target)
+
         assert technique.extra_losses(noisy, noisy.target) == {}
         assert technique.weigh(noisy, noisy.target, loss) is loss
 
@@ -377,7 +395,9 @@ class TestReflexFlow:
         changed = (
             (noisy.noisy_latents != noisy_of(batch, [0.4] * 4).noisy_latents).flatten(1).any(1)
         )
+
         assert 0 < changed.sum() < 4
+
         weighed = technique.weigh(noisy, -noisy.target, torch.ones_like(noisy.target))
         assert torch.equal((weighed != 1).flatten(1).any(1), changed)
 
@@ -410,14 +430,18 @@ class TestWatch:
         noisy = self.run_step(technique, batch, 0, broken)
         plain = noisy_of(batch, [0.4] * 4)
         same = [torch.equal(noisy.noisy_latents[row], plain.noisy_latents[row]) for row in range(4)]
+
         assert 1 <= same.count(True) < 4
         assert noisy.noisy_latents.isfinite().all()
+
         self.run_step(technique, batch, 0, broken)  # a second micro-step
         assert technique.state_dict() == {"lost": 2, "dominated": 1}
         assert "Step 1: 2 sampled inputs were not finite" in caplog.text
+
         again = technique_for(make_adapter(t2i_checkpoint), max_step_offset=1)
         again.load_state_dict(technique.state_dict())
         self.run_step(again, batch, 1, broken)
+
         assert again.state_dict() == {"lost": 3, "dominated": 2}
         assert (
             "Step 2: 1 sampled inputs were not finite and were replaced by plain inputs (3 so far)"
@@ -432,7 +456,9 @@ class TestWatch:
         for number in range(60):
             self.run_step(technique, batch, number, oracle)
         state = technique.state_dict()
+
         assert state == {"lost": 0, "dominated": 60}
+
         technique = technique_for(make_adapter(t2i_checkpoint), max_step_offset=1)
         technique.load_state_dict(state)
         with caplog.at_level(logging.WARNING):
@@ -441,6 +467,7 @@ class TestWatch:
             assert caplog.text == ""
             for number in range(DOMINANT_STEPS, DOMINANT_STEPS + 20):
                 self.run_step(technique, batch, number, oracle)
+
         assert caplog.text.count("reflexflow_adr has been above 5 times the loss") == 1
 
 

@@ -57,6 +57,7 @@ def test_the_lora_acts_with_the_strength_of_its_dataset(
         t2i_checkpoint, Slider(SliderSpec({"old": STRENGTH, "new": 1.0})), lora_alpha=8, **settings
     )
     actual = gradients(slider, batch)
+
     assert distance(
         actual,
         {
@@ -86,6 +87,7 @@ def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch)
         )
         for settings in ({"dynamo_backend": "aot_eager"}, {})
     )
+
     assert distance(actual, expected) < ROTATION
 
 
@@ -112,6 +114,7 @@ def test_the_strength_is_restored(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(step, part or "loss_divisor", fail)
+
     with pytest.raises(RuntimeError, match="out of memory"):
         gradients(assembly, batch)
     assert set(during) == {STRENGTH}
@@ -141,12 +144,15 @@ def slider_run(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
 @pytest.mark.slow
 def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     straight = slider_run(tmp_path / "straight", t2i_checkpoint)
+
     assert straight.train() == 0
+
     broken = straight.stopped(
         tmp_path / "broken", 2
     )  # the next batch would be the first neutral one
     assert broken.train() == 0
     assert_same_run(straight, broken)
+
     names = load_file(straight.path("output/pytorch_lora_weights.safetensors"))
     assert names
     assert all("visual_transformer_blocks" in name and "self_attention" in name for name in names)
@@ -159,6 +165,7 @@ def test_default_targets_exclude_text_layers(family: str) -> None:
         name.removesuffix(".weight") for name in spec.cost.of_flavour(spec.flavours[0].name).shapes
     ]
     chosen = matching_modules(modules, spec.lora_presets["slider"])
+
     assert len({name.rsplit(".", 1)[0] for name in chosen}) >= 20
     assert not any(
         "text" in name or "cross" in name or "attn2" in name or "ff" in name for name in chosen
@@ -192,7 +199,9 @@ def test_invalid_settings_are_reported(
 ) -> None:
     workspace.write_config(**settings)
     workspace.write_datasets([{**DATASETS[0], "slider_strength": 1, **keys}, DATASETS[1]])
+
     assert workspace.run("plan") == 2
+
     captured = capsys.readouterr()
     assert expected in " ".join((captured.out + captured.err).split())
 
@@ -201,6 +210,8 @@ def test_slider_targets_without_a_slider_cause_a_warning(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = "slider_lora_target: has no effect: no dataset sets slider_strength."
+
     assert message in warnings(workspace, capsys, "slider_lora_target=true")
+
     workspace.write_datasets([{**DATASETS[0], "slider_strength": 1}, DATASETS[1]])
     assert message not in warnings(workspace, capsys, "slider_lora_target=true")

@@ -97,12 +97,14 @@ def test_the_teacher_sees_the_pixel_frames_at_latent_frames(model: Any) -> None:
             torch.tensor(values).view(3, 1, 1) for values in (teacher.MEAN, teacher.DEVIATION)
         )
         tokens = model((pictures - mean) / deviation).last_hidden_state[:, -24:]
+
     assert torch.allclose(result.float(), tokens.unflatten(1, (6, 4)), atol=0.03)
 
 
 @pytest.mark.parametrize(("height", "width"), [(768, 512), (480, 832), (512, 512), (64, 2048)])
 def test_patches_keep_the_proportions_of_a_clip(height: int, width: int) -> None:
     rows, columns = CrepaConfig().patches(height, width)
+
     assert rows * columns <= 37 * 37
     assert rows * columns > 0.8 * 37 * 37
     assert rows / columns == pytest.approx(
@@ -170,12 +172,15 @@ def test_weights_of_torch_hub_are_read(
     file.parent.mkdir(parents=True)
     torch.save(torch_hub_names(one.state_dict()), file)
     named = VisionEncoder("dino_v2_s_reg", "crepa_encoder")
+
     assert named.local() == file
+
     monkeypatch.setattr(VisionEncoder, "settings", lambda self: config.to_dict())
     other = teacher._load_model(named, torch.float32).eval()
     pictures = torch.randn(1, 3, 42, 70)
     with torch.no_grad():
         assert torch.equal(one(pictures).last_hidden_state, other(pictures).last_hidden_state)
+
     assert rename_weights({"mask_token": pictures}).keys() == {"embeddings.mask_token"}
 
 
@@ -206,27 +211,35 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
     for run in runs:
         run.write_config(**settings_of(encoder, crepa_similarity_threshold=0.9))
     runs[1].write_config(crepa_cache="off", crepa_drop_vae_encoder=True)
+
     assert runs[0].run("plan") == 0
+
     message = capsys.readouterr().out
     assert "Cache of features: 0 of 3 exist, 3 to encode" in message
     assert "features up to" in message
     assert runs[0].train() == 0
     assert calls == {"decode": 3, "load": 1}, "once a clip, before the first step"
+
     broken = runs[0].stopped(tmp_path / "broken", 3)
     calls.update(decode=0, load=0)
+
     assert broken.train() == 0
     assert calls == {"decode": 0, "load": 0}, "cached"
     assert_same_run(runs[0], broken)
     assert runs[1].train() == 0
     assert calls == {"decode": 6, "load": 1}, "in every step"
+
     mine = runs[0].metrics()
     live = runs[1].metrics()
+
     assert [metrics["crepa_alignment_score"] for metrics in mine] == pytest.approx(
         [metrics["crepa_alignment_score"] for metrics in live], abs=1e-4
     )
     assert mine[-1]["crepa_alignment_score_ema"] != mine[-1]["crepa_alignment_score"]
+
     names = load_file(runs[0].path("output/pytorch_lora_weights.safetensors")).keys()
     assert all("lora" in name for name in names)
+
     saved = runs[0].path("output/checkpoint-6/training_state/Crepa.module.safetensors")
     assert {tuple(tensor.shape) for tensor in load_file(saved).values()} == {(32,), (32, 32)}
 
@@ -243,6 +256,7 @@ def test_another_encoder_or_size_has_other_features(
             run.run("cache", "fill", f"output_dir=run{len(counts)}", "cache_dir=cache", *more) == 0
         )
         counts.append(len(list(run.path("cache").rglob("*.zst"))))
+
     assert [after - before for before, after in itertools.pairwise(counts)] == [3, 0]
 
 
@@ -260,6 +274,7 @@ def test_sana_video_trains_with_a_teacher(
 ) -> None:
     run = make_workspace(tmp_path / "run", sana_checkpoint, "2b-480p")
     run.write_config(model_family="sanavideo", **settings_of(encoder, max_train_steps=1))
+
     assert run.train() == 0
     assert abs(run.metrics()[0]["crepa_alignment_score"]) <= 1
 
@@ -345,13 +360,16 @@ def test_an_unavailable_encoder_is_reported(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     message = complaint(clips, capsys, "plan", "crepa_encoder=dinov2_vits14")
+
     assert message.startswith(
         "crepa_encoder: 'dinov2_vits14' (facebook/dinov2-small) is neither in '"
     )
     assert "dinov2_vits14_pretrain.pth" in message
+
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", "patch_size": 32}))
     (tmp_path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
     message = complaint(clips, capsys, "plan", f"crepa_encoder={tmp_path}")
+
     assert message.endswith("is a 'clip' with patches of 32 px, not a DINOv2 with 14.")
 
 
@@ -360,7 +378,9 @@ def test_auto_caches_only_if_the_disk_has_room(
 ) -> None:
     monkeypatch.setattr("simpletuner.annexes.fitting.ready.FEATURE_SHARE", 0.0)
     capsys.readouterr()
+
     assert clips.run("plan") == 0
+
     message = capsys.readouterr().out
     assert re.search(r"crepa_cache +off +\(chosen by crepa_cache auto\)", message)
     assert "Cache of features" not in message
@@ -371,7 +391,9 @@ def test_settings_of_a_disabled_crepa_cause_warnings(
     clips: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = warnings(clips, capsys, "crepa_enabled=false")
+
     assert "crepa_encoder: has no effect without crepa_enabled." in message
+
     message = warnings(clips, capsys, "crepa_teacher_block_index=1")
     assert "crepa_teacher_block_index: has no effect: no block teaches" in message
 

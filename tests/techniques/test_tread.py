@@ -171,7 +171,9 @@ def test_tokens_skip_the_blocks_of_their_route(
     routed = loss_and_gradients(adapter, transformer, noisy)
     other: Any = adapter.load_transformer(torch.float32)
     Plainly(list(other.visual_transformer_blocks), tread.kept_tokens, [(1, 2), (3, 3)])
+
     assert_close(routed, loss_and_gradients(adapter, other, noisy))
+
     with torch.no_grad():
         assert not torch.allclose(routed[0], adapter.predict(transformer, noisy), atol=1e-3), (
             "the routes did nothing"
@@ -191,12 +193,15 @@ def test_block_sparse_models_drop_whole_tiles(nabla: Path, checkpointing: bool) 
     tread.before_forward(noisy, no_forward)
     kept = tread.kept_tokens(1)
     assert kept is not None
+
     assert kept.shape == (1, 4 * 64)
     assert torch.equal(kept.view(4, 64), kept.view(4, 64)[:, :1] + torch.arange(64))
     assert not (kept[0, ::64] % 64).any()
+
     routed = loss_and_gradients(adapter, transformer, noisy)
     other: Any = adapter.load_transformer(torch.float32)
     Plainly(list(other.visual_transformer_blocks), tread.kept_tokens, [(1, 3)])
+
     assert_close(routed, loss_and_gradients(adapter, other, noisy))
 
 
@@ -205,6 +210,7 @@ def test_tiles_have_the_order_of_the_model() -> None:
 
     grid = torch.arange(3 * 16 * 24).view(1, 3, 16, 24, 1)
     flat, _ = fractal_flatten(grid, grid, (1, 3, 16, 24), block_mask=True)
+
     assert torch.equal(tile_order(3, 16, 24), flat.flatten())
 
 
@@ -223,6 +229,7 @@ def test_blocks_of_a_route_see_fewer_tokens(deep: Path, batch: Batch) -> None:
         block.forward = spy
     step.run_micro_step(assembly, batch, 0, 0, Losses())
     counts = dict(enumerate((TOKENS, TOKENS // 2, TOKENS // 2, TOKENS // 4, TOKENS)))
+
     assert seen[:BLOCKS] == list(counts.items())
     assert seen[BLOCKS:] == list(reversed(counts.items())), "the recomputation"
 
@@ -239,10 +246,12 @@ def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
     with torch.no_grad():
         assert torch.equal(plain, adapter.predict(transformer, noisy))
     routed, _ = loss_and_gradients(adapter, transformer, noisy)
+
     assert not torch.equal(plain, routed)
     assert not any(window._all_tokens.requires_grad for window in tread._windows), (
         "nothing keeps the graph alive"
     )
+
     with torch.no_grad():
         assert torch.equal(plain, adapter.predict(transformer, noisy))
 
@@ -259,6 +268,7 @@ def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Ba
             (step.micro_loss(assembly, noisy, Losses()) / 2).backward()
         assert not torch.equal(*kept)
         results.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
+
     assert all(distance(other, results[0]) < ROTATION for other in results[1:])
     assert any(gradient.abs().max() > 1e-4 for gradient in results[0].values())
 
@@ -287,6 +297,7 @@ def test_compiled_blocks_route_like_uncompiled_ones(deep: Path, batch: Batch) ->
             )
             result = loss_and_gradients(adapter, transformer, noisy)
         results.append(result)
+
     assert_close(*results)
     assert len(graphs) <= 3 * BLOCKS, "one graph for each count of tokens, not for each step"
 
@@ -304,6 +315,7 @@ def test_kept_tokens_depend_only_on_the_position_in_the_run(deep: Path, batch: B
         return result
 
     first = kept(PLACE)
+
     assert torch.equal(first, kept(PLACE))
     for change in ({"seed": 9}, {"global_step": 9}, {"micro_step": 9}, {"slots": range(2, 4)}):
         assert not torch.equal(first, kept(replace(PLACE, **change))), change
@@ -319,6 +331,7 @@ def test_kept_tokens_depend_only_on_the_position_in_the_run(deep: Path, batch: B
 def test_all_tokens_are_kept_equally_often() -> None:
     generator = torch.Generator().manual_seed(0)
     kept = draw_kept(10, 3, None, [generator] * 4000)
+
     assert kept.shape == (4000, 3)
     assert (kept.diff(dim=1) > 0).all()
     assert ((kept.flatten().bincount() / 4000 - 0.3).abs() < 0.03).all()
@@ -333,6 +346,7 @@ def test_protected_tokens_are_kept() -> None:
         assert {2, 7} <= set(kept[0].tolist())
     protected[1, :8] = True
     kept = draw_kept(10, 8, protected, [torch.Generator()] * 2)
+
     assert kept[1].tolist() == list(range(8))
 
 
@@ -361,6 +375,7 @@ def test_tokens_in_white_areas_of_a_mask_are_kept(
         assert kept is not None
         assert kept.shape == (2, count)
         shown.append(1 * 8 + 2 in kept[0] and set(range(24, 32)) <= set(kept[1].tolist()))
+
     assert shown == [bool(share)] * 10
 
 
@@ -380,6 +395,7 @@ def test_a_conditioning_first_frame_is_kept(nabla: Path, frames: int) -> None:
         assert kept is not None
         assert kept.shape == (1, frames * 256 // 2)
         seen.add(tuple((kept[0, ::64] // 64).tolist()))
+
     assert len(seen) > 1
     assert frames == 1 or all({0, 1, 2, 3} <= set(tiles) for tiles in seen)
 
@@ -392,6 +408,7 @@ def test_sparse_attention_uses_the_positions_of_kept_tiles(nabla: Path) -> None:
     kept = torch.stack([torch.arange(64, 128), torch.arange(320, 384)]).view(1, -1)
     cut = cut_window(params, kept)
     assert cut is not None
+
     assert cut["sta_mask"].shape == (1, 1, 2, 2)
     for row, left in enumerate((1, 5)):
         for column, right in enumerate((1, 5)):

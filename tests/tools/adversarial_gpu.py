@@ -1,14 +1,13 @@
-"""A GPU that lies: its streams lag as far behind as waits allow, and memory holds NaN as soon as it
-is freed.
+"""A simulated GPU that finds missing waits: streams run as late as waits allow.
 
-A program runs once on the CPU, where everything is on time, and is noted as steps of actors:
-streams, and threads of the host. A step needs other actors to have come so far; the rest is left to
-chance. `play` repeats the steps on other memory, in an order drawn from a seed, and compares what
-each step leaves with what it left at first. It can ignore a call that orders steps, to see whether
-that call is needed.
+A program runs once on the CPU, where everything is on time, and is recorded as steps of actors:
+streams, and threads of the host. A step may need other actors to have taken some of their steps;
+everything else may happen in any order. `play` repeats the steps in an order drawn from a seed, on
+other memory, which is filled with NaN as soon as it is freed. It compares the result of every step
+with the recorded one. It can ignore a call that orders steps, to see whether that call is needed.
 
-Tensors of the device are tensors of the CPU whose memory is known here: without a GPU they cannot
-say otherwise.
+Tensors of the simulated GPU are CPU tensors whose memory is registered here, since without a GPU
+they cannot have its device.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ ATEN = torch.ops.aten
 
 
 class Violation(AssertionError):
-    """Memory was used too early or too late."""
+    """A step used memory too early or too late."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """That an actor has got so far.
+    """A point in the steps of an actor: it has taken `count` of them.
 
     Attributes:
-        sites: calls in the code without which nothing waits for this.
+        sites: the calls in the code that make others wait for this.
     """
 
     actor: Actor
@@ -63,7 +62,7 @@ class Event:
 
 
 class Timer:
-    """An event that only measures time: nothing waits for it."""
+    """An event that only measures time; nothing waits for it."""
 
     def record(self) -> None:
         pass
@@ -77,7 +76,7 @@ class Timer:
 
 @dataclass(eq=False)
 class Actor:
-    """A stream, or a thread of the host: it takes its steps in their order."""
+    """A stream, or a thread of the host; takes its steps in order."""
 
     gpu: LyingGpu
     steps: list[tuple[Callable[[], None] | None, tuple[Event, ...]]] = field(
@@ -91,7 +90,7 @@ class Actor:
         self.steps.append((act, needs))
 
     def launch(self, act: Callable[[], None] | None, *needs: Event) -> None:
-        """Add a step that the host orders now."""
+        """Add a step that the host launches now."""
         self.add(act, self.gpu.host.now(), *needs)
 
     def now(self) -> Event:
@@ -115,11 +114,12 @@ class Memory:
 
     Attributes:
         home: the stream that allocated it; None for memory of the host.
-        first: its bytes at the beginning; None if they mean nothing.
+        first: its bytes at the beginning; None if they are undefined.
         last: its bytes at the end; None if it is freed before.
-        is_late: until `home` gets to the allocation, it is that of somebody else.
-        users: streams and threads that keep it from somebody else when it is freed, and the calls
-            that say so.
+        is_late: it is allocated during the program, so until `home` reaches the allocation, it
+            belongs to another tensor.
+        users: streams and threads that must be done with it before it is used again after it was
+            freed, and the calls that say so.
     """
 
     def __init__(self, home: Actor | None, nbytes: int, first: Tensor | None) -> None:
@@ -133,32 +133,37 @@ class Memory:
 
     def begin(self) -> None:
         self.is_freed = False
-        self.bytes.fill_(NAN_BYTE) if self.first is None else self.bytes.copy_(self.first)
+        if self.first is None:
+            self.bytes.fill_(NAN_BYTE)
+        else:
+            self.bytes.copy_(self.first)
 
     def free(self) -> None:
         self.is_freed = True
         self.bytes.fill_(NAN_BYTE)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The place of a tensor."""
-        place = torch.empty(0, dtype=tensor.dtype)
-        return place.set_(
+        """A view of these bytes with the layout of a tensor."""
+        view = torch.empty(0, dtype=tensor.dtype)
+        return view.set_(
             self.bytes.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
         )
 
 
 class LyingGpu(TorchDispatchMode):
-    """Notes what runs on it; see `recording` and `play`.
+    """Records what runs on it, and plays it again; see `recording` and `play`.
 
     Attributes:
-        sites: the calls that order steps: their functions, innermost first, and what is called.
+        sites: the calls that order steps: the functions around them, innermost first, and what is
+            called.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.actors: list[Actor] = []
         self.sites: set[str] = set()
-        self.main, self.stream = Actor(self), Actor(self)
+        self.main = Actor(self)
+        self.stream = Actor(self)
         self.host = self.main
         self.streams = [self.stream]
         self._memories: list[Memory] = []
@@ -185,13 +190,15 @@ class LyingGpu(TorchDispatchMode):
             patch.setattr(Tensor, "record_stream", lambda *given: self._record_stream(*given))
             yield
             gc.collect()  # streamed models are parts of cycles
-        for memory, storage in self._storages.items():
-            memory.last = None if (kept := storage()) is None else _bytes(kept).clone()
+        for memory, reference in self._storages.items():
+            storage = reference()
+            if storage is not None:
+                memory.last = _bytes(storage).clone()
         self._storages.clear()
 
     @contextmanager
     def in_thread(self, thread: Actor) -> Iterator[None]:
-        """A context of what another thread of the host does from now on."""
+        """A context whose code runs in another thread of the host."""
         caller = self.host
         self.host = thread
         thread.add(None, caller.now())
@@ -199,15 +206,33 @@ class LyingGpu(TorchDispatchMode):
         self.host = caller
 
     def play(self, seed: int, without: str | None = None) -> None:
-        """Repeat the steps in an order drawn from a seed, perhaps without one of `sites`.
+        """Repeat the steps in an order drawn from a seed.
+
+        Args:
+            without: one of `sites`, which is ignored.
 
         Raises:
-            Violation: a step finds freed memory, or leaves something else than at first.
+            Violation: a step uses freed memory, or has another result than at first.
         """
         for memory in self._memories:
-            memory.free() if memory.is_late else memory.begin()
-        chance = random.Random(seed)
-        restlessness = chance.choice((0.003, 0.03, 0.3))
+            if memory.is_late:
+                memory.free()
+            else:
+                memory.begin()
+        try:
+            with torch.no_grad():
+                self._take_all_steps(random.Random(seed), without)
+            for memory in self._memories:
+                if memory.last is not None and not torch.equal(memory.bytes, memory.last):
+                    raise Violation("memory differs at the end")
+        except (Violation, StopIteration, RuntimeError, IndexError) as error:
+            ignored = "" if without is None else f" without {without}"
+            raise Violation(f"seed {seed}{ignored}: {error!r}") from error
+
+    def _take_all_steps(self, chance: random.Random, without: str | None) -> None:
+        """Let the actors take all steps; the first of them that is ready takes the next one."""
+        # With a small chance, an actor runs far ahead before others are considered again.
+        shuffle_chance = chance.choice((0.003, 0.03, 0.3))
         waiting = [*self.actors]
         taken = dict.fromkeys(self.actors, 0)
         chance.shuffle(waiting)
@@ -216,31 +241,25 @@ class LyingGpu(TorchDispatchMode):
             _, needs = actor.steps[taken[actor]]
             return all(taken[need.actor] >= need.count or without in need.sites for need in needs)
 
-        try:
-            with torch.no_grad():
-                while waiting := [actor for actor in waiting if taken[actor] < len(actor.steps)]:
-                    if chance.random() < restlessness:
-                        chance.shuffle(waiting)
-                    actor = next(filter(is_ready, waiting))
-                    act, _ = actor.steps[taken[actor]]
-                    taken[actor] += 1
-                    if act is not None:
-                        act()
-            for memory in self._memories:
-                if memory.last is not None and not torch.equal(memory.bytes, memory.last):
-                    raise Violation("memory differs at the end")
-        except (Violation, StopIteration, RuntimeError, IndexError) as error:
-            raise Violation(
-                f"seed {seed}{'' if without is None else f' without {without}'}: {error!r}"
-            ) from error
+        while True:
+            waiting = [actor for actor in waiting if taken[actor] < len(actor.steps)]
+            if not waiting:
+                return
+            if chance.random() < shuffle_chance:
+                chance.shuffle(waiting)
+            actor = next(filter(is_ready, waiting))  # StopIteration is a deadlock
+            act, _ = actor.steps[taken[actor]]
+            taken[actor] += 1
+            if act is not None:
+                act()
 
     def site(self, call: str) -> str:
-        """What calls something, in the file of the package that does."""
+        """The place in the package from which something is called."""
         frame: Any = sys._getframe(1)
         while frame is not None and PACKAGE not in Path(frame.f_code.co_filename).parents:
             frame = frame.f_back
         if frame is None:
-            return call  # of a test
+            return call  # from a test
         names: list[str] = []
         file = frame.f_code.co_filename
         while frame.f_code.co_filename == file:
@@ -256,30 +275,28 @@ class LyingGpu(TorchDispatchMode):
         is_pinned = kwargs.pop("pin_memory", False)
         if target == GPU:
             kwargs["device"] = "cpu"
-        known = [
-            memory for leaf in tree_leaves((args, kwargs)) if (memory := _memory(leaf)) is not None
-        ]
+        memories = [_memory(leaf) for leaf in tree_leaves((args, kwargs))]
+        known = [memory for memory in memories if memory is not None]
         on_device = target == GPU or any(memory.home for memory in known)
-        if not on_device and not known:  # no stream has used it yet
-            found = func(*args, **kwargs)
-            return _pinned(found) if is_pinned else found
+        if not on_device and not known:  # no stream has used these tensors yet
+            result = func(*args, **kwargs)
+            return _pinned(result) if is_pinned else result
         if "empty" in func.name():
-            found = func(*args, **kwargs)
-            return (
-                self._allocate(found, self.stream if on_device else None)
-                if target in (None, GPU)
-                else found
-            )
+            result = func(*args, **kwargs)
+            if target in (None, GPU):
+                self._allocate(result, self.stream if on_device else None)
+            return result
         if func is ATEN._to_copy.default and target == GPU:
-            room = torch.empty_like(args[0], dtype=kwargs.get("dtype"))
-            self._allocate(room, self.stream)
+            # A copy into new memory.
+            copied = torch.empty_like(args[0], dtype=kwargs.get("dtype"))
+            self._allocate(copied, self.stream)
             func = ATEN.copy_.default
-            args = (room, args[0], kwargs.get("non_blocking", False))
+            args = (copied, args[0], kwargs.get("non_blocking", False))
             kwargs = {}
         return self._note(func, args, kwargs, on_device=on_device)
 
     def _note(self, func: Any, args: Any, kwargs: Any, *, on_device: bool) -> Any:
-        """Do something, and note it as a step of the current stream or of the host."""
+        """Execute an operation, and record it as a step of the current stream or of the host."""
         copies = func is ATEN.copy_.default
         crosses = copies and self._is_on_host(args[0]) != self._is_on_host(args[1])
         stream = self.stream if on_device else None
@@ -295,40 +312,38 @@ class LyingGpu(TorchDispatchMode):
             return memory.view(tensor)
 
         places, more = tree_map_only(Tensor, place, (args, kwargs))
-        found = func(*args, **kwargs)
-        results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-        if (
-            results
-            and not func._schema.is_mutable
-            and all(_memory(result) is not None for result in results)
-        ):
-            return found  # a view
-        touched += (_memory(result) or self._know(result, stream) for result in results)
-        outputs = [
-            (touched[n - len(results)].view(result), result.clone())
-            for n, result in enumerate(results)
-        ]
+        returned = func(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+        has_new_memory = any(_memory(result) is None for result in results)
+        if results and not func._schema.is_mutable and not has_new_memory:
+            return returned  # a view
+        outputs = []
+        for result in results:
+            memory = _memory(result) or self._know(result, stream)
+            touched.append(memory)
+            outputs.append((memory.view(result), result.clone()))
         act = partial(_repeat, func, places, more, touched, outputs)
         if self.host is not self.main:  # another thread keeps what it works on
             for memory in touched:
                 memory.users[self.host] = ""
         if stream is None:
             self.host.add(act)
-            return found
+            return returned
         is_over = func is not ATEN._local_scalar_dense.default
         if crosses:
-            stream.launch(partial(_spoil, places[0]))  # it takes time
+            stream.launch(partial(_spoil, places[0]))  # until the copy is complete
             host = args[0] if self._is_on_host(args[0]) else args[1]
             if _notes(host).get("is_pinned"):
-                touched[host is args[1]].users[stream] = ""
+                index = 1 if host is args[1] else 0
+                touched[index].users[stream] = ""
             is_over = args[2:] == (True,) and self._is_locked(host)
         stream.launch(act)
-        if not is_over:
+        if not is_over:  # the host waits for a scalar, and for copies that may block
             self.host.add(None, stream.now())
-        return found
+        return returned
 
     def _present(self, tensor: Tensor, stream: Actor | None, *, is_source: bool) -> Memory:
-        """New memory with the present values of a tensor: from now on its own, or a constant.
+        """New memory with the present values of a tensor: followed from now on, or a constant.
 
         Pageable sources of copies and scalars of the host are read before the host goes on.
         """
@@ -359,8 +374,9 @@ class LyingGpu(TorchDispatchMode):
         return tensor
 
     def _free(self, memory: Memory) -> None:
-        """The next owner may write to it in the order of its stream, or when those who use it are
-        done.
+        """Record the end of a tensor: its memory may be used again.
+
+        In the order of its stream, or as soon as all recorded users are done.
         """
         if self._storages.pop(memory, None) is None:  # not in the context of the recording
             return
@@ -372,10 +388,10 @@ class LyingGpu(TorchDispatchMode):
             owner.launch(memory.free)
 
     def _is_locked(self, tensor: Tensor) -> bool:
+        if "is_pinned" in _notes(tensor):
+            return True
         address = tensor.untyped_storage().data_ptr()
-        return "is_pinned" in _notes(tensor) or any(
-            each <= address < each + n for each, n in self._locked.items()
-        )
+        return any(start <= address < start + nbytes for start, nbytes in self._locked.items())
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         memory = _memory(tensor)
@@ -416,7 +432,7 @@ def _repeat(
     touched: Sequence[Memory],
     outputs: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
-    """Do something again; `outputs` are the places of its results, and what they were at first."""
+    """Execute an operation again; `outputs` are places of its results, and the recorded values."""
     if any(memory.is_freed for memory in touched):
         raise Violation(f"{func} uses freed memory")
     results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
@@ -424,11 +440,11 @@ def _repeat(
         if result.data_ptr() != place.data_ptr():
             place.copy_(result)
         if not torch.equal(place, expected):
-            raise Violation(f"{func} leaves other values")
+            raise Violation(f"{func} has another result")
 
 
 def _notes(tensor: Tensor) -> dict[str, Any]:
-    """What is known of a tensor's memory, as long as that lives."""
+    """What is recorded about a tensor's memory, as long as that lives."""
     return vars(tensor.untyped_storage())
 
 
@@ -445,8 +461,6 @@ def _spoil(tensor: Tensor) -> None:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A tensor of torch's page-locked memory, which is used again only after the copies that use
-    it.
-    """
+    """Mark a tensor as torch's pinned memory, which is used again only after its copies."""
     _notes(tensor)["is_pinned"] = True
     return tensor

@@ -1,4 +1,4 @@
-"""Short runs whose processes share the weights, or which one process does alone."""
+"""Short runs of several processes that shard the weights, or of one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.tools.families import CPU, make_adapter, make_config
 from tests.training.test_frozen import files_behind
 
 TARGETS = ["to_query", "to_key", "to_value"]
-LEG = 2  # steps of a case, and of each process of a relay
+LEG = 2  # steps of a case, and of every run of a relay
 BATCH_FILE = "batch.pt"
 
 
@@ -49,9 +49,9 @@ class Case:
     """Settings of a run.
 
     Attributes:
-        fused: whether its optimizer is, as on a GPU.
-        adapter: of the checkpoint's family.
-        batch: file of its batch.
+        fused: use the fused kernel of the optimizer, as on a GPU.
+        adapter: loads the family's adapter.
+        batch: name of the file with its batch.
     """
 
     settings: Mapping[str, Any]
@@ -78,14 +78,17 @@ CASES = {
     "lora": Case({"gradient_checkpointing": True, **CLIPPED}),
     "lora-tread": Case({}, lambda: [Tread(TreadSpec([Route(0.5, 1, 1)]))]),
 }
-RELAYED = ("full", "lora")  # several processes begin the relay with the case itself
+# Cases continued by other numbers of processes; the case itself is the first run of the relay.
+RELAYED = ("full", "lora")
+# The case that is interrupted and must continue bit for bit.
 EXACT = "full-bf16"
-SAVED = ("full", "full-bf16", "lora")  # the others have the same files before their first step
+# Cases saved before the first step; the files of all others would be the same.
+SAVED = ("full", "full-bf16", "lora")
 
 
 @dataclass
 class Batches:
-    """Hands out this process's part of the same batch again and again, like a loader."""
+    """A loader that yields this process's part of one batch again and again."""
 
     batch: Batch
     index: int = 0
@@ -141,33 +144,28 @@ class Run:
         self.assembly.trained.ema = self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.
         batch = torch.load(self.folder / self.case.batch, weights_only=False)
-        place = self.assembly.data_parallel
-        mine = slice(
-            *(len(batch.names) * rank // place.size for rank in (place.rank, place.rank + 1))
-        )
+        samples = samples_of(batch, self.assembly.data_parallel)
         self.loader: Any = Batches(
-            Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine])
+            Batch(batch.latents[samples], batch.embeds[samples], batch.names[samples])
         )
         self.state = TrainState()
 
     def shard(
         self, transformer: nn.Module, blocks: Sequence[nn.Module], *settings: Any, **more: Any
     ) -> None:
-        """Note what memory the weights of the blocks are in before they are split."""
-        weights = ((name, each) for block in blocks for name, each in block.named_parameters())
-        self.places = set(
-            map(
-                str,
-                files_behind([each.data_ptr() for name, each in weights if "lora_" not in name]),
-            )
-        )
+        """Record the files behind the memory of the blocks' weights before they are sharded."""
+        addresses = []
+        for block in blocks:
+            for name, parameter in block.named_parameters():
+                if "lora_" not in name:
+                    addresses.append(parameter.data_ptr())
+        self.places = {str(file) for file in files_behind(addresses)}
         sharding.shard(transformer, blocks, *settings, **more)
 
     def train(self, steps: int) -> None:
         self.assembly.transformer.train()
-        assert bool(self.assembly.optimizer.param_groups[0].get("fused")) == self.case.fused, (
-            "also when it was resumed"
-        )
+        is_fused = bool(self.assembly.optimizer.param_groups[0].get("fused"))
+        assert is_fused == self.case.fused, "also after a resume"
         for _ in range(steps):
             report = optimizer_step(self.assembly, self.loader, self.state.global_step)
             self.state.global_step = report.step
@@ -176,18 +174,19 @@ class Run:
             self.losses.append(report.metrics["train_loss"])
 
     def predictions(self) -> list[Tensor]:
-        """What the trained weights, their average, and the trained weights again predict for the
-        whole batch.
+        """The predictions for the whole batch: of the weights, of their average, and again.
+
+        The last show that the average restores the weights.
         """
-        found = []
+        predictions = []
         with quiet(self.assembly):
             for average in (False, True, False):
                 with self.ema.applied() if average else quiet(self.assembly):
-                    mine = predict_now(
-                        self.assembly, self.assembly.adapter.prepare(fixed_noise(self.loader.batch))
-                    )
-                found.append(torch.cat(self.assembly.data_parallel.gather(mine)))
-        return found
+                    noisy = self.assembly.adapter.prepare(fixed_noise(self.loader.batch))
+                    prediction = predict_now(self.assembly, noisy)
+                gathered = self.assembly.data_parallel.gather(prediction)
+                predictions.append(torch.cat(gathered))
+        return predictions
 
     def norms(self) -> list[float]:
         """The sizes of the gradients, step by step."""
@@ -232,7 +231,7 @@ class Run:
 
 
 def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[str, Any]:
-    """Train a case, and save some before the first step; returns what it did."""
+    """Train a case, and save some cases before the first step; returns what happened."""
     run = Run(checkpoint, CASES[name], world, folder)
     held = sum(
         sharding.local(parameter).numel()
@@ -242,9 +241,10 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
         run.save(folder / f"{name}-start-{world.size}" / "checkpoint-0", in_shards=True)
     exact = True
     if name == EXACT and world.size > 1:
+        checkpoint_folder = folder / f"{name}-half" / "checkpoint-1"
         run.train(1)
-        run.save(folder / f"{name}-half" / "checkpoint-1", in_shards=True, meanwhile=1)
-        exact = ends_the_same(run, folder / f"{name}-half" / "checkpoint-1")
+        run.save(checkpoint_folder, in_shards=True, meanwhile=1)
+        exact = continues_exactly(run, checkpoint_folder)
     else:
         run.train(LEG)
     if name in RELAYED and world.size > 1:
@@ -260,7 +260,7 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
 
 
 def relay(name: str, checkpoint: Path, world: World, folder: Path, leg: int) -> list[float]:
-    """Continue from the checkpoint of the leg before, and leave one."""
+    """Continue from the checkpoint of the previous leg, train, and save the next one."""
     run = Run(checkpoint, CASES[name], world, folder)
     run.load(folder / name / f"checkpoint-{leg - 1}")
     run.train(LEG)
@@ -268,21 +268,36 @@ def relay(name: str, checkpoint: Path, world: World, folder: Path, leg: int) -> 
     return run.losses
 
 
-def ends_the_same(first: Run, checkpoint: Path) -> bool:
-    """Whether a run that went on after a checkpoint and one that continues from it end with the
-    same bits.
-    """
-    second = Run(first.checkpoint, first.case, first.world, first.folder)
-    second.load(checkpoint)
-    second.train(len(first.losses) - second.state.global_step)
-    ends = zip(first.assembly.parameters.values(), second.assembly.parameters.values(), strict=True)
-    mine = all(torch.equal(sharding.local(one), sharding.local(other)) for one, other in ends)
-    return all(first.world.gather(mine)) and first.losses[-len(second.losses) :] == second.losses
+def continues_exactly(uninterrupted: Run, checkpoint: Path) -> bool:
+    """Whether a run from a checkpoint ends with the same bits as the run that wrote it."""
+    resumed = Run(
+        uninterrupted.checkpoint, uninterrupted.case, uninterrupted.world, uninterrupted.folder
+    )
+    resumed.load(checkpoint)
+    resumed.train(len(uninterrupted.losses) - resumed.state.global_step)
+    is_equal = all(
+        torch.equal(sharding.local(weight), sharding.local(expected))
+        for weight, expected in zip(
+            resumed.assembly.parameters.values(),
+            uninterrupted.assembly.parameters.values(),
+            strict=True,
+        )
+    )
+    if not all(uninterrupted.world.gather(is_equal)):
+        return False
+    return resumed.losses == uninterrupted.losses[-len(resumed.losses) :]
+
+
+def samples_of(batch: Batch, world: World) -> slice:
+    """This process's samples of a batch."""
+    count = len(batch.names)
+    return slice(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
 
 def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence[str]) -> None:
-    """One of several processes: train cases and a leg of the relay; its results are a file in the
-    folder.
+    """Train cases and a leg of the relay in one of several processes.
+
+    Its results are a file in the folder.
     """
     set_rendezvous(place, os.environ, Problems())  # for accelerate
     results: dict[str, Any] = {}
@@ -290,7 +305,9 @@ def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence
         for name in cases:
             results[name] = run_case(name, checkpoint, world, folder)
         for name in RELAYED:
-            results[f"{name}-relay"] = (
-                relay(name, checkpoint, world, folder, leg) if leg else results[name]["losses"]
-            )
+            if leg == 0:  # the case itself
+                losses = results[name]["losses"]
+            else:
+                losses = relay(name, checkpoint, world, folder, leg)
+            results[f"{name}-relay"] = losses
     torch.save(results, folder / f"results-{leg}-{place.rank}.pt")

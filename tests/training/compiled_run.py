@@ -1,4 +1,4 @@
-"""Short runs of several processes, compiled and not, and the gradients of their steps."""
+"""Short runs of several processes, compiled and uncompiled, and the gradients of their steps."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ SMALL = partial(DistributedDataParallelKwargs, bucket_cap_mb=0.001)
 
 
 def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train some steps; returns their gradients, and the graphs that were compiled by the end of
-    each.
-    """
+    """Train some steps; returns their gradients and how many graphs were compiled by then."""
     gradients: list[list[Tensor]] = []
     graphs: list[int] = []
 
@@ -67,14 +65,13 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
         )
         run.assembly.transformer.train()
         for number in range(STEPS):
-            step.optimizer_step(
-                run.assembly, run.loader, number
-            )  # nothing watches it: torch would not compile
+            # Without a dispatch mode around it, under which torch would not compile.
+            step.optimizer_step(run.assembly, run.loader, number)
             graphs.append(counters["stats"]["unique_graphs"])
     model = run.assembly.transformer
-    buckets = (
-        model._get_ddp_logging_data()["rebuilt_bucket_sizes"] if hasattr(model, "reducer") else ""
-    )
+    buckets = ""
+    if hasattr(model, "reducer"):  # DDP
+        buckets = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
     return {
         "gradients": [gradient for gradient in gradients if gradient],
         "graphs": graphs,
@@ -83,21 +80,20 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
 
 
 def results_of(name: str, checkpoint: Path, world: World, folder: Path) -> list[dict[str, Any]]:
-    """What the case does without a compiler, and with it."""
-    with (
-        patch.object(torch, "compile", trace)
-        if name in TRACED or not world.is_main
-        else nullcontext()
-    ):
-        backends = ("no", "aot_eager")
-        return [
-            train(checkpoint, world, folder, CASES[name] | {"dynamo_backend": backend})
-            for backend in backends
-        ]
+    """The results of a case without a compiler, and with it."""
+    context: Any = nullcontext()
+    if name in TRACED or not world.is_main:
+        context = patch.object(torch, "compile", trace)
+    results = []
+    with context:
+        for backend in ("no", "aot_eager"):
+            settings = {**CASES[name], "dynamo_backend": backend}
+            results.append(train(checkpoint, world, folder, settings))
+    return results
 
 
 def main(place: World, checkpoint: Path, folder: Path) -> None:
-    """One of several processes; its results are a file in the folder."""
+    """Run all cases in one of several processes; its results are a file in the folder."""
     set_rendezvous(place, os.environ, Problems())  # for accelerate
     results = {}
     with connect(place, f"file://{folder}/meeting", limit=PATIENCE) as world:

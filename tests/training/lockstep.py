@@ -1,6 +1,4 @@
-"""Short runs with techniques, in one process or in several, and what each of them exchanges with
-the others.
-"""
+"""Short runs with techniques, in one or several processes, and their collectives."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ from simpletuner.training.sharding import local
 from tests.techniques.cases import CASES
 from tests.techniques.facing import Facing, FacingSpec
 from tests.tools.families import make_config
-from tests.tools.sharded_run import Batches, Case, Run
+from tests.tools.sharded_run import Batches, Case, Run, samples_of
 from tests.training.test_guarded_step import Constant
 
 STEPS = 2
 FACING = FacingSpec.name  # a technique of the tests that deals the noise
-KNOWN = "known"  # the dataset of every other micro-batch
+KNOWN = "known"  # the dataset of every second micro-batch
 
 
 def names_in(run: str) -> list[str]:
@@ -46,22 +44,22 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 
 
-class Exchanges(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Lists the collectives of this process."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.found.append(func.name())
+            self.names.append(func.name())
         return func(*args, **(kwargs or {}))
 
 
 @dataclass
 class Alternating(Batches):
-    """Hands out the batch as one of two datasets in turn."""
+    """Yields the batch as one of two datasets in turn."""
 
     def __next__(self) -> Batch:
         return replace(super().__next__(), dataset_id=KNOWN if self.index % 2 else "new")
@@ -88,9 +86,7 @@ def train(
     names: Sequence[str],
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train some steps; returns their metrics, and the collectives and the forward passes of this
-    process.
-    """
+    """Train some steps; returns metrics, collectives and forward passes of this process."""
     for name in names:
         if name != FACING:
             settings = {**CASES[name].settings, **settings}
@@ -106,28 +102,33 @@ def train(
         world,
         folder,
     )
-    mine = slice(*(len(batch.names) * rank // world.size for rank in (world.rank, world.rank + 1)))
+    samples = samples_of(batch, world)
     assert batch.other_embeds is not None
     assert batch.loss_mask is not None
     run.loader = Alternating(
         Batch(
-            batch.latents[mine],
-            batch.embeds[mine],
-            batch.names[mine],
-            loss_mask=batch.loss_mask[mine] if "masked loss" in names else None,
-            other_embeds=batch.other_embeds[mine] if "preservation" in names else None,
+            batch.latents[samples],
+            batch.embeds[samples],
+            batch.names[samples],
+            loss_mask=batch.loss_mask[samples] if "masked loss" in names else None,
+            other_embeds=batch.other_embeds[samples] if "preservation" in names else None,
         )
     )
     run.train(STEPS - 1)
-    with Exchanges() as exchanges:  # of the last step alone: they make every operation slower
+    with Collectives() as collectives:  # of the last step only: it slows down every operation
         run.train(1)
-    done = {"metrics": run.metrics, "exchanges": exchanges.found, "passes": run.assembly.passes}
-    return done | {"refused": refused(run, world)}
+    return {
+        "metrics": run.metrics,
+        "exchanges": collectives.names,
+        "passes": run.assembly.passes,
+        "refused": error_of_a_nan_step(run, world),
+    }
 
 
-def refused(run: Run, world: World) -> str:
-    """The error of a step in which the last process has a loss of NaN, if that leaves the weights
-    of this one alone.
+def error_of_a_nan_step(run: Run, world: World) -> str:
+    """The error of a step in which the last process has a loss of NaN.
+
+    Empty if there was none, or if it changed a weight of this process.
     """
     weights = [local(parameter) for parameter in run.assembly.parameters.values()]
     before = [weight.detach().clone() for weight in weights]
@@ -136,14 +137,15 @@ def refused(run: Run, world: World) -> str:
     try:
         run.train(1)
     except NonFiniteError as error:
-        return str(error) * all(map(torch.equal, weights, before))
+        if all(map(torch.equal, weights, before)):
+            return str(error)
     return ""
 
 
 def main(
     place: World, checkpoint: Path, folder: Path, cases: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """One of several processes: train cases; their results are a file in the folder."""
+    """Train cases in one of several processes; its results are a file in the folder."""
     set_rendezvous(place, os.environ, Problems())  # for accelerate
     batch = torch.load(folder / "batch.pt", weights_only=False)
     with connect(place, f"file://{folder}/meeting", limit=180) as world:

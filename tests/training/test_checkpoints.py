@@ -1,4 +1,4 @@
-"""Checkpoints of shared weights are completed while training goes on, or are not there at all."""
+"""Checkpoints are completed while training goes on, or are absent; foreign files are refused."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ NOTE = WeightNote("kandinsky5-image/t2i-lite-sft", "a run", Size(64, 64))
 
 
 class Sharers(World):
-    """The first of two processes, of which the other one is always done already."""
+    """The world of the first of two processes, in which nothing waits for the second."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
 
 def make_writer(folder: Path, assembly: Any, seen: list[Event]) -> CheckpointWriter:
-    """Of a full fine-tune whose weights two processes share."""
+    """A writer of a full fine-tune whose weights two processes share."""
     assembly.trained.sharers = Sharers(0, 2, 0, 2)
     loader: Any = Batches(None)
     config = CheckpointConfig(checkpoint_step_interval=100)
@@ -75,19 +75,24 @@ def test_training_goes_on_while_a_checkpoint_is_completed(
         for parameter in assembly.parameters.values():
             parameter.zero_()
     writer.on_step_end(assembly, TrainState(2), StepReport(2, 1, {}, 0.0))
+
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1-tmp"], "complete or absent"
     assert seen == []
 
     go_on.set()
     writer.on_train_end(assembly, TrainState(3))
     saved = [event for event in seen if isinstance(event, CheckpointSaved)]
+
     assert [(event.path.name, event.step) for event in saved] == [
         ("checkpoint-1", 1),
         ("checkpoint-3-rolling", 3),
     ]
+
     checkpoint = open_checkpoint(saved[0].path)
     assert checkpoint is not None
+
     assert damaged_files(checkpoint) == []
+
     assembly.trained.load(checkpoint.path)
     assert all(
         torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items()
@@ -124,17 +129,20 @@ def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(
     writer.save(assembly, TrainState(1))
     train(1)
     files = [path for path in (tmp_path / "checkpoint-1-tmp").rglob("*") if path.is_file()]
+
     assert files == [], "nothing is written yet"
+
     go_on.set()
     writer.on_train_end(assembly, TrainState(1))
+
     assert [event.step for event in seen if isinstance(event, CheckpointSaved)] == [1]
-    one, other = (open_checkpoint(tmp_path / f"checkpoint-{number}") for number in (0, 1))
-    assert one is not None
-    assert other is not None
-    assert damaged_files(other) == []
-    assert one.manifest.files == other.manifest.files, (
-        "byte for byte what would have been written at once"
-    )
+
+    at_once = open_checkpoint(tmp_path / "checkpoint-0")
+    in_background = open_checkpoint(tmp_path / "checkpoint-1")
+    assert at_once is not None
+    assert in_background is not None
+    assert damaged_files(in_background) == []
+    assert in_background.manifest.files == at_once.manifest.files, "byte for byte"
 
 
 @pytest.mark.parametrize("ask", [CheckpointWriter.save, CheckpointWriter.on_train_end])
@@ -150,6 +158,7 @@ def test_a_checkpoint_that_cannot_be_completed_ends_the_run(
     monkeypatch.setattr(manifest, "describe_files", fail)
     writer = make_writer(tmp_path, assembly, seen)
     writer.save(assembly, TrainState(1))
+
     with pytest.raises(DiskFullError, match="checkpoint-1: no space left"):
         ask(writer, assembly, TrainState(2))
     assert list(tmp_path.iterdir()) == []
@@ -160,23 +169,21 @@ def edit_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     torch.save(change(torch.load(path, weights_only=True)), path)
 
 
-FOREIGN_FILE_ERRORS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "text": (lambda folder: (folder / STATE_FILE).write_text("a state"), "holds what no run saves"),
-    "nothing": (lambda folder: (folder / STATE_FILE).write_bytes(b""), "holds what no run saves"),
-    "list": (lambda folder: edit_state(folder / STATE_FILE, list), "holds what no run saves"),
+# Changes of a checkpoint's state folder, and the reason in the message.
+EDITS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "text": (lambda folder: (folder / STATE_FILE).write_text("a state"), ""),
+    "nothing": (lambda folder: (folder / STATE_FILE).write_bytes(b""), ""),
+    "list": (lambda folder: edit_state(folder / STATE_FILE, list), ""),
     "key": (
-        lambda folder: edit_state(folder / STATE_FILE, lambda s: s | {"optimizer": 7}),
-        "holds what no run saves",
+        lambda folder: edit_state(folder / STATE_FILE, lambda state: state | {"optimizer": 7}),
+        "",
     ),
-    "absent": (lambda folder: (folder / STATE_FILE).unlink(), "holds what no run saves"),
+    "absent": (lambda folder: (folder / STATE_FILE).unlink(), ""),
     "step": (
         lambda folder: edit_state(folder / STATE_FILE, lambda state: state | {"global_step": 9}),
-        "holds what no run saves .*step 9 of epoch 1, which is another in its manifest",
+        "step 9 of epoch 1, but its manifest has step 2 of epoch 1",
     ),
-    "weights": (
-        lambda folder: (folder / WEIGHTS_FILE).write_text("weights"),
-        "holds what no run saves",
-    ),
+    "weights": (lambda folder: (folder / WEIGHTS_FILE).write_text("weights"), ""),
 }
 
 
@@ -185,27 +192,25 @@ def lora(t2i_checkpoint: Path) -> Any:
     return make_assembly(t2i_checkpoint)
 
 
-@pytest.mark.parametrize("name", FOREIGN_FILE_ERRORS)
+@pytest.mark.parametrize("name", EDITS)
 def test_a_file_edited_together_with_its_hash_is_reported_as_damaged(
     tmp_path: Path, lora: Any, name: str
 ) -> None:
-    edit, words = FOREIGN_FILE_ERRORS[name]
-    batches = Batches(None)
-    loader: Any = batches
+    edit, reason = EDITS[name]
+    loader: Any = Batches(None)
+    folder = tmp_path / "checkpoint-2"
     writer = CheckpointWriter(
         tmp_path, CheckpointConfig(), loader, IDENTITY, {}, EventStream(print), NOTE
     )
-    unfinished = writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))
+    unfinished = writer.write(folder, lora, TrainState(2, 1))
     assert unfinished is not None
     unfinished.complete()
-    edit(tmp_path / "checkpoint-2" / STATE_FOLDER)
-    write_manifest(
-        tmp_path / "checkpoint-2",
-        Manifest(2, 1, IDENTITY, describe_files(tmp_path / "checkpoint-2")),
-    )
-    checkpoint = open_checkpoint(tmp_path / "checkpoint-2")
+    edit(folder / STATE_FOLDER)
+    write_manifest(folder, Manifest(2, 1, IDENTITY, describe_files(folder)))
+    checkpoint = open_checkpoint(folder)
     assert checkpoint is not None
-    with pytest.raises(UserError, match=words) as caught:
+
+    with pytest.raises(UserError, match=f"is not a valid checkpoint .*{reason}") as caught:
         load_checkpoint(checkpoint, lora, loader, same_data=True)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -220,5 +225,6 @@ def test_a_failing_device_is_not_blamed_on_the_checkpoint(
     monkeypatch.setattr(manifest, "damaged_files", lambda checkpoint: [])
     monkeypatch.setattr(checkpoints, "_restore", restore)
     alone: Any = SimpleNamespace(world=World())
+
     with pytest.raises(failure, match="of the device"):
         load_checkpoint(alone, alone, alone, same_data=True)

@@ -34,6 +34,7 @@ def test_compiled_and_uncompiled_runs_have_equal_gradients(
     results: dict[str, Any], name: str
 ) -> None:
     plain, compiled = results[name]
+
     assert plain["graphs"] == [0, 0, 0]
     assert compiled["graphs"] == [PIECES] * 3, "DDP splits no graph, and no step compiles anew"
     assert (len(compiled["buckets"].split(",")) > 1) == (name == "ddp")

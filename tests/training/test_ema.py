@@ -46,6 +46,7 @@ def train(weights: Parameters, ema: Ema, first: int, last: int) -> list[float]:
 def test_the_decay_follows_its_formula() -> None:
     weights = parameters()
     decays = train(weights, Ema(weights, EmaConfig(ema_decay=0.5), CPU), 1, 20)
+
     assert decays[0] == 0
     assert decays[1:] == pytest.approx([min(step / (9 + step), 0.5) for step in range(2, 21)])
     assert decays[-1] == 0.5
@@ -54,6 +55,7 @@ def test_the_decay_follows_its_formula() -> None:
 def test_before_the_warmup_step_the_average_is_a_copy() -> None:
     weights = parameters()
     ema = Ema(weights, EmaConfig(ema_warmup_steps=5), CPU)
+
     assert train(weights, ema, 1, 4) == [0, 0, 0, 0]
     assert torch.equal(ema.average["a"], weights["a"])
     assert train(weights, ema, 5, 5) == [pytest.approx(5 / 14)]
@@ -69,6 +71,7 @@ def test_the_average_follows_its_recursion() -> None:
         weight = weights["a"].detach().double()
         expected = weight if expected is None else decay * expected + (1 - decay) * weight
     assert expected is not None
+
     assert_close(ema.average["a"].double(), expected, terms=7 * ELEMENTWISE)
 
 
@@ -77,10 +80,13 @@ def test_only_multiples_of_the_interval_update() -> None:
     start = weights["a"].detach().clone()
     ema = Ema(weights, EmaConfig(ema_update_interval=2), CPU)
     train(weights, ema, 1, 1)
+
     assert torch.equal(ema.average["a"], start)
     assert train(weights, ema, 2, 2) == [0]  # the first update is a copy
+
     second = weights["a"].detach().clone()
     assert torch.equal(ema.average["a"], second)
+
     train(weights, ema, 3, 3)
     assert torch.equal(ema.average["a"], second)
     assert train(weights, ema, 4, 4) == [pytest.approx(4 / 13)]
@@ -104,6 +110,7 @@ def test_device_and_foreach_do_not_change_a_bit(
         ema = Ema(weights, EmaConfig(**more), CPU)
         train(weights, ema, 1, 30)
         averages.append(ema.average)
+
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
     assert {tensor.dtype for tensor in averages[0].values()} == {torch.float32}
 
@@ -140,6 +147,7 @@ def test_applied_swaps_weights_in_place_and_restores_them_exactly(dtype: torch.d
                 raise KeyboardInterrupt
 
     look(fail=False)
+
     assert all(torch.equal(weights[name], before[name]) for name in weights)
     with pytest.raises(KeyboardInterrupt):
         look(fail=True)
@@ -161,6 +169,7 @@ def test_a_resumed_average_continues_bit_for_bit(keys: dict[str, object], stop: 
     buffer.seek(0)
     second = Ema(weights, EmaConfig(**keys), CPU)
     second.load_state_dict(torch.load(buffer, weights_only=True))
+
     assert second.decay_value == first.decay_value
     assert train(weights, second, stop + 1, 12) == decays[stop:]
     assert all(torch.equal(second.average[name], whole.average[name]) for name in weights)
@@ -189,7 +198,9 @@ def test_small_weights_are_copied_to_another_device_together(
     average = Ema(weights, EmaConfig(ema_device="accelerator"), META)
     with Copies() as counted:
         average.update(1)
+
     assert counted.count == copies
+
     result = Ema(weights, EmaConfig(), CPU).average
     assert all(torch.equal(result[name], weights[name]) for name in weights)
 

@@ -50,6 +50,7 @@ def test_counted_flops_equal_those_of_torchs_counter(size: str, routes: list[Rou
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as meter:
         step.run_micro_step(assembly, batch, 0, 0, Losses())
     message = assembly.sample_flops(SHAPES[size].tokens, SHAPES[size].caption)
+
     assert message.total == pytest.approx(meter.get_total_flops(), rel=1e-6)
     assert batch_work(batch, assembly.adapter.spec, assembly.sample_flops) == message
 
@@ -68,6 +69,7 @@ def test_flops_of_real_models(size: str, teraflops: float) -> None:
     flops = count_flops(
         model, FAMILIES[SHAPES[size].family].cost, LoraAdapter(model, settings).adapters, []
     )
+
     assert flops(SHAPES[size].tokens, SHAPES[size].caption).total / 1e12 == pytest.approx(
         teraflops, rel=0.03
     )
@@ -78,9 +80,12 @@ def test_tokens_that_skip_blocks_are_not_counted() -> None:
         ratio: Variant("tiny", "cpu", {}, [Tread(TreadSpec([Route(ratio, 0, -1)]))]).step().flops
         for ratio in (0.0, 0.5)
     }
+
     assert message[0.0] == Variant("tiny", "cpu", {}).step().flops
+
     assert message[0.0] is not None
     assert message[0.5] is not None
+
     assert message[0.5] < 0.7 * message[0.0]
 
 
@@ -102,16 +107,22 @@ def test_tiles_that_block_sparse_attention_skips_are_not_counted(
     assembly = speed.make_assembly(checkpoint, "nabla", gradient_accumulation_steps=2)
     batch = speed.make_batch(checkpoint, "nabla")
     step.predict_now(assembly, step.noisy_batch(assembly, batch, 0, 0))
+
     assert assembly.take_tiles() == {}
+
     chosen.clear()
     report = step.optimizer_step(assembly, Batches(batch, batch), 0)
+
     assert len(chosen) == 2 * 2
+
     density = torch.stack(chosen).float().mean().item()
     assert 0.1 < density < 0.99
     assert report.densities == {512: pytest.approx(density)}
     assert row_of(report)["attention_density"] == round(density, 4)
+
     work = batch_work(batch, assembly.adapter.spec, assembly.sample_flops).times(2)
     blocks = 2
     width = 32
+
     assert work.sparse == 2 * 3 * blocks * 4 * 512**2 * width
     assert report.flops == pytest.approx(work.total - (1 - density) * work.sparse)

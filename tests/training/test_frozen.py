@@ -104,6 +104,7 @@ def test_loaded_weights_equal_those_of_from_pretrained(
     results, images = load_frozen(transformer_settings(config), adapter, CPU)
     theirs = {**expected.state_dict(), **dict(expected.named_buffers())}
     ours = {**results.state_dict(), **dict(results.named_buffers())}
+
     assert [*ours] == [*theirs]
     for key, tensor in theirs.items():
         assert (ours[key].dtype, ours[key].is_contiguous()) == (tensor.dtype, True), key
@@ -141,6 +142,7 @@ def test_a_block_is_packed_before_the_next_is_read(
     )
     monkeypatch.setattr(Offload, "pack", pack)
     load_frozen(transformer_settings(config), adapter, CPU)
+
     assert len(images) == len(adapter.block_layout(models[0]).blocks)
 
 
@@ -162,6 +164,7 @@ def test_a_block_is_on_the_device_before_the_next_is_read(
 
     monkeypatch.setattr(DeferredWeights, "fill", fill)
     transformer, _ = load_frozen(transformer_settings(config), adapter, torch.device("meta"))
+
     assert len(on_host) == len(adapter.block_layout(transformer).blocks) + 1
     assert not any(on_host)
 
@@ -171,6 +174,7 @@ def test_a_full_model_equals_that_of_from_pretrained(checkpoints: dict[str, Path
     expected = dict(
         make_adapter(checkpoints["bf16"]).load_transformer(torch.bfloat16).named_parameters()
     )
+
     assert {name: parameter.dtype for name, parameter in assembly.parameters.items()} == {
         name: tensor.dtype for name, tensor in expected.items()
     }
@@ -206,6 +210,7 @@ def test_streamed_weights_exist_only_in_their_image(
         transformer, blocks, keeps_saved=False, packed=packed
     )
     assert streamer is not None
+
     assert all(one is other for one, other in zip(streamer.images, images, strict=True)), (
         "nothing is packed again"
     )
@@ -233,6 +238,7 @@ def test_streamed_and_resident_blocks_have_equal_gradients(
     streamed = gradients(
         make_assembly(t2i_checkpoint, enable_group_offload=True, **settings, **disk), batch
     )
+
     assert resident.keys() == streamed.keys()
     assert all(torch.equal(resident[name], streamed[name]) for name in resident)
 
@@ -292,10 +298,13 @@ def test_files_of_another_model_are_refused(checkpoints: dict[str, Path]) -> Non
     _, adapter = parts(checkpoints["bf16"])
     model: Any = adapter.load_transformer(torch.bfloat16, empty=True)
     model.add_module("more", nn.Linear(4, 4, device="meta"))
+
     with pytest.raises(UserError, match=r"is incomplete: more.bias, more.weight not in its files"):
         DeferredWeights(model, adapter.source["transformer"], torch.bfloat16)
+
     wrong: Any = adapter.load_transformer(torch.bfloat16, empty=True)
     wrong.visual_embeddings.in_layer = nn.Linear(4, 4, device="meta")
+
     with pytest.raises(
         UserError, match=r"visual_embeddings\.in_layer\.\w+ is .* in its files and .* in its config"
     ):

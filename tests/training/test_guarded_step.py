@@ -98,10 +98,12 @@ def test_a_step_equals_one_written_in_plain_torch(
     train_in_plain_torch(plain, window, limit, method)
     tried = scaled(tried) if with_scaler else tried
     reports = [step.optimizer_step(tried, Batches(*window), number) for number in range(len(RATES))]
+
     assert [report.metrics["learning_rate"] for report in reports] == pytest.approx(RATES)
     for name, expected in plain.parameters.items():
         assert_moved_alike(tried.parameters[name], expected, start[name])
         assert not torch.equal(expected, start[name]), name
+
     sizes = [
         report.metrics["grad_norm" if method == "norm" else "grad_absmax"] for report in reports
     ]
@@ -135,6 +137,7 @@ def test_unequal_batches_equal_the_larger_batch(t2i_checkpoint: Path, first: int
     actual = step.optimizer_step(
         parts, Batches(part(batch, slice(0, first)), part(batch, slice(first, 4))), 0
     ).metrics
+
     assert actual == pytest.approx(expected, rel=1e-5)
     assert actual["optimization_loss"] == pytest.approx(actual["train_loss"], rel=1e-6)
     for name, parameter in parts.parameters.items():
@@ -169,8 +172,10 @@ def test_a_non_finite_gradient_never_updates_a_weight(
     assembly = make_assembly(t2i_checkpoint, max_grad_norm=limit, grad_clip_method=method)
     before = weights(assembly)
     spoilt = spoil(assembly, "to_value.lora_B")
+
     with pytest.raises(NonFiniteError) as failure:
         step.optimizer_step(assembly, Batches(make_batch(t2i_checkpoint, CAPTIONS[:2])), 0)
+
     message = str(failure.value)
     assert "d/0, d/1" in message
     assert message.index(spoilt[-1]) < message.index(spoilt[-2]), (
@@ -248,6 +253,7 @@ def test_weights_are_updated_before_records_are_gathered(
     step.optimizer_step(
         replace(assembly, world=world), Batches(make_batch(t2i_checkpoint, CAPTIONS[:1])), 0
     )
+
     assert log == ["update", "gather", "merge"]
 
 
@@ -261,6 +267,7 @@ def test_the_scaler_skips_overflowing_steps_until_its_scale_is_below_one(
     for number, scale in enumerate((1.0, 0.5)):
         step.optimizer_step(assembly, Batches(batch), number)
         assert assembly.scaler.get_scale() == scale
+
     with pytest.raises(NonFiniteError, match="NaN or infinite"):
         step.optimizer_step(assembly, Batches(batch), 2)
     assert all(
@@ -304,6 +311,7 @@ def test_non_finite_weights_are_never_saved(
         EventStream(print),
         WeightNote("kandinsky5-image/t2i-lite-sft", "a run", Size(64, 64)),
     )
+
     with pytest.raises(NonFiniteError, match=f"not saved: {re.escape(named)}"):
         writer.write(tmp_path / "checkpoint-1", assembly, TrainState(1))
     assert not list(tmp_path.iterdir())
@@ -320,6 +328,7 @@ def test_non_finite_weights_are_never_loaded(
     for draft in assembly.trained.drafts({}):
         draft.write_into(tmp_path)
     parameter.data.zero_()
+
     with pytest.raises(
         UserError, match=f"NaN or infinite values in {re.escape(name)}; choose an earlier"
     ):

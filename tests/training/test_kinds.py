@@ -100,11 +100,14 @@ def test_step_0_and_disabled_predict_like_the_base_model(t2i_checkpoint: Path, k
     base = ours.predict(ours.load_transformer(torch.float32).eval(), batch)
     fresh = make_assembly(t2i_checkpoint, **KINDS[kind])
     moved = trained(t2i_checkpoint, kind)
+
     assert distance({"": ours.predict(fresh.transformer.eval(), batch)}, {"": base}) <= (
         ROTATION if kind == "lycoris dora" else 0  # the decomposition rounds
     )
+
     moved.transformer.eval()
     assert distance({"": ours.predict(moved.transformer, batch)}, {"": base}) > 5 * ROTATION
+
     with moved.trained.disabled():
         assert torch.equal(ours.predict(moved.transformer, batch), base)
 
@@ -175,10 +178,13 @@ def test_every_kind_publishes_a_stock_lora(
     forward = float(notes[FORWARD_ERROR])
     with adapter.disabled():
         base = predict(assembly, t2i_checkpoint)
+
     assert f"of a prediction, {notes[EFFECT_ERROR]} of what the adapter changes" in message
     assert ("(for a multiplier of 0.5)" in message) is kind.startswith("lycoris")
+
     native = read_header(tmp_path / adapter.native_file)[METADATA]
     assert native.get(MULTIPLIER) == ("0.5" if kind.startswith("lycoris") else None)
+
     effect = float(notes[EFFECT_ERROR])
     assert effect * float((own - base).norm()) == pytest.approx(
         forward * float(own.norm()), rel=0.02
@@ -186,6 +192,7 @@ def test_every_kind_publishes_a_stock_lora(
     assert ("lacks" in caplog.text) is (effect > LOST)
     assert forward <= 1e-2
     assert 0 < weights <= 0.1 + ROTATION, "energy .99 is a tenth of the norm"
+
     stock = make_adapter(t2i_checkpoint)
     previews: Any = stock.load_preview_pipeline(
         stock.load_transformer(torch.float32), torch.device("cpu"), None
@@ -201,10 +208,12 @@ def test_every_kind_publishes_a_stock_lora(
     pipeline.load_lora_weights(tmp_path)
     with torch.no_grad():
         loaded = stock.predict(pipeline.transformer.eval(), noisy)
+
     assert_close(applied, loaded, terms=MODEL)
     assert float((loaded - own).norm() / own.norm()) == pytest.approx(
         forward, rel=0.05, abs=ROTATION
     )
+
     if averaged:
         one, other = (load_file(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "ema"))
         assert all(torch.equal(one[name], other[name]) for name in one), (
@@ -231,6 +240,7 @@ def test_the_native_file_loads_in_peft(t2i_checkpoint: Path, tmp_path: Path, kin
     batch = assembly.noise.add(make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     with torch.no_grad():
         loaded = assembly.adapter.predict(stock.eval(), batch)
+
     assert distance({"": loaded}, {"": predict(assembly, t2i_checkpoint)}) < ROTATION
 
 
@@ -246,6 +256,7 @@ def test_the_native_file_loads_in_lycoris(t2i_checkpoint: Path, tmp_path: Path, 
         )
         network.eval().apply_to()
         loaded = assembly.adapter.predict(stock, noisy)
+
     assert distance({"": loaded}, {"": predict(assembly, t2i_checkpoint)}) < ROTATION
 
 
@@ -257,6 +268,7 @@ def test_every_kind_resumes_bit_exactly(t2i_checkpoint: Path, tmp_path: Path, ki
     assert isinstance(one.trained, AdapterWeights)
     one.trained.exact_draft().write_into(tmp_path)
     other.trained.load(tmp_path)
+
     assert all(
         torch.equal(parameter, other.parameters[name]) for name, parameter in one.parameters.items()
     )
@@ -270,6 +282,7 @@ def test_the_plan_counts_the_trained_numbers(t2i_checkpoint: Path, kind: str) ->
     planned = planned_adapters(
         config, assembly.adapter.spec, ["to_query", "to_key", "to_value"], shapes
     )
+
     assert sum(planned.products.values()) == sum(
         parameter.numel() for parameter in assembly.parameters.values()
     )
@@ -290,6 +303,7 @@ def test_offload_and_checkpointing_change_nothing(
         rehearse_micro_step(assembly, batch)
         gradients.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
         assert all(gradient is not None and gradient.any() for gradient in gradients[-1].values())
+
     assert all(torch.equal(one, gradients[1][name]) for name, one in gradients[0].items())
 
 
@@ -302,6 +316,7 @@ def test_a_quantised_base_is_published_as_a_lora(
         t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint)
     )
     adapter_of(assembly).publish(tmp_path, publication)
+
     assert 0 < float(read_header(tmp_path / LORA_FILE)[METADATA][FORWARD_ERROR]) <= 1e-2
 
 
@@ -313,6 +328,7 @@ def test_compiled_blocks_give_the_same_gradients(t2i_checkpoint: Path) -> None:
         assembly = trained(t2i_checkpoint, "lycoris lokr", **changes)
         rehearse_micro_step(assembly, batch)
         gradients.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
+
     assert distance(gradients[1], gradients[0]) < ROTATION
 
 
@@ -370,6 +386,7 @@ def test_video_families_load_every_kind(tmp_path: Path, make: Any, kind: str) ->
             loaded = pipeline.transformer.get_submodule(name).get_delta_weight("default_0")
             missing = missing + float((loaded - update).square().sum())
             whole = whole + float(update.square().sum())
+
     assert whole > 0
     assert missing <= (1 - 0.99) * whole * 1.01
 
@@ -388,6 +405,7 @@ def test_lora_plus_trains_b_at_a_multiple_of_the_rate(t2i_checkpoint: Path) -> N
             name: parameter.detach() - before[name]
             for name, parameter in assembly.parameters.items()
         }
+
     for name, plain in moves[None].items():
         assert torch.equal(moves[1.0][name], plain)
         assert_close(moves[16.0][name], plain * (16 if "lora_B" in name else 1), terms=ELEMENTWISE)

@@ -53,9 +53,11 @@ def test_two_processes_train_like_one(results: list[dict[str, Any]], name: str, 
     one, *two = (
         result[key] for result, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
     )
+
     assert two[0]["metrics"] == two[1]["metrics"]
     assert two[0]["exchanges"] == two[1]["exchanges"]
     assert ("c10d::_allgather_base_" in two[0]["exchanges"]) == (kind == "fsdp2"), "of weights"
+
     if kind == "fsdp2":
         assert two[0]["passes"] == two[1]["passes"] == one["passes"] > STEPS
     for step, expected in zip(two[0]["metrics"], one["metrics"], strict=True):
@@ -71,6 +73,7 @@ def test_a_non_finite_loss_of_one_process_updates_no_weight_of_any_process(
     alone, *two = (
         result[key] for result, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True)
     )
+
     assert "The weights were not updated" in alone["refused"]
     assert two[0]["refused"] == two[1]["refused"]
     assert re.match(

@@ -46,7 +46,9 @@ def test_the_frozen_base_is_bf16_and_the_lora_float32(t2i_checkpoint: Path, tmp_
     save_file(weights, file, metadata={"format": "pt"})
     settings = {"mixed_precision": "bf16", "optimizer": "adamw"}
     assembly = make_assembly(folder, **settings)
+
     assert {parameter.dtype for parameter in assembly.parameters.values()} == {torch.float32}
+
     base = {
         name: parameter.dtype
         for name, parameter in assembly.transformer.named_parameters()
@@ -55,6 +57,7 @@ def test_the_frozen_base_is_bf16_and_the_lora_float32(t2i_checkpoint: Path, tmp_
     linear = [
         name for name in base if "feed_forward" in name or "modulation.out_layer.weight" in name
     ]
+
     assert linear
     assert {base[name] for name in linear} == {torch.bfloat16}
 
@@ -63,11 +66,15 @@ def test_files_have_the_published_form(t2i_checkpoint: Path, tmp_path: Path) -> 
     adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6)
     path = write_lora(adapter, tmp_path, **{"modelspec.title": "name"})
     weights = load_file(path)
+
     assert all(name.startswith("transformer.") and ".lora_" in name for name in weights)
+
     header = read_header(path)[METADATA]
     settings = json.loads(header[METADATA_KEY])
+
     assert settings["transformer.lora_alpha"] == settings["transformer.r"] == 4
     assert header["modelspec.title"] == "name"
+
     raw = adapter.state_dict()
     for name, tensor in raw.items():
         factor = 1.5 if ".lora_B." in name else 1.0
@@ -93,6 +100,7 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
     pristine.eval()
     expected = stock.predict(adapter.transformer, batch)
     loaded = stock.predict(pristine, batch)
+
     assert (expected - base).abs().max() > 1e-2, "the LoRA changes something"
     assert distance({"": loaded}, {"": expected}) < ROTATION
 
@@ -110,6 +118,7 @@ def test_verification_detects_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path)
     name = next(iter(weights))
     changed = {**weights, name: weights[name] + 1}
     save_file(changed, path, metadata=read_header(path)[METADATA])
+
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
         verify_file(
             path,
@@ -146,6 +155,7 @@ def test_files_of_other_programs_are_read(t2i_checkpoint: Path, tmp_path: Path, 
 def test_a_file_of_another_model_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "foreign.safetensors"
     save_file({"unet.down.lora_A.weight": torch.zeros(4, 4)}, path)
+
     with pytest.raises(UserError, match="no key of"):
         read_lora_file(path, ["visual_transformer_blocks.0.self_attention.to_query"])
     with pytest.raises(UserError, match="does not exist"):
@@ -164,7 +174,9 @@ def test_untrained_lora_changes_nothing(t2i_checkpoint: Path) -> None:
 def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint, use_dora=True, lora_rank=4)
     path = write_lora(adapter, tmp_path)
+
     assert any("magnitude" in name for name in load_file(path))
+
     verify_file(
         path,
         adapter.file_weights(),
@@ -192,7 +204,9 @@ def test_comfyui_computes_the_weight_that_was_trained(
     )
     weights = load_file(path)
     modules = {key.partition(".lora_")[0] for key in weights if ".lora_" in key}
+
     assert modules
+
     for key in modules:
         module = key.removeprefix("diffusion_model.")
         layer = adapter.transformer.get_submodule(module)
@@ -206,6 +220,7 @@ def test_comfyui_computes_the_weight_that_was_trained(
         assert_close(merged, layer.get_base_layer().weight, terms=32)
         assert (merged - base).abs().max() > 1e-2, "the LoRA changes something"
     settings = json.loads(read_header(path)[METADATA][METADATA_KEY])
+
     assert settings["diffusion_model.lora_alpha"] == settings["diffusion_model.r"] == 4
 
 
@@ -251,6 +266,7 @@ def test_verification_detects_a_name_unknown_to_comfyui(
     name = next(iter(weights))
     weights[name.replace("blocks.0", "blocks.9")] = weights.pop(name)
     save_file(weights, path)
+
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
         verify_file(
             path,
@@ -271,8 +287,10 @@ def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: 
         assert tensor.dtype == torch.bfloat16
         factor = 1.5 if ".lora_B." in name else 1.0
         assert torch.equal(saved[f"transformer.{name}"].double(), factor * tensor.double())
+
     assert rounding_error(adapter, torch.float32) < 1e-6
     assert 1e-4 < rounding_error(adapter, torch.bfloat16) < 5e-3
+
     exact = trained(
         t2i_checkpoint, lora_rank=4, lora_alpha=8, mixed_precision="bf16", optimizer="optimi-adamw"
     )

@@ -46,6 +46,7 @@ def test_an_applied_file_computes_what_peft_does(
             applied = plain(x)
         assert_close(applied, trained(x), terms=SAMPLING)
         assert not torch.allclose(applied, plain(x), atol=1e-3), "and nothing is left afterwards"
+
     assert all(torch.equal(before[name], tensor) for name, tensor in plain.state_dict().items())
 
 

@@ -100,6 +100,7 @@ def test_no_operation_of_a_step_synchronises_the_host(
     with Watched() as watched:
         losses = Losses()
         step.run_micro_step(assembly, batch.to(GPU, non_blocking=True), 0, 0, losses)
+
     assert losses[0].total.device == GPU
     assert watched.found == []
 
@@ -149,6 +150,7 @@ def test_losses_and_gradient_sizes_are_read_in_one_transfer(
     )  # it is where the model is
     loader: Any = Endless(batch)
     report = step.optimizer_step(assembly, loader, 0)
+
     # Total and diffusion loss, loss and timestep of two samples, and the size of the gradient.
     assert reads == [2 + 2 * 2 + 1]
     assert report.metrics["train_loss"] == report.metrics["grad_absmax"] == 0.5
@@ -177,6 +179,7 @@ def test_the_window_of_sparse_attention_is_made_on_the_device() -> None:
     }
     with Watched() as watched:
         window = sparse_params((1, 2, 32, 32, 16), {**sides, **others}, GPU)["sta_mask"]
+
     assert window.shape == (1, 1, 8, 8)
     assert window.device == GPU
     assert watched.found == []

@@ -1,6 +1,4 @@
-"""Every optimizer trains, continues exactly after a save, and takes the numbers that the config
-says.
-"""
+"""Every optimizer trains with the configured numbers, and continues exactly after a save."""
 
 from __future__ import annotations
 
@@ -69,11 +67,11 @@ def test_checks_need_no_torch() -> None:
 
 
 def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """A matrix, a vector and a convolution, and in a bf16 model one vector that stays float32."""
+    """A matrix, a vector and a convolution, and a vector that stays float32 in a bf16 model."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(8, 6), (6,), (4, 3, 2, 2)]
-    made = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-    return [*made, nn.Parameter(torch.randn(5, generator=generator))]
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [*params, nn.Parameter(torch.randn(5, generator=generator))]
 
 
 def build(
@@ -90,14 +88,13 @@ def with_kernel(
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
     settings: str = "",
 ) -> torch.optim.Optimizer:
-    """An optimizer as it would be on a machine on which this kernel is chosen."""
+    """An optimizer as on a machine where this kernel is chosen."""
     config = OptimizerConfig(optimizer=name, optimizer_config=settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update, "update_kernel", lambda *size, **where: kernel)
         optimizer = build_optimizer(params, config, "bf16", 0.01, modules)
-    assert [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)] == [kernel] * (
-        kernel != "loop"
-    )
+    enabled = [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)]
+    assert enabled == ([] if kernel == "loop" else [kernel])
     return optimizer
 
 
@@ -108,14 +105,18 @@ def run(
     last: int,
     peak: float = 0.01,
 ) -> None:
-    """Gradients depend on the step and the weights, the rate on the step; a weight without gradient
-    is skipped.
+    """Train the steps from `first` up to `last`.
+
+    Gradients depend on the step and the weights, the rate on the step. In most steps, one weight
+    has no gradient.
     """
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
-        for place, param in enumerate(params):
+        for index, param in enumerate(params):
             noise = torch.randn(param.shape, generator=generator).to(param)
-            param.grad = None if place == step % 5 else (0.1 * noise + param.detach())
+            param.grad = None
+            if index != step % 5:
+                param.grad = 0.1 * noise + param.detach()
         for group in optimizer.param_groups:
             group["lr"] = peak * (step + 1) / 10
         optimizer.step()
@@ -124,19 +125,20 @@ def run(
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_shards_of_a_weight_are_updated_like_the_whole_weight(name: str) -> None:
-    """Bit for bit, for optimizers that say so (FSDP2); the others give something else."""
+    """Bit for bit if the optimizer is declared element-wise (FSDP2), and only then."""
     whole, *_ = weights()
     before, *_ = weights()
     shares = [nn.Parameter(part.detach().clone()) for part in before.chunk(3)]
-    one = build(name, [whole])
-    many = build(name, shares)
+    of_whole = build(name, [whole])
+    of_shares = build(name, shares)
     for step in range(8):
         gradient = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step))
         whole.grad = gradient
         for share, part in zip(shares, gradient.chunk(3), strict=True):
             share.grad = part.clone()
-        one.step()
-        many.step()
+        of_whole.step()
+        of_shares.step()
+
     assert torch.equal(whole, torch.cat(shares)) is OPTIMIZERS[name].element_wise
 
 
@@ -226,6 +228,7 @@ def test_a_setting_changed_on_resume_takes_effect_or_is_refused_by_name(
         run(optimizer, after[case], 7, 13, peak)
 
     assert not all(map(torch.equal, after["same"], after["changed"])), "the new value acts"
+
     for group in before.param_groups:
         if setting.startswith("beta") and "betas" in group:
             betas = list(group["betas"])
@@ -242,6 +245,7 @@ def test_a_setting_changed_on_resume_takes_effect_or_is_refused_by_name(
         if setting == "eps" and "eps_sq" in state:
             state["eps_sq"].fill_(0.1**2)
     run(before, params, 7, 13, peak)
+
     assert all(map(torch.equal, params, after["changed"]))
 
 
@@ -255,7 +259,9 @@ def test_a_resumed_second_moment_has_the_dtype_that_the_new_beta_needs(
     run(narrow, params, 1, 3)
     wide = build(name, params, optimizer_config=f"{beta}=.999")
     load_state(wide, deepcopy(narrow.state_dict()), spec)
+
     assert wide.state[params[0]]["exp_avg_sq"].dtype == torch.float32
+
     load_state(narrow, deepcopy(wide.state_dict()), spec)
     assert narrow.state[params[0]]["exp_avg_sq"].dtype == torch.bfloat16
 
@@ -318,6 +324,7 @@ def test_libraries_accept_every_setting_of_the_table(name: str) -> None:
     settings = set(OPTIMIZERS[name].settings)
     if "beta1" in settings:
         settings = settings - {"beta1", "beta2", "beta3"} | {"betas"}
+
     assert settings <= known
 
 
@@ -334,6 +341,7 @@ def test_optimizers_that_keep_bf16_weights_do_not_lose_small_updates(name: str) 
             param.grad = torch.ones_like(param)
             optimizer.step()
         moved.append(1 - float(param.detach().float().mean()))
+
     assert moved[0] > 0.005
     assert moved[1] == pytest.approx(moved[0], abs=0.004)
 
@@ -345,6 +353,7 @@ def test_a_plain_optimizer_loses_small_updates_of_bf16_weights() -> None:
     for _ in range(200):
         param.grad = torch.ones_like(param)
         optimizer.step()
+
     assert not OPTIMIZERS["adamw"].keeps_bf16
     assert torch.equal(param, torch.ones_like(param))
 
@@ -407,6 +416,7 @@ def test_second_moments_of_bf16_and_float32_weights_decay_alike(
             weight.grad = (0.3 * torch.randn(64, generator=generator)).to(dtype)
             optimizer.step()
         results.append(float(optimizer.state[weight]["exp_avg_sq"].mean(dtype=torch.float32)))
+
     assert results[0] < 0.8
     assert results[1] == pytest.approx(results[0], rel=0.01)
 
@@ -472,7 +482,9 @@ def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
     buffer.seek(0)
     after = with_kernel(name, "loop", halves)
     load_state(after, torch.load(buffer, weights_only=True), OPTIMIZERS[name])
+
     assert after.param_groups[0][kernel]
+
     run(after, halves, 3, 6)
     assert all(map(torch.equal, whole, halves))
 
@@ -491,6 +503,7 @@ def test_optimizers_skip_a_techniques_module_without_gradients(
     before = [parameter.clone() for parameter in module.parameters()]
     run(with_kernel(name, kernel, params, {"crepa": module}), params, 0, 6)
     run(with_kernel(name, "loop", others), others, 0, 6)
+
     assert all(map(torch.equal, module.parameters(), before))
     for actual, expected in zip(params, others, strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-3)
@@ -503,6 +516,7 @@ def test_a_run_started_with_triton_continues_with_it(monkeypatch: pytest.MonkeyP
     optimizer = with_kernel("adamw_bf16", "foreach", weights())
     monkeypatch.setattr(optimizer_state, "runs_triton", lambda params: True)
     load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
+
     assert {key: optimizer.param_groups[0][key] for key in ("triton", "foreach")} == {
         "triton": True,
         "foreach": False,
@@ -561,7 +575,9 @@ def test_wide_second_moments_need_no_launch_per_weight(
     )
     with Separate() as counted:
         run(together, several, 0, 6)
+
     assert (counted.count == 0) is (bundle > 60)
+
     with Separate() as plain:
         run(one, alone, 0, 6)
     assert plain.count > counted.count or bundle == 1
@@ -593,9 +609,11 @@ def test_launches_and_temporaries_of_an_update_depend_on_its_kernel(name: str, k
                 optimizer.step()
         launches[option] = counted.count
         temporary[option] = peak.most / (count * numbers * 4)
+
     assert launches["loop"] >= 1.9 * count
     assert launches[kernel] <= (1 if kernel == "fused" else 20)
     assert temporary["loop"] <= 4.1 / count, "a few tensors as large as one weight"
+
     expected = OPTIMIZERS[name].temporaries if kernel == "foreach" else 0
     assert temporary[kernel] == pytest.approx(expected, abs=0.01)
 
@@ -603,13 +621,17 @@ def test_launches_and_temporaries_of_an_update_depend_on_its_kernel(name: str, k
 def test_optimizer_state_of_a_gpu_continues_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever saved it ran Triton's kernels, which cannot run here; the log says so."""
     saved = build("adamw_bf16", weights(torch.bfloat16)).state_dict()
+
     assert not caplog.messages
+
     saved["param_groups"][0]["triton"] = True
     params = weights(torch.bfloat16)
     optimizer = build("adamw_bf16", params)
     load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
     run(optimizer, params, 0, 1)
+
     assert optimizer.param_groups[0]["triton"] is False
+
     (message,) = caplog.messages
     assert "updated by Triton kernels, which need a GPU" in message
 
@@ -624,6 +646,7 @@ def test_fused_kernels_keep_step_counts_on_the_device() -> None:
     load_state(
         after, optimizer.state_dict(), OPTIMIZERS["adamw"], HostState(after, torch.device("cpu"))
     )
+
     assert {key: value.device.type for key, value in after.state[weight].items()} == {
         "step": "meta",
         "exp_avg": "cpu",
@@ -654,6 +677,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "eps": 1e-6,
         "weight_decay": 0.0,
     }
+
     adamw = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
     assert settings("adamw") == settings("torch-adamw") == adamw
 
@@ -665,18 +689,21 @@ def test_explicit_settings_override_defaults_in_the_optimizer() -> None:
         "adam_weight_decay": 0.5,
         "adam_epsilon": 1e-5,
     }
+
     assert settings("optimi-adamw", **keys) == {
         "beta1": 0.8,
         "beta2": 0.7,
         "eps": 1e-5,
         "weight_decay": 0.5,
     }
+
     keys |= {
         "optimizer_beta1": 0.6,
         "optimizer_beta2": 0.65,
         "optimizer_config": " weight_decay = 0.4, beta2=0.66 ",
     }
     group = build("adamw", weights(), **keys).param_groups[0]
+
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.6, 0.66), 1e-5, 0.4)
     assert build("torch-sgd", weights(), optimizer_config="nesterov=yes,momentum=.9").param_groups[
         0
@@ -722,6 +749,7 @@ def test_invalid_overrides_are_reported_before_the_optimizer_is_built(
     text: str, words: list[str]
 ) -> None:
     (problem,) = problems(optimizer="optimi-adamw", optimizer_config=text)
+
     assert problem.fatal
     assert problem.where == "optimizer_config"
     for word in words:
@@ -749,6 +777,7 @@ def test_keys_without_effect_cause_warnings() -> None:
     result = problems(
         optimizer="torch-sgd", adam_beta1=0.8, optimizer_beta1=0.8, optimizer_beta2=0.9
     )
+
     assert {problem.where for problem in result} == {
         "adam_beta1",
         "optimizer_beta1",
@@ -772,6 +801,7 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
     package = OPTIMIZERS[name].package
     assert package is not None
     (problem,) = [problem for problem in problems(optimizer=name) if problem.fatal]
+
     assert f"pip install '{package.requirement}'" in problem.message
 
 
@@ -786,6 +816,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     assert isinstance(optimizer, MuonWithAdamW)
     run(optimizer, params, 10, 16)
     states = [set(optimizer.state[param]) for param in params]
+
     assert states[0] == {"momentum_buffer"}
     assert all("exp_avg_sq" in state for state in states[1:])
     assert {id(param) for group in optimizer.param_groups for param in group["params"]} == {
@@ -802,6 +833,7 @@ def test_muon_moves_a_matrix_by_its_orthogonal_factor() -> None:
     param.grad = torch.randn(16, 8) @ torch.diag(torch.logspace(0, -1.5, 8))
     optimizer.step()
     moved = torch.linalg.svdvals(param.detach())
+
     assert (moved > 0.6 * 0.01 * 0.2 * 4).all()
     assert (moved < 1.3 * 0.01 * 0.2 * 4).all()
 

@@ -71,6 +71,7 @@ def test_samples_captions_and_dropout_equal_those_of_one_process(catalogue: Cata
         ]
         dropped = dropped + trained.count("")
         total = total + len(trained)
+
     assert dropped / total == pytest.approx(0.4, abs=0.1)
 
 
@@ -122,6 +123,7 @@ def test_noise_of_several_processes_equals_that_of_one(
         drawn(assembly, part(batch, slice(2 * world.rank, 2 * world.rank + 2)), tread, world)
         for world in TWO
     ]
+
     for name, together in whole.items():
         assert torch.equal(together, torch.cat([part[name] for part in parts])), name
         assert len(together.unique(dim=0)) == 4, f"{name}: every sample draws its own"
@@ -131,6 +133,7 @@ def test_shared_noise_is_equal_in_all_processes(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint, seed_for_each_device=False)
     batch = make_batch(t2i_checkpoint, ["a", "b"])
     first, second = (replace(assembly, world=world).noise.add(batch, 4, 1) for world in TWO)
+
     assert torch.equal(first.noise, second.noise)
     assert torch.equal(first.sigmas, second.sigmas)
 

@@ -61,8 +61,10 @@ def test_a_step_reports_its_waits_and_its_flops(assembly: Assembly, t2i_checkpoi
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     assembly.sample_flops = None
     plain = optimizer_step(assembly, Batches(batch, batch), 0)
+
     assert (plain.weights_seconds, plain.flops) == (None, None)
     assert (plain.shapes, plain.passes) == (((4, 16, 1, 4, 4),) * 2, 2)
+
     asked = []
 
     def cost(tokens: int, text_tokens: int) -> Work:
@@ -73,7 +75,9 @@ def test_a_step_reports_its_waits_and_its_flops(assembly: Assembly, t2i_checkpoi
     assembly.streamer = streamer
     assembly.sample_flops = cost
     message = optimizer_step(assembly, Batches(batch, batch), 1)
+
     assert message.weights_seconds == 0.25
+
     lengths = [len(embeds["prompt_embeds"]) for embeds in batch.embeds]
     assert asked == [(4, length) for length in lengths] * 2
     assert message.flops == 2 * (4 * 4000 + sum(lengths))
@@ -88,6 +92,7 @@ def test_the_record_has_utilisation_and_share_of_waits(tmp_path: Path, assembly:
     events.publish(StateChanged("finished", 2, 2))
     lines = (tmp_path / "training_metrics.jsonl").read_text().splitlines()
     first, second = (json.loads(line) for line in lines)
+
     assert (first["compute_share"], first["data_share"]) == (0.99, 0.01)
     assert not {"weights_share", "weights_seconds", "mfu"} & first.keys()
     assert (second["compute_share"], second["weights_share"], second["data_share"]) == (
@@ -116,6 +121,7 @@ def test_slow_steps_are_reported_to_the_user(assembly: Assembly) -> None:
         clock[0] += seconds
         recorder.on_step_end(assembly, TrainState(), report(step, seconds))
     recorder.on_train_end(assembly, TrainState())
+
     assert len(listener.said) == 1
     assert "2.0 times the usual" in listener.said[0]
 
@@ -128,6 +134,7 @@ def test_steps_with_extra_passes_are_not_reported_as_slow(assembly: Assembly) ->
         passes = 3 if step % 20 > 14 else 1  # also several times in a row, by chance
         clock[0] += passes
         recorder.on_step_end(assembly, TrainState(), report(step, float(passes), passes=passes))
+
     assert listener.said == []
 
 
@@ -154,5 +161,6 @@ def test_requests_to_the_main_process_are_handled_by_all_processes(
         )
         handler.on_train_start(replace(assembly, world=world), TrainState())
         handler.on_step_end(replace(assembly, world=world), TrainState(), report(1))
+
     assert saved == [0, 1]
     assert not list((tmp_path / "requests").iterdir())

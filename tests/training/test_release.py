@@ -116,6 +116,7 @@ def test_the_model_is_freed_after_the_run(t2i_checkpoint: Path) -> None:
     freed = [weakref.ref(weight) for weight in assembly.parameters.values()]
     del assembly
     gc.collect()
+
     assert {weight() for weight in freed} == {None}
 
 
@@ -164,6 +165,7 @@ def test_a_full_fine_tune_with_released_gradients_is_bit_equal(
         load_state(half.optimizer, torch.load(buffer, weights_only=True), spec, host)
         average.load_state_dict(averages[1].state_dict())
         assert actual + train(half, t2i_checkpoint, 2, 3, average) == expected
+
     assert actual + train(halves[0], t2i_checkpoint, 2, 3, averages[1]) == expected
     for half, average in zip(halves, averages[1:], strict=True):
         assert_same(copy_of(half), copy_of(plain))
@@ -197,6 +199,7 @@ def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint
     kept = {moment.data_ptr() for moment in moments_of(optimizer)}
     optimizer.step = watched
     train(assembly, t2i_checkpoint, 2, 4)
+
     assert sum(map(len, addresses)) == 2 * len(kept), "each moment goes up once a step"
     assert not set().union(*addresses) & kept
     assert {moment.data_ptr() for moment in moments_of(optimizer)} == kept
@@ -243,6 +246,7 @@ def test_the_next_state_is_prefetched_during_the_backward_pass(
         release.finish()
         logs.append(" ".join(log))
         log.clear()
+
     assert logs[0] == "need 0 need 1 need 2", "there is no state yet"
     assert logs[1] == "need 0 copy 0 copy 1 need 1 copy 2 need 2"
     assert all(map(torch.equal, whole, single))
@@ -255,6 +259,7 @@ def test_a_non_finite_gradient_stops_the_run_and_names_the_weights(
     first, last = (
         spoil(assembly, f"visual_transformer_blocks.{n}.feed_forward.in_layer")[0] for n in (0, 1)
     )
+
     with pytest.raises(
         NonFiniteError, match="partly updated and are not saved: continue from the last"
     ) as failure:
@@ -263,6 +268,7 @@ def test_a_non_finite_gradient_stops_the_run_and_names_the_weights(
         "the backward pass begins at the last one"
     )
     assert "d/0" in str(failure.value)
+
     assert assembly.release is not None
     assert assembly.release.is_halfway
 
@@ -272,6 +278,7 @@ def test_a_non_finite_loss_updates_no_weight(t2i_checkpoint: Path) -> None:
     before = copy_of(assembly)
     batch = make_batch(t2i_checkpoint, ["a star"])
     batch.latents.fill_(math.nan)
+
     with pytest.raises(NonFiniteError, match="The weights were not updated"):
         step.optimizer_step(assembly, Batches(batch), 0)
     assert_same(copy_of(assembly), before)
@@ -284,6 +291,7 @@ def test_backward_passes_outside_a_step_only_drop_gradients(t2i_checkpoint: Path
     with unchanged(assembly.optimizer, assembly.techniques):
         rehearse_micro_step(assembly, make_batch(t2i_checkpoint, ["a star"]))
         assert all(parameter.grad is None for parameter in assembly.parameters.values())
+
     assert_same(copy_of(assembly), before)
     assert not assembly.optimizer.state
 

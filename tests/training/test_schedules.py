@@ -66,6 +66,7 @@ def test_rates_at_a_quarter_and_half_of_the_decay() -> None:
     assert shares("constant") == pytest.approx([1, 1, 1])
     assert shares("constant_with_warmup") == pytest.approx([1, 1, 1])
     assert shares("linear") == pytest.approx([0.75, 0.5, 0.25])
+
     half = math.sqrt(0.5)
     assert shares("cosine") == pytest.approx([(1 + half) / 2, 0.5, (1 - half) / 2])
     assert shares("cosine_with_restarts", lr_num_cycles=2) == pytest.approx([0.5, 1.0, 0.5])
@@ -83,6 +84,7 @@ def test_one_cycle_with_restarts_is_the_cosine() -> None:
 def test_the_decay_starts_after_the_warmup() -> None:
     """Warm-up 10 of 30: the peak is in step 10, the middle in step 20, the end in step 30."""
     results = rates(30, lr_scheduler="linear", lr_warmup_steps=10)
+
     assert results[9] == pytest.approx(PEAK)
     assert results[19] == pytest.approx((PEAK + END) / 2)
     assert results[29] == pytest.approx(END)

@@ -36,6 +36,7 @@ def test_random_states_of_more_gpus_than_present_are_ignored(
     del generators[1]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     restore_random_states(saved)
+
     assert restored == [0]
 
 
@@ -43,6 +44,7 @@ def test_random_states_of_more_gpus_than_present_are_ignored(
 def test_weights_of_other_layers_are_refused(tmp_path: Path, layers: list[str]) -> None:
     save_file({name: torch.ones(2) for name in layers}, tmp_path / "weights.safetensors")
     own = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("a", "b")}
+
     with pytest.raises(UserError, match="was made with other trained layers; check lora_rank"):
         load_parameters(own, [tmp_path / "weights.safetensors"], tmp_path, "lora_rank")
     assert not own["a"].any(), "nothing is loaded"

@@ -106,6 +106,7 @@ def test_checkpointing_changes_no_gradient(t2i_checkpoint: Path, settings: dict[
         results.append(gradients(assembly, batch))
 
     plain, checkpointed = results
+
     assert distance(checkpointed, plain) < ROTATION
 
 
@@ -123,6 +124,7 @@ def test_a_step_updates_weights_and_reports_its_figures(t2i_checkpoint: Path) ->
     assert any(
         not torch.equal(before[name], parameter) for name, parameter in assembly.parameters.items()
     )
+
     frozen = [
         parameter for parameter in assembly.transformer.parameters() if not parameter.requires_grad
     ]
@@ -141,6 +143,7 @@ def test_every_parameter_group_gets_its_rate_and_the_seed_of_the_step(t2i_checkp
         assert group["lr"] == 4 * report.metrics["learning_rate"]
         assert report.passes == 1
         seeds.add(group[SEED])
+
     assert len(seeds) == 3
 
 
@@ -197,6 +200,7 @@ def test_gradients_are_clipped_to_max_grad_norm(method: str) -> None:
     clipped = all_gradients(parameters)
 
     assert unclipped.tolist() == [3.0, -4.0, 0.5, 0.0, 12.0]
+
     if method == "value":
         assert sizes == {"grad_absmax": 12.0}
         assert clipped.tolist() == [2.0, -2.0, 0.5, 0.0, 2.0]
@@ -246,6 +250,7 @@ def test_noise_depends_only_on_the_position_in_the_run(
 
     assert torch.equal(first.noise, again.noise)
     assert torch.equal(first.sigmas, again.sigmas)
+
     for global_step, micro_step in ((5, 0), (4, 1)):
         elsewhere = assembly.noise.add(batch, global_step, micro_step)
         assert not torch.equal(elsewhere.noise, first.noise)
