@@ -1,4 +1,4 @@
-"""Inputs of checkpointed blocks wait in host memory, and nothing else changes."""
+"""Inputs of checkpointed blocks are offloaded to host memory, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tools.streaming import BLOCKS, CPU, AdversarialCopier, Trained, asser
 
 
 class Counting(BlockInputs):
-    """Counts what leaves and what comes back."""
+    """Counts copies to the host and back."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -60,7 +60,7 @@ def test_training_with_offloaded_block_inputs_is_bit_equal(
 
 
 def test_two_graphs_may_be_alive_at_a_time() -> None:
-    """The buffers of a graph that still lives are not given to another one."""
+    """Buffers of a graph that is still alive are not used again."""
     plain = Trained()
     ours = Trained(block_inputs=BlockInputs(CPU))
     losses = [
@@ -110,7 +110,7 @@ def test_buffers_serve_tensors_of_any_shape() -> None:
 
 
 class FakeStream:
-    """A stream that notes what it waits for."""
+    """A stream that records what it waits for."""
 
     def __init__(self) -> None:
         self.waited: list[Any] = []
@@ -126,7 +126,7 @@ class FakeStream:
 
 
 def test_the_device_holds_at_most_two_offloaded_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And computes on only after their copies; their memory is locked in place, at its own size."""
+    """Compute waits for their copies; their memory is pinned in place, at its own size."""
     inputs = BlockInputs(CPU)
     compute = FakeStream()
     locked: list[int] = []

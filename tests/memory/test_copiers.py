@@ -1,4 +1,4 @@
-"""The copiers that really copy, and where images are kept."""
+"""The real copiers, and where images are stored."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("name", ["", "int8-quanto"])
 def test_long_stacks_of_layers_are_streamed(name: str, tmp_path: Path) -> None:
-    """Those that are quantised while they are packed, too."""
+    """Also stacks that are quantised while they are packed."""
     model = Stack().requires_grad_(False)
     whole = copy.deepcopy(model)
     x = torch.randn(3, 16)
@@ -197,7 +197,7 @@ def test_streaming_is_bit_equal_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_quantised_weights_stream_on_a_gpu() -> None:
-    """A wrapper tells the device of what it wraps, wherever that is."""
+    """A wrapper reports the device of its content."""
     plain = Trained(prepare=to_int8)
     streamed = Trained(prepare=to_int8)
     plain.to(GPU)
@@ -224,7 +224,7 @@ def test_images_share_no_page() -> None:
 
 
 class Runtime:
-    """CUDA's runtime as it is where pages cannot be locked, or can."""
+    """CUDA's runtime on a machine where pages can be pinned, or cannot."""
 
     def __init__(self, error: int) -> None:
         self.error = error
@@ -240,7 +240,7 @@ class Runtime:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The GPUs of this thread, the current one last, where there are none."""
+    """Simulates the current GPU of this thread; the last one is current."""
     current = [3]
 
     @contextmanager

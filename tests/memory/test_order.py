@@ -1,8 +1,7 @@
-"""Streams in the worst order: nothing is read before it is there, overwritten or freed while
-somebody reads it.
+"""Streams in the worst order: nothing is read too early, and nothing freed or overwritten in use.
 
-Programs run once on a GPU that lies, and are repeated in many orders. Without any one of the waits
-and events in the code, at least one of these orders must show it.
+Programs run once on a simulated GPU, and are repeated in many orders. Without any of the waits and
+events in the code, at least one of these orders must fail.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, called as a transformer of diffusers calls its own."""
+    """Blocks, called like those of a diffusers transformer."""
 
     def __init__(self, blocks: int, width: int = 8) -> None:
         super().__init__()
@@ -68,9 +67,7 @@ class Stack(nn.Module):
 
 
 def streamed(gpu: LyingGpu, *, blocks: int = 5, keeps: bool = False, **settings: Any) -> None:
-    """Weights stream and inputs of blocks leave, in steps of growing batches; sampling prefetches
-    in vain.
-    """
+    """Stream weights and offload inputs of blocks, in steps of growing batches and in sampling."""
     model = Stack(blocks)
     if not keeps:
         layout: Any = SimpleNamespace(blocks=[*model.blocks])
@@ -114,7 +111,7 @@ class Reader:
 
 
 def from_disk(gpu: LyingGpu) -> None:
-    """Weights come through a page-locked buffer, which a thread fills."""
+    """Weights come through a pinned buffer, which a thread fills."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(copiers, "ThreadPoolExecutor", lambda workers, name: Reader(gpu))
         streamed(
@@ -149,7 +146,7 @@ def hosted(gpu: LyingGpu) -> None:
 
 
 def loaded(gpu: LyingGpu) -> None:
-    """Batches and numbers go up from page-locked memory, which is free at once."""
+    """Batches and numbers are uploaded from pinned memory, which is freed at once."""
     planned = SimpleNamespace(batches=lambda epoch: range(6), batches_per_epoch=lambda epoch: 6)
     made = [Batch(torch.randn(2, 3), [{"prompt_embeds": torch.randn(4)}], ["x"]) for _ in range(6)]
     total = torch.zeros(()).to(GPU)
@@ -189,7 +186,7 @@ def saved(gpu: LyingGpu) -> None:
 
 
 def decoded(gpu: LyingGpu) -> None:
-    """Previews are decoded in a stream of their own, when their latents are there."""
+    """Previews are decoded on a separate stream, once their latents are complete."""
     decoding: Any = DecodingThread(Reader(gpu), GPU)
     for number in range(3):
         latents = torch.randn(4).to(GPU) * 2
@@ -273,7 +270,7 @@ def called_methods(function: ast.FunctionDef) -> set[str]:
 
 @pytest.mark.slow
 def test_every_wait_is_needed() -> None:
-    """Wherever it is called from; and no wait in the package is left out here."""
+    """From every place; and the programs here cover all waits of the package."""
     gpus = [recorded(name) for name in PROGRAMS]
     sites = set[str]().union(*(gpu.sites for gpu in gpus))
     reached = {

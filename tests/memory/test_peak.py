@@ -1,8 +1,4 @@
-"""The planned peak of a whole step against the metered one, at the widths and sizes of the
-published models.
-
-Only the number of blocks is smaller: every block more is one input more, or all that it keeps.
-"""
+"""The planned peak of a step against the measured one, at the sizes of the real models."""
 
 from __future__ import annotations
 
@@ -72,7 +68,7 @@ def sana_inputs(load: BatchShape) -> dict[str, Any]:
 
 
 def train(model: Any, cost: TransformerCost, adapters: Adapters, checkpointed: bool) -> Any:
-    """A LoRA beside frozen weights, in the dtypes that training has."""
+    """A LoRA on frozen weights, in the dtypes of training."""
     model.requires_grad_(False)
     model.add_adapter(LoraConfig(r=adapters.rank, target_modules=sorted(adapters.modules)))
     if checkpointed:
@@ -186,7 +182,7 @@ def planned_by_metered(
 def test_the_planned_peak_of_sparse_attention_equals_the_measured_one(
     flavour: str, load: BatchShape, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the tiles of flex attention, whose result checkpoints keep."""
+    """With flex attention's lists of tiles, and its output kept by checkpoints."""
     settings = {**VIDEO_COST.published(flavour), **NABLA, "num_visual_blocks": 3}
     with torch.device("meta"):
         model: Any = Kandinsky5Transformer3DModel(**settings)
@@ -213,7 +209,7 @@ def test_the_planned_peak_of_sparse_attention_equals_the_measured_one(
 
 
 def use_levels(model: nn.Module, levels: torch.dtype) -> None:
-    """Layers of the blocks that multiply in their own bits, without numbers."""
+    """Layers with quantised products, without numbers."""
     for path, layer in list(linear_layers(model, KANDINSKY5_IMAGE.quantised_layers)):
         rows, columns = layer.weight.shape
         scale = torch.empty((rows, 1), dtype=BF16, device="meta")

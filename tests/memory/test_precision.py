@@ -1,6 +1,4 @@
-"""Weights in few bits: what is packed and what is not, how exact it is, and that adapters train
-beside it.
-"""
+"""Quantised weights: which layers are packed, how exact they are, and how adapters train."""
 
 from __future__ import annotations
 
@@ -314,7 +312,7 @@ def gradients(assembly: Assembly, batch: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["bf16", "no"])
 def test_gradients_of_a_lora_on_int8(t2i_checkpoint: Path, precision: str) -> None:
-    """Close to those on the full weights, and the same with and without checkpointing."""
+    """Close to gradients on the full weights, and equal with and without checkpointing."""
     settings = {"mixed_precision": precision, "learning_rate": 1e-3}
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"])
     full = gradients(make_assembly(t2i_checkpoint, **settings), batch)

@@ -1,6 +1,4 @@
-"""Products in the bits of the weights: exact but for the rounding of what they multiply, everywhere
-a base is used.
-"""
+"""Quantised products: exact except for the rounding of their factors, on every device."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ NAMES = ("int8-quanto", "fp8-quanto")
 def layer(
     name: str, rows: int = 48, columns: int = 64, dtype: torch.dtype = torch.float32
 ) -> QuantisedLinear:
-    """A layer `rows columns` that multiplies in its own bits."""
+    """A layer `rows columns` with quantised products."""
     quantised = QuantisedLinear(
         nn.Linear(columns, rows).to(dtype), pack(weight(rows, columns, dtype), QUANTISATIONS[name])
     )
@@ -45,7 +43,7 @@ def layer(
 
 
 def divided(rows: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Rows with ± `largest` as their largest number, and what they were divided by."""
+    """Rows scaled to a largest number of ±`largest`, and their scales."""
     scale = (rows.float().abs().amax(-1, keepdim=True) / largest).clamp_min(
         torch.finfo(torch.float32).tiny
     )
@@ -66,7 +64,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_products_equal_integer_arithmetic_bit_for_bit(dtype: torch.dtype) -> None:
-    """Outputs and input gradients, against sums of levels in int64."""
+    """Outputs and input gradients against sums of levels in int64."""
     quantised = layer("int8-quanto", dtype=dtype)
     inputs = draw(4, 9, 64, dtype=dtype)
     gradient = draw(4, 9, 48, dtype=dtype)
@@ -157,7 +155,7 @@ def test_compiled_products_are_equal(name: str) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """The operations that are called, with their results."""
+    """Records the operations called and their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +192,7 @@ def test_int8_products_write_no_needless_float32_numbers(training: bool) -> None
 
 
 def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On `meta`, where as on a GPU no product runs in float32."""
+    """On `meta`, where, as on a GPU, no product runs in float32."""
     asked: list[bool] = []
 
     def scaled(
@@ -381,7 +379,7 @@ def test_devices_without_quantised_products_are_refused(
 def test_a_gpu_that_refuses_the_first_product_is_reported_before_loading(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], key: str, remedy: str
 ) -> None:
-    """As torch refuses fp8 on some GPUs whose compute capability allows it."""
+    """Like torch on some GPUs whose compute capability allows fp8."""
 
     def refuse(rows: Tensor, levels: Tensor) -> Tensor:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nand a stack")

@@ -1,4 +1,4 @@
-"""Token routes in the estimate: fewer FLOPs, less time, fewer bytes, in training alone."""
+"""Token routes in the estimate: fewer FLOPs, less time and fewer bytes, in training only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.budget.test_estimate import KANDINSKY, lora, under
 
 
 class Costly(TechniqueSpec):
-    """A technique of a given cost."""
+    """A technique with a given cost."""
 
     def __init__(self, **extra: float) -> None:
         self.extra: Any = extra
@@ -68,7 +68,7 @@ def test_the_plan_counts_the_tokens_of_every_block() -> None:
 
 @pytest.mark.parametrize(("size", "limit"), [("image", 2.12), ("lite", 2.64), ("pro", 2.81)])
 def test_routes_save_the_flops_of_skipped_tokens(size: str, limit: float) -> None:
-    """As benchmarks/tread.py has it: that neither counts text blocks nor the LoRA."""
+    """Like benchmarks/tread.py, which counts neither text blocks nor the LoRA."""
     cost = cost_of(VIDEO_COST, hollow_transformer(size))
     setup = lora(cost, KANDINSKY)
     plain = Step(setup, load_of(size), H100).cost
@@ -106,7 +106,7 @@ def test_routes_do_not_change_the_cost_of_previews(lite: TransformerCost, setup:
     ids=["compute", "copy"],
 )
 def test_extra_passes_are_counted(lite: TransformerCost, setup: StepModel, device: Device) -> None:
-    """They go through all tokens, with and without gradients."""
+    """Extra passes process all tokens, with and without gradients."""
 
     def seconds(**extra: float) -> float:
         routed = replace(

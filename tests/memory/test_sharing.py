@@ -1,4 +1,4 @@
-"""Frozen weights of several processes of one machine, in one place."""
+"""The processes of a machine share one copy of frozen weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tools.processes import run_together
 
 
 def share(place: World, folder: Path) -> None:
-    """Share one buffer in every way, in a process of its own."""
+    """Share one buffer in every way, in a separate process."""
     with connect(place, f"file://{folder / 'meeting'}", start_limit=60) as world:
         mine = torch.full((3 * image.PAGE,), 1 + place.rank, dtype=torch.uint8)
         assert mapped(mine, world, None).startswith("/memfd:simpletuner-offload")

@@ -1,4 +1,4 @@
-"""Streaming changes no number, and copies no more than it must."""
+"""Streaming changes no number, and copies as little as possible."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RECOMPUTING: dict[str, Any] = {**COMPILED, "recomputing": True}
 
 @pytest.fixture(autouse=True)
 def adversary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every copier of this file is the worst one."""
+    """Use the adversarial copier everywhere in this file."""
     monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
     monkeypatch.setattr(scaled_rows, "FEW", 0)  # tiny batches have few tokens
 
@@ -193,9 +193,7 @@ def test_a_block_computes_with_the_weights_in_its_slot(
     checkpointing: bool,
     prepare: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Every weight of the block at work lies in a slot, and of the others only what has not been
-    replaced yet.
-    """
+    """The weights of the computing block are in a slot; of others, only what is not yet evicted."""
     trained = Trained(prepare=prepare, checkpointing=checkpointing)
     streamer = trained.offloaded()
     weights = [
@@ -259,9 +257,7 @@ def test_trained_weights_are_never_streamed() -> None:
 def test_moving_the_model_leaves_streamed_weights_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`to` passes streamed weights by: also when a pipeline calls it, and whatever else it does to
-    the others.
-    """
+    """`to` skips streamed weights, also if a pipeline calls it, and moves all others."""
     plain = Trained()
     trained = Trained()
     streamer = trained.offloaded()

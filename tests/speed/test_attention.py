@@ -1,6 +1,4 @@
-"""`attention_mechanism`: which kernel computes dense self-attention, and what is refused before
-weights are loaded.
-"""
+"""`attention_mechanism`: the kernel of dense self-attention, and early refusals."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def test_a_gpu_on_which_torch_refuses_the_package_is_named(
 def test_a_package_that_cannot_be_imported_is_refused(
     mechanism: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Since it was built for another torch, for example."""
+    """For example because it was built for another torch."""
     module = ATTENTION_PACKAGES[mechanism].package.module
     monkeypatch.setitem(sys.modules, module, None)
     message = refusal(PrecisionConfig(attention_mechanism=mechanism))
@@ -141,7 +139,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package, which flash-attn-4 names."""
+    """A stand-in for the installed package of flash-attn-4."""
     torch.nn.attention.register_flash_attention_impl("stand-in", register_fn=StandIn)
     package = AttentionPackage(Package("torch", "torch"), torch_name="stand-in", capabilities=(9,))
     monkeypatch.setattr(attention, "ATTENTION_PACKAGES", {"flash-attn-4": package})
@@ -167,7 +165,7 @@ def test_the_package_replaces_torchs_kernel_until_a_run_without_it() -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_checkpointing_keeps_the_results_of_the_package(t2i_checkpoint: Path) -> None:
-    """It changes no result but by rounding."""
+    """The package changes results only by rounding."""
     batch = make_batch(t2i_checkpoint, "t2i")
     plain = loss_and_gradients(make_assembly(t2i_checkpoint, "t2i"), batch)
     activate_attention(PACKAGES, GPU)

@@ -1,4 +1,4 @@
-"""Compiled blocks: few graphs, right gradients, and nothing compiled whose gradients are wrong."""
+"""Compiled blocks: few graphs and correct gradients; blocks with wrong ones stay uncompiled."""
 
 from __future__ import annotations
 
@@ -116,9 +116,7 @@ LAST_BATCHES = [(8, 8, [6, 6]), (4, 8, [4, 9, 5]), (8, 4, [1]), (10, 10, [1, 1])
 def test_few_graphs_serve_a_whole_run(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven buckets take three; masks and empty captions three more, previews another three; TREAD
-    none.
-    """
+    """Three graphs for seven buckets, three for masks and empty captions, three for previews."""
     trace_only(monkeypatch)
     compiled, eager = (
         make_assembly(t2i_checkpoint, Tread(TreadSpec([Route(0.5, 1, -1)])), **settings)
@@ -151,7 +149,7 @@ def test_few_graphs_serve_a_whole_run(
 def test_blocks_are_compiled_except_for_sparse_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As dense ones: the text block, and what stands before and after the self-attention."""
+    """The text block, and the functions before and after the self-attention, as in dense ones."""
     trace_only(monkeypatch)
     checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
     compiled, eager = (
@@ -175,9 +173,7 @@ LAUNCH = re.compile(
 def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All kernels and products of a block with a LoRA, forward and backward, apart from the
-    self-attention.
-    """
+    """All kernels of a block with a LoRA, forward and backward, except for the self-attention."""
     # Kernels are called, but not compiled, which takes most of the time.
     monkeypatch.setattr(
         AsyncCompile, "cpp_pybinding", lambda *given, **named: lambda *arguments: None
@@ -206,9 +202,7 @@ def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(
 
 
 def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass with symbols is traced where the table of costs is measured, in
-    tests/models.
-    """
+    """tests/models trace the backward pass with symbols."""
     trace_only(monkeypatch)
     settings = {"dynamo_backend": "aot_eager", "dynamo_dynamic": True, "dynamo_fullgraph": True}
     compiled, eager = (make_assembly(t2i_checkpoint, **changes) for changes in (settings, {}))
@@ -220,7 +214,7 @@ def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def marks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The tensors whose sizes the compiler is told to be dynamic, as they are marked."""
+    """The tensors whose sizes are marked as dynamic, in order."""
     results: list[Tensor] = []
     mark = torch._dynamo.maybe_mark_dynamic
     monkeypatch.setattr(
@@ -232,9 +226,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def test_sizes_are_marked_as_dynamic_until_nothing_more_is_compiled(marks: list[Tensor]) -> None:
-    """Each shape once more after anything was compiled; what the marks do not foresee takes no
-    graph for each size.
-    """
+    """A shape is marked again after a compilation; unforeseen changes need no graph per size."""
 
     def scale(block: nn.Module, hidden: Tensor) -> Tensor:
         return hidden * (2 if block.training else 3)
@@ -274,7 +266,7 @@ def test_a_repeated_step_marks_no_sizes(
 
 
 def in_a_thread(work: Callable[[], object]) -> None:
-    """As autograd computes gradients of a GPU: torch's settings are those of the thread."""
+    """Autograd computes gradients of a GPU in other threads, with their own compiler settings."""
     with ThreadPoolExecutor(1) as threads:
         threads.submit(work).result()
 
@@ -300,7 +292,7 @@ def test_every_thread_has_the_same_recompile_limit() -> None:
 def test_a_compiler_that_fails_on_gradients_leaves_a_function_uncompiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is asked for them together with the forward pass, not when it is too late."""
+    """The backward pass is compiled with the forward pass, while falling back is still possible."""
 
     def fails(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no kernel for this")
@@ -322,7 +314,7 @@ def test_a_compiler_that_fails_on_gradients_leaves_a_function_uncompiled(
 
 
 def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
-    """The last of the seven products of a block. All are plain: no width is a symbol."""
+    """The last of the seven products of a block is not recomputed, and no width is a symbol."""
     results: list[list[str]] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
@@ -346,7 +338,7 @@ def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
 
 
 def test_functions_that_recompute_themselves_share_no_sizes() -> None:
-    """torch remembers by code object which sizes have differed, and compiles these as symbols."""
+    """torch records varying sizes by code object, and would compile these as symbols."""
     codes = {
         checkpointed(function).__code__ for function in (blocks.after_attention, blocks.text_block)
     }
@@ -371,8 +363,7 @@ def test_previews_are_compiled_unless_switched_off(
 def test_previews_share_graphs_and_training_keeps_its_own(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Previews of all sizes and prompts take one graph for each function, and one of text if
-    prompts are padded; those whose guidance is one batch have theirs."""
+    """All previews share one graph per function, plus one for text; training keeps its graphs."""
     trace_only(monkeypatch)
     eager, compiled = (
         make_assembly(t2i_checkpoint, dynamo_backend=backend) for backend in ("no", "aot_eager")
@@ -428,7 +419,7 @@ def test_the_mode_of_inductor_is_passed_to_torch(
 @pytest.mark.usefixtures("usual_vectors")
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
 def test_inductor_compiles_a_block_correctly() -> None:
-    """With padded captions, and modulation that is stored in bf16."""
+    """With padded captions, and modulation stored in bf16."""
     torch.manual_seed(0)
     model: Any = build_kandinsky()
     block = model.text_transformer_blocks[0]
@@ -509,7 +500,7 @@ class Doubling(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Stands for a stock block."""
+    """A stand-in for a stock block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -574,7 +565,7 @@ def test_compiled_blocks_of_sana_are_verified(sana_checkpoint: Path, speed: str)
 def test_few_graphs_serve_all_sizes_of_sana(
     sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for clips of all sizes, one more for batches; given frames would double them."""
+    """One graph for clips of all sizes, one for batches; conditioning frames would double them."""
     trace_only(monkeypatch)
     eager, compiled = (
         sana.make_assembly(sana_checkpoint, dynamo_backend=backend)
@@ -603,7 +594,7 @@ def test_few_graphs_serve_all_sizes_of_sana(
 
 
 def test_every_memory_layout_has_its_own_verdict() -> None:
-    """A compiler that is wrong for some strides only must not pass with others."""
+    """A compiler that is wrong for only some strides must not pass with others."""
 
     def compiler(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda x, y, count: function(x, Doubling.apply(y) if y.is_contiguous() else y, count)
@@ -630,7 +621,7 @@ def test_every_memory_layout_has_its_own_verdict() -> None:
 
 
 def test_ddp_does_not_split_compiled_functions() -> None:
-    """In no thread: the compiler's settings belong to one."""
+    """Without a thread, since the compiler's settings belong to one."""
 
     def splits() -> bool:
         configure_compiler(ones_are_sizes=True)

@@ -1,4 +1,4 @@
-"""The measurement of a device: quick, kept, and without a trace in what is trained."""
+"""The benchmark of a device: quick, stored, and without effect on training."""
 
 from __future__ import annotations
 

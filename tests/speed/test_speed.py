@@ -154,8 +154,11 @@ class CountedAttention(TorchDispatchMode):
 def test_kept_attention_is_not_computed_again(
     checkpoints: dict[str, Path], case: str, calls: int, keep: bool, again: int
 ) -> None:
-    """One text attention, two visual blocks with a cross-attention each, forward and again
-    backward; and their self-attentions: one call, or one for the queries of each of eight tiles."""
+    """The calls of attention in a step of one text block and two visual blocks.
+
+    Every visual block has a self-attention and a cross-attention, computed forward and again
+    backward. Sparse self-attention is one call, or one for the queries of each of eight tiles.
+    """
     assembly = make_assembly(checkpoints[case], case, speed_keep_attention=keep)
     batch = make_batch(checkpoints[case], case)
     with CountedAttention() as counted:
@@ -166,7 +169,7 @@ def test_kept_attention_is_not_computed_again(
 
 @pytest.fixture
 def flex(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Block-sparse attention as on a GPU; the queries of each call."""
+    """Block-sparse attention as on a GPU; returns the queries of each call."""
     attend = differentiable_flex(monkeypatch)
     queries: list[int] = []
 
@@ -182,9 +185,7 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_output_of_flex_attention_is_kept(
     checkpoints: dict[str, Path], flex: list[int], keep: bool
 ) -> None:
-    """A call for each of two blocks, again in the backward pass where nothing is kept, with
-    gradients of equal bits.
-    """
+    """One call per block, and again in the backward pass unless the output is kept."""
     batch = make_batch(checkpoints["nabla"], "nabla")
     results = []
     for settings in ({"speed_keep_attention": keep}, {"gradient_checkpointing": False}):
@@ -204,26 +205,26 @@ TILES = 8
 
 
 def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> None:
-    """For each token the result and its logarithms."""
+    """Per token, the output and its log-sum-exp."""
     assert bytes_of_keeping(checkpoints["t2i"], "t2i") == BLOCKS * 2 * 16 * (WIDTH + HEADS) * 4
 
 
 def test_keeping_sparse_attention_costs_no_lists(
     checkpoints: dict[str, Path], flex: list[int]
 ) -> None:
-    """As dense attention, and a byte for each pair of tiles and head."""
+    """Like dense attention, and a byte per pair of tiles and head."""
     dense = BLOCKS * 64 * TILES * (WIDTH + HEADS) * 4
     assert bytes_of_keeping(checkpoints["nabla"], "nabla") == dense + BLOCKS * HEADS * TILES**2
 
 
 def test_keeping_sparse_attention_costs_masks_on_a_cpu(checkpoints: dict[str, Path]) -> None:
-    """The result in parts, too, and as float32 what each tile of queries sees."""
+    """Also the output in parts, and in float32 what each tile of queries sees."""
     numbers = 2 * WIDTH + HEADS + TILES * HEADS
     assert bytes_of_keeping(checkpoints["nabla"], "nabla") == BLOCKS * 64 * TILES * numbers * 4
 
 
 def bytes_of_keeping(checkpoint: Path, case: str) -> int:
-    """What a forward pass keeps more if it keeps the result of attention."""
+    """How much more a forward pass keeps if it keeps the output of attention."""
     batch = make_batch(checkpoint, case)
     kept = []
     gc.collect()
@@ -238,7 +239,7 @@ def bytes_of_keeping(checkpoint: Path, case: str) -> int:
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that Python can see, each storage counted once."""
+    """Bytes of all tensors visible to Python; every storage counts once."""
     gc.collect()
     tensors = [value for value in gc.get_objects() if type(value) is Tensor]
     return sum(
@@ -277,7 +278,7 @@ def test_a_run_may_change_its_speed_on_resume(tmp_path: Path, t2i_checkpoint: Pa
 
 
 def test_saved_views_are_recomputed_with_their_strides() -> None:
-    """Such as halves of queries: an offset of 0 would give the gradient of the first half twice."""
+    """For example halves of queries: with an offset of 0, the first half would count twice."""
     inputs = torch.randn(3, 8, requires_grad=True)
     (passed,) = Recomputed.apply(inputs)
     with SavedAsRecipes([passed]):

@@ -1,6 +1,4 @@
-"""CREPA: the loss by hand, positions in every order of tokens, schedules, and that nothing else
-changes.
-"""
+"""CREPA: hand-computed losses, positions in every order of tokens, and schedules."""
 
 from __future__ import annotations
 
@@ -162,9 +160,7 @@ def positions(rope: Tensor, scale: tuple[float, float, float]) -> list[Tensor]:
 def test_tokens_are_put_back_on_the_grid_of_their_frames(
     clips: Path, size: tuple[int, int], routed: bool
 ) -> None:
-    """The block's output is replaced by a code of each token's true position, the teacher's
-    features are that code.
-    """
+    """The block's output and the teacher's features both encode a token's true position."""
     rows, columns, frames = *size, 3
     codes = torch.randn(frames, rows, columns, WIDTH, generator=torch.Generator().manual_seed(0))
     codes -= codes.mean(
@@ -328,7 +324,7 @@ def test_alignment_works_inside_a_tread_route(
 
 
 def test_the_moving_average_follows_the_score(deep: Path, batch: Batch) -> None:
-    """It starts at the first score; with decay 0.75, a step counts a quarter."""
+    """It starts at the first score; with decay 0.75, a new score counts a quarter."""
     steps = train(make_assembly(deep, crepa_of(crepa_similarity_ema_decay=0.75)), batch, 3)
 
     scores = [step["crepa_alignment_score"] for step in steps]

@@ -1,6 +1,4 @@
-"""The noise that a technique deals: when it is dealt, and that it is the same ahead of a step and
-in it.
-"""
+"""A technique deals the noise before offsets are added, and equally ahead of a step and in it."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def batch(t2i_checkpoint: Path) -> Batch:
 
 
 def facing(batch: Batch, noise: Tensor) -> Tensor:
-    """Each sample's noise, or its opposite where that is nearer to the sample."""
+    """The noise of each sample, or its opposite if that is nearer to the sample."""
     nearer = []
     for sample, own in zip(batch.latents, noise, strict=True):
         nearer.append(own if float((own * sample).sum()) >= 0 else -own)

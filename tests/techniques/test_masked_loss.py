@@ -1,4 +1,4 @@
-"""Masked loss: weights by hand, and what it leaves alone."""
+"""Masked loss: hand-computed weights, and neutral settings."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SHAPE = (2, 4, 5, 4, 6)
 
 
 def half(width: int = 6) -> Tensor:
-    """The left half is white, `1 1 1 1 W`."""
+    """A mask whose left half is white, `1 1 1 1 W`."""
     return (torch.arange(width) < width // 2).float().view(1, 1, 1, 1, -1)
 
 
 def noisy_batch(mask: Tensor | None, *, i2v: bool = False) -> NoisyBatch:
-    """A constant error of 1 if nothing is predicted."""
+    """A batch with a constant error of 1 for a prediction of 0."""
     latents = torch.full(SHAPE, -1.0)
     batch = Batch(
         latents, [{}] * 2, ["a", "b"], condition=latents[:, :, :1] if i2v else None, loss_mask=mask
@@ -73,7 +73,7 @@ def test_half_a_mask_halves_the_loss_unless_normalised(i2v: bool) -> None:
 def test_unequal_masked_batches_of_a_step_equal_one_batch(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
 ) -> None:
-    """Every sample has the same weight, however its mask and its neighbours are."""
+    """All samples have the same weight, whatever their masks are."""
     monkeypatch.setattr(
         NoiseSource, "add", lambda source, batch, *place: replace(fixed_noise(batch), place=PLACE)
     )
@@ -178,7 +178,7 @@ def test_neutral_masks_equal_plain_training(t2i_checkpoint: Path) -> None:
 
 
 def test_the_prior_keeps_the_base_prediction_in_black_areas(t2i_checkpoint: Path) -> None:
-    """Its gradient is that of the distance to the base's prediction in the black half."""
+    """The gradient is that of the distance to the base's prediction in the black half."""
     batch = make_batch(t2i_checkpoint, ["a star", "a circle"])
     mask = half(4).expand(2, 1, 1, 4, 4)
     totals = {}

@@ -1,4 +1,4 @@
-"""At its neutral setting, every technique trains what plain training does, bit for bit."""
+"""At its neutral setting, every technique equals plain training bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def batch(deep: Path) -> Batch:
-    """With what techniques read, but no mask."""
+    """A batch with everything that techniques read, but no mask."""
     batch = make_batch(deep, ["a star", "two blue circles"], side=8)
     return replace(batch, dataset_id=TRAINED, other_embeds=batch.embeds[::-1])
 

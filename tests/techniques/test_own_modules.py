@@ -1,6 +1,4 @@
-"""A technique that owns a module and cached features: it trains, resumes, and leaves nothing in the
-result.
-"""
+"""A technique with a module and cached features trains, resumes, and leaves the result clean."""
 
 from __future__ import annotations
 
@@ -202,7 +200,7 @@ def test_hidden_states_are_freed_and_recomputed_ones_are_not_recorded(
 def test_compiled_blocks_are_recorded_recomputed_and_run_without_gradients(
     deep: Path, batch: Batch
 ) -> None:
-    """All that techniques do with blocks."""
+    """All ways in which techniques use blocks."""
     torch.compiler.reset()
     batch = replace(batch, other_embeds=batch.embeds[::-1])
     expected, actual = (
@@ -225,7 +223,7 @@ def test_compiled_blocks_are_recorded_recomputed_and_run_without_gradients(
 
 @pytest.mark.parametrize("block", [1, 2])
 def test_techniques_see_which_tokens_a_route_keeps(deep: Path, batch: Batch, block: int) -> None:
-    """Also of the last block of the route, behind which all tokens are there again."""
+    """Also for the last block of the route, after which all tokens are present again."""
     aligned = Alignment(block=block)
     gradients_of(make_assembly(deep, Tread(TreadSpec([Route(0.5, 1, 2)])), aligned), batch)
 
@@ -238,7 +236,7 @@ def test_techniques_see_which_tokens_a_route_keeps(deep: Path, batch: Batch, blo
 
 
 class Rollout(Technique):
-    """Two steps towards the data without gradients, then training from there."""
+    """Takes two steps towards the data without gradients, and trains from there."""
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         start = noisy.noisy_latents
@@ -269,7 +267,7 @@ def test_a_conditioning_first_frame_stays_clean_at_every_noise_level() -> None:
 
 
 def use_alignment(monkeypatch: pytest.MonkeyPatch, *, on: bool = True) -> None:
-    """Switch the technique on for every plan from now on, or off."""
+    """Enable or disable the technique in all plans from now on."""
     specs = (SPEC,) if on else ()
     monkeypatch.setattr(
         Plan, "techniques", property(lambda plan: chosen_techniques(plan.config) + specs)

@@ -1,6 +1,4 @@
-"""Preservation: what a LoRA does to other captions is part of its loss, and nothing else
-changes.
-"""
+"""Preservation: the loss includes the LoRA's effect on other captions."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ SIDE = 8
 
 
 def always() -> Preservation:
-    """With the term in every micro-batch."""
+    """Preservation in every micro-batch."""
     return Preservation(PreservationSpec(WEIGHT, 1.0))
 
 
@@ -62,7 +60,7 @@ def batch(deep: Path) -> Batch:
 
 
 def moved(checkpoint: Path, *techniques: Technique, **settings: Any) -> Assembly:
-    """An assembly whose LoRA already does something, the same one every time."""
+    """An assembly whose LoRA already has an effect, the same every time."""
     assembly = make_assembly(
         checkpoint, *techniques, **{"gradient_checkpointing": False, **settings}
     )
@@ -86,7 +84,7 @@ def gradients(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
 
 
 def by_hand(checkpoint: Path, batch: Batch, *others: Technique) -> dict[str, Tensor]:
-    """Both losses in one graph, with another copy of the model as the base."""
+    """Gradients of both losses in one graph, with a second copy of the model as the base."""
     assembly = moved(checkpoint, *others)
     noisy = step.noisy_batch(assembly, batch, 4, 0)
     main = step.micro_loss(assembly, noisy, Losses())
@@ -146,7 +144,7 @@ def test_memory_saving_changes_no_gradient(
 def test_accumulation_equals_a_larger_batch(
     deep: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of unequal micro-batches, whose samples all have the same weight."""
+    """Also for unequal micro-batches, whose samples all have the same weight."""
 
     def noise(source: NoiseSource, batch: Batch, step: int, micro_step: int) -> NoisyBatch:
         place = Place(3, step, micro_step, range(len(batch.names)), len(batch.names))
@@ -206,9 +204,7 @@ def test_a_lora_that_does_nothing_has_nothing_to_preserve(
 
 
 def test_only_one_graph_is_alive_at_a_time(deep: Path, batch: Batch) -> None:
-    """Forward and recomputation of the blocks, the base, and forward and recomputation of the
-    second pass.
-    """
+    """The main pass with recomputation, the base, and the extra pass with recomputation."""
     assembly = make_assembly(deep, always(), gradient_checkpointing=True)
     seen: list[tuple[int, bool]] = []
     blocks = assembly.adapter.block_layout(assembly.transformer).visual_blocks
@@ -340,7 +336,7 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
 def test_blank_preservation_caches_the_empty_caption(
     tmp_path: Path, i2i_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also without caption dropout, and once per source picture where the prompt holds it."""
+    """Also without caption dropout, and once per source picture if the prompt contains it."""
     run = Workspace.create(
         tmp_path,
         i2i_checkpoint,

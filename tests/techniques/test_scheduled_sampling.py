@@ -1,6 +1,4 @@
-"""Scheduled sampling: steps of the sampler itself, from the same noise, and ReflexFlow's loss where
-they lead.
-"""
+"""Scheduled sampling: rollouts by the real sampler, and ReflexFlow's loss."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ STEPS = 12
 
 
 def config_of(**settings: Any) -> ScheduledSamplingConfig:
-    """Mostly four or five steps for every sample, unless a setting says otherwise."""
+    """Rollouts of every sample, mostly of four or five steps, unless a setting changes that."""
     settings = {
         "max_step_offset": 5,
         "probability": 1.0,
@@ -146,7 +144,7 @@ def test_rollout_steps_equal_those_of_a_preview(
     task: str,
     sampler: str,
 ) -> None:
-    """Started from pure noise, it passes the states of the stock pipeline."""
+    """Started from pure noise, a rollout passes the states of the stock pipeline."""
     adapter: Any = {
         "image": lambda: make_adapter(t2i_checkpoint),
         "video": lambda: make_video_adapter(make_checkpoint(tmp_path, "i2v"), "i2v"),

@@ -1,4 +1,4 @@
-"""Sliders: the strength of the LoRA follows the dataset, and is what it was afterwards."""
+"""Sliders: the strength of the LoRA depends on the dataset, and is restored."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_lora_acts_with_the_strength_of_its_dataset(
 @pytest.mark.slow(3)
 @pytest.mark.usefixtures("traced_only", "one_size")
 def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch) -> None:
-    """From one micro-batch to the next, with what preservation adds at the strength of all."""
+    """From one micro-batch to the next; preservation runs at the usual strength."""
     torch.compiler.reset()
     batch = replace(batch, other_embeds=batch.embeds[::-1])
     ends = [replace(batch, dataset_id=name) for name in ("old", "new")]

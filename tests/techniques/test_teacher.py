@@ -114,7 +114,7 @@ def test_patches_keep_the_proportions_of_a_clip(height: int, width: int) -> None
 
 @pytest.mark.parametrize("size", [(12, 8), (9, 16), (6, 6)])
 def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, int]) -> None:
-    """Features that are coordinates end up where they belong, whatever the encoder's grid is."""
+    """Features that are coordinates end up at their positions, whatever the encoder's grid is."""
     own = make_teacher(model)
     rows, columns = torch.meshgrid(
         torch.linspace(0.1, 0.9, 5), torch.linspace(0.1, 0.9, 5), indexing="ij"

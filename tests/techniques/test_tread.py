@@ -1,4 +1,4 @@
-"""TREAD: which tokens pass by which blocks, and that nothing else changes."""
+"""TREAD: tokens skip the blocks of their route, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Processes that train together compile what one process compiles, once, and their gradients stay
-the same.
-"""
+"""Several processes compile as many graphs as one, and their gradients stay equal."""
 
 from __future__ import annotations
 

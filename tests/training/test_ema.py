@@ -1,4 +1,4 @@
-"""The average follows its law exactly, and swapping leaves no trace."""
+"""The moving average follows its formula exactly, and swapping it restores the weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
 
 
 def train(weights: Parameters, ema: Ema, first: int, last: int) -> list[float]:
-    """Steps with weights that depend on the step alone; the decays that were used."""
+    """Train with weights that depend only on the step; returns the decays used."""
     decays = []
     for step in range(first, last + 1):
         with torch.no_grad():
@@ -176,7 +176,7 @@ def test_a_resumed_average_continues_bit_for_bit(keys: dict[str, object], stop: 
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies to the meta device, which stands in for another one."""
+    """Counts copies to the meta device, which stands in for a second device."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""The cost that MFU is measured by: what a meter on the real classes counts."""
+"""Counted FLOPs against torch's counter on the real classes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_counted_flops_equal_those_of_torchs_counter(size: str, routes: list[Rou
     ("size", "teraflops"), [("lite", 563), ("image", 106), ("pro", 9417), ("sana", 246)]
 )
 def test_flops_of_real_models(size: str, teraflops: float) -> None:
-    """Metered once on the real architectures, with a LoRA on queries, keys and values."""
+    """Measured once on the real architectures, with a LoRA on queries, keys and values."""
     from peft import LoraConfig
 
     model: Any = hollow_transformer(size)
@@ -92,9 +92,7 @@ def test_tokens_that_skip_blocks_are_not_counted() -> None:
 def test_tiles_that_block_sparse_attention_skips_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only those of passes with gradients count, over all blocks and micro-steps, in the step's one
-    transfer.
-    """
+    """Only passes with gradients count, of all blocks and micro-steps, read in one transfer."""
     checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
     tiles = nabla.tile_mask
     chosen: list[Tensor] = []

@@ -1,6 +1,4 @@
-"""A frozen transformer that is read block by block: the same weights as read at once, and in memory
-once.
-"""
+"""Transformers loaded block by block equal those loaded at once, and need less memory."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ FAMILY = {"sana": ("sanavideo", "2b-480p"), "video": ("kandinsky5-video", "t2v-l
 
 
 def parts(checkpoint: Path, name: str = "kandinsky", **settings: Any) -> tuple[Any, Any]:
-    """The config and the adapter of a checkpoint."""
+    """The config and the adapter for a checkpoint."""
     family, flavour = FAMILY.get(name, ("kandinsky5-image", "t2i-lite-sft"))
     config = make_config(checkpoint, model_family=family, model_flavour=flavour, **settings)
     spec = FAMILIES[family]
@@ -71,7 +69,7 @@ def parts(checkpoint: Path, name: str = "kandinsky", **settings: Any) -> tuple[A
 
 
 def read_at_once(adapter: Any, config: Any) -> nn.Module:
-    """What `from_pretrained` gives, quantised afterwards."""
+    """The model of `from_pretrained`, quantised afterwards."""
     model: nn.Module = adapter.load_transformer(
         DTYPES[config.precision.base_model_default_dtype or "bf16"]
     )
@@ -118,7 +116,7 @@ def test_loaded_weights_equal_those_of_from_pretrained(
 def test_a_block_is_packed_before_the_next_is_read(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever a block has been packed, all weights are in images or still to be read."""
+    """After every packed block, all weights are in images or still unread."""
     config, adapter = parts(
         t2i_checkpoint, base_model_precision="int8-quanto", enable_group_offload=True
     )
@@ -150,7 +148,7 @@ def test_a_block_is_packed_before_the_next_is_read(
 def test_a_block_is_on_the_device_before_the_next_is_read(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """The device is `meta`, so whatever has values is in host memory."""
+    """The device is `meta`, so every tensor with values is in host memory."""
     config, adapter = parts(t2i_checkpoint, base_model_precision=precision)
     read = DeferredWeights.fill
     on_host: list[int] = []
@@ -230,7 +228,7 @@ def test_streamed_weights_exist_only_in_their_image(
 def test_streamed_and_resident_blocks_have_equal_gradients(
     t2i_checkpoint: Path, tmp_path: Path, settings: dict[str, Any], to_disk: bool
 ) -> None:
-    """Also where the adapter changes what was packed, or keeps it in float32."""
+    """Also if the adapter changes packed weights, or keeps them in float32."""
     settings = {"mixed_precision": "bf16", **settings}
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"])
     resident = gradients(make_assembly(t2i_checkpoint, **settings), batch)
@@ -256,7 +254,7 @@ def files_behind(addresses: Collection[int]) -> list[str | None]:
 
 
 def file_behind(address: int) -> str | None:
-    """The same of one address."""
+    """The file mapped at one address."""
     return files_behind([address])[0]
 
 

@@ -42,13 +42,13 @@ SCALE = 2.0**10
 
 
 def assembled(checkpoint: Path, **settings: Any) -> Assembly:
-    """At a rate that moves weights by much more than rounding."""
+    """An assembly with a rate that moves weights by much more than rounding."""
     assembly = make_assembly(checkpoint, **{**SETTINGS, **settings})
     return replace(assembly, settings=replace(assembly.settings, learning_rate=1.0))
 
 
 def scaled(assembly: Assembly, scale: float = SCALE) -> Assembly:
-    """With a scaler as float16 has one."""
+    """The assembly with a loss scaler, as in float16."""
     return replace(assembly, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
 
 
@@ -57,9 +57,7 @@ def weights(assembly: Assembly) -> dict[str, Tensor]:
 
 
 def assert_moved_alike(found: Tensor, expected: Tensor, start: Tensor) -> None:
-    """The model rounds the gradients of queries and keys to bf16, so another scale of the loss
-    rounds differently.
-    """
+    """Assert equal moves, up to the bf16 rounding of gradients of queries and keys."""
     largest = (expected - start).abs().max()
     assert (found - expected).abs().max() <= 2**-7 * largest + 1e-7
 
@@ -67,7 +65,7 @@ def assert_moved_alike(found: Tensor, expected: Tensor, start: Tensor) -> None:
 def train_in_plain_torch(
     assembly: Assembly, window: list[Batch], limit: float, method: str
 ) -> None:
-    """What three optimizer steps are."""
+    """Take three optimizer steps in plain torch."""
     parameters = list(assembly.parameters.values())
     samples = sum(len(batch.names) for batch in window)
     for global_step, rate in enumerate(RATES):
@@ -120,9 +118,7 @@ def test_dropout_has_the_configured_rate(t2i_checkpoint: Path) -> None:
 
 @pytest.fixture
 def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that follows the sample, so that a batch can be cut in two without changing what is
-    learned.
-    """
+    """Noise that depends on the sample alone, so that a batch can be split without effect."""
     monkeypatch.setattr(NoiseSource, "add", lambda source, batch, *place: fixed_noise(batch))
 
 
@@ -145,7 +141,7 @@ def test_unequal_batches_equal_the_larger_batch(t2i_checkpoint: Path, first: int
 
 
 def test_equal_batches_are_divided_by_their_number() -> None:
-    """Nothing else touches their gradients, so that no run changes in its last bit."""
+    """Their gradients are not rescaled, so that no run changes in its last bit."""
     for counts in ([1] * 7, [3] * 3, [5] * 10):
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([0.1])
@@ -157,7 +153,7 @@ def test_equal_batches_are_divided_by_their_number() -> None:
 
 
 def spoil(assembly: Assembly, *names: str) -> list[str]:
-    """Make gradients NaN; returns the names in full."""
+    """Make gradients NaN; returns the full names of the weights."""
     results = [name for name in assembly.parameters if any(part in name for part in names)]
     for name in results:
         assembly.parameters[name].register_hook(lambda gradient: gradient * math.nan)
@@ -187,7 +183,7 @@ def test_a_non_finite_gradient_never_updates_a_weight(
 
 
 class Constant(Technique):
-    """Adds a number that no weight has a part in."""
+    """Adds a number on which no weight depends."""
 
     def __init__(self, value: float, *, later: bool) -> None:
         self.value = value
@@ -208,9 +204,7 @@ class Constant(Technique):
 def test_a_non_finite_loss_stops_every_process_and_updates_no_weight(
     t2i_checkpoint: Path, later: bool
 ) -> None:
-    """Also one with finite gradients: they become NaN, and so does what processes sum up of
-    them.
-    """
+    """Also if the gradients are finite: they become NaN, and so does their sum over processes."""
     batch = make_batch(t2i_checkpoint, CAPTIONS[:1])
     message = r"The loss is (inf|nan)\. The weights were not .*: d/0"
     for value in (math.inf, math.nan):
@@ -230,7 +224,7 @@ def test_a_non_finite_loss_stops_every_process_and_updates_no_weight(
 
 @dataclass(frozen=True)
 class Logged(World):
-    """Notes when values are gathered."""
+    """Records when values are gathered."""
 
     log: list[str] = field(default_factory=list)
 
@@ -242,7 +236,7 @@ class Logged(World):
 def test_weights_are_updated_before_records_are_gathered(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the device has work while the host waits for other processes and computes means."""
+    """So that the device works while the host waits for other processes."""
     assembly = make_assembly(t2i_checkpoint)
     world = Logged()
     merged = Losses.merged

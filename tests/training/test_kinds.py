@@ -1,4 +1,4 @@
-"""Adapters of other kinds than LoRA: what they compute, and the LoRA that is published for each."""
+"""Adapters of other kinds than LoRA: their mathematics, and the LoRA that each publishes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LAYER = "visual_transformer_blocks.0.self_attention.to_query"
 
 @pytest.fixture(autouse=True)
 def lycoris_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings files of LyCORIS, whose multiplier is not 1."""
+    """Writes the settings files of LyCORIS, whose multiplier is not 1."""
     for name, settings in LYCORIS.items():
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps({"multiplier": 0.5, "apply_preset": ATTENTION, **settings}))
@@ -72,9 +72,7 @@ EVERY = [*KINDS, *LYCORIS]
 
 
 def trained(checkpoint: Path, kind: str, **settings: Any) -> Assembly:
-    """An assembly whose adapter is as after some training: every factor moved away from its initial
-    value.
-    """
+    """An assembly whose adapter looks trained: every factor has moved from its initial value."""
     assembly = make_assembly(checkpoint, **{**KINDS[kind], **settings})
     with torch.no_grad():
         for index, parameter in enumerate(assembly.parameters.values()):
@@ -116,9 +114,7 @@ def test_step_0_and_disabled_predict_like_the_base_model(t2i_checkpoint: Path, k
 def test_other_gpus_are_not_used(
     t2i_checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default, `fork_rng` saves the state of every visible GPU, which takes memory on all of
-    them.
-    """
+    """By default, `fork_rng` saves the state of all visible GPUs, which takes their memory."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(
         torch.cuda, "get_rng_state", lambda device: pytest.fail(f"touches GPU {device}")

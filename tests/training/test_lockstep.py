@@ -1,6 +1,4 @@
-"""Every technique does in two processes what it does in one, and both exchange the same with each
-other.
-"""
+"""Every technique trains in two processes like in one, and both run the same collectives."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> list[dict[str, Any]]:
-    """What one process did, and what each of two did."""
+    """The results of one process, and of each of two."""
     folder = tmp_path_factory.mktemp("lockstep")
     batch = make_batch(t2i_checkpoint, CAPTIONS, side=8)
     white = torch.tensor([2, 4, 4, 6])  # columns; TREAD keeps all tokens that show them

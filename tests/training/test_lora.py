@@ -1,4 +1,4 @@
-"""LoRA files: what is written, what can be read, and what is refused."""
+"""LoRA files: written, read and refused forms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tools.tolerances import ELEMENTWISE, ROTATION, assert_close, distance
 
 
 def trained(checkpoint: Path, **settings: object) -> LoraAdapter:
-    """An adapter whose B is no longer zero."""
+    """An adapter whose B is not zero."""
     assembly = make_assembly(checkpoint, **settings)
     with torch.no_grad():
         for index, (name, parameter) in enumerate(assembly.parameters.items()):
@@ -244,7 +244,7 @@ def test_init_lora_reads_what_was_written(
 
 
 def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> None:
-    """Which the plan finds in its header, whichever program wrote it."""
+    """The plan sees it in the header, whichever program wrote the file."""
     for form in ("diffusers", "comfyui"):
         path = write_lora(
             trained(t2i_checkpoint, lora_rank=4, use_dora=True, lora_format=form), tmp_path / form
@@ -277,7 +277,7 @@ def test_verification_detects_a_name_unknown_to_comfyui(
 
 
 def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: Path) -> None:
-    """1.5 times a bf16 number is none, in general; what a bf16 pipeline rounds is measured."""
+    """1.5 times a bf16 number may need more bits; the rounding of a bf16 pipeline is measured."""
     adapter = trained(
         t2i_checkpoint, lora_rank=4, lora_alpha=6, mixed_precision="bf16", optimizer="optimi-adamw"
     )

@@ -1,7 +1,7 @@
-"""A micro-step asks the device for nothing and brings nothing there that the host must wait for.
+"""A micro-step never makes the host wait for the device.
 
-The meta device stands in for a GPU. It has no values, so asking for one is an error; what comes to
-it from the host is watched, and so is every operation on tensors of both.
+The meta device stands in for a GPU. It has no values, so reading one is an error. Copies to it from
+the host are watched, and so are operations on tensors of both devices.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ GPU = torch.device("meta")
 
 
 class Watched(TorchDispatchMode):
-    """Notes copies to the device that do not say `non_blocking`, and operations on tensors of two
-    devices.
-    """
+    """Records blocking copies to the device, and operations on tensors of two devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +112,7 @@ def test_metrics_of_techniques_are_read_together_with_the_losses() -> None:
 def test_losses_and_gradient_sizes_are_read_in_one_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every other way to read a number of the meta device is an error."""
+    """Any other way to read a number of the meta device is an error."""
     config = make_config("tiny", mixed_precision="bf16", lora_rank=4)
     intent = TrainingSpec(
         lora_targets=lora_targets("tiny"), seed=0, total_steps=10, learning_rate=1e-4
@@ -157,7 +155,7 @@ def test_losses_and_gradient_sizes_are_read_in_one_transfer(
 
 
 class Endless:
-    """Hands out one batch again and again, like a loader."""
+    """A loader that yields one batch again and again."""
 
     epoch = 1
     epochs_done = 0

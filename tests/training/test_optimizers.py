@@ -208,7 +208,7 @@ def changed_value(name: str, setting: str) -> object:
 def test_a_setting_changed_on_resume_takes_effect_or_is_refused_by_name(
     name: str, setting: str
 ) -> None:
-    """Bit for bit as if the running optimizer had been given the new value."""
+    """Bit for bit as if the running optimizer had got the new value."""
     params = weights()
     spec = OPTIMIZERS[name]
     peak = 1.0 if name == "prodigy" else 0.01
@@ -273,9 +273,7 @@ def test_a_resumed_second_moment_has_the_dtype_that_the_new_beta_needs(
 def test_optimizers_train_and_resume_on_a_gpu(
     name: str, kernel: str | None, dtype: torch.dtype
 ) -> None:
-    """optimi's few weights get Triton kernels there: about the same as on a CPU, and the same after
-    a save.
-    """
+    """With Triton kernels, about the same as on a CPU, and bit-equal after a resume."""
     make = build if kernel is None else partial(with_kernel, kernel=kernel)
     on_cpu = weights(dtype)
     whole = weights(dtype)
@@ -388,7 +386,7 @@ FOLLOWING = [
 def with_squares(
     name: str, settings: str, kernel: str, weight: nn.Parameter
 ) -> torch.optim.Optimizer:
-    """An optimizer after many steps with gradients of 1, in a state that is loaded."""
+    """An optimizer as after many steps with gradients of 1, by a state that is loaded."""
     weight.grad = torch.zeros_like(weight)
     before = with_kernel(name, kernel, [weight], settings=settings)
     before.step()
@@ -472,7 +470,7 @@ def test_the_kernel_depends_on_number_and_size_of_the_weights(
 
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
 def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
-    """Bit for bit as without the interruption, also where a new run would use another one."""
+    """Bit for bit as without the interruption, even if a new run would use another kernel."""
     whole = weights()
     halves = weights()
     run(with_kernel(name, kernel, whole), whole, 0, 6)
@@ -510,7 +508,7 @@ def test_optimizers_skip_a_techniques_module_without_gradients(
 
 
 def test_a_run_started_with_triton_continues_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a new run with as many small weights would use `foreach`."""
+    """A new run with as many small weights would use `foreach`."""
     saved = build("adamw_bf16", weights()).state_dict()
     saved["param_groups"][0]["triton"] = True
     optimizer = with_kernel("adamw_bf16", "foreach", weights())
@@ -524,7 +522,7 @@ def test_a_run_started_with_triton_continues_with_it(monkeypatch: pytest.MonkeyP
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations on what is as large as a weight."""
+    """Counts operations on tensors that are as large as a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -586,7 +584,7 @@ def test_wide_second_moments_need_no_launch_per_weight(
 
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
 def test_launches_and_temporaries_of_an_update_depend_on_its_kernel(name: str, kernel: str) -> None:
-    """What the plan counts of the latter is what is there at the worst moment."""
+    """The plan counts the temporaries of the worst moment."""
     count = 40
     numbers = 1000
     launches = {}
@@ -619,7 +617,7 @@ def test_launches_and_temporaries_of_an_update_depend_on_its_kernel(name: str, k
 
 
 def test_optimizer_state_of_a_gpu_continues_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever saved it ran Triton's kernels, which cannot run here; the log says so."""
+    """The state was saved with Triton kernels, which cannot run here; the log says so."""
     saved = build("adamw_bf16", weights(torch.bfloat16)).state_dict()
 
     assert not caplog.messages
@@ -637,7 +635,7 @@ def test_optimizer_state_of_a_gpu_continues_on_a_cpu(caplog: pytest.LogCaptureFi
 
 
 def test_fused_kernels_keep_step_counts_on_the_device() -> None:
-    """Also those of weights whose moments stay on the host; the meta device stands in for a GPU."""
+    """Also for weights whose moments stay on the host; the meta device stands in for a GPU."""
     optimizer = with_kernel("adamw", "fused", [nn.Parameter(torch.zeros(3))])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
     optimizer.step()
@@ -711,7 +709,7 @@ def test_explicit_settings_override_defaults_in_the_optimizer() -> None:
 
 
 def problems(mixed_precision: str = "bf16", **keys: object) -> list[Problem]:
-    """Without keys without effect that are not set."""
+    """The problems, without warnings about keys that are not set."""
     result = found_by(check_optimizer, OptimizerConfig(**keys), mixed_precision)
     return [
         problem for problem in result if problem.where in keys or not isinstance(problem, NoEffect)

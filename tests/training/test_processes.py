@@ -1,6 +1,4 @@
-"""Two processes with batches of one train what one process with batches of two trains, sample by
-sample.
-"""
+"""Two processes with batches of one train like one process with batches of two."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ EARLIER_SIGMAS = [0.8097069263458252]
 
 
 class CaptionReader(BatchReader):
-    """Reads captions themselves in place of their embeddings, so that no cache is needed."""
+    """Yields captions instead of their embeddings, so that no cache is needed."""
 
     def read(self, entry: Any) -> Any:
         return entry.caption
@@ -92,7 +90,7 @@ def catalogue(tmp_path: Path) -> Catalogue:
 
 
 def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[str, Tensor]:
-    """Everything that is drawn for the samples of one process at one place of the run."""
+    """All random draws for the samples of one process at one position of the run."""
     noisy = replace(assembly, world=world).noise.add(batch, 4, 1)
     tread.before_forward(noisy, no_forward)
     kept = tread.kept_tokens(1)

@@ -1,4 +1,4 @@
-"""What a step's time went into reaches the record, the display and nobody's results."""
+"""The record and the display get the times of a step, and results do not depend on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.training.test_step import CAPTIONS, Batches
 
 
 class Listener:
-    """A subscriber that keeps what it is told."""
+    """A subscriber that stores its events."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -38,7 +38,7 @@ class Listener:
 
 
 class Streamer:
-    """Waited nine seconds in previews before the step, and a quarter of a second in it."""
+    """A streamer that waited nine seconds in previews before the step, and a quarter in it."""
 
     def __init__(self) -> None:
         self.readings = iter([9.0, 0.25])
@@ -140,7 +140,7 @@ def test_steps_with_extra_passes_are_not_reported_as_slow(assembly: Assembly) ->
 
 @dataclass(frozen=True)
 class Second(World):
-    """Process 1 of two, the first of which was asked for something."""
+    """Process 1 of two, the first of which has got a request."""
 
     asked: tuple[Request, ...] = ()
 

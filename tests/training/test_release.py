@@ -1,6 +1,4 @@
-"""Gradients that are released into the update: the same weights, bit for bit, and a step that fails
-half-way.
-"""
+"""Optimizer in backward: bit-equal weights, and steps that fail half-way."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ LOW_BIT = ["ao-adamw8bit", "ao-adamw4bit"]
 
 @pytest.fixture(autouse=True)
 def uncompiled() -> Iterator[None]:
-    """torchao's update as it is written; compiling it takes longer than all of these tests."""
+    """Run torchao's update uncompiled; compiling it takes longer than all of these tests."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -52,7 +50,7 @@ def full(checkpoint: Path, **settings: Any) -> Assembly:
 def train(
     assembly: Assembly, checkpoint: Path, first: int, last: int, ema: Ema | None = None
 ) -> list[Mapping[str, Any]]:
-    """Steps on a batch of their own each; their metrics."""
+    """Train steps with a different batch each; returns their metrics."""
     results = []
     for number in range(first, last):
         batch = make_batch(checkpoint, ["a star", "a tree"][: number % 2 + 1])
@@ -68,9 +66,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) -> bool:
-    """Whether some steps give the same weights if each is updated alone, in the order of a backward
-    pass.
-    """
+    """Whether updating weights one at a time, in backward order, equals updating all at once."""
     whole = weights(dtype)
     single = weights(dtype)
     for parameter in (*whole, *single):
@@ -104,14 +100,12 @@ def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) 
 def test_updating_one_weight_at_a_time_equals_updating_all_at_once(
     name: str, dtype: torch.dtype
 ) -> None:
-    """For every optimizer that says so, whichever weight comes first; the others give something
-    else.
-    """
+    """For every optimizer declared `per_weight`, in any order of weights, and only for those."""
     assert updated_alike(name, dtype, "cpu", on_host=False) is OPTIMIZERS[name].per_weight
 
 
 def test_the_model_is_freed_after_the_run(t2i_checkpoint: Path) -> None:
-    """The garbage collector does not look into the hooks of weights."""
+    """The garbage collector does not see references from hooks of weights."""
     assembly = full(t2i_checkpoint, **RELEASED)
     freed = [weakref.ref(weight) for weight in assembly.parameters.values()]
     del assembly
@@ -142,7 +136,7 @@ def test_released_gradients_train_alike_on_a_gpu(name: str, on_host: bool) -> No
 def test_a_full_fine_tune_with_released_gradients_is_bit_equal(
     t2i_checkpoint: Path, settings: dict[str, Any], on_host: bool
 ) -> None:
-    """Weights, moving average and metrics; also after a stop, whichever way it goes on."""
+    """Weights, average and metrics; also after a resume with the state elsewhere."""
     plain = full(t2i_checkpoint, **settings)
     others: tuple[dict[str, Any], ...] = (
         {**RELEASED, "offload_optimizer_state": on_host},
@@ -173,9 +167,7 @@ def test_a_full_fine_tune_with_released_gradients_is_bit_equal(
 
 
 def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint: Path) -> None:
-    """In one place in host memory throughout; the device has a copy, which nothing reads
-    afterwards.
-    """
+    """The state keeps its place in host memory; the device has a copy only during the update."""
     assembly = full(
         t2i_checkpoint, **RELEASED, offload_optimizer_state=True, optimizer="torch-adam"
     )
@@ -208,9 +200,7 @@ def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint
 def test_the_next_state_is_prefetched_during_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the order of the step before, and with the same weights when a step leaves one out or
-    takes another order.
-    """
+    """Prefetched in the last step's order; also correct if a step skips or reorders weights."""
     whole = weights(torch.float32)
     single = weights(torch.float32)
     together = build("adamw", whole)
@@ -285,7 +275,7 @@ def test_a_non_finite_loss_updates_no_weight(t2i_checkpoint: Path) -> None:
 
 
 def test_backward_passes_outside_a_step_only_drop_gradients(t2i_checkpoint: Path) -> None:
-    """Those of a technique's module are kept for the usual update."""
+    """Gradients of a technique's module are kept for the usual update."""
     assembly = full(t2i_checkpoint, **RELEASED)
     before = copy_of(assembly)
     with unchanged(assembly.optimizer, assembly.techniques):

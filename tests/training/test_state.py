@@ -1,6 +1,4 @@
-"""The states of random generators on machines that have more of them, and weights of another
-model.
-"""
+"""Random states of machines with more generators, and weights of other layers."""
 
 from __future__ import annotations
 
