@@ -240,7 +240,7 @@ class Runtime:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Simulates the current GPU of this thread; the last one is current."""
+    """The stack of current GPUs of this thread: GPU 3, and those of open `device` contexts."""
     current = [3]
 
     @contextmanager
