@@ -31,7 +31,9 @@ def likely_encoding(content: bytes) -> str | None:
     """The encoding that a text seems to have, as iconv calls it; None without a plausible one."""
     high = [byte for byte in content if byte > 0x7F]
     if len(high) <= FEW * len(content):
-        return "WINDOWS-1252" if _decoded(content, "cp1252") is not None else None
+        if _decoded(content, "cp1252") is None:
+            return None
+        return "WINDOWS-1252"
     if CYRILLIC.issuperset(high):
         return "WINDOWS-1251"
     for encoding in EAST_ASIAN:

@@ -240,4 +240,6 @@ def _guessed_matrix(frame: VideoFrame) -> ColorMatrix | None:
     """
     if frame.format.is_rgb or frame.colorspace != UNSPECIFIED:
         return None
-    return "bt709" if frame.width >= 1280 or frame.height >= 720 else "bt601"
+    if frame.width >= 1280 or frame.height >= 720:
+        return "bt709"
+    return "bt601"

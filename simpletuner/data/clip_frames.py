@@ -90,7 +90,9 @@ def _in_order(clip: ClipFile) -> Iterator[tuple[VideoFrame, float]]:
     although the decoder returns frames in display order. Each frame gets the earliest remaining
     time.
     """
-    delay = REORDERED if clip.format == "avi" else 0
+    delay = 0
+    if clip.format == "avi":
+        delay = REORDERED
     frames: deque[VideoFrame] = deque()
     times: list[float] = []
     for frame in _deinterlaced(clip.frames()):
@@ -182,12 +184,15 @@ class PictureConverter:
     def _convert(self, frame: VideoFrame) -> Image.Image:
         if self.matrix is not None:
             frame.colorspace = MATRICES[self.matrix]
-        picture = self._to_rgb(frame, "RGBA" if _may_be_transparent(frame.format) else "RGB")
+        mode = "RGBA" if _may_be_transparent(frame.format) else "RGB"
+        picture = self._to_rgb(frame, mode)
         if picture.mode == "RGBA":
             behind = Image.new("RGBA", picture.size, self.background)
             picture = Image.alpha_composite(behind, picture).convert("RGB")
         turn = TURNS.get(round(frame.rotation / 90) % 4)
-        return picture if turn is None else picture.transpose(turn)
+        if turn is None:
+            return picture
+        return picture.transpose(turn)
 
     def _to_rgb(self, frame: VideoFrame, mode: str) -> Image.Image:
         # Clips are decoded in parallel, so one thread each.

@@ -127,12 +127,16 @@ class Dataset:
     def name_for(self, source: str) -> str | None:
         """Name of the partner of a file in another dataset, or None."""
         names = self.names_for(source)
-        return names[0] if names else None
+        if not names:
+            return None
+        return names[0]
 
     def facts_for(self, source: str) -> FileFacts | None:
         """Facts of the partner of a file in another dataset, or None."""
         name = self.name_for(source)
-        return None if name is None else self.facts[name]
+        if name is None:
+            return None
+        return self.facts[name]
 
     def partner_for(self, source: str, geometry: Geometry, *token: object) -> Sample:
         """The partner of a file in another dataset, cropped to the same size.

@@ -318,4 +318,6 @@ def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[st
         return PICTURE_SUFFIXES
     if config.conditioning_type in MASKS:
         return PICTURE_SUFFIXES | CLIP_SUFFIXES
-    return CLIP_SUFFIXES if config.holds_clips else PICTURE_SUFFIXES
+    if config.holds_clips:
+        return CLIP_SUFFIXES
+    return PICTURE_SUFFIXES

@@ -84,14 +84,20 @@ class DataContext:
         values = {key: value for key, value in self._defaults(entry).items() if key in unset}
         # From here on, a remote dataset is its download folder.
         if entry.source is not None:
-            named = [getattr(entry, key) for key in entry.source.folders if getattr(entry, key)]
-            default = self.download_root / entry.type / _folder_name(entry.id)
-            values["instance_data_dir"] = str(named[0] if named else default)
+            values["instance_data_dir"] = self._download_folder(entry, entry.source.folders)
         for key in PATH_KEYS:
             folder = values.get(key) or getattr(entry, key)
             if folder:
                 values[key] = str(Path(folder).expanduser())
         return entry.model_copy(update=values)
+
+    def _download_folder(self, entry: DatasetConfig, keys: Sequence[str]) -> str:
+        """The folder that the first of these keys names, or the default."""
+        for key in keys:
+            folder = getattr(entry, key)
+            if folder:
+                return str(folder)
+        return str(self.download_root / entry.type / _folder_name(entry.id))
 
     def _defaults(self, entry: DatasetConfig) -> dict[str, Any]:
         """Values of unset keys: of the family, of the run, and derived from other keys.

@@ -177,7 +177,9 @@ def index_version(folder: Path) -> int | None:
             version = re.match(rb'\{"version":(\d+),', index.read(64))
     except OSError:
         return None
-    return int(version[1]) if version else None
+    if version is None:
+        return None
+    return int(version[1])
 
 
 def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None:

@@ -102,7 +102,9 @@ def _white_level(picture: Image.Image) -> float:
         if not np.isfinite(values).all():
             raise MediaError("is damaged: it holds values that are not numbers")
         top = max(top, float(values.max()))
-    levels = (1.0, 255.0, 65535.0) if picture.mode == "F" else (65535.0,)
+    levels = [65535.0]
+    if picture.mode == "F":
+        levels = [1.0, 255.0, 65535.0]
     for white in levels:
         if top <= white:
             return white
@@ -116,7 +118,10 @@ def _flatten_deep_strip(
     values = np.asarray(strip)
     scaled = np.clip(values.astype(np.float64) / white, 0, 1) * 255
     grey = Image.fromarray(np.rint(scaled).astype(np.uint8))
-    rgb = grey.convert("RGB") if transform is None else transform.apply(grey)
+    if transform is None:
+        rgb = grey.convert("RGB")
+    else:
+        rgb = transform.apply(grey)
     if is_deep_and_transparent(strip):
         clear: NDArray[np.bool_] = values == strip.info["transparency"]
         rgb.paste(ImageColor.getrgb(background), mask=Image.fromarray(clear))

@@ -182,19 +182,20 @@ def _associated(data: bytes, box: Box, item: int) -> list[int]:
     # The version and the flags of the box decide how many bytes its numbers have.
     has_long_ids = data[box.start] > 0
     is_wide = bool(data[box.start + 3] & 1)
-    id_size, id_layout = (4, ">I") if has_long_ids else (2, ">H")
-    number_size, number_layout = (2, "H") if is_wide else (1, "B")
+    id_layout = ">I" if has_long_ids else ">H"
+    number_layout = "H" if is_wide else "B"
     # The highest bit marks a property as essential.
     number_mask = 0x7FFF if is_wide else 0x7F
     (count,) = struct.unpack_from(">I", data, box.start + FULL_BOX)
     position = box.start + FULL_BOX + 4
     for _ in range(count):
         (owner,) = struct.unpack_from(id_layout, data, position)
-        position += id_size
+        position += struct.calcsize(id_layout)
         length = data[position]
         position += 1
-        numbers = struct.unpack_from(f">{length}{number_layout}", data, position)
-        position += length * number_size
+        numbers_layout = f">{length}{number_layout}"
+        numbers = struct.unpack_from(numbers_layout, data, position)
+        position += struct.calcsize(numbers_layout)
         if owner == item:
             return [number & number_mask for number in numbers]
     return []

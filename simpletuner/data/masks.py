@@ -135,7 +135,9 @@ def _misfit(name: str, source: FileFacts, mask: FileFacts, rules: ClipRules | No
         return None
     rate = rules.rate if rules else mask.clip.source_rate
     frames = mask.clip.frames_at(rate)
-    needed = source.clip.frames_at(rate) if source.clip else 1
+    needed = 1
+    if source.clip is not None:
+        needed = source.clip.frames_at(rate)
     if frames == needed:
         return None
     return f"has {frames} frames at {rate:g} fps and {name} {needed}"

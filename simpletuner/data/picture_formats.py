@@ -78,7 +78,9 @@ def sniff(head: bytes) -> str:
         return "WEBP"
     if head[4:8] == b"ftyp" and head[8:12] in AVIF_BRANDS + HEIF_BRANDS:
         brands = head[8 : int.from_bytes(head[:4], "big")]
-        return "AVIF" if any(brand in brands for brand in AVIF_BRANDS) else "HEIF"
+        if any(brand in brands for brand in AVIF_BRANDS):
+            return "AVIF"
+        return "HEIF"
     name = _other_format(head)
     if name is not None:
         raise UnsuitableError(f"is {name}, whatever its extension; convert it to PNG or JPEG")

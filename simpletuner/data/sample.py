@@ -123,7 +123,9 @@ class Sample:
         if self.clip is None or self.frame_rate is None:
             return self.conversions
         assumptions: list[str] = []
-        slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
+        slowed = 1.0
+        if self.frames > 1:  # a single frame has no speed
+            slowed = self.clip.slowed(self.frame_rate)
         # Part of the cache key: a change of wording or digits would re-encode these clips.
         if abs(slowed - 1) > RATE_TOLERANCE:
             assumptions.append(f"{self.clip.source_rate * slowed:.6g} frames a second")
