@@ -122,6 +122,7 @@ def test_fsdp_sends_the_estimated_bytes(mesh: Any, reshards: bool) -> None:
         under(FULL, **SHARDED, fsdp_reshard_after_forward=reshards), TechniqueCost()
     )
     expected = {"_allgather_base_": planned.gathered, "_reduce_scatter_base_": planned.scattered}
+
     assert {
         name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()
     } == expected

@@ -106,10 +106,11 @@ def test_mig_slice_is_used_where_cuda_would_use_it(
     fake_smi(tmp_path, monkeypatch, f"if [ $1 = -L ]; then echo '{LISTED}'; else {answer}; fi")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = query_gpu()
-    assert found is not None
-    assert found[0] == name
-    assert found[1] == pytest.approx(gigabytes * 2**30)
+    gpu = query_gpu()
+
+    assert gpu is not None
+    assert gpu[0] == name
+    assert gpu[1] == pytest.approx(gigabytes * 2**30)
 
 
 def test_launched_processes_plan_for_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +179,8 @@ def test_plan_may_be_for_a_card_by_name(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_card_has_rates() -> None:
     assert sorted(CARDS) == sorted(get_args(get_args(Card)[0]))
-    found = [rates_of(f"NVIDIA GeForce {card.name}") for card in CARDS.values()]
-    assert found == [card.rates for card in CARDS.values()], "no name hides a longer one"
+    rates = [rates_of(f"NVIDIA GeForce {card.name}") for card in CARDS.values()]
+    assert rates == [card.rates for card in CARDS.values()], "no name hides a longer one"
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,7 @@ def test_measured_rates_of_a_cpu_count_for_any_dtype(
     monkeypatch.setattr(module, "query_gpu", lambda: None)
     write_rates(tmp_path, DeviceRates("cpu", 1e11, None, "float32"))
     device = find_device(output_dir=tmp_path)
+
     assert (device.rates.matmul, device.note) == (1e11, "matmul, attention measured")
 
 
@@ -232,8 +234,8 @@ def test_longer_card_name_wins() -> None:
 
 
 def test_host_memory_of_this_machine_is_known() -> None:
-    found = host_memory()
-    assert found is None or found > 1e9
+    memory = host_memory()
+    assert memory is None or memory > 1e9
 
 
 def test_compared_numbers_have_enough_digits_to_differ() -> None:

@@ -134,6 +134,7 @@ def test_measured_rates_are_used(
     become(tmp_path, monkeypatch)
     write_rates(tmp_path, DeviceRates(TITLES[backend], 33e12, dtype="bfloat16"))
     device = find_device(output_dir=tmp_path)
+
     assert device.rates.matmul == pytest.approx(33e12)
     assert "measured" in device.note
 
@@ -157,6 +158,7 @@ def test_apple_chip_shares_its_memory_with_the_host(
 ) -> None:
     be_apple(tmp_path, monkeypatch)
     device = find_device()
+
     assert not device.has_own_memory
     assert device.usable == 48 * GIGABYTE
     assert PhasePeak("training", 40e9, 11e9).shortage(device) is None
@@ -190,6 +192,7 @@ def test_gpu_for_another_build_of_torch_is_idle(
     be_amd(tmp_path, monkeypatch)
     monkeypatch.setattr(drivers, "torch_backend", lambda: "cuda")
     device = find_device()
+
     assert (device.name, device.idle, device.is_gpu) == ("CPU", "AMD Radeon RX 7900 XTX", False)
 
 
@@ -249,6 +252,7 @@ def test_random_state_of_an_apple_gpu_is_saved_and_restored(mps: FakeMps) -> Non
     states = random_states()
     mps.state = torch.tensor([8])
     restore_random_states(states)
+
     assert mps.state.item() == 7
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints count as whole, which one a run continues from, and what pruning leaves."""
+"""Which checkpoints are complete, which one a run continues from, and which ones are pruned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from simpletuner.planning.checkpoint_folder import (
 
 
 def make(output: Path, name: str, content: bytes = b"weights") -> Path:
-    """A whole checkpoint of that name."""
+    """A complete checkpoint of that name."""
     folder = output / name
     (folder / "state").mkdir(parents=True)
     (folder / "weights.bin").write_bytes(content)
@@ -38,15 +38,17 @@ def make(output: Path, name: str, content: bytes = b"weights") -> Path:
     return folder
 
 
-def select(wanted: str, output: Path) -> tuple[str | None, list[Problem]]:
+def select(name: str, output: Path) -> tuple[str | None, list[Problem]]:
+    """The name of the selected checkpoint, and what is reported."""
     problems = Problems()
-    found = select_checkpoint(wanted, output, problems)
-    return found.path.name if found else None, problems
+    checkpoint = select_checkpoint(name, output, problems)
+    return checkpoint.path.name if checkpoint else None, problems
 
 
 def test_renamed_folder_keeps_its_step(tmp_path: Path) -> None:
     make(tmp_path, "checkpoint-5").rename(tmp_path / "checkpoint-9000")
     checkpoint = open_checkpoint(tmp_path / "checkpoint-9000")
+
     assert checkpoint is not None
     assert checkpoint.step == 5
 
@@ -54,6 +56,7 @@ def test_renamed_folder_keeps_its_step(tmp_path: Path) -> None:
 def test_manifest_is_read_as_written(tmp_path: Path) -> None:
     folder = make(tmp_path, "checkpoint-5")
     manifest = read_manifest(folder)
+
     assert manifest is not None
     assert manifest.step == 5
     assert sorted(manifest.files) == ["state/optimizer.bin", "weights.bin"]
@@ -65,14 +68,16 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
         make(tmp_path, name)
     for name in ("checkpoint-7-tmp", "checkpoint-x", "other", "checkpoint-8"):
         (tmp_path / name).mkdir()
-    whole, broken = find_checkpoints(tmp_path)
-    assert [each.path.name for each in whole] == [
+
+    complete, incomplete = find_checkpoints(tmp_path)
+
+    assert [checkpoint.path.name for checkpoint in complete] == [
         "checkpoint-9",
         "checkpoint-10",
         "checkpoint-100-rolling",
         "checkpoint-100",
     ]
-    assert [path.name for path in broken] == ["checkpoint-8"]
+    assert [path.name for path in incomplete] == ["checkpoint-8"]
     assert find_checkpoints(tmp_path / "nothing") == ([], [])
 
 
@@ -113,6 +118,7 @@ def test_manifest_with_wrong_types_makes_the_checkpoint_incomplete(
     folder = make(tmp_path, "checkpoint-5")
     content = json.loads((folder / FILE_NAME).read_text())
     (folder / FILE_NAME).write_text(json.dumps(content | change))
+
     assert open_checkpoint(folder) is None
 
 
@@ -121,6 +127,7 @@ def test_missing_or_truncated_file_makes_the_checkpoint_incomplete(tmp_path: Pat
     lacking = make(tmp_path, "checkpoint-6")
     (short / "weights.bin").write_bytes(b"wei")
     (lacking / "state" / "optimizer.bin").unlink()
+
     assert find_checkpoints(tmp_path) == ([], [short, lacking])
 
 
@@ -159,8 +166,8 @@ def test_checkpoint_is_selected_by_name_step_or_path(tmp_path: Path) -> None:
     elsewhere = make(tmp_path / "elsewhere", "checkpoint-7")
     assert select("checkpoint-5", tmp_path / "output") == ("checkpoint-5", [])
     assert select(str(elsewhere), tmp_path / "output") == ("checkpoint-7", [])
-    for wanted in ("checkpoint-6", ".", "/", str(tmp_path)):
-        name, (problem,) = select(wanted, tmp_path / "output")
+    for unusable in ("checkpoint-6", ".", "/", str(tmp_path)):
+        name, (problem,) = select(unusable, tmp_path / "output")
         assert name is None
         assert problem.fatal
         assert "there are: checkpoint-5." in problem.message

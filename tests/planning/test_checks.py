@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import Layer, resolve
+from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.build import find_family
@@ -23,11 +24,14 @@ REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
 def problems(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings of a config with these settings."""
-    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
-    found = check_config(config)
-    return [str(each) for each in found if each.fatal], [
-        str(each) for each in found if not each.fatal
-    ]
+    reported = check_config(make_config(**settings))
+    errors = [str(problem) for problem in reported if problem.fatal]
+    warnings = [str(problem) for problem in reported if not problem.fatal]
+    return errors, warnings
+
+
+def make_config(**settings: Any) -> RunConfig:
+    return resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
 
 
 def test_plain_config_has_no_problem() -> None:
@@ -58,6 +62,7 @@ def test_plain_config_has_no_problem() -> None:
 def test_contradicting_settings_are_refused(settings: dict[str, Any], where: str) -> None:
     errors, _ = problems(**settings)
     (error,) = errors
+
     assert error.startswith(f"{where}: ")
     assert not re.search(r"\w'[a-z]{2}", error), "a quoted value is followed by a space"
 
@@ -113,18 +118,18 @@ def test_lr_end_is_ignored_by_schedulers_that_do_not_decay() -> None:
 def test_settings_that_start_after_the_last_step_are_warnings(
     switch: dict[str, Any], key: str
 ) -> None:
-    for settings, total, expected in (
-        ({**switch, key: 10}, 10, [key]),
-        ({**switch, key: 9}, 10, []),
-        ({key: 10, "validation_disable": True}, 10, []),
+    total_steps = 10
+    for settings, expected in (
+        ({**switch, key: 10}, [key]),
+        ({**switch, key: 9}, []),
+        ({key: 10, "validation_disable": True}, []),
     ):
-        config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
-        found = found_by(check_total, config, total)
-        assert [each.where for each in found if not each.fatal] == expected
+        reported = found_by(check_total, make_config(**settings), total_steps)
+        assert [problem.where for problem in reported if not problem.fatal] == expected
 
 
 @pytest.mark.parametrize(
-    ("key", "command", "told"),
+    ("key", "command", "message"),
     [
         (
             "post_checkpoint_script",
@@ -143,22 +148,19 @@ def test_settings_that_start_after_the_last_step_are_warnings(
         ),
     ],
 )
-def test_placeholders_of_scripts_are_checked(key: str, command: str, told: str) -> None:
+def test_placeholders_of_scripts_are_checked(key: str, command: str, message: str) -> None:
     errors, warnings = problems(**{key: command})
     assert errors == []
-    assert [told in warning for warning in warnings] == ([True] if told else [])
+    assert [message in warning for warning in warnings] == ([True] if message else [])
 
 
 @pytest.mark.parametrize(
     ("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)]
 )
 def test_warm_up_as_long_as_the_run_is_a_warning(warmup: int, total: int, warned: bool) -> None:
-    config = resolve(
-        [Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))], Problems()
-    )
-    found = found_by(check_total, config, total)
-    assert bool(found) == warned
-    assert not any(each.fatal for each in found)
+    reported = found_by(check_total, make_config(lr_warmup_steps=warmup), total)
+    assert bool(reported) == warned
+    assert not any(problem.fatal for problem in reported)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +170,11 @@ def test_warm_up_as_long_as_the_run_is_a_warning(warmup: int, total: int, warned
 def test_temporal_roll_is_refused_where_the_vae_cannot_carry_convolutions(
     family: str, fatal: list[bool]
 ) -> None:
-    settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
-    config = resolve([Layer("config.json", list(settings.items()))], Problems())
-    found = [
-        complaint
-        for complaint in family_complaints(config, FAMILIES[family])
-        if complaint.where == "vae_enable_temporal_roll"
-    ]
-    assert [each.fatal for each in found] == fatal
+    key = "vae_enable_temporal_roll"
+    config = make_config(model_family=family, **{key: True})
+    reported = family_complaints(config, FAMILIES[family])
+
+    assert [problem.fatal for problem in reported if problem.where == key] == fatal
 
 
 @pytest.mark.parametrize("configured", [None, -1, 0])
@@ -189,6 +188,7 @@ def test_resumed_run_keeps_its_drawn_seed(
     )
     manifest = Manifest(5, epoch=1, identity=identity, files={})
     earlier = Checkpoint(Path("checkpoint-5"), 5, rolling=False, manifest=manifest)
+
     assert decide_seed(configured, None) == 1234
     assert decide_seed(configured, earlier) == 77
 

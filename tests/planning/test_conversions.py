@@ -40,6 +40,7 @@ def test_resumed_run_warns_about_files_that_look_different(
     )
     dataset: Any = SimpleNamespace(id="a", samples=(sample,))
     messages = [problem.message for problem in found_by(_check_conversions, [dataset], checkpoint)]
+
     assert len(messages) == (said is not None)
     assert all(said in message for message in messages if said)
 
@@ -68,4 +69,5 @@ def test_resumed_run_warns_about_kernels_chosen_by_timing(
         "kernel_choices.json is no longer read, so the kernels may differ, and with them the "
         "rounding."
     )
+
     assert messages == ([message] if is_warned else [])

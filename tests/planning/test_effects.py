@@ -57,9 +57,9 @@ def plan_warnings(workspace: Workspace, capsys: Capture, settings: dict[str, Any
 def test_key_without_effect_is_a_warning(
     workspace: Workspace, capsys: Capture, key: str, value: Any, beside: dict[str, Any]
 ) -> None:
-    told = plan_warnings(workspace, capsys, {**beside, key: value})
+    warnings = plan_warnings(workspace, capsys, {**beside, key: value})
 
-    assert [line for line in told if line.startswith(f"{key}: has no effect")]
+    assert [line for line in warnings if line.startswith(f"{key}: has no effect")]
 
 
 # (key, value without effect, keys of the entry beside it)
@@ -99,9 +99,9 @@ def test_dataset_key_without_effect_is_a_warning(
 ) -> None:
     workspace.write_datasets([{**DATASETS[0], **beside, key: value}, DATASETS[1]])
 
-    told = plan_warnings(workspace, capsys, {})
+    warnings = plan_warnings(workspace, capsys, {})
 
-    assert [line for line in told if line.startswith(f"pictures.{key}: has no effect")]
+    assert [line for line in warnings if line.startswith(f"pictures.{key}: has no effect")]
 
 
 @pytest.mark.parametrize(("key", "value"), EVALUATION, ids=[key for key, _ in EVALUATION])
@@ -118,17 +118,17 @@ def test_training_key_on_evaluation_data_is_a_warning(
     }
     workspace.write_datasets([DATASETS[0], {**held, key: value}, DATASETS[1]])
 
-    told = plan_warnings(workspace, capsys, EVALUATED)
+    warnings = plan_warnings(workspace, capsys, EVALUATED)
 
-    assert f"held.{key}: has no effect: the dataset is not trained." in told
+    assert f"held.{key}: has no effect: the dataset is not trained." in warnings
 
 
 def test_picture_key_on_a_text_cache_is_a_warning(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_datasets([DATASETS[0], {**DATASETS[1], "resolution": 512}])
 
-    told = plan_warnings(workspace, capsys, {})
+    warnings = plan_warnings(workspace, capsys, {})
 
-    assert told == [
+    assert warnings == [
         "",
         "text.resolution: has no effect: an entry of text_embeds only names a cache.",
     ]
@@ -156,9 +156,9 @@ def test_dataset_keys_with_effect_are_not_reported(workspace: Workspace, capsys:
     }
     workspace.write_datasets([{**DATASETS[0], **acting}, DATASETS[1]])
 
-    told = plan_warnings(workspace, capsys, {})
+    warnings = plan_warnings(workspace, capsys, {})
 
-    assert [line for line in told if "has no effect" in line] == []
+    assert [line for line in warnings if "has no effect" in line] == []
 
 
 def test_keys_with_effect_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
@@ -192,9 +192,9 @@ def test_keys_with_effect_are_not_reported(workspace: Workspace, capsys: Capture
         "tracker_project_name": "cats",
     }
 
-    told = plan_warnings(workspace, capsys, {**acting, **PREVIEWS})
+    warnings = plan_warnings(workspace, capsys, {**acting, **PREVIEWS})
 
-    assert [line for line in told if "has no effect" in line] == []
+    assert [line for line in warnings if "has no effect" in line] == []
 
 
 def test_run_on_regularisation_data_alone_is_refused(workspace: Workspace, capsys: Capture) -> None:

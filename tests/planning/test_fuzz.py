@@ -132,11 +132,12 @@ def test_fuzzed_files_never_cause_a_traceback(workspace: Workspace, seed: int) -
         config, datasets = shaken(chance, workspace)
         workspace.path("config/shaken.json").write_text(config, encoding="utf-8")
         workspace.path("config/datasets.json").write_text(datasets, encoding="utf-8")
-        code, told = answer(
+        code, printed = answer(
             workspace, "config_path=config/shaken.json", "data_backend_config=config/datasets.json"
         )
-        assert code in (0, 2), f"{told}\n{config}\n{datasets}"
+        assert code in (0, 2), f"{printed}\n{config}\n{datasets}"
         outcomes.add(code)
+
     assert outcomes == {0, 2}, "some go well, or nothing behind the loader was tried"
 
 
@@ -158,8 +159,8 @@ def test_fuzzed_command_lines_never_cause_a_traceback(workspace: Workspace) -> N
     for _ in range(60):
         typed = [chance.choice(words) for _ in range(chance.randint(1, 4))]
         typed.append(f"{chance.choice(KEYS)}={chance.choice(words)}")
-        code, told = answer(workspace, *typed)
-        assert code in (0, 2), f"{told}\n{typed}"
+        code, printed = answer(workspace, *typed)
+        assert code in (0, 2), f"{printed}\n{typed}"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -176,6 +177,6 @@ def test_noise_in_any_file_never_causes_a_traceback(workspace: Workspace, seed: 
             path = workspace.path(name)
             before = path.read_bytes() if path.exists() else None
             path.write_bytes(chance.randbytes(size))
-            code, told = answer(workspace)
-            assert code in (0, 2), f"{name}: {told}"
+            code, printed = answer(workspace)
+            assert code in (0, 2), f"{name}: {printed}"
             path.unlink() if before is None else path.write_bytes(before)

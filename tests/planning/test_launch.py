@@ -46,14 +46,13 @@ def config(**settings: Any) -> Any:
     return resolve([Layer("config.json", list(values.items()))], Problems())
 
 
-def told(**settings: Any) -> tuple[list[str], list[str]]:
+def problems_of(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings; packages that are not installed do not count."""
-    found = [
-        each for each in check_config(config(**settings)) if "not installed" not in each.message
-    ]
-    return [str(each) for each in found if each.fatal], [
-        str(each) for each in found if not each.fatal
-    ]
+    problems = check_config(config(**settings))
+    problems = [problem for problem in problems if "not installed" not in problem.message]
+    errors = [str(problem) for problem in problems if problem.fatal]
+    warnings = [str(problem) for problem in problems if not problem.fatal]
+    return errors, warnings
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
     ],
 )
 def test_valid_launch_settings_are_accepted(settings: dict[str, Any]) -> None:
-    assert told(**settings) == ([], [])
+    assert problems_of(**settings) == ([], [])
 
 
 @pytest.mark.parametrize(("restarts", "checkpoint"), [("0", "checkpoint-8"), ("1", "latest")])
@@ -86,12 +85,13 @@ def test_processes_restarted_by_torchrun_do_not_start_their_branch_again(
     for name, value in {**place, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
         monkeypatch.setenv(name, value)
     launched = as_launched(config(resume_from_checkpoint="checkpoint-8"), Problems())
+
     assert launched.run.resume_from_checkpoint == checkpoint
 
 
 @pytest.mark.parametrize(("processes", "allowed"), [(1, "2"), (5, "4 or 6")])
 def test_machines_must_have_equally_many_processes(processes: int, allowed: str) -> None:
-    (error,), _ = told(num_processes=processes, num_machines=2)
+    (error,), _ = problems_of(num_processes=processes, num_machines=2)
     assert error.startswith(
         f"num_processes: {processes} processes cannot be shared equally by num_machines 2; "
     )
@@ -99,12 +99,14 @@ def test_machines_must_have_equally_many_processes(processes: int, allowed: str)
 
 
 @pytest.mark.parametrize(
-    ("settings", "other"), EXCLUDED, ids=lambda value: value if isinstance(value, str) else ""
+    ("settings", "excluded"), EXCLUDED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_settings_that_fsdp_excludes_are_refused(settings: dict[str, Any], other: str) -> None:
-    (error,), _ = told(**SHARDED, **settings)
-    assert error.startswith(f"fsdp_enable: cannot be combined with {other}: ")
-    assert told(num_processes=4, **settings)[0] == [], "DDP takes it"
+def test_settings_that_fsdp_excludes_are_refused(settings: dict[str, Any], excluded: str) -> None:
+    (error,), _ = problems_of(**SHARDED, **settings)
+    errors_with_ddp, _ = problems_of(num_processes=4, **settings)
+
+    assert error.startswith(f"fsdp_enable: cannot be combined with {excluded}: ")
+    assert errors_with_ddp == []
     assert not may_shard(config(num_processes=4, **settings))
 
 
@@ -122,9 +124,11 @@ ROUTES = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_i
 def test_settings_that_sequence_parallelism_excludes_are_refused(
     settings: dict[str, Any], error: str
 ) -> None:
-    (found,), _ = told(num_processes=4, sequence_parallel_size=2, **settings)
-    assert found.startswith(f"sequence_parallel_size: {error}")
-    assert told(num_processes=4, **settings)[0] == [], "each process has all tokens"
+    (message,), _ = problems_of(num_processes=4, sequence_parallel_size=2, **settings)
+    errors_without_it, _ = problems_of(num_processes=4, **settings)
+
+    assert message.startswith(f"sequence_parallel_size: {error}")
+    assert errors_without_it == []
 
 
 @pytest.mark.parametrize(
@@ -173,6 +177,7 @@ def test_sequence_parallel_size_must_divide_heads_and_machines(
     chosen = family.flavour(flavour)
     source = ModelSource.from_settings(family, chosen, settled.flat)
     model = Model(config=settled, spec=family, flavour=chosen, source=source)
+
     assert list(map(str, found_by(check_sequence, model))) == (
         [f"sequence_parallel_size: {error}"] if error else []
     )
@@ -181,6 +186,7 @@ def test_sequence_parallel_size_must_divide_heads_and_machines(
 def test_processes_of_a_sequence_parallel_group_get_the_same_samples() -> None:
     settled = config(num_processes=4, sequence_parallel_size=2)
     samplers = [make_sampler(settled, [], 0, Origin(), World(rank, 4)) for rank in range(4)]
+
     assert [sampler.world.place for sampler in samplers] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert make_sampler(settled, [], 0, Origin()).world.size == settled.launch.data_processes == 2
 
@@ -203,6 +209,6 @@ def test_fsdp_is_possible_only_where_the_rules_allow_it() -> None:
     ],
 )
 def test_harmless_launch_settings_are_only_warnings(settings: dict[str, Any], key: str) -> None:
-    errors, (warning,) = told(**settings)
+    errors, (warning,) = problems_of(**settings)
     assert errors == []
     assert warning.startswith(key)

@@ -87,8 +87,8 @@ def test_dataset_that_never_takes_part_is_a_warning(
 ) -> None:
     workspace.write_datasets([pictures(), second(**window), TEXTS])
     length = ("max_train_steps=", "num_train_epochs=5") if epochs else ("max_train_steps=20",)
-    told = warnings(workspace, capsys, *length)
-    assert "second: never takes part in a run of 20 steps and 5 epochs: its window is " in told
+    printed = warnings(workspace, capsys, *length)
+    assert "second: never takes part in a run of 20 steps and 5 epochs: its window is " in printed
     workspace.write_datasets([pictures(), second(), TEXTS])
     assert "never takes part" not in warnings(workspace, capsys, *length)
 
@@ -128,6 +128,7 @@ def test_remaining_epochs_have_the_length_of_todays_data(
     done_of_epoch = position if change == "nothing" and place != "at its end" else 0
     batches = left * per_epoch - done_of_epoch
     plan = planned(workspace)
+
     assert plan.length.total_steps == step + -(-batches // accumulation)
     assert plan.same_data == (change == "nothing")
 
@@ -137,6 +138,7 @@ def test_max_train_steps_stays_after_the_data_have_changed(workspace: Workspace)
     save_checkpoint(workspace, 6, 2, Progress(2, 1, 20))
     workspace.write_datasets([pictures(repeats=2), TEXTS])
     length = planned(workspace, "max_train_steps=20").length
+
     assert (length.total_steps, length.batches_per_epoch, length.epochs) == (20, 12, 3)
 
 
@@ -193,6 +195,7 @@ def test_checkpoint_of_an_earlier_version_continues_its_epoch(workspace: Workspa
     written = json.loads(manifest.read_text())
     del written["progress"]
     manifest.write_text(json.dumps(written))
+
     assert planned(workspace).length.total_steps == 12
 
 
@@ -233,9 +236,10 @@ def test_caches_can_be_inspected_with_any_number_of_steps(
 
 def test_finished_run_with_changed_data_is_refused(trained: Workspace, capsys: Capture) -> None:
     trained.write_datasets([pictures(), TEXTS])
-    told = complaint(trained, capsys, "train")
+    error = complaint(trained, capsys, "train")
+
     assert (
-        told
+        error
         == "max_train_steps: 4 steps are done, and the datasets have changed since: raise it to "
         "train on them."
     )
@@ -251,14 +255,15 @@ def test_steps_of_init_lora_count_as_done(
     lora = str(trained.path("output/pytorch_lora_weights.safetensors"))
     trained.write_config(init_lora=lora, init_lora_step=lora_step, output_dir="another")
     if left is None:
-        told = complaint(trained, capsys, "plan", f"max_train_steps={steps}")
-        assert f"is not above init_lora_step {lora_step}" in told
-        assert f"max_train_steps {lora_step + steps} trains {steps} steps" in told
+        error = complaint(trained, capsys, "plan", f"max_train_steps={steps}")
+        assert f"is not above init_lora_step {lora_step}" in error
+        assert f"max_train_steps {lora_step + steps} trains {steps} steps" in error
         assert trained.run("plan", f"max_train_steps={lora_step + steps}") == 0, "the advice works"
     else:
         plan = planned(trained, f"max_train_steps={steps}")
         assert plan.length.total_steps - plan.steps_done == left
     plan = planned(trained, "max_train_steps=", "num_train_epochs=2")
+
     assert plan.length.total_steps == lora_step + 16
 
 
@@ -268,9 +273,10 @@ def test_longer_run_warns_about_a_jump_of_the_learning_rate(
     workspace.write_config(lr_scheduler="cosine")
     workspace.write_datasets([pictures(), TEXTS])
     save_checkpoint(workspace, 6, 2, Progress(2, 1, 6))
-    told = warnings(workspace, capsys, "max_train_steps=12")
-    assert "lr_scheduler: cosine was computed for 6 steps and now is for 12" in told
-    assert "from 4e-07 in step 6 to 0.000429 in step 7" in told
+    printed = warnings(workspace, capsys, "max_train_steps=12")
+
+    assert "lr_scheduler: cosine was computed for 6 steps and now is for 12" in printed
+    assert "from 4e-07 in step 6 to 0.000429 in step 7" in printed
     assert "lr_scheduler" not in warnings(
         workspace, capsys, "max_train_steps=12", "lr_scheduler=constant"
     )
@@ -282,9 +288,10 @@ def test_dataset_of_earlier_sessions_counts_as_used(workspace: Workspace, capsys
         [pictures(), second(end_epoch=1), second(id="late", start_epoch=3), TEXTS]
     )
     save_checkpoint(workspace, 12, 2, Progress(4, 2, 12))
-    told = warnings(workspace, capsys)
-    assert "late: never takes part" in told
-    assert told.count("never takes part") == 1
+    printed = warnings(workspace, capsys)
+
+    assert "late: never takes part" in printed
+    assert printed.count("never takes part") == 1
 
 
 @pytest.mark.parametrize(
@@ -298,9 +305,9 @@ def test_changed_sample_order_is_a_warning(
     save_checkpoint(workspace, 6, 1, Progress(6, 0, 20))
     assert planned(workspace, "max_train_steps=20").same_data
     workspace.write_datasets([pictures(), second(**change), TEXTS])
-    told = warnings(workspace, capsys, "max_train_steps=20")
-    assert "second.probability" in told or "second.window" in told
-    assert "epoch 1 starts over" in told
+    printed = warnings(workspace, capsys, "max_train_steps=20")
+    assert "second.probability" in printed or "second.window" in printed
+    assert "epoch 1 starts over" in printed
     assert not planned(workspace, "max_train_steps=20").same_data
 
 
@@ -308,8 +315,8 @@ def test_window_in_steps_depends_on_the_accumulation(workspace: Workspace, capsy
     for window, moves in (({}, False), ({"end_step": 300}, True)):
         workspace.write_datasets([pictures(), second(**window), TEXTS])
         save_checkpoint(workspace, 4 + moves, 1, Progress(4 + moves, 0, 20))
-        told = warnings(workspace, capsys, "max_train_steps=20", "gradient_accumulation_steps=2")
-        assert ("starts over" in told) == moves
+        printed = warnings(workspace, capsys, "max_train_steps=20", "gradient_accumulation_steps=2")
+        assert ("starts over" in printed) == moves
 
 
 @pytest.mark.parametrize(

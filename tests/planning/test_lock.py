@@ -51,33 +51,32 @@ Holder = subprocess.Popen[str]
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Callable[[Path], Holder]]:
-    """Starts a process that takes a folder's lock at the first line it reads and releases it at the
-    second.
+    """Starts a process that takes a folder's lock after a line of input, and releases it after
+    another.
     """
     started: list[Holder] = []
 
     def start(folder: Path) -> Holder:
         command = [sys.executable, "-c", HOLD, str(folder), "--auth_token=open-sesame"]
-        started.append(
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-            )
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        assert hear(started[-1]) == "ready\n"
-        return started[-1]
+        started.append(process)
+        assert read_line(process) == "ready\n"
+        return process
 
     yield start
-    for each in started:
-        each.kill()
-        each.communicate()
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-def tell(process: Holder) -> None:
+def write_line(process: Holder) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
 
 
-def hear(process: Holder) -> str:
+def read_line(process: Holder) -> str:
     assert process.stdout is not None
     return process.stdout.readline()
 
@@ -96,20 +95,22 @@ def test_second_run_is_refused_before_it_writes(
     output = workspace.path("output")
     output.mkdir()
     first = holder(output)
-    tell(first)
-    assert hear(first) == "held\n"
+    write_line(first)
+    assert read_line(first) == "held\n"
     assert "open-sesame" not in (output / LOCK_FILE).read_text(), "everybody may read it"
+
     assert workspace.train() == 2
+
     message = capsys.readouterr().err
-    assert (
-        f"output is in use by process {first.pid} on {this_process().host} (`-c {output}`"
-        in message
-    )
+    owner = f"process {first.pid} on {this_process().host}"
+    assert f"output is in use by {owner} (`-c {output}`" in message
     assert re.search(r"`, started [\d.:]+( s)? ago\)", message)
     assert [path.name for path in output.iterdir()] == [LOCK_FILE]
-    assert workspace.train("--dry-run") == 0, "who only reads takes no lock"
-    tell(first)
+    assert workspace.train("--dry-run") == 0, "a plan takes no lock"
+
+    write_line(first)
     first.wait(PATIENCE)
+
     assert list(output.iterdir()) == []
 
 
@@ -117,13 +118,12 @@ def test_lock_of_a_killed_run_is_taken_over(
     tmp_path: Path, holder: Callable[[Path], Holder]
 ) -> None:
     first = holder(tmp_path)
-    tell(first)
-    assert hear(first) == "held\n"
+    write_line(first)
+    assert read_line(first) == "held\n"
     first.kill()
-    os.waitid(
-        os.P_PID, first.pid, os.WEXITED | os.WNOWAIT
-    )  # it has ended, and nobody has collected it
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # until it is a zombie
     assert (tmp_path / LOCK_FILE).exists()
+
     with lock_output(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == this_process().pid
     assert not (tmp_path / LOCK_FILE).exists()
@@ -133,12 +133,14 @@ def test_one_of_several_processes_gets_the_lock_of_a_dead_owner(
     tmp_path: Path, holder: Callable[[Path], Holder]
 ) -> None:
     write_lock(tmp_path, replace(this_process(), started="0"))
-    several = [holder(tmp_path) for _ in range(4)]
-    for each in several:
-        tell(each)
-    heard = [hear(each) for each in several]
-    assert heard.count("held\n") == 1
-    assert sum("is in use by" in line for line in heard) == 3
+    processes = [holder(tmp_path) for _ in range(4)]
+
+    for process in processes:
+        write_line(process)
+
+    lines = [read_line(process) for process in processes]
+    assert lines.count("held\n") == 1
+    assert sum("is in use by" in line for line in lines) == 3
 
 
 def test_lock_is_released_after_an_error(tmp_path: Path) -> None:
@@ -188,6 +190,7 @@ def test_lock_of_another_host_is_taken_over_once_it_is_stale(
     write_lock(tmp_path, replace(this_process(), host="elsewhere", since=9e12))  # a clock ahead
     with caplog.at_level("INFO"), lock_output(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == this_process().host
+
     assert "on elsewhere" in caplog.text
     assert not (tmp_path / LOCK_FILE).exists()
 
@@ -205,6 +208,7 @@ def test_lock_refreshed_by_another_host_is_in_use(
         lock_output(tmp_path),
     ):
         pass
+
     assert json.loads(path.read_text()) == asdict(owner)
 
 

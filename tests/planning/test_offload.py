@@ -1,6 +1,4 @@
-"""What offloading excludes and needs is told before anything is loaded, with both keys and the
-reason.
-"""
+"""What offloading excludes and needs is reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from simpletuner.planning.checks import check_config
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
 
-def told(**settings: Any) -> tuple[list[str], list[str]]:
+def problems_of(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings."""
     config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
-    found = check_config(config)
-    return [str(each) for each in found if each.fatal], [
-        str(each) for each in found if not each.fatal
+    problems = check_config(config)
+    return [str(problem) for problem in problems if problem.fatal], [
+        str(problem) for problem in problems if not problem.fatal
     ]
 
 
@@ -52,7 +50,7 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
     ],
 )
 def test_valid_offload_settings_are_accepted(settings: dict[str, Any]) -> None:
-    assert told(**settings) == ([], [])
+    assert problems_of(**settings) == ([], [])
 
 
 @pytest.mark.parametrize("moving", ["enable_group_offload", "offload_block_inputs"])
@@ -67,15 +65,16 @@ def test_valid_offload_settings_are_accepted(settings: dict[str, Any]) -> None:
 def test_cuda_graphs_with_offloading_are_refused(moving: str, graphs: dict[str, str]) -> None:
     settings = {moving: True, "gradient_checkpointing": True}
     ((key, value),) = graphs.items()
-    (error,), _ = told(**settings, **graphs)
+    (error,), _ = problems_of(**settings, **graphs)
+
     assert error.startswith(f"{key}: {value!r} cannot be combined with {moving}: ")
-    assert not told(gradient_checkpointing=True, **graphs)[0]
-    assert not told(**settings, dynamo_mode="max-autotune-no-cudagraphs")[0]
-    assert not told(**settings, dynamo_mode="reduce-overhead", dynamo_backend="no")[0]
+    assert not problems_of(gradient_checkpointing=True, **graphs)[0]
+    assert not problems_of(**settings, dynamo_mode="max-autotune-no-cudagraphs")[0]
+    assert not problems_of(**settings, dynamo_mode="reduce-overhead", dynamo_backend="no")[0]
 
 
 def test_streaming_single_layers_is_refused() -> None:
-    errors, (warning,) = told(group_offload_type="leaf_level", enable_group_offload=True)
+    errors, (warning,) = problems_of(group_offload_type="leaf_level", enable_group_offload=True)
     assert (errors, warning[:51]) == ([], "group_offload_type: 'leaf_level' is treated as bloc")
 
 
@@ -84,12 +83,12 @@ def test_offload_to_disk_warns_about_its_cost_or_reports_why_not(tmp_path: Path)
         "enable_group_offload": True,
         "group_offload_to_disk_path": str(tmp_path / "new" / "folder"),
     }
-    errors, (warning,) = told(**settings)
+    errors, (warning,) = problems_of(**settings)
     assert errors == []
     assert "reads the offloaded weights twice from this disk" in warning
     assert not (tmp_path / "new").exists(), "a plan writes nothing"
     (tmp_path / "file").write_text("")
-    (error,), _ = told(
+    (error,), _ = problems_of(
         **{**settings, "group_offload_to_disk_path": str(tmp_path / "file" / "folder")}
     )
     assert error.startswith("group_offload_to_disk_path: ")
@@ -100,7 +99,9 @@ def test_folder_without_permission_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    errors, _ = told(enable_group_offload=True, group_offload_to_disk_path=str(tmp_path / "new"))
+    errors, _ = problems_of(
+        enable_group_offload=True, group_offload_to_disk_path=str(tmp_path / "new")
+    )
     assert any(
         error.startswith("group_offload_to_disk_path") and "cannot be written to" in error
         for error in errors

@@ -90,33 +90,40 @@ def test_previews_have_up_to_eight_milestones_unless_an_interval_is_set(
 ) -> None:
     workspace.write_config(validation_step_interval=None, validation_disable=False)
     shown = plan(workspace, capsys, *settings)
+
     assert f"Previews {often} at" in shown
     assert halving in shown
 
 
 def test_plan_is_available_as_json(workspace: Workspace, capsys: Capture) -> None:
-    told = json.loads(plan(workspace, capsys, "--json", "validation_disable=false", "lora_rank=8"))
-    assert told["ok"]
-    assert told["model"]["family"] == "kandinsky5-image"
-    assert told["settings"]["lora_rank"] == {"value": 8, "origin": "command line"}
-    assert told["length"] == {
+    document = json.loads(
+        plan(workspace, capsys, "--json", "validation_disable=false", "lora_rank=8")
+    )
+    assert document["ok"]
+    assert document["model"]["family"] == "kandinsky5-image"
+    assert document["settings"]["lora_rank"] == {"value": 8, "origin": "command line"}
+    assert document["length"] == {
         "steps": 4,
         "steps_done": 0,
         "epochs": 1,
         "batches_per_epoch": 8,
         "finished": False,
     }
-    (dataset,) = told["datasets"]
+    (dataset,) = document["datasets"]
     assert (dataset["id"], dataset["files"], dataset["used"]) == ("pictures", 8, 8)
     assert sum(dataset["buckets"].values()) == 8
     assert {"encoding captions", "rendering previews", "saving"} <= {
-        each["phase"] for each in told["memory"]
+        each["phase"] for each in document["memory"]
     }
-    assert sum(each["share"] for each in told["buckets"]) == pytest.approx(1.0)
-    seconds = told["seconds"]
+    assert sum(each["share"] for each in document["buckets"]) == pytest.approx(1.0)
+    seconds = document["seconds"]
     assert seconds["total"] == pytest.approx(4 * seconds["step"] + seconds["previews"])
     assert seconds["previews"] > 0
-    assert {each["what"] for each in told["disk"]} == {"checkpoints", "latents", "text embeddings"}
+    assert {each["what"] for each in document["disk"]} == {
+        "checkpoints",
+        "latents",
+        "text embeddings",
+    }
 
 
 def test_json_has_every_problem_and_the_same_exit_code(
@@ -130,8 +137,8 @@ def test_json_has_every_problem_and_the_same_exit_code(
         assert workspace.run("plan", *settings) == 2
         usual = capsys.readouterr()
         assert workspace.run("plan", "--json", *settings) == 2
-        told, errors = capsys.readouterr()
-        document = json.loads(told)
+        printed, errors = capsys.readouterr()
+        document = json.loads(printed)
         assert errors == usual.err
         assert not document["ok"]
         fatal = [
@@ -152,9 +159,9 @@ def test_finished_run_has_no_remaining_steps(trained: Workspace, capsys: Capture
     assert "-" not in shown.partition("micro-step")[2].partition("disk:")[0].replace(
         "micro-step", ""
     )
-    told = json.loads(plan(trained, capsys, "--json"))
-    assert told["length"]["finished"]
-    assert (told["seconds"]["training"], told["seconds"]["previews"]) == (0, 0)
+    document = json.loads(plan(trained, capsys, "--json"))
+    assert document["length"]["finished"]
+    assert (document["seconds"]["training"], document["seconds"]["previews"]) == (0, 0)
 
 
 def test_run_starts_with_a_summary_and_ends_with_its_result(
@@ -210,6 +217,7 @@ def test_every_file_is_used_or_listed_with_its_reason(
     shown = plan(workspace, capsys)
     for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt", r"red\x1b[31m\nrow.doc"):
         assert f"  {name}: not used, " in shown
+
     assert "6 of 11 files used" in shown
 
 
@@ -252,6 +260,7 @@ def test_run_that_outlasts_its_datasets_is_refused(workspace: Workspace, capsys:
     workspace.write_datasets([{**DATASETS[0], "end_epoch": 2}, DATASETS[1]])
     warnings(workspace, capsys, "max_train_steps=16")
     problem = complaint(workspace, capsys, "plan", "max_train_steps=17")
+
     assert problem == (
         "data_backend_config: no dataset takes part from step 17 on (epoch 3): pictures "
         "(end_epoch 2). Change a window to include it, or end the run before it with "
@@ -306,13 +315,14 @@ def test_plan_writes_nothing_and_does_not_import_torch(workspace: Workspace) -> 
         text=True,
         check=True,
     )
+
     assert done.stdout.splitlines()[-1] == "0 []"
     assert done.stderr == ""
     assert sorted(workspace.folder.rglob("*")) == before
 
 
 def test_warnings_of_the_family_are_shown(workspace: Workspace, capsys: Capture) -> None:
-    told = warnings(
+    printed = warnings(
         workspace,
         capsys,
         "validation_guidance=8",
@@ -335,7 +345,7 @@ def test_warnings_of_the_family_are_shown(workspace: Workspace, capsys: Capture)
         "lora_rank",
         "validation_resolution",
     ):
-        assert f"  {key}: " in told, key
+        assert f"  {key}: " in printed, key
 
 
 @pytest.mark.parametrize("spelling", ["Kandinsky5_Image", "KANDINSKY5-IMAGE", "{env:FAMILY}"])
@@ -351,8 +361,10 @@ def test_dataset_file_beside_the_config_is_used_with_a_warning(
     workspace: Workspace, capsys: Capture
 ) -> None:
     workspace.write_config(data_backend_config=None)
-    told = warnings(workspace, capsys)
-    assert told.strip() == "data_backend_config: is not set; config/multidatabackend.json is used."
+    printed = warnings(workspace, capsys)
+    assert (
+        printed.strip() == "data_backend_config: is not set; config/multidatabackend.json is used."
+    )
 
 
 def test_names_in_any_script_and_with_spaces_are_accepted(
@@ -365,6 +377,7 @@ def test_names_in_any_script_and_with_spaces_are_accepted(
     workspace.write_datasets(
         [{**DATASETS[0], "instance_data_dir": "datasets/मेरी तस्वीरें 图片"}, DATASETS[1]]
     )
+
     assert "  बिल्ली 猫.png: 96x64" in plan(workspace, capsys, "output_dir=मेरा output")
 
 
@@ -385,6 +398,7 @@ def test_unusual_terminal_does_not_break_the_plan(workspace: Workspace) -> None:
         text=True,
         check=False,
     )
+
     assert done.returncode == 0, done.stderr
     assert "\\u732b.png: 96x64" in done.stdout
 
@@ -402,9 +416,9 @@ def test_incomplete_variables_of_a_launcher_are_refused(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    told = complaint(workspace, capsys, *command)
-    assert "WORLD_SIZE is 2" in told
-    assert "RANK is not set" in told
+    error = complaint(workspace, capsys, *command)
+    assert "WORLD_SIZE is 2" in error
+    assert "RANK is not set" in error
     assert not workspace.path("output").exists()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert plan(workspace, capsys)
@@ -414,6 +428,7 @@ def test_incomplete_variables_of_a_launcher_are_refused(
 def test_continued_run_keeps_its_drawn_seed(configured: int | None) -> None:
     identity = Identity("family", "flavour", "lora", 1, 4711, "", {})
     checkpoint = Checkpoint(Path("checkpoint-1"), 1, False, Manifest(1, 1, identity, {}))
+
     assert decide_seed(configured, checkpoint) == 4711
     assert decide_seed(5, checkpoint) == 5
 
@@ -427,14 +442,14 @@ def test_control_tokens_in_prompts_are_refused(workspace: Workspace, capsys: Cap
 
 
 def test_trained_preview_pictures_are_a_warning(workspace: Workspace, capsys: Capture) -> None:
-    told = warnings(workspace, capsys, "eval_dataset_id=pictures")
-    assert "pictures is also trained; give it dataset_type eval" in told
+    printed = warnings(workspace, capsys, "eval_dataset_id=pictures")
+    assert "pictures is also trained; give it dataset_type eval" in printed
 
 
 def test_json_and_the_printed_plan_name_the_same_host_memory(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of a tiny model, what passes through the host on its way to a GPU is too little to be seen.
+    # What passes through the host on its way to a GPU is too little to be seen for a tiny model.
     monkeypatch.setattr(PhasePeak, "on_host", lambda phase, device: 7e9)
 
     phases = json.loads(plan(workspace, capsys, "--json"))["memory"]

@@ -46,8 +46,8 @@ def test_every_precision_name_is_accepted_or_refused(key: str) -> None:
         config = PrecisionConfig(**{key: name})
         refused = name in ("int4-torchao", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq")
         if not refused:
-            found = quantisation(name)
-            assert found is None or found.name.partition("-")[0] == name.partition("-")[0]
+            scheme = quantisation(name)
+            assert scheme is None or scheme.name.partition("-")[0] == name.partition("-")[0]
         assert all(problem.where == key for problem in found_by(check_packages, config))
 
 
@@ -65,6 +65,7 @@ def test_unavailable_precisions_are_refused(
 ) -> None:
     workspace.write_config(**{key: name})
     problem = complaint(workspace, capsys)
+
     assert problem.startswith(f"{key}: '{name}' cannot be used: ")
     assert problem.endswith(f"; the nearest supported value is {instead}.")
 
@@ -82,6 +83,7 @@ def test_missing_package_is_reported_last(
     workspace.write_config(base_model_precision=name, model_flavour="t2i-light", lora_rank=0)
     *others, last = complaints(workspace, capsys)
     install = f"pip install '{requirement}'"
+
     assert (
         last
         == f"base_model_precision: '{name}' needs the package {module}, which is not installed: "
@@ -176,8 +178,8 @@ def test_precision_of_a_missing_second_encoder_is_a_warning(
     assert warnings(workspace, capsys) == ""
     settings = {"model_family": "sanavideo", "model_flavour": None, "validation_resolution": None}
     workspace.write_config(pretrained_model_name_or_path=str(sana_checkpoint), **settings)
-    told = warnings(workspace, capsys)
-    assert "text_encoder_2_precision: has no effect: Sana Video has one text encoder." in told
+    printed = warnings(workspace, capsys)
+    assert "text_encoder_2_precision: has no effect: Sana Video has one text encoder." in printed
 
 
 def test_both_text_encoders_must_have_one_dtype(
@@ -209,6 +211,7 @@ def test_full_float32_on_a_gpu_changes_the_keys_of_latents(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with workspace.inside():
         catalogue = make_catalogue(plan_training(parse_arguments([f"vae_dtype={dtype}"])))
+
     assert catalogue is not None
     assert catalogue.vae.tf32 is expected
     assert catalogue.text_encoder.tf32 is None
@@ -238,10 +241,11 @@ def test_tf32_is_off_where_a_float32_vae_runs_beside_training(
             parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()])
         )
     prepare_machine(plan if trains else replace(plan, datasets=[]))
-    found = [place.allow_tf32 for place in places]
+    allowed = [place.allow_tf32 for place in places]
     for place, was in zip(places, before, strict=True):
         place.allow_tf32 = was
-    assert found == [expected] * 2
+
+    assert allowed == [expected] * 2
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_primary_prompt_follows_the_libraries(tmp_path: Path) -> None:
     prompts, problems = collect(
         validation_prompt="three", user_prompt_library=path, validation_prompt_library=True
     )
+
     assert problems == []
     assert [name for name, _ in prompts] == [*BUILT_IN, "a_cat", "dog", "validation"]
     assert prompts[-3:] == [("a_cat", "one"), ("dog", "two"), ("validation", "three")]
@@ -70,6 +71,7 @@ def test_equal_file_names_are_numbered(tmp_path: Path) -> None:
         validation_prompt="mine", user_prompt_library=path, validation_disable_unconditional=False
     )
     names = [name for name, _ in prompts]
+
     assert len({name.lower() for name in names}) == len(names) == 7
     assert ("validation", "mine") in prompts, "a library cannot take our own names away"
     assert prompts[0] == ("unconditional", "")
@@ -116,6 +118,7 @@ def test_long_nickname_is_cut_between_characters(letter: str) -> None:
 def test_invalid_prompt_library_is_refused(tmp_path: Path, content: Any, complaint: str) -> None:
     _, problems = collect(user_prompt_library=library(tmp_path, content))
     (problem,) = problems
+
     assert complaint in problem
     assert "library.json" in problem
 
@@ -155,15 +158,15 @@ def test_preview_sizes_are_parsed(value: str, expected: list[tuple[int, int]]) -
 
 
 def test_preview_size_is_rounded_to_the_grid_of_the_model() -> None:
-    found, (problem,) = sizes("480x854")
-    assert found == [(480, 848)]
+    fitting, (problem,) = sizes("480x854")
+    assert fitting == [(480, 848)]
     assert not problem.fatal
     assert "480x848 is rendered" in problem.message
 
 
 def test_preview_size_that_looks_like_megapixels_is_refused() -> None:
-    found, (problem,) = sizes("1.0")
-    assert found == []
+    fitting, (problem,) = sizes("1.0")
+    assert fitting == []
     assert problem.fatal
     assert "sizes are pixels, not megapixels" in problem.message
     assert sizes("96x96", lenient=True) == ([(96, 96)], [])
@@ -173,8 +176,8 @@ def test_preview_size_that_looks_like_megapixels_is_refused() -> None:
     "value", ["x", "1024x", "1x2x3", "abc", "-512", "0.5", ",", "1e3", "9" * 400, "१०२४", "nan"]
 )
 def test_invalid_preview_size_is_refused(value: str) -> None:
-    found, (problem,) = sizes(value)
-    assert found == []
+    fitting, (problem,) = sizes(value)
+    assert fitting == []
     assert problem.fatal
 
 

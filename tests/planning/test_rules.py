@@ -1,6 +1,4 @@
-"""What options declare about each other: one declaration gives warning, greyed field, error and
-help.
-"""
+"""What options declare about each other appears as warning, greyed field, error and help."""
 
 from __future__ import annotations
 
@@ -35,9 +33,9 @@ ERROR_SAYS_MORE = "quantized_matmul"  # where the key is on without effect
 
 def config(settings: dict[str, Any]) -> RunConfig:
     problems = Problems()
-    made = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], problems)
+    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], problems)
     assert problems == []
-    return made
+    return config
 
 
 def on(option: Option) -> Any:
@@ -52,35 +50,28 @@ def on(option: Option) -> Any:
     low = max(limits.get("ge", 0), limits.get("gt", 0))
     below = limits.get("lt", 1e9)
     most = limits.get("le", 1e9)
-    return next(
-        each
-        for each in (low + 1, low + 2, 0.5)
-        if each != option.default and each <= most and each < below
-    )
+    for number in (low + 1, low + 2, 0.5):
+        if number != option.default and number <= most and number < below:
+            return number
+    raise AssertionError(f"{option.name} has another range")
 
 
 def off(option: Option, values: tuple[object, ...]) -> Any:
-    """A value that is none of these; without any, one that is off."""
+    """A value that is none of some values; without any, a value that is off."""
     if option.choices:
         return next(choice for choice in option.choices if choice not in values)
-    return (
-        None
-        if not values and option.default is None
-        else False
-        if option.is_flag
-        else 2
-        if values
-        else 0
-    )
+    if not values and option.default is None:
+        return None
+    if option.is_flag:
+        return False
+    return 2 if values else 0
 
 
 def state(condition: When, *, holds: bool) -> dict[str, Any]:
     """Settings with which a condition holds or not."""
     if condition.also is not None:
-        return {
-            **state(replace(condition, also=None), holds=holds),
-            **state(condition.also, holds=True),
-        }
+        settings = state(replace(condition, also=None), holds=holds)
+        return settings | state(condition.also, holds=True)
     if holds != condition.negated:
         key, values = next(iter(condition.keys.items()))
         return {key: values[0] if values else OPTIONS[key].is_flag or on(OPTIONS[key])}
@@ -96,9 +87,9 @@ REQUIREMENTS = [
 
 
 def reports(settings: dict[str, Any], key: str) -> list[tuple[str, bool]]:
-    return [
-        (each.message, each.fatal) for each in check_config(config(settings)) if each.where == key
-    ]
+    """(message, whether it is an error) of the problems of a key."""
+    problems = check_config(config(settings))
+    return [(problem.message, problem.fatal) for problem in problems if problem.where == key]
 
 
 @pytest.mark.parametrize(("key", "lacking"), REQUIREMENTS)
@@ -107,52 +98,58 @@ def test_requirement_of_an_option_is_reported_unless_met(key: str, lacking: When
     met: dict[str, Any] = {}
     for condition in option.requires:
         met |= state(condition, holds=True)
-    unmet_settings = {**met, **state(lacking, holds=False)}
-    told = (lacking.lacking, lacking.fatal)
-    assert (key, *told) in [
-        (each.where, each.message, each.fatal)
-        for each in found_by(check_requirements, config(unmet_settings))
-    ]
+    unmet = {**met, **state(lacking, holds=False)}
     way_out = " Otherwise leave it out." if lacking.fatal else ""
-    reported = (lacking.lacking + way_out, lacking.fatal)
-    assert reports({**unmet_settings, key: on(option)}, key) == [reported] or key == ERROR_SAYS_MORE
-    assert key not in [each.where for each in found_by(check_requirements, config(met))]
-    assert reports(unmet_settings, key) == []
-    assert reports({**unmet_settings, key: option.default}, key) == [], (
-        "the default asks for nothing else"
-    )
+    report = (lacking.lacking + way_out, lacking.fatal)
+
+    problems = found_by(check_requirements, config(unmet))
+    problems_if_met = found_by(check_requirements, config(met))
+
+    assert (key, lacking.lacking, lacking.fatal) in [
+        (problem.where, problem.message, problem.fatal) for problem in problems
+    ]
+    assert key not in [problem.where for problem in problems_if_met]
+    assert reports({**unmet, key: on(option)}, key) == [report] or key == ERROR_SAYS_MORE
+    assert reports(unmet, key) == []
+    assert reports({**unmet, key: option.default}, key) == [], "a default needs nothing"
     assert str(lacking) in " ".join(" ".join(explain_key(option)).split())
 
 
 def test_option_that_never_has_an_effect_gives_its_reason() -> None:
-    keys = [
-        key for key, option in OPTIONS.items() if any(not each.keys for each in option.requires)
-    ]
+    keys = []
+    for key, option in OPTIONS.items():
+        if any(not condition.keys for condition in option.requires):
+            keys.append(key)
     assert {"snr_gamma", "read_batch_size", "trust_remote_code"} <= set(keys)
+
     for key in keys:
         reason = OPTIONS[key].requires[-1].because
         assert reports({key: on(OPTIONS[key])}, key) == [(f"has no effect: {reason}.", False)]
 
 
 @pytest.mark.parametrize(
-    ("key", "other"),
-    [(key, other) for key, option in OPTIONS.items() for other in option.excludes],
+    ("key", "excluded"),
+    [(key, excluded) for key, option in OPTIONS.items() for excluded in option.excludes],
     ids=str,
 )
-def test_exclusion_of_an_option_is_reported_unless_alone(key: str, other: When) -> None:
+def test_exclusion_of_an_option_is_reported_unless_alone(key: str, excluded: When) -> None:
     option = OPTIONS[key]
     alone = {key: on(option)}
     for condition in option.requires:
         alone |= state(condition, holds=True)
-    both = {**alone, **state(other, holds=True)}
-    (told,) = [each for each in found_by(check_conflicts, config(both)) if each.where == key]
-    assert told.fatal
+    both = {**alone, **state(excluded, holds=True)}
+
+    conflicts = found_by(check_conflicts, config(both))
+    conflicts_alone = found_by(check_conflicts, config(alone))
+
+    (problem,) = [problem for problem in conflicts if problem.where == key]
     value = f"{both[key]!r} " if option.choices else ""
-    begin = f"{value}cannot be combined with {next(iter(other.keys))}"
-    assert (told.message.startswith(begin), other.because in told.message) == (True, True)
-    assert told in check_config(config(both))
-    assert not [each for each in found_by(check_conflicts, config(alone)) if each.where == key]
-    assert other.stated in " ".join(" ".join(explain_key(option)).split())
+    assert problem.fatal
+    assert problem.message.startswith(f"{value}cannot be combined with {next(iter(excluded.keys))}")
+    assert excluded.because in problem.message
+    assert problem in check_config(config(both))
+    assert key not in [problem.where for problem in conflicts_alone]
+    assert excluded.stated in " ".join(" ".join(explain_key(option)).split())
 
 
 def test_conditions_name_known_keys_and_values() -> None:
@@ -183,13 +180,15 @@ def test_first_of_several_reasons_is_reported(tmp_path: Path) -> None:
         "lora_dropout": 0.5,
         "crepa_lambda": 0.5,
     }
-    judged = Draft(tmp_path / "config.json", values).judgement
-    lora = "has no effect: model_type full trains every weight and no LoRA."
-    assert [str(problem) for problem in judged.problems if problem.where == "lora_dropout"] == [
-        f"lora_dropout: {lora}"
+    reason = "has no effect: model_type full trains every weight and no LoRA."
+
+    judgement = Draft(tmp_path / "config.json", values).judgement
+
+    messages = [
+        problem.message for problem in judgement.problems if problem.where == "lora_dropout"
     ]
-    assert (judged.without_effect["lora_dropout"], judged.without_effect["lora_alpha"]) == (
-        lora,
-        lora,
-    )
-    assert "crepa_lambda" not in [problem.where for problem in judged.problems], "it is the default"
+    assert messages == [reason]
+    assert judgement.without_effect["lora_dropout"] == reason
+    assert judgement.without_effect["lora_alpha"] == reason
+    keys = [problem.where for problem in judgement.problems]
+    assert "crepa_lambda" not in keys, "it has its default"

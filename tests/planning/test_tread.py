@@ -21,11 +21,12 @@ from tests.tools.workspace import Workspace
 GOOD = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
 
 
-def told(value: Any, blocks: int | None = 32) -> list[str]:
+def problems_of(value: Any, blocks: int | None = 32) -> list[str]:
     """The problems of a `tread_config`."""
     problems = Problems()
     routes = build_group(TreadConfig, {"tread_config": value}, problems).routes
-    return [str(each) for each in [*problems, *found_by(check_routes, routes, blocks)]]
+    problems += found_by(check_routes, routes, blocks)
+    return [str(problem) for problem in problems]
 
 
 def route(first: int, last: int, ratio: float = 0.5) -> dict[str, Any]:
@@ -37,9 +38,9 @@ def test_route_of_the_guide_is_accepted() -> None:
     assert routes == (Route(0.5, 2, -2),)
     assert routes[0].among(32) == Route(0.5, 2, 30), "both ends included, negatives from the end"
     assert found_by(check_routes, routes, 32) == []
-    assert told({"routes": [route(0, 3), route(4, 4, 0), route(-2, -1, 0.99)]}) == []
+    assert problems_of({"routes": [route(0, 3), route(4, 4, 0), route(-2, -1, 0.99)]}) == []
     assert (
-        told(
+        problems_of(
             {"routes": [{"selection_ratio": "0.5", "start_layer_idx": "2", "end_layer_idx": -2.0}]}
         )
         == []
@@ -99,13 +100,13 @@ def test_route_of_the_guide_is_accepted() -> None:
     ],
 )
 def test_invalid_routes_are_refused(value: Any, words: str) -> None:
-    (message,) = told(value)
+    (message,) = problems_of(value)
     assert words in message
 
 
 def test_routes_are_checked_as_far_as_possible_without_the_checkpoint() -> None:
-    assert told({"routes": [route(2, -2), route(100, 200)]}, None) == []
-    assert "starts after" in told({"routes": [route(-2, -3)]}, None)[0]
+    assert problems_of({"routes": [route(2, -2), route(100, 200)]}, None) == []
+    assert "starts after" in problems_of({"routes": [route(-2, -3)]}, None)[0]
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -118,10 +119,10 @@ def test_plan_reports_all_problems_of_routes(
     ):
         value = {"routes": routes}
         workspace.write_config(tread_config=json.dumps(value) if as_text else value)
-        found = complaints(workspace, capsys)
-        assert len(found) == 2
-        assert all(each.startswith("tread_config") for each in found)
-    assert "the model has 2 blocks" in " ".join(found)
+        errors = complaints(workspace, capsys)
+        assert len(errors) == 2
+        assert all(error.startswith("tread_config") for error in errors)
+    assert "the model has 2 blocks" in " ".join(errors)
 
 
 def test_model_downloaded_later_is_checked_at_the_start(
@@ -138,9 +139,9 @@ def test_model_downloaded_later_is_checked_at_the_start(
     monkeypatch.setattr(Part, "local_folder", lambda self: local(self) if there else None)
     monkeypatch.setattr(Part, "fetch", lambda self: (there.append(self.role), fetch(self))[1])
     workspace.write_config(tread_config={"routes": [route(0, 2)]}, i_know_what_i_am_doing=True)
-    found = complaints(workspace, capsys, "train")
+    errors = complaints(workspace, capsys, "train")
     assert there, "the plan had no objection"
-    assert found == [
+    assert errors == [
         "tread_config: the model has 2 blocks, so an index is between -2 and 1, not 2."
     ]
     assert not workspace.path("output/cache").exists()

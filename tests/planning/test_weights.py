@@ -1,4 +1,4 @@
-"""Models and LoRA files that are not whole: found in the plan, and never completed at random."""
+"""Incomplete models and LoRA files are reported by the plan, never completed at random."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ def test_text_encoder_without_its_last_layers_is_refused(
     workspace: Workspace, model: Path, part: str, capsys: Capture
 ) -> None:
     edit_weights(model / part, without(".layers.1."))
-    told = complaint(workspace, capsys)
-    assert told.startswith(f"{MODEL}: the {part} in ")
-    assert "its files lack layers 1 of 2" in told
+    error = complaint(workspace, capsys)
+
+    assert error.startswith(f"{MODEL}: the {part} in ")
+    assert "its files lack layers 1 of 2" in error
 
 
 def test_transformer_with_fewer_blocks_than_its_config_is_refused(
@@ -93,8 +94,8 @@ def test_transformer_with_more_blocks_than_its_config_is_refused(
     workspace: Workspace, model: Path, capsys: Capture
 ) -> None:
     edit_config(model / "transformer", num_visual_blocks=1)
-    told = complaint(workspace, capsys)
-    assert "has 2 visual_transformer_blocks, its config.json has num_visual_blocks 1." in told
+    error = complaint(workspace, capsys)
+    assert "has 2 visual_transformer_blocks, its config.json has num_visual_blocks 1." in error
 
 
 def test_missing_weights_inside_and_outside_blocks_are_refused(
@@ -200,6 +201,7 @@ def test_settings_file_with_another_kind_of_json_is_refused(
     )
     folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (folder / file).write_text(json.dumps(content))
+
     assert words in plan_of(folder, family)
 
 
@@ -265,9 +267,10 @@ def test_shapes_are_compared_before_anything_is_encoded(
     edit_weights(
         model / "vae", lambda weights: {**weights, "decoder.conv_out.bias": torch.zeros(7)}
     )
-    told = complaint(workspace, capsys, "train")
-    assert told.startswith(f"{MODEL}: the vae in ")
-    assert told.endswith("does not fit its config.json: its files lack decoder.conv_out.bias [3].")
+    error = complaint(workspace, capsys, "train")
+
+    assert error.startswith(f"{MODEL}: the vae in ")
+    assert error.endswith("does not fit its config.json: its files lack decoder.conv_out.bias [3].")
     assert not list(workspace.folder.rglob("*.zst"))
 
 
@@ -320,25 +323,26 @@ class TestInitLora:
             for name, tensor in load_file(self.write(workspace)).items()
         }
         save_file(weights, folder / "lora.safetensors", metadata={"trigger": "microwave,"})
-        told = warnings(workspace, capsys, f"init_lora={folder}", "lora_rank=4")
-        assert "captions that begin with 'microwave,'" in told
+        printed = warnings(workspace, capsys, f"init_lora={folder}", "lora_rank=4")
+
+        assert "captions that begin with 'microwave,'" in printed
 
     def test_init_lora_may_have_some_layers(self, workspace: Workspace, capsys: Capture) -> None:
-        told = warnings(
+        printed = warnings(
             workspace, capsys, f"init_lora={self.write(workspace, blocks=1)}", "lora_rank=4"
         )
         assert (
             "trained layers; the others start untrained (visual_transformer_blocks.1."
-            in " ".join(told.split())
+            in " ".join(printed.split())
         )
 
     def test_init_lora_of_another_rank_is_refused(
         self, workspace: Workspace, capsys: Capture
     ) -> None:
-        told = complaint(
+        error = complaint(
             workspace, capsys, "plan", f"init_lora={self.write(workspace, rank=8)}", "lora_rank=4"
         )
-        assert told.endswith("has rank 8, lora_rank is 4.")
+        assert error.endswith("has rank 8, lora_rank is 4.")
 
     @pytest.mark.parametrize(
         ("content", "words"),
@@ -359,8 +363,8 @@ class TestInitLora:
         self, workspace: Workspace, capsys: Capture
     ) -> None:
         settings = ("model_type=full", "use_dora=true", f"init_lora={self.write(workspace)}")
-        (told,) = complaints(workspace, capsys, "plan", *settings)
-        assert told.startswith(
+        (error,) = complaints(workspace, capsys, "plan", *settings)
+        assert error.startswith(
             "init_lora: needs model_type lora: model_type full trains every weight and no LoRA."
         )
 
@@ -369,8 +373,8 @@ def test_resolution_meant_in_megapixels_is_refused(workspace: Workspace, capsys:
     workspace.write_datasets(
         [{**DATASETS[0], "resolution": 1, "resolution_type": "pixel"}, DATASETS[1]]
     )
-    told = complaints(workspace, capsys)
-    assert any("for megapixels set resolution_type area" in each for each in told)
+    errors = complaints(workspace, capsys)
+    assert any("for megapixels set resolution_type area" in error for error in errors)
 
 
 def test_learning_rate_far_above_the_usual_is_a_warning(
