@@ -58,9 +58,10 @@ SHARDED = {"fsdp_enable": True}
     ],
 )
 def test_sent_bytes_equal_hand_computed_ones(model: StepModel, expected: Sent) -> None:
-    assert sent_bytes(model, TechniqueCost()) == expected
-    twice = replace(expected, gathered=2 * expected.gathered, scattered=2 * expected.scattered)
     accumulated = under(model, gradient_accumulation_steps=2)
+    twice = replace(expected, gathered=2 * expected.gathered, scattered=2 * expected.scattered)
+
+    assert sent_bytes(model, TechniqueCost()) == expected
     assert sent_bytes(accumulated, TechniqueCost()) == twice, "DDP sends once in an optimizer step"
 
 
@@ -123,39 +124,43 @@ def test_fsdp_sends_the_estimated_bytes(mesh: Any, reshards: bool) -> None:
     )
     expected = {"_allgather_base_": planned.gathered, "_reduce_scatter_base_": planned.scattered}
 
-    assert {
-        name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()
-    } == expected
+    ring_share = (PROCESSES - 1) / PROCESSES
+    sent = {name: ring_share * size for name, size in counted.bytes.items()}
+    assert sent == expected
 
 
 def test_fsdp_divides_memory_by_the_processes() -> None:
-    sharded = under(FULL, **SHARDED)
-    assert sharded.trained_bytes == FULL.trained_bytes / PROCESSES
+    last = 64  # bytes of the last layer: 32 numbers of 2 bytes
+    block = 128
+    # Gathered weights of the block that computes, and of the next one, which has arrived.
+    buffers = 2 * block
+    full = under(FULL, **SHARDED)
+    lora = under(LORA, **SHARDED)
+    more_blocks = {f"blocks.{number}.weight": (WIDTH, WIDTH) for number in range(2, 8)}
+    eight_blocks = replace(lora, cost=replace(COST, shapes=SHAPES | more_blocks))
+    kept = under(eight_blocks, fsdp_reshard_after_forward=False)
+
     assert FULL.frozen_bytes == 0
-    buffers = 2 * 128  # what was gathered for the block that computes, and the next one's
-    assert sharded.frozen_bytes == 64 + 128 + buffers + 64 + 2 * 128, "gradients have one buffer"
-    of_lora = under(LORA, **SHARDED)
-    assert of_lora.trained_bytes == LORA.trained_bytes, "a LoRA is whole in every process"
-    assert of_lora.frozen_bytes == 320 / PROCESSES + 64 + 128 + buffers
-    many = replace(
-        COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}}
-    )
-    weights = 64 + 8 * 128
-    of_many = replace(of_lora, cost=many)
-    assert of_many.frozen_bytes == weights / PROCESSES + 64 + 128 + buffers
-    kept = under(of_many, fsdp_reshard_after_forward=False)
+    assert full.trained_bytes == FULL.trained_bytes / PROCESSES
+    gradients = last + 2 * block  # of the block, and one buffer
+    assert full.frozen_bytes == last + block + buffers + gradients
+    assert lora.trained_bytes == LORA.trained_bytes, "a LoRA is whole in every process"
+    assert lora.frozen_bytes == (last + 2 * block) / PROCESSES + last + block + buffers
+    weights = last + 8 * block
+    assert eight_blocks.frozen_bytes == weights / PROCESSES + last + block + buffers
     assert kept.frozen_bytes == weights / PROCESSES + weights + buffers
 
 
 def test_network_between_machines_limits_the_rate() -> None:
     device = Device("H200", 1e12, None, True, rates_of("H200"), "")
     link = device.rates.link
-    network = 12.5e9
-    assert link > device.rates.transfer > network, "NVLink"
-    one = LaunchConfig(num_processes=8)
-    two = LaunchConfig(num_processes=16, num_machines=2)
+    network = 12.5e9  # bytes/s: 100 Gbit/s
     sent = Sent(gathered=4e9, scattered=2e9)
-    assert exchange_seconds(sent, device, one) == pytest.approx(6e9 / link)
-    assert exchange_seconds(sent, device, two) == pytest.approx(6e9 / network)
-    fast = two.model_copy(update={"network_gbit": 400})
-    assert exchange_seconds(sent, device, fast) == pytest.approx(6e9 / (4 * network))
+    one_machine = LaunchConfig(num_processes=8)
+    two_machines = LaunchConfig(num_processes=16, num_machines=2)
+    fast_network = two_machines.model_copy(update={"network_gbit": 400})
+
+    assert link > device.rates.transfer > network, "NVLink"
+    assert exchange_seconds(sent, device, one_machine) == pytest.approx(6e9 / link)
+    assert exchange_seconds(sent, device, two_machines) == pytest.approx(6e9 / network)
+    assert exchange_seconds(sent, device, fast_network) == pytest.approx(6e9 / (4 * network))

@@ -14,6 +14,7 @@ from simpletuner.planning.checkpoint_folder import Manifest, Progress, write_man
 from simpletuner.planning.length import length_key
 from simpletuner.planning.plans import Plan
 from simpletuner.planning.resume import identify
+from simpletuner.rounding import ceil_div
 from tests.tools.refusals import complaint, warnings
 from tests.tools.workspace import DATASETS, Workspace
 
@@ -93,7 +94,8 @@ def test_dataset_that_never_takes_part_is_a_warning(
     assert "never takes part" not in warnings(workspace, capsys, *length)
 
 
-CHANGES: dict[str, tuple[dict[str, Any], int]] = {  # and the batches of an epoch afterwards
+# Changed keys of the dataset, and the batches of an epoch afterwards.
+CHANGES: dict[str, tuple[dict[str, Any], int]] = {
     "nothing": ({}, 4),
     "more repeats": ({"repeats": 2}, 12),
     "fewer pictures": ({"max_num_samples": 4}, 2),
@@ -119,17 +121,19 @@ def test_remaining_epochs_have_the_length_of_todays_data(
     workspace.write_datasets([pictures(), TEXTS])
     micro_batches, epoch, position = PLACES[place]
     step = micro_batches // accumulation
-    save_checkpoint(
-        workspace, step, epoch, Progress(position, epoch - (position < 4), 16 // accumulation)
-    )
-    keys, per_epoch = CHANGES[change]
+    is_complete = position == 4
+    epochs_done = epoch if is_complete else epoch - 1
+    progress = Progress(position, epochs_done, total_steps=16 // accumulation)
+    save_checkpoint(workspace, step, epoch, progress)
+    keys, batches_per_epoch = CHANGES[change]
     workspace.write_datasets([pictures(**keys), TEXTS])
-    left = 4 - epoch if place == "at its end" else 4 - epoch + 1
-    done_of_epoch = position if change == "nothing" and place != "at its end" else 0
-    batches = left * per_epoch - done_of_epoch
+
     plan = planned(workspace)
 
-    assert plan.length.total_steps == step + -(-batches // accumulation)
+    remaining = (4 - epochs_done) * batches_per_epoch
+    if change == "nothing" and not is_complete:
+        remaining -= position  # the epoch continues; otherwise it starts over
+    assert plan.length.total_steps == step + ceil_div(remaining, accumulation)
     assert plan.same_data == (change == "nothing")
 
 

@@ -112,56 +112,56 @@ def test_plan_is_available_as_json(workspace: Workspace, capsys: Capture) -> Non
     (dataset,) = document["datasets"]
     assert (dataset["id"], dataset["files"], dataset["used"]) == ("pictures", 8, 8)
     assert sum(dataset["buckets"].values()) == 8
-    assert {"encoding captions", "rendering previews", "saving"} <= {
-        each["phase"] for each in document["memory"]
-    }
-    assert sum(each["share"] for each in document["buckets"]) == pytest.approx(1.0)
+    phases = {phase["phase"] for phase in document["memory"]}
+    assert {"encoding captions", "rendering previews", "saving"} <= phases
+    assert sum(bucket["share"] for bucket in document["buckets"]) == pytest.approx(1.0)
     seconds = document["seconds"]
     assert seconds["total"] == pytest.approx(4 * seconds["step"] + seconds["previews"])
     assert seconds["previews"] > 0
-    assert {each["what"] for each in document["disk"]} == {
-        "checkpoints",
-        "latents",
-        "text embeddings",
-    }
+    written = {writing["what"] for writing in document["disk"]}
+    assert written == {"checkpoints", "latents", "text embeddings"}
 
 
 def test_json_has_every_problem_and_the_same_exit_code(
     workspace: Workspace, capsys: Capture
 ) -> None:
-    for settings, reached in (
+    for settings, has_estimate in (
         (("learning_rte=1", "lora_rank=x"), False),
         (("--device-memory=0.001",), True),
     ):
         capsys.readouterr()
+
         assert workspace.run("plan", *settings) == 2
-        usual = capsys.readouterr()
+        as_text = capsys.readouterr()
         assert workspace.run("plan", "--json", *settings) == 2
-        printed, errors = capsys.readouterr()
-        document = json.loads(printed)
-        assert errors == usual.err
+        as_json = capsys.readouterr()
+
+        document = json.loads(as_json.out)
+        errors = []
+        for problem in document["problems"]:
+            if problem["fatal"]:
+                errors.append(f"error: {problem['key']}: {problem['message']}")
+        printed = [line for line in as_text.err.splitlines() if line.startswith("error: ")]
+        assert as_json.err == as_text.err
+        assert errors == printed
         assert not document["ok"]
-        fatal = [
-            f"error: {each['key']}: {each['message']}"
-            for each in document["problems"]
-            if each["fatal"]
-        ]
-        assert fatal == [line for line in errors.splitlines() if line.startswith("error: ")]
-        assert ("memory" in document) == reached
+        assert ("memory" in document) == has_estimate
 
 
 def test_finished_run_has_no_remaining_steps(trained: Workspace, capsys: Capture) -> None:
     shown = plan(trained, capsys)
+    document = json.loads(plan(trained, capsys, "--json"))
+    Ledger(4, 1, ("uploads", "end")).write(trained.path("output"))
+    shown_with_tasks = plan(trained, capsys)
+
     assert "no steps remain: this run is finished" in shown
     assert "has not finished" not in shown
-    Ledger(4, 1, ("uploads", "end")).write(trained.path("output"))
-    assert "has not finished: the uploads, the end of the records." in plan(trained, capsys)
-    assert "-" not in shown.partition("micro-step")[2].partition("disk:")[0].replace(
-        "micro-step", ""
-    )
-    document = json.loads(plan(trained, capsys, "--json"))
+    assert "has not finished: the uploads, the end of the records." in shown_with_tasks
+    estimate = shown.partition("micro-step")[2].partition("disk:")[0]
+    assert "-" not in estimate.replace("micro-step", ""), "no number is negative"
     assert document["length"]["finished"]
-    assert (document["seconds"]["training"], document["seconds"]["previews"]) == (0, 0)
+    assert document["seconds"]["training"] == 0
+    assert document["seconds"]["previews"] == 0
 
 
 def test_run_starts_with_a_summary_and_ends_with_its_result(
@@ -280,18 +280,20 @@ def test_timestep_offset_needs_logit_normal_sigmas(workspace: Workspace, capsys:
 
 
 def test_grid_that_crops_much_is_a_warning(workspace: Workspace, capsys: Capture) -> None:
-    """Such as the 128 pixels of block-sparse attention; a crop that was asked for is none of its
-    business.
-    """
-    assert "is cropped" not in warnings(workspace, capsys)
-    settings = ("aspect_bucket_alignment=64", "i_know_what_i_am_doing=true")
+    # Such as the grid of 128 pixels that block-sparse attention needs.
+    coarse = ("aspect_bucket_alignment=64", "i_know_what_i_am_doing=true")
+    with_usual_grid = warnings(workspace, capsys)
+    with_coarse_grid = warnings(workspace, capsys, *coarse)
+    workspace.write_datasets([{**DATASETS[0], "crop": True}, DATASETS[1]])
+    with_crop = warnings(workspace, capsys, *coarse)
+
     message = (
         "pictures.resolution: 33% of the width of p0.png is cropped: 64x64 is the nearest size on "
         "the model's grid"
     )
-    assert message in warnings(workspace, capsys, *settings)
-    workspace.write_datasets([{**DATASETS[0], "crop": True}, DATASETS[1]])
-    assert "is cropped" not in warnings(workspace, capsys, *settings)
+    assert message in with_coarse_grid
+    assert "is cropped" not in with_usual_grid
+    assert "is cropped" not in with_crop, "it was requested"
 
 
 def test_dry_run_equals_plan(workspace: Workspace, capsys: Capture) -> None:
@@ -420,8 +422,9 @@ def test_incomplete_variables_of_a_launcher_are_refused(
     assert "WORLD_SIZE is 2" in error
     assert "RANK is not set" in error
     assert not workspace.path("output").exists()
+
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert plan(workspace, capsys)
+    assert plan(workspace, capsys), "one process needs no variables"
 
 
 @pytest.mark.parametrize("configured", [None, -1, 0])
