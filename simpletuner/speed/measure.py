@@ -26,10 +26,10 @@ ROUNDS = 5
 
 
 def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    """The rates of the device at the precision of training, measured once per output folder and
-    device.
+    """The rates of the device at the precision of training.
 
-    Without a GPU's own memory (Apple), there are no copies from the host to measure.
+    Measured once per output folder, device and precision. Without a GPU's own memory (Apple), there
+    are no copies from the host to measure.
     """
     known = read_rates(folder)
     measured = (device_name(device), _dtype_name(dtype))

@@ -111,8 +111,9 @@ class KeptAttention:
         self.result: Tensor | None = None
 
     def __call__(self, kernel: AttentionKernel, *inputs: Tensor) -> Tensor:
+        # In the recomputation, this call fills the checkpoint's place for queries, keys and values.
         passed: tuple[Tensor, ...] = Recomputed.apply(*inputs)
-        if self.result is not None:
+        if self.result is not None:  # so this is the recomputation
             return self.result.transpose(1, 2)
         with SavedAsRecipes(passed):
             out = kernel(*passed)

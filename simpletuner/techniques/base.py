@@ -114,12 +114,11 @@ class Technique:
         return nullcontext()
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Replace the transformer's input or its target; `predict` runs the model without
-        gradients.
+        """Replace the transformer's input or its target.
 
-        All processes must make the same decision whether to return losses or metrics, for all
-        samples of a micro-step together. With sharded weights, they must also run the same number
-        of forward passes.
+        `predict` runs the model without gradients. All processes must make the same decision
+        whether to return losses or metrics, for all samples of a micro-step together. With sharded
+        weights, they must also run the same number of forward passes.
         """
         return noisy
 

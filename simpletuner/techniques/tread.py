@@ -63,14 +63,14 @@ class Tread(Technique):
         protected = self._protected(noisy)
         # Tiles of block-sparse attention are kept or dropped as a whole.
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
-        # Constant across steps, so that compiled blocks see one shape, unless a sample has more
-        # protected tokens.
-        most = 0 if protected is None else int(protected.sum(1).max())
+        # The number of kept units is constant across steps, so that compiled blocks see one shape,
+        # unless a sample has more protected units.
+        most_protected = 0 if protected is None else int(protected.sum(1).max())
         if noisy.batch.loss_mask is not None:
             # Masks differ between samples, so also between processes, which need equal shapes.
-            most = max(self._world.gather(most))
+            most_protected = max(self._world.gather(most_protected))
         for number, window in enumerate(self._windows):
-            count = max(count_kept(window.route.ratio, units), most)
+            count = max(count_kept(window.route.ratio, units), most_protected)
             kept = draw_kept(units, count, protected, place.generators(f"tread {number}"))
             if kept.shape[1] == units:
                 window.begin(None)

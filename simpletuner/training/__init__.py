@@ -1,3 +1,1 @@
-"""LoRA and full training: the loop and its step, optimizers, the moving average, checkpoints,
-sharding.
-"""
+"""LoRA and full training: loop, step, optimizers, moving average, checkpoints, sharding."""

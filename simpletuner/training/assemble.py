@@ -73,11 +73,11 @@ from simpletuner.weights.published_lora import find_lora
 
 
 def make_accelerator() -> Accelerator:
-    """accelerate for devices, gradient synchronisation and collectives, without its mixed
-    precision.
+    """accelerate for devices, gradient synchronisation and collectives.
 
-    accelerate would wrap the transformer in autocast, which rounds tensors that must stay float32
-    (positions, modulation). Here, the dtypes of the loaded weights apply.
+    Without its mixed precision: accelerate would wrap the transformer in autocast, which rounds
+    tensors that must stay float32 (positions, modulation). Here, the dtypes of the loaded weights
+    apply.
     """
     # Buffers are equal in all processes, and broadcasting them would delay every forward pass.
     # Gradients as views of DDP's buckets exist once in memory instead of twice.
@@ -138,7 +138,7 @@ def assemble(
     accelerator: Accelerator,
     world: World = World(),
 ) -> Assembly:
-    """Load the transformer and prepare it for training; the order is that of the module's text."""
+    """Load the transformer and prepare it for training, in the order of the module's docstring."""
     launch = settings.transformer.launch
     device = accelerator.device
     placement = _Placement(device, world, launch)
@@ -146,14 +146,17 @@ def assemble(
     transformer = model.transformer
     layout = model.layout
 
+    # What blocks compute.
     fast = _use_fast_blocks(transformer, settings.transformer, adapter, device)
     _checkpoint_and_compile(transformer, layout, fast, settings.transformer, device)
     sequence_group = _share_tokens(layout, fast, launch.sequence_parallel_size, world)
 
+    # Techniques, whose modules are trained too.
     hidden = HiddenStates(layout, sequence_group)
     site = _site(settings, adapter, model, hidden, techniques, placement)
     modules, wrapped_modules = _attach(techniques, site, settings.step.seed, accelerator)
 
+    # Devices and processes. The optimizer needs parameters in their final place.
     _place(model, settings, placement)
     parameters = model.trained.parameters()
     optimizer = _build_optimizer(settings, parameters, modules)

@@ -154,11 +154,11 @@ def views_of(row: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
 def in_bundles(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
     """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor is alone."""
     bundles: list[list[AnyTensor]] = []
-    room = 0
+    remaining = 0  # numbers that still fit into the last bundle
     for tensor in tensors:
-        room -= tensor.numel()
-        if room < 0 or not bundles:
+        remaining -= tensor.numel()
+        if remaining < 0 or not bundles:
             bundles.append([])
-            room = BUNDLE - tensor.numel()
+            remaining = BUNDLE - tensor.numel()
         bundles[-1].append(tensor)
     return bundles

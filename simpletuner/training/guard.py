@@ -125,8 +125,7 @@ def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) 
 
 
 def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, Tensor]:
-    """The size limited by `grad_clip_method`, on the device: `grad_absmax` (value) or `grad_norm`
-    (norm).
+    """The size limited by `grad_clip_method`, on the device, as `grad_absmax` or `grad_norm`.
 
     torch's `clip_grad_norm_` would scale by a tensor on the device even if nothing is clipped.
     Here, the size is read together with the losses: for clipping, for logging, and to check that it

@@ -151,10 +151,10 @@ def _values_by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[flo
 
 
 def loss_divisor(counts: Sequence[int], accumulation: int) -> float:
-    """The divisor for the loss of the last micro-batch; `accumulation` if it is as large as the
-    first.
+    """The divisor for the loss of the last micro-batch.
 
-    The number of samples in the window is unknown before its last batch, so this assumes batches of
-    the first size; `equalise_samples` corrects the sum afterwards.
+    It is `accumulation` if that batch is as large as the first one. The number of samples in the
+    window is unknown before its last batch, so this assumes batches of the first size;
+    `equalise_samples` corrects the sum afterwards.
     """
     return accumulation * counts[0] / counts[-1]

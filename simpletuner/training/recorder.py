@@ -99,8 +99,9 @@ def peak_memory() -> int:
 
 @dataclass
 class RequestHandler(Callback):
-    """Callback that handles requests made with files in `output_dir/requests/`, and stops before
-    the disk is full.
+    """Callback that handles requests, and stops before the disk is full.
+
+    Requests are files in `output_dir/requests/`.
 
     Attributes:
         actions: functions to call, by request; stops are handled here.

@@ -13,11 +13,10 @@ from simpletuner.memory.offload.image import page_lock, whole_pages
 
 
 class SideStream:
-    """A CUDA stream beside the compute stream. Without CUDA, copies are synchronous and save
-    nothing.
+    """A CUDA stream beside the compute stream.
 
-    The allocator does not track it: callers must keep a tensor alive until its copy is complete, or
-    pass it to `keep`.
+    Without CUDA, copies are synchronous and save nothing. The allocator does not track it: callers
+    must keep a tensor alive until its copy is complete, or pass it to `keep`.
 
     Args:
         device: the compute device.

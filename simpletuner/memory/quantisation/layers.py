@@ -162,6 +162,7 @@ def _quantise_together(
     }
     for name, layer in layers.items():
         home = layer.weight.device
+        # Popped, so that each weight is freed once it is packed.
         form, tensors = pack(weights.pop(name), quantisation)
         packed = {key: tensor.to(home).contiguous() for key, tensor in tensors.items()}
         parent, _, attribute = name.rpartition(".")
