@@ -72,8 +72,8 @@ def test_two_graphs_may_be_alive_at_a_time() -> None:
         second.backward()
         assert model.lora_weights()[0].grad is not None
 
-    for one, other in zip(plain.lora_weights(), ours.lora_weights(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    for expected, actual in zip(plain.lora_weights(), ours.lora_weights(), strict=True):
+        assert torch.equal(expected.grad, actual.grad)
 
 
 def test_an_offloaded_tensor_is_freed_on_the_device() -> None:
@@ -121,7 +121,7 @@ class FakeStream:
     def wait_event(self, event: object) -> None:
         self.waited.append(event)
 
-    def wait_stream(self, other: object) -> None:
+    def wait_stream(self, actual: object) -> None:
         pass
 
 

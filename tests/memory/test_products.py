@@ -82,7 +82,7 @@ def test_int8_products_equal_integer_arithmetic_bit_for_bit(dtype: torch.dtype) 
 
     assert torch.equal(ours, ((exact.round().long() @ levels.long()).float() * rows).to(dtype))
     assert exact.round().abs().amax(-1).unique().tolist() == [0.0, 127.0], (
-        "each row uses all levels"
+        "every row uses all levels"
     )
 
 
@@ -96,7 +96,7 @@ def test_fp8_products_differ_only_by_the_rounding_of_their_factors() -> None:
     scale = quantised.packed[1].t()
     outputs = quantised(inputs)
     (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
-    for got, factor, matrix in (
+    for product, factor, matrix in (
         (outputs.detach() - quantised.bias.detach(), inputs.detach(), levels.t() * scale),
         (ours, gradient.detach() * scale, levels),
     ):
@@ -104,32 +104,26 @@ def test_fp8_products_differ_only_by_the_rounding_of_their_factors() -> None:
         expected = factor @ matrix
         limit = rounding @ matrix.abs() + expected.abs() * 2**-8
         assert (
-            (got - expected).abs()
+            (product - expected).abs()
             <= limit + 1e-6 * (limit.amax(-1, keepdim=True) + quantised.bias.abs().max())
         ).all()
-        assert (got - expected).norm() > 1e-3 * expected.norm(), "they are rounded indeed"
+        assert (product - expected).norm() > 1e-3 * expected.norm(), "factors are rounded"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_of_an_unsupported_size_multiplies_unpacked(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Widths that are no multiple of 16, and too few rows; inputs that are not contiguous are no
-    hindrance.
-    """
+    """Widths that are not multiples of 16, and too few rows; strided inputs are supported."""
     with caplog.at_level(logging.INFO):
         odd = [layer(name, columns=72), layer(name, rows=40)]
 
     assert caplog.text.count("0 are multiplied unpacked") == 2
 
     quantised = layer(name)
-    cases = [
-        *(
-            (layer_of_odd_size, torch.randn(FEW + 1, layer_of_odd_size.in_features))
-            for layer_of_odd_size in odd
-        ),
-        (quantised, torch.randn(FEW, 64)),
-    ]
+    cases = [(quantised, torch.randn(FEW, 64))]  # too few rows
+    for unsupported in odd:
+        cases.append((unsupported, torch.randn(FEW + 1, unsupported.in_features)))
 
     for module, inputs in cases:
         assert torch.equal(module(inputs), nn.functional.linear(inputs, module.weight, module.bias))
@@ -159,34 +153,30 @@ class Calls(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, Any]] = []
+        self.results: list[tuple[str, Any]] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        self.found.append((function.overloadpacket.__name__, result))
+        self.results.append((function.overloadpacket.__name__, result))
         return result
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_int8_products_write_no_needless_float32_numbers(training: bool) -> None:
-    """Forward the scaled rows, these rounded, and the sums once; backward the folded gradient
-    instead of the sums.
-    """
+    """Forward: the scaled rows, the rounded ones, the sums. Backward: the folded gradient first."""
     quantised = layer("int8-quanto", dtype=torch.bfloat16)
     inputs = draw(4, 9, 64, dtype=torch.bfloat16)
     gradient = torch.ones(4, 9, 48, dtype=torch.bfloat16)
     outputs = quantised(inputs)
     with Calls() as calls:
         outputs.backward(gradient) if training else quantised(inputs)
-    large = [
-        name
-        for name, quantised in calls.found
-        if isinstance(quantised, Tensor)
-        and quantised.dtype == torch.float32
-        and quantised.numel() >= 36 * 48
-    ]
+    large = []
+    for name, result in calls.results:
+        is_float32 = isinstance(result, Tensor) and result.dtype == torch.float32
+        if is_float32 and result.numel() >= 36 * 48:  # the size of the output
+            large.append(name)
 
     assert large == (["mul", "div_", "round_"] if training else ["div", "round_", "mul"])
 
@@ -209,7 +199,7 @@ def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [True, False]
 
 
-def told(records: list[logging.LogRecord]) -> list[str]:
+def comparisons_in(records: list[logging.LogRecord]) -> list[str]:
     return [
         record.getMessage() for record in records if "gradients of block 0" in record.getMessage()
     ]
@@ -232,9 +222,9 @@ def test_gradients_of_a_lora(
     with caplog.at_level(logging.INFO):
         assembly = make_assembly(t2i_checkpoint, **settings)
         result = gradients(assembly, batch)
-        (line,) = told(caplog.records)
+        (line,) = comparisons_in(caplog.records)
         again = gradients(assembly, batch)
-        assert told(caplog.records) == [line]
+        assert comparisons_in(caplog.records) == [line]
     error = float(
         line.removeprefix(
             f"{name[:-7]} products: on the first batch, gradients of block 0 differ by up to "
@@ -279,7 +269,7 @@ def test_the_first_gradients_are_compared_without_side_effects(
         torch.manual_seed(3)
         results.append(gradients(assembly, batch))
 
-    assert told(caplog.records), "it was made once"
+    assert comparisons_in(caplog.records), "it was made once"
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
     half = len(called) // 2

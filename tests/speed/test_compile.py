@@ -95,9 +95,9 @@ def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     for name, value in expected.items():
-        assert (found[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
+        assert (actual[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
 
 
 def clear(assembly: Assembly) -> None:

@@ -97,11 +97,11 @@ def loss_and_gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     return {"loss": losses[0].total, **gradients}
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert any(gradient.any() for gradient in one.values())
-    for name, value in one.items():
-        assert torch.equal(other[name], value), name
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert any(gradient.any() for gradient in actual.values())
+    for name, value in actual.items():
+        assert torch.equal(expected[name], value), name
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -100,11 +100,11 @@ def test_a_techniques_module_is_trained(deep: Path, batch: Batch) -> None:
 
 def test_initial_weights_depend_only_on_the_seed(deep: Path) -> None:
     torch.rand(5)
-    one, other = (
+    first, second = (
         make_assembly(deep, Alignment()).modules["Alignment"].state_dict() for _ in range(2)
     )
 
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
     plain = make_assembly(deep)
     assert all(

@@ -93,13 +93,13 @@ def loss_and_gradients(
 
 
 def assert_close(
-    one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
+    actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
     """Not bit for bit: rotation rounds to bfloat16, which lifts a last bit of another matrix
     product now and then.
     """
-    assert distance({"": one[0]}, {"": other[0]}) < ROTATION
-    assert distance(one[1], other[1]) < ROTATION
+    assert distance({"": actual[0]}, {"": expected[0]}) < ROTATION
+    assert distance(actual[1], expected[1]) < ROTATION
 
 
 class Plainly:
@@ -121,7 +121,7 @@ class Plainly:
         for first, last in self.edges:
             if number == first:
                 return torch.cat(
-                    [self.route(one, tokens, rest, first, last) for one in range(len(tokens))]
+                    [self.route(sample, tokens, rest, first, last) for sample in range(len(tokens))]
                 )
             if first < number <= last:
                 return tokens

@@ -36,7 +36,9 @@ def test_compiled_and_uncompiled_runs_have_equal_gradients(
     assert plain["graphs"] == [0, 0, 0]
     assert compiled["graphs"] == [PIECES] * 3, "DDP splits no graph, and no step compiles anew"
     assert (len(compiled["buckets"].split(",")) > 1) == (name == "ddp")
-    for one, other in zip(plain["gradients"], compiled["gradients"], strict=True):
-        assert len(one) > 20
-        for gradient, expected in zip(one, other, strict=True):
+    for plain_gradients, compiled_gradients in zip(
+        plain["gradients"], compiled["gradients"], strict=True
+    ):
+        assert len(plain_gradients) > 20
+        for gradient, expected in zip(plain_gradients, compiled_gradients, strict=True):
             assert (gradient - expected).norm() <= 1e-5 * expected.norm()

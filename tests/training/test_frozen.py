@@ -209,9 +209,8 @@ def test_streamed_weights_exist_only_in_their_image(
     )
     assert streamer is not None
 
-    assert all(one is other for one, other in zip(streamer.images, images, strict=True)), (
-        "nothing is packed again"
-    )
+    for streamed, image in zip(streamer.images, images, strict=True):
+        assert streamed is image, "nothing is packed again"
     assert packed == []
 
 

@@ -56,10 +56,10 @@ def weights(assembly: Assembly) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
 
 
-def assert_moved_alike(found: Tensor, expected: Tensor, start: Tensor) -> None:
+def assert_moved_alike(actual: Tensor, expected: Tensor, start: Tensor) -> None:
     """Assert equal moves, up to the bf16 rounding of gradients of queries and keys."""
     largest = (expected - start).abs().max()
-    assert (found - expected).abs().max() <= 2**-7 * largest + 1e-7
+    assert (actual - expected).abs().max() <= 2**-7 * largest + 1e-7
 
 
 def train_in_plain_torch(

@@ -211,8 +211,9 @@ def test_every_kind_publishes_a_stock_lora(
     )
 
     if averaged:
-        one, other = (load_file(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "ema"))
-        assert all(torch.equal(one[name], other[name]) for name in one), (
+        weights = load_file(tmp_path / LORA_FILE)
+        average = load_file(tmp_path / "ema" / LORA_FILE)
+        assert all(torch.equal(weights[name], average[name]) for name in weights), (
             "the average starts as a copy"
         )
 
@@ -259,14 +260,15 @@ def test_the_native_file_loads_in_lycoris(t2i_checkpoint: Path, tmp_path: Path, 
 @pytest.mark.parametrize("kind", EVERY)
 def test_every_kind_resumes_bit_exactly(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
     one = trained(t2i_checkpoint, kind)
-    other = make_assembly(t2i_checkpoint, **KINDS[kind])
+    average = make_assembly(t2i_checkpoint, **KINDS[kind])
     (tmp_path / "training_state").mkdir()
     assert isinstance(one.trained, AdapterWeights)
     one.trained.exact_draft().write_into(tmp_path)
-    other.trained.load(tmp_path)
+    average.trained.load(tmp_path)
 
     assert all(
-        torch.equal(parameter, other.parameters[name]) for name, parameter in one.parameters.items()
+        torch.equal(parameter, average.parameters[name])
+        for name, parameter in one.parameters.items()
     )
 
 

@@ -60,9 +60,9 @@ def train(
     return results
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
 def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) -> bool:
@@ -310,7 +310,7 @@ def test_stochastic_rounding_depends_only_on_seed_step_and_weight(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reason"),
     [
         (
             {"gradient_accumulation_steps": 2},
@@ -335,9 +335,11 @@ def test_stochastic_rounding_depends_only_on_seed_step_and_weight(name: str) -> 
         ),
     ],
 )
-def test_settings_that_need_all_gradients_are_refused(settings: dict[str, Any], told: str) -> None:
+def test_settings_that_need_all_gradients_are_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
     values = {"model_type": "full", "model_family": "kandinsky5-image", **RELEASED}
-    for more, messages in (({}, []), (settings, [told])):
+    for more, messages in (({}, []), (settings, [reason])):
         problems = Problems()
         config = resolve([Layer("config.json", list({**values, **more}.items()))], problems)
         results = [
