@@ -99,10 +99,9 @@ class Tread(Technique):
         # On the CPU, where masks have a copy: the number of kept tokens is a shape, which the host
         # needs.
         positions = noisy.protected.cpu().expand(samples, 1, frames, height, width)[:, 0]
-        # `B F h p w p` in between: one protected position protects its token.
-        tokens = (
-            positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).any(-1).any(-2)
-        )  # B F h w
+        patches = positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))  # B F h p w p
+        # One protected position protects its token.
+        tokens = patches.any(-1).any(-2)  # B F h w
         order = self._layout.order(*tokens.shape[1:])
         return tokens.flatten(1)[:, order].unflatten(-1, (-1, self._unit)).any(-1)
 

@@ -124,8 +124,9 @@ def from_disk(gpu: LyingGpu) -> None:
 
 
 def hosted(gpu: LyingGpu) -> None:
-    """State of the optimizer comes and leaves during the backward pass, once in another order; then
-    it is saved.
+    """Optimizer state is prefetched and evicted in the backward pass, once in another order.
+
+    Then it is read.
     """
     trained = weights()
     for weight in trained:
@@ -137,9 +138,8 @@ def hosted(gpu: LyingGpu) -> None:
     )
     for number in range(4):
         with release.updating():
-            torch.stack(
-                [(weight * weight).sum() for weight in trained[:: 1 - 2 * (number == 2)]]
-            ).sum().backward()
+            ordered = trained[::-1] if number == 2 else trained
+            torch.stack([(weight * weight).sum() for weight in ordered]).sum().backward()
         release.finish()
     for state in optimizer.state.values():
         assert state["exp_avg"].clone().isfinite().all()

@@ -30,7 +30,7 @@ from tests.tools.streaming import (
 )
 
 KEPT: dict[str, Any] = {"checkpointing": False}
-# A block is compiled whose slot another one has in between; each would be compiled anew.
+# The compiled block shares its slot with others, so its weights move between slots.
 COMPILED: dict[str, Any] = {"compiled": "aot_eager", "blocks": 4}
 # The last compiled functions of blocks are outside of the checkpoints.
 RECOMPUTING: dict[str, Any] = {**COMPILED, "recomputing": True}
@@ -43,7 +43,7 @@ def adversary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_rows, "FEW", 0)  # tiny batches have few tokens
 
 
-# The first seven run every time: between them they have each property of the others.
+# The first seven run every time: together they have every property of the others.
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "no checkpointing, pairs": (KEPT, {"group_offload_blocks_per_group": 2}),
@@ -90,9 +90,12 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_streamed_training_is_bit_equal_in_every_mode(mode: str) -> None:
     """Also if another thread runs the backward pass, as on a GPU."""
     model, offload = MODES[mode]
-    torch._dynamo.reset()  # what tests before it compiled counts towards the limit
+    torch._dynamo.reset()  # graphs of earlier tests would count towards the limit
     streamed = Trained(**model)
-    plain = Trained(**model | ({"compiled": None} if model.get("compiled") == "eager" else {}))
+    if model.get("compiled") == "eager":  # computes the same as without a compiler
+        plain = Trained(**{**model, "compiled": None})
+    else:
+        plain = Trained(**model)
     expected = plain.step()
     streamer = streamed.offloaded(**offload)
 
@@ -100,21 +103,19 @@ def test_streamed_training_is_bit_equal_in_every_mode(mode: str) -> None:
         before = counters["stats"]["unique_graphs"]
         with ThreadPoolExecutor(1) as autograd:
             autograd.submit(loss.backward).result()
-        # Stock blocks that are compiled as a whole are not what a run compiles.
+        # Only for fast blocks, since a run does not compile stock blocks as a whole.
         assert streamed.fast is None or counters["stats"]["unique_graphs"] == before
 
     for number in range(3):
-        # Other memory behind a weight is no reason to compile a block anew.
+        # Other memory behind a weight must not cause a recompilation.
         with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
-            assert_equal(
-                streamed.step(Tensor.backward if number == 1 else backward_in_a_thread), expected
-            )
-            if (
-                number == 0 and model.get("compiled") != "aot_eager"
-            ):  # with "eager" it costs half as much
+            backward = Tensor.backward if number == 1 else backward_in_a_thread
+            assert_equal(streamed.step(backward), expected)
+            # Not with aot_eager, which takes twice as long as "eager".
+            if number == 0 and model.get("compiled") != "aot_eager":
                 assert torch.equal(streamed.sample(), plain.sample()), "sampling between steps"
 
-    assert order(streamer), "a test that copies nothing shows nothing"
+    assert order(streamer), "without copies, the test would prove nothing"
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -207,7 +208,7 @@ def test_a_block_computes_with_the_weights_in_its_slot(
         places = [
             {leaf.untyped_storage().data_ptr() in slots for leaf in group} for group in weights
         ]
-        assert all(len(place) == 1 for place in places), "a group is there, or it is not"
+        assert all(len(place) == 1 for place in places), "a group is in slots, or it is not"
         seen.append({index for index, place in enumerate(places) if True in place})
 
     for block in trained.layout.blocks:

@@ -265,9 +265,7 @@ def test_only_fast_settings_replace_the_forward_of_blocks(
 @pytest.mark.slow
 def test_a_run_may_change_its_speed_on_resume(tmp_path: Path, t2i_checkpoint: Path) -> None:
     reference = Workspace.create(tmp_path / "reference", t2i_checkpoint, speed="reference")
-
     assert reference.train() == 0
-
     mixed = Workspace.create(tmp_path / "mixed", t2i_checkpoint)
     assert mixed.train("max_train_steps=2", "speed=reference") == 0
     assert mixed.train() == 0

@@ -140,19 +140,15 @@ def test_missing_tokens_are_excluded_from_every_mean() -> None:
 
 
 def positions(rope: Tensor, scale: tuple[float, float, float]) -> list[Tensor]:
-    """Frame, row and column of every token, read from the rotary table that the block gets:
-    `B S`.
-    """
-    angles = torch.atan2(rope[..., 1, 0], rope[..., 0, 0]).flatten(
-        2
-    )  # B S pairs: 2 of time, 3 of rows, 3 of columns
-    slowest = (
-        (1, 1 / 2),
-        (4, 2 / 3),
-        (7, 2 / 3),
-    )  # the pair of each axis that turns the least, and its exponent
-    turned = zip(slowest, scale, strict=True)
-    return [(angles[..., pair] * 10000**power * by).round().long() for (pair, power), by in turned]
+    """Frame, row and column of every token, `B S`, read from the block's rotary table."""
+    # `B S pairs`: 2 pairs of time, 3 of rows, 3 of columns.
+    angles = torch.atan2(rope[..., 1, 0], rope[..., 0, 0]).flatten(2)
+    # Of every axis, the pair that turns the least, and its exponent.
+    slowest = ((1, 1 / 2), (4, 2 / 3), (7, 2 / 3))
+    result = []
+    for (pair, power), factor in zip(slowest, scale, strict=True):
+        result.append((angles[..., pair] * 10000**power * factor).round().long())
+    return result
 
 
 @pytest.mark.parametrize("routed", [False, True])
@@ -161,11 +157,11 @@ def test_tokens_are_put_back_on_the_grid_of_their_frames(
     clips: Path, size: tuple[int, int], routed: bool
 ) -> None:
     """The block's output and the teacher's features both encode a token's true position."""
-    rows, columns, frames = *size, 3
+    rows, columns = size
+    frames = 3
     codes = torch.randn(frames, rows, columns, WIDTH, generator=torch.Generator().manual_seed(0))
-    codes -= codes.mean(
-        -1, keepdim=True
-    )  # which the projector's normalisation leaves as they are, but for their length
+    # With a mean of 0, so that the projector's normalisation changes only their length.
+    codes -= codes.mean(-1, keepdim=True)
     adapter: Any = make_video_adapter(clips, "t2v")
     transformer: Any = adapter.load_transformer(torch.float32)
     tread = Tread(TreadSpec([Route(0.5, 0, 2)]))

@@ -286,13 +286,11 @@ def test_runs_resume_bit_for_bit_and_do_not_publish_the_module(
     use_alignment(monkeypatch)
     straight = run_of(tmp_path / "straight", t2i_checkpoint, model_type=kind, learning_rate=1e-4)
     PatchTeacher.encoded = 0
-
     assert straight.train() == 0
     assert PatchTeacher.encoded == 4, "once a picture"
 
     broken = straight.stopped(tmp_path / "broken", 3)
     PatchTeacher.encoded = 0
-
     assert broken.train() == 0
     assert PatchTeacher.encoded == 0, "cached"
     assert_same_run(straight, broken)
@@ -317,9 +315,7 @@ def test_a_technique_can_be_switched_on_or_off_on_resume(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = run_of(tmp_path, t2i_checkpoint)
-
     assert run.train("max_train_steps=2") == 0
-
     use_alignment(monkeypatch)
     assert run.train("max_train_steps=4") == 0
     assert "Alignment was off" in caplog.text

@@ -314,9 +314,7 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     runs[1].write_config(
         preservation_weight=None, preservation_trigger=None, preservation_prompt=None
     )
-
     assert runs[0].train() == 0
-
     broken = runs[0].stopped(tmp_path / "broken", 3)
     assert broken.train() == 0
     assert_same_run(runs[0], broken)
@@ -325,7 +323,6 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     assert None in preserved
     assert any(preserved), "some steps preserve, some do not"
     assert runs[1].run("cache", "fill") == 0
-
     captions = len(list(runs[1].path("cache/text").rglob("*.zst")))
     assert len(list(runs[0].path("cache/text").rglob("*.zst"))) == captions + 4 + 1, (
         "four named, and the prompt alone"
@@ -350,7 +347,6 @@ def test_blank_preservation_caches_the_empty_caption(
     source = {**DATASETS[0], "id": "sources", "instance_data_dir": "datasets/sources"}
     source.update(dataset_type="conditioning", conditioning_type="reference_strict")
     run.write_datasets([{**DATASETS[0], "conditioning_data": ["sources"]}, source, DATASETS[1]])
-
     assert run.train() == 0
     assert len(list(run.path("cache/text").rglob("*.zst"))) == 4 * (2 + 1)
     assert "encoded again" not in caplog.text, "planned, not found missing in a step"

@@ -144,12 +144,9 @@ def slider_run(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
 @pytest.mark.slow
 def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     straight = slider_run(tmp_path / "straight", t2i_checkpoint)
-
     assert straight.train() == 0
-
-    broken = straight.stopped(
-        tmp_path / "broken", 2
-    )  # the next batch would be the first neutral one
+    # Stopped before the first batch without a strength.
+    broken = straight.stopped(tmp_path / "broken", 2)
     assert broken.train() == 0
     assert_same_run(straight, broken)
 
@@ -199,9 +196,7 @@ def test_invalid_settings_are_reported(
 ) -> None:
     workspace.write_config(**settings)
     workspace.write_datasets([{**DATASETS[0], "slider_strength": 1, **keys}, DATASETS[1]])
-
     assert workspace.run("plan") == 2
-
     captured = capsys.readouterr()
     assert expected in " ".join((captured.out + captured.err).split())
 

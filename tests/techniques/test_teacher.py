@@ -211,9 +211,7 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
     for run in runs:
         run.write_config(**settings_of(encoder, crepa_similarity_threshold=0.9))
     runs[1].write_config(crepa_cache="off", crepa_drop_vae_encoder=True)
-
     assert runs[0].run("plan") == 0
-
     message = capsys.readouterr().out
     assert "Cache of features: 0 of 3 exist, 3 to encode" in message
     assert "features up to" in message
@@ -222,7 +220,6 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
 
     broken = runs[0].stopped(tmp_path / "broken", 3)
     calls.update(decode=0, load=0)
-
     assert broken.train() == 0
     assert calls == {"decode": 0, "load": 0}, "cached"
     assert_same_run(runs[0], broken)
@@ -274,7 +271,6 @@ def test_sana_video_trains_with_a_teacher(
 ) -> None:
     run = make_workspace(tmp_path / "run", sana_checkpoint, "2b-480p")
     run.write_config(model_family="sanavideo", **settings_of(encoder, max_train_steps=1))
-
     assert run.train() == 0
     assert abs(run.metrics()[0]["crepa_alignment_score"]) <= 1
 
@@ -378,9 +374,7 @@ def test_auto_caches_only_if_the_disk_has_room(
 ) -> None:
     monkeypatch.setattr("simpletuner.annexes.fitting.ready.FEATURE_SHARE", 0.0)
     capsys.readouterr()
-
     assert clips.run("plan") == 0
-
     message = capsys.readouterr().out
     assert re.search(r"crepa_cache +off +\(chosen by crepa_cache auto\)", message)
     assert "Cache of features" not in message

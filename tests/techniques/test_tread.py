@@ -95,17 +95,13 @@ def loss_and_gradients(
 def assert_close(
     actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
-    """Not bit for bit: rotation rounds to bfloat16, which lifts a last bit of another matrix
-    product now and then.
-    """
+    """Assert equality up to the rotation, which rounds to bfloat16."""
     assert distance({"": actual[0]}, {"": expected[0]}) < ROTATION
     assert distance(actual[1], expected[1]) < ROTATION
 
 
 class Plainly:
-    """The same routes written out: the tokens go through the blocks one sample at a time, nothing
-    is hooked.
-    """
+    """The same routes written out, one sample at a time and without hooks."""
 
     def __init__(
         self, blocks: Blocks, kept: Callable[[int], Tensor | None], edges: list[tuple[int, int]]
@@ -117,7 +113,7 @@ class Plainly:
             block.forward = partial(self.run, number)
 
     def run(self, number: int, tokens: Tensor, *rest: Any) -> Tensor:
-        """The first block of a route runs all of them, the others nothing."""
+        """The first block of a route runs all blocks of the route, the others nothing."""
         for first, last in self.edges:
             if number == first:
                 return torch.cat(
@@ -155,9 +151,8 @@ class Plainly:
 def test_tokens_skip_the_blocks_of_their_route(
     deep: Path, batch: Batch, checkpointing: bool
 ) -> None:
-    alike = replace(
-        batch, embeds=[batch.embeds[0]] * 2
-    )  # without padding, which single samples would not have
+    # Without padding, which single samples would not have.
+    alike = replace(batch, embeds=[batch.embeds[0]] * 2)
     adapter = make_adapter(deep)
     tread = Tread(TreadSpec(ROUTES))
     transformer: Any = adapter.load_transformer(torch.float32)

@@ -143,9 +143,8 @@ def test_losses_and_gradient_sizes_are_read_in_one_transfer(
     on_host: Any = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", read)
     monkeypatch.setattr(noise, "seed_device", lambda device, seed: None)
-    monkeypatch.setattr(
-        Batch, "to", lambda batch, device, non_blocking: batch
-    )  # it is where the model is
+    # The batch is on the model's device already.
+    monkeypatch.setattr(Batch, "to", lambda batch, device, non_blocking: batch)
     loader: Any = Endless(batch)
     report = step.optimizer_step(assembly, loader, 0)
 

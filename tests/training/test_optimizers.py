@@ -234,11 +234,10 @@ def test_a_setting_changed_on_resume_takes_effect_or_is_refused_by_name(
             betas = list(group["betas"])
             betas[int(setting[-1]) - 1] = value
             group["betas"] = tuple(betas)
-        elif setting in group and (setting, own_optimizers.MUON_MARK in group) != (
-            "eps",
-            True,
-        ):  # Muon's own is fixed
-            group[setting] = value
+        elif setting in group:
+            is_of_muon = own_optimizers.MUON_MARK in group
+            if setting != "eps" or not is_of_muon:  # Muon's eps is fixed
+                group[setting] = value
     for state in before.state.values():
         if setting in state:
             state[setting] = value
@@ -591,19 +590,15 @@ def test_launches_and_temporaries_of_an_update_depend_on_its_kernel(name: str, k
     temporary = {}
     for option in ("loop", kernel):
         params = [nn.Parameter(torch.ones(numbers // 20, 20)) for _ in range(count)]
-        optimizer = with_kernel(
-            name, option, params, settings="weight_decay=0.1"
-        )  # some decay a copy of the gradients
-        for _ in range(2):  # the first one makes the state
+        # With weight decay, since some optimizers decay a copy of the gradients.
+        optimizer = with_kernel(name, option, params, settings="weight_decay=0.1")
+        for _ in range(2):  # the first step allocates the state
             for param in params:
                 param.grad = torch.ones_like(param)
-            there = tree_leaves(
-                [params, [param.grad for param in params], [*optimizer.state.values()]]
-            )
-            with (
-                Launches() as counted,
-                Peak(part for part in there if isinstance(part, torch.Tensor)) as peak,
-            ):
+            gradients = [param.grad for param in params]
+            leaves = tree_leaves([params, gradients, [*optimizer.state.values()]])
+            known = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            with Launches() as counted, Peak(known) as peak:
                 optimizer.step()
         launches[option] = counted.count
         temporary[option] = peak.most / (count * numbers * 4)

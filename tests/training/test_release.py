@@ -77,19 +77,20 @@ def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) 
     named = {str(number): parameter for number, parameter in enumerate(single)}
     release = GradientRelease(named, apart, OptimizerConfig(optimizer=name), host)
     for number in range(8):
-        noise = [
-            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)).to(
-                parameter
-            )
-            for parameter in whole
-        ]
-        for weight, gradient in zip(whole, noise, strict=True):
-            weight.grad = gradient.clone().clamp_(-2, 2)
+        gradients = []
+        for parameter in whole:
+            generator = torch.Generator().manual_seed(number)
+            gradients.append(torch.randn(parameter.shape, generator=generator).to(parameter))
+        for parameter, gradient in zip(whole, gradients, strict=True):
+            parameter.grad = gradient.clone().clamp_(-2, 2)
         together.step()
+        # The backward pass begins with the last term of the sum.
+        terms = [
+            (parameter * gradient).sum().float()
+            for parameter, gradient in zip(single[::-1], gradients[::-1], strict=True)
+        ]
         with release.updating():
-            sum(
-                (w * g).sum().float() for w, g in zip(single[::-1], noise[::-1], strict=True)
-            ).backward()
+            sum(terms).backward()
         release.finish()
         assert all(parameter.grad is None for parameter in single)
     return all(map(torch.equal, whole, single))
@@ -229,10 +230,10 @@ def test_the_next_state_is_prefetched_during_the_backward_pass(
             whole[index].grad = torch.full_like(whole[index], (index + 1) / 2)
         together.step()
         together.zero_grad()
-        with release.updating():  # what comes last in the sum comes first in the backward pass
-            torch.stack(
-                [(single[index] * ((index + 1) / 2)).sum() for index in order[::-1]]
-            ).sum().backward()
+        # The backward pass begins with the last term of the sum.
+        terms = [(single[index] * ((index + 1) / 2)).sum() for index in order[::-1]]
+        with release.updating():
+            torch.stack(terms).sum().backward()
         release.finish()
         logs.append(" ".join(log))
         log.clear()
