@@ -18,6 +18,7 @@ def test_seeds_never_change() -> None:
 def test_every_argument_changes_the_seed() -> None:
     places = itertools.product((0, 1, -3), (0, 1, 11), (0, 1), (0, 1, 11), ("noise", "sigmas"))
     seeds = [step_seed(*place) for place in places]
+
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -26,6 +27,7 @@ def test_a_place_draws_with_the_seeds_of_its_slots() -> None:
     place = Place(seed=42, global_step=7, micro_step=1, slots=range(2, 4), group=4)
     drawn = [torch.rand(3, generator=generator) for generator in place.generators("noise")]
     expected = [torch.rand(3, generator=generator_for(42, 7, 1, slot, "noise")) for slot in (2, 3)]
+
     assert torch.equal(torch.stack(drawn), torch.stack(expected))
     assert place.forward_seed == step_seed(42, 7, 1, 2, "forward")
 
@@ -33,6 +35,7 @@ def test_a_place_draws_with_the_seeds_of_its_slots() -> None:
 def test_generators_repeat_and_differ() -> None:
     first = torch.rand(8, generator=generator_for(1, 2, 3, 4, "noise"))
     torch.rand(1000)  # the global generator plays no part
+
     assert torch.equal(first, torch.rand(8, generator=generator_for(1, 2, 3, 4, "noise")))
     assert not torch.equal(first, torch.rand(8, generator=generator_for(1, 3, 3, 4, "noise")))
 
@@ -42,6 +45,7 @@ def test_seed_device_seeds_as_torch_does() -> None:
     torch.manual_seed(seed)
     expected = torch.rand(5)
     seed_device(torch.device("cpu"), seed)
+
     assert torch.equal(torch.rand(5), expected)
 
 
@@ -56,7 +60,8 @@ def test_a_seeded_context_saves_the_state_of_its_devices_only(
     expected = torch.rand(3)
     inside = torch.rand(3, generator=torch.Generator().manual_seed(9))
     torch.manual_seed(5)
-    devices = [torch.device(each) for each in ("cpu", "cuda:3", "meta", "cuda:3")]
+    devices = [torch.device(name) for name in ("cpu", "cuda:3", "meta", "cuda:3")]
+
     with seeded(9, devices):
         assert torch.equal(torch.rand(3), inside)
     assert torch.equal(torch.rand(3), expected)

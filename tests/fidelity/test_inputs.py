@@ -1,6 +1,4 @@
-"""What training hands to the transformer equals what the stock pipelines hand to it at
-inference.
-"""
+"""Kandinsky 5 Image: training passes to the transformer what the stock pipelines pass to it."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def pipeline_inputs(
     template = select_template(words, "image_edit" if task == "i2i" else "image")
     pipeline = stock_pipeline(checkpoint, task, SIZE, template)
     recorder = Recorder(pipeline.transformer, zeros)
-    extra = {"image": source_for(task)} if task == "i2i" else {}
+    source = {"image": source_for(task)} if task == "i2i" else {}
     pipeline(
         prompt=PROMPT,
         negative_prompt="",
@@ -58,7 +56,7 @@ def pipeline_inputs(
         guidance_scale=guidance,
         generator=torch.Generator().manual_seed(SEED),
         output_type="latent",
-        **extra,
+        **source,
     )
     return recorder.calls
 
@@ -66,18 +64,15 @@ def pipeline_inputs(
 def trainer_inputs(
     checkpoint: Path, task: str, theirs: dict[str, Any], **settings: Any
 ) -> dict[str, Any]:
-    """What the adapter passes to the transformer for the same caption, noise, noise level and
-    source picture.
-    """
+    """What the adapter passes to the transformer for the same caption, noise and source."""
     adapter = make_adapter(checkpoint, task, **settings)
     encoder = adapter.load_text_encoder(CPU, torch.float32)
     embeds = encoder.encode([TextRequest(PROMPT, source_for(task))])
     transformer = adapter.load_transformer(torch.float32)
     recorder = Recorder(transformer, zeros)
-    noise = theirs["hidden_states"][..., :16].permute(0, 4, 1, 2, 3)
-    condition = (
-        theirs["hidden_states"][..., 16:32].permute(0, 4, 1, 2, 3) if task == "i2i" else None
-    )
+    states = theirs["hidden_states"].permute(0, 4, 1, 2, 3)
+    noise = states[:, :16]
+    condition = states[:, 16:32] if task == "i2i" else None
     batch = Batch(latents=torch.zeros_like(noise), embeds=embeds, names=["x"], condition=condition)
     adapter.predict(transformer, make_noisy(batch, theirs["timestep"] / 1000, noise))
     return recorder.calls[0]
@@ -93,9 +88,10 @@ def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     ):
         assert ours[name].shape == theirs[name].shape, name
         assert_close(ours[name], theirs[name], terms=MODEL)
-    for mine, other in zip(ours["visual_rope_pos"], theirs["visual_rope_pos"], strict=True):
-        assert torch.equal(mine, other)
-    assert tuple(ours["scale_factor"]) == tuple(theirs["scale_factor"]) == (1.0, 1.0, 1.0)
+    axes = zip(ours["visual_rope_pos"], theirs["visual_rope_pos"], strict=True)
+    assert all(torch.equal(positions, expected) for positions, expected in axes)
+    assert tuple(theirs["scale_factor"]) == (1.0, 1.0, 1.0)
+    assert tuple(ours["scale_factor"]) == (1.0, 1.0, 1.0)
     assert theirs["sparse_params"] is None
     assert ours.get("sparse_params") is None
 
@@ -103,6 +99,7 @@ def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_training_equals_the_first_sampling_step(checkpoint: Path, task: str) -> None:
     theirs = pipeline_inputs(checkpoint, task)[0]
     ours = trainer_inputs(checkpoint, task, theirs)
+
     assert theirs["timestep"].item() == 1000.0
     assert ours["hidden_states"].shape[-1] == (33 if task == "i2i" else 16)
     assert_same_inputs(ours, theirs)
@@ -112,6 +109,7 @@ def test_training_equals_a_later_sampling_step(checkpoint: Path, task: str) -> N
     calls = pipeline_inputs(checkpoint, task)
     assert calls[1]["timestep"].item() < 1000.0
     ours = trainer_inputs(checkpoint, task, calls[1])
+
     assert torch.equal(ours["timestep"], calls[1]["timestep"])
     assert ours["timestep"].dtype == torch.float32
 
@@ -120,6 +118,7 @@ def test_dropped_captions_equal_the_pipelines_negative_prompt(checkpoint: Path, 
     unconditional = pipeline_inputs(checkpoint, task, guidance=3.0)[1]
     encoder = make_adapter(checkpoint, task).load_text_encoder(CPU, torch.float32)
     ours = encoder.encode([TextRequest("", source_for(task))])[0]
+
     assert_close(ours["prompt_embeds"], unconditional["encoder_hidden_states"][0], terms=MODEL)
     assert_close(ours["pooled_prompt_embeds"], unconditional["pooled_projections"][0], terms=MODEL)
 
@@ -127,49 +126,61 @@ def test_dropped_captions_equal_the_pipelines_negative_prompt(checkpoint: Path, 
 def test_the_diffusers_template_equals_the_pipelines(checkpoint: Path, task: str) -> None:
     theirs = pipeline_inputs(checkpoint, task, words="diffusers")[0]
     ours = trainer_inputs(checkpoint, task, theirs, text_template="diffusers")
+
     assert_same_inputs(ours, theirs)
+    text = ours["encoder_hidden_states"]
     official = trainer_inputs(checkpoint, task, theirs)["encoder_hidden_states"]
-    both = official, ours["encoder_hidden_states"]
-    assert official.shape != both[1].shape or not torch.allclose(*both, atol=1e-3)
+    assert official.shape != text.shape or not torch.allclose(official, text, atol=1e-3)
 
 
-def test_source_latents_of_i2i_are_scaled_and_not_shifted(i2i_checkpoint: Path) -> None:
+def posterior_of(encoder: Any, pixels: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return encoder.vae.encode(pixels[:, :, 0]).latent_dist
+
+
+SCALING = 0.3611  # of the tiny VAE
+
+
+def test_the_pipeline_scales_source_latents_and_does_not_shift_them(i2i_checkpoint: Path) -> None:
+    encoder = make_adapter(i2i_checkpoint, "i2i").load_latent_encoder(CPU, torch.float32)
+    posterior = posterior_of(encoder, to_pixels(np.array(picture(*SIZE)))[None])
+
     channels = pipeline_inputs(i2i_checkpoint, "i2i")[0]["hidden_states"]
-    source = channels[..., 16:32]
-    mask = channels[..., 32:]
-    assert torch.equal(mask, torch.ones_like(mask))
-    adapter = make_adapter(i2i_checkpoint, "i2i")
-    encoder = adapter.load_latent_encoder(CPU, torch.float32)
-    pixels = to_pixels(np.array(picture(*SIZE)))[None]
-    # The pipeline draws the starting noise first and the posterior sample from the same generator
-    # after it.
+
+    # The pipeline draws the starting noise first, then the posterior's sample, with one generator.
     generator = torch.Generator().manual_seed(SEED)
     torch.randn((1, 1, SIZE[1] // 8, SIZE[0] // 8, 16), generator=generator)
-    with torch.no_grad():
-        posterior = encoder.vae.encode(pixels[:, :, 0]).latent_dist
-    expected = (
-        posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)
-    ) * 0.3611
+    noise = torch.randn(posterior.mean.shape, generator=generator)
+    expected = (posterior.mean + posterior.std * noise) * SCALING
+    source = channels[..., 16:32]
     # Two loads of one VAE may differ in the last bit of a convolution, by the alignment of their
     # weights.
     assert_close(source[:, 0].permute(0, 3, 1, 2), expected, terms=VAE)
-    ours = encoder.encode(pixels, [11])
+    mask = channels[..., 32:]
+    assert torch.equal(mask, torch.ones_like(mask))
+
+
+def test_source_latents_of_i2i_are_scaled_and_not_shifted(i2i_checkpoint: Path) -> None:
+    encoder = make_adapter(i2i_checkpoint, "i2i").load_latent_encoder(CPU, torch.float32)
+    pixels = to_pixels(np.array(picture(*SIZE)))[None]
+    posterior = posterior_of(encoder, pixels)
+
+    latents = encoder.encode(pixels, [11])
+
     noise = torch.randn(posterior.mean.shape[1:], generator=torch.Generator().manual_seed(11))
-    assert_close(
-        ours[0, :, 0], (posterior.mean[0] + posterior.std[0] * noise) * 0.3611, terms=ELEMENTWISE
-    )
+    expected = (posterior.mean[0] + posterior.std[0] * noise) * SCALING
+    assert_close(latents[0, :, 0], expected, terms=ELEMENTWISE)
 
 
 def test_latents_decode_to_the_pixels_of_the_pipeline(t2i_checkpoint: Path) -> None:
     encoder = make_adapter(t2i_checkpoint).load_latent_encoder(CPU, torch.float32)
     latents = encoder.encode(to_pixels(np.array(picture(*SIZE)))[None], [1])
+    vae = AutoencoderKL.from_pretrained(t2i_checkpoint / "vae")
+
     with torch.no_grad():
         decoded = encoder.decode(latents)
-        stock = (
-            AutoencoderKL.from_pretrained(t2i_checkpoint / "vae")
-            .decode(latents[:, :, 0] / 0.3611)
-            .sample
-        )
+        stock = vae.decode(latents[:, :, 0] / SCALING).sample
+
     assert decoded.shape == (1, 3, 1, SIZE[1], SIZE[0])
     assert_close(decoded[:, :, 0], stock.clamp(-1, 1), terms=VAE)
 
@@ -177,20 +188,18 @@ def test_latents_decode_to_the_pixels_of_the_pipeline(t2i_checkpoint: Path) -> N
 def test_latents_do_not_depend_on_the_batch(t2i_checkpoint: Path) -> None:
     encoder = make_adapter(t2i_checkpoint).load_latent_encoder(CPU, torch.float32)
     pixels = torch.stack([to_pixels(np.array(picture(64, 64, seed))) for seed in range(3)])
-    together = encoder.encode(pixels, [1, 2, 3])
-    alone = torch.cat(
-        [encoder.encode(pixels[index : index + 1], [index + 1]) for index in range(3)]
-    )
-    assert_close(together, alone, terms=VAE)
+    batched = encoder.encode(pixels, [1, 2, 3])
+
+    for index in range(3):
+        (single,) = encoder.encode(pixels[index : index + 1], [index + 1])
+        assert_close(batched[index], single, terms=VAE)
 
 
 def test_captions_are_truncated_where_the_plan_says(t2i_checkpoint: Path) -> None:
-    """The plan tells that no more than the family's cap is used, and keys the cache with it."""
-    cap = KANDINSKY5_IMAGE.captions.longest
-    for asked, length in ((None, cap), (77, 77), (cap + 100, cap)):
-        encoder = make_adapter(t2i_checkpoint, tokenizer_max_length=asked).load_text_encoder(
-            CPU, torch.float32
-        )
-        assert (
-            len(encoder.encode([TextRequest("word " * 2 * cap)])[0]["prompt_embeds"]) == length
-        ), asked
+    """The family's limit is part of the cache key, and may not be exceeded."""
+    longest = KANDINSKY5_IMAGE.captions.longest
+    for setting, length in ((None, longest), (77, 77), (longest + 100, longest)):
+        adapter = make_adapter(t2i_checkpoint, tokenizer_max_length=setting)
+        encoder = adapter.load_text_encoder(CPU, torch.float32)
+        (embeds,) = encoder.encode([TextRequest("word " * 2 * longest)])
+        assert len(embeds["prompt_embeds"]) == length, setting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_a_preview_equals_the_stock_pipelines_clip(sana_checkpoint: Path, task: 
     pipeline = stock_pipeline(sana_checkpoint, task)
     width, height = SIZE
     source = {"image": first_frame()} if task == "i2v" else {}
-    theirs = pipeline(
+    expected = pipeline(
         prompt=PROMPT,
         negative_prompt=NEGATIVE_PROMPT,
         width=width,
@@ -52,10 +53,11 @@ def test_a_preview_equals_the_stock_pipelines_clip(sana_checkpoint: Path, task: 
     request = PreviewRequest(
         embeds, negative, *SIZE, 4, 6.0, SEED, source=source.get("image"), num_frames=FRAMES
     )
-    ours = stock.render(request)
-    assert len(ours) == len(theirs) == FRAMES
-    for mine, other in zip(ours, theirs, strict=True):
-        difference = np.asarray(mine).astype(int) - np.asarray(other)
+    frames = stock.render(request)
+
+    assert len(frames) == FRAMES
+    for frame, expected_frame in zip(frames, expected, strict=True):
+        difference = np.asarray(frame).astype(int) - np.asarray(expected_frame)
         assert np.abs(difference).max() <= 1  # two loads of one file may differ in the last bits
 
 
@@ -64,14 +66,19 @@ def test_a_source_of_another_ratio_is_cropped(sana_checkpoint: Path) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("")])[0]
     stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
-    seen = []
-    preprocess = stock.from_picture.video_processor.preprocess
-    stock.from_picture.video_processor.preprocess = lambda image, **size: (
-        seen.append(image),
-        preprocess(image, **size),
-    )[1]
-    request = PreviewRequest(
-        embeds, embeds, *SIZE, 1, 1.0, SEED, source=picture(64, 192), num_frames=5
-    )
-    assert [frame.size for frame in stock.render(request)] == [SIZE] * 5
-    assert [image.size for image in seen] == [SIZE]
+    processor = stock.from_picture.video_processor
+    preprocess = processor.preprocess
+    source_sizes = []
+
+    def noted(image: Any, **size: Any) -> Any:
+        source_sizes.append(image.size)
+        return preprocess(image, **size)
+
+    processor.preprocess = noted
+    source = picture(64, 192)
+    request = PreviewRequest(embeds, embeds, *SIZE, 1, 1.0, SEED, source=source, num_frames=5)
+
+    frames = stock.render(request)
+
+    assert [frame.size for frame in frames] == [SIZE] * 5
+    assert source_sizes == [SIZE]

@@ -87,6 +87,7 @@ def test_checkpointed_gradients_equal_plain_ones(sana_checkpoint: Path, mode: st
         transformer.train()
         adapter.predict(transformer, noisy_batch(sana_checkpoint, mode)).square().mean().backward()
         gradients.append({name: each.grad for name, each in transformer.named_parameters()})
+
     for name, gradient in gradients[0].items():
         assert gradient.abs().max() > 0, name
     assert_all_close(gradients[1], gradients[0], terms=MODEL)
@@ -100,6 +101,7 @@ def test_blocks_run_in_the_order_of_the_layout(sana_checkpoint: Path) -> None:
     for block in blocks:
         block.register_forward_pre_hook(lambda module, _: entered.append(module))
     adapter.predict(transformer, noisy_batch(sana_checkpoint, "t2v"))
+
     assert [id(block) for block in entered] == [id(block) for block in blocks]
     assert len(blocks) == 2
 
@@ -133,6 +135,7 @@ def test_a_trained_lora_loads_into_the_stock_pipeline(
         pipeline.load_lora_weights(tmp_path)
         loaded = adapter.predict(pipeline.transformer, noisy)
         trained = adapter.predict(assembly.transformer.eval(), noisy)
+
     assert (trained - base).abs().max() > 1e-2, "the LoRA changes something"
     # Two loads of one file may differ in the last bits, by the alignment of their weights; the
     # LoRA's are equal.
@@ -147,6 +150,7 @@ def test_all_linear_covers_attention_and_pointwise_convolutions(sana_checkpoint:
         .load_transformer(torch.float32)
         .named_modules()
     ]
+
     assert len(matching_modules(names, DEFAULT)) == 2 * 8
     assert len(matching_modules(names, ALL_LINEAR)) == 2 * 10
 
@@ -164,6 +168,7 @@ def test_training_sigmas_follow_the_models_schedule(
     sigmas = assembly.noise.add(batch, 0, 0).sigmas.sort().values
     shares = (torch.arange(len(latents)) + 0.5) / len(latents)
     expected = shift_sigmas(torch.sigmoid(torch.special.ndtri(shares)), 3.0)
+
     assert (sigmas - expected).abs().max() < 0.05
 
 
@@ -181,6 +186,7 @@ def test_bf16_training_is_finite(sana_checkpoint: Path, mode: str, model_type: s
         loss = (prediction - noisy.target).square().mean()
         loss.backward()
         assert loss.isfinite()
+
     assert all(
         parameter.grad is not None and parameter.grad.isfinite().all()
         for parameter in assembly.parameters.values()

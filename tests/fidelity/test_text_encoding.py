@@ -126,6 +126,7 @@ def test_edits_lose_their_first_tokens_as_in_the_pipeline(
     words = 3
     picture_tokens = 4
     around_it_and_end = 3
+
     assert ours["prompt_embeds"].shape == (words + picture_tokens + around_it_and_end, WIDTH)
 
 
@@ -141,6 +142,7 @@ def test_prompts_of_equal_padded_length_share_a_batch(
     for request in requests:
         inputs = encoder._padded(encoder._tokenize(request.caption, request.picture))
         shapes.setdefault(encoder.padded_length(request), set()).add(inputs["input_ids"].shape)
+
     assert 1 < len(shapes) < len(captions)
     assert all(len(shape) == 1 for shape in shapes.values())
 
@@ -168,6 +170,7 @@ def test_reusing_the_template_adds_no_error_in_bf16(
         name: float((torch.cat(rows).float() - exact).norm() / exact.norm())
         for name, rows in found.items()
     }
+
     assert 1e-3 < errors["pipeline"] < 0.1
     assert errors["alone"] < 1.1 * errors["pipeline"]
     assert errors["together"] < 1.1 * errors["pipeline"]
@@ -183,6 +186,7 @@ def test_quantised_encoders_reuse_the_template(t2i_checkpoint: Path) -> None:
     pipeline.text_encoder = encoder.qwen
     hidden, _ = stock_embeds(pipeline, "t2i", CAPTIONS[2], 0)
     found = encoder.encode([TextRequest(caption) for caption in CAPTIONS])[2]["prompt_embeds"]
+
     assert_close(found, hidden, terms=MODEL)
     assert (full - hidden).abs().max() > 1e-3
 
@@ -202,6 +206,7 @@ def test_the_template_is_encoded_once_and_captions_in_batches(
         encoder.encode(requests)
         encoder.encode(requests[2:])
     rest = [length - min(kept, length - FEWEST_TO_READ) for length in (short, long)]
+
     assert seen == [start, 3 * rest[0], rest[1], rest[1], rest[0]]
 
 
@@ -210,6 +215,7 @@ def test_only_the_needed_parts_of_the_encoder_are_loaded(
     checkpoints: dict[str, Path], task: str, sees: bool
 ) -> None:
     encoder = encoder_of(checkpoints[task], task)
+
     assert not list(encoder.qwen.lm_head.parameters())
     assert (encoder.qwen.model.visual is not None) is sees
 
@@ -219,6 +225,7 @@ def test_the_cached_template_is_never_modified(t2i_checkpoint: Path) -> None:
     first = encoder.encode([TextRequest(CAPTIONS[2])])
     encoder.encode([TextRequest(caption) for caption in CAPTIONS])
     again = encoder.encode([TextRequest(CAPTIONS[2])])
+
     assert torch.equal(first[0]["prompt_embeds"], again[0]["prompt_embeds"])
 
 
@@ -266,6 +273,7 @@ def test_an_instruction_longer_than_the_attention_window_is_encoded_right() -> N
         mine = start.read(gemma, ids, mask)
         gemma.config.sliding_window = 4096
         far = gemma(ids, attention_mask=mask).last_hidden_state
+
     assert_close(mine[mask.bool()], whole[mask.bool()], terms=MODEL)
     assert (far - whole).abs().max() > 1e-2, "the window hides nothing"
 
@@ -276,6 +284,7 @@ def test_sana_encodes_its_instruction_once(sana_checkpoint: Path) -> None:
         for caption in CAPTIONS[:1] * 2:
             encoder.start.read(encoder.gemma, *_tokens(encoder, caption))
     whole = encoder._length(bare=False)
+
     assert seen[0] == whole
     assert seen[1] == seen[2] < 310
     assert whole > 400

@@ -11,12 +11,12 @@ from diffusers import Kandinsky5Transformer3DModel
 from simpletuner.diffusion.batch import Batch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
-from simpletuner.models.kandinsky5 import blocks
 from simpletuner.models.kandinsky5.image import channels_last, collate_text
 from simpletuner.speed.recomputation import enable_checkpointing
 from tests.tools.families import CPU, make_adapter, make_config
 from tests.tools.tolerances import ROTATION, distance
 
+SIGMAS = torch.tensor([0.3, 0.6, 0.9])
 CAPTIONS = ("a star", "two blue circles on a white ground, seen from far away", "तारा 你好")
 
 
@@ -32,9 +32,9 @@ def noise_like(latents: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def embeds(t2i_checkpoint: Path) -> list[TextEmbeds]:
     encoder = make_adapter(t2i_checkpoint).load_text_encoder(CPU, torch.float32)
-    found = encoder.encode([TextRequest(caption) for caption in CAPTIONS])
-    assert len({len(one["prompt_embeds"]) for one in found}) == 3
-    return found
+    embeds = encoder.encode([TextRequest(caption) for caption in CAPTIONS])
+    assert len({len(embed["prompt_embeds"]) for embed in embeds}) == 3, "lengths differ"
+    return embeds
 
 
 def test_padded_captions_do_not_affect_each_other(
@@ -44,26 +44,23 @@ def test_padded_captions_do_not_affect_each_other(
     transformer = adapter.load_transformer(torch.float32)
     batch = make_batch(embeds)
     noise = noise_like(batch.latents)
-    sigmas = torch.tensor([0.3, 0.6, 0.9])
-    together = adapter.predict(transformer, make_noisy(batch, sigmas, noise))
+    batched = adapter.predict(transformer, make_noisy(batch, SIGMAS, noise))
+
     for index, embed in enumerate(embeds):
-        single = Batch(batch.latents[index : index + 1], [embed], ["x"])
-        noisy = make_noisy(single, sigmas[index : index + 1], noise[index : index + 1])
-        alone = adapter.predict(transformer, noisy)
-        assert distance({"": together[index : index + 1]}, {"": alone}) < ROTATION
+        row = slice(index, index + 1)
+        single = make_noisy(Batch(batch.latents[row], [embed], ["x"]), SIGMAS[row], noise[row])
+        expected = adapter.predict(transformer, single)
+        assert distance({"": batched[row]}, {"": expected}) < ROTATION
 
 
 def test_stock_attention_would_attend_to_padding(
     t2i_checkpoint: Path, embeds: list[TextEmbeds]
 ) -> None:
-    """The measure of what the mask is for: without it the same batch differs by far more than
-    rounding.
-    """
+    """Without the mask, the same batch differs by far more than rounding."""
     adapter = make_adapter(t2i_checkpoint)
     transformer = adapter.load_transformer(torch.float32)
-    noisy = make_noisy(
-        make_batch(embeds), torch.tensor([0.3, 0.6, 0.9]), noise_like(make_batch(embeds).latents)
-    )
+    batch = make_batch(embeds)
+    noisy = make_noisy(batch, SIGMAS, noise_like(batch.latents))
     masked = adapter.predict(transformer, noisy)
     stock = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint / "transformer")
     text, pooled, _ = collate_text(embeds, torch.float32)
@@ -78,6 +75,7 @@ def test_stock_attention_would_attend_to_padding(
         torch.arange(text.shape[1]),
         return_dict=False,
     )
+
     assert (unmasked.permute(0, 4, 1, 2, 3) - masked).abs().max() > 1e-3
 
 
@@ -93,11 +91,16 @@ def test_recomputation_uses_the_mask_of_its_forward_pass(
         enable_checkpointing(transformer, layout, config.precision, dropout=False)
         transformer.train()
         batch = make_batch(embeds)
-        noisy = make_noisy(batch, torch.tensor([0.3, 0.6, 0.9]), noise_like(batch.latents))
+        noisy = make_noisy(batch, SIGMAS, noise_like(batch.latents))
         adapter.predict(transformer, noisy).square().mean().backward()
         gradients.append(
-            {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
+            {
+                name: parameter.grad
+                for name, parameter in transformer.named_parameters()
+                if parameter.grad is not None
+            }
         )
+
     assert distance(gradients[1], gradients[0]) < ROTATION
 
 
@@ -108,12 +111,9 @@ def test_sampling_after_training_is_not_masked(
     adapter = make_adapter(t2i_checkpoint)
     transformer = adapter.load_transformer(torch.float32)
     batch = make_batch(embeds)
-    adapter.predict(
-        transformer, make_noisy(batch, torch.tensor([0.3, 0.6, 0.9]), noise_like(batch.latents))
-    )
-    padding = blocks.TextPadding()
-    with padding.hidden(torch.ones(1, 2, dtype=torch.bool)):
-        assert padding.mask is not None
+    adapter.predict(transformer, make_noisy(batch, SIGMAS, noise_like(batch.latents)))
+    padding = adapter.padding
+
     assert padding.mask is not None, "the recomputation in backward still needs it"
     with torch.no_grad():
         assert padding.mask is None

@@ -1,6 +1,4 @@
-"""A fourth family around a class of diffusers, Sana for pictures: what an afternoon's work begins
-with.
-"""
+"""A fourth family around a class of diffusers, Sana for pictures, as one would begin it."""
 
 from __future__ import annotations
 
@@ -36,15 +34,20 @@ LINEAR = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
 
 def small(heads: int, head: int, ratio: int) -> dict[str, Any]:
-    """Settings of a small transformer, as `benchmarks/models.py` has them for the others."""
-    widths = {
+    """Settings of a small transformer, as `benchmarks/models.py` has them for other families."""
+    return {
+        "num_layers": 2,
+        "num_attention_heads": heads,
         "attention_head_dim": head,
+        "num_cross_attention_heads": heads,
         "cross_attention_head_dim": head,
         "cross_attention_dim": heads * head,
+        "in_channels": 16,
+        "out_channels": 16,
+        "caption_channels": WIDTH,
+        "patch_size": 2,
+        "mlp_ratio": float(ratio),
     }
-    counts = {"num_attention_heads": heads, "num_cross_attention_heads": heads, "num_layers": 2}
-    channels = {"in_channels": 16, "out_channels": 16, "caption_channels": WIDTH, "patch_size": 2}
-    return {**widths, **counts, **channels, "mlp_ratio": float(ratio)}
 
 
 @cache
@@ -68,9 +71,8 @@ class FourthAdapter(FamilyAdapter):
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         prompts = [embed["prompt_embeds"] for embed in noisy.batch.embeds]
         text = pad_sequence(prompts, batch_first=True).to(self.dtype)
-        mask = (
-            torch.arange(text.shape[1]) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
-        )
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        mask = torch.arange(text.shape[1]) < lengths[:, None]
         velocity: Tensor = transformer(
             hidden_states=noisy.noisy_latents[:, :, 0].to(self.dtype),
             encoder_hidden_states=text,
@@ -83,12 +85,14 @@ class FourthAdapter(FamilyAdapter):
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         model: Any = transformer
         name = "transformer_blocks"
-        settings = model.config
-        width = settings["num_attention_heads"] * settings["attention_head_dim"]
-        return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width)
+        return BlockLayout(
+            groups={name: model.get_submodule(name)},
+            visual=name,
+            width=model.config["num_attention_heads"] * model.config["attention_head_dim"],
+        )
 
 
-# Text encoders and previews are missing, and no step asks for them.
+# Text encoders and previews are missing, which no training step needs.
 FourthAdapter.__abstractmethods__ = frozenset()
 
 
@@ -106,8 +110,8 @@ FOURTH = FourthAdapter.spec = FamilySpec(
     defaults={"flow_schedule_shift": 3.0, "resolution": 512},
     block_counts={"transformer_blocks": "num_layers"},
     components={
-        each: Component(each)
-        for each in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+        role: Component(role)
+        for role in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     },
     size_multiple=16,
     vae_stride=8,

@@ -1,11 +1,10 @@
-"""The cost model against the models themselves: shapes on the meta device, FLOPs and kept bytes on
-real tensors.
-"""
+"""The cost model equals the models: their shapes, their FLOPs, and the bytes that they save."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import diffusers
@@ -35,7 +34,7 @@ from simpletuner.models.cost import (
     TransformerCost,
     Work,
 )
-from simpletuner.models.cost_table import peak_of, read_cost_table, sum_of
+from simpletuner.models.cost_table import CostTable, peak_of, read_cost_table, sum_of
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.registry import FAMILIES
@@ -64,8 +63,10 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(("spec", "flavour"), FLAVOURS, ids=[name for _, name in FLAVOURS])
 def test_published_shapes_are_those_of_diffusers(spec: FamilySpec, flavour: str) -> None:
     settings = spec.cost.published(flavour)
+
     with torch.device("meta"):
         model = getattr(diffusers, spec.cost.transformer_class)(**settings)
+
     assert spec.cost.of_flavour(flavour).shapes == shapes(model)
 
 
@@ -75,117 +76,107 @@ PACKAGES = packages()
 @pytest.mark.slow(5)
 @pytest.mark.parametrize("specs", PACKAGES.values(), ids=PACKAGES)
 def test_the_cost_table_equals_a_new_measurement(specs: list[FamilySpec]) -> None:
-    """On a small model that no factor was fitted to; `python -m benchmarks.cost_table` writes a new
-    table.
+    """On a small model that no factor was fitted to.
+
+    `python -m benchmarks.cost_table` writes a new table.
     """
     table = read_cost_table(specs[0].cost.package)
     structure = structure_of(specs[0].name)
     assert structure == {key: getattr(table, key) for key in structure}
-    assert [each for spec in specs for each in shapes_of(spec)] == table.published
-    for kind, factors in table.bytes.items():
-        dtype = torch.bfloat16 if kind.startswith("bf16") else torch.float32
+    published: list[Any] = []
+    for spec in specs:
+        published += shapes_of(spec)
+    assert published == table.published
+    for kind in table.bytes:
+        check_bytes(specs[0].name, table, kind)
+
+
+def check_bytes(family: str, table: CostTable, kind: str) -> None:
+    """Measure one part of a table: a dtype, with timesteps per token if it ends with `given`."""
+    factors = table.bytes[kind]
+    dtype = torch.bfloat16 if kind.startswith("bf16") else torch.float32
+    # Kernels are counted only in bf16, with many tokens as in a run, since compiling takes most of
+    # the time. The kernels of a block with a given first frame are compared in test_sana_block.
+    counts_kernels = kind == "bf16"
+    if counts_kernels:
+        case = Case(5, 64, 4, 4, 32, 32, 8)
+    else:
         case = Case(4, 64, 4, 3, 8, 16, 20)
-        trial = Trial(specs[0].name, case, dtype, given=kind.endswith("given"), rows=table.rows)
-        metered = metered_block(trial, backend=None)
-        assert metered.reads == factors["reads"]
-        sums = {name: sum_of(factors[name], trial.numbers) for name in metered.bytes}
-        planned = sums | {"sampling": peak_of(factors["sampling"], trial.numbers)}
-        found = {**metered.bytes, "sampling": max(metered.moments)}
-        assert planned == pytest.approx(found, rel=0.01)
-
-
-@pytest.mark.slow(15)
-@pytest.mark.thorough
-@pytest.mark.parametrize("specs", PACKAGES.values(), ids=PACKAGES)
-def test_the_cost_table_counts_what_compiled_kernels_move(specs: list[FamilySpec]) -> None:
-    """With many tokens, as in a run. A block with a given first frame has a test in
-    test_sana_block.
-    """
-    table = read_cost_table(specs[0].cost.package)
-    trial = Trial(specs[0].name, Case(5, 64, 4, 4, 32, 32, 8), torch.bfloat16, rows=table.rows)
+    trial = Trial(family, case, dtype, given=kind.endswith("given"), rows=table.rows)
     moved = Counter[str]()
 
-    metered_block(trial, backend=counting(moved))
+    block = metered_block(trial, backend=counting(moved) if counts_kernels else None)
 
-    factors = table.bytes["bf16"]
-    assert len(moved) == 2, "forward and backward"
-    planned = {way: sum_of(factors[f"compiled {way}"], trial.numbers) for way in moved}
-    assert planned == pytest.approx(moved, rel=0.02)
-
-
-# What performance counters say of the published models: gigabytes in bf16, tokens, forward TFLOP,
-# attention's share, and TFLOP of a LoRA step of rank 16, as the mathematics needs it and as it is
-# executed with checkpointing.
-PUBLISHED: list[tuple[str, FamilyCost, str, float, BatchShape, float, float, float, float]] = [
-    (
-        "lite",
-        VIDEO_COST,
-        "t2v-lite-sft-5s",
-        4.6,
-        BatchShape(1, 16, 32, 48, 256),
-        211,
-        0.66,
-        563,
-        844,
-    ),
-    ("image", IMAGE_COST, "t2i-lite-sft", 13.3, BatchShape(1, 1, 64, 64, 512), 48, 0.20, 106, 159),
-    (
-        "pro",
-        VIDEO_COST,
-        "t2v-pro-sft-5s-hd",
-        43,
-        BatchShape(1, 31, 32, 48, 256),
-        3586,
-        0.63,
-        9417,
-        14125,
-    ),
-    (
-        "pro-hd",
-        VIDEO_COST,
-        "t2v-pro-sft-5s-hd",
-        43,
-        BatchShape(1, 31, 48, 80, 256),
-        17323,
-        0.81,
-        48615,
-        72919,
-    ),
-    ("sana", SANA_COST, "2b-480p", 4.1, BatchShape(1, 21, 30, 52, 300), 122, 0.015, 246, 369),
-]
-
-
-@pytest.mark.parametrize(
-    ("cost", "flavour", "weights", "load", "forward", "share", "model", "executed"),
-    [row[1:] for row in PUBLISHED],
-    ids=[row[0] for row in PUBLISHED],
-)
-def test_flops_of_published_models_have_not_changed(
-    cost: FamilyCost,
-    flavour: str,
-    weights: float,
-    load: BatchShape,
-    forward: float,
-    share: float,
-    model: float,
-    executed: float,
-) -> None:
-    transformer = cost.of_flavour(flavour, attention_type="regular")
-    adapters = adapters_of(
-        transformer, SANA_TARGETS if cost is SANA_COST else KANDINSKY_TARGETS, 16
+    assert block.reads == factors["reads"]
+    planned = {name: sum_of(factors[name], trial.numbers) for name in block.bytes}
+    assert planned == pytest.approx(block.bytes, rel=0.01)
+    assert peak_of(factors["sampling"], trial.numbers) == pytest.approx(
+        max(block.moments), rel=0.01
     )
-    in_bf16 = sum(transformer.block_bytes("bf16", quantised=0.0)) + transformer.rest_bytes("bf16")
-    assert in_bf16 / 1e9 == pytest.approx(weights, rel=0.02)
-    work = transformer.forward(load)
-    assert work.total / 1e12 == pytest.approx(forward, rel=0.02)
-    assert work.attention / work.total == pytest.approx(share, abs=0.01)
-    once = transformer.forward(load, adapters)
-    step = once + transformer.backward(load, adapters, full=False)
-    assert step.total / 1e12 == pytest.approx(model, rel=0.02)
-    again = transformer.forward(load, adapters, blocks_only=True)
-    assert (step + again + Work(0.0, once.attention / 2)).total / 1e12 == pytest.approx(
-        executed, rel=0.02
-    )
+    planned_moves = {way: sum_of(factors[f"compiled {way}"], trial.numbers) for way in moved}
+    assert planned_moves == pytest.approx(moved, rel=0.02)
+    assert set(moved) == ({"forward", "backward"} if counts_kernels else set())
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a published model costs, as performance counters measured it.
+
+    Attributes:
+        gigabytes: of its weights in bf16.
+        forward: TFLOP of a forward pass.
+        attention_share: share of attention in these.
+        step: TFLOP of a step of a LoRA of rank 16, as the mathematics needs it.
+        executed: TFLOP of this step as it is executed with checkpointing.
+    """
+
+    cost: FamilyCost
+    flavour: str
+    batch: BatchShape
+    gigabytes: float
+    forward: float
+    attention_share: float
+    step: float
+    executed: float
+
+
+LITE = "t2v-lite-sft-5s"
+PRO = "t2v-pro-sft-5s-hd"
+PUBLISHED = {
+    "lite": Published(VIDEO_COST, LITE, BatchShape(1, 16, 32, 48, 256), 4.6, 211, 0.66, 563, 844),
+    "image": Published(
+        IMAGE_COST, "t2i-lite-sft", BatchShape(1, 1, 64, 64, 512), 13.3, 48, 0.20, 106, 159
+    ),
+    "pro": Published(VIDEO_COST, PRO, BatchShape(1, 31, 32, 48, 256), 43, 3586, 0.63, 9417, 14125),
+    "pro-hd": Published(
+        VIDEO_COST, PRO, BatchShape(1, 31, 48, 80, 256), 43, 17323, 0.81, 48615, 72919
+    ),
+    "sana": Published(
+        SANA_COST, "2b-480p", BatchShape(1, 21, 30, 52, 300), 4.1, 122, 0.015, 246, 369
+    ),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED.values(), ids=PUBLISHED)
+def test_flops_of_published_models_have_not_changed(model: Published) -> None:
+    cost = model.cost.of_flavour(model.flavour, attention_type="regular")
+    targets = SANA_TARGETS if model.cost is SANA_COST else KANDINSKY_TARGETS
+    adapters = adapters_of(cost, targets, 16)
+
+    weights = sum(cost.block_bytes("bf16", quantised=0.0)) + cost.rest_bytes("bf16")
+    frozen_forward = cost.forward(model.batch)
+    forward = cost.forward(model.batch, adapters)
+    step = forward + cost.backward(model.batch, adapters, full=False)
+    recomputed = cost.forward(model.batch, adapters, blocks_only=True)
+
+    assert weights / 1e9 == pytest.approx(model.gigabytes, rel=0.02)
+    assert frozen_forward.total / 1e12 == pytest.approx(model.forward, rel=0.02)
+    share = frozen_forward.attention / frozen_forward.total
+    assert share == pytest.approx(model.attention_share, abs=0.01)
+    assert step.total / 1e12 == pytest.approx(model.step, rel=0.02)
+    # A flash kernel computes the scores again: one of the two products of its forward pass.
+    executed = step + recomputed + Work(attention=forward.attention / 2)
+    assert executed.total / 1e12 == pytest.approx(model.executed, rel=0.02)
 
 
 Step = tuple[TransformerCost, Any, dict[str, Any], BatchShape, Adapters]
@@ -216,9 +207,7 @@ def sana_case(rank: int = 4) -> Step:
 
 
 def counted(act: Callable[[], object]) -> int:
-    """FLOPs of everything that runs, attention by its plain products, so that no kernel hides
-    any.
-    """
+    """FLOPs of everything that runs; attention runs as plain products, which all are counted."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         act()
     return counter.get_total_flops()
@@ -243,34 +232,39 @@ def test_flops_of_a_lora_step_are_exact(case: Callable[[], Step], checkpointed: 
     expected = cost.forward(load, adapters) + cost.backward(load, adapters, full=False)
     if checkpointed:
         expected = expected + cost.forward(load, adapters, blocks_only=True)
-    found = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
+
+    flops = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
+
     # The recomputation stops at the last tensor that the backward pass asks for, and the first
     # block's text needs less.
-    assert found == pytest.approx(expected.total, rel=0.01)
+    assert flops == pytest.approx(expected.total, rel=0.01)
 
 
 def test_flops_of_a_full_step_are_exact() -> None:
-    """Sana is left out: the counter takes the weight gradient of a depthwise convolution for that
-    of a dense one.
-    """
+    """Not of Sana: the counter takes depthwise weight gradients for those of dense convolutions."""
     cost, model, inputs, load, _ = kandinsky_case()
     expected = cost.forward(load) + cost.backward(load, NO_ADAPTERS, full=True)
-    found = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
-    assert found == pytest.approx(expected.total, rel=0.01)
+
+    flops = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
+
+    assert flops == pytest.approx(expected.total, rel=0.01)
 
 
 def metered(
-    model: Any, block: nn.Module, arguments: tuple[Any, ...], streams: tuple[int, ...]
+    model: Any, block: nn.Module, arguments: tuple[Any, ...], differentiable: tuple[int, ...]
 ) -> int:
-    """Bytes that autograd keeps of one block when gradients flow into some of its arguments."""
+    """Bytes that autograd saves for a block whose arguments at these positions need gradients."""
     arguments = tuple(
-        argument.detach().requires_grad_() if index in streams else argument
+        argument.detach().requires_grad_() if index in differentiable else argument
         for index, argument in enumerate(arguments)
     )
-    there = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    with saved_bytes([*model.parameters(), *model.buffers(), *there]) as meter:
+    inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    with saved_bytes([*model.parameters(), *model.buffers(), *inputs]) as meter:
         block(*arguments)
     return meter.bytes
+
+
+PIXELS_AND_TEXT = (0, 1)  # positions of a Kandinsky block's arguments
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -286,30 +280,29 @@ def test_a_kandinsky_block_saves_the_planned_bytes(dtype: torch.dtype, targets: 
         parameter.data = parameter.data.to(torch.float32 if cost.stays_float32(name) else dtype)
     inputs = kandinsky_inputs(3, 16, 6, dtype)
     block = model.visual_transformer_blocks[1]
-    found = metered(
-        model, block, block_inputs(model, inputs, block), streams=(0, 1)
-    )  # pixels and text
+
+    saved = metered(model, block, block_inputs(model, inputs, block), PIXELS_AND_TEXT)
+
     planned = cost.activations(BatchShape(2, 3, 8, 8, 6), dtype.itemsize, adapters)
-    assert found == pytest.approx(planned.saved, rel=0.05)
+    assert saved == pytest.approx(planned.saved, rel=0.05)
 
 
-def test_a_given_first_frame_costs_more_only_with_timesteps_per_token() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_given_first_frame_costs_more_only_with_timesteps_per_token(size: int) -> None:
     kandinsky = VIDEO_COST.of_flavour("i2v-lite-5s")
     sana = SANA_COST.of_flavour("2b-480p")
     plain = BatchShape(1, 4, 8, 8, 300)
-    given = BatchShape(1, 4, 8, 8, 300, timed_tokens=True)
-    for size in (2, 4):
-        assert kandinsky.activations(plain, size, NO_ADAPTERS) == kandinsky.activations(
-            given, size, NO_ADAPTERS
-        )
-        assert (
-            sana.activations(plain, size, NO_ADAPTERS).saved
-            < sana.activations(given, size, NO_ADAPTERS).saved
-        )
+    given = replace(plain, timed_tokens=True)
+
+    def saved(cost: TransformerCost, batch: BatchShape) -> float:
+        return cost.activations(batch, size, NO_ADAPTERS).saved
+
+    assert saved(kandinsky, plain) == saved(kandinsky, given)
+    assert saved(sana, plain) < saved(sana, given)
 
 
 def test_a_sparse_block_also_saves_its_mask() -> None:
-    """Beside the dense block's, a mask of 4 tiles x 256 keys for each head."""
+    """Masks, since a CPU has no tile lists."""
     model: Any = build_kandinsky(nabla=True, visual_cond=True)
     nabla.install(model)
     settings = dict(model.config)
@@ -322,12 +315,15 @@ def test_a_sparse_block_also_saves_its_mask() -> None:
     plain = build_kandinsky(visual_cond=True)
     model = with_lora(model, adapters)
     block = model.visual_transformer_blocks[1]
-    found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))
+
+    saved = metered(model, block, block_inputs(model, inputs, block), PIXELS_AND_TEXT)
+
     load = BatchShape(2, 1, 16, 16, 6)
     planned = cost.activations(load, 4, adapters)
     dense = cost_of(VIDEO_COST, plain, attention_type="regular").activations(load, 4, adapters)
-    assert planned.saved - dense.saved == 2 * 4 * 256 * 2 * 4
-    assert found == pytest.approx(planned.saved, rel=0.2)
+    mask = 2 * 2 * 4 * 256 * 4  # samples, heads, tiles, keys, bytes
+    assert planned.saved - dense.saved == mask
+    assert saved == pytest.approx(planned.saved, rel=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -337,8 +333,9 @@ def test_a_sana_block_saves_the_planned_bytes(dtype: torch.dtype) -> None:
     adapters = adapters_of(cost, SANA_TARGETS, 2)
     model = with_lora(model, adapters).to(dtype)
     block = model.transformer_blocks[1]
-    found = metered(
-        model, block, block_inputs(model, sana_inputs(5, 32, dtype), block), streams=(0,)
-    )
+    arguments = block_inputs(model, sana_inputs(5, 32, dtype), block)
+
+    saved = metered(model, block, arguments, differentiable=(0,))
+
     planned = cost.activations(BatchShape(2, 5, 16, 16, 300), dtype.itemsize, adapters)
-    assert found == pytest.approx(planned.saved, rel=0.05)
+    assert saved == pytest.approx(planned.saved, rel=0.05)

@@ -1,6 +1,4 @@
-"""Previews decoded in strips equal whole ones up to rounding; in tiles they have the right shape
-and a small error.
-"""
+"""Decoding in strips equals whole decoding up to rounding; decoding in tiles has a small error."""
 
 from __future__ import annotations
 
@@ -28,7 +26,8 @@ from tests.tools.tiny import build_image_vae, build_video_vae
 from tests.tools.tiny_sana import build_ltx2_vae, build_wan_vae
 from tests.tools.tolerances import VAE, assert_close
 
-# What builds a tiny VAE, a latent shape of several strips and tiles, the stride, and its pixels.
+# The builder of a tiny VAE, a latent shape of several strips and tiles, the stride, and the shape
+# of the pixels.
 TINY = [
     pytest.param(build_image_vae, (2, 16, 3, 21), 8, (2, 3, 24, 168), id="Flux"),
     pytest.param(
@@ -54,25 +53,30 @@ def test_strips_change_only_rounding_and_tiles_little(
     torch.manual_seed(0)
     vae = build().eval()
     z = torch.randn(shape)
-    found = {}
+
+    decoded = {}
     for how in ("whole", "strips", "tiles"):
-        one = copy.deepcopy(vae)
-        decode_in(how, one, stride)
-        (found[how],) = one.decode(z, return_dict=False)
-        assert torch.equal(one.decode(z).sample, found[how])
-    assert torch.equal(vae.decode(z).sample, found["whole"])
-    assert_close(found["strips"], found["whole"], terms=VAE)
-    assert found["tiles"].shape == pixels
-    error = (found["tiles"] - found["whole"]).pow(2).mean().sqrt() / found["whole"].std()
+        configured = copy.deepcopy(vae)
+        decode_in(how, configured, stride)
+        (decoded[how],) = configured.decode(z, return_dict=False)
+        assert torch.equal(configured.decode(z).sample, decoded[how])
+
+    whole = decoded["whole"]
+    assert torch.equal(vae.decode(z).sample, whole)
+    assert_close(decoded["strips"], whole, terms=VAE)
+    assert decoded["tiles"].shape == pixels
+    error = (decoded["tiles"] - whole).pow(2).mean().sqrt() / whole.std()
     print(f"tiles: relative error {error:.3f}")
     assert 0 < error < 0.5
-    small = z[..., : 128 // stride]  # one tile is decoded as it is
-    assert_close(one.decode(small).sample, vae.decode(small).sample, terms=VAE)
+    # A picture of one tile is decoded as it is.
+    small = z[..., : 128 // stride]
+    assert_close(configured.decode(small).sample, vae.decode(small).sample, terms=VAE)
 
 
 @pytest.mark.parametrize("length", [3, 48, 49, 64, 96, 104, 160])
 def test_tiles_cover_a_side_evenly(length: int) -> None:
     tiles = list(spans(length, 8))
+
     assert {tile.stop - tile.start for tile in tiles} == {min(length, TILE // 8)}
     assert (tiles[0].start, tiles[-1].stop) == (0, length)
     assert all(left.stop - right.start >= OVERLAP // 8 for left, right in itertools.pairwise(tiles))
@@ -85,8 +89,9 @@ def test_blended_tiles_that_agree_equal_the_whole() -> None:
     def enlarge(part: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
         return (part.repeat_interleave(8, -1).repeat_interleave(8, -2),)
 
-    (found,) = decode_tiles(enlarge, 8, z, return_dict=False)
-    assert_close(found, enlarge(z, False)[0], terms=8)
+    (pixels,) = decode_tiles(enlarge, 8, z, return_dict=False)
+
+    assert_close(pixels, enlarge(z, False)[0], terms=8)
 
 
 FLUX: dict[str, Any] = {
@@ -126,8 +131,9 @@ def test_the_planned_peak_of_decoding_is_measured_at_full_size(
     size: tuple[int, int, int],
     how: Decoding,
 ) -> None:
-    """Tensors without numbers go through the published architecture; a low tile and one of the
-    equal ones.
+    """Tensors without numbers go through the published architecture.
+
+    Of the tiles, a low one and one of the equal ones are decoded.
     """
     spec = FAMILIES[family].for_flavour(flavour)
     width, height, frames = size
@@ -151,16 +157,16 @@ def test_the_planned_peak_of_decoding_is_measured_at_full_size(
     load = VaeLoad(1, frames, width, height, strips=True, tiled=how == "tiles", tile=TILE)
     planned = spec.cost.vae.decode(load) * dtype.itemsize
     print(f"{name} {how}: measured {peak.most / 1e9:.3f} GB, planned {planned / 1e9:.3f} GB")
+
     assert 0.8 * planned < peak.most < 1.1 * planned
 
 
-SHALLOW = [
-    (*each[:3], each[3] | {"layers_per_block": 1}) for each in REAL[:2]
-]  # as those of the demos
+# As those of the demos.
+SHALLOW = [(*case[:3], case[3] | {"layers_per_block": 1}) for case in REAL[:2]]
 
 
 @pytest.mark.parametrize(
-    ("family", "flavour", "name", "settings"), [*(each[:4] for each in REAL), *SHALLOW]
+    ("family", "flavour", "name", "settings"), [*(case[:4] for case in REAL), *SHALLOW]
 )
 def test_the_planned_flops_of_decoding_are_counted(
     family: str, flavour: str, name: str, settings: dict[str, Any]
@@ -174,6 +180,7 @@ def test_the_planned_flops_of_decoding_are_counted(
         with FlopCounterMode(display=False) as counter:
             vae.decode(torch.empty(1, channels, *(latent if spec.media == "video" else latent[1:])))
     planned = replace(spec.cost.vae, settings=settings).decode_flops(VaeLoad(1, size[2], *size[:2]))
+
     assert counter.get_total_flops() == pytest.approx(planned, rel=0.15)
 
 
@@ -184,12 +191,13 @@ def test_the_planned_upsampling_is_counted(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], numbers: float
 ) -> None:
     """Of Kandinsky 5 Video, whose VAE torch cannot be trusted with from 2**31 numbers on."""
-    found: list[int] = []
+    upsampled: list[int] = []
     stock = nn.functional.interpolate
 
     def interpolate(x: torch.Tensor, **settings: Any) -> torch.Tensor:
-        found.append(stock(x, **settings).numel())
-        return stock(x, **settings)
+        out = stock(x, **settings)
+        upsampled.append(out.numel())
+        return out
 
     monkeypatch.setattr(nn.functional, "interpolate", interpolate)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
@@ -199,4 +207,5 @@ def test_the_planned_upsampling_is_counted(
         vae = diffusers.AutoencoderKLHunyuanVideo()
         loading.attend_by_frame(vae)
         vae.decode(torch.empty(1, 16, *spec.latent_size(width, height, frames)))
-    assert max(found) == spec.cost.vae.upsampled(VaeLoad(1, frames, width, height)) == numbers
+
+    assert max(upsampled) == spec.cost.vae.upsampled(VaeLoad(1, frames, width, height)) == numbers

@@ -1,6 +1,4 @@
-"""The contract of a family, for all in the registry, and for a fourth one that only the tests
-have.
-"""
+"""The contract of a family, for those in the registry, and for one that only the tests have."""
 
 from __future__ import annotations
 
@@ -34,5 +32,5 @@ def fourth() -> Iterator[FamilySpec]:
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("check", first_of(CONTRACT, 5), ids=lambda check: check.__name__)
 def test_a_new_family_needs_only_a_spec_and_an_adapter(fourth: FamilySpec, check: Check) -> None:
-    """Its cost is measured, none of it is written by hand."""
+    """The cost table is measured, not written by hand."""
     check(fourth)

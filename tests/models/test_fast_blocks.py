@@ -1,6 +1,4 @@
-"""Kandinsky's fast blocks compute what the diffusers blocks compute, bit for bit, forward and
-backward.
-"""
+"""Fast blocks equal the blocks of diffusers bit for bit, forward and backward."""
 
 from __future__ import annotations
 
@@ -60,10 +58,9 @@ def output_and_gradients(
     return [out, *gradients]
 
 
-def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
-    assert len(one) == len(other)
-    for left, right in zip(one, other, strict=True):
-        assert torch.equal(left, right)
+def assert_same(stock: list[Tensor], fast: list[Tensor]) -> None:
+    for expected, tensor in zip(stock, fast, strict=True):
+        assert torch.equal(expected, tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,21 +71,22 @@ def test_fast_blocks_equal_diffusers_bit_for_bit(
 ) -> None:
     """Every weight is trained here, so that gradients of modulation and norms are compared, too."""
     mask = torch.arange(TEXT) < torch.tensor([[TEXT], [3]]) if padded else None
-    found = []
+    channels = 33 if visual_cond else 16
+    results = []
     for is_fast in (False, True):
         model = build(dtype, visual_cond=visual_cond)
         padding = blocks.mask_padding(model)
         if is_fast:
             blocks.use_fast_blocks(model, padding)
-        found.append(
-            output_and_gradients(model, padding, mask, inputs(dtype, 2, 33 if visual_cond else 16))
-        )
-    assert_same(*found)
+        named = inputs(dtype, 2, channels)
+        results.append(output_and_gradients(model, padding, mask, named))
+
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fast_blocks_with_nabla_equal_diffusers_bit_for_bit(dtype: torch.dtype) -> None:
-    found = []
+    results = []
     named = inputs(dtype, 1)
     for is_fast in (False, True):
         model = build(dtype, nabla=True)
@@ -99,28 +97,29 @@ def test_fast_blocks_with_nabla_equal_diffusers_bit_for_bit(dtype: torch.dtype) 
         )
         if is_fast:
             blocks.use_fast_blocks(model, padding)
-        found.append(output_and_gradients(model, padding, None, named))
-    assert_same(*found)
+        results.append(output_and_gradients(model, padding, None, named))
+
+    assert_same(*results)
 
 
 def test_fast_blocks_take_other_positions_for_every_sample() -> None:
-    """Hooks may keep other tokens of every sample, and cut the positions accordingly."""
+    """TREAD keeps other tokens of every sample, and cuts the positions accordingly."""
     generator = torch.Generator().manual_seed(2)
     hidden, text, time = (
         torch.randn(2, count, WIDTH, generator=generator) for count in (9, TEXT, 1)
     )
     angles = torch.rand(2, 9, 8, generator=generator) * 9
-    rope = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).view(
-        2, 9, 1, 8, 2, 2
-    )
-    found = []
+    entries = [angles.cos(), -angles.sin(), angles.sin(), angles.cos()]
+    rope = torch.stack(entries, -1).view(2, 9, 1, 8, 2, 2)
+    results = []
     for is_fast in (False, True):
         model = build(torch.float32)
         padding = blocks.mask_padding(model)
         if is_fast:
             blocks.use_fast_blocks(model, padding)
-        found.append([model.visual_transformer_blocks[0](hidden, text, time[:, 0], rope, None)])
-    assert_same(*found)
+        results.append([model.visual_transformer_blocks[0](hidden, text, time[:, 0], rope, None)])
+
+    assert_same(*results)
 
 
 def test_rotary_tables_are_cached_as_long_as_their_tensor() -> None:
@@ -132,30 +131,33 @@ def test_rotary_tables_are_cached_as_long_as_their_tensor() -> None:
     assert torch.equal(tables.sin, rope[..., 1, 0].expand(2, -1, -1, -1))
     assert all(table.is_contiguous() and table._base is None for table in tables)
     del rope
+
     assert len(cache._tables) == 0
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_modulation_is_stored_in_bf16_only_where_that_is_exact(kept: bool) -> None:
-    found = []
-    for is_narrow in (False, True):
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_modulation_is_stored_in_bf16_only_where_that_is_exact(is_exact: bool) -> None:
+    results = []
+    for is_stored in (False, True):
         model = build(torch.float32)
         model.requires_grad_(False)
         for name, parameter in model.named_parameters():
-            if "modulation" in name and kept:
+            if "modulation" in name and is_exact:
                 parameter.data = parameter.data.to(torch.bfloat16).float()
             parameter.requires_grad_("to_" in name)
         padding = blocks.mask_padding(model)
         blocks.use_fast_blocks(model, padding)
-        if is_narrow:
+        if is_stored:
             store_in_bf16(model)
-        found.append(output_and_gradients(model, padding, None, inputs(torch.float32, 1)))
-    assert_same(*found)
-    weights = [
-        each for name, each in model.named_parameters() if "modulation.out_layer.weight" in name
+        results.append(output_and_gradients(model, padding, None, inputs(torch.float32, 1)))
+
+    assert_same(*results)
+    dtypes = [
+        weight.dtype
+        for name, weight in model.named_parameters()
+        if "modulation.out_layer.weight" in name
     ]
-    assert len(weights) == 4
-    assert {weight.dtype for weight in weights} == {torch.bfloat16 if kept else torch.float32}
+    assert dtypes == [torch.bfloat16 if is_exact else torch.float32] * 4
 
 
 def test_trained_modulation_stays_float32() -> None:
@@ -163,6 +165,7 @@ def test_trained_modulation_stays_float32() -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).float()
     store_in_bf16(model)
+
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
@@ -170,16 +173,28 @@ def test_fast_blocks_call_hooks() -> None:
     model = build(torch.float32)
     padding = blocks.mask_padding(model)
     blocks.use_fast_blocks(model, padding)
-    seen: list[nn.Module] = []
+    called: list[nn.Module] = []
     for block in model.visual_transformer_blocks:
-        block.register_forward_pre_hook(lambda module, _: seen.append(module))
+        block.register_forward_pre_hook(lambda module, _: called.append(module))
+
     with padding.hidden(None):
         model(**inputs(torch.float32, 1))
-    assert [id(each) for each in seen] == [id(block) for block in model.visual_transformer_blocks]
+
+    assert [id(block) for block in called] == [
+        id(block) for block in model.visual_transformer_blocks
+    ]
+
+
+def test_recomputation_of_fast_blocks_calls_hooks() -> None:
+    model = build(torch.float32)
+    blocks.use_fast_blocks(model, blocks.mask_padding(model))
+    called: list[nn.Module] = []
+    for block in model.visual_transformer_blocks:
+        block.register_forward_pre_hook(lambda module, _: called.append(module))
     model.enable_gradient_checkpointing(
-        lambda block, *rest: checkpoint(block, *rest, use_reentrant=False)
+        lambda block, *arguments: checkpoint(block, *arguments, use_reentrant=False)
     )
+
     model(**inputs(torch.float32, 1)).sum().backward()
-    assert len(seen) == 3 * len(model.visual_transformer_blocks), (
-        "once more forward, once to compute again"
-    )
+
+    assert len(called) == 2 * len(model.visual_transformer_blocks), "forward and recomputation"

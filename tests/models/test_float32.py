@@ -1,5 +1,6 @@
-"""Full float32 where it was chosen on purpose, whatever the process allows. The settings exist on a
-CPU, too.
+"""Layers and models that need full float32 have it, whether the process allows TF32 or not.
+
+torch has these settings on a CPU, too.
 """
 
 from __future__ import annotations
@@ -31,23 +32,25 @@ def users_settings() -> Iterator[None]:
         setting.allow_tf32 = True
     yield
     assert allowed() == ALLOWED, "restored"
-    for setting, was in zip(SETTINGS, before, strict=True):
-        setting.allow_tf32 = was
+    for setting, value in zip(SETTINGS, before, strict=True):
+        setting.allow_tf32 = value
 
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
-    """What is allowed in each product and convolution, in their order."""
-    found: list[list[bool]] = []
+    """The settings in each product and convolution, in their order."""
+    settings_in_products: list[list[bool]] = []
 
     def noted(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *inputs, **settings: (found.append(allowed()), compute(*inputs, **settings))[
-            1
-        ]
+        def compute_and_note(*inputs: Any, **settings: Any) -> Tensor:
+            settings_in_products.append(allowed())
+            return compute(*inputs, **settings)
+
+        return compute_and_note
 
     for name in ("linear", "conv2d", "conv3d"):
         monkeypatch.setattr(functional, name, noted(getattr(functional, name)))
-    return found
+    return settings_in_products
 
 
 def allowed() -> list[bool]:
@@ -73,25 +76,29 @@ def test_the_users_tf32_settings_are_restored_after_an_error() -> None:
 def test_full_linear_equals_linear_with_full_gradients(
     bias: bool, compiled: bool, products: list[list[bool]]
 ) -> None:
-    """The gradients of its inputs are full, too."""
     torch.manual_seed(0)
-    inputs = [torch.randn(2, 3, 8), torch.randn(5, 8), *([torch.randn(5)] if bias else [])]
-    full: Any = (
-        torch.compile(full_linear, backend="aot_eager", fullgraph=True) if compiled else full_linear
-    )
-    found = []
-    for product in (functional.linear, full):
-        given = [each.clone().requires_grad_() for each in inputs]
-        out = product(*given, *([] if bias else [None]))
-        found.append([out, *torch.autograd.grad(out.sin().sum(), given)])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+    inputs = [torch.randn(2, 3, 8), torch.randn(5, 8)]
+    if bias:
+        inputs.append(torch.randn(5))
+    full: Any = full_linear
+    if compiled:
+        full = torch.compile(full_linear, backend="aot_eager", fullgraph=True)
+
+    results = []
+    linear: Any = functional.linear
+    for product in (linear, full):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = product(*leaves) if bias else product(*leaves, None)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+
+    expected, result = results
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+    # The stock forward pass; the full one, and its gradients of input and weight.
     assert products == [ALLOWED, FULL, FULL, FULL]
 
 
 def test_float32_layers_compute_without_tf32(products: list[list[bool]]) -> None:
-    """Time and modulation of Kandinsky, stored in bf16 or not; the blocks' other layers keep the
-    user's choice.
-    """
+    """Time and modulation of Kandinsky, stored in bf16 or not; other layers keep the setting."""
     torch.manual_seed(0)
     model: Any = build_kandinsky().requires_grad_(False)
     modulation = model.visual_transformer_blocks[0].visual_modulation
@@ -108,7 +115,8 @@ def test_float32_layers_compute_without_tf32(products: list[list[bool]]) -> None
     assert products == [FULL] * 3
     model.visual_transformer_blocks[0].feed_forward(torch.randn(1, 4, WIDTH))
     assert products[3:] == [ALLOWED] * 2
-    layers = {name for name, each in model.named_modules() if "forward" in vars(each)}
+    layers = {name for name, module in model.named_modules() if "forward" in vars(module)}
+
     assert {name.split(".")[-2] for name in layers} == {
         "time_embeddings",
         "text_modulation",
@@ -127,9 +135,7 @@ def test_a_float32_vae_on_a_gpu_computes_without_tf32(
     products: list[list[bool]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU; on a CPU the settings mean nothing, and changing them would have blocks compiled
-    again.
-    """
+    """On a CPU the settings mean nothing, and changing them would make blocks compile again."""
     monkeypatch.setattr(nn.Module, "to", lambda module, *place: module)  # there is no GPU
     numbers = getattr(torch, dtype)
     vae = make_sana_adapter(sana_checkpoint).load_latent_encoder(torch.device(device), numbers).vae
@@ -137,5 +143,6 @@ def test_a_float32_vae_on_a_gpu_computes_without_tf32(
     half = len(products)
     vae.decode(latents)
     is_full = (device, dtype) == ("cuda", "float32")
+
     assert 0 < half < len(products)
     assert products == [FULL if is_full else ALLOWED] * len(products)

@@ -1,6 +1,4 @@
-"""Attention frame by frame gives the latents of the stock VAE, without a mask of tokens by
-tokens.
-"""
+"""Attention frame by frame gives the results of the stock VAE, without a mask of token pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.tools.tolerances import MODEL, VAE, assert_close
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most numbers that one tensor had."""
+    """Records the size of the largest tensor, in numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,13 +25,13 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            self.numbers = max(
-                self.numbers, result.untyped_storage().nbytes() // result.element_size()
-            )
+            numbers = result.untyped_storage().nbytes() // result.element_size()
+            self.numbers = max(self.numbers, numbers)
         return result
 
 
 def by_frame(coder: Any) -> bool:
+    """Whether an encoder or decoder attends frame by frame."""
     return "forward" in vars(coder.mid_block)
 
 
@@ -48,9 +46,10 @@ def test_attention_by_frame_gives_the_result_of_the_stock_vae(frames: int) -> No
     latents = vae.encode(clip).latent_dist.mean
     decoded = vae.decode(latents).sample
     attend_by_frame(vae)
-    assert all(map(by_frame, (vae.encoder, vae.decoder)))
-    again = vae.encode(clip).latent_dist.mean
-    assert_close(again, latents, terms=VAE)
+
+    assert by_frame(vae.encoder)
+    assert by_frame(vae.decoder)
+    assert_close(vae.encode(clip).latent_dist.mean, latents, terms=VAE)
     assert_close(vae.decode(latents).sample, decoded, terms=VAE)
 
 
@@ -59,12 +58,13 @@ def test_a_frame_attends_to_all_earlier_frames_and_to_no_later_one() -> None:
     torch.manual_seed(0)
     attn: Any = build_video_vae(16).eval().encoder.mid_block.attentions[0]
     hidden_states = torch.randn(1, 16, 3, 2, 2)
-    whole = frame_causal_attention(attn, hidden_states)
-    unordered = frame_causal_attention(attn, hidden_states.reshape(1, 16, 1, 6, 2)).reshape(
-        whole.shape
-    )
-    assert_close(whole[:, :, 2:], unordered[:, :, 2:], terms=MODEL)
-    assert not torch.allclose(whole[:, :, :2], unordered[:, :, :2], atol=1e-4)
+    causal = frame_causal_attention(attn, hidden_states)
+
+    # The same tokens as one frame, where each attends to all.
+    one_frame = hidden_states.reshape(1, 16, 1, 6, 2)
+    full = frame_causal_attention(attn, one_frame).reshape(causal.shape)
+    assert_close(causal[:, :, 2:], full[:, :, 2:], terms=MODEL)
+    assert not torch.allclose(causal[:, :, :2], full[:, :, :2], atol=1e-4)
 
 
 @torch.no_grad()
@@ -76,17 +76,18 @@ def test_attention_by_frame_allocates_nothing_quadratic_in_all_tokens() -> None:
     with LargestTensor() as stock:
         expected = vae.encoder.mid_block(hidden_states)
     attend_by_frame(vae)
-    with LargestTensor() as ours:
+
+    with LargestTensor() as by_frame:
         assert_close(vae.encoder.mid_block(hidden_states), expected, terms=VAE)
     assert stock.numbers >= tokens**2
-    assert 0 < ours.numbers <= tokens**2 / 9, "one frame's queries at most"
+    assert 0 < by_frame.numbers <= tokens**2 / 9, "one of nine frames' queries at most"
 
 
 def test_caching_attends_by_frame_and_previews_stay_stock(tmp_path: Path) -> None:
     adapter: Any = make_video_adapter(make_checkpoint(tmp_path, "t2v"), "t2v")
     encoder = adapter.load_latent_encoder(CPU, torch.float32)
+    transformer = adapter.load_transformer(torch.float32)
+    pipeline = adapter.load_preview_pipeline(transformer, CPU, None).pipeline
+
     assert by_frame(encoder.vae.encoder)
-    pipeline = adapter.load_preview_pipeline(
-        adapter.load_transformer(torch.float32), CPU, None
-    ).pipeline
     assert not by_frame(pipeline.vae.decoder)

@@ -1,4 +1,4 @@
-"""Attention from tiles to tiles: every way gives the same, and a way that does not is found out."""
+"""Attention from tiles to tiles: all implementations agree, and the self-test rejects others."""
 
 # mypy: disable-error-code="call-arg"
 from __future__ import annotations
@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def draw(tiles: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
-    """Query, key and value of two samples with two heads, and a choice of tiles with gaps in it."""
+    """Query, key and value `2 S 2 D`, and visible tiles with gaps."""
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(2, tiles * 64, 2, HEAD_DIM, generator=generator) for _ in range(3)]
     chosen = torch.rand(2, 2, tiles, tiles, generator=generator) < 0.4
@@ -50,36 +50,43 @@ def test_masked_attention_equals_the_definition() -> None:
     upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(9))
     results = []
     for attend in (tile_attention.attend_masked, with_a_large_mask):
-        leaves = [each.clone().requires_grad_() for each in inputs]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         out = attend(*leaves, tiles)
         results.append([out, *torch.autograd.grad(out, leaves, upstream)])
-    for one, other in zip(*results, strict=True):
-        assert_close(one, other, terms=MODEL)
-    assert (results[0][0] - tile_attention.attend_dense(*inputs, tiles)).abs().max() > 0.1
+
+    for tensor, expected in zip(*results, strict=True):
+        assert_close(tensor, expected, terms=MODEL)
+    dense = tile_attention.attend_dense(*inputs, tiles)
+    assert (results[0][0] - dense).abs().max() > 0.1
 
 
 def test_masked_attention_saves_memory_linear_in_tokens() -> None:
     inputs, tiles = draw(24)
-    kept = []
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    bytes_by_storage = {}
 
-    def size(saved: Tensor) -> Tensor:
-        kept.append((saved.untyped_storage().data_ptr(), saved.untyped_storage().nbytes()))
+    def note_size(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        bytes_by_storage[storage.data_ptr()] = storage.nbytes()
         return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(size, lambda saved: saved):
-        tile_attention.attend_masked(*(each.requires_grad_() for each in inputs), tiles)
+    with torch.autograd.graph.saved_tensors_hooks(note_size, lambda saved: saved):
+        tile_attention.attend_masked(*inputs, tiles)
+
     tokens = 24 * 64
-    assert sum(dict(kept).values()) < 2 * 2 * tokens * tokens / 4, "a quarter of one boolean mask"
+    boolean_mask = 2 * 2 * tokens * tokens  # of two samples with two heads
+    assert sum(bytes_by_storage.values()) < boolean_mask / 4
 
 
 def test_a_block_mask_lists_the_visible_tiles() -> None:
     _, tiles = draw(5)
+
     mask = flex.tile_blocks(tiles)
+
     assert mask.shape == (2, 2, 5 * 64, 5 * 64)
     assert torch.equal(mask.to_dense().bool(), tiles)
-    assert max(each.numel() for each in flex.lists_of(mask)) <= tiles.numel(), (
-        "nothing has the size of a mask"
-    )
+    largest = max(tensor.numel() for tensor in flex.lists_of(mask))
+    assert largest <= tiles.numel(), "nothing has the size of a mask of tokens"
 
 
 class Sorts(TorchDispatchMode):
@@ -88,31 +95,37 @@ class Sorts(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "sort" in func.overloadpacket.__name__
+        if "sort" in func.overloadpacket.__name__:
+            self.count += 1
         return func(*args, **(kwargs or {}))
 
 
 def test_block_lists_are_made_without_sorting() -> None:
-    """And the lists are those that `from_kv_blocks` sorts for."""
+    """They are those that `from_kv_blocks` sorts for. Only the coarse map of scores is sorted."""
     (query, key, _), tiles = draw(5)
+
     with Sorts() as sorts:
         tile_mask(query, key, torch.eye(5, dtype=torch.bool), 0.5)
         mask = flex.tile_blocks(tiles)
+
     assert sorts.count == 1
     rows: Any = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
     expected: Any = BlockMask.from_kv_blocks(
         *rows, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths
     )
     for name in ("full_q_num_blocks", "full_q_indices", "q_num_blocks", "q_indices"):
-        one = getattr(mask, name)
-        other = getattr(expected, name)
-        assert torch.equal(one, other), name
-        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+        blocks = getattr(mask, name)
+        expected_blocks = getattr(expected, name)
+        assert torch.equal(blocks, expected_blocks), name
+        assert blocks.dtype == expected_blocks.dtype
+        assert blocks.stride() == expected_blocks.stride()
 
 
 def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> flex.Attend:
-    """Flex attention by its definition: torch only refuses its gradients on a CPU. Without a
-    compiler it ignores the lists, and is dense."""
+    """Flex attention with gradients on a CPU, which torch only refuses.
+
+    Without a compiler it ignores the lists, and is dense.
+    """
     torch._dynamo.reset()
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *inputs: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -123,34 +136,46 @@ def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> flex.Attend:
 def test_the_backward_pass_rebuilds_the_lists_of_a_block_mask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bit-equal gradients, and one byte is saved for each pair of tiles, through the surrounding
-    hooks.
-    """
     check_saved(differentiable_flex(monkeypatch), *draw(6), monkeypatch)
 
 
 def check_saved(
     attend: flex.Attend, inputs: list[Tensor], tiles: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = [each.requires_grad_() for each in inputs]
+    """Gradients are bit-equal to those of saved lists, for which one byte per pair is saved.
+
+    The bytes are counted by surrounding hooks, through which everything is saved.
+    """
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+
     with saved_bytes(inputs) as meter:
         out = attend(*inputs, tiles)
-    sums = 4 * out.numel() // HEAD_DIM
-    assert meter.bytes == out.nbytes + sums + tiles.nbytes, "result, log-sum-exp and tiles"
     with monkeypatch.context() as unhooked:
-        unhooked.setattr(flex, "RebuiltLists", lambda *given: nullcontext())
-        other = attend(*inputs, tiles)
-    found, expected = ([each, *torch.autograd.grad(each.sum(), inputs)] for each in (out, other))
-    assert all(map(torch.equal, found, expected))
+        unhooked.setattr(flex, "RebuiltLists", lambda mask, tiles: nullcontext())
+        expected_out = attend(*inputs, tiles)
+
+    log_sum_exp = 4 * out.numel() // HEAD_DIM  # bytes of a float32 per query and head
+    assert meter.bytes == out.nbytes + log_sum_exp + tiles.nbytes
+    assert torch.equal(out, expected_out)
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    expected_gradients = torch.autograd.grad(expected_out.sum(), inputs)
+    assert all(map(torch.equal, gradients, expected_gradients))
 
 
 def test_the_kept_tiles_hold_the_mass() -> None:
     (query, key, _), _ = draw(7)
-    window = torch.zeros(7, 7, dtype=torch.bool)
-    means = [x.transpose(1, 2).unflatten(2, (-1, 64)).mean(-2) for x in (query, key)]
-    values, order = torch.softmax(means[0] @ means[1].mT / HEAD_DIM**0.5, dim=-1).sort(-1)
-    expected = (values.cumsum(-1) >= 0.3).gather(-1, order.argsort(-1))
-    assert torch.equal(tile_mask(query, key, window, 0.7), expected)
+    no_window = torch.zeros(7, 7, dtype=torch.bool)
+
+    kept = tile_mask(query, key, no_window, mass=0.7)
+
+    query_means, key_means = (
+        x.transpose(1, 2).unflatten(2, (-1, 64)).mean(-2) for x in (query, key)
+    )
+    scores = torch.softmax(query_means @ key_means.mT / HEAD_DIM**0.5, dim=-1)
+    values, order = scores.sort(-1)
+    ranks = order.argsort(-1)
+    expected = (values.cumsum(-1) >= 0.3).gather(-1, ranks)  # 0.3 = 1 - mass
+    assert torch.equal(kept, expected)
     assert 0 < expected.float().mean() < 1
 
 
@@ -159,12 +184,13 @@ def test_tiles_are_chosen_outside_the_deterministic_mode(monkeypatch: pytest.Mon
     modes: list[bool] = []
     cumsum = Tensor.cumsum
 
-    def watched(self: Tensor, *given: Any, **named: Any) -> Tensor:
+    def noted(self: Tensor, *inputs: Any, **settings: Any) -> Tensor:
         modes.append(torch.are_deterministic_algorithms_enabled())
-        return cumsum(self, *given, **named)
+        return cumsum(self, *inputs, **settings)
 
     (query, key, _), tiles = draw(5)
-    monkeypatch.setattr(Tensor, "cumsum", watched)
+    monkeypatch.setattr(Tensor, "cumsum", noted)
+
     torch.use_deterministic_algorithms(True)
     try:
         tile_mask(query, key, torch.eye(5, dtype=torch.bool), 0.5)
@@ -172,8 +198,9 @@ def test_tiles_are_chosen_outside_the_deterministic_mode(monkeypatch: pytest.Mon
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert set(modes) == {False}
-    assert len(modes) == 5
+
+    # The map of scores, and two lists in two directions.
+    assert modes == [False] * (1 + 2 * 2)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -185,18 +212,20 @@ def test_the_blocks_of_the_backward_pass_divide_a_tile_on_every_gpu(
     (blocks,) = flex.block_choices().get_flex_attention_bwd_configs(
         head_dim, torch.bfloat16, "cuda"
     )
+
     assert {64 % getattr(blocks, side) for side in flex.SIDES} == {0}
 
 
 def test_autotuning_does_not_change_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing could choose differently in the next run, and other blocks round differently."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
-    expected = flex.block_choices().get_flex_attention_bwd_configs(128, torch.bfloat16, "cuda")
+    choices = flex.block_choices()
+    expected = choices.get_flex_attention_bwd_configs(128, torch.bfloat16, "cuda")
+
     with torch._inductor.config.patch(max_autotune=True):
-        assert (
-            flex.block_choices().get_flex_attention_bwd_configs(128, torch.bfloat16, "cuda")
-            == expected
-        )
+        blocks = choices.get_flex_attention_bwd_configs(128, torch.bfloat16, "cuda")
+
+    assert blocks == expected
 
 
 @pytest.mark.slow
@@ -223,9 +252,10 @@ def test_the_self_test_rejects_uncompiled_flex_attention() -> None:
         out: Any = flex_attention(query, key, value, block_mask=flex.tile_blocks(tiles))
         return out.transpose(1, 2)
 
-    assert "off by" in str(
-        tile_attention.find_fault(eager, CPU, torch.float32, HEAD_DIM, backward=False)
-    )
+    fault = tile_attention.find_fault(eager, CPU, torch.float32, HEAD_DIM, backward=False)
+
+    assert fault is not None
+    assert "off by" in fault
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -241,18 +271,18 @@ def test_the_self_test_accepts_rounding_and_rejects_dense_attention(
 
 
 def test_the_self_test_uses_the_heads_of_the_model() -> None:
-    seen: list[int] = []
+    heads: list[int] = []
 
-    def attend(query: Tensor, *others: Tensor) -> Tensor:
-        seen.append(query.shape[2])
-        return tile_attention.attend_masked(query, *others)
+    def attend(query: Tensor, *inputs: Tensor) -> Tensor:
+        heads.append(query.shape[2])
+        return tile_attention.attend_masked(query, *inputs)
 
-    assert tile_attention.find_fault(attend, CPU, torch.float32, HEAD_DIM, 7) is None
-    assert seen == [7]
+    assert tile_attention.find_fault(attend, CPU, torch.float32, HEAD_DIM, heads=7) is None
+    assert heads == [7]
 
 
 def test_the_self_test_rejects_wrong_gradients() -> None:
-    class Wrong(torch.autograd.Function):
+    class DenseGradient(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, out: Tensor, dense: Tensor) -> Tensor:
             return out.clone()
@@ -262,9 +292,9 @@ def test_the_self_test_rejects_wrong_gradients() -> None:
             return None, upstream
 
     def attend(*inputs: Tensor) -> Tensor:
-        result: Tensor = Wrong.apply(
-            tile_attention.attend_masked(*inputs), tile_attention.attend_dense(*inputs)
-        )
+        out = tile_attention.attend_masked(*inputs)
+        dense = tile_attention.attend_dense(*inputs)
+        result: Tensor = DenseGradient.apply(out, dense)
         return result
 
     assert tile_attention.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
@@ -276,9 +306,7 @@ META = torch.device("meta")  # stands for a GPU
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., flex.Attend]:
-    """The choice of an implementation, without its cache; compiled flex attention is one that works
-    everywhere.
-    """
+    """`choose_attend` without its cache, and with masks in place of compiled flex attention."""
     monkeypatch.setattr(tile_attention, "compiled_flex", lambda dtype: tile_attention.attend_masked)
     choose: Callable[..., flex.Attend] = tile_attention.choose_attend.__wrapped__
     return choose
@@ -306,6 +334,7 @@ def test_a_gpu_gets_dense_attention_if_flex_fails_the_self_test(
     monkeypatch.setattr(tile_attention, "find_fault", lambda *given: "no kernel")
     assert choose(META, torch.bfloat16, 64) is tile_attention.attend_dense
     (record,) = caplog.records
+
     assert "on meta compiled flex attention failed its test (no kernel)" in record.getMessage()
     assert "dense attention instead" in record.getMessage()
 
@@ -329,9 +358,10 @@ def test_a_failure_of_the_device_passes_through_the_self_test(failure: type[Runt
 def test_the_processor_attends_to_the_chosen_tiles() -> None:
     (query, key, value), _ = draw(6)
     params = {"sta_mask": torch.eye(6, dtype=torch.bool)[None, None], "P": 0.8}
+    attended = TileAttention()(query, key, value, params)
+
     tiles = tile_mask(query, key, params["sta_mask"], 0.8)
-    found = TileAttention()(query, key, value, params)
-    assert_close(found, with_a_large_mask(query, key, value, tiles), terms=MODEL)
+    assert_close(attended, with_a_large_mask(query, key, value, tiles), terms=MODEL)
 
 
 @pytest.mark.gpu
@@ -343,46 +373,48 @@ def test_flex_attention_is_exact_on_a_gpu(dtype: torch.dtype, head_dim: int) -> 
     attend = tile_attention.choose_attend(device, dtype, head_dim)
     assert attend is not tile_attention.attend_dense
     assert tile_attention.find_fault(attend, device, dtype, head_dim) is None
-    for count in (3, 8, 12, 21):  # other shapes than that of the test
-        inputs, tiles = draw(count)
-        moved = [each.to(device, dtype).requires_grad_() for each in inputs]
-        out = attend(*moved, tiles.to(device))
-        wanted = tile_attention.attend_masked(*(each.double() for each in moved), tiles.to(device))
-        limit = tile_attention.tolerance(device, dtype)
-        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=limit)
-        for one, other in zip(
-            torch.autograd.grad(out.sum(), moved),
-            torch.autograd.grad(wanted.sum(), moved),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other, rtol=0, atol=4 * limit)
+    limit = tile_attention.tolerance(device, dtype)
+    for count in (3, 8, 12, 21):  # other shapes than that of the self-test
+        draws, tiles = draw(count)
+        tiles = tiles.to(device)
+        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in draws]
+        out = attend(*inputs, tiles)
+        exact = tile_attention.attend_masked(*(tensor.double() for tensor in inputs), tiles)
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=limit)
+        gradients = torch.autograd.grad(out.sum(), inputs)
+        exact_gradients = torch.autograd.grad(exact.sum(), inputs)
+        for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
+            torch.testing.assert_close(gradient, exact_gradient, rtol=0, atol=4 * limit)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_backward_pass_rebuilds_the_lists_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
-    inputs, tiles = draw(6)
+    draws, tiles = draw(6)
+    inputs = [tensor.to(device, torch.bfloat16) for tensor in draws]
     attend = tile_attention.choose_attend(device, torch.bfloat16, HEAD_DIM)
-    check_saved(
-        attend, [each.to(device, torch.bfloat16) for each in inputs], tiles.to(device), monkeypatch
-    )
+
+    check_saved(attend, inputs, tiles.to(device), monkeypatch)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_flex_attention_is_deterministic_on_a_gpu() -> None:
-    """As torch's source says of flex attention."""
     device = torch.device("cuda")
-    inputs = [each.to(device, torch.bfloat16).requires_grad_() for each in draw(21)[0]]
+    draws, _ = draw(21)
+    inputs = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in draws]
+    window = torch.eye(21, dtype=torch.bool, device=device)
+
     torch.use_deterministic_algorithms(True)
     try:
         attend = tile_attention.choose_attend.__wrapped__(device, torch.bfloat16, HEAD_DIM)
-        tiles = tile_mask(inputs[0], inputs[1], torch.eye(21, dtype=torch.bool, device=device), 0.5)
-        first, *others = (
+        tiles = tile_mask(inputs[0], inputs[1], window, 0.5)
+        first, *repetitions = (
             torch.autograd.grad(attend(*inputs, tiles).sum(), inputs) for _ in range(3)
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    for other in others:
-        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+    for gradients in repetitions:
+        assert all(map(torch.equal, first, gradients))

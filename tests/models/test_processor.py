@@ -1,6 +1,4 @@
-"""The processor without torchvision, and the tokenizers whose templates must have their true
-lengths.
-"""
+"""The processor without torchvision, and the true lengths of the templates in tokens."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def i2i_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_templates_have_their_true_lengths_in_qwens_tokens(
     name: TemplateName, before: int, tmp_path: Path
 ) -> None:
-    """Fewer than are cut off for edits: the first three tokens of a caption are lost, as in the
-    official code.
-    """
+    """Of edits, the first three tokens of a caption are cropped too, as in the official code."""
     shutil.copytree(TOKENIZERS / "tokenizer", tmp_path / "tokenizer")
     split_as_qwen(tmp_path)
     tokenizer = load_processor(tmp_path).tokenizer
@@ -44,10 +40,10 @@ def test_the_templates_have_their_true_lengths_in_qwens_tokens(
     ids = tokenizer(template.format("a red star on a hill")).input_ids
 
     assert len(tokenizer(template.text.partition("{}")[0]).input_ids) == before
-    left = (
-        " on a hill<|vision_start|>" if name == "image_edit" else "a red star on a hill<|im_end|>"
-    )
-    assert tokenizer.decode(ids[template.crop :]).startswith(left)
+    rest = "a red star on a hill<|im_end|>"
+    if name == "image_edit":
+        rest = " on a hill<|vision_start|>"
+    assert tokenizer.decode(ids[template.crop :]).startswith(rest)
 
 
 @pytest.mark.parametrize("name", ["image", "video"])
@@ -91,12 +87,12 @@ def test_the_processor_encodes_text_in_the_stock_pipeline(t2i_folder: Path) -> N
     pipe.resolutions = [(64, 64)]
 
     embeds, pooled, lengths = pipe.encode_prompt("a red star")
-    other, other_pooled, _ = pipe.encode_prompt("a red cat")
+    other_embeds, other_pooled, _ = pipe.encode_prompt("a red cat")
     result = pipe("a red star", height=64, width=64, num_inference_steps=2, output_type="pt")
 
     assert embeds.shape == (1, 4, 32)  # three words and the end of the sentence
     assert lengths.tolist() == [0, 4]
-    assert not torch.allclose(embeds, other)
+    assert not torch.allclose(embeds, other_embeds)
     assert not torch.allclose(pooled, other_pooled)
     assert result.image.shape == (1, 3, 64, 64)
     assert result.image.isfinite().all()
@@ -116,8 +112,8 @@ def test_the_processor_encodes_text_and_picture_in_the_stock_pipeline(i2i_folder
     # by two.
     words = 3
     picture = 4
-    around_it_and_end = 3
-    assert of_red.shape == (1, words + picture + around_it_and_end, 32)
+    picture_marks_and_end = 3
+    assert of_red.shape == (1, words + picture + picture_marks_and_end, 32)
     assert lengths.tolist() == [0, of_red.shape[1]]
     assert not torch.allclose(of_red, of_blue)
     assert result.image.isfinite().all()

@@ -1,6 +1,4 @@
-"""The block of Sana Video that training compiles: diffusers' block up to rounding, with half as
-much kept.
-"""
+"""Sana's block as training compiles it equals diffusers' up to rounding, and saves half as much."""
 
 from __future__ import annotations
 
@@ -34,8 +32,11 @@ TOKENS = TINY.frames * TINY.height * TINY.width
 
 
 class Block:
-    """The last block of a small model, with a LoRA or trained as a whole, and what the model hands
-    to it.
+    """The last block of a small model with what the model passes to it.
+
+    Args:
+        targets: modules with a LoRA; empty for none, None for a full fine-tune.
+        given: tokens have their own timesteps, as with a given first frame.
     """
 
     def __init__(
@@ -44,20 +45,21 @@ class Block:
         torch.manual_seed(0)
         self.trial = Trial("sanavideo", case, dtype, given=given)
         model = self.trial.model
-        seen = []
-        self.shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        self.shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         if targets is None:
             model.requires_grad_(True)
         elif targets:
             model.add_adapter(LoraConfig(r=RANK, target_modules=targets, init_lora_weights=False))
             for name, parameter in model.named_parameters():
-                parameter.data = parameter.data.to(dtype) if "lora" in name else parameter.data
+                if "lora" in name:
+                    parameter.data = parameter.data.to(dtype)
         self.block: Any = self.trial.large[-1]
-        hook = self.block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs))
+        calls = []
+        hook = self.block.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
         self.trial.forward()
         hook.remove()
-        hidden, *others = seen[0]
-        self.inputs = [hidden.detach().requires_grad_(), *(_detached(each) for each in others)]
+        hidden, *rest = calls[0]
+        self.inputs = [hidden.detach().requires_grad_(), *map(_detached, rest)]
 
     def gradients(self, forward: Any) -> dict[str, Tensor]:
         """The output, and the gradients of all trained weights and of the hidden states."""
@@ -66,11 +68,14 @@ class Block:
         out = forward(*self.inputs)
         (out.float() * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
         trained = {
-            name: each.grad for name, each in self.block.named_parameters() if each.requires_grad
+            name: parameter.grad
+            for name, parameter in self.block.named_parameters()
+            if parameter.requires_grad
         }
         return {"out": out.detach(), "hidden": self.inputs[0].grad, **trained}
 
     def plain(self, compiler: Any = lambda function: function) -> CompiledOnGrid:
+        """The forward under test, compiled by `compiler`, or not compiled."""
         return CompiledOnGrid(compiler, self.block.forward)
 
 
@@ -84,48 +89,47 @@ def _detached(value: Any) -> Any:
 )
 def test_the_sana_block_equals_diffusers_up_to_rounding(targets: Any, given: bool) -> None:
     block = Block(TINY, targets, given=given)
-    stock, plain = (block.gradients(forward) for forward in (block.block.forward, block.plain()))
-    assert len(stock) > 2
+    stock = block.gradients(block.block.forward)
+    plain = block.gradients(block.plain())
+
+    assert len(stock) > 2, "weights are trained"
     for name, expected in stock.items():
         assert expected.any(), name
         assert (plain[name] - expected).norm() <= 1e-6 * expected.norm(), name
 
 
 def test_the_sana_block_is_as_exact_in_bf16_as_diffusers() -> None:
-    exact, rounded = (
-        Block(TINY, DEFAULT, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
-    )
+    exact = Block(TINY, DEFAULT, dtype=torch.float32)
+    rounded = Block(TINY, DEFAULT, dtype=torch.bfloat16)
+    # Both get the same weights and inputs, which bf16 represents.
     rounded.block.load_state_dict(exact.block.state_dict())
-    exact.block.load_state_dict(rounded.block.state_dict())  # the weights of bf16
-    rounded.inputs = [
-        exact.inputs[0].detach().bfloat16().requires_grad_(),
-        *map(_in_bf16, exact.inputs[1:]),
-    ]
-    exact.inputs[0].data = rounded.inputs[0].detach().float()
-    right = exact.gradients(exact.block.forward)
-    errors = []
-    for forward in (rounded.block.forward, rounded.plain()):
-        found = rounded.gradients(forward)
-        errors.append(
-            {
-                name: float((found[name].float() - each).norm() / each.norm())
-                for name, each in right.items()
-            }
-        )
-    assert all(0 < errors[1][name] < 1.2 * error for name, error in errors[0].items())
+    exact.block.load_state_dict(rounded.block.state_dict())
+    hidden, *rest = exact.inputs
+    rounded.inputs = [hidden.detach().bfloat16().requires_grad_(), *map(_in_bf16, rest)]
+    hidden.data = rounded.inputs[0].detach().float()
+
+    expected = exact.gradients(exact.block.forward)
+    stock = rounded.gradients(rounded.block.forward)
+    plain = rounded.gradients(rounded.plain())
+
+    for name, tensor in expected.items():
+        stock_error = (stock[name].float() - tensor).norm()
+        error = (plain[name].float() - tensor).norm()
+        assert 0 < error < 1.2 * stock_error, name
 
 
 def _in_bf16(value: Any) -> Any:
+    """Tensors but the tables of positions, which stay float32."""
     return value.bfloat16() if isinstance(value, Tensor) and value.ndim < 4 else value
 
 
 def test_an_adapter_around_the_forward_of_a_layer_is_called() -> None:
-    """As LyCORIS replaces `forward`."""
+    """LyCORIS replaces `forward` of a layer."""
     block = Block(TINY, DEFAULT)
     for name in ("conv_inverted", "conv_depth", "conv_point", "conv_temp"):
         before = block.plain()(*block.inputs)
         layer = block.block.ff.get_submodule(name)
-        layer.forward = lambda x, own=layer.forward: 2 * own(x)
+        layer.forward = lambda x, forward=layer.forward: 2 * forward(x)
         after = block.plain()(*block.inputs)
         assert torch.allclose(after, block.block(*block.inputs), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(before, after, rtol=1e-3)
@@ -149,22 +153,27 @@ def fresh_compiler() -> None:
 def test_a_compiled_block_saves_the_planned_bytes(
     request: pytest.FixtureRequest, targets: Any, given: bool, most: float
 ) -> None:
-    """In hidden states; of diffusers' code it was 42, with a given first frame 50. `all-linear`
-    needs the input of both products in the feed-forward, four."""
+    """`most` is in hidden states; diffusers' block saves 42, with a given first frame 50.
+
+    `all-linear` needs the input of both products in the feed-forward, four more.
+    """
     if not given:
         request.getfixturevalue("one_size")  # test_cost compiles it for all sizes
     block = Block(SMALL, targets, given=given, dtype=torch.bfloat16)
     compiler = partial(
         torch.compile, backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True
     )
-    there = [leaf for leaf in tree_leaves(block.inputs) if isinstance(leaf, Tensor)]
-    with saved_bytes([*block.block.parameters(), *there]) as meter:
+    inputs = [leaf for leaf in tree_leaves(block.inputs) if isinstance(leaf, Tensor)]
+
+    with saved_bytes([*block.block.parameters(), *inputs]) as meter:
         block.plain(compiler)(*block.inputs)
+
     cost = COST.transformer(
         {"attention_head_dim": SMALL.head}, block.shapes, Kernels(compiled=True)
     )
     load = BatchShape(1, SMALL.frames, SMALL.height, SMALL.width, 300, timed_tokens=given)
     planned = cost.activations(load, 2, adapters_of(cost, targets, RANK))
+
     assert meter.bytes == pytest.approx(planned.saved, rel=0.05)
     assert meter.bytes <= most * planned.held
 
@@ -182,8 +191,8 @@ def test_the_backward_pass_recomputes_only_linear_attention() -> None:
         "attention",
         "attention_backward",
     )
-    found: list[list[int]] = []
-    results: list[str] = []
+    counts: list[list[int]] = []  # of the forward graph, then of the backward graph
+    saved: list[str] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
         calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
@@ -192,13 +201,11 @@ def test_the_backward_pass_recomputes_only_linear_attention() -> None:
             name.replace("_scaled_dot_product_flash_attention_for_cpu", "attention")
             for name in names
         ]
-        found.append([names.count(kernel) for kernel in kernels])
-        kept = [
-            node
-            for node in graph.graph.output_node().all_input_nodes
-            if isinstance(node.meta["val"], Tensor)
-        ]
-        results.extend(f"{each.target}" for each in kept if TOKENS in each.meta["val"].shape)
+        counts.append([names.count(kernel) for kernel in kernels])
+        for node in graph.graph.output_node().all_input_nodes:
+            value = node.meta["val"]
+            if isinstance(value, Tensor) and TOKENS in value.shape:
+                saved.append(str(node.target))
         return make_boxed_func(graph.forward)
 
     backend: Any = aot_autograd(
@@ -206,10 +213,13 @@ def test_the_backward_pass_recomputes_only_linear_attention() -> None:
     )
     block = Block(TINY, [])
     block.gradients(block.plain(partial(torch.compile, backend=backend, dynamic=False)))
+
     # Ten layers, two of them of the text, which needs no gradient, and the three products of linear
-    # attention.
-    assert found == [[4, 6, 3, 2, 0, 1, 0], [8, 0, 2 * 3 + 3, 0, 2, 0, 1]]
+    # attention: each has two in the backward pass, and is computed again there.
+    forward, backward = counts
+    assert forward == [4, 6, 3, 2, 0, 1, 0]
+    assert backward == [8, 0, 2 * 3 + 3, 0, 2, 0, 1]
     # Of symbolic strides inductor cannot tell the order: "cannot determine truth value of
     # Relational".
-    assert results
-    assert not [result for result in results if "permute" in result or "transpose" in result]
+    assert saved
+    assert not [name for name in saved if "permute" in name or "transpose" in name]

@@ -1,4 +1,4 @@
-"""Sana Video's settings: what is fixed, what is refused, and which task a run has."""
+"""Sana Video's defaults, fixed and refused settings, its task, and checks of its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from simpletuner.planning.checks import check_weights
 from tests.tools.reports import found_by
 
 FLAVOUR = SANA_VIDEO.flavours[0]
-ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
 
 
-def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
-    """The config of a run and what is said about it, by key."""
+def resolve_sana(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
+    """The config of a run, and its problems by key."""
     problems = Problems()
     values = {"model_type": "lora", "model_family": "sanavideo", **settings}
     layers = [Layer("config.json", list(values.items()))]
@@ -56,7 +55,8 @@ def test_sana_is_registered_with_480p_as_default() -> None:
 def test_models_without_a_pipeline_in_diffusers_are_refused(
     settings: dict[str, str], reason: str
 ) -> None:
-    problem = settle(**settings)[1]["model_flavour"]
+    problem = resolve_sana(**settings)[1]["model_flavour"]
+
     assert problem.fatal
     assert reason in problem.message
 
@@ -69,43 +69,49 @@ def test_720p_has_its_own_grid() -> None:
     assert all(side % spec.size_multiple == 0 for size in spec.native_sizes[720] for side in size)
     assert SANA_VIDEO.for_flavour(None) == SANA_VIDEO
     published = SANA_VIDEO.cost.of_flavour("2b-720p").shapes
+
     assert published["patch_embedding.weight"] == (2240, 128, 1, 1, 1)
 
 
 def test_sana_has_the_defaults_of_its_pipeline() -> None:
-    config, told = settle()
-    assert not told
-    assert (
-        config.validation.validation_resolution,
-        config.validation.validation_num_video_frames,
-    ) == (
-        ((832, 480),),
-        81,
-    )
+    config, problems = resolve_sana()
+
+    assert not problems
+    assert config.validation.validation_resolution == ((832, 480),)
+    assert config.validation.validation_num_video_frames == 81
     assert config.caching.vae_dtype == "fp32"
     assert config.flow.flow_schedule_shift == 3.0
     assert not config.is_explicit("flow_schedule_shift")
 
 
 def test_shift_options_are_ignored_with_a_warning() -> None:
-    mine = {
+    settings = {
         "flow_schedule_shift": 1.0,
         "flow_schedule_auto_shift": True,
         "flow_sigmoid_scale": 0.5,
         "flow_use_uniform_schedule": True,
         "flow_beta_schedule_alpha": 3,
     }
-    config, told = settle(**mine)
-    assert set(told) == set(mine)
-    assert all("is ignored" in problem.message and not problem.fatal for problem in told.values())
+    config, problems = resolve_sana(**settings)
+
+    assert set(problems) == set(settings)
+    for problem in problems.values():
+        assert "is ignored" in problem.message
+        assert not problem.fatal
     assert {key: config.flat[key] for key in SANA_VIDEO.fixed} == SANA_VIDEO.fixed
-    assert not any(config.is_explicit(key) for key in mine)
+    assert not any(config.is_explicit(key) for key in settings)
 
 
 def test_the_fixed_value_itself_is_accepted_without_a_warning() -> None:
-    assert not settle(
-        flow_schedule_shift="3", flow_schedule_auto_shift="false", flow_sigmoid_scale=None
-    )[1]
+    fixed = {
+        "flow_schedule_shift": "3",
+        "flow_schedule_auto_shift": "false",
+        "flow_sigmoid_scale": None,
+    }
+
+    _, problems = resolve_sana(**fixed)
+
+    assert not problems
 
 
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 1}
@@ -134,9 +140,10 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 1}
 def test_unusable_settings_are_reported_by_key(
     settings: dict[str, Any], key: str, words: str, fatal: bool
 ) -> None:
-    told = settle(**settings)[1]
-    assert words in told[key].message
-    assert told[key].fatal is fatal
+    _, problems = resolve_sana(**settings)
+
+    assert words in problems[key].message
+    assert problems[key].fatal is fatal
 
 
 def test_sizes_are_on_the_grid() -> None:
@@ -146,7 +153,7 @@ def test_sizes_are_on_the_grid() -> None:
 
 
 class TestTask:
-    """The same checkpoint serves two tasks; the datasets say which."""
+    """The same checkpoint serves two tasks; the datasets decide which."""
 
     def entry(self, is_i2v: bool | None, kind: Any = "video") -> DatasetConfig:
         return DatasetConfig(
@@ -155,6 +162,7 @@ class TestTask:
 
     def test_the_task_is_t2v_unless_a_dataset_is_i2v(self) -> None:
         flavour, entries = choose_task(FLAVOUR, [self.entry(None), self.entry(None, "image")])
+
         assert flavour == FLAVOUR
         assert [entry.video.is_i2v for entry in entries] == [False, None]
 
@@ -162,6 +170,7 @@ class TestTask:
         flavour, entries = choose_task(
             FLAVOUR, [self.entry(None), self.entry(True), self.entry(False)]
         )
+
         assert (flavour.task, flavour.name) == ("i2v", FLAVOUR.name)
         assert [entry.video.is_i2v for entry in entries] == [False, True, False]
 
@@ -169,12 +178,13 @@ class TestTask:
         flavour, entries = choose_task(
             KANDINSKY5_VIDEO.flavours[0], [self.entry(True), self.entry(None)]
         )
+
         assert flavour == KANDINSKY5_VIDEO.flavours[0]
         assert [entry.video.is_i2v for entry in entries] == [True, None]
 
 
 class TestCheckpoint:
-    """Parts that do not belong together are told before anything is loaded."""
+    """Parts that do not belong together are refused before anything is loaded."""
 
     def problems(self, checkpoint: Path, folder: Path, part: str, **changes: Any) -> list[Problem]:
         for source in checkpoint.iterdir():
@@ -186,7 +196,7 @@ class TestCheckpoint:
             (folder / part / source.name).symlink_to(source)
         (folder / part / "config.json").unlink()
         (folder / part / "config.json").write_text(json.dumps(config))
-        config_of_folder = settle(pretrained_model_name_or_path=str(folder))[0]
+        config_of_folder = resolve_sana(pretrained_model_name_or_path=str(folder))[0]
         damaged = ModelSource.from_settings(SANA_VIDEO, FLAVOUR, config_of_folder.flat)
         assert not found_by(damaged.check)
         return [
@@ -217,5 +227,7 @@ class TestCheckpoint:
     def test_parts_that_do_not_fit_are_refused(
         self, sana_checkpoint: Path, tmp_path: Path, part: str, changes: dict[str, Any], words: str
     ) -> None:
-        found = self.problems(sana_checkpoint, tmp_path, part, **changes)
-        assert any(words in problem.message and problem.fatal for problem in found), found
+        problems = self.problems(sana_checkpoint, tmp_path, part, **changes)
+
+        errors = [problem.message for problem in problems if problem.fatal]
+        assert any(words in error for error in errors), errors

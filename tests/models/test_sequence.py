@@ -1,4 +1,4 @@
-"""Processes that share the tokens of samples train what one process does."""
+"""Processes that shard the tokens of samples train like a single process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from tests.tools.tolerances import ROTATION, distance
 pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
-# By number of processes: cases, and how many processes share the tokens of a sample.
-SHARED = {2: dict.fromkeys(CASES, 2), 4: {"nabla": 4, "uneven": 2}}
+# By number of processes: cases, and how many processes shard the tokens of a sample.
+SHARDED = {2: dict.fromkeys(CASES, 2), 4: {"nabla": 4, "uneven": 2}}
+SIZES_AND_CASES = [(2, name) for name in SHARDED[2]] + [(4, name) for name in SHARDED[4]]
 SAME = 1e-6  # relative, of losses
 
 
@@ -29,7 +30,7 @@ SAME = 1e-6  # relative, of losses
 def results(
     tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path
 ) -> dict[int, dict[str, Any]]:
-    """What a case did, by number of processes."""
+    """The results of all cases, by number of processes."""
     folder = tmp_path_factory.mktemp("sequence")
     clips = make_checkpoint(tmp_path_factory.mktemp("nabla"), "t2v", nabla=True, axes=(4, 2, 2))
     checkpoints = {"uneven": t2i_checkpoint, "nabla": clips}
@@ -37,36 +38,37 @@ def results(
     torch.save(batch, folder / BATCH_FILE)
     latents = torch.randn(4, 16, 3, 16, 32, generator=torch.Generator().manual_seed(0))
     torch.save(replace(batch, latents=latents), folder / "clips.pt")
-    found = {1: {name: run_case(name, checkpoints, World(), folder, 1) for name in CASES}}
-    for size, cases in SHARED.items():
+    results = {1: {name: run_case(name, checkpoints, World(), folder, 1) for name in CASES}}
+    for size, cases in SHARDED.items():
         run_together(size, main, checkpoints, folder, cases)
-        found[size] = torch.load(folder / f"results-{size}-{size - 1}.pt", weights_only=True)
-    return found
+        last_process = folder / f"results-{size}-{size - 1}.pt"
+        results[size] = torch.load(last_process, weights_only=True)
+    return results
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases]
-)
+@pytest.mark.parametrize(("size", "name"), SIZES_AND_CASES)
 def test_sequence_parallel_training_equals_one_process(
     results: dict[int, dict[str, Any]], size: int, name: str
 ) -> None:
-    one = results[1][name]
-    several = results[size][name]
-    assert several["losses"] == pytest.approx(one["losses"], rel=SAME)
-    assert several["norms"] == pytest.approx(one["norms"], rel=1e-5)
-    assert distance(several["moved"], one["moved"]) < ROTATION
-    predictions = [dict(enumerate(each["predictions"])) for each in (several, one)]
-    assert distance(*predictions) < SAME * 10, "without gradients every process has all tokens"
+    single = results[1][name]
+    sharded = results[size][name]
+
+    assert sharded["losses"] == pytest.approx(single["losses"], rel=SAME)
+    assert sharded["norms"] == pytest.approx(single["norms"], rel=1e-5)
+    assert distance(sharded["moved"], single["moved"]) < ROTATION
+    predictions = dict(enumerate(sharded["predictions"]))
+    expected = dict(enumerate(single["predictions"]))
+    assert distance(predictions, expected) < SAME * 10, (
+        "without gradients every process has all tokens"
+    )
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases]
-)
+@pytest.mark.parametrize(("size", "name"), SIZES_AND_CASES)
 def test_every_process_trains_on_its_shard_of_the_tokens(
     results: dict[int, dict[str, Any]], size: int, name: str
 ) -> None:
     tokens = 3 * 8 * 16 if name == "nabla" else 9
+
     assert results[1][name]["seen"] == [tokens]
-    assert results[size][name]["seen"] == [tokens // SHARED[size][name]], (
-        "the last process has the smallest share"
-    )
+    # The last process has the smallest shard.
+    assert results[size][name]["seen"] == [tokens // SHARDED[size][name]]

@@ -1,10 +1,9 @@
-"""Where the parts of a checkpoint are, and what is wrong with a folder before anything is
-loaded.
-"""
+"""The parts of a checkpoint are located, and faults of a folder are reported before loading."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -42,9 +41,7 @@ def safetensors(path: Path, tensors: dict[str, tuple[int, ...]], *, missing: int
     header = {}
     end = 0
     for name, shape in tensors.items():
-        size = 4
-        for length in shape:
-            size *= length
+        size = 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
@@ -55,7 +52,7 @@ def safetensors(path: Path, tensors: dict[str, tuple[int, ...]], *, missing: int
 
 @pytest.fixture
 def copy(t2i_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint of one's own, to break."""
+    """A copy of a checkpoint, to damage."""
     return Path(shutil.copytree(t2i_checkpoint, tmp_path / "model"))
 
 
@@ -67,24 +64,24 @@ def test_a_complete_checkpoint_has_no_problem(t2i_checkpoint: Path) -> None:
 
 def test_without_a_path_the_flavours_repository_is_used() -> None:
     part = source()["transformer"]
-    assert (part.location, part.is_local) == (
-        "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
-        False,
-    )
-    assert problems() == [], "what the hub has is seen when it is fetched"
+
+    assert part.location == "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers"
+    assert not part.is_local
+    assert problems() == [], "whether the hub has it shows when it is fetched"
 
 
 def test_keys_replace_single_parts(t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
-    found = source(
+    replaced = source(
         pretrained_model_name_or_path=str(t2i_checkpoint),
         pretrained_vae_model_name_or_path=str(i2i_checkpoint),
         qwen_text_encoder_model_name_or_path="nowhere",
         pretrained_transformer_subfolder="other",
     )
-    assert found["vae"].location == str(i2i_checkpoint)
-    assert found["tokenizer"].location == "nowhere"
-    assert found["text_encoder_2"].location == str(t2i_checkpoint)
-    assert [str(problem) for problem in found_by(found.check)] == [
+
+    assert replaced["vae"].location == str(i2i_checkpoint)
+    assert replaced["tokenizer"].location == "nowhere"
+    assert replaced["text_encoder_2"].location == str(t2i_checkpoint)
+    assert [str(problem) for problem in found_by(replaced.check)] == [
         f"{BASE}: the model folder '{t2i_checkpoint}' lacks a usable other (it is not there).",
         "qwen_text_encoder_model_name_or_path: the model folder 'nowhere' does not exist.",
     ]
@@ -94,6 +91,7 @@ def test_missing_parts_of_a_folder_are_one_problem(copy: Path) -> None:
     shutil.rmtree(copy / "vae")
     shutil.rmtree(copy / "tokenizer_2")
     (problem,) = problems(pretrained_model_name_or_path=str(copy))
+
     assert problem.endswith("lacks a usable vae (it is not there), tokenizer_2 (it is not there).")
 
 
@@ -123,15 +121,26 @@ def test_an_existing_folder_takes_precedence_over_a_hub_id(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert not looks_like_path("models/tiny")
-    named = source(pretrained_model_name_or_path="models/tinny")
-    assert [*found_by(named.check_names)] == []
+
     Path("models/tiny").mkdir(parents=True)
+
     assert looks_like_path("models/tiny")
+
+
+def test_a_hub_id_that_resembles_a_folder_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    misspelt = source(pretrained_model_name_or_path="models/tinny")
+    assert found_by(misspelt.check_names) == []
+
+    Path("models/tiny").mkdir(parents=True)
+
     warning = (
         "there is no folder 'models/tinny', so it is treated as a Hugging Face model id. "
         "Did you mean 'models/tiny'?"
     )
-    assert [str(doubt) for doubt in found_by(named.check_names)] == [f"{BASE}: {warning}"]
+    assert [str(problem) for problem in found_by(misspelt.check_names)] == [f"{BASE}: {warning}"]
 
 
 @pytest.mark.parametrize(
@@ -139,19 +148,22 @@ def test_an_existing_folder_takes_precedence_over_a_hub_id(
 )
 def test_a_malformed_hub_id_is_a_problem(location: str) -> None:
     (problem,) = problems(pretrained_model_name_or_path=location)
+
     assert "is neither an existing folder nor a valid hub id" in problem
     assert source(pretrained_model_name_or_path=location)["vae"].local_folder() is None
 
 
-def test_damaged_weights_are_reported_before_a_download(copy: Path) -> None:
-    next((copy / "vae").glob("*.safetensors")).unlink()
-    transformer = next((copy / "transformer").glob("*.safetensors"))
+def test_damaged_files_of_a_checkpoint_are_reported(copy: Path) -> None:
+    (vae,) = (copy / "vae").glob("*.safetensors")
+    (transformer,) = (copy / "transformer").glob("*.safetensors")
+    (text_encoder,) = (copy / "text_encoder").glob("*.safetensors")
+    vae.unlink()
     os.truncate(transformer, transformer.stat().st_size - 1)
-    next((copy / "text_encoder").glob("*.safetensors")).write_text(
-        "version https://git-lfs.github.com/spec/v1\n"
-    )
+    text_encoder.write_text("version https://git-lfs.github.com/spec/v1\n")
     (copy / "text_encoder_2" / "config.json").write_text("{")
+
     (problem,) = problems(pretrained_model_name_or_path=str(copy))
+
     assert f"transformer ({transformer.name} is not a complete safetensors file" in problem
     assert "vae (it contains no weights)" in problem
     assert "download it again, if by git then with git lfs" in problem
@@ -160,6 +172,7 @@ def test_damaged_weights_are_reported_before_a_download(copy: Path) -> None:
 
 def test_shapes_are_read_from_the_safetensors_header(tmp_path: Path) -> None:
     path = safetensors(tmp_path / "m.safetensors", {"a.weight": (2, 3), "a.bias": (2,)})
+
     assert tensor_shapes(path) == {"a.weight": (2, 3), "a.bias": (2,)}
     with pytest.raises(WeightsError, match="not a complete safetensors file"):
         tensor_shapes(safetensors(path, {"a.weight": (2, 3)}, missing=1))
@@ -188,47 +201,60 @@ def test_a_missing_shard_is_reported_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     safetensors(tmp_path / "m-1-of-2.safetensors", {"a": (1,)})
     index = tmp_path / "m.safetensors.index.json"
-    index.write_text(
-        json.dumps({"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}})
-    )
+    weight_map = {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": weight_map}))
     assert weights_fault(tmp_path) == "it lacks m-2-of-2.safetensors"
     index.write_text("[]")
     assert weights_fault(tmp_path) == "m.safetensors.index.json cannot be read"
     index.unlink()
+
     assert weights_fault(tmp_path) is None
 
 
-def test_pickled_weights_have_the_shapes_of_safetensors(copy: Path) -> None:
-    model = source(pretrained_model_name_or_path=str(copy))
-    for role, name in {
-        "transformer": "diffusion_pytorch_model",
-        "text_encoder": "pytorch_model",
-    }.items():
-        expected = model[role].weight_shapes()
-        (file,) = (copy / role).glob("*.safetensors")
-        weights = {key: torch.nn.Parameter(each) for key, each in load_file(file).items()}
-        torch.save(
-            weights if role == "transformer" else OrderedDict(load_file(file)),
-            copy / role / f"{name}.bin",
-        )
-        torch.save({"lr": 0.1}, copy / role / "training_args.bin")
-        file.unlink()
-        assert model[role].weight_shapes() == expected != {}
+@pytest.mark.parametrize(
+    ("role", "name", "of_parameters"),
+    [("transformer", "diffusion_pytorch_model", True), ("text_encoder", "pytorch_model", False)],
+)
+def test_pickled_weights_have_the_shapes_of_safetensors(
+    copy: Path, role: str, name: str, of_parameters: bool
+) -> None:
+    part = source(pretrained_model_name_or_path=str(copy))[role]
+    expected = part.weight_shapes()
+    (file,) = (copy / role).glob("*.safetensors")
+    weights = load_file(file)
+    file.unlink()
+
+    if of_parameters:
+        parameters = {key: torch.nn.Parameter(tensor) for key, tensor in weights.items()}
+        torch.save(parameters, copy / role / f"{name}.bin")
+    else:
+        torch.save(OrderedDict(weights), copy / role / f"{name}.bin")
+    torch.save({"lr": 0.1}, copy / role / "training_args.bin")
+
+    assert expected
+    assert part.weight_shapes() == expected
 
 
-def test_shapes_of_a_damaged_pickle_are_empty(tmp_path: Path) -> None:
+def test_shapes_of_a_pickled_state_dict_are_read(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "pytorch_model.bin")
+
     assert pickled_shapes(tmp_path / "pytorch_model.bin") == {"weight": (3, 2), "bias": (3,)}
-    content = (tmp_path / "pytorch_model.bin").read_bytes()
-    for number, mark in enumerate(
-        (b"PK\x01\x02", b"PK\x03\x04")
-    ):  # of its list of files, and of a file
-        (tmp_path / f"{number}.bin").write_bytes(content.replace(mark, b"XXXX", 1))
-        assert pickled_shapes(tmp_path / f"{number}.bin") == {}
+
+
+@pytest.mark.parametrize(
+    "mark", [b"PK\x01\x02", b"PK\x03\x04"], ids=["the list of files", "a file"]
+)
+def test_shapes_of_a_damaged_pickle_are_empty(tmp_path: Path, mark: bytes) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(torch.nn.Linear(2, 3).state_dict(), path)
+
+    path.write_bytes(path.read_bytes().replace(mark, b"XXXX", 1))
+
+    assert pickled_shapes(path) == {}
 
 
 class Evil:
-    """Runs a function where it is unpickled."""
+    """Runs a function when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return Path.touch, (Path("evil"),)
@@ -242,6 +268,7 @@ def test_pickled_code_is_not_run(
     torch.save(content, "pytorch_model.bin")
     assert pickled_shapes(Path("pytorch_model.bin")) == {}
     Path("pytorch_model.bin").write_bytes(b"PK no archive")
+
     assert pickled_shapes(Path("pytorch_model.bin")) == {}
     assert not Path("evil").exists()
 
@@ -254,14 +281,15 @@ def test_the_offline_error_explains_how_to_get_the_model(
     part = source()["vae"]
     command = f"`hf download {part.location} --local-dir FOLDER`"
     advice = f"Download it on another one with {command}, and set {BASE} to that folder."
-    told = (
+    message = (
         f"is not on this machine, and the hub is offline (HF_HUB_OFFLINE). {advice} Or unset "
         "HF_HUB_OFFLINE."
     )
-    assert part.absence() == told
+
+    assert part.absence() == message
     with pytest.raises(UserError) as refused:
         part.fetch()
-    assert str(refused.value) == f"{part.location!r} {told}"
+    assert str(refused.value) == f"{part.location!r} {message}"
     with pytest.raises(
         UserError, match=rf"^model_index.json of '{part.location}' is not on this machine"
     ):
@@ -272,16 +300,14 @@ def test_without_a_network_the_error_is_one_line_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        "huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"
-    )  # the discard port
+    discard_port = "http://127.0.0.1:9"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", discard_port)
     part = replace(source()["vae"], revision="abc")
     assert part.absence() is None
     with pytest.raises(UserError) as refused:
         part.fetch()
-    told = str(refused.value)
-    assert told.startswith(
-        f"{part.location!r} is not on this machine, and the hub cannot be reached ("
-    )
-    assert f"`hf download {part.location} --revision abc --local-dir FOLDER`" in told
-    assert "\n" not in told
+    message = str(refused.value)
+    reason = "is not on this machine, and the hub cannot be reached ("
+    assert message.startswith(f"{part.location!r} {reason}")
+    assert f"`hf download {part.location} --revision abc --local-dir FOLDER`" in message
+    assert "\n" not in message

@@ -1,6 +1,4 @@
-"""The program that the report shows for a result: it runs as it stands, for every family and
-task.
-"""
+"""The program that a report shows for a result runs unchanged, for every family and task."""
 
 from __future__ import annotations
 
@@ -36,14 +34,22 @@ CASES: list[tuple[str, Task]] = [
 
 
 def usage_of(checkpoint: Path, task: Task, **changes: Any) -> Usage:
-    options = FamilyOptions({group: group() for group in family_groups()})
-    size = (64, 64)
-    return replace(
-        Usage(
-            str(checkpoint), None, task, "float32", 'a "star"', "", size, 5, 8.0, 2, 2.0, 7, options
-        ),
-        **changes,
+    usage = Usage(
+        model=str(checkpoint),
+        lora=None,
+        task=task,
+        dtype="float32",
+        prompt='a "star"',
+        negative_prompt="",
+        size=(64, 64),
+        frames=5,
+        frame_rate=8.0,
+        steps=2,
+        guidance=2.0,
+        seed=7,
+        options=FamilyOptions({group: group() for group in family_groups()}),
     )
+    return replace(usage, **changes)
 
 
 def checkpoint_of(family: str, task: Task, folder: Path, sana_checkpoint: Path) -> Path:
@@ -65,8 +71,10 @@ def test_the_snippet_runs_for_every_family_task_and_solver(
     usage = usage_of(checkpoint_of(family, task, tmp_path, sana_checkpoint), task, solver=solver)
     Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
     with contextlib.chdir(tmp_path):
         exec(load_adapter(FAMILIES[family]).usage_snippet(usage), {})
+
     assert (tmp_path / ("picture.png" if task in ("t2i", "i2i") else "clip.mp4")).stat().st_size > 0
 
 
@@ -119,10 +127,11 @@ def test_the_snippet_of_a_model_card_needs_only_diffusers(
 
     drawn = {}
     for alone, program in programs.items():
-        names: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         with contextlib.chdir(tmp_path):
-            exec(program, names)
-        drawn[alone] = np.stack([names["picture"]] if "picture" in names else names["frames"])
+            exec(program, values)
+        frames = [values["picture"]] if "picture" in values else values["frames"]
+        drawn[alone] = np.stack(frames)
 
     assert "simpletuner" not in programs[True]
     assert programs[True].startswith("# pip install torch diffusers transformers accelerate")
@@ -134,16 +143,16 @@ def test_the_snippet_of_a_run_reproduces_its_last_preview(
 ) -> None:
     """To one of 255 levels, with a shift that is not the checkpoint's own.
 
-    The run encodes the template once for all captions (`prompt_start`), the pipeline with each:
-    rounding differs.
+    Rounding differs, since the run encodes the template once for all captions (`prompt_start`), and
+    the pipeline with every caption.
     """
     settings = [
         "validation_disable=false",
         "flow_schedule_shift=2",
         "max_train_steps=1",
         "validation_seed=3",
+        "validation_noise_scheduler=unipc",
     ]
-    settings.append("validation_noise_scheduler=unipc")
     assert workspace.train(*settings) == 0
     report = workspace.path("output/training_report.html").read_text()
     snippet = unescape(report.partition("<pre>")[2].partition("</pre>")[0])
@@ -151,8 +160,7 @@ def test_the_snippet_of_a_run_reproduces_its_last_preview(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with workspace.inside():
         exec(snippet, {})
-    preview = workspace.path("output/validation_images/step_1_validation_0_128x128.png")
-    drawn, seen = (
-        np.asarray(Image.open(path)) for path in (workspace.path("picture.png"), preview)
-    )
-    assert np.abs(drawn.astype(int) - seen.astype(int)).max() <= 1
+    file = workspace.path("output/validation_images/step_1_validation_0_128x128.png")
+    preview = np.asarray(Image.open(file)).astype(int)
+    drawn = np.asarray(Image.open(workspace.path("picture.png"))).astype(int)
+    assert np.abs(drawn - preview).max() <= 1

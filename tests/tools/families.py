@@ -1,4 +1,4 @@
-"""Adapters of tiny checkpoints, and what the stock pipelines hand to their transformer."""
+"""Adapters of tiny Kandinsky checkpoints, and what stock pipelines pass to their transformer."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ def stock_pipeline(checkpoint: Path, task: str, size: tuple[int, int], template:
 
 
 class Recorder:
-    """Stands in for a transformer's forward, keeps the inputs of every call and answers what it is
-    told to.
-    """
+    """Replaces a transformer's forward: records the inputs of every call, and returns `answer`."""
 
     def __init__(self, transformer: Any, answer: Callable[[dict[str, Any]], torch.Tensor]) -> None:
         self.calls: list[dict[str, Any]] = []

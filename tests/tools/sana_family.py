@@ -1,6 +1,4 @@
-"""The adapter of a tiny Sana Video checkpoint, and what the stock pipelines hand to its
-transformer.
-"""
+"""Adapters of tiny Sana checkpoints, and what stock pipelines pass to their transformer."""
 
 from __future__ import annotations
 
@@ -22,10 +20,9 @@ from simpletuner.models.sanavideo.video import SanaVideoAdapter
 from simpletuner.models.source import ModelSource
 from tests.tools.families import adapter_settings, picture
 
-# width, height; frames
-SIZE = (96, 64)
+SIZE = (96, 64)  # width, height
 FRAMES = 9
-LATENT_FRAMES = 3
+LATENT_FRAMES = 3  # (9 - 1) / 4 + 1
 PROMPT = "A RED ball rolls down the hill, seen from far away "
 SEED = 5
 
@@ -42,10 +39,11 @@ def make_sana_config(checkpoint: Path, **settings: Any) -> RunConfig:
         "model_type": "lora",
         "model_family": "sanavideo",
         "pretrained_model_name_or_path": str(checkpoint),
+        "model_flavour": flavour_of(checkpoint),
+        **settings,
     }
-    values["model_flavour"] = flavour_of(checkpoint)
     problems = Problems()
-    layers = [Layer("test", list((values | settings).items()))]
+    layers = [Layer("test", list(values.items()))]
     config = resolve(layers, problems, SANA_VIDEO.defaults, SANA_VIDEO.fixed)
     assert not [problem for problem in problems if problem.fatal], problems
     return config
@@ -61,9 +59,8 @@ def make_sana_adapter(checkpoint: Path, **settings: Any) -> SanaVideoAdapter:
 
 def stock_pipeline(checkpoint: Path, task: str) -> Any:
     """The stock pipeline of a task with the scheduler that its users give it."""
-    pipeline: Any = (
-        SanaImageToVideoPipeline if task == "i2v" else SanaVideoPipeline
-    ).from_pretrained(checkpoint)
+    pipeline_class = SanaImageToVideoPipeline if task == "i2v" else SanaVideoPipeline
+    pipeline: Any = pipeline_class.from_pretrained(checkpoint)
     if task == "i2v":
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=8.0)
     pipeline.set_progress_bar_config(disable=True)
@@ -71,7 +68,10 @@ def stock_pipeline(checkpoint: Path, task: str) -> Any:
 
 
 class SanaRecorder:
-    """Stands in for a Sana transformer's forward and keeps the inputs of every call."""
+    """Replaces a Sana transformer's forward: records the inputs of every call.
+
+    It returns `answer`, or zeros without one.
+    """
 
     def __init__(
         self, transformer: Any, answer: Callable[[dict[str, Any]], torch.Tensor] | None = None
@@ -81,15 +81,19 @@ class SanaRecorder:
         transformer.forward = self
 
     def __call__(self, hidden_states: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor]:
-        self.calls.append({"hidden_states": hidden_states, **inputs})
-        return (self.answer(self.calls[-1]) if self.answer else torch.zeros_like(hidden_states),)
+        call = {"hidden_states": hidden_states, **inputs}
+        self.calls.append(call)
+        if self.answer is None:
+            return (torch.zeros_like(hidden_states),)
+        return (self.answer(call),)
 
 
 def record_pipeline(
     pipeline: Any, *, steps: int = 2, guidance: float = 1.0, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Everything that a stock pipeline passes to its transformer; the i2v one starts from
-    `first_frame()`.
+    """Everything that a stock pipeline passes to its transformer.
+
+    The i2v pipeline starts from `first_frame()`.
     """
     recorder = SanaRecorder(pipeline.transformer)
     if isinstance(pipeline, SanaImageToVideoPipeline):
@@ -116,4 +120,5 @@ def first_frame() -> Image:
 def clip() -> torch.Tensor:
     """Noise as a clip that begins with `first_frame()`; `1 3 F H W` in [-1, 1]."""
     frames = np.stack([np.array(picture(*SIZE, seed)) for seed in range(FRAMES)])
-    return 2 * (torch.from_numpy(frames).float() / 255).permute(3, 0, 1, 2)[None] - 1
+    pixels = torch.from_numpy(frames).float() / 255  # F H W 3
+    return 2 * pixels.permute(3, 0, 1, 2)[None] - 1

@@ -1,9 +1,9 @@
 """Checkpoints of real classes, small enough to make and run in a second.
 
-Each maker writes a whole diffusers folder of random weights. Two things are not random: the
-tokenizers are the demo's, so that templates have their true lengths, and whatever a class
-initialises with zeros gets small random values, because behind a gate of zero every gradient is
-zero and a gradient test would pass on nothing.
+`make_checkpoint` writes a complete diffusers folder of random weights. The tokenizers are the
+demo's, so that templates have their true lengths. Whatever a class initialises with zeros gets
+small random values: behind a gate of zero every gradient is zero, and a test of gradients would
+pass on nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from transformers import (
 
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
+from simpletuner.rounding import round_up
 
 TOKENIZERS = Path(__file__).parents[2] / "simpletuner" / "examples" / "demo" / "checkpoint"
 WIDTH = 32
@@ -48,9 +49,7 @@ def fill_zeros(model: torch.nn.Module, scale: float = 0.05) -> None:
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """`model` with its parameters in `dtype`; buffers keep their precision, which `.to(dtype)`
-    would round.
-    """
+    """`model` with its parameters in `dtype`; unlike with `.to(dtype)`, buffers are not rounded."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -67,21 +66,23 @@ WHOLE_WORDS = (
 
 
 def split_as_qwen(folder: Path) -> None:
-    """Let the tokenizer of a checkpoint split the templates as Qwen's own does; five other words
-    lose their token.
+    """Let the tokenizer of a checkpoint split the templates as Qwen's own does.
+
+    The vocabulary keeps its size: five tokens that neither the templates nor other merges use
+    make room for `WHOLE_WORDS`.
     """
     path = folder / "tokenizer" / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     merges = content["model"]["merges"]
     used = {part for merge in merges for part in merge}
-    words = " ".join(each.text for each in OFFICIAL.values())
-    free = [
-        merge
-        for merge in merges
-        if "".join(merge) not in used and "".join(merge).strip("Ġ") not in words
-    ]
-    for (left, right), merge in zip(WHOLE_WORDS, free, strict=False):
+    templates = " ".join(template.text for template in OFFICIAL.values())
+    unused = []
+    for merge in merges:
+        token = "".join(merge)
+        if token not in used and token.strip("Ġ") not in templates:
+            unused.append(merge)
+    for (left, right), merge in zip(WHOLE_WORDS, unused, strict=False):
         vocabulary[left + right] = vocabulary.pop("".join(merge))
         merges.remove(merge)
         merges.append([left, right])
@@ -93,7 +94,7 @@ def build_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGe
     ids = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": -(-len(tokenizer) // 16) * 16,
+            "vocab_size": round_up(len(tokenizer), 16),
             "hidden_size": WIDTH,
             "intermediate_size": 2 * WIDTH,
             "num_hidden_layers": 2,
@@ -131,7 +132,7 @@ def build_clip(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
     """CLIP's text model of two layers; the pooled output is `WIDTH` wide."""
     return CLIPTextModel(
         CLIPTextConfig(
-            vocab_size=-(-len(tokenizer) // 16) * 16,
+            vocab_size=round_up(len(tokenizer), 16),
             hidden_size=WIDTH,
             intermediate_size=2 * WIDTH,
             num_hidden_layers=2,
@@ -145,9 +146,7 @@ def build_clip(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
 
 
 def build_image_vae() -> AutoencoderKL:
-    """The VAE of Flux in shape: 16 latent channels at an eighth of the size, its scaling and shift
-    factor.
-    """
+    """A VAE like Flux': 16 latent channels at an eighth of the size, scaling and shift factor."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -174,10 +173,9 @@ NABLA = {
 
 
 def build_video_vae(width: int = 8) -> AutoencoderKLHunyuanVideo:
-    """The VAE of HunyuanVideo in shape: 16 latent channels, an eighth of the size, every fourth
-    frame.
+    """A VAE like HunyuanVideo's: 16 latent channels, an eighth of the size, every fourth frame.
 
-    A clip takes longer in it than in everything else of a tiny run.
+    It is the slowest part of a tiny run, hence its width of 8.
     """
     return AutoencoderKLHunyuanVideo(
         down_block_types=("HunyuanVideoDownBlock3D",) * 4,
@@ -196,9 +194,7 @@ def build_kandinsky(
     visual_blocks: int = 2,
     axes: tuple[int, int, int] = AXES,
 ) -> Kandinsky5Transformer3DModel:
-    """A Kandinsky 5 transformer of one text block and few visual ones, with no zero-initialised
-    parameter left.
-    """
+    """A Kandinsky 5 transformer of one text block and few visual ones, without zero parameters."""
     transformer = Kandinsky5Transformer3DModel(
         in_visual_dim=16,
         out_visual_dim=16,
@@ -241,18 +237,17 @@ def make_checkpoint(
     """
     processor = load_processor(TOKENIZERS)
     clip_tokenizer = CLIPTokenizer.from_pretrained(TOKENIZERS, subfolder="tokenizer_2")
-    pipeline_class = PIPELINES[task]
     is_video = task in ("t2v", "i2v")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipeline = pipeline_class(
-            transformer=cast(
-                build_kandinsky(
-                    visual_cond=task != "t2i", nabla=nabla, visual_blocks=visual_blocks, axes=axes
-                ),
-                dtype,
-            ),
-            vae=cast(build_video_vae() if is_video else build_image_vae(), dtype),
+        # The seed gives these weights in this order.
+        transformer = build_kandinsky(
+            visual_cond=task != "t2i", nabla=nabla, visual_blocks=visual_blocks, axes=axes
+        )
+        vae = build_video_vae() if is_video else build_image_vae()
+        pipeline = PIPELINES[task](
+            transformer=cast(transformer, dtype),
+            vae=cast(vae, dtype),
             text_encoder=cast(build_qwen(processor.tokenizer), dtype),
             tokenizer=processor,
             text_encoder_2=cast(build_clip(clip_tokenizer), dtype),

@@ -1,8 +1,8 @@
 """A Sana Video checkpoint of real classes with random weights, made in a second.
 
-The tokenizer is built here: single characters, bytes for all others, and a merge for each word of
-the pipeline's instruction, so that the instruction is a few hundred tokens long as it is with the
-real one.
+The tokenizer is built here, since Gemma's is large: its tokens are single characters, bytes for all
+other characters, and the words of the pipeline's instruction, so that the instruction is a few
+hundred tokens long as it is with the real one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
 from simpletuner.models.sanavideo.video import pipeline_instruction
+from simpletuner.rounding import round_up
 from tests.tools.tiny import WIDTH, cast, fill_zeros
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
@@ -30,14 +31,16 @@ HEAD_WIDTH = 24
 
 
 def build_tokenizer() -> GemmaTokenizer:
-    """Gemma's tokenizer class with a small vocabulary; it puts `<bos>` before every text, as
-    Gemma's does.
+    """Gemma's tokenizer class with a small vocabulary.
+
+    It puts `<bos>` before every text, as Gemma's does.
     """
-    tokens = dict.fromkeys(
-        [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "\n", *CHARACTERS]
-    )
+    bytes_as_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = dict.fromkeys([*SPECIAL, *bytes_as_tokens, "▁", "\n", *CHARACTERS])
+    words = " ".join(pipeline_instruction()).split()
+    # A merge per prefix of a word: ▁ + f, ▁f + o, ▁fo + r. Dictionaries keep the order.
     merges: dict[tuple[str, str], None] = {}
-    for word in sorted({word for line in pipeline_instruction() for word in line.split()}):
+    for word in sorted(set(words)):
         left = "▁"
         for character in word:
             merges[left, character] = None
@@ -56,7 +59,7 @@ def build_gemma(vocabulary: int) -> Gemma2Model:
     """Gemma 2 of two layers; hidden states are `WIDTH` wide."""
     return Gemma2Model(
         Gemma2Config(
-            vocab_size=-(-vocabulary // 16) * 16,
+            vocab_size=round_up(vocabulary, 16),
             hidden_size=WIDTH,
             intermediate_size=2 * WIDTH,
             num_hidden_layers=2,
@@ -72,16 +75,12 @@ def build_gemma(vocabulary: int) -> Gemma2Model:
 
 
 def build_wan_vae() -> AutoencoderKLWan:
-    """The VAE of Wan 2.1 in shape: 16 latent channels with its statistics, an eighth of the size,
-    every 4th frame.
-    """
+    """A VAE like that of Wan 2.1: 16 latent channels, an eighth of the size, every 4th frame."""
     return AutoencoderKLWan(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
 
 
 def build_ltx2_vae() -> AutoencoderKLLTX2Video:
-    """The VAE of LTX-2 in shape: 128 latent channels, a 32nd of the size, every 8th frame, with
-    statistics.
-    """
+    """A VAE like that of LTX-2: 128 latent channels, a 32nd of the size, every 8th frame."""
     vae = AutoencoderKLLTX2Video(
         block_out_channels=(16, 32, 32, 64),
         decoder_block_out_channels=(16, 32, 64),
@@ -97,11 +96,9 @@ def build_ltx2_vae() -> AutoencoderKLLTX2Video:
 
 def build_sana(flavour: str = "2b-480p") -> SanaVideoTransformer3DModel:
     """A Sana Video transformer of two blocks, with no zero-initialised parameter left."""
-    channels = (
-        {"in_channels": 128, "out_channels": 128, "patch_size": (1, 1, 1)}
-        if flavour == "2b-720p"
-        else {}
-    )
+    channels = {}
+    if flavour == "2b-720p":
+        channels = {"in_channels": 128, "out_channels": 128, "patch_size": (1, 1, 1)}
     transformer = SanaVideoTransformer3DModel(
         **channels,
         num_attention_heads=HEADS,
@@ -120,9 +117,7 @@ def build_sana(flavour: str = "2b-480p") -> SanaVideoTransformer3DModel:
 def make_sana_checkpoint(
     folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, flavour: str = "2b-480p"
 ) -> Path:
-    """Write a Sana Video checkpoint of random weights into `folder` and return it; it serves t2v
-    and i2v.
-    """
+    """Write a Sana Video checkpoint of random weights, for t2v and i2v; returns its folder."""
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -49,6 +49,7 @@ def test_background_decoding_gives_the_same_bytes(
     decode = stock.sample(request)
     with ThreadPoolExecutor(1) as thread:
         later = thread.submit(torch.no_grad()(decode)).result()
+
     assert len(now) == len(later)
     for one, other in zip(now, later, strict=True):
         assert np.array_equal(np.asarray(one), np.asarray(other))
@@ -76,6 +77,7 @@ def test_background_decoding_changes_neither_previews_nor_weights(
     one, other = (run.path("output/pytorch_lora_weights.safetensors").read_bytes() for run in runs)
     assert one == other
     records = [run.path("output/validation_media.jsonl").read_text() for run in runs]
+
     assert records[0] == records[1]
 
 
@@ -110,6 +112,7 @@ def test_training_continues_while_previews_decode_and_checkpoints_wait(
         validation_decode_in_background=True,
         disable_benchmark=True,
     )
+
     assert workspace.train() == 0
     assert steps == [2, 2], "the second step came before the first preview"
     assert saved == [True]
@@ -139,6 +142,7 @@ def test_a_failed_decoder_costs_one_preview_and_not_the_run(
     lost = "The preview validation of step 2 is lost: OutOfMemoryError: CUDA out of memory"
     assert lost in shown.out + shown.err
     (name,) = (path.name for path in workspace.path("output/validation_images").iterdir())
+
     assert name == "step_4_validation_0_128x128.png"
 
 

@@ -85,6 +85,7 @@ def test_the_evaluation_loss_is_the_mean_squared_error_at_even_noise_levels(
     assert losses["loss/val/d"] == pytest.approx(sum(errors) / 6, rel=1e-5)
     assert [round(noisy.sigmas.item(), 4) for noisy in seen] == [0.1667, 0.5, 0.8333] * 2
     noises = [noisy.noise for noisy in seen]
+
     assert not any(torch.equal(noises[0], noise) for noise in noises[1:])
     assert evaluation(batch).evaluate(assembly, 9) == losses, (
         "the noise is that of the sample, at any step"
@@ -159,6 +160,7 @@ def test_evaluation_is_recorded_and_does_not_change_training(
     assert last["loss/val/held-out"] != records[1]["loss/val/held-out"]
     assert "val/held-out" in watched.path("output/training_report.html").read_text()
     latents = watched.path("output/cache/vae/kandinsky5-image/held-out")
+
     assert len(list(latents.rglob("*.zst"))) == 2, "num_eval_images of them, and no more"
 
 
@@ -181,6 +183,7 @@ def test_held_out_files_are_evaluated_like_a_separate_folder(
         for each in pictures.glob(f"{path.stem}.*"):
             each.rename(held_out / each.name)
     apart.write_datasets([*DATASETS, {**EVAL, "id": "pictures-held-out"}])
+
     assert (within.train(), apart.train()) == (0, 0)
     assert within.metrics() == apart.metrics()
     assert "loss/val/pictures-held-out" in within.metrics()[1]
@@ -195,6 +198,7 @@ def test_a_resumed_run_has_the_same_evaluation_losses(tmp_path: Path, t2i_checkp
     straight.write_config(eval_epoch_interval=0.25, eval_timesteps=2)
     assert straight.train() == 0
     broken = straight.stopped(tmp_path / "broken", 2)
+
     assert broken.train() == 0
     assert straight.metrics() == broken.metrics()
     assert "loss/val/held-out" in straight.metrics()[1]
@@ -215,6 +219,7 @@ def test_clips_are_evaluated_as_clips(tmp_path: Path) -> None:
     (line,) = workspace.metrics()
     assert line["loss/val/held-out"] > 0
     held_out = list(workspace.path("output/cache/vae/kandinsky5-video/held-out").rglob("*.zst"))
+
     assert len(held_out) == 2, "the clip, and its first frame"
 
 
@@ -239,4 +244,5 @@ def test_the_plan_lists_the_evaluation(
         pretrained_model_name_or_path=str(i2i_checkpoint), model_flavour="i2i-lite-sft"
     )
     told = complaints(workspace, capsys, "plan", "eval_epoch_interval=1")
+
     assert any(each.startswith("held-out.conditioning_data: is required") for each in told)

@@ -92,6 +92,7 @@ def test_release_drops_the_vae_before_emptying_the_cache(
         validation.rehearse(assembly) if rehearsed else validation.render(
             assembly, TrainState(step)
         )
+
     assert len(loaded) == 2
     assert alive == [False, False]
 
@@ -110,6 +111,7 @@ def test_random_states_are_restored_after_sampling(t2i_checkpoint: Path) -> None
     with quiet.quiet(assembly):
         assert not assembly.transformer.training
         draw()
+
     assert draw() == expected
     assert assembly.transformer.training
 
@@ -121,4 +123,5 @@ def test_a_preview_of_one_colour_is_warned_about(
     frames = [Image.new("RGB", (2, 1), (7, 7, 7)) for _ in range(3)]
     frames[-1].putdata([(0, colours[0], 0), (0, colours[1], 0)])
     renderer.warn_of_one_colour(frames, Path("step_3_validation.mp4"))
+
     assert ("step_3_validation.mp4 shows one colour only" in caplog.text) == warns

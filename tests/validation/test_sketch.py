@@ -54,6 +54,7 @@ def test_sketches_are_close_to_the_colours_of_the_vae() -> None:
             )
     shown = torch.stack(sketches)
     decoded = torch.stack(pictures)
+
     assert (shown - decoded).abs().mean() < LARGEST_ERROR
     assert torch.corrcoef(torch.stack([shown.flatten(), decoded.flatten()]))[0, 1] > 0.8
 
@@ -99,6 +100,7 @@ def test_every_pipeline_passes_its_latents_to_sketches(tmp_path: Path, task: str
     assert sigmas == sorted(sigmas, reverse=True)
     assert sigmas[-1] == 0
     rendered = torch.from_numpy(np.stack([np.asarray(frame) for frame in seen])).permute(3, 0, 1, 2)
+
     assert (rendered - (decoded[0] + 1) * 127.5).abs().max() <= 1.01
 
 
@@ -135,6 +137,7 @@ def test_sketches_do_not_change_the_previews_of_a_run(previewed: Workspace) -> N
         (path,) = event["images"]
         with Image.open(folder / path) as sketch:
             assert sketch.size == (16, 16)
+
     assert len(list((folder / IN_PROGRESS).iterdir())) == len(shown)
 
 
@@ -160,6 +163,7 @@ def test_the_sketched_latents_are_exact_for_a_constant_velocity(tmp_path: Path) 
     )
     for done, sigma in ((1, 0.8), (2, 0.5), (3, 0.0)):
         growing(done, 1000 * sigma, sigma, (1 - sigma) * clean + sigma * noise)
+
     for estimate in drawn[1:]:
         assert_close(estimate, clean, terms=SAMPLING)
     assert [event.done for event in events] == [1, 2, 3]
