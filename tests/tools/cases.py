@@ -11,5 +11,8 @@ import pytest
 def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
     """The first cases for every run; the rest, which repeats their promise, only with --all."""
     ordered = list(cases)
-    rest = [pytest.param(case, marks=pytest.mark.thorough) for case in ordered[count:]]
+    rest = []
+    for case in ordered[count:]:
+        values = case if isinstance(case, tuple) else (case,)  # of several arguments, or of one
+        rest.append(pytest.param(*values, marks=pytest.mark.thorough))
     return ordered[:count] + rest
