@@ -1,6 +1,4 @@
-"""Sana Video in training: gradients, LoRA files that the stock pipeline loads, and its own
-sigmas.
-"""
+"""Sana Video in training: gradients, LoRA files for the stock pipeline, and the model's sigmas."""
 
 from __future__ import annotations
 
@@ -46,9 +44,8 @@ def encoded(checkpoint: Path, dtype: torch.dtype) -> list[TextEmbeds]:
 def make_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32) -> Batch:
     embeds = deepcopy(encoded(checkpoint, dtype))
     latents = torch.randn(2, 16, 3, 4, 6, generator=torch.Generator().manual_seed(0))
-    return Batch(
-        latents, embeds, ["d/0", "d/1"], condition=latents[:, :, :1] if mode == "i2v" else None
-    )
+    condition = latents[:, :, :1] if mode == "i2v" else None
+    return Batch(latents, embeds, ["d/0", "d/1"], condition=condition)
 
 
 def noisy_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32) -> NoisyBatch:
@@ -58,18 +55,11 @@ def noisy_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32)
 
 
 def make_assembly(checkpoint: Path, targets: Any = None, **settings: Any) -> Assembly:
-    config = make_sana_config(
-        checkpoint, **{"mixed_precision": "no", "learning_rate": 1e-2, **settings}
-    )
-    intent = TrainingSpec(
-        lora_targets=targets or DEFAULT, seed=3, total_steps=10, learning_rate=1e-2
-    )
-    assembly = assemble(
-        assembly_settings(config, intent),
-        make_sana_adapter(checkpoint, **settings),
-        [],
-        make_accelerator(),
-    )
+    values = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
+    config = make_sana_config(checkpoint, **values)
+    spec = TrainingSpec(lora_targets=targets or DEFAULT, seed=3, total_steps=10, learning_rate=1e-2)
+    adapter = make_sana_adapter(checkpoint, **settings)
+    assembly = assemble(assembly_settings(config, spec), adapter, [], make_accelerator())
     assembly.transformer.train()
     return assembly
 
@@ -86,7 +76,9 @@ def test_checkpointed_gradients_equal_plain_ones(sana_checkpoint: Path, mode: st
         )
         transformer.train()
         adapter.predict(transformer, noisy_batch(sana_checkpoint, mode)).square().mean().backward()
-        gradients.append({name: each.grad for name, each in transformer.named_parameters()})
+        gradients.append(
+            {name: parameter.grad for name, parameter in transformer.named_parameters()}
+        )
 
     for name, gradient in gradients[0].items():
         assert gradient.abs().max() > 0, name
@@ -100,6 +92,7 @@ def test_blocks_run_in_the_order_of_the_layout(sana_checkpoint: Path) -> None:
     entered = []
     for block in blocks:
         block.register_forward_pre_hook(lambda module, _: entered.append(module))
+
     adapter.predict(transformer, noisy_batch(sana_checkpoint, "t2v"))
 
     assert [id(block) for block in entered] == [id(block) for block in blocks]
@@ -115,19 +108,18 @@ def test_a_trained_lora_loads_into_the_stock_pipeline(
     lora = lora_of(assembly)
     assert lora is not None
     for index, parameter in enumerate(assembly.parameters.values()):
-        parameter.data = (
-            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 4
-        )
+        generator = torch.Generator().manual_seed(index)
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 4
     path = write_lora(lora, tmp_path)
     adapter = make_sana_adapter(sana_checkpoint)
     verify_file(path, lora.file_weights(), lora.form, adapter.load_bare_pipeline())
     assert 0 < rounding_error(lora, torch.bfloat16) < 0.01
     pipeline = stock_pipeline(sana_checkpoint, task)
-    modules = linear_modules(
-        {name: tuple(each.shape) for name, each in pipeline.transformer.named_parameters()}
-    )
+    weights = dict(pipeline.transformer.named_parameters())
+    modules = linear_modules({name: tuple(weight.shape) for name, weight in weights.items()})
     assert found_by(check_lora_file, "LoRA", path, modules, SANA_VIDEO.name) == []
     noisy = noisy_batch(sana_checkpoint, task)
+
     with torch.no_grad():
         base = adapter.predict(pipeline.transformer, noisy)
         with applied_loras(pipeline.transformer, [(path, 1.0)], torch.float32, torch.device("cpu")):
@@ -144,15 +136,12 @@ def test_a_trained_lora_loads_into_the_stock_pipeline(
 
 
 def test_all_linear_covers_attention_and_pointwise_convolutions(sana_checkpoint: Path) -> None:
-    names = [
-        name
-        for name, _ in make_sana_adapter(sana_checkpoint)
-        .load_transformer(torch.float32)
-        .named_modules()
-    ]
+    transformer = make_sana_adapter(sana_checkpoint).load_transformer(torch.float32)
+    names = [name for name, _ in transformer.named_modules()]
 
-    assert len(matching_modules(names, DEFAULT)) == 2 * 8
-    assert len(matching_modules(names, ALL_LINEAR)) == 2 * 10
+    # Of two blocks: four layers in two attentions, and two convolutions.
+    assert len(matching_modules(names, DEFAULT)) == 2 * (2 * 4)
+    assert len(matching_modules(names, ALL_LINEAR)) == 2 * (2 * 4 + 2)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +154,9 @@ def test_training_sigmas_follow_the_models_schedule(
     assembly = make_assembly(sana_checkpoint, disable_segmented_timestep_sampling=True, **settings)
     latents = torch.zeros(4000, 16, 1, 2, 2)
     batch = Batch(latents, [], ["x"] * len(latents))
+
     sigmas = assembly.noise.add(batch, 0, 0).sigmas.sort().values
+
     shares = (torch.arange(len(latents)) + 0.5) / len(latents)
     expected = shift_sigmas(torch.sigmoid(torch.special.ndtri(shares)), 3.0)
 

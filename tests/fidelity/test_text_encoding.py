@@ -1,6 +1,4 @@
-"""Embeddings equal those of the stock pipelines, though the template is read once and captions
-share batches.
-"""
+"""Embeddings equal the pipelines', though templates are reused and captions are batched."""
 
 from __future__ import annotations
 
@@ -47,17 +45,18 @@ def checkpoints(
 def encoder_of(
     checkpoint: Path, task: str, dtype: torch.dtype = torch.float32
 ) -> Kandinsky5TextEncoder:
-    adapter = (
-        make_video_adapter(checkpoint, task) if task == "t2v" else make_adapter(checkpoint, task)
-    )
-    encoder = adapter.load_text_encoder(CPU, dtype)
+    make = make_video_adapter if task == "t2v" else make_adapter
+    encoder = make(checkpoint, task).load_text_encoder(CPU, dtype)
     assert isinstance(encoder, Kandinsky5TextEncoder)
     return encoder
 
 
 def source_for(task: str, index: int) -> Image | None:
-    """Pictures of two sizes, for prompts that hold one."""
-    return picture((64, 96)[index % 2], 64, index) if task == "i2i" else None
+    """Pictures of alternating sizes, for prompts that contain one."""
+    if task != "i2i":
+        return None
+    width = 64 if index % 2 == 0 else 96
+    return picture(width, 64, index)
 
 
 def stock_pipeline(checkpoint: Path, task: str, encoder: Kandinsky5TextEncoder) -> Any:
@@ -73,21 +72,21 @@ def stock_pipeline(checkpoint: Path, task: str, encoder: Kandinsky5TextEncoder) 
 def stock_embeds(
     pipeline: Any, task: str, caption: str, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a pipeline makes of one prompt, (L, D) and (D2)."""
-    extra = {"image": [source_for(task, index)]} if task == "i2i" else {}
-    hidden, pooled, _ = pipeline.encode_prompt(caption, **extra)
+    """A pipeline's embeddings of one prompt, (L, D) and (D2)."""
+    source = {"image": [source_for(task, index)]} if task == "i2i" else {}
+    hidden, pooled, _ = pipeline.encode_prompt(caption, **source)
     return hidden[0], pooled[0]
 
 
 @contextmanager
 def tokens_read(module: torch.nn.Module) -> Iterator[list[int]]:
-    """Tokens in each call of a decoder."""
-    seen: list[int] = []
+    """Number of tokens in each call of a decoder."""
+    counts: list[int] = []
     hook = module.register_forward_pre_hook(
-        lambda _, inputs, settings: seen.append(settings["input_ids"].numel()), with_kwargs=True
+        lambda _, inputs, settings: counts.append(settings["input_ids"].numel()), with_kwargs=True
     )
     try:
-        yield seen
+        yield counts
     finally:
         hook.remove()
 
@@ -99,42 +98,40 @@ def test_batched_captions_equal_single_ones(checkpoints: dict[str, Path], task: 
     requests = [
         TextRequest(caption, source_for(task, index)) for index, caption in enumerate(CAPTIONS)
     ]
-    together = encoder.encode(requests)
-    for index, (request, mine) in enumerate(zip(requests, together, strict=True)):
+    batched = encoder.encode(requests)
+    singles = [encoder.encode([request])[0] for request in requests]
+
+    for index, request in enumerate(requests):
         hidden, pooled = stock_embeds(pipeline, task, request.caption, index)
-        (alone,) = encoder.encode([request])
-        assert_close(alone["prompt_embeds"], hidden, terms=MODEL)
-        assert_close(mine["prompt_embeds"], hidden, terms=MODEL)
-        for embeds in (alone, mine):
+        for embeds in (singles[index], batched[index]):
+            assert_close(embeds["prompt_embeds"], hidden, terms=MODEL)
             assert_close(embeds["pooled_prompt_embeds"], pooled, terms=MODEL)
 
 
 def test_edits_lose_their_first_tokens_as_in_the_pipeline(
     i2i_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """With a tokenizer that splits the template as Qwen's does: 52 tokens before the caption, 55
-    cut off.
-    """
+    """With Qwen's tokenization of the template: 52 tokens before the caption, 55 cropped."""
     folder = shutil.copytree(i2i_checkpoint, tmp_path / "i2i")
     split_as_qwen(folder)
     encoder = encoder_of(folder, "i2i")
-    hidden, _ = stock_embeds(
-        stock_pipeline(folder, "i2i", encoder), "i2i", "a red star on a cat", 0
-    )
-    (ours,) = encoder.encode([TextRequest("a red star on a cat", source_for("i2i", 0))])
-    assert_close(ours["prompt_embeds"], hidden, terms=MODEL)
-    words = 3
-    picture_tokens = 4
-    around_it_and_end = 3
+    pipeline = stock_pipeline(folder, "i2i", encoder)
 
-    assert ours["prompt_embeds"].shape == (words + picture_tokens + around_it_and_end, WIDTH)
+    (embeds,) = encoder.encode([TextRequest("a red star on a cat", source_for("i2i", 0))])
+
+    hidden, _ = stock_embeds(pipeline, "i2i", "a red star on a cat", 0)
+    assert_close(embeds["prompt_embeds"], hidden, terms=MODEL)
+    words = 3  # of six
+    picture_tokens = 4
+    picture_marks_and_end = 3
+    assert embeds["prompt_embeds"].shape == (words + picture_tokens + picture_marks_and_end, WIDTH)
 
 
 @pytest.mark.parametrize("task", ["t2i", "i2i"])
 def test_prompts_of_equal_padded_length_share_a_batch(
     checkpoints: dict[str, Path], task: str
 ) -> None:
-    """Whatever the pictures in them take, if these are of one size."""
+    """However many tokens their pictures take, if these have one size."""
     encoder = encoder_of(checkpoints[task], task)
     captions = ["a star" + " a star" * count for count in range(6)]
     requests = [TextRequest(caption, source_for(task, 0)) for caption in captions]
@@ -151,29 +148,28 @@ def test_prompts_of_equal_padded_length_share_a_batch(
 def test_reusing_the_template_adds_no_error_in_bf16(
     checkpoints: dict[str, Path], task: str
 ) -> None:
-    """Against float32 weights of the same values: ours, alone and in a batch, is as near as the
-    pipeline's.
-    """
+    """Compared with float32 weights of the same values, errors are those of the pipeline."""
     encoder = encoder_of(checkpoints[task], task, torch.bfloat16)
     pipeline = stock_pipeline(checkpoints[task], task, encoder)
     pipeline.text_encoder = encoder.qwen
     pipeline.text_encoder_2 = encoder.clip
     requests = [TextRequest(caption) for caption in CAPTIONS]
-    found = {
-        "pipeline": [stock_embeds(pipeline, task, caption, 0)[0] for caption in CAPTIONS],
-        "alone": [encoder.encode([request])[0]["prompt_embeds"] for request in requests],
-        "together": [one["prompt_embeds"] for one in encoder.encode(requests)],
-    }
-    encoder.qwen.float()
-    exact = torch.cat([stock_embeds(pipeline, task, caption, 0)[0] for caption in CAPTIONS])
-    errors = {
-        name: float((torch.cat(rows).float() - exact).norm() / exact.norm())
-        for name, rows in found.items()
-    }
 
-    assert 1e-3 < errors["pipeline"] < 0.1
-    assert errors["alone"] < 1.1 * errors["pipeline"]
-    assert errors["together"] < 1.1 * errors["pipeline"]
+    def stock_rows() -> torch.Tensor:
+        return torch.cat([stock_embeds(pipeline, task, caption, 0)[0] for caption in CAPTIONS])
+
+    stock = stock_rows()
+    singles = torch.cat([encoder.encode([request])[0]["prompt_embeds"] for request in requests])
+    batched = torch.cat([embeds["prompt_embeds"] for embeds in encoder.encode(requests)])
+    encoder.qwen.float()
+    exact = stock_rows()
+
+    def error(rows: torch.Tensor) -> float:
+        return float((rows.float() - exact).norm() / exact.norm())
+
+    assert 1e-3 < error(stock) < 0.1
+    assert error(singles) < 1.1 * error(stock)
+    assert error(batched) < 1.1 * error(stock)
 
 
 def test_quantised_encoders_reuse_the_template(t2i_checkpoint: Path) -> None:
@@ -185,39 +181,44 @@ def test_quantised_encoders_reuse_the_template(t2i_checkpoint: Path) -> None:
     quantise(encoder.qwen, QWEN_LAYERS, int8, accelerator=CPU)
     pipeline.text_encoder = encoder.qwen
     hidden, _ = stock_embeds(pipeline, "t2i", CAPTIONS[2], 0)
-    found = encoder.encode([TextRequest(caption) for caption in CAPTIONS])[2]["prompt_embeds"]
+    embeds = encoder.encode([TextRequest(caption) for caption in CAPTIONS])
 
-    assert_close(found, hidden, terms=MODEL)
+    assert_close(embeds[2]["prompt_embeds"], hidden, terms=MODEL)
     assert (full - hidden).abs().max() > 1e-3
 
 
-def test_the_template_is_encoded_once_and_captions_in_batches(
-    t2i_checkpoint: Path,
-) -> None:
+def test_the_template_is_encoded_once_and_captions_in_batches(t2i_checkpoint: Path) -> None:
     encoder = encoder_of(t2i_checkpoint, "t2i")
-    requests = [
-        TextRequest(caption) for caption in ("a star", "one star", CAPTIONS[4], "a far star")
-    ]
-    short, long = (encoder.padded_length(requests[index]) for index in (0, 2))
-    kept = len(encoder.start.tokens)
-    start = encoder.template.crop + encoder.max_length
+    captions = ("a star", "one star", CAPTIONS[4], "a far star")  # three short, one long
+    requests = [TextRequest(caption) for caption in captions]
+    short = encoder.padded_length(requests[0])
+    long = encoder.padded_length(requests[2])
     assert short < long
-    with tokens_read(encoder.qwen.model.language_model) as seen:
+
+    with tokens_read(encoder.qwen.model.language_model) as counts:
         encoder.encode(requests)
         encoder.encode(requests[2:])
-    rest = [length - min(kept, length - FEWEST_TO_READ) for length in (short, long)]
 
-    assert seen == [start, 3 * rest[0], rest[1], rest[1], rest[0]]
+    template = encoder.template.crop + encoder.max_length
+
+    def tokens_after_template(length: int) -> int:
+        return length - min(len(encoder.start.tokens), length - FEWEST_TO_READ)
+
+    short_rest = tokens_after_template(short)
+    long_rest = tokens_after_template(long)
+    assert counts == [template, 3 * short_rest, long_rest, long_rest, short_rest]
 
 
-@pytest.mark.parametrize(("task", "sees"), [("t2i", False), ("t2v", False), ("i2i", True)])
+@pytest.mark.parametrize(
+    ("task", "reads_pictures"), [("t2i", False), ("t2v", False), ("i2i", True)]
+)
 def test_only_the_needed_parts_of_the_encoder_are_loaded(
-    checkpoints: dict[str, Path], task: str, sees: bool
+    checkpoints: dict[str, Path], task: str, reads_pictures: bool
 ) -> None:
     encoder = encoder_of(checkpoints[task], task)
 
     assert not list(encoder.qwen.lm_head.parameters())
-    assert (encoder.qwen.model.visual is not None) is sees
+    assert (encoder.qwen.model.visual is not None) is reads_pictures
 
 
 def test_the_cached_template_is_never_modified(t2i_checkpoint: Path) -> None:
@@ -232,9 +233,7 @@ def test_the_cached_template_is_never_modified(t2i_checkpoint: Path) -> None:
 def test_a_caption_that_merges_with_the_templates_last_token_is_encoded_right(
     t2i_checkpoint: Path,
 ) -> None:
-    """Where the words before the caption end in the middle of a token, the rest is read with the
-    caption.
-    """
+    """The template then ends in the middle of a token, whose tokens are read with the caption."""
     encoder = encoder_of(t2i_checkpoint, "t2i")
     encoder.template = TextTemplate(
         "<|im_start|>system\nBe brief.<|im_end|>\nDescribe the col{}<|im_end|>", crop=4
@@ -242,23 +241,22 @@ def test_a_caption_that_merges_with_the_templates_last_token_is_encoded_right(
     words = encoder.template.text.partition("{}")[0]
     encoder.start = PromptStart(encoder.processor.tokenizer(words)["input_ids"], 40)
     pipeline = stock_pipeline(t2i_checkpoint, "t2i", encoder)
-    captions = ["or of it, all of it, from left to right", "a star that falls and falls"]
-    whole = len(encoder.start.tokens)
-    inputs = [encoder._tokenize(caption, None)["input_ids"][0] for caption in captions]
-    assert [torch.equal(ids[:whole], encoder.start.tokens) for ids in inputs] == [False, True], (
-        "none melts"
-    )
-    for caption, mine in zip(
-        captions, encoder.encode([TextRequest(caption) for caption in captions]), strict=True
-    ):
+    merging = "or of it, all of it, from left to right"  # "color"
+    separate = "a star that falls and falls"
+    for caption, merges in ((merging, True), (separate, False)):
+        ids = encoder._tokenize(caption, None)["input_ids"][0]
+        starts_with_template = torch.equal(ids[: len(encoder.start.tokens)], encoder.start.tokens)
+        assert starts_with_template is not merges
+
+    batched = encoder.encode([TextRequest(merging), TextRequest(separate)])
+
+    for caption, embeds in zip((merging, separate), batched, strict=True):
         hidden, _ = stock_embeds(pipeline, "t2i", caption, 0)
-        assert_close(mine["prompt_embeds"], hidden, terms=MODEL)
+        assert_close(embeds["prompt_embeds"], hidden, terms=MODEL)
 
 
 def test_an_instruction_longer_than_the_attention_window_is_encoded_right() -> None:
-    """Gemma's every other layer sees so many tokens back and no further; mask and kept keys must
-    agree on that.
-    """
+    """Every other layer of Gemma attends to a window; mask and cached keys must agree on it."""
     torch.manual_seed(0)
     config = build_gemma(64).config
     config.sliding_window = 8
@@ -269,25 +267,28 @@ def test_an_instruction_longer_than_the_attention_window_is_encoded_right() -> N
     mask[1, 30:] = 0
     start = PromptStart(ids[0, :20].tolist(), 40)
     with torch.no_grad():
-        whole = gemma(ids, attention_mask=mask).last_hidden_state
-        mine = start.read(gemma, ids, mask)
+        expected = gemma(ids, attention_mask=mask).last_hidden_state
+        hidden = start.read(gemma, ids, mask)
         gemma.config.sliding_window = 4096
-        far = gemma(ids, attention_mask=mask).last_hidden_state
+        unlimited = gemma(ids, attention_mask=mask).last_hidden_state
 
-    assert_close(mine[mask.bool()], whole[mask.bool()], terms=MODEL)
-    assert (far - whole).abs().max() > 1e-2, "the window hides nothing"
+    is_real = mask.bool()
+    assert_close(hidden[is_real], expected[is_real], terms=MODEL)
+    assert (unlimited - expected).abs().max() > 1e-2, "the window has an effect"
 
 
 def test_sana_encodes_its_instruction_once(sana_checkpoint: Path) -> None:
     encoder: Any = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
-    with tokens_read(encoder.gemma) as seen:
-        for caption in CAPTIONS[:1] * 2:
-            encoder.start.read(encoder.gemma, *_tokens(encoder, caption))
-    whole = encoder._length(bare=False)
+    with tokens_read(encoder.gemma) as counts:
+        for _ in range(2):
+            encoder.start.read(encoder.gemma, *_tokens(encoder, CAPTIONS[0]))
 
-    assert seen[0] == whole
-    assert seen[1] == seen[2] < 310
-    assert whole > 400
+    length = encoder._length(bare=False)
+    assert length > 400
+    start, first, second = counts
+    assert start == length
+    assert first == second
+    assert first < 310
 
 
 def _tokens(encoder: Any, caption: str) -> tuple[torch.Tensor, torch.Tensor]:

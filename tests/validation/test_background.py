@@ -1,6 +1,4 @@
-"""Previews that are decoded while training goes on are the same, are all there at the end, and
-never cost the run.
-"""
+"""Previews decoded in the background are the same, are complete at the end, and stop no run."""
 
 from __future__ import annotations
 
@@ -37,22 +35,23 @@ def test_background_decoding_gives_the_same_bytes(
     tmp_path: Path, i2i_checkpoint: Path, task: str
 ) -> None:
     checkpoint = i2i_checkpoint if task == "i2i" else make_checkpoint(tmp_path, task)
-    adapter: Any = (make_adapter if task.endswith("i") else make_video_adapter)(checkpoint, task)
+    is_clip = task in ("t2v", "i2v")
+    make = make_video_adapter if is_clip else make_adapter
+    adapter: Any = make(checkpoint, task)
     source = picture(96, 64) if task in ("i2i", "i2v") else None
     text = TextRequest("a red ball", source if task == "i2i" else None)
     (embeds,) = adapter.load_text_encoder(CPU, torch.float32).encode([text])
     stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
-    request = PreviewRequest(
-        embeds, embeds, 96, 64, 2, 1.0, 5, source=source, num_frames=1 if task[-1] == "i" else 17
-    )
-    now = stock.render(request)
+    frames = 17 if is_clip else 1
+    request = PreviewRequest(embeds, embeds, 96, 64, 2, 1.0, 5, source=source, num_frames=frames)
+    expected = stock.render(request)
+
     decode = stock.sample(request)
     with ThreadPoolExecutor(1) as thread:
-        later = thread.submit(torch.no_grad()(decode)).result()
+        decoded = thread.submit(torch.no_grad()(decode)).result()
 
-    assert len(now) == len(later)
-    for one, other in zip(now, later, strict=True):
-        assert np.array_equal(np.asarray(one), np.asarray(other))
+    for frame, expected_frame in zip(decoded, expected, strict=True):
+        assert np.array_equal(np.asarray(frame), np.asarray(expected_frame))
 
 
 @pytest.mark.slow(1)
@@ -60,50 +59,51 @@ def test_background_decoding_changes_neither_previews_nor_weights(
     tmp_path: Path, filled: Workspace
 ) -> None:
     """Also if training is much faster than the decoder."""
-    runs = [filled.copy(tmp_path / name) for name in ("now", "later")]
     settings = {"validation_disable": False, "validation_step_interval": 1, "max_train_steps": 3}
-    for run, background in zip(runs, (False, True), strict=True):
-        run.write_config(**settings, validation_decode_in_background=background)
-        assert run.train() == 0
-    now, later = (
-        {
-            str(path.relative_to(run.folder)): path.read_bytes()
-            for path in run.path("output").rglob("*validation*.png")
-        }
-        for run in runs
-    )
-    assert len(now) == 4
-    assert now == later
-    one, other = (run.path("output/pytorch_lora_weights.safetensors").read_bytes() for run in runs)
-    assert one == other
-    records = [run.path("output/validation_media.jsonl").read_text() for run in runs]
+    plain = filled.copy(tmp_path / "plain")
+    plain.write_config(**settings, validation_decode_in_background=False)
+    background = filled.copy(tmp_path / "background")
+    background.write_config(**settings, validation_decode_in_background=True)
 
-    assert records[0] == records[1]
+    assert plain.train() == 0
+    assert background.train() == 0
+
+    assert len(previews(plain)) == 4
+    assert previews(background) == previews(plain)
+    for name in ("pytorch_lora_weights.safetensors", "validation_media.jsonl"):
+        path = f"output/{name}"
+        assert background.path(path).read_bytes() == plain.path(path).read_bytes()
+
+
+def previews(run: Workspace) -> dict[str, bytes]:
+    """The pictures of a run by path in its folder."""
+    paths = run.path("output").rglob("*validation*.png")
+    return {str(path.relative_to(run.folder)): path.read_bytes() for path in paths}
 
 
 def test_training_continues_while_previews_decode_and_checkpoints_wait(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that continues from a checkpoint has the previews of all steps before it."""
+    """So a run that continues from a checkpoint has the previews of all steps before it."""
     decode = StockPipeline._decode
     write = CheckpointWriter.write
-    steps: list[int] = []
-    saved: list[bool] = []
+    steps_when_decoded: list[int] = []
+    exists_when_saved: list[bool] = []
     first = workspace.path("output/validation_images/step_1_validation_0_128x128.png")
 
     def slowly(self: StockPipeline, latents: torch.Tensor) -> list[Image]:
         deadline = time.monotonic() + PATIENCE
         while len(workspace.metrics()) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        steps.append(len(workspace.metrics()))
+        steps_when_decoded.append(len(workspace.metrics()))
         return decode(self, latents)
 
-    def look(*inputs: Any) -> UnfinishedCheckpoint | None:
-        saved.append(first.exists())
+    def noted(*inputs: Any) -> UnfinishedCheckpoint | None:
+        exists_when_saved.append(first.exists())
         return write(*inputs)
 
     monkeypatch.setattr(StockPipeline, "_decode", slowly)
-    monkeypatch.setattr(CheckpointWriter, "write", look)
+    monkeypatch.setattr(CheckpointWriter, "write", noted)
     workspace.write_config(
         validation_disable=False,
         validation_step_interval=1,
@@ -114,8 +114,9 @@ def test_training_continues_while_previews_decode_and_checkpoints_wait(
     )
 
     assert workspace.train() == 0
-    assert steps == [2, 2], "the second step came before the first preview"
-    assert saved == [True]
+
+    assert steps_when_decoded == [2, 2], "the second step came before the first preview"
+    assert exists_when_saved == [True]
     assert first.with_name("step_2_validation_0_128x128.png").exists()
 
 
@@ -138,12 +139,12 @@ def test_a_failed_decoder_costs_one_preview_and_not_the_run(
         disable_benchmark=True,
     )
     assert workspace.train() == 0
-    shown = capsys.readouterr()
-    lost = "The preview validation of step 2 is lost: OutOfMemoryError: CUDA out of memory"
-    assert lost in shown.out + shown.err
-    (name,) = (path.name for path in workspace.path("output/validation_images").iterdir())
 
-    assert name == "step_4_validation_0_128x128.png"
+    output = capsys.readouterr()
+    warning = "The preview validation of step 2 is lost: OutOfMemoryError: CUDA out of memory"
+    assert warning in output.out + output.err
+    (preview,) = workspace.path("output/validation_images").iterdir()
+    assert preview.name == "step_4_validation_0_128x128.png"
 
 
 def test_a_full_disk_in_the_decoding_thread_stops_the_run(tmp_path: Path) -> None:

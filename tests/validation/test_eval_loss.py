@@ -1,6 +1,4 @@
-"""The loss on data that is not trained on: what it is, when it comes, and that training does not
-notice.
-"""
+"""The evaluation loss: its value, when it is measured, and that training is unaffected."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.config.schema import EvaluationConfig
+from simpletuner.config.schema import EmaConfig, EvaluationConfig
 from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.chance import order_key
@@ -36,15 +34,16 @@ def sample(name: str) -> Sample:
 
 
 def evaluation(batch: Batch, **settings: Any) -> EvaluationLoss:
-    """Of two samples; each is read as its part of the batch."""
+    """An evaluation of two samples, which are read as the rows of the batch."""
 
-    def read(one: Sample) -> Batch:
-        index = int(one.name)
+    def read(sample: Sample) -> Batch:
+        index = int(sample.name)
+        row = slice(index, index + 1)
         return replace(
             batch,
-            latents=batch.latents[index : index + 1],
-            embeds=batch.embeds[index : index + 1],
-            names=[one.full_name],
+            latents=batch.latents[row],
+            embeds=batch.embeds[row],
+            names=[sample.full_name],
         )
 
     config = EvaluationConfig(**{"eval_steps_interval": 1, "eval_timesteps": 3, **settings})
@@ -67,46 +66,52 @@ def test_the_evaluation_loss_is_the_mean_squared_error_at_even_noise_levels(
     t2i_checkpoint: Path, batch: Batch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint)
-    seen: list[Any] = []
+    inputs: list[Any] = []
     predict = assembly.adapter.predict
     errors = []
 
-    def spy(transformer: Any, noisy: Any) -> torch.Tensor:
+    def noted(transformer: Any, noisy: Any) -> torch.Tensor:
         assert not torch.is_grad_enabled()
         assert not transformer.training
-        seen.append(noisy)
-        answer = predict(transformer, noisy)
-        errors.append((answer - (noisy.noise - noisy.batch.latents)).square().mean().item())
-        return answer
+        inputs.append(noisy)
+        prediction = predict(transformer, noisy)
+        errors.append((prediction - (noisy.noise - noisy.batch.latents)).square().mean().item())
+        return prediction
 
-    assembly.adapter.predict = spy
+    assembly.adapter.predict = noted
+
     losses = evaluation(batch).evaluate(assembly, 1)
+
     assert list(losses) == ["loss/val/d"]
     assert losses["loss/val/d"] == pytest.approx(sum(errors) / 6, rel=1e-5)
-    assert [round(noisy.sigmas.item(), 4) for noisy in seen] == [0.1667, 0.5, 0.8333] * 2
-    noises = [noisy.noise for noisy in seen]
-
-    assert not any(torch.equal(noises[0], noise) for noise in noises[1:])
-    assert evaluation(batch).evaluate(assembly, 9) == losses, (
-        "the noise is that of the sample, at any step"
-    )
+    sigmas = [round(noisy.sigmas.item(), 4) for noisy in inputs]
+    assert sigmas == [0.1667, 0.5, 0.8333] * 2  # 1/6, 3/6 and 5/6, of two samples
+    first, *rest = [noisy.noise for noisy in inputs]
+    assert not any(torch.equal(first, noise) for noise in rest)
     assert assembly.transformer.training
+
+
+def test_the_noise_of_evaluation_is_the_same_at_every_step(
+    t2i_checkpoint: Path, batch: Batch
+) -> None:
+    assembly = make_assembly(t2i_checkpoint)
+
+    losses = evaluation(batch).evaluate(assembly, 1)
+
+    assert evaluation(batch).evaluate(assembly, 9) == losses
 
 
 def test_the_moving_average_has_its_own_evaluation_loss(t2i_checkpoint: Path, batch: Batch) -> None:
     assembly = make_assembly(t2i_checkpoint, use_ema=True)
     plain = evaluation(batch).evaluate(assembly, 1)["loss/val/d"]
-    from simpletuner.config.schema import EmaConfig
-
     ema = Ema(assembly.parameters, EmaConfig(use_ema=True), torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in assembly.parameters.items():
             if "lora_B" in name:
                 parameter.fill_(0.3)
     trained = evaluation(batch).evaluate(assembly, 1)["loss/val/d"]
-    assert trained != pytest.approx(plain, rel=1e-4), (
-        "the two are ten times further apart than is accepted as equal"
-    )
+    assert trained != pytest.approx(plain, rel=1e-4), "ten times the tolerance below"
+
     assembly.trained.ema = ema
     both = evaluation(batch, eval_dataset_pooling=True).evaluate(assembly, 1)
     assert both["loss/val/d/ema"] == pytest.approx(plain, rel=1e-5)
@@ -146,17 +151,17 @@ def test_evaluation_is_recorded_and_does_not_change_training(
     assert watched.train() == 0
     assert "made anew" not in capsys.readouterr().err, "everything is encoded before the first step"
     records = watched.metrics()
-    shown = [
-        {key: value for key, value in line.items() if not key.startswith("loss/val/")}
-        for line in records
+    training_records = [
+        {key: value for key, value in record.items() if not key.startswith("loss/val/")}
+        for record in records
     ]
-    assert shown == finished.metrics()
+    assert training_records == finished.metrics()
     assert finished.path(LORA).read_bytes() == watched.path(LORA).read_bytes()
-    assert ["loss/val/held-out" in line for line in records] == [False, True, False, True]
+    is_evaluated = ["loss/val/held-out" in record for record in records]
+    assert is_evaluated == [False, True, False, True]
     last = records[-1]
-    assert last["loss/val/pooled"] == pytest.approx(
-        (last["loss/val/held-out"] + last["loss/val/more"]) / 2
-    )
+    mean = (last["loss/val/held-out"] + last["loss/val/more"]) / 2
+    assert last["loss/val/pooled"] == pytest.approx(mean)
     assert last["loss/val/held-out"] != records[1]["loss/val/held-out"]
     assert "val/held-out" in watched.path("output/training_report.html").read_text()
     latents = watched.path("output/cache/vae/kandinsky5-image/held-out")
@@ -169,45 +174,45 @@ def test_held_out_files_are_evaluated_like_a_separate_folder(
     tmp_path: Path, t2i_checkpoint: Path
 ) -> None:
     settings = {"eval_steps_interval": 2, "eval_timesteps": 2, "max_train_steps": 2}
-    apart, within = (
-        Workspace.create(tmp_path / name, t2i_checkpoint, **settings)
-        for name in ("apart", "within")
-    )
-    within.write_datasets([{**DATASETS[0], "hold_out": 2}, DATASETS[1]])
-    pictures = apart.path("datasets/pictures")
-    held_out = apart.path("datasets/held out")
-    held_out.mkdir()
-    for path in sorted(
+    held_out = Workspace.create(tmp_path / "held out", t2i_checkpoint, **settings)
+    held_out.write_datasets([{**DATASETS[0], "hold_out": 2}, DATASETS[1]])
+    separate = Workspace.create(tmp_path / "separate", t2i_checkpoint, **settings)
+    pictures = separate.path("datasets/pictures")
+    folder = separate.path("datasets/held out")
+    folder.mkdir()
+    ordered = sorted(
         pictures.glob("*.png"), key=lambda path: order_key("pictures", "held out", path.name)
-    )[:2]:
-        for each in pictures.glob(f"{path.stem}.*"):
-            each.rename(held_out / each.name)
-    apart.write_datasets([*DATASETS, {**EVAL, "id": "pictures-held-out"}])
+    )
+    for picture in ordered[:2]:
+        for path in pictures.glob(f"{picture.stem}.*"):  # and its caption
+            path.rename(folder / path.name)
+    separate.write_datasets([*DATASETS, {**EVAL, "id": "pictures-held-out"}])
 
-    assert (within.train(), apart.train()) == (0, 0)
-    assert within.metrics() == apart.metrics()
-    assert "loss/val/pictures-held-out" in within.metrics()[1]
-    assert within.path(LORA).read_bytes() == apart.path(LORA).read_bytes()
+    assert held_out.train() == 0
+    assert separate.train() == 0
+
+    assert held_out.metrics() == separate.metrics()
+    assert "loss/val/pictures-held-out" in held_out.metrics()[1]
+    assert held_out.path(LORA).read_bytes() == separate.path(LORA).read_bytes()
 
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_evaluation_losses(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint)
-    straight.add_pictures("datasets/held out", 1, seed=9)
-    straight.write_datasets([*DATASETS, EVAL])
-    straight.write_config(eval_epoch_interval=0.25, eval_timesteps=2)
-    assert straight.train() == 0
-    broken = straight.stopped(tmp_path / "broken", 2)
+    uninterrupted = Workspace.create(tmp_path / "uninterrupted", t2i_checkpoint)
+    uninterrupted.add_pictures("datasets/held out", 1, seed=9)
+    uninterrupted.write_datasets([*DATASETS, EVAL])
+    uninterrupted.write_config(eval_epoch_interval=0.25, eval_timesteps=2)
+    assert uninterrupted.train() == 0
+    resumed = uninterrupted.stopped(tmp_path / "resumed", 2)
 
-    assert broken.train() == 0
-    assert straight.metrics() == broken.metrics()
-    assert "loss/val/held-out" in straight.metrics()[1]
+    assert resumed.train() == 0
+
+    assert resumed.metrics() == uninterrupted.metrics()
+    assert "loss/val/held-out" in uninterrupted.metrics()[1]
 
 
 def test_clips_are_evaluated_as_clips(tmp_path: Path) -> None:
-    """An eval dataset with rules for clips holds clips; for i2v its first frames are the
-    condition.
-    """
+    """For i2v, their first frames are the condition."""
     checkpoint = make_checkpoint(tmp_path / "i2v", "i2v")
     workspace = make_workspace(tmp_path / "run", checkpoint, "i2v-lite-5s")
     path = workspace.path("datasets/held out/other.mp4")
@@ -243,6 +248,5 @@ def test_the_plan_lists_the_evaluation(
     workspace.write_config(
         pretrained_model_name_or_path=str(i2i_checkpoint), model_flavour="i2i-lite-sft"
     )
-    told = complaints(workspace, capsys, "plan", "eval_epoch_interval=1")
-
-    assert any(each.startswith("held-out.conditioning_data: is required") for each in told)
+    errors = complaints(workspace, capsys, "plan", "eval_epoch_interval=1")
+    assert any(error.startswith("held-out.conditioning_data: is required") for error in errors)

@@ -1,4 +1,4 @@
-"""Previews leave nothing behind on a GPU, and those of one colour are noticed."""
+"""Previews free their memory on a GPU, change no random state, and may not have one colour."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tools.families import CPU, make_config
 
 
 class Pipeline:
-    """Renders black. Its VAE refers to itself, as one does whose methods were replaced."""
+    """Renders black. Its VAE refers to itself, like one whose methods were replaced."""
 
     vae: Any
 
@@ -52,10 +52,10 @@ def test_release_drops_the_vae_before_emptying_the_cache(
         loaded.append(weakref.ref(pipeline.vae))
         return pipeline
 
-    cuda = SimpleNamespace(
-        is_available=lambda: True,
-        empty_cache=lambda: alive.append(any(each() is not None for each in loaded)),
-    )
+    def empty_cache() -> None:
+        alive.append(any(vae() is not None for vae in loaded))
+
+    cuda = SimpleNamespace(is_available=lambda: True, empty_cache=empty_cache)
     monkeypatch.setattr(
         renderer, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, device=torch.device)
     )
@@ -89,9 +89,10 @@ def test_release_drops_the_vae_before_emptying_the_cache(
         settings=SimpleNamespace(total_steps=9, seed=0),
     )
     for step in range(2):
-        validation.rehearse(assembly) if rehearsed else validation.render(
-            assembly, TrainState(step)
-        )
+        if rehearsed:
+            validation.rehearse(assembly)
+        else:
+            validation.render(assembly, TrainState(step))
 
     assert len(loaded) == 2
     assert alive == [False, False]
@@ -103,11 +104,10 @@ def test_random_states_are_restored_after_sampling(t2i_checkpoint: Path) -> None
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
-    with pytest.raises(RuntimeError, match="out of paint"), quiet.quiet(assembly):
-        raise RuntimeError("out of paint")
     states = random_states()
     expected = draw()
     restore_random_states(states)
+
     with quiet.quiet(assembly):
         assert not assembly.transformer.training
         draw()
@@ -116,12 +116,23 @@ def test_random_states_are_restored_after_sampling(t2i_checkpoint: Path) -> None
     assert assembly.transformer.training
 
 
+def test_training_mode_is_restored_after_an_error(t2i_checkpoint: Path) -> None:
+    assembly = make_assembly(t2i_checkpoint)
+
+    with pytest.raises(RuntimeError, match="out of paint"), quiet.quiet(assembly):
+        raise RuntimeError("out of paint")
+
+    assert assembly.transformer.training
+
+
 @pytest.mark.parametrize(("colours", "warns"), [((0, 0), True), ((7, 8), True), ((7, 9), False)])
 def test_a_preview_of_one_colour_is_warned_about(
     colours: tuple[int, int], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     frames = [Image.new("RGB", (2, 1), (7, 7, 7)) for _ in range(3)]
-    frames[-1].putdata([(0, colours[0], 0), (0, colours[1], 0)])
+    first, second = colours
+    frames[-1].putdata([(0, first, 0), (0, second, 0)])
+
     renderer.warn_of_one_colour(frames, Path("step_3_validation.mp4"))
 
     assert ("step_3_validation.mp4 shows one colour only" in caplog.text) == warns

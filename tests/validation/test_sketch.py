@@ -31,9 +31,8 @@ from tests.tools.tolerances import SAMPLING, assert_close
 from tests.tools.workspace import Workspace, read_events
 
 DEMO = TOKENIZERS.parent
-LARGEST_ERROR = (
-    0.1  # of a colour, on average; what is shown is far from noise, which is off by a third
-)
+# Of a colour, on average. Noise would be off by a third.
+LARGEST_ERROR = 0.1
 
 
 def test_sketches_are_close_to_the_colours_of_the_vae() -> None:
@@ -61,7 +60,7 @@ def test_sketches_are_close_to_the_colours_of_the_vae() -> None:
 
 @dataclass
 class Watched:
-    """What a pipeline showed at its sampling steps."""
+    """Records what a pipeline passes to sketches at its sampling steps."""
 
     steps: list[tuple[int, float, float, Tensor]]
 
@@ -88,19 +87,18 @@ def test_every_pipeline_passes_its_latents_to_sketches(tmp_path: Path, task: str
         embeds, embeds, 64, 64, 4, 1.0, 5, source=source, num_frames=frames, watch=watched
     )
     with torch.no_grad():
-        seen = stock.render(request)
-        plain = stock.render(replace(request, watch=None))
-        decoded = stock.encoder.decode(watched.steps[-1][-1])
-    assert [np.asarray(frame).tolist() for frame in seen] == [
-        np.asarray(frame).tolist() for frame in plain
-    ]
-    assert [done for done, *_ in watched.steps] == [1, 2, 3, 4]
-    timesteps, sigmas = ([step[place] for step in watched.steps] for place in (1, 2))
+        watched_frames = np.stack([np.asarray(frame) for frame in stock.render(request)])
+        unwatched = stock.render(replace(request, watch=None))
+
+    assert np.array_equal(watched_frames, np.stack([np.asarray(frame) for frame in unwatched]))
+    done, timesteps, sigmas, latents = map(list, zip(*watched.steps, strict=True))
+    assert done == [1, 2, 3, 4]
     assert timesteps == sorted(timesteps, reverse=True)
     assert sigmas == sorted(sigmas, reverse=True)
     assert sigmas[-1] == 0
-    rendered = torch.from_numpy(np.stack([np.asarray(frame) for frame in seen])).permute(3, 0, 1, 2)
-
+    with torch.no_grad():
+        decoded = stock.encoder.decode(latents[-1])
+    rendered = torch.from_numpy(watched_frames).permute(3, 0, 1, 2)
     assert (rendered - (decoded[0] + 1) * 127.5).abs().max() <= 1.01
 
 
@@ -114,31 +112,31 @@ def previewed(workspace: Workspace) -> Workspace:
 
 @pytest.mark.slow(1)
 def test_sketches_do_not_change_the_previews_of_a_run(previewed: Workspace) -> None:
-    seen: list[Event] = []
-    train(previewed, seen.append)
-    plain = {
-        path.name: path.read_bytes()
-        for path in previewed.path("output/validation_images").glob("*.png")
-    }
-    assert not any(isinstance(event, PreviewGrew) for event in seen)
+    events: list[Event] = []
+    train(previewed, events.append)
+    plain = pictures_in(previewed.path("output/validation_images"))
+    assert not any(isinstance(event, PreviewGrew) for event in events)
     settings = ["validation_preview=true", "validation_preview_steps=2", "output_dir=watched"]
     assert previewed.run("train", *settings) == 0
     folder = previewed.path("watched")
-    assert {
-        path.name: path.read_bytes() for path in (folder / "validation_images").glob("*.png")
-    } == plain
-    shown = [
+    assert pictures_in(folder / "validation_images") == plain
+    sketches = [
         event
         for event in read_events(folder / "events.jsonl")
         if event["type"] == "validation.image"
     ]
-    assert [event["data"]["step_label"] for event in shown] == ["2/6", "4/6", "6/6"] * len(plain)
-    for event in shown:
+    labels = [event["data"]["step_label"] for event in sketches]
+    assert labels == ["2/6", "4/6", "6/6"] * len(plain)
+    for event in sketches:
         (path,) = event["images"]
         with Image.open(folder / path) as sketch:
             assert sketch.size == (16, 16)
 
-    assert len(list((folder / IN_PROGRESS).iterdir())) == len(shown)
+    assert len(list((folder / IN_PROGRESS).iterdir())) == len(sketches)
+
+
+def pictures_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.png")}
 
 
 def test_the_sketched_latents_are_exact_for_a_constant_velocity(tmp_path: Path) -> None:
@@ -153,14 +151,15 @@ def test_the_sketched_latents_are_exact_for_a_constant_velocity(tmp_path: Path) 
     clean = torch.randn(1, 4, 2, 3, 5)
     noise = torch.randn(1, 4, 2, 3, 5)
     growing = GrowingPreview(
-        Drawing(torch.rand(5, 3, dtype=torch.float64)),
-        1,
-        3,
-        MediaRecord(7, "bird", "", "", 40, 24),
-        0.5,
-        tmp_path,
-        events.append,
+        colours=Drawing(torch.rand(5, 3, dtype=torch.float64)),
+        every=1,
+        total=3,
+        media=MediaRecord(7, "bird", "", "", 40, 24),
+        seconds=0.5,
+        output_dir=tmp_path,
+        publish=events.append,
     )
+
     for done, sigma in ((1, 0.8), (2, 0.5), (3, 0.0)):
         growing(done, 1000 * sigma, sigma, (1 - sigma) * clean + sigma * noise)
 
@@ -168,4 +167,6 @@ def test_the_sketched_latents_are_exact_for_a_constant_velocity(tmp_path: Path) 
         assert_close(estimate, clean, terms=SAMPLING)
     assert [event.done for event in events] == [1, 2, 3]
     with Image.open(tmp_path / events[0].media.path) as clip:
-        assert (clip.size, clip.n_frames, clip.info["duration"]) == ((5, 3), 2, 250)  # type: ignore[attr-defined]
+        assert clip.size == (5, 3)
+        assert clip.n_frames == 2  # type: ignore[attr-defined]
+        assert clip.info["duration"] == 250  # ms, half of 0.5 s
