@@ -1,8 +1,7 @@
-"""Fixtures that many rooms share: tiny checkpoints, made once per session, and folders ready to
-train in.
+"""Fixtures that many rooms share: tiny checkpoints, made once per session, and training folders.
 
-torch and what needs it are imported by those who use them: xdist reads this file before it starts
-the processes that run the tests, and needs no torch itself.
+torch is imported inside functions: xdist reads this file before it starts the processes that run
+the tests, and needs no torch itself.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from simpletuner.config.sources import ENV_VARIABLES, EXTRA_ARGUMENTS, LAUNCH_VA
 from tests.tools.workspace import Workspace
 
 # Tiny models gain nothing from threads, and tests must not fight over cores. To see that no test
-# depends on the kernels of one machine, ask for others: OMP_NUM_THREADS=2, MKLDNN=off, and torch's
-# own ATEN_CPU_CAPABILITY=default.
+# depends on the kernels of one machine, choose others: OMP_NUM_THREADS=2, MKLDNN=off, or torch's
+# ATEN_CPU_CAPABILITY=default.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# One for all tests, of which each has a folder of its own; a run sets these if they are unset.
+# One cache for all tests. Otherwise a run would set these to the folder of its test.
 COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("TRITON_CACHE_DIR", str(COMPILED / "triton"))
 
-# A tiny run makes and drops many small objects, in few cycles: looking for these took a twentieth
-# of its time.
+# A tiny run makes many small objects and few cycles; collecting at Python's usual threshold took a
+# twentieth of its time.
 gc.set_threshold(100_000, 50, 50)
 
-# Started by a shell in the background, a process ignores Ctrl-C; started by `nohup`, the end of its
-# terminal. So would every process that the tests start.
+# A process that a shell starts in the background ignores Ctrl-C, and one that `nohup` starts
+# ignores the end of its terminal. All processes that the tests start would inherit this.
 for number, handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
@@ -48,10 +47,9 @@ for number, handler in (
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
-_frozen_modules = 0
-_collecting = _collecting_since = (
-    0.0  # seconds of a processor since objects were frozen, and when the last one began
-)
+_frozen_modules = 0  # imported when objects were last frozen
+_collecting = 0.0  # processor seconds spent in full collections since then
+_collecting_since = 0.0  # start of the last full collection, on the clock of the thread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,9 +57,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only `-m gpu` sees the GPUs of this machine. All other tests are of the CPU, and fork what
-    has imported diffusers, which asks for a GPU; CUDA does not work in forks of a process that has
-    asked."""
+    """Hide the GPUs of this machine, except from `-m gpu`.
+
+    All other tests run on the CPU, in forks of a process that has imported diffusers. That import
+    initialises CUDA, which does not work in forks.
+    """
     if not wants_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -72,9 +72,7 @@ def wants_gpu(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """xdist starts processes that have imported everything already, unless these are to use a
-    GPU.
-    """
+    """Let xdist fork workers from a process that has imported everything, except for GPU tests."""
     if wants_gpu(config):
         return
     from tests.tools.workers import forked_workers
@@ -94,9 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that would take the suite beyond its minutes, unless they are named one by
-    one.
-    """
+    """Deselect tests that are too slow for every run, unless they are named on the command line."""
     if any("::" in argument for argument in config.args):
         return
     thorough = [item for item in items if item.get_closest_marker("thorough")]
@@ -106,36 +102,42 @@ def leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def share_out(items: list[pytest.Item]) -> None:
-    """What takes long starts early, or all other processes would wait for one in the end.
+    """Order the tests so that slow ones start early; otherwise the last would be waited for.
 
-    xdist cuts the list into one part per process, and whoever has done his takes from the end of
-    the longest that is left. So each part begins with slow tests (a costly setup first) and ends
-    with quick ones. The slow tests of a module stay together, and share what it sets up.
+    xdist cuts the list into one part per process, and a process that has finished its part takes
+    from the end of the longest one. So each part begins with slow tests (a costly setup first) and
+    ends with quick ones. The slow tests of a module stay together, and share what it sets up.
     """
-    slow, quick = (
-        [item for item in items if bool(seconds(item)) is wanted] for wanted in (True, False)
-    )
+    slow = [item for item in items if seconds(item)]
+    quick = [item for item in items if not seconds(item)]
     groups = [[*group] for _, group in itertools.groupby(slow, key=lambda item: item.path)]
-    parts: list[list[pytest.Item]] = [
-        [] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
-    ]
-    for group in sorted(groups, key=lambda group: -sum(map(seconds, group))):
-        min(parts, key=lambda part: sum(map(seconds, part))).extend(group)
+    groups.sort(key=total_seconds, reverse=True)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for group in groups:  # the slowest first, to the part that is shortest so far
+        min(parts, key=total_seconds).extend(group)
     for place, part in enumerate(parts):
         part.sort(key=lambda item: item.get_closest_marker("costly_setup") is None)
         size = (len(items) + place) // len(parts)
-        part += [quick.pop() for _ in range(min(size - len(part), len(quick)))]
+        while quick and len(part) < size:
+            part.append(quick.pop())
     items[:] = itertools.chain.from_iterable(parts)
+
+
+def total_seconds(items: list[pytest.Item]) -> float:
+    return sum(map(seconds, items))
 
 
 def seconds(item: pytest.Item) -> float:
     """About how long a slow test takes; 0 for a quick one."""
     slow = item.get_closest_marker("slow")
-    return float(slow.args[0] if slow and slow.args else 2 * bool(slow))
+    if slow is None:
+        return 0.0
+    return float(slow.args[0]) if slow.args else 2.0
 
 
 def pytest_collection_finish() -> None:
-    import tests.tools.torch_settings  # noqa: F401 - it makes them
+    import tests.tools.torch_settings  # noqa: F401 - the import makes the settings
 
     _freeze_objects()
     gc.callbacks.append(_time_collections)
@@ -143,16 +145,21 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Libraries import their parts when these are first used, most of them in the first tests, and
-    keep more and more: torch's compiler a hundred thousand objects a minute."""
+    """Freeze again after many imports or slow collections.
+
+    Libraries import their parts on first use, mostly in the first tests, and keep more and more
+    objects: torch's compiler a hundred thousand a minute.
+    """
     if len(sys.modules) > _frozen_modules + 50 or _collecting > 0.05:
         _freeze_objects()
 
 
 def _freeze_objects() -> None:
-    """Take what is there to stay out of the garbage collector's sight: a run collects after each
-    encoder that it releases, and looking through the modules of torch and transformers takes as
-    long as the rest of a tiny run."""
+    """Exempt all present objects from garbage collection.
+
+    A run collects after each encoder that it releases, and scanning the modules of torch and
+    transformers takes as long as the rest of a tiny run.
+    """
     global _frozen_modules, _collecting
     _frozen_modules = len(sys.modules)
     gc.collect()
@@ -161,18 +168,19 @@ def _freeze_objects() -> None:
 
 
 def _time_collections(phase: str, info: dict[str, int]) -> None:
-    """Add up what collections of all generations take, which a run asks for."""
+    """Add up the time of full collections, as runs request them."""
     global _collecting, _collecting_since
-    if info["generation"] == 2:
-        _collecting += time.thread_time() - _collecting_since if phase == "stop" else 0.0
-        _collecting_since = time.thread_time()
+    if info["generation"] != 2:
+        return
+    now = time.thread_time()
+    if phase == "stop":
+        _collecting += now - _collecting_since
+    _collecting_since = now
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _early_forkserver() -> None:
-    """Processes of tests are forked from what is imported here, before the first test has left
-    anything behind.
-    """
+    """Start the process that tests fork others from, before any test leaves something behind."""
     from tests.tools.workers import fork_the_forkserver
 
     fork_the_forkserver()
@@ -180,37 +188,27 @@ def _early_forkserver() -> None:
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the developer's shell chooses the config of a test or adds to it, and no run
-    before it how many threads share a sum."""
+    """Protect tests from variables of the developer's shell and from an earlier run's threads."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    others = (
-        EXTRA_ARGUMENTS,
-        "CONFIG_PATH",
-        "CONFIG_BACKEND",
-        "CONFIG_TYPE",
-        "SIMPLETUNER_CONFIG_DIR",
-    )
-    for name in (*ENV_VARIABLES, *LAUNCH_VARIABLES, *others):
+    paths = ("CONFIG_PATH", "CONFIG_BACKEND", "CONFIG_TYPE", "SIMPLETUNER_CONFIG_DIR")
+    for name in (*ENV_VARIABLES, *LAUNCH_VARIABLES, EXTRA_ARGUMENTS, *paths):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run waits for the disk some thirty times, and no test asks what would be left without
-    power.
-    """
+    """Skip fsync, for which a run waits some thirty times; no test cuts the power."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans be judged by their settings and not by the memory of whoever runs the tests."""
+    """Let plans depend on their settings and not on the machine that runs the tests."""
     monkeypatch.setattr("simpletuner.budget.device.host_memory", lambda: 1e12)
     monkeypatch.setattr("simpletuner.budget.device.query_gpu", lambda: None)
-    monkeypatch.setattr(
-        "simpletuner.budget.device.torch_uses_gpus", lambda: True
-    )  # whatever build is installed here
+    # Whatever build of torch is installed.
+    monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: True)
 
 
 @pytest.fixture(autouse=True)
@@ -220,16 +218,16 @@ def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _silent_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans do not depend on whether the hub can be reached from here; tests/weights/test_hub.py
-    asks one.
-    """
+    """Let plans not depend on whether the hub can be reached; tests/weights/test_hub.py has one."""
     monkeypatch.setattr("simpletuner.weights.hub.ask_hub", lambda repository, revision: None)
 
 
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions are traced as `torch.compile` traces them, and run as they are; this takes half of
-    the time. What backends make of their graphs is for tests/speed."""
+    """Trace functions as `torch.compile` does, and run them uncompiled, in half of the time.
+
+    tests/speed tests what backends make of the graphs.
+    """
     from tests.tools.torch_settings import trace
 
     monkeypatch.setattr("torch.compile", trace)
@@ -278,9 +276,7 @@ def sana_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
-    """A folder with a config, a dataset file and eight captioned pictures, ready for a short t2i
-    run.
-    """
+    """A folder with a config and eight captioned pictures, ready for a short t2i run."""
     return Workspace.create(tmp_path / "run", t2i_checkpoint)
 
 
@@ -309,17 +305,10 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, finished: Workspace) -> Wo
     for path in workspace.path("output").iterdir():
         if path.name != "cache":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    previews = ("validation_disable=false", "validation_disable_unconditional=false")
     with pytest.MonkeyPatch.context() as patch:
         make_room(patch)
-        assert (
-            workspace.run(
-                "cache",
-                "fill",
-                "validation_disable=false",
-                "validation_disable_unconditional=false",
-            )
-            == 0
-        )
+        assert workspace.run("cache", "fill", *previews) == 0
     return workspace
 
 

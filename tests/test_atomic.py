@@ -94,21 +94,19 @@ def test_a_failing_disk_names_the_path_and_keeps_the_old_file(
         write_atomically(path, "new")
     assert path.read_text() == "old"
 
-    stumbled = RuntimeError(
-        "unexpected pos 704 vs 598"
-    )  # torch.save, closing an archive that it could not write
-    stumbled.__context__ = OSError(code, os.strerror(code))
+    # As torch.save fails, closing an archive that it could not write.
+    error_on_closing = RuntimeError("unexpected pos 704 vs 598")
+    error_on_closing.__context__ = OSError(code, os.strerror(code))
     with pytest.raises(WriteError), writing_to(path):
-        raise stumbled
+        raise error_on_closing
     with pytest.raises(OSError, match="source"), writing_to(path):
         raise OSError(code, os.strerror(code), "/elsewhere/source")
 
 
 def test_a_suppressed_cause_is_ignored(tmp_path: Path) -> None:
     error = ValueError("another")
-    # from None
     error.__context__ = OSError(errno.EIO, "of a file that was read")
-    error.__suppress_context__ = True
+    error.__suppress_context__ = True  # as with `from None`
 
     with pytest.raises(ValueError, match="another"), writing_to(tmp_path / "file"):
         raise error
@@ -120,12 +118,11 @@ def test_a_full_disk_is_recognised_in_the_words_of_native_writers(tmp_path: Path
             "Error while serializing: I/O error: No space left on device (os error 28)"
         )
 
-    stumbled = RuntimeError(
-        "unexpected pos 704 vs 598"
-    )  # torch.save, closing an archive that it could not write
-    stumbled.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    # As torch.save fails, closing an archive that it could not write.
+    error_on_closing = RuntimeError("unexpected pos 704 vs 598")
+    error_on_closing.__context__ = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(DiskFullError), writing_to(tmp_path):
-        raise stumbled
+        raise error_on_closing
     with pytest.raises(PermissionError), writing_to(tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied")
 

@@ -1,4 +1,4 @@
-"""`python -m tests.tools.complete` names what a new part of the program lacks, in every room."""
+"""`python -m tests.tools.complete` lists what a new part of the program lacks, in every room."""
 
 from __future__ import annotations
 

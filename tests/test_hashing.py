@@ -1,4 +1,4 @@
-"""Hashes that are stored on disk: each must stay what it is."""
+"""Hashes that are stored on disk never change."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ def test_every_mutation_has_its_text_and_its_tests() -> None:
     assert len(mutations) == len({mutation.name for mutation in mutations}) >= 60
     for mutation in mutations:
         changed = mutation.apply(mutation.find().read_text(encoding="utf-8"))
-        compile(
-            changed, mutation.name, "exec"
-        )  # else its tests would fail for another reason than theirs
+        # Tests of code that does not compile would fail for that reason.
+        compile(changed, mutation.name, "exec")
         for test in mutation.tests:
             file, *names = test.split("::")
             content = (ROOT / "tests" / file).read_text(encoding="utf-8")
@@ -37,9 +36,8 @@ def test_one_unusable_mutation_does_not_stop_the_others(
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / "code.py").write_text("x = 1\n")
     listed = [Mutation(name, "room", "x = 1", "x = 2", ("test.py",)) for name in "abcde"]
-    codes = iter(
-        [4, 1, 0, 2, 0, 1, 0, 0]
-    )  # with an exit code of 0 the next one is that of the change
+    # Exit codes of pytest: without the change and, if that is 0, with it.
+    codes = iter([4, 1, 0, 2, 0, 1, 0, 0])
     monkeypatch.setattr(mutations, "run_tests", lambda *given: next(codes))
 
     outcomes = [outcome for _, outcome, _ in judge(listed, tmp_path, tmp_path / "log", sound=False)]

@@ -1,4 +1,4 @@
-"""What a run needs in its caches."""
+"""The cache entries that a run needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tools.workspace import DATASETS, Workspace
 
 
 def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> None:
-    """Each dataset has a folder of its own, so equal pictures must not hide one another."""
+    """Datasets have separate folders, so equal pictures must not hide one another."""
     shutil.copytree(workspace.path("datasets/pictures"), workspace.path("datasets/again"))
     again = {**DATASETS[0], "id": "again", "instance_data_dir": "datasets/again"}
 
@@ -108,9 +108,9 @@ def test_a_start_computes_every_digest_once(
     assert workspace.run("cache", "fill", *settings) == 0
 
     pictures = 8
+    latents = 2 * pictures  # of the trained and of the evaluated folder
+    captions = pictures + 1  # the empty caption too
     digests = [text for text in hashed if '"kind":' in text]
-    assert (
-        len(digests) == 2 * pictures + pictures + 1
-    )  # the evaluated folder's own latents, and the empty caption
+    assert len(digests) == latents + captions
     assert workspace.train(*settings) == 0
     assert len(headers) == len(set(headers)) == 4

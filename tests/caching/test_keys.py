@@ -96,9 +96,7 @@ def test_every_field_changes_the_key(key: LatentKey | TextKey, changes: dict[str
 
 
 def test_keys_never_change() -> None:
-    """Written down: a change of the formula would throw away every cache there is. Raise VERSION to
-    do so.
-    """
+    """A change of the formula would orphan all caches of all users; VERSION does so on purpose."""
     assert LATENT.digest() == "ee012cfdf052f27bf9040fbf97fc108f3642d90e9f27dd7b495b312dee925ae4"
     assert TEXT.digest() == "bf93b2ea3d57730c51cfb446effc3bc5775b0783b94d6ac9b3955ae24af9ef8a"
 

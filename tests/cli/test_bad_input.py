@@ -1,6 +1,4 @@
-"""What people get wrong, line by line: exit code 2, every problem in one message, no traceback,
-nothing lost.
-"""
+"""Mistakes of users: exit code 2, all problems in one message, no traceback, nothing lost."""
 
 from __future__ import annotations
 
@@ -309,7 +307,7 @@ def test_an_unwritable_output_folder_is_reported(
 def test_an_unwritable_cache_folder_is_reported(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what is missing has to be written, and that is known before torch is loaded."""
+    """Only missing entries are written, and the plan knows them before torch is loaded."""
     may = os.access
     locked = workspace.path("locked")
     locked.mkdir()
@@ -331,7 +329,7 @@ def test_an_unwritable_cache_folder_is_reported(
 def test_an_output_folder_that_cannot_be_created_is_reported(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some systems find out only then."""
+    """On some file systems, only the attempt shows that a folder cannot be created."""
     create = Path.mkdir
 
     def refuse(path: Path, *arguments: Any, **more: Any) -> None:
@@ -543,7 +541,7 @@ def test_a_loop_of_links_is_reported(workspace: Workspace, capsys: Capture, comm
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full_for: Callable[[Path], bool]) -> None:
-    """From now on, files of some places cannot be given their names."""
+    """Let the disk be full when a file of some places is renamed to its final name."""
     replace = Path.replace
 
     def refuse(path: Path, target: Path) -> Path:

@@ -1,6 +1,4 @@
-"""`simpletuner configure`: the questions, through a prompt that is answered by key, a pipe and a
-real terminal.
-"""
+"""`simpletuner configure`, answered by key, through a pipe, and in a real terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ KEYS = {question.text: question.key for question in QUESTIONS}
 
 
 class Person:
-    """Answers prompts by key; with nothing left to say, presses Enter.
+    """Answers prompts by key; presses Enter if there is no answer left.
 
     `start` answers whether to begin from the file, `doubt` whether to keep a doubtful answer,
     `file` the last question.

@@ -1,5 +1,7 @@
-"""What newcomers type: a folder where settings belong, words without --prompt, a step, names of
-other programs. Each is done, or answered with the command that works."""
+"""What newcomers type is done, or answered with the command that works.
+
+A folder where settings belong, words without --prompt, a step, names of other programs.
+"""
 
 from __future__ import annotations
 

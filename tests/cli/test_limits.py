@@ -1,5 +1,7 @@
-"""Limits of the machine: open files, the size of a file, threads; a folder where a file belongs.
-Each is named, without a traceback, and nothing is lost."""
+"""Limits of the machine are reported without a traceback, and nothing is lost.
+
+Open files, the size of a file, threads; a folder where a file belongs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ SETTINGS = ("max_train_steps=1", "checkpoint_step_interval=1")
 
 
 def thorough(value: int) -> ParameterSet:
-    """A further case of a promise that another case keeps already."""
+    """A further case of a promise that a quicker case keeps."""
     return pytest.param(value, marks=pytest.mark.thorough)
 
 
@@ -52,7 +54,7 @@ def open_files() -> int:
 
 
 def check_answer(code: int, printed: str, reason: str) -> None:
-    """Either all went well, or the reason is named in one line."""
+    """Check that a command succeeded, or printed the reason in one line."""
     assert "Traceback" not in printed
     assert code in (0, 2), printed
     assert code == 0 or reason in printed
@@ -64,7 +66,7 @@ def check_answer(code: int, printed: str, reason: str) -> None:
 def test_the_limit_of_open_files_is_reported(
     workspace: Workspace, capsys: Capture, spare: int
 ) -> None:
-    """Only commands that were run before, so that no module is left to import."""
+    """Only with commands that were run before, so that no module is left to import."""
     assert workspace.train(*SETTINGS, "output_dir=before") == 0
     for command in COMMANDS:
         capsys.readouterr()

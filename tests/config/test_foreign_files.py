@@ -1,6 +1,4 @@
-"""Configs and dataset files of other trainers, variables of config.env, and the user's users_folder
-examples.
-"""
+"""Configs and dataset files of other trainers, variables of config.env, and users' examples."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the user guides tell people to write is understood: keys and values as they stand there,
-texts our own.
-"""
+"""The configs and datasets in users' guides load: their keys and values, with our texts."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def test_the_datasets_of_the_image_guide(
 
 
 def other_family(workspace: Workspace, family: str) -> None:
-    """A config of another family, which takes its model from the hub and so needs none for a
-    plan.
-    """
+    """A config of another family, whose model on the hub is not needed for a plan."""
     workspace.write_config(
         model_family=family, model_flavour=None, pretrained_model_name_or_path=None
     )

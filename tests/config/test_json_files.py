@@ -1,4 +1,4 @@
-"""JSON files as people save them, and what is said about those that cannot be read."""
+"""JSON files as people save them, and the messages about those that cannot be read."""
 
 from __future__ import annotations
 
@@ -64,10 +64,8 @@ def test_invalid_json_is_reported_with_line_and_column(tmp_path: Path) -> None:
         ('{"a": "x\ny"}', "a string must end on the line on which it begins"),
         ("{a: 1}", "a key in double quotes is missing"),
         ('{"a" 1}', "a colon is missing"),
-        (
-            '{"a": 1,, }',
-            "a key in double quotes is missing",
-        ),  # the ignored comma is not another problem
+        # One problem: the comma before the bracket is ignored.
+        ('{"a": 1,, }', "a key in double quotes is missing"),
         ('{"a": }', "a value is missing"),
         (b'{"a": "\xff"}', "is not UTF-8 text (byte 7)"),
         (b'\xff\xfe{\x00"\x00', "is not UTF-8 text"),

@@ -1,6 +1,4 @@
-"""Layers of settings become one config: precedence, aliases, variables, and every problem at
-once.
-"""
+"""Layers of settings become one config: precedence, aliases, variables and problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One value at a time: which spellings a key takes, and what it says about the others."""
+"""One value at a time: the spellings that a key accepts, and the messages about all others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS = {
 
 
 def read(key: str, value: Any) -> tuple[Any, list[Problem]]:
-    """What a config with this one setting holds, and the problems of it."""
+    """The value of a config with this one setting, and its problems."""
     problems = Problems()
     config = resolve([Layer("config.json", list({**REQUIRED, key: value}.items()))], problems)
     return config.flat[key], problems

@@ -1,6 +1,4 @@
-"""docs/OPTIONS.md is what the option schema says, and its list of environment variables is what the
-code reads.
-"""
+"""docs/OPTIONS.md lists the keys of the schema and the environment variables that are read."""
 
 from __future__ import annotations
 

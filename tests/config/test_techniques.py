@@ -1,6 +1,4 @@
-"""CREPA and scheduled sampling in a config: what is refused, what has no effect, and what
-follows.
-"""
+"""CREPA and scheduled sampling in a config: refusals, keys without effect, derived values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stop is requested once, by whoever asks first."""
+"""Requests to stop, by files and by signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes agree, and a process alone asks nobody."""
+"""Processes exchange values and fail together; a single process does not communicate."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_two_processes_exchange_values(tmp_path: Path) -> None:
     ]
 
 
-class Heard(World):
-    """A process that has heard from the others which GPUs they use."""
+class WorldOfFour(World):
+    """The first of four processes, of which the others use known GPUs."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value, "GPU-b", value, ""]
@@ -102,8 +102,8 @@ class Heard(World):
 
 def test_two_processes_do_not_share_a_gpu() -> None:
     with pytest.raises(UserError, match="Processes 0, 2 share GPUs; each needs its own"):
-        refuse_shared_gpus(Heard(0, 4), "GPU-a")
-    refuse_shared_gpus(Heard(0, 4), "")  # on the CPU
+        refuse_shared_gpus(WorldOfFour(0, 4), "GPU-a")
+    refuse_shared_gpus(WorldOfFour(0, 4), "")  # on the CPU
 
 
 @dataclass

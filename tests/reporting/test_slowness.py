@@ -1,4 +1,4 @@
-"""Slow steps are noticed once, with a reason, and nothing else is taken for them."""
+"""Slow steps are reported once, with a reason; pauses and larger shapes are not slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGE = ((1, 16, 1, 16, 16),)
 
 
 class Run:
-    """Steps on a clock that is turned by hand."""
+    """Steps on a clock that the test sets."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -29,7 +29,7 @@ class Run:
         shape: tuple[tuple[int, ...], ...] = SMALL,
         pause: float = 0.0,
     ) -> None:
-        """So many steps, with a pause between each and the one before it."""
+        """Add steps of equal duration, with a pause before each of them."""
         for _ in range(count):
             self.time += pause + seconds
             notice = self.watcher.add(StepReport(1, 1, {}, seconds, data, weights, shapes=shape))
@@ -110,14 +110,12 @@ def test_steps_after_a_pause_are_not_judged() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
 
-    for _ in range(
-        20
-    ):  # a checkpoint every second step, and what it leaves behind makes the steps after it slow
+    # A checkpoint every second step, each of which slows down the steps after it.
+    for _ in range(20):
         run.steps(1, 2.0, pause=5.0)
         run.steps(1, 2.0)
     assert run.notices == []
 
+    # Short pauses, for the record and the trackers, are part of every step.
     run.steps(RECENT, 2.0, pause=0.2)
-    assert len(run.notices) == 1, (
-        "short pauses, for the record and the trackers, are part of every step"
-    )
+    assert len(run.notices) == 1
