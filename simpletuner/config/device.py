@@ -22,6 +22,7 @@ def parse_card(value: object) -> object:
     return "-".join(word for word in words if word not in ("nvidia", "geforce", "rtx"))
 
 
+# The cards of budget/cards.toml.
 Card = Annotated[
     Literal[
         "b200",

@@ -165,11 +165,12 @@ def canonical(
             problem = absent_key_problem(
                 written, lowered, raw, source, file, is_typed=layer.last_wins
             )
-            if problem is None:
-                guesses = names if unknown_keys <= MOST_GUESSED else ()
-                message = f"{unknown_key(lowered, guesses)}{source}"
-                problem = Problem(written, message, remedy={written: None})
-            report.append(problem)
+            if problem is not None:
+                report.append(problem)
+                continue
+            guesses = names if unknown_keys <= MOST_GUESSED else ()
+            message = f"{unknown_key(lowered, guesses)}{source}"
+            report.error(written, message, remedy={written: None})
             continue
 
         declared = names[key]

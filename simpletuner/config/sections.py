@@ -79,4 +79,8 @@ def section_of() -> dict[str, Section]:
         names = [option.name for group in section.groups for option in grouped[group]]
         # A key that a section claims is not repeated with its group.
         placed |= {name: section for name in names if name not in placed}
-    return {key: placed[key] for section in SECTIONS for key in placed if placed[key] is section}
+    in_order: dict[str, Section] = {}
+    for section in SECTIONS:
+        keys = [key for key, place in placed.items() if place is section]
+        in_order |= dict.fromkeys(keys, section)
+    return in_order

@@ -25,7 +25,7 @@ FOLDER = "requests"
 Request = Literal["stop", "stop_at_epoch_end", "save", "preview"]
 REQUESTS: tuple[Request, ...] = get_args(Request)
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-DEBOUNCE_SECONDS = 1.0
+DEBOUNCE_SECONDS = 1.0  # a launcher passes a signal on at once; people take longer to repeat one
 STOPPING = (
     "Stopping after this step. Ctrl-C again stops at once and loses everything since the last "
     "checkpoint."

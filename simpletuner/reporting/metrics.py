@@ -111,7 +111,8 @@ class StepLines:
         with writing_to(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
-        self.drop(lambda row: resume_step == 0 or row["step"] > resume_step)
+        is_new_run = resume_step == 0
+        self.drop(lambda row: is_new_run or row["step"] > resume_step)
 
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
         """Remove the rows for which `unwanted` is true, and torn lines."""
