@@ -282,7 +282,8 @@ def _groups_of_one_length(
     """
 
     def shape_of(entry: TextEntry) -> tuple[int, int, int, bool]:
-        width, height = 0, 0
+        width = 0
+        height = 0
         if entry.picture is not None:
             width, height = entry.picture.geometry.size
         length = encoder.padded_length(TextRequest(entry.caption, None, entry.bare))

@@ -1,3 +1,5 @@
+"""What the tests of datasets share: the settings of a run of pictures."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Buckets: sizes, crops and limits of pictures, and the checks of their keys."""
+
 from __future__ import annotations
 
 import itertools

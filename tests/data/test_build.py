@@ -1,3 +1,5 @@
+"""A folder becomes a dataset: every file is used, or is listed with its reason."""
+
 from __future__ import annotations
 
 import json

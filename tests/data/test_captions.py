@@ -1,3 +1,5 @@
+"""Captions from text files, file names and prompts, and the edits of them."""
+
 from __future__ import annotations
 
 import unicodedata

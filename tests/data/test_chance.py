@@ -1,3 +1,5 @@
+"""Random choices that depend on their parts alone."""
+
 from __future__ import annotations
 
 import pytest

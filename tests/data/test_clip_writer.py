@@ -1,3 +1,5 @@
+"""Clips that this program writes: their times, colours and sizes."""
+
 from __future__ import annotations
 
 from pathlib import Path

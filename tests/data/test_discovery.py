@@ -1,3 +1,5 @@
+"""What is found in a folder: pictures, clips, captions, and why the rest is not used."""
+
 from __future__ import annotations
 
 import os

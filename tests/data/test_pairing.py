@@ -1,3 +1,5 @@
+"""Pairs of pictures: which partner belongs to a file, and what is wrong with it."""
+
 from __future__ import annotations
 
 import unicodedata

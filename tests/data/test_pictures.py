@@ -1,3 +1,5 @@
+"""Pictures: whole ones are read as they are shown, and broken ones are found."""
+
 from __future__ import annotations
 
 import errno

@@ -1,3 +1,5 @@
+"""The order of batches: full, mixed, and the same after every restart."""
+
 from __future__ import annotations
 
 import json

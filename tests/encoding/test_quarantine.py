@@ -1,3 +1,5 @@
+"""Quarantine: which files are moved, with what, and which stay."""
+
 from __future__ import annotations
 
 import json
