@@ -14,7 +14,7 @@ from peft import LoHaConfig, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from simpletuner.annexes.adapters.converted import LOST, MULTIPLIER, ConvertedAdapter, low_rank
+from simpletuner.annexes.adapters.converted import MOST_LOST, MULTIPLIER, ConvertedAdapter, low_rank
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.techniques.tread import Route
 from simpletuner.headers import METADATA, read_header
@@ -185,7 +185,7 @@ def test_every_kind_publishes_a_stock_lora(
     assert effect * float((own - base).norm()) == pytest.approx(
         forward * float(own.norm()), rel=0.02
     )
-    assert ("lacks" in caplog.text) is (effect > LOST)
+    assert ("lacks" in caplog.text) is (effect > MOST_LOST)
     assert forward <= 1e-2
     assert 0 < weights <= 0.1 + ROTATION, "energy .99 is a tenth of the norm"
 

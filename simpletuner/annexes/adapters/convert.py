@@ -1,15 +1,15 @@
-"""Converts a result for another program: a LoRA, LoKr or LoHa between the key names of diffusers
-and ComfyUI, and a fully fine-tuned transformer to one file.
+"""Converts results for other programs.
 
-The values stay as they are. Only a strength, where it is stated apart from the matrices, is
-multiplied into them, since the programs look for it in different places.
+A LoRA, LoKr or LoHa is converted between the key names of diffusers and ComfyUI, and a fully
+fine-tuned transformer to one file. The values stay as they are. Only a strength that is stated
+apart from the matrices is multiplied into them, since programs look for it in different places.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +56,13 @@ from simpletuner.weights.published_lora import LoraSettings, lora_file, lora_set
 
 KEY = "convert"
 FOLDER = "transformer"  # of a pipeline
-STRENGTH_NOTE = (
-    "simpletuner.strength"  # header entry: the strength that was multiplied into the weights
-)
+# Header entry: the strength that was multiplied into the weights.
+STRENGTH_NOTE = "simpletuner.strength"
 LYCORIS_PREFIX = "lycoris_"
-# Where the factor of a layer goes: into one side of the product. Each layer has one of these.
+# The factor of a layer is multiplied into one side of its product; each layer has one of these.
 SCALED = (".lokr_w2", ".lokr_w2_a", ".hada_w1_a")
-PLACES = {"adapter": "models/loras", "transformer": "models/diffusion_models"}  # of ComfyUI
+# Folders of ComfyUI.
+PLACES = {"adapter": "models/loras", "transformer": "models/diffusion_models"}
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ def convert(
 
 def target_file(source: Path, form: LoraForm, output: Path | None) -> Path:
     """The file to write: `my-lora-comfyui.safetensors` beside a file or in a folder `my-lora`."""
-    named = source.resolve()
+    path = source.resolve()
     folder = source if source.is_dir() else source.parent
-    if named.name == LORA_FILE:  # it says nothing; the name of its folder does
-        stem = named.parent.name
-    elif named.is_file():
-        stem = named.stem
+    if path.name == LORA_FILE:  # the same for all LoRAs, so the name of its folder is used
+        stem = path.parent.name
+    elif path.is_file():
+        stem = path.stem
     else:
-        stem = named.name
+        stem = path.name
     name = f"{stem or 'lora'}-{form}.safetensors"
     if output is None:
         return folder / name
@@ -129,9 +129,7 @@ def target_file(source: Path, form: LoraForm, output: Path | None) -> Path:
 
 
 def transformer_folder(source: Path) -> Path | None:
-    """The folder with a fully fine-tuned transformer: the source, or a folder in it; None if it
-    holds none.
-    """
+    """The folder with a fully fine-tuned transformer: the source, or a folder in it; else None."""
     if source.is_file():
         return None
     for folder in (source / PIPELINE_FOLDER / FOLDER, source / FOLDER, source):
@@ -142,8 +140,7 @@ def transformer_folder(source: Path) -> Path | None:
 
 
 def convert_transformer(folder: Path, form: LoraForm, target: Path, strength: float) -> None:
-    """Write a transformer as one file, by its plain names, which original programs and ComfyUI
-    read.
+    """Write a transformer as one file, by its plain names, for original programs and ComfyUI.
 
     The data are copied file by file, so that the weights need not fit into memory.
     """
@@ -153,10 +150,12 @@ def convert_transformer(folder: Path, form: LoraForm, target: Path, strength: fl
         raise UserError("--strength: a full fine-tune replaces the weights, so it has no strength.")
     notes = _notes_of(folder)
     family, _, flavour = notes.get(ARCHITECTURE, "").partition("/")
-    if family and (obstacle := why_not_comfyui(family, flavour)):
+    obstacle = why_not_comfyui(family, flavour) if family else ""
+    if obstacle:
         raise UserError(obstacle)
     files = sorted(folder.glob("*.safetensors"))
     _check_complete(folder, files)
+    # The data of the files are written one after the other, so their offsets are shifted.
     header: dict[str, Any] = {METADATA: {"format": "pt", **notes}}
     offset = 0
     for file in files:
@@ -170,19 +169,23 @@ def convert_transformer(folder: Path, form: LoraForm, target: Path, strength: fl
         output.write(join_header(header, b""))
         for file in files:
             with file.open("rb") as data:
-                read_head(data)
+                read_head(data)  # skips the file's own header
                 shutil.copyfileobj(data, output, 1 << 24)
 
 
 def _notes_of(folder: Path) -> dict[str, str]:
     """The note of a published pipeline around a transformer's folder; empty without one."""
     path = folder.parent / NOTE_FILE
-    return dict(read_json(path, Problems(), dict) or {}) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return dict(read_json(path, Problems(), dict) or {})
 
 
 def _check_complete(folder: Path, files: Sequence[Path]) -> None:
-    """Raise a UserError unless the files are complete and hold every weight of the folder's
-    index.
+    """Check that the files are complete, and hold every weight of the folder's index.
+
+    Raises:
+        UserError: they are not, or do not.
     """
     names: set[str] = set()
     for file in files:
@@ -198,9 +201,9 @@ def _check_complete(folder: Path, files: Sequence[Path]) -> None:
         content = read_json(index, report, dict)
         report.raise_if_fatal()
         wanted.update(content.get("weight_map", {}))
-    absent = sorted(wanted - names)
-    if absent:
-        raise UserError(f"{str(folder)!r} is incomplete: it lacks {shorten(absent)}.")
+    missing = sorted(wanted - names)
+    if missing:
+        raise UserError(f"{str(folder)!r} is incomplete: it lacks {shorten(missing)}.")
 
 
 def convert_adapter(path: Path, form: LoraForm, target: Path, strength: float) -> None:
@@ -209,30 +212,39 @@ def convert_adapter(path: Path, form: LoraForm, target: Path, strength: float) -
     shapes = read_shapes(KEY, path, report)
     report.raise_if_fatal()
     family, flavour = model_of(path)
-    if form == "comfyui" and (obstacle := why_not_comfyui(family, flavour)):
+    obstacle = why_not_comfyui(family, flavour) if form == "comfyui" else ""
+    if obstacle:
         raise UserError(f"{str(path)!r}: {obstacle}")
     _check_names(path, list(shapes), form, strength)
     weights = load_file(path)
     notes: dict[str, str] = read_header(path)[METADATA]
     if strength != 1.0:
         notes = {**notes, STRENGTH_NOTE: f"{strength:g}"}
-    if any(marker in name for name in shapes for marker in OTHER_KINDS):
+    if _is_product(shapes):
         settings = _settings_of_product(path, notes)
         factor = strength * float(settings["alpha"]) / float(settings["r"])
         notes.update(file_settings({**settings, "alpha": settings["r"]}, form))
         write_weights(target, products_in(weights, form, factor), notes)
         return
-    named = lora_in(weights, lora_settings(path), form, strength)
-    own = METADATA_KEY in notes and STEP_NOTE in notes  # its strength is in the matrices
-    settings = json.loads(notes[METADATA_KEY]) if own else plain_settings(_ranks_of(named))
+    tensors = lora_in(weights, lora_settings(path), form, strength)
+    if METADATA_KEY in notes and STEP_NOTE in notes:
+        # A file of this program: its scale is in the matrices already.
+        settings = json.loads(notes[METADATA_KEY])
+    else:
+        settings = plain_settings(_ranks_of(tensors))
     plain = {without_prefix(key): value for key, value in settings.items()}
-    write_weights(target, named, {**notes, **file_settings(plain, form)})
+    write_weights(target, tensors, {**notes, **file_settings(plain, form)})
 
 
-def _ranks_of(named: Mapping[str, Tensor]) -> dict[str, int]:
+def _is_product(names: Iterable[str]) -> bool:
+    """Whether a file with tensors of these names is a LoKr or LoHa."""
+    return any(marker in name for name in names for marker in OTHER_KINDS)
+
+
+def _ranks_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The rank of each layer of a LoRA."""
     ranks = {}
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         layer, marker, _ = without_prefix(name).partition(".lora_A.")
         if marker:
             ranks[layer] = len(tensor)
@@ -240,16 +252,20 @@ def _ranks_of(named: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _check_names(path: Path, names: Sequence[str], form: LoraForm, strength: float) -> None:
-    """Raise a UserError for tensors that cannot be named for another program."""
+    """Check that tensors can be named for another program.
+
+    Raises:
+        UserError: they cannot.
+    """
     if any(name.startswith(LYCORIS_PREFIX) for name in names):
         raise UserError(
             f"{str(path)!r} has the names of LyCORIS; convert the LoRA beside it, {LORA_FILE}."
         )
     if any(name.startswith(KOHYA_PREFIX) for name in names):
-        message = (
-            f"{str(path)!r} has Kohya's names, in which underscores replace the dots of layers."
+        raise UserError(
+            f"{str(path)!r} has Kohya's names, in which underscores replace the dots of layers. "
+            "ComfyUI loads some of these; a conversion would have to guess."
         )
-        raise UserError(f"{message} ComfyUI loads some of these; a conversion would have to guess.")
     if holds_magnitudes(names) and form_of(names) != form:
         raise UserError(f"{str(path)!r}: {DORA} Train with lora_format: {form}.")
     if holds_magnitudes(names) and strength != 1.0:
@@ -261,19 +277,22 @@ def _check_names(path: Path, names: Sequence[str], form: LoraForm, strength: flo
 
 
 def _check_roles(path: Path, names: Sequence[str]) -> None:
-    """Raise a UserError for tensors that belong to no kind of adapter."""
-    is_product = any(marker in name for name in names for marker in OTHER_KINDS)
-    strange = [name for name in names if role_of(name) is None and not is_product]
-    if strange:
-        raise UserError(f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
+    """Check that tensors belong to a kind of adapter.
+
+    Raises:
+        UserError: some do not.
+    """
+    if _is_product(names):
+        return
+    unknown = [name for name in names if role_of(name) is None]
+    if unknown:
+        raise UserError(f"{str(path)!r} is not a plain LoRA: it holds {shorten(unknown, 3)}.")
 
 
 def lora_in(
     weights: Mapping[str, Tensor], settings: LoraSettings, form: LoraForm, strength: float = 1.0
 ) -> dict[str, Tensor]:
-    """The tensors of a LoRA by the names of a form, with its scale and a strength multiplied into
-    B.
-    """
+    """The tensors of a LoRA by the names of a form; scale and strength are multiplied into B."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
         layers.setdefault(module_of(name, ()), {})[str(role_of(name))] = tensor
@@ -282,7 +301,10 @@ def lora_in(
         if "A" not in parts:  # an alpha without matrices
             continue
         rank = len(parts["A"])
-        scale = float(parts["alpha"]) / rank if "alpha" in parts else settings.scale(layer, rank)
+        if "alpha" in parts:
+            scale = float(parts["alpha"]) / rank
+        else:
+            scale = settings.scale(layer, rank)
         key = PREFIXES[form] + layer
         named[f"{key}.lora_A.weight"] = parts["A"]
         named[f"{key}.lora_B.weight"] = fold_scale(parts["B"], scale * strength)
@@ -294,11 +316,10 @@ def lora_in(
 
 
 def products_in(weights: Mapping[str, Tensor], form: LoraForm, factor: float) -> dict[str, Tensor]:
-    """The tensors of a LoKr or LoHa by the names of a form, with a factor multiplied into each
-    layer.
+    """The tensors of a LoKr or LoHa by the names of a form, with a factor multiplied into layers.
 
     ComfyUI scales a LoKr by alpha / rank only where a factor is a product, and a file without
-    alphas not at all.
+    alphas not at all; so the factor is in the tensors.
     """
     named = {PREFIXES[form] + without_prefix(name): tensor for name, tensor in weights.items()}
     if factor == 1.0:
@@ -324,5 +345,7 @@ def _settings_of_product(path: Path, notes: Mapping[str, str]) -> dict[str, Any]
     alpha = settings.get("alpha")
     if is_number(alpha) and is_number(rank) and rank > 0:
         return settings
-    message = f"{str(path)!r} is a LoKr or LoHa whose header does not state its rank and alpha."
-    raise UserError(f"{message} Convert the LoRA beside it.")
+    raise UserError(
+        f"{str(path)!r} is a LoKr or LoHa whose header does not state its rank and alpha. Convert "
+        "the LoRA beside it."
+    )

@@ -1,5 +1,4 @@
-"""Adapters other than LoRA: trained and resumed in their native form, published in that form and as
-a LoRA.
+"""Adapters other than LoRA: trained in their native form, published in that form and as a LoRA.
 
 The LoRA is the best low-rank approximation of each layer's update (Eckart and Young, 1936). Its
 error, on the weights and on one forward pass, is measured and stored in its header.
@@ -57,13 +56,10 @@ from simpletuner.weights.lora_names import (
 
 # Oversampling of the randomised SVD: its last singular vectors are the least accurate.
 SPARE = 16
-NATIVE_SETTINGS = [
-    "r",
-    "alpha",
-    "target_modules",
-    "decompose_factor",
-]  # in the header of a LoKr or LoHa
-LOST = 0.05  # share of an adapter's effect; a conversion that loses more logs a warning
+# Settings of peft in the header of a LoKr or LoHa.
+NATIVE_SETTINGS = ["r", "alpha", "target_modules", "decompose_factor"]
+# Share of an adapter's effect; a conversion that loses more logs a warning.
+MOST_LOST = 0.05
 logger = logging.getLogger(__name__)
 
 
@@ -91,11 +87,9 @@ class ConvertedLora:
         """Add this LoRA to the layers of a transformer within a context."""
         with ExitStack() as hooks:
             for name, (down, up) in self.factors.items():
-                hooks.callback(
-                    transformer.get_submodule(name)
-                    .register_forward_hook(LoraHook(down, up, 1.0))
-                    .remove
-                )
+                layer = transformer.get_submodule(name)
+                handle = layer.register_forward_hook(LoraHook(down, up, 1.0))
+                hooks.callback(handle.remove)
             yield
 
 
@@ -118,13 +112,12 @@ class ConvertedAdapter(AdapterWeights, ABC):
 
     @property
     def adapters(self) -> Adapters:
-        numbers = {
-            name: sum(
+        trained = {}
+        for name, module in self.layers():
+            trained[name] = sum(
                 parameter.numel() for parameter in module.parameters() if parameter.requires_grad
             )
-            for name, module in self.layers()
-        }
-        return Adapters(0, frozenset(numbers), numbers)
+        return Adapters(0, frozenset(trained), trained)
 
     @abstractmethod
     def layers(self) -> Iterable[tuple[str, Any]]:
@@ -132,9 +125,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
 
     @abstractmethod
     def updates(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of every adapted layer, and the update of its weight, in float32 and the
-        weight's shape.
-        """
+        """The name of every adapted layer, and the update of its weight in float32."""
 
     @abstractmethod
     def native(self, note: Mapping[str, str]) -> Draft:
@@ -158,11 +149,9 @@ class ConvertedAdapter(AdapterWeights, ABC):
                 self._publish(output_dir / "ema", publication)
         lora, errors = self._publish(output_dir, publication)
         size = size_text((output_dir / LORA_FILE).stat().st_size)
-        limit = (
-            f" export_rank {self.config.export_rank} limits it; a larger one is closer."
-            if lora.limited
-            else ""
-        )
+        limit = ""
+        if lora.limited:
+            limit = f" export_rank {self.config.export_rank} limits it; a larger one is closer."
         return (
             f"Saved {output_dir / self.native_file}{self.native_use}, and as a LoRA of rank "
             f"{max(lora.ranks.values())} {output_dir / LORA_FILE} ({size}), which loads through "
@@ -172,31 +161,34 @@ class ConvertedAdapter(AdapterWeights, ABC):
     def _publish(
         self, folder: Path, publication: Publication
     ) -> tuple[ConvertedLora, dict[str, str]]:
-        """Write the native file and the verified LoRA; returns the LoRA and its errors for the
-        header.
+        """Write the native file and the verified LoRA.
+
+        Returns:
+            The LoRA, and its errors for the header.
         """
         lora = self.convert(publication.dtype)
         # Measured before writing, since the errors go into the LoRA's header.
         forward, effect = self.prediction_errors(lora, publication.predict)
-        if effect > LOST:
-            message = (
+        if effect > MOST_LOST:
+            logger.warning(
                 "%s lacks %.0f %% of the adapter's effect; a larger export_rank or export_energy "
-                "keeps more."
+                "keeps more.",
+                folder / LORA_FILE,
+                100 * effect,
             )
-            logger.warning(message, folder / LORA_FILE, 100 * effect)
-        errors = {
-            key: f"{error:.2e}"
-            for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)
-        }
+        measured = zip(ERRORS, (lora.error, forward, effect), strict=True)
+        errors = {key: f"{error:.2e}" for key, error in measured}
+
         architecture = publication.note.get(ARCHITECTURE, "").removesuffix("/lora")
-        own = {ARCHITECTURE: f"{architecture}/{self.config.lora_type}"}
-        self.native({**publication.note, **own}).write_into(folder)
+        native_note = {ARCHITECTURE: f"{architecture}/{self.config.lora_type}"}
+        self.native({**publication.note, **native_note}).write_into(folder)
+
         form = self.config.lora_format
-        weights = {
-            f"{PREFIXES[form]}{name}.lora_{side}.weight": factor.cpu().contiguous()
-            for name, factors in lora.factors.items()
-            for side, factor in zip("AB", factors, strict=True)
-        }
+        weights = {}
+        for name, (down, up) in lora.factors.items():
+            key = f"{PREFIXES[form]}{name}"
+            weights[f"{key}.lora_A.weight"] = down.cpu().contiguous()
+            weights[f"{key}.lora_B.weight"] = up.cpu().contiguous()
         header = {**file_settings(plain_settings(lora.ranks), form), **publication.note, **errors}
         write_verified(folder, weights, header, form, publication.adapter)
         return lora, errors
@@ -204,33 +196,36 @@ class ConvertedAdapter(AdapterWeights, ABC):
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> ConvertedLora:
         """This adapter as a LoRA in a dtype; the error includes rounding."""
+        energy = self.config.export_energy
+        most_ranks = self.config.export_rank
         factors = {}
-        lost = 0.0
-        whole = 0.0
+        # Sums of squares over all layers: of what the LoRA lacks, and of the updates.
+        total_lost = 0.0
+        total = 0.0
         limited = False
         for name, update in self.updates():
-            down, up = (
-                each.to(dtype)
-                for each in low_rank(update, self.config.export_energy, self.config.export_rank)
-            )
+            exact_down, exact_up = low_rank(update, energy, most_ranks)
+            down = exact_down.to(dtype)
+            up = exact_up.to(dtype)
             factors[name] = (down, up)
-            missing = float(
-                (up.flatten(1).float() @ down.flatten(1).float() - update.flatten(1)).square().sum()
-            )
+            product = up.flatten(1).float() @ down.flatten(1).float()
+            lost = float((product - update.flatten(1)).square().sum())
             size = float(update.square().sum())
-            limited |= (
-                len(down) == self.config.export_rank
-                and missing > (1 - self.config.export_energy) * size
-            )
-            lost = lost + missing
-            whole = whole + size
-        return ConvertedLora(factors, (lost / whole) ** 0.5 if whole else 0.0, limited)
+            if len(down) == most_ranks and lost > (1 - energy) * size:
+                limited = True
+            total_lost += lost
+            total += size
+        error = (total_lost / total) ** 0.5 if total else 0.0
+        return ConvertedLora(factors, error, limited)
 
     def prediction_errors(
         self, lora: ConvertedLora, predict: Callable[[], Tensor]
     ) -> tuple[float, float]:
-        """The error of a prediction with the LoRA in place of the adapter, relative to the
-        prediction and to the adapter's effect on it."""
+        """The error of a prediction with the LoRA in place of the adapter.
+
+        Returns:
+            The error relative to the prediction, and relative to the adapter's effect on it.
+        """
         with torch.compiler.set_stance("force_eager"):  # compiled code would ignore the hooks
             exact = predict()
             with self.disabled():
@@ -249,11 +244,9 @@ class ProductAdapter(ConvertedAdapter):
     settings: PeftConfig
 
     def layers(self) -> Iterable[tuple[str, Any]]:
-        return (
-            (name, layer)
-            for name, layer in self.transformer.named_modules()
-            if isinstance(layer, LycorisLayer)
-        )
+        for name, layer in self.transformer.named_modules():
+            if isinstance(layer, LycorisLayer):
+                yield name, layer
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         for name, layer in self.layers():
@@ -261,19 +254,19 @@ class ProductAdapter(ConvertedAdapter):
 
     def native(self, note: Mapping[str, str]) -> Draft:
         form = self.config.lora_format
-        trained = {
-            name.removesuffix(f".{ADAPTER}"): parameter.detach()
-            for name, parameter in self.parameters().items()
-        }
-        settings: dict[str, Any] = vars(self.settings)
-        kept = {key: settings[key] for key in NATIVE_SETTINGS if key in settings}
+        trained = {}
+        for name, parameter in self.parameters().items():
+            trained[name.removesuffix(f".{ADAPTER}")] = parameter.detach()
+        all_settings: dict[str, Any] = vars(self.settings)
+        settings = {key: all_settings[key] for key in NATIVE_SETTINGS if key in all_settings}
         factor = 1.0
-        if form == "comfyui":  # which looks for no alpha in the header
-            factor = kept["alpha"] / kept["r"]
-            kept["alpha"] = kept["r"]
-        if isinstance(kept["target_modules"], set):
-            kept["target_modules"] = sorted(kept["target_modules"])
-        header = {**file_settings(kept, form), **note}
+        if form == "comfyui":
+            # ComfyUI does not read alpha from the header, so it is multiplied into the weights.
+            factor = settings["alpha"] / settings["r"]
+            settings["alpha"] = settings["r"]
+        if isinstance(settings["target_modules"], set):
+            settings["target_modules"] = sorted(settings["target_modules"])
+        header = {**file_settings(settings, form), **note}
         weights = products_in(trained, form, factor)
         return Draft(self.native_file, partial(write_weights, header=header), weights)
 
@@ -290,13 +283,16 @@ def add_product(
     seed: int,
     dtype: torch.dtype,
 ) -> ProductAdapter:
-    """Freeze the transformer and add a LoKr or LoHa to the selected linear layers; see
-    `AdapterKind.add`.
+    """Freeze the transformer, and add a LoKr or LoHa to its selected linear layers.
+
+    See `AdapterKind.add`.
     """
     shared: Any = {"r": config.lora_rank, "alpha": config.alpha, "target_modules": targets}
-    settings: PeftConfig = LoHaConfig(**shared)
+    settings: PeftConfig
     if config.lora_type == "lokr":
         settings = LoKrConfig(**shared, decompose_factor=config.lokr_factor, init_weights="lycoris")
+    else:
+        settings = LoHaConfig(**shared)
     inject(transformer, settings, seed, dtype)
     for layer in transformer.modules():
         if isinstance(layer, LycorisLayer):
@@ -325,17 +321,18 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
     matrix = update.flatten(1)
     with seeded(0, [matrix.device]):  # the method is randomised
         left, sizes, right = torch.svd_lowrank(matrix, q=min(most + SPARE, *matrix.shape), niter=4)
-    kept = sizes.square().cumsum(0) / matrix.square().sum()
+    kept_energy = sizes.square().cumsum(0) / matrix.square().sum()
     # The fewest singular values that hold the energy.
-    rank = min(int((kept < energy).sum()) + 1, most, len(sizes))
-    root = sizes[:rank].sqrt()
-    ones = [1] * (update.dim() - 2)
+    rank = min(int((kept_energy < energy).sum()) + 1, most, len(sizes))
     # Split evenly, so that A and B have the same norm.
+    root = sizes[:rank].sqrt()
     down = root[:, None] * right[:, :rank].T
     up = left[:, :rank] * root
-    return down.reshape(rank, *update.shape[1:]), up.reshape(len(up), rank, *ones)
+    kernel = [1] * (update.dim() - 2)  # of a pointwise convolution
+    return down.reshape(rank, *update.shape[1:]), up.reshape(len(up), rank, *kernel)
 
 
+# Settings that a LyCORIS module takes by the names in the file.
 PASSED = (
     "bypass_mode",
     "factor",
@@ -367,11 +364,10 @@ class LycorisAdapter(ConvertedAdapter):
             yield name, update_of(module)
 
     def native(self, note: Mapping[str, str]) -> Draft:
-        weights = {
-            f"{module.lora_name}.{key}": each.detach()
-            for module in self.modules.values()
-            for key, each in module.state_dict().items()
-        }
+        weights = {}
+        for module in self.modules.values():
+            for key, tensor in module.state_dict().items():
+                weights[f"{module.lora_name}.{key}"] = tensor.detach()
         header = {**note, MULTIPLIER: str(self.file.content["multiplier"])}
 
         def write(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -401,8 +397,9 @@ def add_lycoris(
     seed: int,
     dtype: torch.dtype,
 ) -> LycorisAdapter:
-    """Freeze the transformer and add the modules that `lycoris_config` describes; see
-    `AdapterKind.add`.
+    """Freeze the transformer, and add the modules that `lycoris_config` describes.
+
+    See `AdapterKind.add`.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -413,12 +410,12 @@ def add_lycoris(
         raise ConfigError(problems)
     logging.getLogger("LyCORIS").setLevel(logging.ERROR)
     transformer.requires_grad_(False)
-    # Modules draw their initial weights from the global generator.
+    modules = {}
+    # Modules draw their initial weights from the global generator, so in the order of the layers.
     with seeded(seed, {parameter.device for parameter in transformer.parameters()}):
         layers = file.layers(weights_of(weight_shapes(transformer)))
-        modules = {
-            name: _wrap(transformer, name, file, settings) for name, settings in layers.items()
-        }
+        for name, settings in layers.items():
+            modules[name] = _wrap(transformer, name, file, settings)
     for module in modules.values():
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -450,8 +447,7 @@ def _wrap(transformer: nn.Module, name: str, file: LycorisFile, settings: Mappin
 
 
 def update_of(module: Any) -> Tensor:
-    """The update that a module adds to its layer's weight: its response to unit vectors, without
-    the layer's.
+    """The update that a module adds to its layer's weight: its own response to unit vectors.
 
     Does not use the library's `get_diff_weight`: in version 4.1.3, LoKr's applies the scale twice.
     """

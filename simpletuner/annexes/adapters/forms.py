@@ -19,23 +19,22 @@ DORA = (
 
 
 def form_of(names: Iterable[str]) -> LoraForm:
-    """The form of a file with tensors of these names; files of other programs count as
-    diffusers'.
-    """
-    return "comfyui" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "diffusers"
+    """The form of a file with tensors of these names; that of other programs is diffusers'."""
+    if any(name.startswith(PREFIXES["comfyui"]) for name in names):
+        return "comfyui"
+    return "diffusers"
 
 
 def other_form(path: Path) -> tuple[LoraForm, str]:
-    """The other form of a LoRA of this program, and why it cannot be converted to it; empty if it
-    can.
-    """
+    """The other form of a LoRA of this program, and why it cannot have it; empty if it can."""
     try:
         header = read_header(path)
         family, flavour = model_in_header(path)
     except ValueError:
         return "comfyui", "The file is damaged: its header cannot be read."
     form: LoraForm = "diffusers" if form_of(header) == "comfyui" else "comfyui"
-    if form == "comfyui" and (obstacle := why_not_comfyui(family, flavour)):
+    obstacle = why_not_comfyui(family, flavour) if form == "comfyui" else ""
+    if obstacle:
         return form, obstacle
     if holds_magnitudes(header):
         return form, f"{DORA} For the other file, train with lora_format: {form}."
@@ -60,14 +59,14 @@ def why_not_comfyui(family: str, flavour: str) -> str:
 
 def holds_magnitudes(names: Iterable[str]) -> bool:
     """Whether a file with tensors of these names is a DoRA."""
-    return any(
-        name.endswith((lora_names.MAGNITUDE, lora_names.COMFYUI_MAGNITUDE)) for name in names
-    )
+    suffixes = (lora_names.MAGNITUDE, lora_names.COMFYUI_MAGNITUDE)
+    return any(name.endswith(suffixes) for name in names)
 
 
 def model_of(path: Path) -> tuple[str, str]:
-    """Family and flavour of a LoRA: of the header, or the family that has layers of these names;
-    else empty.
+    """Family and flavour of a LoRA, from its header; else the family with layers of its names.
+
+    Both are empty if they are unknown.
     """
     family, flavour = model_in_header(path)
     if family:
@@ -80,5 +79,6 @@ def model_of(path: Path) -> tuple[str, str]:
 
 
 def _has_layers_of(spec: FamilySpec, names: Iterable[str]) -> bool:
+    """Whether a layer is in a group of a family's blocks."""
     groups = tuple(f"{group}." for group in spec.block_counts)
     return any(name.startswith(groups) for name in names)

@@ -57,7 +57,7 @@ DEFAULTS = {
     "dora_wd": False,
     "wd_on_output": True,
 }
-# The range of each numeric setting; some are integers, some must not be 0.
+# The ranges of numeric settings; some are integers, some must not be 0.
 RANGES = {
     "linear_dim": (0, 1e6),
     "dim": (1, 1e6),
@@ -69,10 +69,11 @@ RANGES = {
 }
 WHOLE_NUMBERS = ("linear_dim", "dim", "factor")
 NEVER_ZERO = ("factor", "multiplier")
-OF_LAYERS = ("algo", "bypass_mode", "dim", "alpha", *DEFAULTS)
-WHOLE = ("algo", "bypass_mode", "multiplier", "apply_preset", *DEFAULTS)
+# The keys of the file, of its algo maps' entries, and of its preset.
+FILE_KEYS = ("algo", "bypass_mode", "multiplier", "apply_preset", *DEFAULTS)
+LAYER_KEYS = ("algo", "bypass_mode", "dim", "alpha", *DEFAULTS)
 MAPS = ("module_algo_map", "name_algo_map")
-OF_PRESETS = (
+PRESET_KEYS = (
     "enable_conv",
     "target_module",
     "target_name",
@@ -111,44 +112,42 @@ class LycorisFile:
         return layer == target or re.match(target, layer) is not None
 
     def depth(self, word: str, layer: str) -> int:
-        """The length of the prefix of a layer's path that names a module of a class; 0 if none
-        does.
-        """
+        """How many characters of a layer's path name a module of a class; 0 if it is in none."""
         match = re.match(rf"(?:{self.classes[word]})(?=\.|$)", layer)
         return match.end() if match else 0
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """The class names that the file may use, with regular expressions that match their modules'
-        paths.
-        """
+        """Regular expressions of the paths of modules, by the class names that the file may use."""
         return {**self.spec.adapter_classes, "Linear": ".+"}
 
     def _settings(self, layer: str) -> dict[str, Any] | None:
+        """The settings of a layer; None if the file does not select it."""
         preset = self.preset
+        if any(self.matches(pattern, layer) for pattern in preset.get("exclude_name", [])):
+            return None
         by_class: Mapping[str, Any] = preset.get("module_algo_map", {})
         by_name: Mapping[str, Any] = preset.get("name_algo_map", {})
-        words = {
-            word: self.depth(word, layer)
-            for word in (*preset.get("target_module", ["Linear"]), *by_class)
-        }
-        names = [
-            pattern
-            for pattern in (*by_name, *preset.get("target_name", []))
-            if self.matches(pattern, layer)
-        ]
-        if any(self.matches(pattern, layer) for pattern in preset.get("exclude_name", [])) or not (
-            any(words.values()) or names
-        ):
+        depths = {}
+        for word in (*preset.get("target_module", ["Linear"]), *by_class):
+            depths[word] = self.depth(word, layer)
+        patterns = (*by_name, *preset.get("target_name", []))
+        names = [pattern for pattern in patterns if self.matches(pattern, layer)]
+        if not any(depths.values()) and not names:
             return None
-        inside = sorted(
-            (depth, word) for word, depth in words.items() if depth and word in by_class
-        )
+
         # A name takes precedence over a class, and an inner class over an outer one.
-        maps = [by_name[name] for name in names if name in by_name] or [
-            by_class[word] for _, word in reversed(inside)
+        own_settings: Mapping[str, Any] = {}
+        names_with_settings = [name for name in names if name in by_name]
+        classes_with_settings = [
+            (depth, word) for word, depth in depths.items() if depth and word in by_class
         ]
-        settings = {**DEFAULTS, **self.content, **(maps[0] if maps else {})}
+        if names_with_settings:
+            own_settings = by_name[names_with_settings[0]]
+        elif classes_with_settings:
+            _depth, innermost = max(classes_with_settings)
+            own_settings = by_class[innermost]
+        settings = {**DEFAULTS, **self.content, **own_settings}
         # linear_dim 0 is allowed with full_matrix, which has no rank.
         alias = {"dim": settings["linear_dim"] or 4, "alpha": settings["linear_alpha"]}
         # DoRA normalises the full weight, which bypass mode never materialises.
@@ -161,28 +160,30 @@ def read_lycoris(path: str | None, spec: FamilySpec, report: Problems) -> Lycori
         report.error(KEY, "is required by lora_type lycoris.")
         return None
     content = read_json(Path(path).expanduser(), report)
-    wrong = _malformed(content)
-    if wrong and content is not None:  # otherwise read_json has reported the reason
-        report.error(KEY, f"{path!r}: {wrong}.")
-    return None if wrong else LycorisFile(content, spec)
+    if content is None:  # `read_json` has reported the reason
+        return None
+    reason = _why_malformed(content)
+    if reason:
+        report.error(KEY, f"{path!r}: {reason}.")
+        return None
+    return LycorisFile(content, spec)
 
 
-def _malformed(content: Any) -> str:
+def _why_malformed(content: Any) -> str:
     """Why the content of a file is invalid; empty if it is valid."""
     preset = (content.get("apply_preset") or {}) if isinstance(content, dict) else None
     if not isinstance(preset, dict):
         return "the file or its apply_preset is not a JSON object"
-    lists = [preset.get(key, []) for key in ("target_module", "target_name", "exclude_name")]
-    if not all(
-        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists
-    ):
-        return "target_module, target_name and exclude_name must be lists of names"
-    maps = [preset.get(key, {}) for key in MAPS]
-    if not all(
-        isinstance(table, dict) and all(isinstance(entry, dict) for entry in table.values())
-        for table in maps
-    ):
-        return "module_algo_map and name_algo_map must map names to settings"
+    for key in ("target_module", "target_name", "exclude_name"):
+        names = preset.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return "target_module, target_name and exclude_name must be lists of names"
+    for key in MAPS:
+        table = preset.get(key, {})
+        if not isinstance(table, dict) or not all(
+            isinstance(entry, dict) for entry in table.values()
+        ):
+            return "module_algo_map and name_algo_map must map names to settings"
     for pattern in (
         *preset.get("target_name", []),
         *preset.get("exclude_name", []),
@@ -209,35 +210,43 @@ def check_lycoris(
     """
     content = file.content
     preset = file.preset
-    _unknown(content, (*WHOLE, *UNUSED, *REFUSED_KEYS), "key", report)
-    _unknown(preset, OF_PRESETS, "key of apply_preset", report)
+    _check_known(content, (*FILE_KEYS, *UNUSED, *REFUSED_KEYS), "key", report)
+    _check_known(preset, PRESET_KEYS, "key of apply_preset", report)
     for key in ("algo", "multiplier"):
         if key not in content:
             report.error(KEY, f"{key} is missing.")
     if not content.get("linear_dim") and not content.get("full_matrix"):
         report.error(KEY, "linear_dim or full_matrix is missing.")
     _check_settings(content, quantised, report)
-    for entry in (value for key in MAPS for value in preset.get(key, {}).values()):
-        _unknown(entry, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map", report)
-        _check_settings({**content, **entry}, quantised, report)
+    layer_keys = (*LAYER_KEYS, *UNUSED, *REFUSED_KEYS)
+    for key in MAPS:
+        for entry in preset.get(key, {}).values():
+            _check_known(entry, layer_keys, "setting of an algo map", report)
+            _check_settings({**content, **entry}, quantised, report)
     _check_classes(file, shapes, report)
 
 
 def _check_classes(file: LycorisFile, shapes: Mapping[str, Shape], report: Problems) -> None:
+    """Check that the classes exist, and that the file selects a layer."""
     preset = file.preset
-    known = f"The classes are: {', '.join(file.classes)}."
+    list_of_classes = f"The classes are: {', '.join(file.classes)}."
     named = dict.fromkeys((*preset.get("target_module", []), *preset.get("module_algo_map", {})))
-    strange = [word for word in named if word not in file.classes]
-    for word in strange:
+    unknown = [word for word in named if word not in file.classes]
+    for word in unknown:
         hint = did_you_mean(word, file.classes)
         report.error(
-            KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}"
+            KEY,
+            f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} "
+            f"{list_of_classes}",
         )
-    if shapes and not strange and not file.layers(shapes):
-        report.error(KEY, f"apply_preset matches no linear layer of {file.spec.title}. {known}")
+    if shapes and not unknown and not file.layers(shapes):
+        report.error(
+            KEY, f"apply_preset matches no linear layer of {file.spec.title}. {list_of_classes}"
+        )
 
 
 def _check_settings(settings: Mapping[str, Any], quantised: bool, report: Problems) -> None:
+    """Check the settings of a layer."""
     algo = settings.get("algo")
     if algo in REFUSED_ALGOS:
         report.error(
@@ -257,7 +266,8 @@ def _check_settings(settings: Mapping[str, Any], quantised: bool, report: Proble
             KEY, f"{key} has no effect: only linear layers and 1x1 convolutions are adapted."
         )
     for key, value in settings.items():
-        if value is not None and (allowed := _why_not(key, value)):
+        allowed = "" if value is None else _values_allowed_instead(key, value)
+        if allowed:
             report.error(KEY, f"{key} {value!r} is not {allowed}.")
     bypass = settings.get("bypass_mode")
     dora = settings.get("dora_wd", False)
@@ -272,55 +282,56 @@ def _check_settings(settings: Mapping[str, Any], quantised: bool, report: Proble
         report.error(KEY, f"{reason}. Or set base_model_precision no_change.")
 
 
-def _why_not(key: str, value: Any) -> str:
-    """The allowed values of a setting; empty if the value is allowed."""
-    if key in (
-        "bypass_mode",
-        *(name for name, usual in DEFAULTS.items() if isinstance(usual, bool)),
-    ):
+def _values_allowed_instead(key: str, value: Any) -> str:
+    """The allowed values of a setting, in words; empty if the value is allowed."""
+    is_flag = key == "bypass_mode" or isinstance(DEFAULTS.get(key), bool)
+    if is_flag:
         return "" if isinstance(value, bool) else "true or false"
     if key not in RANGES:
         return ""
     lowest, highest = RANGES[key]
-    whole = key in WHOLE_NUMBERS
-    never_zero = key in NEVER_ZERO
-    is_inside = type(value) in (int, float) and lowest <= value <= highest
-    if is_inside and not (whole and value % 1) and not (never_zero and value == 0):
+    must_be_whole = key in WHOLE_NUMBERS
+    must_not_be_zero = key in NEVER_ZERO
+    is_allowed = type(value) in (int, float) and lowest <= value <= highest
+    if is_allowed and must_be_whole:
+        is_allowed = value % 1 == 0
+    if is_allowed and must_not_be_zero:
+        is_allowed = value != 0
+    if is_allowed:
         return ""
-    return (
-        f"a {'whole ' * whole}number from {lowest:.10g} to "
-        f"{highest:.10g}{', but not 0' * never_zero}"
-    )
+    number = "whole number" if must_be_whole else "number"
+    exception = ", but not 0" if must_not_be_zero else ""
+    return f"a {number} from {lowest:.10g} to {highest:.10g}{exception}"
 
 
-def _unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, report: Problems) -> None:
+def _check_known(
+    given: Mapping[str, Any], known: tuple[str, ...], what: str, report: Problems
+) -> None:
+    """Report keys that LyCORIS does not have."""
     for key in given:
         if key not in known:
             hint = did_you_mean(key, known) or f" There are: {', '.join(known)}."
             report.error(KEY, f"{key!r} is not a {what} of LyCORIS.{hint}")
 
 
+# Two factors of a width.
 Pair = tuple[int, int]
 
 
 def lokr(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
     """Trained parameters by layer."""
-    pairs = {
-        name: [factorise(width, config.lokr_factor) for width in shapes[name][:2]]
-        for name in matching_modules(shapes, targets)
-    }
-    return {
-        name: lokr_numbers(rows, columns, config.lora_rank)
-        for name, (rows, columns) in pairs.items()
-    }
+    parameters = {}
+    for name in matching_modules(shapes, targets):
+        rows = factorise(shapes[name][0], config.lokr_factor)
+        columns = factorise(shapes[name][1], config.lokr_factor)
+        parameters[name] = lokr_parameters(rows, columns, config.lora_rank)
+    return parameters
 
 
 def loha(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
     """Trained parameters by layer."""
-    return {
-        name: loha_numbers(config.lora_rank, shapes[name])
-        for name in matching_modules(shapes, targets)
-    }
+    names = matching_modules(shapes, targets)
+    return {name: loha_parameters(config.lora_rank, shapes[name]) for name in names}
 
 
 def lycoris(
@@ -329,35 +340,44 @@ def lycoris(
     """Trained parameters by layer, for the layers that the settings file selects."""
     file = read_lycoris(config.lycoris_config, spec, Problems())
     layers = file.layers(shapes) if file else {}
-    return {name: _lycoris_numbers(shapes[name], settings) for name, settings in layers.items()}
+    return {name: _lycoris_parameters(shapes[name], settings) for name, settings in layers.items()}
 
 
-def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
-    """The number of trained parameters of a LyCORIS layer; LyCORIS puts the smaller factor
-    first.
-    """
+def _lycoris_parameters(shape: Shape, settings: Mapping[str, Any]) -> int:
+    """The number of trained parameters of a LyCORIS layer."""
     rank = int(settings["dim"])
-    out = shape[0]
-    into = shape[1]
-    rows, columns = (sorted(factorise(width, int(settings["factor"]))) for width in (out, into))
-    if settings["unbalanced_factorization"]:
-        rows.reverse()
-    numbers = loha_numbers(rank, shape) if settings["algo"] == "loha" else rank * (out + into)
+    width_out, width_in, *_ = shape
     if settings["algo"] == "lokr":
-        full = settings["full_matrix"]
-        both = settings["decompose_both"]
-        numbers = lokr_numbers(
-            (rows[0], rows[1]), (columns[0], columns[1]), rank, full=full, both=both
+        # LyCORIS puts the smaller factor first.
+        small_out, large_out = sorted(factorise(width_out, int(settings["factor"])))
+        small_in, large_in = sorted(factorise(width_in, int(settings["factor"])))
+        rows = (small_out, large_out)
+        if settings["unbalanced_factorization"]:
+            rows = (large_out, small_out)
+        parameters = lokr_parameters(
+            rows,
+            (small_in, large_in),
+            rank,
+            full=settings["full_matrix"],
+            both=settings["decompose_both"],
         )
-    magnitudes = (out if settings["wd_on_output"] else into) if settings["dora_wd"] else 0
-    return numbers + magnitudes + bool(settings["use_scalar"])
+    elif settings["algo"] == "loha":
+        parameters = loha_parameters(rank, shape)
+    else:
+        parameters = rank * (width_out + width_in)
+    if settings["dora_wd"]:  # magnitudes
+        parameters += width_out if settings["wd_on_output"] else width_in
+    if settings["use_scalar"]:
+        parameters += 1
+    return parameters
 
 
-def lokr_numbers(
+def lokr_parameters(
     rows: Pair, columns: Pair, rank: int, *, full: bool = False, both: bool = False
 ) -> int:
-    """The number of trained parameters of a LoKr: W1 (a, m) and W2 (k, n), full or products of two
-    thin matrices.
+    """The number of trained parameters of a LoKr: of W1 (a, m) and of W2 (k, n).
+
+    Either is full, or a product of two thin matrices.
 
     Args:
         rows: (a, k), whose product is the layer's output width.
@@ -367,12 +387,17 @@ def lokr_numbers(
     """
     a, k = rows
     m, n = columns
+    first = a * m
+    second = k * n
     # As in LyCORIS and peft: a product only if the rank is below half of the longer side.
-    first = rank * (a + m) if both and not full and rank < max(a, m) / 2 else a * m
-    return first + (rank * (k + n) if not full and rank < max(k, n) / 2 else k * n)
+    if both and not full and rank < max(a, m) / 2:
+        first = rank * (a + m)
+    if not full and rank < max(k, n) / 2:
+        second = rank * (k + n)
+    return first + second
 
 
-def loha_numbers(rank: int, shape: Shape) -> int:
+def loha_parameters(rank: int, shape: Shape) -> int:
     """The number of trained parameters of a LoHa: two pairs of matrices."""
     return 2 * rank * (shape[0] + shape[1])
 
@@ -386,8 +411,9 @@ def factorise(width: int, factor: int) -> Pair:
     """
     if factor > 0 and width % factor == 0:
         return factor, width // factor
-    # The smaller of two factors is at most the root.
-    limit = math.isqrt(width) if factor < 0 else min(max(factor, 1), math.isqrt(width))
+    limit = math.isqrt(width)  # the smaller of two factors is at most the root
+    if factor >= 0:
+        limit = min(max(factor, 1), limit)
     small = max(number for number in range(1, limit + 1) if width % number == 0)
     return small, width // small
 
@@ -401,13 +427,15 @@ def lycoris_layers(
         shapes: weight shapes by layer; empty if the transformer is not on this machine.
         quantised: whether the base model is quantised.
     """
-    faults = Problems()
-    check_installed(LYCORIS, "lora_type", "lycoris", faults)
-    file = read_lycoris(config.lycoris_config, spec, faults)
+    problems = Problems()
+    check_installed(LYCORIS, "lora_type", "lycoris", problems)
+    file = read_lycoris(config.lycoris_config, spec, problems)
     if file is not None:
-        check_lycoris(file, shapes, faults, quantised=quantised)
-    report.extend(faults)
-    return [] if file is None or faults.are_fatal else list(file.layers(shapes))
+        check_lycoris(file, shapes, problems, quantised=quantised)
+    report.extend(problems)
+    if file is None or problems.are_fatal:
+        return []
+    return list(file.layers(shapes))
 
 
 by_peft = partial(AdapterKind, "simpletuner.annexes.adapters.converted:add_product")

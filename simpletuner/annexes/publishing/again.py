@@ -1,6 +1,4 @@
-"""`simpletuner publish`: uploads the result of a run that has ended, or the rest of an upload that
-failed.
-"""
+"""`simpletuner publish`: uploads the result of a run, or the rest of a failed upload."""
 
 from __future__ import annotations
 
@@ -48,8 +46,9 @@ def publish_again(output_dir: Path, arguments: Arguments) -> None:
 def recorded_settings(
     output_dir: Path, arguments: Arguments
 ) -> tuple[PublishConfig, dict[str, Any]]:
-    """The publishing settings, and all recorded settings of a run; warnings are added to those of
-    the arguments.
+    """The publishing settings, and all recorded settings of a run.
+
+    Warnings are added to those of the arguments.
 
     Raises:
         UserError: the folder contains no run, or a setting is invalid.
@@ -60,24 +59,26 @@ def recorded_settings(
     keys = PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.error(key, "has no effect: only settings of the section Publishing are used here.")
-    old = {key: recorded[key] for key in keys & recorded.keys()}
-    # This command uploads whatever `push_to_hub` was in training.
-    settings = build_group(PublishConfig, {**old, **given, "push_to_hub": True}, problems)
+    values = {key: recorded[key] for key in keys & recorded.keys()}
+    values |= given
+    values["push_to_hub"] = True  # also for a run that did not upload
+    settings = build_group(PublishConfig, values, problems)
     check_unset(settings, problems, fatal=True)
-    of_publishing = Problems()
-    check_publishing(settings, recorded["tracker_project_name"], of_publishing)
-    problems.extend(problem for problem in of_publishing if problem.fatal)
+    # Its warnings are about training.
+    publishing_problems = Problems()
+    check_publishing(settings, recorded["tracker_project_name"], publishing_problems)
+    problems.extend(problem for problem in publishing_problems if problem.fatal)
     problems.raise_if_fatal()
     return settings, recorded
 
 
 def _recorded(output_dir: Path, report: Problems) -> dict[str, Any]:
-    """The settings in the last checkpoint of a run, without what earlier versions had.
+    """The settings in the last checkpoint of a run, without keys of earlier versions.
 
     Raises:
         UserError: there is no checkpoint, or its settings cannot be read.
     """
-    checkpoints, _ = find_checkpoints(output_dir)
+    checkpoints, _incomplete = find_checkpoints(output_dir)
     if not checkpoints:
         if not output_dir.exists():
             raise UserError(missing_path(output_dir))

@@ -13,6 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ MOST_MEDIA = 32  # previews in a gallery
 UNPROMPTED = "unconditional (blank prompt)"  # the hub hides gallery entries without a text
 # The owner in cards of runs that are not uploaded.
 NOBODY = "your-name"
+# An absolute path with a folder: `/data/`, `~/data/`, `C:\data\`, `\\server\data\`.
 PATH = re.compile(r"""(?:^|[\s"'=(\[,])(?:~|[A-Za-z]:|\\)?[/\\][^\s/\\]+[/\\]""")
+# Characters that Markdown interprets.
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
 PIPELINE_TAGS = {
     "t2i": "text-to-image",
@@ -73,8 +76,9 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "b
 
 
 def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
-    """Replace the model card of a run; it describes the result if published at this step, else the
-    checkpoint.
+    """Replace the model card of a run.
+
+    The card describes the result if it was published at this step, else the checkpoint.
 
     Args:
         repository: `owner/name` on the hub.
@@ -86,34 +90,35 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
     from huggingface_hub.repocard_data import ModelCardData
 
     config = plan.config
-    negative = config.validation.validation_negative_prompt or ""
     facts = card_facts(plan, repository, step, epoch)
     media = _named(read_media(plan.output_dir / MEDIA_FILE), step)
-    chosen = {
+    explicit = {
         key: value
         for key, value in config.flat.items()
         if config.is_explicit(key) and key not in PRIVATE
     }
-    settings = public_settings(chosen)
+    settings = public_settings(explicit)
     # Equal for runs with equal settings, regardless of their names.
     recipe = hash_text(json.dumps(settings, sort_keys=True, default=str))[:16]
     values = {**facts, "gallery": bool(media), "recipe": recipe}
+    negative_prompt = config.validation.validation_negative_prompt or ""
     with build_folder(plan.output_dir / CARD_FOLDER) as folder:
         (folder / ASSETS).mkdir()
-        widget = []
+        gallery = []
         for name, preview in media.items():
             shutil.copyfile(plan.output_dir / preview.path, folder / ASSETS / name)
-            shown = {
-                "parameters": {"negative_prompt": negative},
-                "output": {"url": f"./{ASSETS}/{name}"},
-            }
-            widget.append({"text": preview.prompt.strip() or UNPROMPTED, **shown})
+            gallery.append(
+                {
+                    "text": preview.prompt.strip() or UNPROMPTED,
+                    "parameters": {"negative_prompt": negative_prompt},
+                    "output": {"url": f"./{ASSETS}/{name}"},
+                }
+            )
         if len(facts["evaluation"]) > 1:
             draw_curve(facts["evaluation"]).save(folder / ASSETS / "evaluation_loss.png")
         # Written by a YAML library, which quotes prompts safely.
-        front = ModelCardData(
-            **redact_settings({**front_matter(plan, facts["base"]), "widget": widget or None})
-        )
+        entries = {**front_matter(plan, facts["base"]), "widget": gallery or None}
+        front = ModelCardData(**redact_settings(entries))
         text = f"---\n{front.to_yaml()}\n---\n\n{redact(_render('card.md.jinja', values))}"
         (folder / README).write_text(text, encoding="utf-8")
         notes = {
@@ -126,11 +131,10 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
 
 def read_notes(folder: Path) -> dict[str, Any]:
     """The metadata of a card: repository, step and summary; empty without a card."""
-    content = (
-        read_json(folder / SETTINGS_FILE, Problems())
-        if (folder / SETTINGS_FILE).is_file()
-        else None
-    )
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        return {}
+    content = read_json(path, Problems())
     return dict(content["_metadata"]) if isinstance(content, dict) else {}
 
 
@@ -138,11 +142,11 @@ def move_card(output_dir: Path, repository: str) -> None:
     """Change the repository in the card of an output folder, if there is a card."""
     folder = output_dir / CARD_FOLDER
     old = read_notes(folder).get("repository", repository)
-    for path in (folder / README, folder / SETTINGS_FILE) if old != repository else ():
-        path.write_text(
-            path.read_text(encoding="utf-8").replace(f'"{old}"', f'"{repository}"'),
-            encoding="utf-8",
-        )
+    if old == repository:
+        return
+    for path in (folder / README, folder / SETTINGS_FILE):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(f'"{old}"', f'"{repository}"'), encoding="utf-8")
 
 
 def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
@@ -161,12 +165,12 @@ def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without secrets, and without files and folders of this machine."""
-    return {
-        key: value for key, value in redact_settings(settings).items() if not _is_private(value)
-    }
+    redacted = redact_settings(settings)
+    return {key: value for key, value in redacted.items() if not _is_private(value)}
 
 
 def _is_private(value: Any) -> bool:
+    """Whether a value contains a secret, or a file or folder of this machine."""
     if isinstance(value, Mapping):
         return any(map(_is_private, value.values()))
     if isinstance(value, list | tuple):
@@ -182,26 +186,27 @@ def _is_private(value: Any) -> bool:
 
 def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
     """Draw losses by step, with the lowest marked."""
-    first, _ = points[0]
-    last, _ = points[-1]
-    best = min(points, key=lambda point: point[1])
-    span = max(last - first, 1)
-    rise = (max(loss for _, loss in points) - best[1]) or 1.0
+    first_step, _ = points[0]
+    last_step, _ = points[-1]
+    best_step, lowest = min(points, key=itemgetter(1))
+    steps = max(last_step - first_step, 1)
+    rise = max(loss for _, loss in points) - lowest
+    if rise == 0:
+        rise = 1.0
 
-    def at(point: tuple[int, float]) -> tuple[float, float]:
+    def position(step: int, loss: float) -> tuple[float, float]:
         # Margins of 48 in 960 x 420; y grows downwards.
-        return 48 + 864 * (point[0] - first) / span, 372 - 324 * (point[1] - best[1]) / rise
+        return 48 + 864 * (step - first_step) / steps, 372 - 324 * (loss - lowest) / rise
 
     picture = Image.new("RGB", (960, 420), "white")
     draw = ImageDraw.Draw(picture)
     font = ImageFont.load_default(16)
-    draw.line([at(point) for point in points], "#2563eb", 3)
-    draw.circle(at(best), 6, "#2563eb")
-    draw.text(
-        (48, 12), f"Evaluation loss, lowest {best[1]:.4g} at step {best[0]:,}", "#111111", font
-    )
-    draw.text((48, 388), f"step {first:,}", "#555555", font)
-    draw.text((912, 388), f"step {last:,}", "#555555", font, anchor="ra")
+    draw.line([position(step, loss) for step, loss in points], "#2563eb", 3)
+    draw.circle(position(best_step, lowest), 6, "#2563eb")
+    title = f"Evaluation loss, lowest {lowest:.4g} at step {best_step:,}"
+    draw.text((48, 12), title, "#111111", font)
+    draw.text((48, 388), f"step {first_step:,}", "#555555", font)
+    draw.text((912, 388), f"step {last_step:,}", "#555555", font, anchor="ra")
     return picture
 
 
@@ -212,7 +217,9 @@ def plain(text: object) -> str:
 
 def fenced(text: str, language: str = "") -> str:
     """Text as a code block, in a fence longer than any run of backticks in the text."""
-    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
+    runs = re.findall("`+", text)
+    longest = max(map(len, runs), default=0)
+    fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
@@ -233,6 +240,7 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
     # A local path is meaningless to other users.
     base_name = plan.flavour.base_model if base.is_local else base.location
     rows = (row for row in read_rows(plan.output_dir / METRICS_FILE) if row["step"] <= step)
+    pipeline = pipeline_location(plan, base_name)
     return {
         "plan": plan,
         "config": config,
@@ -246,9 +254,7 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
         "precision": transformer_dtype(config.precision),
         "options": public_settings(config.family.of(plan.spec.options).model_dump()),
         "result": published_result(plan, step),
-        "snippet": example_program(
-            plan, pipeline_location(plan, base_name), repository, alone=True
-        ),
+        "snippet": example_program(plan, pipeline, repository, alone=True),
         "quanto": QUANTO_TYPES.get(config.precision.base_model_precision.removesuffix("-quanto")),
         "evaluation": evaluation_points(Columns.of(rows)),
     }
@@ -257,12 +263,10 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
 def front_matter(plan: Plan, base: str) -> dict[str, Any]:
     """The front matter, without the gallery."""
     publish = plan.config.publish
-    kind = plan.config.model.model_type
+    model_type = plan.config.model.model_type
     family = plan.spec.name
     pipeline = PIPELINE_TAGS[plan.flavour.task]
     safety = "safe-for-work" if publish.model_card_safe_for_work else "not-for-all-audiences"
-    # The template tag makes the hub show the gallery of a LoRA.
-    adapter = ["template:sd-lora", plan.config.lora.kind.lower()] if kind == "lora" else []
     tags = [
         family,
         f"{family}-diffusers",
@@ -270,13 +274,17 @@ def front_matter(plan: Plan, base: str) -> dict[str, Any]:
         "diffusers",
         "simpletuner",
         safety,
-        kind,
-        *adapter,
+        model_type,
     ]
+    relation = "finetune"
+    if model_type == "lora":
+        relation = "adapter"
+        # The template tag makes the hub show the gallery of a LoRA.
+        tags += ["template:sd-lora", plan.config.lora.kind.lower()]
     return {
         "license": plan.spec.license,
         "base_model": base,
-        "base_model_relation": "adapter" if kind == "lora" else "finetune",
+        "base_model_relation": relation,
         "library_name": "diffusers",
         "pipeline_tag": pipeline,
         "tags": list(dict.fromkeys(tags)),
@@ -297,20 +305,25 @@ def published_result(plan: Plan, step: int) -> dict[str, str] | None:
     if result_step(plan.output_dir, model_type) != step:
         return None
     path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    notes = read_header(path)[METADATA] if path.is_file() else {}
-    result = str(plan.output_dir if path.is_file() else path)
-    snippet = example_program(
-        plan, pipeline_location(plan, plan.source["transformer"].location), result
-    )
-    size = size_text(sum(file.stat().st_size for file in files))
-    return {"path": path.name, "size": size, "snippet": snippet, "errors": describe_errors(notes)}
+    if path.is_file():
+        result = plan.output_dir
+        files = [path]
+        notes = read_header(path)[METADATA]
+    else:
+        result = path
+        files = [file for file in path.rglob("*") if file.is_file()]
+        notes = {}
+    pipeline = pipeline_location(plan, plan.source["transformer"].location)
+    return {
+        "path": path.name,
+        "size": size_text(sum(file.stat().st_size for file in files)),
+        "snippet": example_program(plan, pipeline, str(result)),
+        "errors": describe_errors(notes),
+    }
 
 
 def takes_original(plan: Plan) -> bool:
-    """Whether the transformer is not in its pipeline's repository but in one of its own, in the
-    original form.
-    """
+    """Whether the transformer is in a repository of its own, in the original form."""
     return isinstance(plan.source["transformer"], OriginalTransformer)
 
 
@@ -320,8 +333,9 @@ def pipeline_location(plan: Plan, base: str) -> str:
 
 
 def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) -> str:
-    """A program that samples the newest preview of the main prompt; empty for LoRA files in
-    ComfyUI's form.
+    """A program that samples the newest preview of the main prompt.
+
+    Empty for a LoRA in ComfyUI's form, which diffusers cannot load.
 
     Args:
         base: hub id or folder of the base model, for a LoRA.
@@ -352,8 +366,7 @@ def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) 
         alone=alone,
         original=plan.flavour.original if takes_original(plan) else None,
     )
-    from simpletuner.models.adapter import (
-        load_adapter,
-    )  # imports torch, which checks of uploads do without
+    # Imported here: it imports torch, which the checks of uploads do without.
+    from simpletuner.models.adapter import load_adapter
 
     return load_adapter(plan.spec).usage_snippet(usage)

@@ -1,7 +1,6 @@
-"""Uploads checkpoints and results to the hub, and runs the user's scripts; a failure never ends the
-run.
+"""Uploads checkpoints and results to the hub, and runs the user's scripts.
 
-Both are done in order, in a thread.
+Both are done in order, in a thread; a failure never ends the run.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 # Seconds before the second and the third attempt, which is the last.
 WAITS = (5.0, 20.0)
+SCRIPT_SECONDS = 600.0  # timeout of a user's script
 
 
 class UploadError(Exception):
@@ -102,30 +103,29 @@ class Uploads(Companion):
     def __call__(self, event: Event) -> None:
         """Queue a saved checkpoint for upload, and run the user's script for it."""
         if isinstance(event, CheckpointSaved):
-            self._saved = self._due = event
-            if script := self.publish.post_checkpoint_script:
-                job = partial(
-                    self._run_script, "post_checkpoint_script", script, event.path, event.step
-                )
+            self._saved = event
+            self._due = event
+            script = self.publish.post_checkpoint_script
+            if script:
+                key = "post_checkpoint_script"
+                job = partial(self._run_script, key, script, event.path, event.step)
                 self._add(job, event.path)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        """Upload the latest checkpoint; a checkpoint of the last step is uploaded with the
-        result.
-        """
+        """Upload the latest checkpoint; that of the last step is uploaded with the result."""
         # Not in `__call__`, because companions are called after the previews that the card shows.
         due = self._due
         self._due = None
-        if due is not None and self._is_pushed(due) and due.step < assembly.settings.total_steps:
-            send = partial(self._send, due.path, due.step, state.epoch, [due.path], self.hub)
-            self._add(send, due.path)
-            if not self.publish.push_to_hub_background:
-                self.join()
+        if due is None or not self._is_pushed(due) or due.step >= assembly.settings.total_steps:
+            return
+        send = partial(self._send, due.path, due.step, state.epoch, [due.path], self.hub)
+        self._add(send, due.path)
+        if not self.publish.push_to_hub_background:
+            self.join()
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Wait for uploads and scripts if the run stops early; otherwise `finish` follows with the
-        verified result.
-        """
+        """Wait for uploads and scripts if the run stops early."""
+        # Otherwise `finish` follows, with the verified result.
         if state.global_step < assembly.settings.total_steps:
             self.join()
 
@@ -138,12 +138,12 @@ class Uploads(Companion):
         if "card" not in ledger.tasks:
             return ""
         saved = self._saved
-        if (
-            saved is None
-        ):  # this session saved nothing: it finishes a run that was killed after its last step
+        folders: list[Path] = []
+        if saved is None:
+            # This session saved nothing: it finishes a run that was killed after its last step.
             folders = self._pushed(self._regular())
-        else:
-            folders = [saved.path] if saved.step == ledger.step and self._is_pushed(saved) else []
+        elif saved.step == ledger.step and self._is_pushed(saved):
+            folders = [saved.path]
         hub = self.hub if "uploads" in ledger.tasks else None
         self._add(lambda: self._send(self.output_dir, ledger.step, ledger.epoch, folders, hub))
         self.join()
@@ -197,18 +197,15 @@ class Uploads(Companion):
             raise
 
     def _regular(self) -> list[Checkpoint]:
-        return [
-            checkpoint
-            for checkpoint in find_checkpoints(self.output_dir)[0]
-            if not checkpoint.rolling
-        ]
+        """The checkpoints of the run, without rolling ones."""
+        checkpoints, _incomplete = find_checkpoints(self.output_dir)
+        return [checkpoint for checkpoint in checkpoints if not checkpoint.rolling]
 
     def _pushed(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
-        return (
-            [checkpoint.path for checkpoint in checkpoints]
-            if self.publish.push_checkpoints_to_hub
-            else []
-        )
+        """The folders of the checkpoints, if checkpoints are uploaded."""
+        if not self.publish.push_checkpoints_to_hub:
+            return []
+        return [checkpoint.path for checkpoint in checkpoints]
 
     def _is_pushed(self, saved: CheckpointSaved) -> bool:
         """Whether to upload a checkpoint; rolling ones serve only to resume."""
@@ -221,10 +218,12 @@ class Uploads(Companion):
             # A daemon, so that a hanging connection does not keep an interrupted run alive.
             self._worker = threading.Thread(target=self._work, daemon=True)
             self._worker.start()
-        self.in_use += [folder] if folder else []
+        if folder:
+            self.in_use.append(folder)
         self._jobs.put((job, folder))
 
     def _work(self) -> None:
+        """Do the queued jobs, in the worker's thread."""
         while True:
             job, folder = self._jobs.get()
             try:
@@ -242,6 +241,13 @@ class Uploads(Companion):
     def _send(
         self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], hub: Hub | None
     ) -> None:
+        """Write the model card and upload a result or a checkpoint.
+
+        Args:
+            folder: the folder of the weights for the root of the repository.
+            checkpoints: folders that are uploaded beside them.
+            hub: None writes only the card.
+        """
         # In the worker, since an earlier upload still needs the card of its step.
         if self.describe and self._plan:
             self.describe(self._plan, step, epoch)
@@ -253,12 +259,17 @@ class Uploads(Companion):
         with suppress(UploadError), self.events.phase(f"Uploading {name}", kind=UPLOADING):
             url = self._attempt(name, partial(hub.upload, files, message))
             self.events.publish(Uploaded(name, url, step))
-            if script := self.publish.post_upload_script:
+            script = self.publish.post_upload_script
+            if script:
                 self._run_script("post_upload_script", script, folder, step, url)
 
     def _attempt(self, name: str, upload: Callable[[], str]) -> str:
-        # None marks the last attempt.
-        for wait in (*self.waits, None):
+        """Upload, in several attempts; returns the URL.
+
+        Raises:
+            UploadError: all attempts failed.
+        """
+        for wait in (*self.waits, None):  # None marks the last attempt
             try:
                 return upload()
             except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
@@ -275,17 +286,23 @@ class Uploads(Companion):
 
     def _run_script(self, key: str, script: str, folder: Path, step: int, url: str = "") -> None:
         """Run a program without a shell; a failure is a warning."""
-        values = dict(
-            zip(PLACEHOLDERS, (str(folder.resolve()), url, str(step), self.run_name), strict=True)
-        )
-        names = re.compile("|".join(rf"\{{{name}\}}" for name in values))
-        # Replaced after splitting, so that every value stays a single argument.
-        command = [
-            names.sub(lambda match: values[match[0][1:-1]], word) for word in shlex.split(script)
-        ]
+        texts = (str(folder.resolve()), url, str(step), self.run_name)
+        values = dict(zip(PLACEHOLDERS, texts, strict=True))
+        placeholder = re.compile("|".join(rf"\{{{name}\}}" for name in values))
+
+        def fill(argument: str) -> str:
+            return placeholder.sub(lambda match: values[match[0][1:-1]], argument)
+
+        # Filled in after splitting, so that every value stays a single argument.
+        command = [fill(argument) for argument in shlex.split(script)]
         try:
             subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=600.0, check=True
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=SCRIPT_SECONDS,
+                check=True,
             )
         except subprocess.CalledProcessError as error:
             output = (error.stderr or error.stdout).strip()[-500:]
@@ -313,29 +330,26 @@ FORBIDDEN = {
 
 
 def loaded_files(folder: Path) -> dict[str, Path]:
-    """The files that users load from an output folder or a checkpoint, by their path in a
-    repository.
-    """
+    """The files of a run or checkpoint that users load, by their path in a repository."""
     pipeline = folder / PIPELINE_FOLDER
     if pipeline.is_dir():
         return _relative(pipeline, pipeline.rglob("*"))
-    files = _relative(folder, (path for pattern in LOADED for path in folder.glob(pattern)))
+    files = _relative(folder, chain.from_iterable(map(folder.glob, LOADED)))
     if not average_is_stale(folder):
         return files
-    return {
-        path: local for path, local in files.items() if not path.startswith(f"{AVERAGE_FOLDER}/")
-    }
+    prefix = f"{AVERAGE_FOLDER}/"
+    return {path: local for path, local in files.items() if not path.startswith(prefix)}
 
 
 def _relative(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
+    """The files among these paths, by their path below a folder."""
     return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
 
 
 def contents(
     output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path]
 ) -> tuple[dict[str, Path], str]:
-    """The content of a commit: local files by their path in the repository, and a message with a
-    title line.
+    """The files of a commit by their path in the repository, and its message.
 
     The weights of `folder` go to the root, beside the model card, and checkpoints into folders
     named after them.
@@ -343,10 +357,10 @@ def contents(
     card = output_dir / CARD_FOLDER
     files = loaded_files(folder) | _relative(card, card.rglob("*"))
     for checkpoint in checkpoints:
-        files |= {
-            f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()
-        }
-    return files, read_notes(card).get("summary", f"Trained for {counted(step, 'step')}.")
+        for path, local in loaded_files(checkpoint).items():
+            files[f"{checkpoint.name}/{path}"] = local
+    message = read_notes(card).get("summary", f"Trained for {counted(step, 'step')}.")
+    return files, message
 
 
 @dataclass
@@ -371,8 +385,10 @@ class Hub:
         return HfApi()
 
     def prepare(self) -> str:
-        """Check the login and the permission to write, and create the repository; returns a
-        warning, or "".
+        """Check the login and the permission to write, and create the repository.
+
+        Returns:
+            A warning, or an empty text.
 
         Raises:
             UserError: the hub cannot be reached or refuses uploads.
@@ -402,19 +418,21 @@ class Hub:
             reason = FORBIDDEN.get(error.response.status_code, str(error))
             raise UserError(f"push_to_hub: {reason} to {self.repository}.") from None
         except Exception as error:  # noqa: BLE001 - of the HTTP library, which depends on the hub's version
-            message = (
+            raise UserError(
                 f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: "
                 f"{error})."
+            ) from None
+        if self.private and is_public:
+            return (
+                f"model_card_private has no effect: {self.repository} exists on the hub and is "
+                "public."
             )
-            raise UserError(message) from None
-        warning = (
-            f"model_card_private has no effect: {self.repository} exists on the hub and is public."
-        )
-        return warning if self.private and is_public else ""
+        return ""
 
     def upload(self, files: Mapping[str, Path], message: str) -> str:
-        """Upload in one commit, skipping large files that are already on the hub; returns the
-        URL.
+        """Upload in one commit; returns the URL of the repository.
+
+        Large files that are already on the hub are skipped.
         """
         from huggingface_hub import CommitOperationAdd
 
@@ -455,7 +473,8 @@ def open_uploads(plan: Plan, hub: Hub | None, events: EventStream) -> Uploads:
     if hub is not None:
         repository = hub.repository
     else:
-        name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
-        repository = name if "/" in name else f"{NOBODY}/{name}"
+        repository = repository_name(publish.hub_model_id or tracking.tracker_project_name)
+        if "/" not in repository:
+            repository = f"{NOBODY}/{repository}"
     describe = partial(describe_run, repository)
     return Uploads(publish, plan.output_dir, tracking.tracker_run_name, hub, events, describe)

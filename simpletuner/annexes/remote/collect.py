@@ -1,6 +1,4 @@
-"""Turns remote datasets into folders: lists and downloads their files, which are then used like
-local ones.
-"""
+"""Turns remote datasets into folders, whose files are then used like local ones."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Kind, Problem, Problems, UserError
 
-# What lists the files of a dataset; its source names it.
+# A function that lists the files of a dataset; each source in config/remote.py names one.
 Lister = Callable[[DatasetConfig, Store, Problems], RemoteFiles]
 RETRY = "; --retry-failed tries again"
 
@@ -52,9 +50,10 @@ def collect(
             problems.error(entry.id, str(error), kind=kind)
     if problems.are_fatal:
         return {}
-    return {
-        name: _download(name, store, files, problems) for name, (store, files) in listed.items()
-    }
+    scans = {}
+    for name, (store, files) in listed.items():
+        scans[name] = _download(name, store, files, problems)
+    return scans
 
 
 # For plans that must not contact a server.
@@ -62,9 +61,7 @@ collect_cached = partial(collect, fetches=False)
 
 
 def _is_refused(entry: DatasetConfig, problems: Problems) -> bool:
-    """Whether an entry already has a fatal problem, so that listing its files would only add
-    others.
-    """
+    """Whether an entry has a fatal problem; listing its files would only add further ones."""
     for problem in problems:
         of_entry = problem.where == entry.id or problem.where.startswith(f"{entry.id}.")
         if problem.fatal and of_entry:
@@ -73,6 +70,7 @@ def _is_refused(entry: DatasetConfig, problems: Problems) -> bool:
 
 
 def _open_store(entry: DatasetConfig, context: DataContext, *, fetches: bool) -> Store:
+    """The download folder of an entry."""
     return Store(
         root=Path(entry.instance_data_dir or ""),
         wanted=wanted_suffixes(entry, context),
@@ -83,8 +81,9 @@ def _open_store(entry: DatasetConfig, context: DataContext, *, fetches: bool) ->
 
 
 def _download(dataset: str, store: Store, files: RemoteFiles, problems: Problems) -> Scan:
-    """Download missing files; returns a listing as of a folder, with the reasons of failed
-    downloads.
+    """Download missing files; returns a listing as of a folder.
+
+    Failed downloads are listed among the ignored files, with their reasons.
     """
     missing = store.missing(files.items)
     if missing and not store.fetches:
@@ -104,13 +103,13 @@ def _download(dataset: str, store: Store, files: RemoteFiles, problems: Problems
         if name is not None:
             keys[name] = item.key
     listing = classify([(name, None) for name in keys], store.wanted)
+    ignored = {**listing.ignored, **files.ignored, **failed}
     table = {name: files.captions[key] for name, key in keys.items() if key in files.captions}
-    return replace(
-        listing, ignored={**listing.ignored, **files.ignored, **failed}, table=table, origins=keys
-    )
+    return replace(listing, ignored=ignored, table=table, origins=keys)
 
 
 def _fetch(dataset: str, store: Store, missing: Sequence[Item], problems: Problems) -> None:
+    """Download files with a progress bar."""
     title = f"Downloading {dataset}"
     try:
         # Progress goes to stderr, since stdout may be piped.

@@ -1,5 +1,4 @@
-"""Lists datasets of type huggingface: the rows of a dataset on the hub, or of a folder in the same
-layout.
+"""Lists datasets of type huggingface: rows of a dataset on the hub, or of a folder like it.
 
 The package `datasets` downloads and reads the tables; media are stored undecoded.
 """
@@ -74,15 +73,14 @@ def list_rows(config: DatasetConfig, store: Store, report: Problems) -> RemoteFi
         raise UnfetchedError("its rows are")
     table = _load(config, commit, store.root)
     facts = _facts(table, config)
-    absent = Problems()
-    _check_table(table, facts, config, absent)
-    report.extend(absent)
-    if absent:
+    missing = Problems()
+    _check_table(table, facts, config, missing)
+    report.extend(missing)
+    if missing:
         return RemoteFiles([])
     facts_of_rows: Iterable[dict[str, Any]] = facts
-    if not _columns(
-        config
-    ):  # a `datasets` table without columns has no rows, so empty rows stand for them
+    if not _columns(config):
+        # A `datasets` table without columns has no rows, so empty rows stand for them.
         facts_of_rows = ({} for _ in range(len(table)))
     rows = _choose(facts_of_rows, config, identity)
     write_json(store.root / SAVED, asdict(rows))
@@ -90,15 +88,15 @@ def list_rows(config: DatasetConfig, store: Store, report: Problems) -> RemoteFi
 
 
 def _digest(*values: object) -> str:
+    """A short hash of JSON values."""
     return hash_text(json.dumps(values))[:16]
 
 
 def _commit(config: DatasetConfig, *, asks: bool) -> str:
-    """The revision's commit, from the hub or else from the cache; for a folder, a digest of its
-    files.
+    """The commit of the dataset's revision; for a folder, a digest of its files.
 
     Args:
-        asks: contact the hub.
+        asks: contact the hub; otherwise the commit is that in the cache.
 
     Raises:
         UserError: the dataset is gated, private or missing, or the hub cannot be reached.
@@ -132,12 +130,12 @@ def _refusal(name: str, error: Exception) -> str:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     # `datasets` wraps the hub's errors, so the text is checked too.
-    if isinstance(error, GatedRepoError | RepositoryNotFoundError) or "gated" in str(error).lower():
-        advice = (
-            "log in with `hf auth login`, and accept its terms on "
-            f"https://huggingface.co/datasets/{name}"
+    is_refused = isinstance(error, GatedRepoError | RepositoryNotFoundError)
+    if is_refused or "gated" in str(error).lower():
+        return (
+            f"the hub has no dataset {name!r}, or it is private or gated: log in with `hf auth "
+            f"login`, and accept its terms on https://huggingface.co/datasets/{name}."
         )
-        return f"the hub has no dataset {name!r}, or it is private or gated: {advice}."
     if "scripts are no longer supported" in str(error):
         return (
             f"{name!r} needs a loading script, which is not supported; use a copy with "
@@ -158,11 +156,17 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
     name = str(config.dataset_name)
     processes = min(config.num_proc, os.cpu_count() or 1)
     folder = home_path(name)
-    # The commit instead of the branch, which may have moved since.
-    place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
-    part = {"split": config.split, "num_proc": processes if processes > 1 else None}
+    source = {"path": str(folder)}
+    if not folder.is_dir():
+        # The commit instead of the branch, which may have moved since.
+        source = {"path": name, "revision": commit}
     try:
-        table = datasets.load_dataset(**place, **part, cache_dir=str(cache / "datasets"))
+        table = datasets.load_dataset(
+            **source,
+            split=config.split,
+            num_proc=processes if processes > 1 else None,
+            cache_dir=str(cache / "datasets"),
+        )
     except (DatasetsError, OSError, RuntimeError, ValueError) as error:
         raise UserError(_refusal(name, error)) from error
     for column, feature in table.features.items():
@@ -175,18 +179,17 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
 
 def _media(config: DatasetConfig) -> tuple[str, str]:
     """The key that names the media column, and the column."""
-    return (
-        ("video_column", config.video_column)
-        if config.holds_clips
-        else ("image_column", config.image_column)
-    )
+    if config.holds_clips:
+        return "video_column", config.video_column
+    return "image_column", config.image_column
 
 
 def _facts(table: Any, config: DatasetConfig) -> Any:
     """The columns except the media: iterating over full rows would read every picture."""
     named = {column.partition(".")[0] for _, column in _columns(config)}
+    present = named & {*table.column_names}
     # A struct becomes columns such as `quality.aesthetic`.
-    return table.select_columns(sorted(named & {*table.column_names})).flatten()
+    return table.select_columns(sorted(present)).flatten()
 
 
 def _check_table(table: Any, facts: Any, config: DatasetConfig, report: Problems) -> None:
@@ -198,19 +201,21 @@ def _check_table(table: Any, facts: Any, config: DatasetConfig, report: Problems
 
 def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str) -> Rows:
     """Filter rows and collect captions, without reading media."""
-    captions = {}
-    left_out = {}
+    captions: dict[int, tuple[str, ...]] = {}
+    left_out: dict[int, str] = {}
     fallbacks = [*filter(None, (config.fallback_caption_column, config.description_column))]
     for number, row in enumerate(rows):
-        why = _why_not(row, config, config.filter_func) if config.filter_func else None
-        if why is None:
-            # From all caption columns, or else from the first fallback column that has any.
-            texts = tuple(
-                text for column in config.caption_column for text in texts_in(row.get(column))
-            )
-            captions[number] = texts or first_texts(row, *fallbacks)
-        else:
-            left_out[number] = why
+        reason = None
+        if config.filter_func:
+            reason = _why_left_out(row, config, config.filter_func)
+        if reason is not None:
+            left_out[number] = reason
+            continue
+        # From all caption columns, or else from the first fallback column that has any.
+        texts: list[str] = []
+        for column in config.caption_column:
+            texts += texts_in(row.get(column))
+        captions[number] = tuple(texts) or first_texts(row, *fallbacks)
     return Rows(identity, captions, left_out)
 
 
@@ -227,25 +232,22 @@ def _columns(config: DatasetConfig) -> list[tuple[str, str]]:
         columns.append(("width_column", config.width_column))
     if rule.min_height:
         columns.append(("height_column", config.height_column))
-    return columns + [
-        ("filter_func", f"{rule.quality_column}.{metric}")
-        for metric in rule.quality_thresholds or ()
-    ]
+    for metric in rule.quality_thresholds or ():
+        columns.append(("filter_func", f"{rule.quality_column}.{metric}"))
+    return columns
 
 
-def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> str | None:
+def _why_left_out(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> str | None:
     """Why `filter_func` excludes a row; None if it does not."""
     if rule.collection and row["collection"] not in rule.collection:
         return f"collection is {row['collection']!r}"
-    least: dict[str, float | None] = {
+    minimums: dict[str, float | None] = {
         config.width_column: rule.min_width,
         config.height_column: rule.min_height,
     }
-    least |= {
-        f"{rule.quality_column}.{metric}": bound
-        for metric, bound in (rule.quality_thresholds or {}).items()
-    }
-    for column, bound in least.items():
+    for metric, threshold in (rule.quality_thresholds or {}).items():
+        minimums[f"{rule.quality_column}.{metric}"] = threshold
+    for column, bound in minimums.items():
         # An unknown value fails the check.
         if bound and (row[column] is None or row[column] < bound):
             return f"{column} is {row[column]}, below {bound:g}"
@@ -264,15 +266,16 @@ def _files_of(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Rem
     # again.
     version = _digest(commit, column, cut.model_dump() if cut else None)
     source = f"{config.dataset_name}@{commit}, split {config.split}, row"
-    read = partial(_read, table, column, config)
-    items = [
-        Item(f"{source} {number}", str(number), partial(read, number), version)
-        for number in rows.captions
-    ]
-    captions = {f"{source} {number}": captions for number, captions in rows.captions.items()}
+    items = []
+    captions = {}
+    for number, texts in rows.captions.items():
+        key = f"{source} {number}"
+        read = partial(_read, table, column, config, number)
+        items.append(Item(key, str(number), read, version))
+        captions[key] = texts
     ignored = {}
-    for number, why in rows.left_out.items():
-        ignored[f"{source} {number}"] = ("not chosen", f"is left out by filter_func: {why}")
+    for number, reason in rows.left_out.items():
+        ignored[f"{source} {number}"] = ("not chosen", f"is left out by filter_func: {reason}")
     return RemoteFiles(items, captions, ignored)
 
 
@@ -280,25 +283,33 @@ def _read(table: Any, column: str, config: DatasetConfig, number: int) -> Iterab
     """Read the media of a row: bytes, a file of the dataset, or an address."""
     chunks = _chunks(table[number][column], config)
     cut = config.composite_image_config
-    return [_cut(b"".join(chunks), cut)] if cut is not None and cut.enabled else chunks
+    if cut is None or not cut.enabled:
+        return chunks
+    return [_cut(b"".join(chunks), cut)]
 
 
 def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
+    """The content of a cell of the media column in chunks.
+
+    Raises:
+        DownloadError: it has none, or it cannot be read.
+    """
     if isinstance(cell, str) and SCHEME.match(cell):
         return web_item(cell, "", config, Path()).read()
     if isinstance(cell, bytes):
         return [cell]
-    if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
-        raise DownloadError("contains neither a file nor an http(s) address")
     # A table contains files, or paths to files beside it.
-    if cell.get("bytes"):
+    if isinstance(cell, dict) and cell.get("bytes"):
         return [cell["bytes"]]
-    return copy_file(Path(cell["path"]), _folders(config))
+    if isinstance(cell, dict) and cell.get("path"):
+        return copy_file(Path(cell["path"]), _folders(config))
+    raise DownloadError("contains neither a file nor an http(s) address")
 
 
 def _folders(config: DatasetConfig) -> Sequence[Path]:
-    """The folders that may contain a dataset's files: its own, or for the hub, the libraries'
-    download caches.
+    """The folders that may contain a dataset's files; all if empty.
+
+    They are a local dataset's folder, or for the hub, the download caches of the libraries.
     """
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE

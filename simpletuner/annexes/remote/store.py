@@ -1,5 +1,4 @@
-"""The download folder of a remote dataset: which files are there, which failed, and when they are
-tried again.
+"""The download folder of a remote dataset: its files, failed downloads, and their retries.
 
 `downloads.jsonl` records the name and version of every downloaded file, so that no file is
 downloaded twice and a killed download resumes. `failed.jsonl` lists failed downloads, which are
@@ -30,11 +29,8 @@ PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
 DOWNLOADS = "downloads.jsonl"
 FAILED = "failed.jsonl"
 HEAD = 64  # bytes needed to detect the format of a file
-SUFFIXES = {
-    "JPEG": ".jpg",
-    "TIFF": ".tif",
-    "HEIF": ".heic",
-}  # of formats whose suffix is not their name
+# Of formats whose suffix is not their name.
+SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}
 
 
 class DownloadError(Exception):
@@ -120,34 +116,35 @@ class Store:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._done = {record.key: record for record in _read_records(self.root / DOWNLOADS)}
-        failed = [] if self.retry_failed else _read_records(self.root / FAILED)
-        self.failed = {
-            line.key: line
-            for line in failed
-            if not (self.forgiven and self.forgiven in line.reason)
-        }
+        self.failed: dict[str, Attempt] = {}
+        if self.retry_failed:
+            return
+        for record in _read_records(self.root / FAILED):
+            is_forgiven = self.forgiven and self.forgiven in record.reason
+            if not is_forgiven:
+                self.failed[record.key] = record
 
     def name_of(self, item: Item) -> str | None:
         """The local file of an item; None if this version is missing or incomplete."""
         record = self._done.get(item.key)
+        if record is None or record.version != item.version:
+            return None
         # A record's name has a suffix, determined by the content.
-        if (
-            record is None
-            or record.version != item.version
-            or not record.name.startswith(item.name)
-        ):
+        if not record.name.startswith(item.name):
             return None
         path = self.root / record.name
-        return record.name if path.is_file() and path.stat().st_size == record.size else None
+        if not path.is_file() or path.stat().st_size != record.size:
+            return None
+        return record.name
 
     def missing(self, items: Iterable[Item]) -> list[Item]:
         """The items to download: neither downloaded nor failed before."""
         failed = {(record.key, record.version) for record in self.failed.values()}
-        return [
-            item
-            for item in items
-            if (item.key, item.version) not in failed and self.name_of(item) is None
-        ]
+        missing = []
+        for item in items:
+            if (item.key, item.version) not in failed and self.name_of(item) is None:
+                missing.append(item)
+        return missing
 
     def fetch(self, items: Sequence[Item], bar: ProgressBar) -> None:
         """Download items in parallel.
@@ -161,7 +158,8 @@ class Store:
         errors: dict[Item, DownloadError] = {}
         pool = ThreadPoolExecutor(WORKERS)
         try:
-            for future in as_completed([pool.submit(self._fetch, item, errors) for item in items]):
+            futures = [pool.submit(self._fetch, item, errors) for item in items]
+            for future in as_completed(futures):
                 bar.advance(1, future.result())
         finally:
             # After an error or Ctrl-C, this ends the pauses between attempts.
@@ -173,33 +171,39 @@ class Store:
             raise UserError(
                 f"none of {len(items)} files can be downloaded; for instance {item.key} {error}."
             )
-        # In the order of the source, not of the responses.
-        failed = [item for item in items if item in errors]
-        failures = {
-            item.key: Attempt(item.key, item.version, reason=str(errors[item])) for item in failed
-        }
-        self._note({item.key for item in items}, failures)
+        failures: dict[str, Attempt] = {}
+        for item in items:  # in the order of the source, not of the responses
+            if item in errors:
+                failures[item.key] = Attempt(item.key, item.version, reason=str(errors[item]))
+        self._record_failures({item.key for item in items}, failures)
 
     def _fetch(self, item: Item, errors: dict[Item, DownloadError]) -> str:
-        for pause in (*PAUSES, None):
+        """Download an item in up to three attempts; returns its key.
+
+        Args:
+            errors: the error of an item that cannot be downloaded is added to it.
+        """
+        for pause in (*PAUSES, None):  # None marks the last attempt
             try:
                 self._save(item)
+                break
+            except UnreachableError as error:
+                if pause is None or self._stop.wait(pause):
+                    errors[item] = error
+                    break
             except DownloadError as error:
-                if (
-                    isinstance(error, UnreachableError)
-                    and pause is not None
-                    and not self._stop.wait(pause)
-                ):
-                    continue
                 errors[item] = error
-            break
+                break
         return item.key
 
     def _save(self, item: Item) -> None:
+        """Download an item, and record it."""
         chunks = iter(item.read())
         head = b""
-        # Chunks may have any size.
-        while len(head) < HEAD and (chunk := next(chunks, b"")):
+        while len(head) < HEAD:  # chunks may have any size
+            chunk = next(chunks, b"")
+            if not chunk:
+                break
             head += chunk
         name = item.name + self._suffix(head)
         # No fsync: a file truncated by a power cut is shorter than recorded, and is downloaded
@@ -216,6 +220,7 @@ class Store:
         self._done[item.key] = record
 
     def _suffix(self, head: bytes) -> str:
+        """The suffix for the format of a file, by its first bytes."""
         suffix = clip_suffix(head)
         if not suffix:
             try:
@@ -227,33 +232,24 @@ class Store:
             raise DownloadError(f"is a {suffix} file, which this dataset does not accept")
         return suffix
 
-    def _note(self, tried: set[str], failures: Mapping[str, Attempt]) -> None:
+    def _record_failures(self, tried: set[str], failures: Mapping[str, Attempt]) -> None:
         """Update the list of failures, keeping those of other datasets that share the folder."""
-        kept = {
-            record.key: record
-            for record in _read_records(self.root / FAILED)
-            if record.key not in tried
-        }
         self.failed |= failures
-        if failures or (self.root / FAILED).exists():
-            write_atomically(
-                self.root / FAILED, "".join(map(_line, [*kept.values(), *failures.values()]))
-            )
+        path = self.root / FAILED
+        records = {record.key: record for record in _read_records(path) if record.key not in tried}
+        records |= failures
+        if failures or path.exists():
+            write_atomically(path, "".join(map(_line, records.values())))
 
 
 def _line(record: Attempt) -> str:
-    return (
-        json.dumps(
-            {key: value for key, value in asdict(record).items() if value}, ensure_ascii=False
-        )
-        + "\n"
-    )
+    """A record as a line of a journal, without empty values."""
+    values = {key: value for key, value in asdict(record).items() if value}
+    return json.dumps(values, ensure_ascii=False) + "\n"
 
 
 def _read_records(path: Path) -> Iterator[Attempt]:
-    """The lines of a journal; invalid ones are skipped, since a kill may have truncated the last
-    line.
-    """
+    """The lines of a journal, without invalid ones: a kill may have truncated the last line."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):

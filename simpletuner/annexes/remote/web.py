@@ -20,10 +20,9 @@ from simpletuner.annexes.remote.store import DownloadError, UnreachableError
 
 SECONDS = 30.0  # timeout of a response
 MOST_SECONDS = 600.0  # timeout of a whole file: some servers trickle bytes
-TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
-PAGES = frozenset(
-    {"text/html", "application/json", "application/xml", "text/xml"}
-)  # formats of error pages
+TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses
+# Formats of error pages.
+PAGES = frozenset({"text/html", "application/json", "application/xml", "text/xml"})
 # Not compressed, so that the file's length equals Content-Length.
 HEADERS = {
     "User-Agent": "simpletuner",
@@ -50,12 +49,13 @@ def read_url(url: str, most: int, *, allow_private: bool = False) -> Iterator[by
         UnreachableError: the download failed, but a retry may help.
     """
     certificates = _certificates()
-    transport = None if allow_private else _PublicTransport(verify=certificates)
     try:
-        # `trust_env` enables the environment's proxy, which resolves names itself and would bypass
-        # the check.
         client = httpx.Client(
-            transport=transport, verify=certificates, trust_env=allow_private, follow_redirects=True
+            transport=None if allow_private else _PublicTransport(verify=certificates),
+            verify=certificates,
+            # The environment's proxy resolves names itself, and would bypass the check.
+            trust_env=allow_private,
+            follow_redirects=True,
         )
         with client, client.stream("GET", url, headers=HEADERS, timeout=SECONDS) as response:
             yield from _chunks(response, most)
@@ -64,34 +64,34 @@ def read_url(url: str, most: int, *, allow_private: bool = False) -> Iterator[by
     except (httpx.InvalidURL, UnicodeError) as error:
         raise DownloadError(f"is not an address: {error}") from error
     except (httpx.HTTPError, OSError) as error:
-        raise UnreachableError(
-            f"cannot be reached: {str(error) or type(error).__name__}"
-        ) from error
+        reason = str(error) or type(error).__name__
+        raise UnreachableError(f"cannot be reached: {reason}") from error
 
 
 def _chunks(response: httpx.Response, most: int) -> Iterator[bytes]:
+    """The content of a response in chunks; see `read_url`."""
     if not response.is_success:
         kind = UnreachableError if response.status_code in TEMPORARY else DownloadError
         raise kind(f"returned HTTP {response.status_code} {response.reason_phrase}")
-    content = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if content in PAGES:
-        raise DownloadError(f"is {content}, not a picture or clip")
+    content_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if content_type in PAGES:
+        raise DownloadError(f"is {content_type}, not a picture or clip")
+    too_large = f"has more than {most >> 20} MB"
     announced = int(response.headers.get("Content-Length") or 0)
-    until = time.monotonic() + MOST_SECONDS
+    if announced > most:
+        raise DownloadError(too_large)
+    deadline = time.monotonic() + MOST_SECONDS
     received = 0
     try:
-        # Content-Length may be missing or wrong, so received bytes are counted too.
-        for chunk in response.iter_raw() if announced <= most else ():
+        for chunk in response.iter_raw():
             received += len(chunk)
-            if received > most:
-                break
+            if received > most:  # Content-Length may be missing or wrong
+                raise DownloadError(too_large)
             yield chunk
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise UnreachableError(f"took more than {MOST_SECONDS / 60:g} minutes")
     except httpx.RemoteProtocolError as error:
         raise UnreachableError(f"ended after {received:,} of {announced:,} bytes") from error
-    if max(received, announced) > most:
-        raise DownloadError(f"has more than {most >> 20} MB")
 
 
 class _PublicTransport(httpx.HTTPTransport):
@@ -99,14 +99,15 @@ class _PublicTransport(httpx.HTTPTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         failure: Exception = OSError(f"{request.url.host} has no address")
-        extensions = {**request.extensions, "sni_hostname": request.url.host}
         for address in public_addresses(request.url.host):
-            url = request.url.copy_with(host=address)
-            sent = httpx.Request(
-                request.method, url, headers=request.headers, extensions=extensions
+            to_address = httpx.Request(
+                request.method,
+                request.url.copy_with(host=address),
+                headers=request.headers,
+                extensions={**request.extensions, "sni_hostname": request.url.host},
             )
             try:
-                return super().handle_request(sent)
+                return super().handle_request(to_address)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = error
         raise failure
@@ -133,10 +134,18 @@ def public_addresses(host: str) -> list[str]:
 def is_public(address: Address) -> bool:
     """Whether an address is globally reachable, including an embedded IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo and address.teredo[1])
-        if address in NAT64:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner:
-            return is_public(inner)
+        embedded = _embedded_address(address)
+        if embedded is not None:
+            return is_public(embedded)
     # Python counts some multicast addresses as global.
     return address.is_global and not address.is_multicast
+
+
+def _embedded_address(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that an IPv6 address leads to; None if it contains none."""
+    if address in NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)  # the last 32 bits
+    if address.teredo is not None:
+        _server, client = address.teredo
+        return client
+    return address.ipv4_mapped or address.sixtofour

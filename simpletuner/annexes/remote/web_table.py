@@ -32,9 +32,14 @@ SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # two letters or mo
 def list_table(config: DatasetConfig, store: Store, report: Problems) -> RemoteFiles:
     """The rows of a table; of rows with the same address, the last."""
     table = read_table(config, report)
-    rows = {address: caption for address, caption in table if address}
     where = f"{config.id}.csv_file"
-    empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
+    rows: dict[str, str] = {}
+    empty: list[str] = []
+    for number, (address, caption) in enumerate(table, start=1):
+        if address:
+            rows[address] = caption
+        else:
+            empty.append(str(number))
     repeated = len(table) - len(empty) - len(rows)
     if repeated:
         report.warn(
@@ -52,20 +57,23 @@ def read_table(config: DatasetConfig, report: Problems) -> list[tuple[str, str]]
     """(address, caption) of every row."""
     path = Path(config.csv_file or "")
     where = f"{config.id}.csv_file"
-    address = config.csv_url_column
-    caption = config.csv_caption_column or ""
+    url_column = config.csv_url_column
+    caption_column = config.csv_caption_column or ""
     try:
-        # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted
-        # captions.
-        text = io.StringIO(read_file(path, LARGEST_PICTURE).decode("utf-8-sig"), newline="")
-        table = csv.DictReader(text)
+        # Spreadsheets write a byte order mark.
+        text = read_file(path, LARGEST_PICTURE).decode("utf-8-sig")
+        # `newline=""` keeps line breaks inside quoted captions.
+        table = csv.DictReader(io.StringIO(text, newline=""))
         missing = Problems()
-        named = {"csv_url_column": address, "csv_caption_column": caption}
-        check_columns(named, list(table.fieldnames or ()), config.id, missing)
+        columns = {"csv_url_column": url_column, "csv_caption_column": caption_column}
+        check_columns(columns, list(table.fieldnames or ()), config.id, missing)
         report.extend(missing)
         if missing:
             return []
-        return [((row[address] or "").strip(), (row[caption] or "").strip()) for row in table]
+        # A short row has None in its last columns.
+        return [
+            ((row[url_column] or "").strip(), (row[caption_column] or "").strip()) for row in table
+        ]
     except MediaError as error:
         report.error(where, f"{str(path)!r} {error}.")
     except (UnicodeDecodeError, csv.Error) as error:
@@ -90,12 +98,12 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
         # Still an item, so that the plan lists the row with the reason.
         return Item(address, name, partial(_refuse, scheme[1]))
     most = WEB_CLIP if config.holds_clips else WEB_PICTURE
-    return Item(
-        address, name, partial(read_url, address, most, allow_private=config.allow_private_urls)
-    )
+    read = partial(read_url, address, most, allow_private=config.allow_private_urls)
+    return Item(address, name, read)
 
 
 def _version(path: Path) -> str:
+    """The version of a local file; empty if there is none."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: NUL in the name
@@ -107,7 +115,7 @@ def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
     """Read a local file in chunks.
 
     Args:
-        folders: the file must be below one of them, since the table may come from anybody. Links
+        folders: the file must be below one of them, since anybody may have written the table. Links
             below them may lead anywhere, since only local users can create them. Empty allows all
             paths.
 
@@ -115,9 +123,9 @@ def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
         DownloadError: the file is not below the folders, or cannot be read.
     """
     # `abspath` does not resolve links.
-    named = Path(os.path.abspath(path))  # noqa: PTH100
+    absolute = Path(os.path.abspath(path))  # noqa: PTH100
     roots = [os.path.abspath(folder) for folder in folders]  # noqa: PTH100
-    if roots and not any(named.is_relative_to(root) for root in roots):
+    if roots and not any(absolute.is_relative_to(root) for root in roots):
         raise DownloadError(
             "is outside of the folder of its table; set allow_private_urls to accept such files"
         )
@@ -131,4 +139,5 @@ def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _refuse(scheme: str) -> Iterator[bytes]:
+    """Refuse to download an address of a scheme."""
     raise DownloadError(f"uses {scheme}; only http and https are supported")
