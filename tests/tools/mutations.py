@@ -24,6 +24,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 PARTS = ("simpletuner", "tests", "benchmarks")  # what the tests import
+PAGES = "docs"  # what some of them read
 LIMIT_SECONDS = 900  # of one run of pytest, also that of the tests of all mutations
 PASSED = int(pytest.ExitCode.OK)
 # What the exit code of the tests means for a mutation. Collection fails where a module cannot be
@@ -173,7 +174,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Path(folder, "tree")
         log = Path(folder, "log")
-        for part in PARTS:
+        for part in (*PARTS, PAGES):
             shutil.copytree(ROOT / part, tree / part)
         shutil.copy(ROOT / "pyproject.toml", tree)
         tests_of_all: dict[str, None] = {}
