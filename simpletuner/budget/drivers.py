@@ -54,8 +54,8 @@ METAL_SHARE = 0.75
 # Bytes that the driver uses on an idle device, part of DEVICE_OVERHEAD; they differ slightly
 # between machines.
 IDLE = 0.5e9
-# Lines of `nvidia-smi -L`: "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" followed by "MIG 3g.40gb
-# Device 0: (...)".
+# Lines of `nvidia-smi -L`: "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)", and below a GPU its MIG
+# slices: "MIG 3g.40gb Device 0: (...)".
 WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
 SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
 SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
@@ -76,21 +76,22 @@ class Gpu(NamedTuple):
 
 
 def query_gpu() -> Gpu | None:
-    """The first GPU visible to this process; None if there is none, or the driver is broken, which
-    torch reports.
-    """
+    """The first GPU visible to this process; None without a GPU or with a broken driver."""
+    # torch reports a broken driver.
     return query_nvidia() or query_amd() or query_apple() or ask_torch()
 
 
 def query_nvidia() -> Gpu | None:
     """The first visible NVIDIA GPU, from nvidia-smi."""
-    if part := _slice(ask_driver("-L") if driver() else [], _first_visible()):
-        return part
+    chosen = _first_visible()
+    listed = ask_driver("-L") if driver() else []
+    mig_slice = _slice(listed, chosen)
+    if mig_slice is not None:
+        return mig_slice
+    lines = _ask_about("gpu=name,memory.total,memory.used", chosen)
     try:
         # Split from the right, since the name may contain commas.
-        name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[
-            0
-        ].rsplit(",", 2)
+        name, total, used = lines[0].rsplit(",", 2)
         return Gpu(name.strip(), float(total) * 2**20, _taken(float(used) * 2**20))
     except (ValueError, IndexError):
         return None
@@ -118,7 +119,7 @@ def query_amd() -> Gpu | None:
 
 
 def _amd_cards() -> list[dict[str, str]]:
-    """What rocm-smi says of each card, in the order of their numbers."""
+    """The facts of all cards from rocm-smi, in the order of their numbers."""
     lines = _run("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
     try:
         answer = json.loads("\n".join(lines))
@@ -156,15 +157,17 @@ def query_apple() -> Gpu | None:
 
 @functools.cache
 def ask_torch() -> Gpu | None:
-    """The GPU that torch finds, in a process of its own; None without a driver or a build of torch
-    that could use one.
+    """The GPU that torch finds in a process of its own; None if it cannot have one.
 
     The import takes seconds, so torch is asked only where a driver's files show that there may be a
     GPU.
     """
     backend = torch_backend()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if not backend or hidden or not any(Path(file).exists() for file in DEVICE_FILES[backend]):
+    if not backend:
+        return None
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    has_driver = any(Path(file).exists() for file in DEVICE_FILES[backend])
+    if is_hidden or not has_driver:
         return None
     lines = _run(sys.executable, "-c", ASK_TORCH, seconds=TORCH_SECONDS)
     try:
@@ -183,14 +186,18 @@ def torch_backend() -> Backend | Literal[""] | None:
     if platform.system() == "Darwin":
         return "mps" if platform.machine() == "arm64" else ""
     torch = importlib.util.find_spec("torch")
-    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if torch is None or torch.origin is None:
+        return None
+    file = Path(torch.origin).with_name("version.py")
+    if not file.is_file():
+        return None
     # Lines such as `cuda: Optional[str] = '12.8'`; a CPU build has None in all of them.
-    values = re.findall(r"^(cuda|hip|xpu)\b.*= (.+)", text, re.MULTILINE)
-    for word, version in values:
+    text = file.read_text(encoding="utf-8")
+    versions = re.findall(r"^(cuda|hip|xpu)\b.*= (.+)", text, re.MULTILINE)
+    for name, version in versions:
         if version != "None":
-            return BACKENDS[word]
-    return "" if values else None
+            return BACKENDS[name]
+    return "" if versions else None
 
 
 def torch_uses_gpus() -> bool:
@@ -199,30 +206,31 @@ def torch_uses_gpus() -> bool:
 
 
 def is_for_torch(gpu: Gpu) -> bool:
-    """Whether the installed torch is built for the GPUs of this vendor, if it is for GPUs; True if
-    unknown.
-    """
-    return torch_backend() in (None, "", gpu.backend)
+    """Whether the installed torch, if it is built for GPUs, is built for those of this vendor."""
+    is_unknown_or_for_cpus = not torch_backend()
+    return is_unknown_or_for_cpus or torch_backend() == gpu.backend
 
 
 def query_users() -> str:
-    """The programs that compute on the NVIDIA GPU, such as "python (process 4711)"; excludes
-    desktops.
-    """
-    rows = (
-        line.partition(",")
-        for line in _ask_about("compute-apps=pid,process_name", _first_visible())
-    )
-    return ", ".join(f"{Path(name.strip()).name} (process {pid})" for pid, _, name in rows)
+    """The programs that compute on the NVIDIA GPU, such as "python (process 4711)"."""
+    users = []
+    for line in _ask_about("compute-apps=pid,process_name", _first_visible()):
+        pid, _, path = line.partition(",")
+        users.append(f"{Path(path.strip()).name} (process {pid})")
+    return ", ".join(users)
 
 
 def compute_capability() -> tuple[int, int] | None:
     """CUDA compute capability of the NVIDIA GPU; None if unknown."""
-    first = _first_visible()
-    # Queries answer for whole GPUs only, see `_slice`; assumes that a machine's GPUs are alike.
-    answer = "".join(_ask_about("gpu=compute_cap", "" if first.startswith("MIG-") else first)[:1])
-    numbers = re.fullmatch(r"(\d+)\.(\d+)", answer)
-    return (int(numbers[1]), int(numbers[2])) if numbers else None
+    gpu = _first_visible()
+    if gpu.startswith("MIG-"):
+        # Queries answer for whole GPUs only, see `_slice`. Any will do if a machine's are alike.
+        gpu = ""
+    lines = _ask_about("gpu=compute_cap", gpu)
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", lines[0]) if lines else None
+    if numbers is None:
+        return None
+    return int(numbers[1]), int(numbers[2])
 
 
 def count_gpus() -> int:
@@ -241,10 +249,10 @@ def _first_visible() -> str:
 
 def _ask_about(what: str, gpu: str) -> list[str]:
     """The answer of nvidia-smi about a GPU or the programs on it; empty if no GPU is visible."""
-    words = ["-i", gpu] if gpu else []
-    return (
-        ask_driver(*words, f"--query-{what}", "--format=csv,noheader,nounits") if driver() else []
-    )
+    if not driver():
+        return []
+    selection = ["-i", gpu] if gpu else []
+    return ask_driver(*selection, f"--query-{what}", "--format=csv,noheader,nounits")
 
 
 def ask_driver(*words: str) -> list[str]:
@@ -274,17 +282,22 @@ def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
         listed: output of `nvidia-smi -L`.
         chosen: an index or a UUID; empty for the first GPU.
     """
-    gpu = ""
-    is_meant = False
+    name = ""
+    is_chosen = False
     for line in listed:
-        whole = WHOLE.match(line)
-        part = SLICE.search(line)
-        if whole is not None:
-            gpu = whole["name"]
+        gpu = WHOLE.match(line)
+        if gpu is not None:
+            name = gpu["name"]
             # CUDA also accepts the beginning of a UUID.
-            is_meant = (chosen or "0") == whole["index"] or (
-                chosen.startswith("GPU-") and chosen in line
-            )
-        elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
-            return Gpu(f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30)
+            has_uuid = chosen.startswith("GPU-") and chosen in line
+            is_chosen = has_uuid or (chosen or "0") == gpu["index"]
+            continue
+        mig_slice = SLICE.search(line)
+        if mig_slice is None:
+            continue
+        if chosen.startswith("MIG-"):
+            is_chosen = chosen in line
+        if is_chosen:
+            memory = float(mig_slice["gigabytes"]) * SLICE_SHARE * 2**30
+            return Gpu(f"{name} {mig_slice[0]}", memory)
     return None

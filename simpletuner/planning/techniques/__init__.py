@@ -1,3 +1,1 @@
-"""Techniques as the plan sees them: rules, cost and needed data of each. What trains is in
-`simpletuner.techniques`.
-"""
+"""Techniques as the plan sees them: their rules, cost and data; `simpletuner.techniques` trains."""

@@ -23,9 +23,7 @@ RESIZE = "aspect"
 
 
 class TeacherFeatures(FeatureKind):
-    """Features of the frames of a clip, by a vision encoder, at the resolution of the model's
-    tokens.
-    """
+    """A vision encoder's features of the frames of a clip, a vector per token of the model."""
 
     name = "crepa"
     encoder: VisionEncoder
@@ -50,7 +48,9 @@ class TeacherFeatures(FeatureKind):
         weights = self.encoder.parameters
         width = self.encoder.width
         patches = frames * math.prod(self.config.patches(rows, columns))
-        frames_at_once = min(max(self.config.crepa_encoder_frames_batch_size, 0) or frames, frames)
+        frames_at_once = frames
+        if self.config.crepa_encoder_frames_batch_size > 0:
+            frames_at_once = min(self.config.crepa_encoder_frames_batch_size, frames)
         patches_at_once = patches * frames_at_once / frames
         return FeatureCost(
             stored=2.0 * frames * rows * columns * width,  # in bf16
@@ -61,8 +61,7 @@ class TeacherFeatures(FeatureKind):
 
 
 class CrepaSpec(TechniqueSpec):
-    """CREPA, with its projector and the activations from the block's tokens to the loss, all in
-    float32.
+    """CREPA with its projector, which computes in float32 from a block's tokens to the loss.
 
     Attributes:
         regularised: datasets whose target is the base model; they are not aligned.
@@ -92,22 +91,24 @@ class CrepaSpec(TechniqueSpec):
 
     @property
     def width(self) -> int:
-        """Width of the encoder's features, read from the encoder if it is on this machine by
-        now.
-        """
+        """Width of the encoder's features."""
+        # A copy reads it anew: the encoder may have been downloaded since the plan.
         return replace(self.encoder).width
 
     def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:
-        inner = transformer.hidden
-        outer = inner if self.config.from_backbone else self.encoder.width
+        hidden = transformer.hidden
+        width = hidden if self.config.from_backbone else self.encoder.width
         tokens = batch.samples * batch.tokens
-        matrix = inner * outer
-        # Tokens on the grid and normalised; projected, unit length, and the teacher's.
-        numbers = 2 * inner + 3 * outer
+        projector = hidden * width
+        bias = width
+        norm = 2 * hidden  # scale and shift
+        # Of a token: on the grid and normalised; then projected, of unit length, and the teacher's.
+        held_numbers = 2 * hidden + 3 * width
         return TechniqueCost(
-            parameters=matrix + outer + 2 * inner,
-            held=4.0 * tokens * numbers,  # float32 takes 4 bytes
-            flops=6.0 * tokens * matrix,  # a weight costs 2 FLOPs per token forward and 4 backward
+            parameters=projector + bias + norm,
+            held=4.0 * tokens * held_numbers,  # float32
+            # A weight costs 2 FLOPs per token in the forward pass and 4 in the backward pass.
+            flops=6.0 * tokens * projector,
         )
 
     @classmethod
@@ -118,13 +119,13 @@ class CrepaSpec(TechniqueSpec):
         warmup = crepa.crepa_warmup_steps
         decay = crepa.crepa_decay_steps
         if crepa.crepa_scheduler != "constant" and 0 < decay <= warmup:
-            message = (
+            report.warn(
+                "crepa_decay_steps",
                 f"{decay} is not after crepa_warmup_steps {warmup}, where the decay begins: the "
-                "weight drops"
+                "weight drops in one step.",
             )
-            report.warn("crepa_decay_steps", f"{message} in one step.")
         side = crepa.crepa_encoder_image_size
-        if side % PATCH:
+        if side % PATCH != 0:
             below = side // PATCH * PATCH
             message = (
                 f"{side} is not a multiple of {PATCH}; the nearest are {below} and {below + PATCH}."
@@ -146,11 +147,13 @@ class CrepaSpec(TechniqueSpec):
             report.error(
                 "crepa_enabled", f"aligns the frames of clips, but {spec.title} makes pictures."
             )
-        chosen = {"crepa_block_index": crepa.crepa_block_index}
+        if blocks is None:
+            return
+        numbers = {"crepa_block_index": crepa.crepa_block_index}
         if crepa.from_backbone:
-            chosen["crepa_teacher_block_index"] = crepa.crepa_teacher_block_index
-        for key, block in chosen.items():
-            if block is not None and blocks is not None and block >= blocks:
+            numbers["crepa_teacher_block_index"] = crepa.crepa_teacher_block_index
+        for key, block in numbers.items():
+            if block is not None and block >= blocks:
                 report.error(
                     key,
                     f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.",
@@ -172,18 +175,23 @@ class CrepaSpec(TechniqueSpec):
                 "vae_cache_ondemand": config.caching.vae_cache_ondemand,
                 "vae_cache_clear_each_epoch": dataset.config.vae_cache_clear_each_epoch,
             }
-            later = [key for key, is_on in reasons.items() if is_on]
-            # Caches are cleared between epochs, and features are then cached again along with the
-            # latents.
-            if later and later[0] != "vae_cache_clear_each_epoch" and crepa.crepa_cache != "off":
-                message = f"{crepa.crepa_cache!r} needs latents that are cached before training;"
-                report.error("crepa_cache", f"{message} with {later[0]} use off.")
-            if later and crepa.crepa_drop_vae_encoder:
-                message = (
-                    f"with {later[0]} {dataset.id} is encoded during training, which needs "
-                    "that half;"
+            keys = [key for key, is_on in reasons.items() if is_on]
+            if not keys:
+                continue
+            reason = keys[0]
+            # A cache that is cleared between epochs is filled again with features and latents.
+            if reason != "vae_cache_clear_each_epoch" and crepa.crepa_cache != "off":
+                report.error(
+                    "crepa_cache",
+                    f"{crepa.crepa_cache!r} needs latents that are cached before training; with "
+                    f"{reason} use off.",
                 )
-                report.error("crepa_drop_vae_encoder", f"{message} remove one of them.")
+            if crepa.crepa_drop_vae_encoder:
+                report.error(
+                    "crepa_drop_vae_encoder",
+                    f"with {reason} {dataset.id} is encoded during training, which needs that "
+                    "half; remove one of them.",
+                )
 
 
 def _check_source(config: RunConfig, report: Problems) -> None:
@@ -192,10 +200,9 @@ def _check_source(config: RunConfig, report: Problems) -> None:
     source = crepa.crepa_feature_source
     flag = crepa.crepa_use_backbone_features
     # Only explicit keys can contradict each other.
-    both = config.is_explicit("crepa_feature_source") and config.is_explicit(
-        "crepa_use_backbone_features"
-    )
-    if both and flag != (source == "backbone"):
+    keys = ("crepa_feature_source", "crepa_use_backbone_features")
+    both_are_set = all(config.is_explicit(key) for key in keys)
+    if both_are_set and flag != (source == "backbone"):
         message = (
             f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one "
             "of them."
@@ -206,10 +213,10 @@ def _check_source(config: RunConfig, report: Problems) -> None:
     teacher = crepa.crepa_teacher_block_index
     student = crepa.crepa_block_index
     if teacher is None or teacher == student:
-        unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
+        fault = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
         report.error(
             "crepa_teacher_block_index",
-            f"{unset}: a block cannot be its own teacher; name a later one.",
+            f"{fault}: a block cannot be its own teacher; name a later one.",
         )
     elif student is not None and teacher < student:
         message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."

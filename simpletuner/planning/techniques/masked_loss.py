@@ -36,7 +36,7 @@ class MaskedLossSpec(TechniqueSpec):
         cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems
     ) -> None:
         """Report mask keys that have no effect without masks."""
-        if any(dataset.masks for dataset in datasets if dataset.config.is_trained):
+        if any(dataset.masks and dataset.config.is_trained for dataset in datasets):
             return
         for key in MaskedLossConfig.model_fields:
             if config.is_explicit(key):

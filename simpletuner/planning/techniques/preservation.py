@@ -1,6 +1,4 @@
-"""Prior preservation, with other captions (Preservation) or with other pictures (regularisation
-data).
-"""
+"""Prior preservation: with other captions, or with other pictures (regularisation data)."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.techniques.preservation import PreservationConfig
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, Problems
+from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec, TrainedData
 
@@ -77,24 +75,28 @@ class PreservationSpec(TechniqueSpec):
     def check_datasets(
         cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems
     ) -> None:
-        """Warn if captions lack the trigger, in which case the prompt replaces the whole
-        caption.
-        """
+        """Warn if some captions lack the trigger; it is an error if all of them do."""
         keys = config.techniques.of(PreservationConfig)
         if not keys.is_on or keys.preservation_trigger is None:
             return
-        named = []
+        has_trigger = []
         for dataset in datasets:
             if not dataset.config.is_trained or dataset.config.is_regularisation_data:
                 continue
             for sample in dataset.samples:
-                named += [keys.names_subject(caption) for caption in sample.captions]
-        if not all(named):
-            message = f"{keys.preservation_trigger!r} is in {sum(named)} of {len(named)} captions"
-            rest = (
-                "; for the others preservation_prompt is the whole caption." if any(named) else "."
+                has_trigger += [keys.names_subject(caption) for caption in sample.captions]
+        total = len(has_trigger)
+        count = has_trigger.count(True)
+        if count == total:
+            return
+        message = f"{keys.preservation_trigger!r} is in {count} of {total} captions"
+        if count == 0:
+            report.error("preservation_trigger", f"{message}.")
+        else:
+            report.warn(
+                "preservation_trigger",
+                f"{message}; for the others preservation_prompt is the whole caption.",
             )
-            report.append(Problem("preservation_trigger", message + rest, fatal=not any(named)))
 
     def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:
         # The base model's pass has no gradients; the LoRA's pass has a backward pass.

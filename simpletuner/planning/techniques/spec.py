@@ -1,4 +1,4 @@
-"""What the plan knows of a technique: its rules, its cost and the data that it needs."""
+"""A technique as the plan sees it: its rules, its cost and the data that it needs."""
 
 from __future__ import annotations
 

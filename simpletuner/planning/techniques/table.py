@@ -44,11 +44,9 @@ def chosen_techniques(
 
 
 def ruling_techniques(config: RunConfig) -> list[type[TechniqueSpec]]:
-    """The techniques whose keys are on or have no switch, in the order of the schema: only their
-    rules apply.
-    """
-    by_keys = {technique.keys: technique for technique in SPECS}
-    return [by_keys[type(group)] for group in config.techniques_in_use]
+    """The techniques whose rules apply, in the order of the schema: on, or without a switch."""
+    by_group = {technique.keys: technique for technique in SPECS}
+    return [by_group[type(group)] for group in config.techniques_in_use]
 
 
 def check_encoders(config: RunConfig, report: Problems) -> None:

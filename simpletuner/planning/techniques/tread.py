@@ -43,23 +43,19 @@ class TreadSpec(TechniqueSpec):
 
 def check_routes(routes: Sequence[Route], blocks: int | None, report: Problems) -> None:
     """Report ranges beyond the model's blocks, ranges that start after their end, and overlaps."""
-    inside: list[tuple[Route, Route]] = []  # (counted from the start, as written)
+    if blocks is None:
+        _check_order(routes, report)
+        return
+    valid: list[tuple[Route, Route]] = []  # (counted from the start, as written)
     for route in routes:
-        # Indices from opposite ends cannot be compared without the number of blocks.
-        if blocks is None:
-            if (route.first < 0) == (route.last < 0) and route.first > route.last:
-                report.error(KEY, f"the route from {route.written} starts after its end.")
-            continue
-        outside = [
-            edge
-            for edge in dict.fromkeys((route.first, route.last))
-            if not -blocks <= edge < blocks
-        ]
+        edges = dict.fromkeys((route.first, route.last))  # without duplicates
+        outside = [edge for edge in edges if not -blocks <= edge < blocks]
         for edge in outside:
-            message = (
-                f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
+            report.error(
+                KEY,
+                f"the model has {blocks} blocks, so an index is between {-blocks} and "
+                f"{blocks - 1}, not {edge}.",
             )
-            report.error(KEY, f"{message} not {edge}.")
         if outside:
             continue
         # Comparable only now: -1 and 31 may be the same block.
@@ -68,18 +64,33 @@ def check_routes(routes: Sequence[Route], blocks: int | None, report: Problems) 
             ends = f"(block {counted.first} of {blocks} to block {counted.last})"
             report.error(KEY, f"the route from {route.written} {ends} starts after its end.")
             continue
-        inside.append((counted, route))
-    _check_overlaps(inside, report)
+        valid.append((counted, route))
+    _check_overlaps(valid, report)
+
+
+def _check_order(routes: Sequence[Route], report: Problems) -> None:
+    """Report routes that start after their end, whatever the number of blocks."""
+    for route in routes:
+        # Indices from opposite ends cannot be compared without that number.
+        from_one_end = (route.first < 0) == (route.last < 0)
+        if from_one_end and route.first > route.last:
+            report.error(KEY, f"the route from {route.written} starts after its end.")
 
 
 def _check_overlaps(routes: Sequence[tuple[Route, Route]], report: Problems) -> None:
-    """Report overlaps between routes, as pairs (counted from the start, as written)."""
+    """Report overlaps between routes.
+
+    Args:
+        routes: pairs (counted from the start, as written).
+    """
     # Sorted by start, overlapping routes are neighbours.
     in_order = sorted(routes, key=lambda pair: pair[0].first)
     for (earlier, first), (later, second) in itertools.pairwise(in_order):
-        if later.first <= earlier.last:
-            single = later.first == earlier.last
-            shared = f"block {later.first}" if single else f"blocks {later.first} and on"
-            report.error(
-                KEY, f"the routes from {first.written} and {second.written} overlap ({shared})."
-            )
+        if later.first > earlier.last:
+            continue
+        shared = f"blocks {later.first} and on"
+        if later.first == earlier.last:
+            shared = f"block {later.first}"
+        report.error(
+            KEY, f"the routes from {first.written} and {second.written} overlap ({shared})."
+        )
