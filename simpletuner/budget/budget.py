@@ -140,6 +140,7 @@ class Budget(Generic[AnyPlan_co]):
         """Bytes that each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
+        # Gradients and weights are the same in every bucket; tokens are most in the first one.
         largest = self.steps[0]
         exchanged = self.config.schedule.gradient_accumulation_steps * largest.exchanged
         return replace(sent_bytes(self.model, self.model.added(largest.load)), exchanged=exchanged)

@@ -424,8 +424,14 @@ class StepModel(ModelStates):
 
     def added(self, load: BatchShape) -> TechniqueCost:
         """The total cost that techniques add to a micro-batch."""
-        costs = [astuple(technique.cost(self.cost, load)) for technique in self.techniques]
-        return TechniqueCost(*map(sum, zip(*costs, strict=True)))
+        costs = [technique.cost(self.cost, load) for technique in self.techniques]
+        return TechniqueCost(
+            parameters=sum(cost.parameters for cost in costs),
+            held=sum(cost.held for cost in costs),
+            flops=sum(cost.flops for cost in costs),
+            forwards=sum(cost.forwards for cost in costs),
+            passes=sum(cost.passes for cost in costs),
+        )
 
     def activations(self, load: BatchShape) -> list[Activations]:
         """Activations of each large block in a training step."""

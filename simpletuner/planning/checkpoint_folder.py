@@ -169,6 +169,7 @@ class Line:
 
     def holds(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint is on the line."""
+        # It must have been saved after the same forks. A fork at its step starts after it.
         earlier = tuple(fork for fork in self.forks if fork.step < checkpoint.step)
         return checkpoint.manifest.forks == earlier
 
@@ -176,6 +177,7 @@ class Line:
         """Whether the line is a branch from this checkpoint whose start has not been completed."""
         if self.move is None:
             return False
+        # The last fork is the branch whose files are moving.
         *earlier, last = self.forks
         return checkpoint.step == last.step and checkpoint.manifest.forks == tuple(earlier)
 

@@ -105,6 +105,8 @@ def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
     if current.begins_at(checkpoint):
         return None  # a killed session has already begun to start this branch
 
+    # A later checkpoint of the current line is not on the new one, although both share its
+    # beginning. What is not shared moves; a checkpoint from `branches/` comes back from its home.
     home = _home(output_dir, checkpoint)
     move = Move(_shared_steps(current, checkpoint), home)
     if move.is_foreign:
@@ -114,7 +116,7 @@ def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
     left = _left(output_dir, line)
     result = _result_beyond(output_dir, move.shared)
     if not left and result is None and not move.is_return:
-        return None
+        return None  # nothing to move: the checkpoint is the end of the line
 
     start = checkpoint.path.name if home == "." else f"{home}/{checkpoint.path.name}"
     left_newest = ""

@@ -337,7 +337,8 @@ def choose(budget: AnyBudget) -> AnyBudget:
     for change in [*sharded, *_open_changes(budget, "last")]:
         starts.append(_with_changes(budget, [change]))
     leanest = [_after(start, _open_changes(start, "time")) for start in starts]
-    # Phases that no start can be made to fit must not slow down the steps.
+    # A phase that no start can be made to fit, such as previews that are too large, must not slow
+    # down the steps: changes for it would be made in vain.
     hopeless = frozenset.intersection(*[_phases_that_lack_memory(lean) for lean in leanest])
     for start in starts:
         fastest = _fastest(start, hopeless)

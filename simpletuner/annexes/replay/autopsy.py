@@ -254,7 +254,7 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
         if not all(tensor.isfinite().all() for tensor in tensors):
             modules.append(name or type(module).__name__)
 
-    # Inner modules finish before outer ones, so the first entry is the innermost.
+    # Hooks run when a module has finished, inner ones first: the first entry is the innermost.
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(partial(check, name)).remove)
