@@ -40,8 +40,8 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.reporting.metrics import MediaRecord
-from tests.run.test_interruption import PREVIEWED
 from tests.tools.processes import PATIENCE, free_port
+from tests.tools.runs import PREVIEWED
 from tests.tools.workspace import Workspace, read_events
 
 SECRET_PATH = "/a-long-secret-path"

@@ -15,10 +15,10 @@ def workspace(filled: Workspace) -> Workspace:
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory, finished: Workspace) -> Workspace:
     """A run with the settings of `test_resume`, which runs that were stopped must equal."""
-    from tests.run.test_resume import SETTINGS
+    from tests.tools.runs import STATEFUL_RUN
 
     run: Workspace = finished.stopped(tmp_path_factory.mktemp("straight") / "run", 0)
-    run.write_config(**SETTINGS)
+    run.write_config(**STATEFUL_RUN)
     with pytest.MonkeyPatch.context() as patch:
         make_room(patch)
         assert run.train() == 0

@@ -17,8 +17,8 @@ from simpletuner.budget.budget import Budget
 from simpletuner.config.sources import parse_arguments
 from simpletuner.data import files
 from simpletuner.encoding import decoding
-from tests.run.test_resume import STEPS, assert_same_run
 from tests.tools.cases import first_of
+from tests.tools.runs import STEPS, assert_same_run
 from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 pytestmark = pytest.mark.slow(4)

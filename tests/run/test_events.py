@@ -24,7 +24,7 @@ from simpletuner.reporting.events import (
     StateChanged,
     StepReport,
 )
-from tests.run.test_interruption import train
+from tests.tools.runs import train_with_subscribers
 from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 
@@ -73,7 +73,7 @@ def test_events_alone_show_the_progress_of_a_run(workspace: Workspace) -> None:
     workspace.write_datasets([*DATASETS, EVAL])
     workspace.write_config(eval_steps_interval=2, eval_timesteps=2, validation_disable=False)
     status = Status()
-    train(workspace, status)
+    train_with_subscribers(workspace, status)
     assert (status.status, status.current, status.total) == ("finished", 4, 4)
     record = workspace.metrics()
     assert status.metrics.items() <= record[-1].items()
@@ -204,7 +204,7 @@ def test_a_failure_is_the_last_state(workspace: Workspace, monkeypatch: pytest.M
     monkeypatch.setattr("simpletuner.training.loop.optimizer_step", broken)
     status = Status()
     with pytest.raises(RuntimeError):
-        train(workspace, status)
+        train_with_subscribers(workspace, status)
     assert status.status == "failed"
     assert status.lines[-1].startswith("the transformer broke. Start again")
 

@@ -16,8 +16,8 @@ from simpletuner.training import step
 from simpletuner.training.ema import Ema
 from simpletuner.training.recorder import EmaUpdater, RequestHandler
 from simpletuner.validation.runner import ValidationRunner
-from tests.run.test_resume import SETTINGS, assert_same_run
 from tests.tools.cases import first_of
+from tests.tools.runs import STATEFUL_RUN, assert_same_run
 from tests.tools.workspace import Workspace
 
 FAILING = 5  # the step that fails, which no regular checkpoint precedes
@@ -92,7 +92,7 @@ def test_an_error_saves_the_last_complete_step(
     capsys: pytest.CaptureFixture[str],
     place: str,
 ) -> None:
-    run = filled.copy(tmp_path / "failing", **SETTINGS)
+    run = filled.copy(tmp_path / "failing", **STATEFUL_RUN)
     where, saved = PLACES[place]
     fails(run, where)
     assert checkpoints(run) == [3, saved]
@@ -108,7 +108,7 @@ def test_an_error_saves_the_last_complete_step(
 def test_a_half_updated_model_is_not_saved(
     tmp_path: Path, filled: Workspace, straight: Workspace, place: str
 ) -> None:
-    run = filled.copy(tmp_path / "failing", **SETTINGS)
+    run = filled.copy(tmp_path / "failing", **STATEFUL_RUN)
     fails(run, HALFWAY[place])
     assert checkpoints(run) == [3]
     assert run.train() == 0

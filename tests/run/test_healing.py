@@ -22,8 +22,7 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.training.loader import in_loop, read_ahead
-from tests.run.test_kandinsky5_video import CLIPS, make_workspace
-from tests.run.test_resume import RESULT
+from tests.tools.runs import CLIPS, LORA, make_clip_workspace
 from tests.tools.tiny import make_checkpoint
 from tests.tools.workspace import DATASETS, EVAL, Workspace
 
@@ -59,7 +58,7 @@ def healthy(tmp_path: Path) -> Workspace:
     """
     torch.manual_seed(0)
     Dinov2Model(Dinov2Config(**DINO, patch_size=14)).save_pretrained(tmp_path / "dino")
-    run = make_workspace(
+    run = make_clip_workspace(
         tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s"
     )
     run.write_config(crepa_encoder=str(tmp_path / "dino"), **SETTINGS)
@@ -91,7 +90,7 @@ def test_cache_entries_damaged_in_any_phase_are_encoded_again(
     assert broken.train() == 0
     assert moments > {CACHING, EVALUATION, PREVIEWS, "step"}
     assert healthy.metrics() == broken.metrics()
-    assert healthy.path(RESULT).read_bytes() == broken.path(RESULT).read_bytes()
+    assert healthy.path(LORA).read_bytes() == broken.path(LORA).read_bytes()
 
 
 def test_models_are_loaded_in_the_main_thread_while_readers_wait() -> None:

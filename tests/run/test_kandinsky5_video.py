@@ -14,39 +14,12 @@ from diffusers import Kandinsky5T2VPipeline
 from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.loading import load_processor
-from tests.tools.clips import write_clip
 from tests.tools.refusals import warnings
+from tests.tools.runs import CLIPS, make_clip_workspace
 from tests.tools.tiny import make_checkpoint
-from tests.tools.workspace import DATASETS, Workspace
+from tests.tools.workspace import DATASETS
 
 pytestmark = pytest.mark.slow
-
-CLIPS: dict[str, Any] = {
-    **DATASETS[0],
-    "dataset_type": "video",
-    "video": {"num_frames": 5, "min_frames": 5, "frame_rate": 12},
-}
-SETTINGS: dict[str, Any] = {
-    "model_family": "kandinsky5-video",
-    "train_batch_size": 1,
-    "validation_num_video_frames": 17,
-    "framerate": 12,
-    "validation_resolution": "128x128",
-    "max_train_steps": 3,
-    "num_eval_images": 1,
-}
-
-
-def make_workspace(folder: Path, checkpoint: Path, flavour: str) -> Workspace:
-    """Three clips and a run of three steps."""
-    workspace = Workspace.create(folder, checkpoint, pictures=0, model_flavour=flavour, **SETTINGS)
-    for index in range(3):
-        path = workspace.path(f"datasets/pictures/clip {index}.mp4")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_clip(path, seconds=1.0 + index / 4)
-        path.with_suffix(".txt").write_text(f"clip number {index}\nदूसरा {index}")
-    workspace.write_datasets([CLIPS, DATASETS[1]])
-    return workspace
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +35,7 @@ def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_clips_train_a_lora_that_the_stock_pipeline_loads(
     tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace = make_clip_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.write_config(validation_disable=False, validation_num_video_frames=5)
     assert workspace.run("plan") == 0
     assert workspace.train() == 0
@@ -83,7 +56,7 @@ def test_clips_train_a_lora_that_the_stock_pipeline_loads(
 
 
 def test_i2v_trains_on_clips_alone(tmp_path: Path, i2v: Path) -> None:
-    workspace = make_workspace(tmp_path / "run", i2v, "i2v-lite-5s")
+    workspace = make_clip_workspace(tmp_path / "run", i2v, "i2v-lite-5s")
     workspace.write_config(validation_disable=False, disable_benchmark=True)
     assert workspace.train() == 0
     latents = list(workspace.path("output/cache/vae").rglob("*.safetensors*"))
@@ -93,7 +66,7 @@ def test_i2v_trains_on_clips_alone(tmp_path: Path, i2v: Path) -> None:
 
 
 def test_a_full_fine_tune_of_clips_is_a_pipeline(tmp_path: Path, t2v: Path) -> None:
-    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-pretrain-5s")
+    workspace = make_clip_workspace(tmp_path / "run", t2v, "t2v-lite-pretrain-5s")
     assert workspace.train("model_type=full", "--use_ema", "learning_rate=1e-4") == 0
     Kandinsky5T2VPipeline.from_pretrained(
         workspace.path("output/pipeline"),
@@ -102,7 +75,7 @@ def test_a_full_fine_tune_of_clips_is_a_pipeline(tmp_path: Path, t2v: Path) -> N
 
 
 def test_an_interrupted_clip_run_continues_bit_exactly(tmp_path: Path, i2v: Path) -> None:
-    straight = make_workspace(tmp_path / "straight", i2v, "i2v-lite-5s")
+    straight = make_clip_workspace(tmp_path / "straight", i2v, "i2v-lite-5s")
     straight.write_config(checkpoint_step_interval=1)
     assert straight.train() == 0
     runs = [straight, straight.stopped(tmp_path / "broken", 2)]
@@ -113,7 +86,7 @@ def test_an_interrupted_clip_run_continues_bit_exactly(tmp_path: Path, i2v: Path
 
 
 def test_pictures_can_be_trained_beside_clips(tmp_path: Path, t2v: Path) -> None:
-    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace = make_clip_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.add_pictures("datasets/stills", 2)
     stills = {**DATASETS[0], "id": "stills", "instance_data_dir": "datasets/stills"}
     workspace.write_datasets([CLIPS, stills, DATASETS[1]])
@@ -137,7 +110,7 @@ def test_settings_that_clips_cannot_use_are_refused(
     change: dict[str, Any],
     words: str,
 ) -> None:
-    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace = make_clip_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     config = t2v / "transformer" / "config.json"
     original = config.read_text()
     if "does not take" in words:
@@ -174,7 +147,7 @@ def test_settings_that_clips_cannot_use_are_refused(
 def test_training_and_sampling_at_different_rope_scales_warns(
     tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], told: str
 ) -> None:
-    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace = make_clip_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.write_config(**change)
     told_of = warnings(workspace, capsys)
     assert told in told_of
@@ -184,7 +157,7 @@ def test_training_and_sampling_at_different_rope_scales_warns(
 def test_a_motion_score_has_no_effect(
     tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace = make_clip_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.write_datasets([{**CLIPS, "sana_motion_score": 30}, DATASETS[1]])
     assert (
         "pictures.sana_motion_score: has no effect: Kandinsky 5 Video does not use it"
@@ -196,7 +169,7 @@ def test_block_sparse_attention_plans_with_measured_densities(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "nabla", "t2v", nabla=True)
-    workspace = make_workspace(tmp_path / "run", checkpoint, "t2v-lite-sft-10s")
+    workspace = make_clip_workspace(tmp_path / "run", checkpoint, "t2v-lite-sft-10s")
     workspace.write_datasets(
         [{**CLIPS, "resolution": 128, "crop": True, "crop_style": "center"}, DATASETS[1]]
     )

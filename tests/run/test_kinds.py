@@ -12,9 +12,9 @@ from diffusers import Kandinsky5T2IPipeline
 from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.loading import load_processor
-from tests.run.test_resume import assert_same_run
 from tests.tools.cases import first_of
 from tests.tools.refusals import complaint
+from tests.tools.runs import assert_same_run
 from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.memory.offload import attach
-from tests.run.test_resume import assert_same_run
+from tests.tools.runs import assert_same_run
 from tests.tools.streaming import AdversarialCopier
 from tests.tools.tiny import TOKENIZERS, build_kandinsky, build_qwen, fill_zeros
 from tests.tools.tiny_sana import build_sana

@@ -17,8 +17,7 @@ from simpletuner.encoding.read import CacheStore
 from simpletuner.memory.quantisation.formats import Packed
 from simpletuner.memory.quantisation.layers import pack
 from simpletuner.models.kandinsky5.loading import load_processor
-from tests.run.test_kandinsky5_video import make_workspace
-from tests.run.test_resume import SETTINGS, assert_same_run
+from tests.tools.runs import STATEFUL_RUN, assert_same_run, make_clip_workspace
 from tests.tools.tiny import make_checkpoint
 from tests.tools.workspace import Workspace
 
@@ -93,7 +92,7 @@ def test_a_changed_base_precision_is_reported(
 
 
 def test_a_quantised_clip_model_trains(tmp_path: Path) -> None:
-    workspace = make_workspace(
+    workspace = make_clip_workspace(
         tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s"
     )
     workspace.write_config(**INT8 | {"validation_disable": True})
@@ -132,7 +131,7 @@ def test_an_interrupted_quantised_run_continues_bit_exactly(
         "use_dora": True,
         "lora_dropout": 0.1,
     }
-    settings = {**SETTINGS, "mixed_precision": "bf16", **base}
+    settings = {**STATEFUL_RUN, "mixed_precision": "bf16", **base}
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
     assert straight.train() == 0
     broken = straight.stopped(tmp_path / "broken", 3)

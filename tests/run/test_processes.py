@@ -10,9 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,9 @@ from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.planning.build import plan_training
-from tests.run.test_resume import assert_equal, training_state
 from tests.tools.cases import first_of
 from tests.tools.commands import forked_commands
 from tests.tools.processes import (
-    PATIENCE,
     finish,
     free_port,
     printed,
@@ -41,7 +37,10 @@ from tests.tools.processes import (
     run_together,
     start,
     train,
+    wait_for,
+    wait_for_step,
 )
+from tests.tools.runs import assert_equal, training_state
 from tests.tools.tolerances import ROTATION, distance
 from tests.tools.workspace import DATASETS, Workspace
 
@@ -167,8 +166,7 @@ def test_a_run_continues_on_a_different_number_of_processes(
     assert stopped.path("output/checkpoint-2").is_dir()
     assert train(stopped, 2) == [0, 0]
     assert stopped.metrics() == straight.metrics()
-    state, expected = (training_state(each.folder, 6) for each in (stopped, straight))
-    assert_equal(state | {"random": None}, expected | {"random": None})
+    assert_equal(training_state(stopped, 6), training_state(straight, 6))
 
     assert moved.run("plan", "max_train_steps=4") == 2
     assert "train_batch_size 4 continues it" in capsys.readouterr().err
@@ -193,8 +191,7 @@ def test_three_or_more_processes_continue_bit_exactly(
     stopped = straight.stopped(tmp_path / "stopped", 2)
     assert train(stopped, size) == [0] * size, printed(stopped)
     assert stopped.metrics() == straight.metrics()
-    state, expected = (training_state(each.folder, 4) for each in (stopped, straight))
-    assert_equal(state | {"random": None}, expected | {"random": None})
+    assert_equal(training_state(stopped, 4), training_state(straight, 4))
 
 
 @pytest.fixture
@@ -278,23 +275,6 @@ def test_an_error_of_one_process_is_reported_by_the_first(
     assert finish(start([workspace, other], "train")) == [2, 2]
     assert "Process 1 on " in printed(workspace)
     assert "multidatabackend.json" in printed(workspace)
-
-
-def wait_for(condition: Callable[[], bool], output: Path, processes: Sequence[BaseProcess]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, output.read_text()
-        assert all(process.is_alive() for process in processes), output.read_text()
-        time.sleep(0.02)
-
-
-def wait_for_step(
-    workspace: Workspace, count: int, output: Path, processes: Sequence[BaseProcess]
-) -> None:
-    record = workspace.path("output/training_metrics.jsonl")
-    wait_for(
-        lambda: record.exists() and len(record.read_text().splitlines()) >= count, output, processes
-    )
 
 
 def test_a_killed_process_ends_the_run_with_its_name(workspace: Workspace) -> None:

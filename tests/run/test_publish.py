@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.annexes.publishing.card import published_result
@@ -19,31 +17,15 @@ from simpletuner.config.schema import EmaConfig
 from simpletuner.config.sources import parse_arguments
 from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.registry import FAMILIES
-from simpletuner.models.source import ModelSource
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER
 from simpletuner.run.session import publish_result
 from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
 from simpletuner.training.full_model import FullModel
 from simpletuner.training.state import TrainState
-from simpletuner.training.trained import Publication
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
-from tests.tools.assembly import lora_of, make_assembly, write_lora
-from tests.tools.families import make_config
+from tests.tools.assembly import lora_of, make_assembly, make_publication, write_lora
 from tests.tools.workspace import Workspace
-
-
-def no_prediction() -> Tensor:
-    raise AssertionError("only converted adapters are compared by a prediction")
-
-
-def make_publication(
-    checkpoint: Path, adapter: Any, predict: Callable[[], Tensor] = no_prediction
-) -> Publication:
-    spec = FAMILIES["kandinsky5-image"]
-    source = ModelSource.from_settings(spec, spec.flavours[0], make_config(checkpoint).flat)
-    return Publication(adapter, source, torch.float32, None, {"simpletuner.step": "1"}, predict)
 
 
 def spoil(path: Path) -> None:

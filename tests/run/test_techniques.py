@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from simpletuner.planning.techniques import table
-from tests.run.test_resume import assert_same_run
 from tests.techniques.facing import Facing, FacingSpec
+from tests.tools.runs import assert_same_run
 from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(4)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.run.test_kandinsky5_video import CLIPS, make_workspace
+from tests.tools.runs import CLIPS, make_clip_workspace
 from tests.tools.tiny import make_checkpoint
 from tests.tools.workspace import DATASETS, Workspace
 
@@ -73,7 +73,7 @@ def test_previews_do_not_use_token_routes(tmp_path: Path, t2i_checkpoint: Path) 
 def test_token_routes_work_with_block_sparse_attention(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "nabla", "i2v", nabla=True)
     runs = [
-        make_workspace(tmp_path / name, checkpoint, "i2v-pro-sft-5s")
+        make_clip_workspace(tmp_path / name, checkpoint, "i2v-pro-sft-5s")
         for name in ("with", "without")
     ]
     runs[0].write_config(tread_config=ROUTES)

@@ -27,11 +27,11 @@ from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly
-from tests.run.test_resume import assert_same_run
 from tests.techniques.alignment import CHANNELS, SPEC, TEACHER, Alignment, PatchTeacher
 from tests.techniques.test_preservation import moved
 from tests.tools.assembly import make_assembly, make_batch
 from tests.tools.cases import first_of
+from tests.tools.runs import assert_same_run
 from tests.tools.tiny import WIDTH, make_checkpoint
 from tests.tools.workspace import Workspace
 from tests.training.test_step import Batches

@@ -27,8 +27,8 @@ from simpletuner.training import step
 from simpletuner.training.losses import Losses
 from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly
-from tests.run.test_resume import assert_same_run
 from tests.tools.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.runs import assert_same_run
 from tests.tools.tiny import make_checkpoint
 from tests.tools.tolerances import ROTATION, distance
 from tests.tools.workspace import DATASETS, Workspace

@@ -18,10 +18,10 @@ from simpletuner.planning.techniques.slider import SliderSpec
 from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.slider import Slider
 from simpletuner.training import step
-from tests.run.test_resume import assert_same_run
 from tests.techniques.test_preservation import gradients, moved
 from tests.tools.assembly import make_batch
 from tests.tools.refusals import warnings
+from tests.tools.runs import assert_same_run
 from tests.tools.tolerances import ROTATION, distance
 from tests.tools.workspace import DATASETS, Workspace
 

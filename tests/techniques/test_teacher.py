@@ -24,10 +24,9 @@ from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
 from simpletuner.models.vision import ENCODERS, VisionEncoder
 from simpletuner.techniques import crepa, teacher
 from simpletuner.techniques.teacher import FrameTeacher, rename_weights
-from tests.run.test_kandinsky5_video import make_workspace
-from tests.run.test_resume import assert_same_run
 from tests.tools.families import CPU
 from tests.tools.refusals import complaint, complaints, warnings
+from tests.tools.runs import assert_same_run, make_clip_workspace
 from tests.tools.tiny import build_video_vae, make_checkpoint
 from tests.tools.workspace import Workspace
 
@@ -206,7 +205,8 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
     )
     monkeypatch.setattr(crepa, "load_teacher", counted("load", crepa.load_teacher))
     runs = [
-        make_workspace(tmp_path / name, t2v, "t2v-lite-sft-5s") for name in ("straight", "live")
+        make_clip_workspace(tmp_path / name, t2v, "t2v-lite-sft-5s")
+        for name in ("straight", "live")
     ]
     for run in runs:
         run.write_config(**settings_of(encoder, crepa_similarity_threshold=0.9))
@@ -245,7 +245,7 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
 def test_another_encoder_or_size_has_other_features(
     tmp_path: Path, t2v: Path, encoder: Path
 ) -> None:
-    run = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    run = make_clip_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     run.write_config(**settings_of(encoder))
     counts: list[Any] = []
     for more in ((), ("crepa_encoder_image_size=84",), ("crepa_lambda=0.1",)):
@@ -269,7 +269,7 @@ def test_pictures_are_refused_for_lack_of_frames(
 def test_sana_video_trains_with_a_teacher(
     tmp_path: Path, sana_checkpoint: Path, encoder: Path
 ) -> None:
-    run = make_workspace(tmp_path / "run", sana_checkpoint, "2b-480p")
+    run = make_clip_workspace(tmp_path / "run", sana_checkpoint, "2b-480p")
     run.write_config(model_family="sanavideo", **settings_of(encoder, max_train_steps=1))
     assert run.train() == 0
     assert abs(run.metrics()[0]["crepa_alignment_score"]) <= 1
@@ -327,7 +327,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory, t2v: Path, encoder: Path) -> Workspace:
-    run = make_workspace(tmp_path_factory.mktemp("refused") / "run", t2v, "t2v-lite-sft-5s")
+    run = make_clip_workspace(tmp_path_factory.mktemp("refused") / "run", t2v, "t2v-lite-sft-5s")
     run.write_config(**settings_of(encoder))
     return run
 

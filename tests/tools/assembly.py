@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache, partial
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import Batch, NoisyBatch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.source import ModelSource
 from simpletuner.run.settings import assembly_settings
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.assemble import assemble, make_accelerator
@@ -21,7 +24,8 @@ from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.lora_files import write_weights
 from simpletuner.training.settings import TrainingSpec
 from simpletuner.training.state import Assembly
-from simpletuner.weights.lora_names import LORA_FILE
+from simpletuner.training.trained import Publication
+from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
 from tests.tools.families import CPU, make_adapter, make_config
 
 
@@ -48,6 +52,20 @@ def write_lora(lora: LoraAdapter, folder: Path, **note: str) -> Path:
     """Write the file of a LoRA; returns its path."""
     write_weights(folder / LORA_FILE, lora.file_weights(), lora.header(note))
     return folder / LORA_FILE
+
+
+def no_prediction() -> Tensor:
+    """The `predict` of adapters that are published without a conversion."""
+    raise AssertionError("only converted adapters are compared by a prediction")
+
+
+def make_publication(
+    checkpoint: Path, adapter: FamilyAdapter, predict: Callable[[], Tensor] = no_prediction
+) -> Publication:
+    """What a result is published with after step 1."""
+    spec = FAMILIES["kandinsky5-image"]
+    source = ModelSource.from_settings(spec, spec.flavours[0], make_config(checkpoint).flat)
+    return Publication(adapter, source, torch.float32, None, {STEP_NOTE: "1"}, predict)
 
 
 def make_site(adapter: FamilyAdapter, transformer: nn.Module, *techniques: Technique) -> Site:

@@ -99,6 +99,27 @@ def run_together(size: int, work: Callable[..., object], *arguments: object) -> 
     assert [process.exitcode for process in processes] == [0] * size
 
 
+def wait_for(condition: Callable[[], bool], output: Path, processes: Sequence[BaseProcess]) -> None:
+    """Wait until a condition holds; fail with the output if a process ends or takes too long."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, output.read_text()
+        assert all(process.is_alive() for process in processes), output.read_text()
+        time.sleep(0.02)
+
+
+def wait_for_step(
+    workspace: Workspace, step: int, output: Path, processes: Sequence[BaseProcess]
+) -> None:
+    """Wait until the record of a run has a line for this step."""
+    record = workspace.path("output/training_metrics.jsonl")
+
+    def is_recorded() -> bool:
+        return record.exists() and len(record.read_text().splitlines()) >= step
+
+    wait_for(is_recorded, output, processes)
+
+
 def printed(workspace: Workspace, rank: int = 0) -> str:
     """What a process printed."""
     return workspace.path(f"rank{rank}.txt").read_text()

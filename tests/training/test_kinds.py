@@ -35,8 +35,7 @@ from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step, predict_now
 from simpletuner.training.trained import AdapterWeights
 from simpletuner.weights.lora_names import LORA_FILE
-from tests.run.test_publish import make_publication
-from tests.tools.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.assembly import fixed_noise, make_assembly, make_batch, make_publication
 from tests.tools.families import make_adapter, make_config, make_video_adapter
 from tests.tools.sana_family import make_sana_adapter, make_sana_config
 from tests.tools.tiny import make_checkpoint

@@ -18,10 +18,10 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.ema import Ema
 from simpletuner.validation.eval_loss import EvaluationLoss, even_sigmas
-from tests.run.test_kandinsky5_video import CLIPS, make_workspace
 from tests.tools.assembly import make_assembly, make_batch
 from tests.tools.clips import write_clip
 from tests.tools.refusals import complaints, warnings
+from tests.tools.runs import CLIPS, make_clip_workspace
 from tests.tools.tiny import make_checkpoint
 from tests.tools.workspace import DATASETS, EVAL, Workspace
 
@@ -214,7 +214,7 @@ def test_a_resumed_run_has_the_same_evaluation_losses(tmp_path: Path, t2i_checkp
 def test_clips_are_evaluated_as_clips(tmp_path: Path) -> None:
     """For i2v, their first frames are the condition."""
     checkpoint = make_checkpoint(tmp_path / "i2v", "i2v")
-    workspace = make_workspace(tmp_path / "run", checkpoint, "i2v-lite-5s")
+    workspace = make_clip_workspace(tmp_path / "run", checkpoint, "i2v-lite-5s")
     path = workspace.path("datasets/held out/other.mp4")
     path.parent.mkdir(parents=True)
     write_clip(path, seconds=1.5)

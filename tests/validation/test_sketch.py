@@ -22,8 +22,8 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.reporting.events import Event, PreviewGrew
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.validation.sketch import IN_PROGRESS, ColourMap, GrowingPreview
-from tests.run.test_interruption import PREVIEWED, train
 from tests.tools.families import CPU, make_adapter, make_video_adapter, picture
+from tests.tools.runs import PREVIEWED, train_with_subscribers
 from tests.tools.sana_family import make_sana_adapter
 from tests.tools.tiny import TOKENIZERS, make_checkpoint
 from tests.tools.tiny_sana import make_sana_checkpoint
@@ -113,7 +113,7 @@ def previewed(workspace: Workspace) -> Workspace:
 @pytest.mark.slow(1)
 def test_sketches_do_not_change_the_previews_of_a_run(previewed: Workspace) -> None:
     events: list[Event] = []
-    train(previewed, events.append)
+    train_with_subscribers(previewed, events.append)
     plain = pictures_in(previewed.path("output/validation_images"))
     assert not any(isinstance(event, PreviewGrew) for event in events)
     settings = ["validation_preview=true", "validation_preview_steps=2", "output_dir=watched"]
