@@ -35,13 +35,15 @@ from simpletuner.training.state import TrainState
 from simpletuner.weights.lora_names import LORA_FILE
 from tests.tools.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
 from tests.tools.processes import PATIENCE
+from tests.tools.runs import LORA
 from tests.tools.workspace import Workspace, read_events
 
 pytestmark = pytest.mark.slow
 
+Capture = pytest.CaptureFixture[str]
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, 0, "", {})
 NO_REPORT: Any = None
-Capture = pytest.CaptureFixture[str]
+PUSHED: dict[str, Any] = {"push_to_hub": True, "hub_model_id": "star", "max_train_steps": 1}
 
 
 @pytest.fixture
@@ -54,40 +56,44 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def test_a_lora_with_its_checkpoints_is_uploaded(
     hub: FakeHub, workspace: Workspace, capsys: Capture
 ) -> None:
-    keys: dict[str, Any] = {
-        "hub_model_id": "https://huggingface.co/me/my-star?x=1",
-        "validation_disable": False,
-    }
-    keys |= {
-        "push_to_hub": True,
-        "push_checkpoints_to_hub": True,
-        "use_ema": True,
-        "ema_validation": "ema_only",
-    }
     workspace.write_config(
-        **keys, model_card_trigger=["a sks star"], model_card_note="Mind the *gap*."
+        hub_model_id="https://huggingface.co/me/my-star?x=1",
+        push_to_hub=True,
+        push_checkpoints_to_hub=True,
+        checkpoint_step_interval=2,
+        validation_disable=False,
+        validation_step_interval=2,
+        use_ema=True,
+        ema_validation="ema_only",
+        model_card_trigger=["a sks star"],
+        model_card_note="Mind the *gap*.",
     )
-    assert workspace.train("validation_step_interval=2", "checkpoint_step_interval=2") == 0
+
+    assert workspace.train() == 0
+
     repository = hub.repositories["me/my-star"]
+    files = repository.files
     assert repository.private
-    result = workspace.path(f"output/{LORA_FILE}").read_bytes()
-    assert repository.files[LORA_FILE] == repository.files[f"checkpoint-4/{LORA_FILE}"] == result
-    assert read_header(workspace.path(f"output/{LORA_FILE}"))[METADATA]["trigger"] == "a sks star, "
+    result = workspace.path(LORA).read_bytes()
+    assert files[LORA_FILE] == result
+    assert files[f"checkpoint-4/{LORA_FILE}"] == result
     first = workspace.path(f"output/checkpoint-2/{LORA_FILE}").read_bytes()
-    assert repository.files[f"checkpoint-2/{LORA_FILE}"] == first != result
-    assert {f"ema/{LORA_FILE}", "README.md", "simpletuner_config.json", "assets/image_0_0.png"} <= {
-        *repository.files
-    }
-    assert not any(
-        "training_state" in path or path.endswith("manifest.json") for path in repository.files
-    )
+    assert files[f"checkpoint-2/{LORA_FILE}"] == first
+    assert first != result
+    assert f"ema/{LORA_FILE}" in files
+    assert "simpletuner_config.json" in files
+    assert "assets/image_0_0.png" in files
+    assert not any("training_state" in path for path in files)
+    assert not any(path.endswith("manifest.json") for path in files)
+    assert read_header(workspace.path(LORA))[METADATA]["trigger"] == "a sks star, "
     assert [commit["summary"] for commit in repository.commits] == [
         "Trained for 1 epoch and 2 steps.",
         "Trained for 1 epoch and 4 steps.",
     ]
     assert "Training objective: flow matching." in repository.commits[-1]["description"]
     card: Any = ModelCard(repository.text("README.md"))
-    assert (card.data.base_model_relation, card.data.pipeline_tag) == ("adapter", "text-to-image")
+    assert card.data.base_model_relation == "adapter"
+    assert card.data.pipeline_tag == "text-to-image"
     assert card.data.instance_prompt == "a sks star"
     assert 'pipe.load_lora_weights("me/my-star")' in card.text
     assert "Verified by reloading: the weights load through the stock pipeline" in card.text
@@ -98,29 +104,35 @@ def test_a_full_fine_tune_is_uploaded_as_a_pipeline(
     hub: FakeHub, tmp_path: Path, t2i_checkpoint: Path
 ) -> None:
     workspace = Workspace.create(
-        tmp_path, t2i_checkpoint, model_type="full", max_train_steps=1, push_to_hub=True
+        tmp_path,
+        t2i_checkpoint,
+        model_type="full",
+        max_train_steps=1,
+        push_to_hub=True,
+        push_to_hub_background=True,
+        tracker_project_name="stars",
     )
-    workspace.write_config(tracker_project_name="stars", push_to_hub_background=True)
+
     assert workspace.train() == 0
+
     files = hub.repositories[f"{OWNER}/stars"].files
     pipeline = workspace.path("output/pipeline")
-    expected = {
-        each.relative_to(pipeline).as_posix(): each
-        for each in pipeline.rglob("*")
-        if each.is_file()
-    }
-    assert "model_index.json" in expected
-    assert all(files[path] == local.read_bytes() for path, local in expected.items())
-    assert (
-        ModelCard(files["README.md"].decode()).data.to_dict()["base_model_relation"] == "finetune"
-    )
+    paths = [path for path in pipeline.rglob("*") if path.is_file()]
+    assert pipeline / "model_index.json" in paths
+    for path in paths:
+        assert files[path.relative_to(pipeline).as_posix()] == path.read_bytes()
+    card = ModelCard(files["README.md"].decode()).data.to_dict()
+    assert card["base_model_relation"] == "finetune"
 
 
 def test_a_server_that_recovers_is_asked_again(
     hub: FakeHub, workspace: Workspace, capsys: Capture
 ) -> None:
+    workspace.write_config(**PUSHED)
     hub.broken_commits = 2
-    assert workspace.train("push_to_hub=true", "hub_model_id=star", "max_train_steps=1") == 0
+
+    assert workspace.train() == 0
+
     assert len(hub.repositories["me/star"].commits) == 1
     assert "simpletuner publish" not in capsys.readouterr().out
 
@@ -128,44 +140,59 @@ def test_a_server_that_recovers_is_asked_again(
 def test_publish_uploads_what_failed_without_training(
     hub: FakeHub, workspace: Workspace, capsys: Capture
 ) -> None:
+    workspace.write_config(**PUSHED)
     hub.broken_commits = 3
-    assert workspace.train("push_to_hub=true", "hub_model_id=star", "max_train_steps=1") == 0
-    shown = capsys.readouterr()
-    assert shown.out.splitlines()[-1].endswith("to try again: simpletuner publish output")
+    assert workspace.train() == 0
+    advice = capsys.readouterr().out.splitlines()[-1]
+    assert advice.endswith("to try again: simpletuner publish output")
     repository = hub.repositories["me/star"]
-    assert (repository.commits, repository.files) == ([], {})
+    assert repository.commits == []
+    assert repository.files == {}
     hub.requests.clear()
+
     assert workspace.run("publish", "output") == 0
-    assert not [request for request in hub.requests if request.startswith("PUT")], (
-        "large files had arrived"
-    )
-    assert repository.files[LORA_FILE] == workspace.path(f"output/{LORA_FILE}").read_bytes()
+
+    large_files = [request for request in hub.requests if request.startswith("PUT")]
+    assert large_files == [], "they were uploaded before the commit failed"
+    assert repository.files[LORA_FILE] == workspace.path(LORA).read_bytes()
     assert len(repository.commits) == 1
     assert workspace.run("publish", "output") == 0
     assert len(repository.commits) == 1, "nothing has changed, so nothing is committed"
+
+
+def test_publish_writes_a_card_for_the_repository_it_is_given(
+    hub: FakeHub, workspace: Workspace
+) -> None:
+    workspace.write_config(**PUSHED)
+    assert workspace.train() == 0
+
     assert workspace.run("publish", "output", "--hub_model_id=elsewhere") == 0
-    text = hub.repositories["me/elsewhere"].text("README.md")
-    assert 'pipe.load_lora_weights("me/elsewhere")' in text
-    assert "me/star" not in text
+
+    card = hub.repositories["me/elsewhere"].text("README.md")
+    assert 'pipe.load_lora_weights("me/elsewhere")' in card
+    assert "me/star" not in card
 
 
 def test_publish_reports_folders_settings_and_servers_it_cannot_use(
     hub: FakeHub, workspace: Workspace, capsys: Capture
 ) -> None:
+    """The run was not to be uploaded when it was trained."""
     assert workspace.run("publish", "datasets") == 2
     assert "'datasets' is not the output folder of a run" in capsys.readouterr().err
-    assert workspace.train("max_train_steps=1") == 0, "a run that was not to be uploaded"
+
+    assert workspace.train("max_train_steps=1") == 0
     capsys.readouterr()
     assert workspace.run("publish", "output", "lora_rank=4") == 2
     assert "lora_rank: has no effect" in capsys.readouterr().err
+
     hub.broken_commits = 3
     assert workspace.run("publish", "output", "--hub_model_id=star") == 1
-    assert (
-        capsys.readouterr().err.splitlines()[-1]
-        == "Not everything was uploaded; the same command tries again."
-    )
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == "Not everything was uploaded; the same command tries again."
+
     assert workspace.run("publish", "output", "--hub_model_id=star") == 0
-    assert 'pipe.load_lora_weights("me/star")' in hub.repositories["me/star"].text("README.md")
+    card = hub.repositories["me/star"].text("README.md")
+    assert 'pipe.load_lora_weights("me/star")' in card
 
 
 def put_checkpoint(output_dir: Path, config: str) -> None:
@@ -197,7 +224,7 @@ def test_publish_names_recorded_settings_that_were_removed(hub: FakeHub, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("token", "complaint"),
+    ("token", "message"),
     [
         (None, "push_to_hub: not logged in to the hub: run `hf auth login`, or set HF_TOKEN."),
         ("hf_unknownunknownunknown", "push_to_hub: the hub does not accept the token"),
@@ -207,18 +234,22 @@ def test_publish_names_recorded_settings_that_were_removed(hub: FakeHub, tmp_pat
 )
 def test_a_token_without_write_permission_is_refused_before_training(
     token: str | None,
-    complaint: str,
+    message: str,
     workspace: Workspace,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
+    workspace.write_config(**PUSHED)
+
     with used_hub(monkeypatch, token) as hub:
-        assert workspace.train("push_to_hub=true", "hub_model_id=star") == 2
-    shown = capsys.readouterr()
-    assert complaint in shown.err
-    assert "Loading torch" not in shown.out
+        assert workspace.train() == 2
+
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Loading torch" not in captured.out
     assert hub.repositories == {}
-    assert token is None or token not in shown.err + shown.out
+    if token is not None:
+        assert token not in captured.err + captured.out
 
 
 def test_an_unreachable_hub_is_refused_before_training(
@@ -228,9 +259,11 @@ def test_an_unreachable_hub_is_refused_before_training(
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
         assert workspace.train("push_to_hub=true") == 2
         assert "push_to_hub: http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
+
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         assert workspace.train("push_to_hub=true") == 2
         assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+
     assert hub.requests == []
 
 
@@ -238,7 +271,10 @@ def test_an_existing_public_repository_is_reported(
     hub: FakeHub, workspace: Workspace, capsys: Capture
 ) -> None:
     hub.repositories["me/star"] = Repository(private=False)
-    assert workspace.train("push_to_hub=true", "hub_model_id=me/star", "max_train_steps=1") == 0
+    workspace.write_config(**PUSHED)
+
+    assert workspace.train() == 0
+
     assert "me/star exists on the hub and is public" in capsys.readouterr().out
 
 
@@ -247,21 +283,22 @@ def test_secrets_and_local_paths_are_not_uploaded(
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "sesame-sesame")
     workspace.write_config(
-        push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False
+        **PUSHED,
+        validation_disable=False,
+        model_card_note="{env:MY_API_KEY}",
+        output_dir=str(workspace.path("output")),
+        modelspec_comment=f"see {Path.home()}/notes/star.txt",
+        tracker_run_name="and/or",
     )
-    workspace.write_config(
-        model_card_note="{env:MY_API_KEY}", output_dir=str(workspace.path("output"))
-    )
-    workspace.write_config(
-        modelspec_comment=f"see {Path.home()}/notes/star.txt", tracker_run_name="and/or"
-    )
+
     assert workspace.train() == 0
+
     files = hub.repositories["me/star"].files
     for secret in (b"sesame-sesame", str(workspace.folder).encode(), b"multidatabackend"):
         assert not [path for path, content in files.items() if secret in content]
     settings = json.loads(files["simpletuner_config.json"])["config"]
     assert settings["learning_rate"] == 1e-3
-    assert settings["tracker_run_name"] == "and/or"
+    assert settings["tracker_run_name"] == "and/or", "a slash alone is not a path"
     assert "modelspec_comment" not in settings
 
 
@@ -272,19 +309,21 @@ def test_scripts_run_after_checkpoints_and_uploads(
     script.write_text(
         "import json, sys\nopen('notes', 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
     )
-    note = f"{sys.executable} '{script}'"
+    command = f"{sys.executable} '{script}'"
+    checkpoint_arguments = "{global_step} {local_checkpoint_path} {tracker_run_name}"
     workspace.write_config(
-        push_to_hub=True, hub_model_id="star", max_train_steps=2, tracker_run_name="a; rm -rf b"
+        push_to_hub=True,
+        hub_model_id="star",
+        max_train_steps=2,
+        tracker_run_name="a; rm -rf b",
+        post_checkpoint_script=f"{command} {checkpoint_arguments}",
+        post_upload_script=f"{command} {{remote_checkpoint_path}}",
     )
-    workspace.write_config(
-        post_checkpoint_script=(
-            f"{note} {{global_step}} {{local_checkpoint_path}} {{tracker_run_name}}"
-        )
-    )
-    workspace.write_config(post_upload_script=f"{note} {{remote_checkpoint_path}}")
+
     assert workspace.train() == 0
-    lines = [json.loads(line) for line in workspace.path("notes").read_text().splitlines()]
-    assert lines == [
+
+    notes = [json.loads(line) for line in workspace.path("notes").read_text().splitlines()]
+    assert notes == [
         ["2", str(workspace.path("output/checkpoint-2")), "a; rm -rf b"],
         [f"{hub.address}/me/star"],
     ]
@@ -299,82 +338,125 @@ def test_prompts_cannot_break_the_yaml_of_a_model_card(hub: FakeHub, workspace: 
         "\u2028 \t end"
     )
     workspace.write_config(
-        push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False
+        **PUSHED,
+        validation_disable=False,
+        validation_prompt=prompt,
+        validation_disable_unconditional=False,
+        disable_benchmark=True,
+        tracker_run_name="# a | b\n---",
     )
-    workspace.write_config(validation_prompt=prompt, validation_disable_unconditional=False)
-    workspace.write_config(disable_benchmark=True, tracker_run_name="# a | b\n---")
+
     assert workspace.train() == 0
-    text = hub.repositories["me/star"].text("README.md")
+
+    repository = hub.repositories["me/star"]
+    text = repository.text("README.md")
     card: Any = ModelCard(text)
     assert yaml.safe_load(text.split("---\n")[1]) == card.data.to_dict()
     assert card.data.license == "mit"
-    texts = {each["text"]: each for each in card.data.widget}
-    assert set(texts) == {"unconditional (blank prompt)", prompt}
-    assert texts[prompt]["output"]["url"].removeprefix("./") in hub.repositories["me/star"].files
+    widgets = {widget["text"]: widget for widget in card.data.widget}
+    assert widgets.keys() == {"unconditional (blank prompt)", prompt}
+    assert widgets[prompt]["output"]["url"].removeprefix("./") in repository.files
     assert f"````\n{prompt}\n````" in card.text
     assert "# \\# a \\| b ---" in card.text
 
 
 @dataclass
-class Slow:
-    """A destination that takes its time; the first of its uploads fails."""
+class SlowDestination:
+    """A destination that waits for a gate; the first of its uploads fails.
+
+    Attributes:
+        uploads: the message of each upload, and whether all of its files existed by then.
+    """
 
     title: str = "a slow place"
     gate: threading.Event = field(default_factory=threading.Event)
-    seen: list[tuple[str, bool]] = field(default_factory=list)
+    uploads: list[tuple[str, bool]] = field(default_factory=list)
 
     def prepare(self) -> str:
         return ""
 
     def upload(self, files: Mapping[str, Path], message: str) -> str:
         assert self.gate.wait(PATIENCE)
-        self.seen.append((message, all(map(Path.is_file, files.values()))))
-        if len(self.seen) == 1:
+        self.uploads.append((message, all(path.is_file() for path in files.values())))
+        if len(self.uploads) == 1:
             raise RuntimeError("the line broke")
         return "slow://there"
 
 
 def test_background_uploads_do_not_block_training_or_lose_checkpoints(tmp_path: Path) -> None:
-    place = Slow()
-    said: list[object] = []
-    described: list[int] = []
-    events = EventStream(said.append)
-    publish = PublishConfig(
-        push_to_hub=True, push_checkpoints_to_hub=True, push_to_hub_background=True
-    )
+    destination = SlowDestination()
+    published: list[object] = []
+    described_steps: list[int] = []
+    events = EventStream(published.append)
     uploads = Uploads(
-        publish,
+        PublishConfig(push_to_hub=True, push_checkpoints_to_hub=True, push_to_hub_background=True),
         tmp_path,
         "run",
-        cast(Any, place),
+        cast(Any, destination),
         events,
-        lambda plan, step, epoch: described.append(step),
+        lambda plan, step, epoch: described_steps.append(step),
         waits=(0.0,),
     )
     plan: Any = SimpleNamespace()
-    uploads.begin(plan, 0)
     assembly: Any = SimpleNamespace(settings=SimpleNamespace(total_steps=9))
+
+    uploads.begin(plan, 0)
     for step in (1, 2):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / LORA_FILE).write_bytes(b"weights")
         write_manifest(folder, Manifest(step, 1, IDENTITY, describe_files(folder)))
         events.publish(CheckpointSaved(folder, step, 0.0))
-        uploads.on_step_end(assembly, TrainState(step + 1, 1), NO_REPORT)  # completed a step later
-        assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [], (
-            "none that waits is deleted"
-        )
-    assert place.seen == []
-    place.gate.set()
+        # A checkpoint is complete one step later, since it is written in the background.
+        uploads.on_step_end(assembly, TrainState(step + 1, 1), NO_REPORT)
+        deleted = prune(tmp_path, 1, rolling=False, in_use=uploads.in_use)
+        assert deleted == [], "both wait for their upload"
+    assert destination.uploads == []
+    destination.gate.set()
     uploads.finish(Ledger(9, 1, ("card", "uploads", "end")))
-    assert [message for message, _ in place.seen] == [
-        f"Trained for {steps}." for steps in ("1 step", "1 step", "2 steps", "9 steps")
+
+    # The upload of step 1 failed, so it was tried again.
+    assert destination.uploads == [
+        ("Trained for 1 step.", True),
+        ("Trained for 1 step.", True),
+        ("Trained for 2 steps.", True),
+        ("Trained for 9 steps.", True),
     ]
-    assert all(there for _, there in place.seen)
-    assert described == [1, 2, 9]
-    assert (uploads.failed, uploads.in_use) == ([], [])
-    assert [each.step for each in said if isinstance(each, Uploaded)] == [1, 2, 9]
-    assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [tmp_path / "checkpoint-1"]
+    assert described_steps == [1, 2, 9]
+    assert uploads.failed == []
+    assert uploads.in_use == []
+    assert [event.step for event in published if isinstance(event, Uploaded)] == [1, 2, 9]
+    deleted = prune(tmp_path, 1, rolling=False, in_use=uploads.in_use)
+    assert deleted == [tmp_path / "checkpoint-1"]
+
+
+def copy_at_events_after_the_result(
+    run: Workspace, folder: Path, patch: pytest.MonkeyPatch
+) -> list[Workspace]:
+    """Copies of a run at every event at which a kill would cut its last uploads short.
+
+    What a kill leaves is what is on the disk at that moment, without the lock, whose owner has
+    ended.
+    """
+    copies: list[Workspace] = []
+    publish = EventStream.publish
+
+    def copy_and_publish(self: EventStream, event: Any) -> None:
+        is_moment = isinstance(event, PhaseStarted | Uploaded)
+        is_end = getattr(event, "state", "") == "finished"
+        if run.path(LORA).exists() and (is_moment or is_end):
+            copy = run.copy(folder / f"killed-{len(copies)}")
+            copy.path("output/run.lock").unlink()
+            copy.path("output/model_card-tmp").mkdir()
+            copies.append(copy)
+        publish(self, event)
+
+    patch.setattr(EventStream, "publish", copy_and_publish)
+    return copies
+
+
+def file_names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def test_the_next_start_finishes_uploads_that_a_kill_cut_short(
@@ -384,63 +466,52 @@ def test_the_next_start_finishes_uploads_that_a_kill_cut_short(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
-    """What a kill leaves is what is on the disk at that moment, without the lock, whose owner has
-    ended.
-    """
-    moments: list[Workspace] = []
-    publish = EventStream.publish
-
-    def copying(self: EventStream, event: Any) -> None:
-        result = workspace.path(f"output/{LORA_FILE}").exists()
-        if result and (
-            isinstance(event, PhaseStarted | Uploaded) or getattr(event, "state", "") == "finished"
-        ):
-            copy = workspace.copy(tmp_path / f"killed-{len(moments)}")
-            copy.path("output/run.lock").unlink()
-            copy.path("output/model_card-tmp").mkdir()
-            moments.append(copy)
-        publish(self, event)
-
-    workspace.write_config(push_to_hub=True, hub_model_id="star", push_checkpoints_to_hub=True)
+    workspace.write_config(
+        push_to_hub=True, hub_model_id="star", push_checkpoints_to_hub=True, max_train_steps=2
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(EventStream, "publish", copying)
-        assert workspace.train("max_train_steps=2") == 0
+        copies = copy_at_events_after_the_result(workspace, tmp_path, patch)
+        assert workspace.train() == 0
     assert not workspace.path("output/unfinished.json").exists()
-    assert len(moments) == 3
-    whole = dict(hub.repositories.pop("me/star").files)
-    for killed in moments:
+    assert len(copies) == 3
+    uploaded = hub.repositories.pop("me/star").files.keys()
+
+    for killed in copies:
         capsys.readouterr()
-        assert killed.train("max_train_steps=2") == 0
-        shown = capsys.readouterr().out
-        assert "Training is done, to step 2. An earlier session has not finished: " in shown
-        assert ("Uploaded" in shown) is (killed is not moments[-1])
-        assert {path.name for path in killed.path("output").iterdir()} == {
-            path.name for path in workspace.path("output").iterdir()
-        }
-        assert "training_complete" in json.dumps(
-            read_events(killed.path("output") / EVENTS_FILE)[-1]
-        )
+        assert killed.train() == 0
+        output = capsys.readouterr().out
+        assert "Training is done, to step 2. An earlier session has not finished: " in output
+        is_uploaded_already = killed is copies[-1]
+        assert ("Uploaded" in output) is not is_uploaded_already
+        assert file_names(killed.path("output")) == file_names(workspace.path("output"))
+        last_event = read_events(killed.path("output") / EVENTS_FILE)[-1]
+        assert "training_complete" in json.dumps(last_event)
         assert "finished" in killed.path("output/training_report.html").read_text()
-        assert killed.train("max_train_steps=2") == 0
-        assert (
+
+        assert killed.train() == 0
+        finished = (
             "This run is finished: 2 steps are done. Results: output. To train longer, raise max"
-            in capsys.readouterr().out
         )
-    assert hub.repositories["me/star"].files.keys() == whole.keys()
+        assert finished in capsys.readouterr().out
+
+    assert hub.repositories["me/star"].files.keys() == uploaded
 
 
 def test_a_run_without_uploads_does_not_mention_them(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    def fail(*given: object) -> None:
+    """Although it writes a model card, which fails here and is written at the next start."""
+
+    def fail(*arguments: object) -> None:
         raise OSError("no card today")
 
     with monkeypatch.context() as patch:
         patch.setattr("simpletuner.annexes.publishing.uploads.describe_run", fail)
         assert workspace.train("max_train_steps=1") == 0
-    shown = capsys.readouterr().out
-    assert "warning: Writing the model card failed (OSError: no card today)." in shown
-    assert "upload" not in shown.lower()
+
+    output = capsys.readouterr().out
+    assert "warning: Writing the model card failed (OSError: no card today)." in output
+    assert "upload" not in output.lower()
     assert workspace.train("max_train_steps=1") == 0
     assert "An earlier session has not finished: the model card." in capsys.readouterr().out
     assert workspace.path("output/model_card/README.md").exists()
