@@ -1,4 +1,4 @@
-"""Whole runs of each kind of adapter: stopped and resumed, published, and told in the report."""
+"""Whole runs of each kind of adapter: stopped and resumed, published, and shown in the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = {
+Capture = pytest.CaptureFixture[str]
+RUN: dict[str, Any] = {
     "max_train_steps": 6,
     "checkpoint_step_interval": 3,
     "use_ema": True,
@@ -30,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lycoris": {"lora_type": "lycoris", "lycoris_config": "../lycoris.json"},
     "lora+": {"lora_plus_ratio": 16, "optimizer": "optimi-adamw"},
 }
-FILE = {
+LYCORIS_CONFIG = {
     "algo": "lokr",
     "multiplier": 1.0,
     "full_matrix": True,
@@ -39,62 +40,63 @@ FILE = {
 }
 
 
+def assert_loads_with_its_average(run: Workspace, checkpoint: Path) -> None:
+    """The stock pipeline loads both results, and the average is not the result."""
+    pipeline = Kandinsky5T2IPipeline.from_pretrained(
+        checkpoint, tokenizer=load_processor(checkpoint)
+    )
+    pipeline.load_lora_weights(run.path("output"))
+    pipeline.load_lora_weights(run.path("output/ema"), adapter_name="average")
+    for path in run.path("output/ema").glob("*.safetensors"):
+        average = load_file(path)
+        result = load_file(run.path("output") / path.name)
+        differs = [name for name in result if not torch.equal(average[name], result[name])]
+        assert differs, path.name
+
+
+def assert_conversion_is_shown(run: Workspace, kind: str, output: str) -> None:
+    """A kind that was converted to a LoRA names its share of a prediction and its own file."""
+    assert "of a prediction" in output
+    assert f"{kind}_weights.safetensors" in output
+    assert run.path(f"output/checkpoint-3/ema/{kind}_weights.safetensors").is_file()
+    report = run.path("output/training_report.html").read_text(encoding="utf-8")
+    assert "Converted from another kind" in report
+
+
 @pytest.mark.parametrize("kind", first_of(KINDS))
 def test_every_kind_of_adapter_continues_bit_exactly_and_loads_in_the_stock_pipeline(
-    tmp_path: Path,
-    filled: Workspace,
-    t2i_checkpoint: Path,
-    kind: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, filled: Workspace, t2i_checkpoint: Path, kind: str, capsys: Capture
 ) -> None:
-    (tmp_path / "lycoris.json").write_text(json.dumps(FILE))
-    straight = filled.copy(tmp_path / "straight", **SETTINGS, **KINDS[kind])
+    (tmp_path / "lycoris.json").write_text(json.dumps(LYCORIS_CONFIG))
+    straight = filled.copy(tmp_path / "straight", **RUN, **KINDS[kind])
     assert straight.train() == 0
-    told = capsys.readouterr().out
-    broken = straight.stopped(tmp_path / "broken", 3)
-    assert broken.train("resume_from_checkpoint=latest") == 0
-    assert_same_run(straight, broken)
-    pipeline = Kandinsky5T2IPipeline.from_pretrained(
-        t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint)
-    )
-    pipeline.load_lora_weights(straight.path("output"))
-    pipeline.load_lora_weights(straight.path("output/ema"), adapter_name="average")
-    for path in straight.path("output/ema").glob("*.safetensors"):
-        average = load_file(path)
-        trained = load_file(straight.path("output") / path.name)
-        assert any(not torch.equal(average[name], each) for name, each in trained.items()), (
-            path.name
-        )
+    output = capsys.readouterr().out
+    stopped = straight.stopped(tmp_path / "stopped", 3)
+
+    assert stopped.train("resume_from_checkpoint=latest") == 0
+
+    assert_same_run(straight, stopped)
+    assert_loads_with_its_average(straight, t2i_checkpoint)
     if kind != "lora+":
-        assert "of a prediction" in told
-        assert f"{kind}_weights.safetensors" in told
-        assert straight.path(f"output/checkpoint-3/ema/{kind}_weights.safetensors").is_file()
-        assert "Converted from another kind" in straight.path(
-            "output/training_report.html"
-        ).read_text(encoding="utf-8")
-        assert broken.train("max_train_steps=9", "lora_type=standard", "lora_rank=4") == 2, (
-            "another kind"
-        )
+        assert_conversion_is_shown(straight, kind, output)
+        as_lora = ("max_train_steps=9", "lora_type=standard", "lora_rank=4")
+        assert stopped.train(*as_lora) == 2, "a run cannot change its kind"
 
 
-def test_init_lora_refuses_a_lokr_file(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert workspace.train("--lora_type=lokr", "--lora_rank=2", "--max_train_steps=1") == 0
-    told = complaint(
-        workspace,
-        capsys,
-        "plan",
-        "--init_lora=output/lokr_weights.safetensors",
-        "--output_dir=other",
+def test_init_lora_refuses_a_lokr_file(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.train("lora_type=lokr", "lora_rank=2", "max_train_steps=1") == 0
+    settings = ("init_lora=output/lokr_weights.safetensors", "output_dir=other")
+
+    message = complaint(workspace, capsys, "plan", *settings)
+
+    assert "take the LoRA beside it" in message
+
+
+def test_lycoris_requires_its_config_file(workspace: Workspace, capsys: Capture) -> None:
+    unset = complaint(workspace, capsys, "plan", "lora_type=lycoris")
+    missing = complaint(
+        workspace, capsys, "plan", "lora_type=lycoris", "lycoris_config=nowhere.json"
     )
-    assert "take the LoRA beside it" in told
 
-
-def test_lycoris_requires_its_config_file(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "is required" in complaint(workspace, capsys, "plan", "--lora_type=lycoris")
-    assert "nowhere.json" in complaint(
-        workspace, capsys, "plan", "--lora_type=lycoris", "--lycoris_config=nowhere.json"
-    )
+    assert "is required" in unset
+    assert "nowhere.json" in missing
