@@ -10,11 +10,10 @@ import pytest
 import torch
 from diffusers import Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.memory.offload import attach
-from tests.tools.runs import assert_same_run
+from tests.tools.runs import LORA, SANA_RUN, assert_equal, assert_same_run
 from tests.tools.streaming import AdversarialCopier
 from tests.tools.tiny import TOKENIZERS, build_kandinsky, build_qwen, fill_zeros
 from tests.tools.tiny_sana import build_sana
@@ -32,7 +31,14 @@ RUN: dict[str, Any] = {
     "validation_step_interval": 6,
     "validation_disable_unconditional": False,
 }
-RESULT = "output/pytorch_lora_weights.safetensors"
+OFFLOAD_EVERYTHING: dict[str, Any] = {
+    "enable_group_offload": True,
+    "group_offload_text_encoder": True,
+    "group_offload_vae": True,
+    "offload_block_inputs": True,
+}
+# Text encoder, encoder of the VAE, transformer and decoder of the VAE stream by a copier each.
+ALL_COPIERS = 4
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +56,23 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Pa
     return folder
 
 
+@pytest.fixture
+def deep_sana_checkpoint(tmp_path: Path, sana_checkpoint: Path) -> Path:
+    """A checkpoint of Sana Video with more blocks than there are slots."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(sana_checkpoint, folder)
+    config = {**build_sana().config, "num_layers": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = SanaVideoTransformer3DModel.from_config(config)
+        fill_zeros(transformer)
+    transformer.save_pretrained(folder / "transformer")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path) -> Workspace:
-    """The run that all others must equal."""
+    """The run without offloading, which all others must equal."""
     workspace = Workspace.create(tmp_path_factory.mktemp("plain") / "run", deep_checkpoint, **RUN)
     assert workspace.train() == 0
     return workspace
@@ -60,37 +80,36 @@ def plain(tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path) -> Wo
 
 @pytest.fixture
 def copiers(monkeypatch: pytest.MonkeyPatch) -> list[AdversarialCopier]:
-    """Every copier of a run is adversarial."""
-    made: list[AdversarialCopier] = []
+    """All copiers of a run, which copy as late as a GPU may."""
+    copiers: list[AdversarialCopier] = []
 
     def choose(*place: Any, **settings: Any) -> AdversarialCopier:
-        made.append(AdversarialCopier())
-        return made[-1]
+        copiers.append(AdversarialCopier())
+        return copiers[-1]
 
     monkeypatch.setattr(attach, "choose_copier", choose)
-    return made
+    return copiers
 
 
-def previews(workspace: Workspace) -> dict[str, bytes]:
-    files = [
-        *workspace.path("output/validation_images").iterdir(),
-        *workspace.path("output/benchmarks").rglob("*.png"),
-    ]
-    assert len(files) >= 4
-    return {path.name: path.read_bytes() for path in files}
+def used(copiers: list[AdversarialCopier]) -> int:
+    """How many copiers have copied something."""
+    return len([copier for copier in copiers if copier.submitted])
 
 
-EVERYTHING: dict[str, Any] = {
-    "enable_group_offload": True,
-    "group_offload_text_encoder": True,
-    "group_offload_vae": True,
-    "offload_block_inputs": True,
-}
+def read_previews(workspace: Workspace) -> dict[str, bytes]:
+    images = workspace.path("output/validation_images").iterdir()
+    benchmarks = workspace.path("output/benchmarks").rglob("*.png")
+    paths = [*images, *benchmarks]
+    assert len(paths) >= 4
+    return {path.name: path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize(
-    ("settings", "streaming"),
-    [(EVERYTHING, 4), ({"enable_group_offload": True, "gradient_checkpointing": False}, 1)],
+    ("settings", "streams"),
+    [
+        (OFFLOAD_EVERYTHING, ALL_COPIERS),
+        ({"enable_group_offload": True, "gradient_checkpointing": False}, 1),
+    ],
 )
 def test_offloaded_training_is_bit_identical(
     tmp_path: Path,
@@ -98,16 +117,15 @@ def test_offloaded_training_is_bit_identical(
     deep_checkpoint: Path,
     copiers: list[AdversarialCopier],
     settings: dict[str, Any],
-    streaming: int,
+    streams: int,
 ) -> None:
     offloaded = Workspace.create(tmp_path / "run", deep_checkpoint, **RUN, **settings)
+
     assert offloaded.train() == 0
-    used = [copier for copier in copiers if copier.submitted]
-    assert len(used) == streaming, (
-        "text encoder; encoder of the VAE; transformer; decoder of the VAE"
-    )
+
+    assert used(copiers) == streams
     assert_same_run(plain, offloaded)
-    assert previews(plain) == previews(offloaded)
+    assert read_previews(offloaded) == read_previews(plain)
 
 
 def test_streamed_quantised_weights_train_bit_identically(
@@ -116,79 +134,76 @@ def test_streamed_quantised_weights_train_bit_identically(
     settings = {**RUN, "base_model_precision": "int4-quanto", "text_encoder_1_precision": "int8"}
     resident = Workspace.create(tmp_path / "resident", deep_checkpoint, **settings)
     assert resident.train() == 0
-    offloaded = Workspace.create(tmp_path / "offloaded", deep_checkpoint, **settings, **EVERYTHING)
+    offloaded = Workspace.create(
+        tmp_path / "offloaded", deep_checkpoint, **settings, **OFFLOAD_EVERYTHING
+    )
+
     assert offloaded.train() == 0
-    assert len([copier for copier in copiers if copier.submitted]) == 4
+
+    assert used(copiers) == ALL_COPIERS
     assert_same_run(resident, offloaded)
-    assert previews(resident) == previews(offloaded)
+    assert read_previews(offloaded) == read_previews(resident)
 
 
 def test_offload_can_be_switched_between_sessions(
     tmp_path: Path, plain: Workspace, copiers: list[AdversarialCopier]
 ) -> None:
-    came = plain.stopped(tmp_path / "came", 2)
-    assert came.train("enable_group_offload=true") == 0
-    assert_same_run(plain, came)
-    went = came.stopped(tmp_path / "went", 4)
-    assert went.train() == 0
-    assert_same_run(plain, went)
+    switched_on = plain.stopped(tmp_path / "on", 2)
+    assert switched_on.train("enable_group_offload=true") == 0
+    assert_same_run(plain, switched_on)
+
+    switched_off = switched_on.stopped(tmp_path / "off", 4)
+    assert switched_off.train() == 0
+    assert_same_run(plain, switched_off)
+
     assert len(copiers) == 1
 
 
 def test_model_offload_moves_the_transformer_away_while_the_vae_decodes(
     tmp_path: Path, plain: Workspace, deep_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The VAE decodes while the transformer is away; pictures and training are what they were."""
     moves: list[str] = []
-    to = Kandinsky5Transformer3DModel.to
+    move = Kandinsky5Transformer3DModel.to
 
-    def noted(model: Any, *where: Any, **settings: Any) -> Any:
-        moves.append(str(where[0]))
-        return to(model, *where, **settings)
+    def record_and_move(model: Any, *device: Any, **settings: Any) -> Any:
+        moves.append(str(device[0]))
+        return move(model, *device, **settings)
 
-    monkeypatch.setattr(Kandinsky5Transformer3DModel, "to", noted)
+    monkeypatch.setattr(Kandinsky5Transformer3DModel, "to", record_and_move)
     offloaded = Workspace.create(
         tmp_path / "run", deep_checkpoint, **RUN, enable_model_cpu_offload=True
     )
+
     assert offloaded.train() == 0
-    assert moves == ["cpu"] * len(moves)
-    assert len(moves) == 1 + 2 * len(previews(offloaded)), (
-        "to the device at first, then away and back for each decode"
-    )
+
+    # To the device at first, then away and back for each decoded preview. Both are the CPU here.
+    assert moves == ["cpu"] * (1 + 2 * len(read_previews(offloaded)))
     assert_same_run(plain, offloaded)
-    assert previews(plain) == previews(offloaded)
+    assert read_previews(offloaded) == read_previews(plain)
 
 
 def test_offloaded_training_of_sana_video_is_bit_identical(
-    tmp_path: Path, sana_checkpoint: Path, copiers: list[AdversarialCopier]
+    tmp_path: Path, deep_sana_checkpoint: Path, copiers: list[AdversarialCopier]
 ) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(sana_checkpoint, checkpoint)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformer = SanaVideoTransformer3DModel.from_config(
-            {**build_sana().config, "num_layers": 4}
-        )
-        fill_zeros(transformer)
-    transformer.save_pretrained(checkpoint / "transformer")
     settings = {
-        "model_family": "sanavideo",
-        "model_flavour": "2b-480p",
+        **SANA_RUN,
         "max_train_steps": 2,
-        "pictures": 2,
+        "validation_disable": False,
+        "validation_num_video_frames": 5,
+        "num_eval_images": 1,
+        "disable_benchmark": True,
     }
-    found: list[dict[str, Tensor]] = []
-    for name, offload in (("plain", {}), ("offloaded", EVERYTHING)):
-        workspace = Workspace.create(tmp_path / name, checkpoint, **settings, **offload)
-        settings_of_previews = (
-            "--validation_disable=false",
-            "--validation_num_video_frames=5",
-            "--num_eval_images=1",
-        )
-        assert workspace.train(*settings_of_previews, "--disable_benchmark") == 0
-        found.append(load_file(workspace.path(RESULT)))
-    assert len([copier for copier in copiers if copier.submitted]) == 3, (
-        "encoder, transformer and decoder"
+    plain = Workspace.create(tmp_path / "plain", deep_sana_checkpoint, pictures=2, **settings)
+    assert plain.train() == 0
+    offloaded = Workspace.create(
+        tmp_path / "offloaded",
+        deep_sana_checkpoint,
+        pictures=2,
+        **settings,
+        **OFFLOAD_EVERYTHING,
     )
-    for key, weight in found[0].items():
-        assert torch.equal(found[1][key], weight), key
+
+    assert offloaded.train() == 0
+
+    assert used(copiers) == 3, "text encoder, transformer and decoder"
+    assert_equal(load_file(offloaded.path(LORA)), load_file(plain.path(LORA)))

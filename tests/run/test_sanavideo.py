@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,125 +19,150 @@ from tests.tools.cases import first_of
 from tests.tools.clips import write_clip
 from tests.tools.families import CPU
 from tests.tools.refusals import complaint
+from tests.tools.runs import SANA_RUN
 from tests.tools.sana_family import make_sana_adapter
 from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 
+Capture = pytest.CaptureFixture[str]
+
 
 @pytest.fixture
 def sana_workspace(tmp_path: Path, sana_checkpoint: Path) -> Workspace:
-    """Pictures as clips of one frame, and a family that renders five frames."""
-    settings = {
-        "model_family": "sanavideo",
-        "model_flavour": "2b-480p",
-        "validation_num_video_frames": 5,
-    }
+    """Four pictures, which are clips of one frame, and previews of five frames."""
+    settings = {**SANA_RUN, "validation_num_video_frames": 5}
     return Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **settings)
 
 
 def test_sana_video_trains_a_lora_that_the_stock_pipeline_loads(
-    sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    sana_workspace: Workspace, sana_checkpoint: Path, capsys: Capture
 ) -> None:
-    settings = ("--flow_schedule_shift=1.0", "--sana_motion_score=30", "--validation_disable=false")
-    assert sana_workspace.train(*settings, "--disable_benchmark") == 0
-    assert "flow_schedule_shift: '1.0' is ignored" in "".join(capsys.readouterr())
-    assert all("nan" not in str(line) for line in sana_workspace.metrics())
-    names = {path.name for path in sana_workspace.path("output/validation_images").iterdir()}
-    assert "step_4_validation_0_128x128@5.mp4" in names
+    sana_workspace.write_config(
+        sana_motion_score=30, validation_disable=False, disable_benchmark=True
+    )
+
+    assert sana_workspace.train("--flow_schedule_shift=1.0") == 0
+
+    captured = capsys.readouterr()
+    assert "flow_schedule_shift: '1.0' is ignored" in captured.out + captured.err
+    assert "nan" not in str(sana_workspace.metrics())
+    assert sana_workspace.path(
+        "output/validation_images/step_4_validation_0_128x128@5.mp4"
+    ).exists()
     pipeline = SanaVideoPipeline.from_pretrained(sana_checkpoint)
     pipeline.load_lora_weights(sana_workspace.path("output"))
     assert pipeline.get_active_adapters()
 
 
-@pytest.mark.parametrize("is_i2v", first_of([True, False]))
+def write_clips(workspace: Workspace) -> None:
+    folder = workspace.path("datasets/clips")
+    folder.mkdir(parents=True)
+    for index in range(3):
+        write_clip(folder / f"clip {index}.mp4", seconds=1.0 + index / 4)
+        (folder / f"clip {index}.txt").write_text(f"clip {index}")
+
+
+# Latents of four pictures and three clips, and of the first frames of clips where they are needed.
+@pytest.mark.parametrize(("is_i2v", "latents"), first_of([(True, 4 + 3 + 3), (False, 4 + 3)]))
 def test_clips_and_pictures_train_together_with_and_without_i2v(
-    sana_workspace: Workspace, is_i2v: bool
+    sana_workspace: Workspace, is_i2v: bool, latents: int
 ) -> None:
     """`video.is_i2v` of a dataset decides what the run is; pictures beside its clips are trained
     from noise.
     """
-    clips = {
+    clips: dict[str, Any] = {
         **DATASETS[0],
         "id": "clips",
         "dataset_type": "video",
         "instance_data_dir": "datasets/clips",
+        "video": {"num_frames": 5, "min_frames": 5, "is_i2v": is_i2v},
     }
-    clips["video"] = {"num_frames": 5, "min_frames": 5, "is_i2v": is_i2v}
-    for index in range(3):
-        path = sana_workspace.path(f"datasets/clips/clip {index}.mp4")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_clip(path, seconds=1.0 + index / 4)
-        path.with_suffix(".txt").write_text(f"clip {index}")
+    write_clips(sana_workspace)
     sana_workspace.write_datasets([clips, *DATASETS])
-    settings = (
-        "--validation_disable=false",
-        "--validation_disable_unconditional=false",
-        "--train_batch_size=1",
-        "--num_eval_images=1",
-        "--max_train_steps=8",
+    sana_workspace.write_config(
+        train_batch_size=1,
+        max_train_steps=8,
+        num_eval_images=1,
+        validation_disable=False,
+        validation_disable_unconditional=False,
+        disable_benchmark=True,
     )
-    assert sana_workspace.train(*settings, "--disable_benchmark") == 0
+
+    assert sana_workspace.train() == 0
+
     assert "nan" not in str(sana_workspace.metrics())
-    previews = [
-        path.name for path in sana_workspace.path("output/validation_images").glob("*@5.mp4")
-    ]
+    previews = list(sana_workspace.path("output/validation_images").glob("*@5.mp4"))
     assert len(previews) == 2, previews
     encoded = list(sana_workspace.path("output/cache/vae").rglob("*.safetensors*"))
-    assert len(encoded) == 4 + (6 if is_i2v else 3), (
-        "pictures, clips, and the clips' first frames where they are needed"
-    )
+    assert len(encoded) == latents
 
 
-def test_comfyui_files_are_refused(
-    sana_workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "ComfyUI cannot run Sana Video" in complaint(
-        sana_workspace, capsys, "plan", "lora_format=comfyui"
-    )
+def test_comfyui_files_are_refused(sana_workspace: Workspace, capsys: Capture) -> None:
+    message = complaint(sana_workspace, capsys, "plan", "lora_format=comfyui")
+
+    assert "ComfyUI cannot run Sana Video" in message
 
 
 def test_a_full_fine_tune_of_sana_video_is_a_pipeline(sana_workspace: Workspace) -> None:
-    """As the guide trains: all weights, with a moving average."""
-    assert sana_workspace.train("--model_type=full", "--use_ema=true", "--max_grad_norm=0.0") == 0
+    """With the settings of its guide: all weights, with a moving average."""
+    sana_workspace.write_config(model_type="full", use_ema=True, max_grad_norm=0.0)
+
+    assert sana_workspace.train() == 0
+
     SanaVideoPipeline.from_pretrained(sana_workspace.path("output/pipeline"))
 
 
-def test_a_dataset_can_set_its_motion_score(
-    sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = {**DATASETS[0], "id": "fast", "sana_motion_score": "80", "cache_dir_vae": "cache/fast"}
-    sana_workspace.write_datasets([DATASETS[0], own, DATASETS[1]])
+def encoded_captions(workspace: Workspace) -> set[str]:
+    """The texts of all cached embeddings."""
+    store = CacheStore(workspace.path("cache/text"))
+    captions = set()
+    for key in list_keys(store.folder):
+        provenance = read_provenance(entry_path(store.folder, key))
+        captions.add(json.loads(provenance["ingredients"])["caption"])
+    return captions
+
+
+def test_a_dataset_can_set_its_motion_score(sana_workspace: Workspace, capsys: Capture) -> None:
+    fast = {**DATASETS[0], "id": "fast", "sana_motion_score": "80", "cache_dir_vae": "cache/fast"}
+    sana_workspace.write_datasets([DATASETS[0], fast, DATASETS[1]])
     sana_workspace.path("datasets/pictures/p0.txt").write_text("Still. Motion score: 5")
-    assert sana_workspace.run("cache", "fill", "--sana_motion_score=10") == 0
-    found = {
-        json.loads(read_provenance(entry_path(store.folder, key))["ingredients"])["caption"]
-        for store in [CacheStore(sana_workspace.path("cache/text"))]
-        for key in list_keys(store.folder)
-    }
-    assert {"picture 1", "picture 1 motion score: 80.", "still. motion score: 5", ""} <= found
-    assert "still. motion score: 5 motion score: 80." not in found
-    assert not any(text.startswith(" motion") for text in found)
+    sana_workspace.write_config(sana_motion_score=10)
+
+    assert sana_workspace.run("cache", "fill") == 0
+
+    captions = encoded_captions(sana_workspace)
+    # The score of the run is added by the encoder, so captions are cached without it.
+    assert "picture 1" in captions
+    assert "picture 1 motion score: 80." in captions
+    assert "still. motion score: 5" in captions, "a caption may have a score already"
+    assert "still. motion score: 5 motion score: 80." not in captions
+    assert "" in captions
+    assert not any(caption.startswith(" motion") for caption in captions)
     capsys.readouterr()
-    assert sana_workspace.run("cache", "explain", "fast/p1.png", "--sana_motion_score=10") == 0
+    assert sana_workspace.run("cache", "explain", "fast/p1.png") == 0
     assert "caption of 'picture 1 motion score: 80.'" in capsys.readouterr().out
-    encoder = make_sana_adapter(sana_checkpoint, sana_motion_score=10).load_text_encoder(
-        CPU, torch.float32
-    )
-    plain = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
-    given, meant = (
-        each.encode([TextRequest("picture 1 motion score: 80.")])[0] for each in (encoder, plain)
-    )
-    assert torch.equal(given["prompt_embeds"], meant["prompt_embeds"]), (
-        "the run's score is not added to it"
-    )
+
+
+def test_the_score_of_a_run_is_not_added_to_a_caption_that_has_one(sana_checkpoint: Path) -> None:
+    def encode(**settings: Any) -> torch.Tensor:
+        encoder = make_sana_adapter(sana_checkpoint, **settings).load_text_encoder(
+            CPU, torch.float32
+        )
+        return encoder.encode([TextRequest("picture 1 motion score: 80.")])[0]["prompt_embeds"]
+
+    assert torch.equal(encode(sana_motion_score=10), encode())
 
 
 def test_captions_with_a_motion_score_are_encoded_separately(sana_workspace: Workspace) -> None:
     texts = sana_workspace.path("cache/text")
-    counts = []
-    for score in ("", "30"):
-        assert sana_workspace.train(f"--sana_motion_score={score}", f"--output_dir=run{score}") == 0
-        counts.append(len([path for path in texts.rglob("*") if path.is_file()]))
-    captions = counts[0] - 1  # all but the empty caption, which has no score
-    assert counts[1] == counts[0] + captions
+
+    def count_files() -> int:
+        return len([path for path in texts.rglob("*") if path.is_file()])
+
+    assert sana_workspace.run("cache", "fill", "sana_motion_score=") == 0
+    without_score = count_files()
+    assert sana_workspace.run("cache", "fill", "sana_motion_score=30") == 0
+
+    # All captions again, except the empty one, which has no score.
+    assert count_files() == without_score + (without_score - 1)
