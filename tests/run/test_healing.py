@@ -28,7 +28,8 @@ from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 pytestmark = pytest.mark.slow(6)
 
-SETTINGS: dict[str, Any] = {
+# Training, evaluation and previews, each of which reads captions, latents or features.
+EVERY_PHASE: dict[str, Any] = {
     "max_train_steps": 2,
     "checkpoint_step_interval": 1,
     "eval_steps_interval": 1,
@@ -48,20 +49,18 @@ DINO = {
     "num_attention_heads": 2,
     "mlp_ratio": 2,
     "image_size": 70,
+    "patch_size": 14,
 }
 
 
 @pytest.fixture
 def healthy(tmp_path: Path) -> Workspace:
-    """A run that reads captions, latents and features, in training, evaluation, previews and
-    verification.
-    """
+    """A run that reads captions, latents and features in all of its phases."""
     torch.manual_seed(0)
-    Dinov2Model(Dinov2Config(**DINO, patch_size=14)).save_pretrained(tmp_path / "dino")
-    run = make_clip_workspace(
-        tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s"
-    )
-    run.write_config(crepa_encoder=str(tmp_path / "dino"), **SETTINGS)
+    Dinov2Model(Dinov2Config(**DINO)).save_pretrained(tmp_path / "dino")
+    checkpoint = make_checkpoint(tmp_path / "t2v", "t2v")
+    run = make_clip_workspace(tmp_path / "run", checkpoint, "t2v-lite-sft-5s")
+    run.write_config(crepa_encoder=str(tmp_path / "dino"), **EVERY_PHASE)
     run.add_pictures(EVAL["instance_data_dir"], 2, seed=9)
     run.write_datasets([CLIPS, EVAL, DATASETS[1]])
     return run
@@ -80,46 +79,53 @@ def test_cache_entries_damaged_in_any_phase_are_encoded_again(
     publish = EventStream.publish
     moments: set[str] = set()
 
-    def damaging(self: EventStream, event: Any) -> None:
+    def publish_and_damage(self: EventStream, event: Any) -> None:
+        """Encoding damaged entries again starts a phase, so they are damaged once more."""
         publish(self, event)
-        if isinstance(event, PhaseStarted | StepReport):  # also where entries are being healed
-            moments.add(event.kind if isinstance(event, PhaseStarted) else "step")
-            damage(broken.path("cache"))
+        if isinstance(event, PhaseStarted):
+            moments.add(event.kind)
+        elif isinstance(event, StepReport):
+            moments.add("step")
+        else:
+            return
+        damage(broken.path("cache"))
 
-    monkeypatch.setattr(EventStream, "publish", damaging)
+    monkeypatch.setattr(EventStream, "publish", publish_and_damage)
+
     assert broken.train() == 0
+
     assert moments > {CACHING, EVALUATION, PREVIEWS, "step"}
-    assert healthy.metrics() == broken.metrics()
+    assert broken.metrics() == healthy.metrics()
     assert healthy.path(LORA).read_bytes() == broken.path(LORA).read_bytes()
 
 
 def test_models_are_loaded_in_the_main_thread_while_readers_wait() -> None:
-    """An item that needs one is made by the loop. What else was to be read is read first, and
-    errors come out of it.
+    """Items 1 and 3 need a model, item 2 takes long to read. Loading 1 waits until 2 is read, and
+    an error of loading 3 is raised where the item is asked for.
     """
-    loading: list[int] = []
+    loaded: list[int] = []
     reading = threading.Lock()
 
     def make(number: int) -> int:
-        if number == 0:
-            return number
+        if number in (1, 3):
+            return in_loop(lambda: load(number))
         if number == 2:
             with reading:
                 time.sleep(0.2)
-            return number
-        return in_loop(lambda: load(number))
+        return number
 
     def load(number: int) -> int:
         assert threading.current_thread() is threading.main_thread()
         assert not reading.locked()
-        loading.append(number)
+        loaded.append(number)
         if number == 3:
             raise ValueError("damaged")
         return number
 
-    made: Any = read_ahead(range(4), make, 3)
-    assert [next(made), next(made), next(made)] == [0, 1, 2]
+    items: Any = read_ahead(range(4), make, 3)
+
+    assert [next(items), next(items), next(items)] == [0, 1, 2]
     with pytest.raises(ValueError, match="damaged"):
-        next(made)
-    assert loading == [1, 3]
+        next(items)
+    assert loaded == [1, 3]
     assert not any("batch-reader" in thread.name for thread in threading.enumerate())

@@ -15,7 +15,6 @@ from diffusers import SanaVideoPipeline
 from simpletuner.caching.entry import entry_path, list_keys, read_provenance
 from simpletuner.encoding.read import CacheStore
 from simpletuner.models.adapter import TextRequest
-from tests.tools.cases import first_of
 from tests.tools.clips import write_clip
 from tests.tools.families import CPU
 from tests.tools.refusals import complaint
@@ -64,7 +63,13 @@ def write_clips(workspace: Workspace) -> None:
 
 
 # Latents of four pictures and three clips, and of the first frames of clips where they are needed.
-@pytest.mark.parametrize(("is_i2v", "latents"), first_of([(True, 4 + 3 + 3), (False, 4 + 3)]))
+@pytest.mark.parametrize(
+    ("is_i2v", "latents"),
+    [
+        (True, 4 + 3 + 3),
+        pytest.param(False, 4 + 3, marks=pytest.mark.thorough),
+    ],
+)
 def test_clips_and_pictures_train_together_with_and_without_i2v(
     sana_workspace: Workspace, is_i2v: bool, latents: int
 ) -> None:
