@@ -1,4 +1,4 @@
-"""The stream of events suffices for whoever wants to show a run: a page, a webhook, a person."""
+"""The stream of events is enough to show a run, and a failed subscriber does not end it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from simpletuner.distributed.requests import make_request, take_requests
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import (
     CheckpointSaved,
@@ -24,7 +25,7 @@ from simpletuner.reporting.events import (
     StateChanged,
     StepReport,
 )
-from tests.tools.runs import train_with_subscribers
+from tests.tools.runs import LORA, train_with_subscribers
 from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 
@@ -33,7 +34,8 @@ class Status:
 
     def __init__(self) -> None:
         self.status = "idle"
-        self.current = self.total = 0
+        self.current = 0
+        self.total = 0
         self.metrics: dict[str, float] = {}
         self.losses: dict[int, dict[str, float]] = {}
         self.stages: dict[str, tuple[str, int, int | None]] = {}
@@ -53,8 +55,8 @@ class Status:
             case PhaseAdvanced():
                 self.stages[event.phase.title] = ("running", event.done, event.phase.total)
             case PhaseEnded():
-                how = "completed" if event.complete else "failed"
-                self.stages[event.phase.title] = (how, event.done, event.phase.total)
+                state = "completed" if event.complete else "failed"
+                self.stages[event.phase.title] = (state, event.done, event.phase.total)
             case StepReport():
                 self.current = event.step
                 self.metrics = dict(event.metrics)
@@ -68,41 +70,39 @@ class Status:
                 self.lines.append(event.text)
 
 
+def evaluation_losses(row: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name.startswith("loss/val/")}
+
+
 def test_events_alone_show_the_progress_of_a_run(workspace: Workspace) -> None:
     workspace.add_pictures("datasets/held out", 2, seed=9)
     workspace.write_datasets([*DATASETS, EVAL])
     workspace.write_config(eval_steps_interval=2, eval_timesteps=2, validation_disable=False)
     status = Status()
+
     train_with_subscribers(workspace, status)
-    assert (status.status, status.current, status.total) == ("finished", 4, 4)
-    record = workspace.metrics()
-    assert status.metrics.items() <= record[-1].items()
-    assert status.losses == {
-        row["step"]: {name: value for name, value in row.items() if name.startswith("loss/val/")}
-        for row in record
-        if row["step"] % 2 == 0
-    }
+
+    assert status.status == "finished"
+    assert status.current == 4
+    assert status.total == 4
+    rows = workspace.metrics()
+    assert status.metrics.items() <= rows[-1].items()
+    assert status.losses == {2: evaluation_losses(rows[1]), 4: evaluation_losses(rows[3])}
     assert status.checkpoints == ["checkpoint-2", "checkpoint-4"]
-    rows = [
-        json.loads(line)
-        for line in workspace.path("output/validation_media.jsonl").read_text().splitlines()
-    ]
-    assert status.media == [row["path"] for row in rows]
-    assert all(workspace.path("output").joinpath(path).is_file() for path in status.media)
-    assert {
-        "Encoding pictures",
-        "Loading the transformer",
-        "Evaluating at step 2",
-        "Rendering previews at step 4",
-    } <= {*status.stages}
-    assert {how for how, _, _ in status.stages.values()} == {"completed"}
-    assert all(done == total for _, done, total in status.stages.values() if total is not None)
-    assert any(
-        line.startswith("Saved output/pytorch_lora_weights.safetensors") for line in status.lines
-    )
+    media = workspace.path("output/validation_media.jsonl").read_text().splitlines()
+    assert status.media == [json.loads(line)["path"] for line in media]
+    assert all(workspace.path(f"output/{path}").is_file() for path in status.media)
+    assert f"Saved {LORA}" in "\n".join(status.lines)
+    assert "Encoding pictures" in status.stages
+    assert "Loading the transformer" in status.stages
+    assert "Evaluating at step 2" in status.stages
+    assert "Rendering previews at step 4" in status.stages
+    for title, (state, done, total) in status.stages.items():
+        assert state == "completed", title
+        assert total is None or done == total, title
 
 
-# Every subscriber of a run with all that can subscribe, and whether the run goes on without it.
+# Every subscriber of a run with all that can subscribe, and whether the run continues without it.
 SUBSCRIBERS = {
     "The display": True,
     "events.jsonl": True,
@@ -115,34 +115,35 @@ SUBSCRIBERS = {
     "The report": True,
     "The upload of checkpoints": True,
 }
-GUARDED = [name for name, is_guarded in SUBSCRIBERS.items() if is_guarded]
-WITH_ALL = (
+OPTIONAL = [name for name, is_optional in SUBSCRIBERS.items() if is_optional]
+ESSENTIAL = [name for name, is_optional in SUBSCRIBERS.items() if not is_optional]
+WITH_ALL_SUBSCRIBERS = (
     "report_to=tensorboard",
     'webhook_config={"webhook_type": "raw", "webhook_url": "http://127.0.0.1:9"}',
 )
 
 
-class Watched:
-    """Counts the events of every subscriber; some raise an error at their first one."""
+class EventCounter:
+    """Counts the events of every subscriber, some of which raise an error at their first event."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: Collection[str]) -> None:
         self.counts: Counter[str] = Counter()
         subscribe = EventStream.subscribe
 
-        def wrapped(
+        def subscribe_counted(
             stream: EventStream, name: str, subscriber: Callable[[Event], None], **errors: Any
         ) -> None:
             self.counts[name] = 0
 
-            def counted(event: Event) -> None:
+            def count(event: Event) -> None:
                 self.counts[name] += 1
                 if name in failing:
                     raise RuntimeError("a bug")
                 subscriber(event)
 
-            subscribe(stream, name, counted, **errors)
+            subscribe(stream, name, count, **errors)
 
-        monkeypatch.setattr(EventStream, "subscribe", wrapped)
+        monkeypatch.setattr(EventStream, "subscribe", subscribe_counted)
 
 
 @pytest.mark.slow(4)
@@ -150,61 +151,58 @@ def test_a_run_survives_the_failure_of_every_optional_subscriber(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
-    watched = Watched(monkeypatch, GUARDED)
+    counter = EventCounter(monkeypatch, OPTIONAL)
 
-    assert workspace.train(*WITH_ALL) == 0
+    assert workspace.train(*WITH_ALL_SUBSCRIBERS) == 0
 
-    assert watched.counts.keys() == SUBSCRIBERS.keys(), "a new subscriber has a row here"
-    assert {name: watched.counts[name] for name in GUARDED} == dict.fromkeys(GUARDED, 1)
+    assert counter.counts.keys() == SUBSCRIBERS.keys(), "a new subscriber has a row here"
     assert len(workspace.metrics()) == 4, "the record has every step"
-    logged = capsys.readouterr().err
-    for name in GUARDED:
-        assert (
-            logged.count(
-                f"{name} stopped working; training continues without it. (RuntimeError: a bug)"
-            )
-            == 1
-        )
+    log = capsys.readouterr().err
+    for name in OPTIONAL:
+        assert counter.counts[name] == 1, name
+        report = f"{name} stopped working; training continues without it. (RuntimeError: a bug)"
+        assert log.count(report) == 1
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("failing", GUARDED)
+@pytest.mark.parametrize("failing", OPTIONAL)
 def test_a_failed_subscriber_does_not_stop_events_of_the_rest(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     pytest.importorskip("tensorboard")
-    with monkeypatch.context() as uninterrupted:
-        whole = Watched(uninterrupted, ())
-        assert workspace.train(*WITH_ALL) == 0
+    with monkeypatch.context() as patch:
+        healthy = EventCounter(patch, ())
+        assert workspace.train(*WITH_ALL_SUBSCRIBERS) == 0
+    second_run = ("output_dir=second", "cache_dir=output/cache")
 
-    watched = Watched(monkeypatch, [failing])
-    assert workspace.train(*WITH_ALL, "output_dir=other", "cache_dir=output/cache") == 0
+    counter = EventCounter(monkeypatch, [failing])
+    assert workspace.train(*WITH_ALL_SUBSCRIBERS, *second_run) == 0
 
-    assert watched.counts == {**whole.counts, failing: 1}
+    assert counter.counts == {**healthy.counts, failing: 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name, is_guarded in SUBSCRIBERS.items() if not is_guarded]
-)
+@pytest.mark.parametrize("name", ESSENTIAL)
 def test_a_failure_of_an_essential_subscriber_ends_the_run(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    Watched(monkeypatch, [name])
+    EventCounter(monkeypatch, [name])
 
     assert workspace.train() == 1
 
-    assert not workspace.path("output/pytorch_lora_weights.safetensors").exists()
+    assert not workspace.path(LORA).exists()
 
 
 def test_a_failure_is_the_last_state(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise RuntimeError("the transformer broke")
 
-    monkeypatch.setattr("simpletuner.training.loop.optimizer_step", broken)
+    monkeypatch.setattr("simpletuner.training.loop.optimizer_step", fail)
     status = Status()
+
     with pytest.raises(RuntimeError):
         train_with_subscribers(workspace, status)
+
     assert status.status == "failed"
     assert status.lines[-1].startswith("the transformer broke. Start again")
 
@@ -213,15 +211,17 @@ def test_a_stop_request_ends_phases_and_starts_no_new_ones() -> None:
     status = Status()
     events = EventStream(status)
 
-    def work() -> None:
+    def encode_and_stop() -> None:
         with events.phase("Encoding", 5) as phase:
-            for index in range(5):
-                if index == 2:
-                    events.stop.request()
-                phase.advance()
+            phase.advance()
+            phase.advance()
+            events.stop.request()
+            phase.advance()
+            pytest.fail("the phase continued")
 
     with pytest.raises(Interrupted):
-        work()
+        encode_and_stop()
+
     assert status.stages == {"Encoding": ("failed", 3, 5)}
     with pytest.raises(Interrupted), events.phase("Rendering"):
         pytest.fail("a stop was requested")
@@ -229,13 +229,14 @@ def test_a_stop_request_ends_phases_and_starts_no_new_ones() -> None:
 
 
 def test_a_request_is_taken_once_and_unknown_files_stay(tmp_path: Path) -> None:
-    from simpletuner.distributed.requests import make_request, take_requests
+    requests = tmp_path / "requests"
+    assert take_requests(tmp_path) == []
+    make_request(tmp_path, "save")
+    make_request(tmp_path, "save")
+    (requests / "stop").touch()
+    (requests / "holiday").touch()
+
+    assert take_requests(tmp_path) == ["stop", "save"]
 
     assert take_requests(tmp_path) == []
-    make_request(tmp_path, "save")
-    make_request(tmp_path, "save")
-    for name in ("stop", "holiday"):
-        (tmp_path / "requests" / name).touch()
-    assert take_requests(tmp_path) == ["stop", "save"]
-    assert take_requests(tmp_path) == []
-    assert [path.name for path in (tmp_path / "requests").iterdir()] == ["holiday"]
+    assert [path.name for path in requests.iterdir()] == ["holiday"]
