@@ -1,4 +1,4 @@
-"""What earlier versions cached or trained without colour profiles is encoded again, and said."""
+"""Earlier versions ignored colour profiles: their caches are encoded again, and runs warn."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from PIL import Image
 from tests.tools import colour_profiles
 from tests.tools.workspace import Workspace
 
+Capture = pytest.CaptureFixture[str]
 P3 = colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2)
 
 
-def give_profile(workspace: Workspace, name: str = "p3.png") -> None:
-    path = workspace.path(f"datasets/pictures/{name}")
+def add_picture_with_profile(workspace: Workspace) -> None:
+    path = workspace.path("datasets/pictures/p3.png")
     Image.open(path).convert("RGB").save(path, icc_profile=P3)
 
 
-def entries(workspace: Workspace) -> set[Path]:
+def cached_latents(workspace: Workspace) -> set[Path]:
     return set(workspace.path("output/cache/vae").rglob("*.zst"))
 
 
@@ -33,46 +34,49 @@ def make_older(workspace: Workspace) -> None:
         manifest.write_text(json.dumps(content))
 
 
+def plan_output(workspace: Workspace, capsys: Capture, *settings: str) -> str:
+    """All that a plan prints."""
+    capsys.readouterr()
+    assert workspace.run("plan", *settings) == 0
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
 @pytest.mark.slow
 def test_only_pictures_with_a_colour_profile_are_encoded_again(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = entries(workspace)
-    give_profile(workspace)
+    without_profile = cached_latents(workspace)
+    add_picture_with_profile(workspace)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "simpletuner.data.pictures._conversion", lambda *arguments: None
-        )  # as earlier versions did
+        # Earlier versions did not convert colours.
+        patch.setattr("simpletuner.data.pictures._conversion", lambda *arguments: None)
         assert workspace.run("cache", "fill") == 0
-    before = entries(workspace)
+    before = cached_latents(workspace)
     make_older(workspace)
-    capsys.readouterr()
-    assert workspace.run("plan") == 0
-    output = capsys.readouterr()
-    assert "1 picture (p3.png)" in output.out + output.err
-    assert "simpletuner cache gc --remove" in output.out + output.err
+
+    output = plan_output(workspace, capsys)
+    assert "1 picture (p3.png)" in output
+    assert "simpletuner cache gc --remove" in output
+
     assert workspace.run("cache", "fill") == 0
-    assert len(entries(workspace) - before) == 1
+    assert len(cached_latents(workspace) - before) == 1
     assert workspace.run("cache", "gc", "--remove") == 0
-    assert entries(workspace).isdisjoint(before - others)
-    capsys.readouterr()
-    assert workspace.run("plan") == 0
-    output = capsys.readouterr()
-    assert "cache gc" not in output.out + output.err, "what is done is not said again"
+    assert cached_latents(workspace).isdisjoint(before - without_profile)
+    assert "cache gc" not in plan_output(workspace, capsys), "nothing is left to remove"
 
 
 @pytest.mark.slow
 def test_continuing_a_run_that_ignored_colour_profiles_warns(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace, capsys: Capture
 ) -> None:
-    give_profile(workspace)
+    add_picture_with_profile(workspace)
     assert workspace.train("max_train_steps=1") == 0
-    capsys.readouterr()
-    assert workspace.run("plan", "max_train_steps=2") == 0
-    said = capsys.readouterr()
-    assert "without the colour profile" not in said.out + said.err
+
+    new_run = plan_output(workspace, capsys, "max_train_steps=2")
     make_older(workspace)
-    assert workspace.run("plan", "max_train_steps=2") == 0
-    said = capsys.readouterr()
-    assert "was trained without the colour profile" in said.out + said.err
-    assert "p3.png" in said.out + said.err
+    older_run = plan_output(workspace, capsys, "max_train_steps=2")
+
+    assert "without the colour profile" not in new_run
+    assert "was trained without the colour profile" in older_run
+    assert "p3.png" in older_run

@@ -1,9 +1,8 @@
-"""Runs of version 0.1.0 in this version: they are continued, sampled, compared, replayed and
-listed.
+"""Runs of version 0.1.0 in this version: continued, sampled, compared, replayed and listed.
 
 `runs-0.1.0.zip` holds two short runs of the demo, written by the last commit of 0.1.0, each with a
 step that failed. `plain` set removed keys to their defaults; `layersync` was trained with two
-removed mechanisms.
+removed features.
 """
 
 from __future__ import annotations
@@ -28,21 +27,22 @@ from simpletuner.errors import Problems
 from tests.tools.workspace import Workspace
 
 RUNS = Path(__file__).parents[1] / "data" / "runs-0.1.0.zip"
-CONFIG = "runs/plain/failures/step-5/config.json"
-FAILURE = "runs/{}/failures/step-5"
-GONE = (
+PLAIN_FAILURE = "runs/plain/failures/step-5"
+LAYERSYNC_FAILURE = "runs/layersync/failures/step-5"
+CONFIG = f"{PLAIN_FAILURE}/config.json"
+PLAIN_RECORD = "runs/plain/checkpoint-4/config.json"
+REMOVED = (
     "speed_fused_lora, layersync_enabled, layersync_student_block, layersync_teacher_block were "
     "removed in 0.2.0"
 )
+LAYERSYNC_LORA = "runs/layersync/checkpoint-4/pytorch_lora_weights.safetensors"
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Workspace:
-    """A folder with both runs, and the demo's model and pictures where their configs look for
-    them.
-    """
+    """A folder with both runs, and the demo's model and pictures where their configs look."""
     with zipfile.ZipFile(RUNS) as archive:
         archive.extractall(tmp_path / "runs")
     (tmp_path / "config").mkdir()
@@ -65,28 +65,24 @@ def test_a_run_trained_with_removed_features_is_refused(old: Workspace, capsys: 
     assert old.train("--config", CONFIG, "output_dir=runs/layersync") == 2
 
     error = capsys.readouterr().err
-    assert (
-        "checkpoint-4 was trained with speed_fused_lora true, layersync_enabled true, removed "
-        "in 0.2.0." in error
-    )
+    cause = "checkpoint-4 was trained with speed_fused_lora true, layersync_enabled true, removed"
+    assert f"{cause} in 0.2.0." in error
     assert f"Finish that run with simpletuner {LAST_WITH}" in error
-    assert (
-        "another output_dir, and "
-        "init_lora=runs/layersync/checkpoint-4/pytorch_lora_weights.safetensors" in error
-    )
+    assert f"another output_dir, and init_lora={LAYERSYNC_LORA}" in error
     assert sorted(old.path("runs/layersync").rglob("*")) == before
 
 
 def test_a_new_run_can_start_from_the_weights_of_a_refused_run(old: Workspace) -> None:
-    weights = "runs/layersync/checkpoint-4/pytorch_lora_weights.safetensors"
-    assert old.run("plan", "--config", CONFIG, "output_dir=runs/new", f"init_lora={weights}") == 0
+    settings = ("output_dir=runs/new", f"init_lora={LAYERSYNC_LORA}")
+
+    assert old.run("plan", "--config", CONFIG, *settings) == 0
 
 
 def test_sampling_an_old_result_names_removed_keys_once(old: Workspace, capsys: Capture) -> None:
     assert old.run("sample", "runs/layersync", "--prompt", "a big glimmer") == 0
 
-    assert capsys.readouterr().out.count(GONE) == 1
-    assert len([*old.path("samples").glob("*.png")]) == 1
+    assert capsys.readouterr().out.count(REMOVED) == 1
+    assert len(list(old.path("samples").glob("*.png"))) == 1
 
 
 def test_a_sweep_of_old_checkpoints_names_removed_keys_once(
@@ -94,12 +90,12 @@ def test_a_sweep_of_old_checkpoints_names_removed_keys_once(
 ) -> None:
     assert old.run("sweep", "runs/layersync") == 0
 
-    assert capsys.readouterr().out.count(GONE) == 1
+    assert capsys.readouterr().out.count(REMOVED) == 1
     assert old.path("runs/layersync/sweep/sheet.png").is_file()
 
 
 def test_a_failed_step_of_an_old_run_can_be_replayed(old: Workspace, capsys: Capture) -> None:
-    assert old.train("--replay", FAILURE.format("plain")) == 0
+    assert old.train("--replay", PLAIN_FAILURE) == 0
 
     assert "Step 5 does not fail this time." in capsys.readouterr().out
 
@@ -107,7 +103,7 @@ def test_a_failed_step_of_an_old_run_can_be_replayed(old: Workspace, capsys: Cap
 def test_a_failed_step_that_needs_removed_features_is_not_replayed(
     old: Workspace, capsys: Capture
 ) -> None:
-    assert old.train("--replay", FAILURE.format("layersync")) == 2
+    assert old.train("--replay", LAYERSYNC_FAILURE) == 2
 
     error = capsys.readouterr().err
     assert f"Finish that run with simpletuner {LAST_WITH}" in error
@@ -116,42 +112,35 @@ def test_a_failed_step_that_needs_removed_features_is_not_replayed(
 @pytest.fixture
 def page(old: Workspace) -> TestClient:
     """The page of a folder that has the configs of both runs, too."""
-    for name in ("plain", "layersync"):
+    for name, failure in (("plain", PLAIN_FAILURE), ("layersync", LAYERSYNC_FAILURE)):
         old.path(f"config/{name}").mkdir()
-        shutil.copy(
-            old.path(f"{FAILURE.format(name)}/config.json"), old.path(f"config/{name}/config.json")
-        )
+        shutil.copy(old.path(f"{failure}/config.json"), old.path(f"config/{name}/config.json"))
     return TestClient(create_app(Project(old.folder)))
 
 
 def test_the_page_lists_old_runs_with_their_steps(page: TestClient) -> None:
     runs = page.get("/api/metrics/training/runs").json()
 
-    assert {run["config"]["name"]: run["progress"]["current"] for run in runs} == {
-        "plain": 4,
-        "layersync": 4,
-    }
+    steps = {run["config"]["name"]: run["progress"]["current"] for run in runs}
+    assert steps == {"plain": 4, "layersync": 4}
 
 
 def test_the_page_starts_a_new_run_from_old_weights_without_removed_keys(
     page: TestClient, old: Workspace
 ) -> None:
-    (run,) = (
-        run
-        for run in page.get("/api/metrics/training/runs").json()
-        if run["config"]["name"] == "layersync"
-    )
+    runs = page.get("/api/metrics/training/runs").json()
+    (run,) = [run for run in runs if run["config"]["name"] == "layersync"]
 
-    answer = page.post("/api/training/new", json={"run": run["run"], "name": "again"})
+    response = page.post("/api/training/new", json={"run": run["run"], "name": "again"})
 
-    assert answer.status_code == 201, answer.text
+    assert response.status_code == 201, response.text
     settings = json.loads(old.path("config/again/config.json").read_text())
     assert not {"layersync_enabled", "speed_fused_lora"} & settings.keys()
     assert settings["init_lora"].endswith("runs/layersync/pytorch_lora_weights.safetensors")
 
 
 def test_the_config_editor_leaves_out_removed_keys(old: Workspace) -> None:
-    values = load_values(old.path(f"{FAILURE.format('layersync')}/config.json"), Problems())
+    values = load_values(old.path(f"{LAYERSYNC_FAILURE}/config.json"), Problems())
 
     assert not {"layersync_enabled", "speed_fused_lora"} & values.keys()
     assert values["lora_rank"] == 1
@@ -167,41 +156,36 @@ def test_a_refused_full_fine_tune_names_its_transformer_as_the_start_of_a_new_ru
 
     assert old.train("--config", CONFIG, "output_dir=runs/layersync", "model_type=full") == 2
 
-    assert (
-        "pretrained_transformer_model_name_or_path=runs/layersync/checkpoint-4."
-        in capsys.readouterr().err
-    )
+    start = "pretrained_transformer_model_name_or_path=runs/layersync/checkpoint-4."
+    assert start in capsys.readouterr().err
 
 
 def test_every_recorded_key_is_an_option_or_listed_as_removed(old: Workspace) -> None:
-    recorded = json.loads(old.path("runs/plain/checkpoint-4/config.json").read_text())
+    """The values of removed keys ask for nothing in this run, so it can be continued."""
+    recorded = json.loads(old.path(PLAIN_RECORD).read_text())
+    removed = removed_keys("config")
 
-    gone = {key: value for key, value in recorded.items() if key not in option_names()}
-
-    assert gone.keys() <= removed_keys("config").keys()
-    assert [
-        key
-        for key, value in gone.items()
-        if not removed_keys("config")[key].asks_for_nothing(value)
-    ] == []
+    for key in recorded.keys() - option_names():
+        assert key in removed
+        assert removed[key].asks_for_nothing(recorded[key]), key
 
 
 def test_removed_keys_and_values_are_left_out_of_a_record() -> None:
     recorded = {"optimizer": "soap", "lora_rank": 4, "--layersync-enabled": True}
-
     report = Problems()
-    assert without_removed(recorded, "config.json", report) == {"lora_rank": 4}
+
+    kept = without_removed(recorded, "config.json", report)
+
+    assert kept == {"lora_rank": 4}
     (problem,) = report
-    assert (
-        str(problem)
-        == "config.json: optimizer soap, layersync_enabled were removed in 0.2.0 and left out."
-    )
+    message = "optimizer soap, layersync_enabled were removed in 0.2.0 and left out."
+    assert str(problem) == f"config.json: {message}"
 
 
 def test_removed_keys_that_were_off_are_left_out_silently(old: Workspace) -> None:
-    recorded = json.loads(old.path("runs/plain/checkpoint-4/config.json").read_text())
-
+    recorded = json.loads(old.path(PLAIN_RECORD).read_text())
     report = Problems()
+
     kept = without_removed(recorded, "config.json", report)
 
     assert not removed_keys("config").keys() & kept.keys()

@@ -1,6 +1,4 @@
-"""A whole run with scheduled sampling and dealt noise: it continues bit for bit, and the plan
-counts passes.
-"""
+"""A whole run with scheduled sampling, and a technique that chooses the noise of each latent."""
 
 from __future__ import annotations
 
@@ -16,12 +14,14 @@ from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(4)
 
-STEADY: dict[str, Any] = {
+SCHEDULED_SAMPLING: dict[str, Any] = {
     "max_train_steps": 6,
     "checkpoint_step_interval": 3,
     "lr_scheduler": "constant",
+    "use_ema": True,
+    "scheduled_sampling_max_step_offset": 2,
+    "scheduled_sampling_probability": 0.5,
 }
-SAMPLED = {"scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 0.5}
 
 
 def test_scheduled_sampling_continues_bit_exactly(
@@ -32,16 +32,18 @@ def test_scheduled_sampling_continues_bit_exactly(
 ) -> None:
     monkeypatch.setattr(table, "SPECS", (*table.SPECS, FacingSpec))
     straight = Workspace.create(
-        tmp_path / "straight", t2i_checkpoint, pictures=4, use_ema=True, **STEADY, **SAMPLED
+        tmp_path / "straight", t2i_checkpoint, pictures=4, **SCHEDULED_SAMPLING
     )
     assert straight.train() == 0
-    broken = straight.stopped(tmp_path / "broken", 3)
+    stopped = straight.stopped(tmp_path / "stopped", 3)
 
-    assert broken.train() == 0
+    assert stopped.train() == 0
 
-    assert_same_run(straight, broken)
+    assert_same_run(straight, stopped)
+    # The steps of the straight run and the last three again.
     assert Facing.dealt >= 6 + 3
     assert "reflexflow_adr" in straight.metrics()[0]
+
     capsys.readouterr()
     assert straight.run("plan", "max_train_steps=9") == 0
     assert "with 0.83 extra forward passes a micro-step" in capsys.readouterr().out
