@@ -1,3 +1,8 @@
+"""Fixtures of whole runs.
+
+What imports torch is imported in the fixtures: tests/conftest.py says why.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -8,13 +13,13 @@ from tests.tools.workspace import Workspace
 
 @pytest.fixture
 def workspace(filled: Workspace) -> Workspace:
-    """With caches: encoding takes a third of a tiny run."""
+    """A folder with filled caches: encoding takes a third of a tiny run."""
     return filled
 
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory, finished: Workspace) -> Workspace:
-    """A run with the settings of `test_resume`, which runs that were stopped must equal."""
+    """A run that was never stopped; runs with its settings that were stopped must equal it."""
     from tests.tools.runs import STATEFUL_RUN
 
     run: Workspace = finished.stopped(tmp_path_factory.mktemp("straight") / "run", 0)

@@ -1,6 +1,4 @@
-"""Cache entries that are damaged while a run goes on are encoded again, in the thread that loads
-all other models.
-"""
+"""Cache entries damaged during a run are encoded again, in the thread that loads models."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def damage(folder: Path) -> None:
 def test_cache_entries_damaged_in_any_phase_are_encoded_again(
     healthy: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = healthy.copy(tmp_path / "broken")
+    damaged = healthy.copy(tmp_path / "damaged")
     assert healthy.train() == 0
     publish = EventStream.publish
     moments: set[str] = set()
@@ -88,15 +86,15 @@ def test_cache_entries_damaged_in_any_phase_are_encoded_again(
             moments.add("step")
         else:
             return
-        damage(broken.path("cache"))
+        damage(damaged.path("cache"))
 
     monkeypatch.setattr(EventStream, "publish", publish_and_damage)
 
-    assert broken.train() == 0
+    assert damaged.train() == 0
 
     assert moments > {CACHING, EVALUATION, PREVIEWS, "step"}
-    assert broken.metrics() == healthy.metrics()
-    assert healthy.path(LORA).read_bytes() == broken.path(LORA).read_bytes()
+    assert damaged.metrics() == healthy.metrics()
+    assert damaged.path(LORA).read_bytes() == healthy.path(LORA).read_bytes()
 
 
 def test_models_are_loaded_in_the_main_thread_while_readers_wait() -> None:

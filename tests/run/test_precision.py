@@ -186,6 +186,6 @@ def test_captions_of_a_quantised_encoder_are_cached_separately(workspace: Worksp
     assert len(with_second_encoder) == 3 * len(plain)
     for key in with_int8.keys() - plain.keys():
         embeds = with_int8[key]
-        same_length = [other for other in plain.values() if other.shape == embeds.shape]
-        nearest = min(relative_distance(embeds, reference) for reference in same_length)
+        same_shape = [reference for reference in plain.values() if reference.shape == embeds.shape]
+        nearest = min(relative_distance(embeds, reference) for reference in same_shape)
         assert 1e-4 < nearest < 0.2
