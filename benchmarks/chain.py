@@ -3,11 +3,10 @@
     clips ─► decode ─► VAE ─► cache ─► loader ─► step
 
 The encoder alone works on decoded frames in memory, and steps alone work on one batch in memory;
-the rest is what reading files, threads, caches and the loader add to them. Walls mean something on
-a machine with free cores only, since decoding and writing run beside the encoder; the lines on CPU
-time hold on a busy one, too. Encoders are loaded before the clock starts. The VAE is the real one
-for a real size, else an eighth as wide; the text encoder is the tests' own. The clips are made with
-a package of the extra `dev`.
+the difference is what reading files, threads, caches and the loader add. Wall time needs a machine
+with free cores, since decoding and writing run beside the encoder; CPU time is valid on a busy one,
+too. Encoders are loaded before the clock starts. The VAE is the real one for a real size, else an
+eighth as wide; the text encoder is that of the tests. A package of the extra `dev` makes the clips.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ WAITING_BAR = 0.01
 
 @dataclass(frozen=True)
 class Scale:
-    """What a size is run with: the transformer, the files, the trained length and side."""
+    """The transformer of a size, its files, and the frames and side that are trained."""
 
     transformer: str
     clip: tuple[int, int]
@@ -104,10 +103,9 @@ class Chain:
     def fill_texts(self) -> None:
         """Encode and write every caption."""
         empty({entry.folder for entry in self.texts})
-        together = self.plan.config.caching.captions_at_once(
-            self.text_encoder.device.type, streamed=False
-        )
-        fill_texts(self.texts, self.text_encoder, together, self.phase)
+        device = self.text_encoder.device.type
+        batch_size = self.plan.config.caching.captions_at_once(device, streamed=False)
+        fill_texts(self.texts, self.text_encoder, batch_size, self.phase)
 
     def fill_latents(self) -> None:
         """Decode, encode and write every clip."""
@@ -132,21 +130,18 @@ class Chain:
             reports = [optimizer_step(self.assembly, loader, step) for step in range(self.steps)]
         finally:
             loader.close()
-        self.waits.append(
-            sum(report.data_seconds for report in reports)
-            / sum(report.seconds for report in reports)
-        )
+        waited = sum(report.data_seconds for report in reports)
+        self.waits.append(waited / sum(report.seconds for report in reports))
 
     def train_in_memory(self) -> None:
-        """As many steps on one batch that needs nobody."""
+        """As many steps on one batch in memory."""
         frames, height, width = self.latent_size()
         loader: Any = _Memory(make_batch(self.size, 1, (frames, height, width)))
         for step in range(self.steps):
             optimizer_step(self.assembly, loader, step)
 
     def with_captions(self, reader: BatchReader, planned: PlannedBatch) -> Batch:
-        """A batch from the caches; a real transformer gets captions as wide as it wants in the
-        place of the tiny text encoder's."""
+        """A batch from the caches; for a real transformer, with random captions of its width."""
         batch = reader(planned)
         if SHAPES[self.size].gigabytes is None:
             return batch
@@ -178,8 +173,9 @@ def main() -> None:
 def measure(
     chain: Chain, rounds: int, device: str
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall and CPU seconds of every stage and of its own work; called in the folder that the plan
-    is relative to.
+    """Wall and CPU seconds of every stage, and of the work that cannot be avoided.
+
+    The working directory must be the folder of the plan.
     """
     decoded = [decode_sample(entry.sample) for entry in chain.latents]
     variants: dict[str, Callable[[], None]] = {
@@ -200,16 +196,10 @@ def measure(
 def ratios_of(
     chain: Chain, wall: dict[str, list[float]], cpu: dict[str, list[float]]
 ) -> list[Ratio]:
-    """Each stage in units of its own work, then all of them together."""
-    wall["chain"] = [
-        sum(stages)
-        for stages in zip(*(wall[n] for n in ("fill texts", "fill", "train")), strict=True)
-    ]
-    wall["own"] = [
-        sum(stages)
-        for stages in zip(*(wall[n] for n in ("encode texts", "encode", "steps")), strict=True)
-    ]
-    cpu["both"] = [sum(pair) for pair in zip(cpu["encode"], cpu["decode"], strict=True)]
+    """Every stage in units of its unavoidable work, then the whole chain."""
+    wall["chain"] = sum_of(wall, "fill texts", "fill", "train")
+    wall["unavoidable"] = sum_of(wall, "encode texts", "encode", "steps")
+    cpu["encode and decode"] = sum_of(cpu, "encode", "decode")
 
     def note(name: str) -> str:
         return f"{min(wall[name]):.2f} s"
@@ -223,7 +213,9 @@ def ratios_of(
             note=note("fill texts"),
         ),
         compare("clips: wall of caching / encoder", wall, "fill", "encode", BAR, note("fill")),
-        compare("clips: CPU of caching / encoder and decoding", cpu, "fill", "both", BAR),
+        compare(
+            "clips: CPU of caching / encoder and decoding", cpu, "fill", "encode and decode", BAR
+        ),
         compare("decoding / encoder, wall", wall, "decode", "encode", note="what the threads hide"),
         compare(
             "steps from the cache / steps in memory, wall",
@@ -234,9 +226,18 @@ def ratios_of(
         ),
         Ratio("waiting for data / step", chain.waits[1:], WAITING_BAR),
         compare(
-            "whole chain / encoders and steps alone, wall", wall, "chain", "own", note=note("chain")
+            "whole chain / encoders and steps alone, wall",
+            wall,
+            "chain",
+            "unavoidable",
+            note=note("chain"),
         ),
     ]
+
+
+def sum_of(seconds: dict[str, list[float]], *names: str) -> list[float]:
+    """The sum of some stages in every round."""
+    return [sum(stages) for stages in zip(*(seconds[name] for name in names), strict=True)]
 
 
 def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
@@ -277,20 +278,20 @@ def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
     )
     assembly = _assembly(scale.transformer, device)
     return Chain(
-        plan,
-        catalogue,
-        [*listing.texts],
-        [*listing.latents],
-        text_encoder,
-        encoder,
-        assembly,
-        scale.transformer,
-        2 * clips,
+        plan=plan,
+        catalogue=catalogue,
+        texts=[*listing.texts],
+        latents=[*listing.latents],
+        text_encoder=text_encoder,
+        encoder=encoder,
+        assembly=assembly,
+        size=scale.transformer,
+        steps=2 * clips,
     )
 
 
 def empty(folders: set[Path]) -> None:
-    """Remove what an earlier round wrote."""
+    """Remove the cache entries of an earlier round."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,13 +1,12 @@
-"""Measures what the transformer of each family costs and writes it beside the family, as
-`cost.json`.
+"""Measure the cost of each family's transformer, and write it beside the family as `cost.json`.
 
     python -m benchmarks.cost_table [--only FAMILY]
 
 The plan reads the tables without torch (`models/cost_table.py`). Shapes come from the classes at
-the published dimensions, on the meta device. Everything else comes from small transformers of the
-same classes on the CPU: which weights meet tokens, text or samples, which of them need the gradient
-of their input, FLOPs of attention, and bytes of activations. Those grow linearly with a few widths,
-so a handful of small models gives factors that hold at any size.
+the published dimensions, on the meta device. Everything else is measured in small transformers of
+the same classes on the CPU: which weights are applied to tokens, text or samples, which of them
+need the gradient of their input, FLOPs of attention, and bytes of activations. These grow linearly
+with a few widths, so some small models give factors that hold at any size.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ from simpletuner.speed.compile import configure_compiler
 from tests.tools.peak_memory import Peak, attention
 from tests.tools.saved_tensors import saved_bytes
 
-# What the quantities are fitted to: products of these numbers of a micro-batch and of the model.
+# The terms of the fitted sums: products of numbers of a micro-batch and of the model (see
+# `Trial.numbers`).
 BYTES_OF = (
     "token width",
     "token inner",
@@ -69,22 +69,27 @@ FLOPS_OF = {
     "large": ("token token width", "token text width", "token head width", "token width"),
     "small": ("text text width",),
 }
-# What the traffic of compiled blocks is fitted to: modulations and text, which the cases have
-# little of, are left out.
+# The terms of the traffic of compiled blocks. Modulations and text are left out, of which the cases
+# have little; so the error may be larger.
 TRAFFIC_OF = ("token width", "token inner")
-# Largest error of a sum, relative; of traffic, because of what is left out.
+# Largest relative errors of a sum.
 LARGEST_ERROR = 0.002
 TRAFFIC_ERROR = 0.02
-WHOLE = 0.05  # a factor that is so near to a whole number is one
+WHOLE = 0.05  # a factor that is closer to a whole number is rounded to it
 LORA_RANK = 4
-# Compiled by this, a block saves what inductor chooses; no code is generated.
+# A block that this backend compiles saves what inductor chooses to save; no code is generated.
 GRAPHS_OF_INDUCTOR = "aot_eager_decomp_partition"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small model and one micro-batch of it: heads, their width, the ratio of the feed-forward;
-    tokens by axis.
+    """A small model and a micro-batch.
+
+    Attributes:
+        head: width of a head.
+        ratio: width of the feed-forward in units of the model's.
+        frames, height, width: tokens by axis.
+        text: tokens of the caption.
     """
 
     heads: int
@@ -114,7 +119,7 @@ CASES = (
 )
 
 
-# With many tokens, so that what grows with them is all that counts.
+# With many tokens, so that only what grows with them counts.
 TRAFFIC_CASES = (
     Case(4, 64, 4, 4, 32, 32, 8),
     Case(4, 64, 5, 4, 32, 32, 8),
@@ -146,17 +151,15 @@ def _on_one_line(match: re.Match[str]) -> str:
 
 
 def packages() -> dict[str, list[FamilySpec]]:
-    """Families by the folder that their table lies in; those of one folder share a transformer
-    class.
-    """
-    found: dict[str, list[FamilySpec]] = {}
+    """Families by the package with their table; families of one package share a class."""
+    specs_by_package: dict[str, list[FamilySpec]] = {}
     for spec in FAMILIES.values():
-        found.setdefault(spec.cost.package, []).append(spec)
-    return found
+        specs_by_package.setdefault(spec.cost.package, []).append(spec)
+    return specs_by_package
 
 
 def table_of(specs: Sequence[FamilySpec], *, compiled: bool = True) -> dict[str, Any]:
-    """Everything that is measured of one class; compiling takes most of the time."""
+    """All measurements of a class; `compiled` takes most of the time."""
     family = specs[0].name
     structure = structure_of(family)
     return {
@@ -181,10 +184,13 @@ class Trial:
     ) -> None:
         size = small_size(family, case.heads, case.head, case.ratio)
         self.spec = FAMILIES[family]
-        # A picture has the tokens of all frames in one.
-        frames, rows_of_one = (case.frames, 1) if self.spec.media == "video" else (1, case.frames)
         patch = self.spec.patch_size
-        latents = (frames, patch * rows_of_one * case.height, patch * case.width)
+        height = patch * case.height
+        width = patch * case.width
+        if self.spec.media == "video":
+            latents = (case.frames, height, width)
+        else:  # a picture has the tokens of all frames, one below the other
+            latents = (1, case.frames * height, width)
         text = self.spec.cost.padded_text or case.text
         with mock.patch.dict(SHAPES, {"trial": replace(size, latents=latents, caption=text)}):
             self.adapter = RandomAdapter(make_config("trial"), "trial", "cpu")
@@ -215,11 +221,12 @@ class Trial:
     def reads_tokens(self) -> list[Any]:
         """Layers of a large block that are applied to tokens."""
         groups = list(self.groups)
-        name = groups[-1]
-        layers = ((f"{name}.0.{layer}", module) for layer, module in weighted(self.large[-1]))
-        return [
-            module for layer, module in layers if self.rows.get(numbered(layer, groups)) == "token"
-        ]
+        layers = []
+        for name, module in weighted(self.large[-1]):
+            generic_name = numbered(f"{groups[-1]}.0.{name}", groups)
+            if self.rows.get(generic_name) == "token":
+                layers.append(module)
+        return layers
 
     @property
     def large(self) -> nn.ModuleList:
@@ -231,56 +238,64 @@ class Trial:
 
     def part(self, index: int) -> NoisyBatch:
         """One sample of the micro-batch."""
-        one = slice(index, index + 1)
+        row = slice(index, index + 1)
         batch = self.noisy.batch
-        noisy = self.noisy
-        alone = replace(
-            batch, latents=batch.latents[one], embeds=batch.embeds[one], names=batch.names[one]
+        sample = replace(
+            batch, latents=batch.latents[row], embeds=batch.embeds[row], names=batch.names[row]
         )
-        return self.adapter.prepare(make_noisy(alone, noisy.sigmas[one], noisy.noise[one]))
+        noisy = make_noisy(sample, self.noisy.sigmas[row], self.noisy.noise[row])
+        return self.adapter.prepare(noisy)
 
     def forward(self) -> Tensor:
         return self.adapter.predict(self.model, self.noisy)
 
 
 def weighted(model: nn.Module) -> list[tuple[str, Any]]:
-    """Modules that multiply with a weight of their own."""
+    """Modules that multiply with a weight."""
     kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def structure_of(family: str) -> dict[str, Any]:
-    """What holds at any size: names of the blocks, what each weight is applied to, where no
-    gradient flows.
+    """What holds at any size.
+
+    The names of groups of blocks, what each weight is applied to, and where no gradient flows.
     """
+    # Numbers of samples, of text and of other tokens differ, so they identify what a weight meets.
     case = Case(2, 64, 3, 2, 4, 8, 24, samples=3)
     trial = Trial(family, case)
     groups = list(trial.groups)
     rows: dict[str, str] = {}
-    untrained: dict[str, set[str]] = {}
+    without_gradient: dict[str, set[str]] = {}
     for kind in ("lora", "full"):
         trial = Trial(family, case)
-        seen = {name: _watch(module) for name, module in weighted(trial.model)}
+        watched = {name: _watch(module) for name, module in weighted(trial.model)}
         if kind == "lora":
             trial.add_lora()
         else:
             trial.model.requires_grad_(True)
         trial.forward()
-        untrained[kind] = {name for name, (_, flows) in seen.items() if not flows[0]}
-        counts = {trial.numbers[axis]: axis for axis in ("sample", "text", "token")}
-        rows = {numbered(name, groups): counts[found[0]] for name, (found, _) in seen.items()}
+        axis_of_count = {trial.numbers[axis]: axis for axis in ("sample", "text", "token")}
+        without_gradient[kind] = set()
+        for name, (positions, needs_gradient) in watched.items():
+            rows[numbered(name, groups)] = axis_of_count[positions[0]]
+            if not needs_gradient[0]:
+                without_gradient[kind].add(name)
     return {
         "groups": groups,
         "float32": sorted(trial.model._keep_in_fp32_modules or ()),
         "rows": rows,
-        "no_gradient": {kind: _first_or_all(names, groups) for kind, names in untrained.items()},
+        "no_gradient": {
+            kind: _first_or_all(names, groups) for kind, names in without_gradient.items()
+        },
         "keeps_attention": trial.spec.fast_blocks,
     }
 
 
 def _watch(module: Any) -> tuple[list[int], list[bool]]:
-    """Fills in, at each call, to how many positions a module is applied and whether its input needs
-    a gradient.
+    """Two lists that get an item at each call of a module.
+
+    To how many positions it is applied, and whether its input needs a gradient.
     """
     positions: list[int] = []
     flows: list[bool] = []
@@ -294,9 +309,7 @@ def _watch(module: Any) -> tuple[list[int], list[bool]]:
 
 
 def _first_or_all(names: set[str], groups: Sequence[str]) -> list[str]:
-    """Names with `#` for the block's number where they hold in every block, else with the number
-    0.
-    """
+    """Names with `#` for the block's number if they hold in every block, else with the number 0."""
     second = {name for name in names if re.match(rf"({'|'.join(groups)})\.1\.", name)}
     all_blocks = {numbered(name, groups) for name in second}
     first = {name for name in names - second if numbered(name, groups) not in all_blocks}
@@ -304,19 +317,20 @@ def _first_or_all(names: set[str], groups: Sequence[str]) -> list[str]:
 
 
 def flops_of(family: str, table: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """FLOPs of a block that are no products with weights, as factors; `small` blocks are those of
-    the other groups.
+    """FLOPs of a block besides products with weights, as factors.
+
+    `large` blocks are those of the last group, `small` ones those of the other groups.
 
     Raises:
-        ValueError: as of `fit`.
+        ValueError: see `fit`.
     """
     names = [f"{size} {term}" for size in FLOPS_OF for term in FLOPS_OF[size]]
     rows = []
-    found = []
+    measured = []
     for case in CASES:
         trial = Trial(family, case)
         large = len(trial.large)
-        every = sum(map(len, trial.groups.values()))
+        all_blocks = sum(map(len, trial.groups.values()))
         groups = list(trial.groups)
         with (
             torch.no_grad(),
@@ -328,57 +342,55 @@ def flops_of(family: str, table: Mapping[str, str]) -> dict[str, dict[str, float
             2 * trial.numbers[table[numbered(name, groups)]] * module.weight.numel()
             for name, module in weighted(trial.model)
         )
-        counts = {"large": large, "small": every - large}
-        rows.append(
-            [
-                counts[size] * product_of(term, trial.numbers)
-                for size in FLOPS_OF
-                for term in FLOPS_OF[size]
-            ]
-        )
-        found.append(counter.get_total_flops() - products)
-    factors = fit(Quantity(f"{family}: FLOPs of attention", "FLOPS_OF", names), rows, found)
-    by_name = dict(zip(names, factors, strict=True))
-    return {
-        size: {term: by_name[f"{size} {term}"] for term in terms if by_name[f"{size} {term}"]}
-        for size, terms in FLOPS_OF.items()
-    }
+        counts = {"large": large, "small": all_blocks - large}
+        row = []
+        for size, terms in FLOPS_OF.items():
+            row += [counts[size] * product_of(term, trial.numbers) for term in terms]
+        rows.append(row)
+        measured.append(counter.get_total_flops() - products)
+
+    factors = fit(Quantity(f"{family}: FLOPs of attention", "FLOPS_OF", names), rows, measured)
+    factor_of = dict(zip(names, factors, strict=True))
+    flops: dict[str, dict[str, float]] = {}
+    for size, terms in FLOPS_OF.items():
+        flops[size] = {}
+        for term in terms:
+            factor = factor_of[f"{size} {term}"]
+            if factor:
+                flops[size][term] = factor
+    return flops
 
 
 def bytes_of(family: str, rows: Mapping[str, str], *, compiled: bool) -> dict[str, dict[str, Any]]:
-    """Bytes of a large block as factors, by the name of the dtype; ` given` where a first frame has
-    its own time.
+    """Bytes of a large block as factors, by dtype.
+
+    With ` given` behind the dtype, the first frame is given and has another timestep.
 
     Raises:
-        ValueError: as of `fit`.
+        ValueError: see `fit`.
     """
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        name = "bf16" if dtype == torch.bfloat16 else "fp32"
-        found[name] = bytes_in(
-            f"{family} in {name}", partial(Trial, family, dtype=dtype, rows=rows), compiled=compiled
-        )
+    tables = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        make_trial = partial(Trial, family, dtype=dtype, rows=rows)
+        tables[name] = bytes_in(f"{family} in {name}", make_trial, compiled=compiled)
         if FAMILIES[family].cost.guided_together:
             make_trial = partial(Trial, family, dtype=dtype, rows=rows, given=True)
-            found[f"{name} given"] = bytes_in(
-                f"{family} in {name} given", make_trial, compiled=compiled
-            )
-    return found
+            title = f"{family} in {name} given"
+            tables[f"{name} given"] = bytes_in(title, make_trial, compiled=compiled)
+    return tables
 
 
 def bytes_in(what: str, make_trial: Callable[[Case], Trial], *, compiled: bool) -> dict[str, Any]:
-    """The same in one dtype; `what` is for the error."""
+    """The bytes of a large block in one dtype; `what` names it in errors."""
+    backend = GRAPHS_OF_INDUCTOR if compiled else None
     trials = [make_trial(case) for case in CASES]
-    metered = [
-        metered_block(trial, backend=GRAPHS_OF_INDUCTOR if compiled else None) for trial in trials
-    ]
+    metered = [metered_block(trial, backend=backend) for trial in trials]
     products = [[product_of(term, trial.numbers) for term in BYTES_OF] for trial in trials]
     table: dict[str, Any] = {"reads": metered[0].reads}
-    for quantity in metered[0].bytes:
-        found = [block.bytes[quantity] for block in metered]
-        table[quantity] = named(
-            fit(Quantity(f"{what}: {quantity}", "BYTES_OF", BYTES_OF), products, found)
-        )
+    for name in metered[0].bytes:
+        quantity = Quantity(f"{what}: {name}", "BYTES_OF", BYTES_OF)
+        measured = [block.bytes[name] for block in metered]
+        table[name] = named(fit(quantity, products, measured))
     sampling = Quantity(f"{what}: sampling", "BYTES_OF", BYTES_OF)
     phases = fit_peak(sampling, products, [block.moments for block in metered])
     table["sampling"] = [named(factors) for factors in phases]
@@ -394,24 +406,26 @@ def named(factors: Sequence[float]) -> dict[str, float]:
 
 def traffic_factors(what: str, trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
     """Bytes that the kernels of a compiled block move, forward and backward, as factors."""
-    moved = [compiled_traffic(trial) for trial in trials]
+    traffic = [compiled_traffic(trial) for trial in trials]
     products = [[product_of(term, trial.numbers) for term in TRAFFIC_OF] for trial in trials]
     table = {}
-    for way in ("forward", "backward"):
-        found = [bytes_moved[way] for bytes_moved in moved]
+    for direction in ("forward", "backward"):
         quantity = Quantity(
-            f"{what}: compiled {way}", "TRAFFIC_OF", TRAFFIC_OF, TRAFFIC_CASES, TRAFFIC_ERROR
+            name=f"{what}: compiled {direction}",
+            constant="TRAFFIC_OF",
+            terms=TRAFFIC_OF,
+            cases=TRAFFIC_CASES,
+            largest_error=TRAFFIC_ERROR,
         )
-        factors = fit(quantity, products, found)
-        table[f"compiled {way}"] = dict(zip(TRAFFIC_OF, factors, strict=True))
+        factors = fit(quantity, products, [moved[direction] for moved in traffic])
+        table[f"compiled {direction}"] = dict(zip(TRAFFIC_OF, factors, strict=True))
     return table
 
 
 def compiled_traffic(trial: Trial) -> dict[str, int]:
-    """Bytes that inductor's kernels read and write in a block without adapters: `forward` and
-    `backward`.
+    """Bytes that inductor's kernels read and write in a block without adapters, by direction.
 
-    Its own count for the kernels that it fuses, without generating their code; products and
+    Inductor counts them for the kernels that it fuses; their code is not generated. Products and
     attention are not among them.
     """
     block, inputs, settings = _with_arguments(trial)
@@ -422,9 +436,7 @@ def compiled_traffic(trial: Trial) -> dict[str, int]:
 
 
 def counting(moved: Counter[str]) -> Any:
-    """A backend that adds up what `compiled_traffic` returns; the graphs are inductor's, and run
-    uncompiled.
-    """
+    """A backend that makes inductor's graphs, adds up their traffic, and runs them uncompiled."""
     return aot_autograd(
         fw_compiler=partial(_count_kernels, moved, "forward"),
         bw_compiler=partial(_count_kernels, moved, "backward"),
@@ -433,9 +445,10 @@ def counting(moved: Counter[str]) -> Any:
     )
 
 
-def _count_kernels(moved: Counter[str], way: str, graph: Any, inputs: Sequence[Any]) -> Any:
-    """A compiler that counts what the kernels of a graph would move, and runs the graph
-    uncompiled.
+def _count_kernels(moved: Counter[str], direction: str, graph: Any, inputs: Sequence[Any]) -> Any:
+    """Add up the bytes that the kernels of a graph would move, and return the graph uncompiled.
+
+    The steps are those of inductor's `compile_fx`, up to the scheduler, which fuses kernels.
     """
     fake: Any = detect_fake_mode(inputs)
     with V.set_fake_mode(fake):
@@ -446,12 +459,9 @@ def _count_kernels(moved: Counter[str], way: str, graph: Any, inputs: Sequence[A
             lowering.run(*inputs)
             lowering.init_wrapper_code()
             lowering._update_scheduler()
-            kernels = [
-                node
-                for node in lowering.scheduler.nodes
-                if not (node.is_extern() or isinstance(node, Nothing))
-            ]
-            moved[way] += sum(node.get_read_write_buffers_sizes() for node in kernels)
+            for node in lowering.scheduler.nodes:
+                if not node.is_extern() and not isinstance(node, Nothing):
+                    moved[direction] += node.get_read_write_buffers_sizes()
     return graph.forward
 
 
@@ -461,9 +471,9 @@ class Quantity:
 
     Attributes:
         name: with family and dtype.
-        constant: the list of products in this file.
+        constant: name of the constant with its products.
         terms: these products.
-        cases: what it is measured in.
+        cases: the models in which it is measured.
         largest_error: of the sum, relative.
     """
 
@@ -474,53 +484,56 @@ class Quantity:
     largest_error: float = LARGEST_ERROR
 
     def misfit(
-        self, factors: Sequence[float], found: Sequence[float], errors: Sequence[float]
+        self, factors: Sequence[float], measurements: Sequence[float], errors: Sequence[float]
     ) -> str:
-        """What is wrong with the sum, in the worst case, and what can be done."""
+        """The message about a sum that does not fit: its worst case, and what can be done."""
         worst = max(range(len(errors)), key=lambda index: abs(errors[index]))
-        measured = found[worst]
+        measured = measurements[worst]
         fitted = measured * (1 - errors[worst])
         nearest = " + ".join(
             f"{factor:g} {term}" for factor, term in zip(factors, self.terms, strict=True) if factor
         )
         return (
-            f"{self.name} is no sum of the products in {self.constant}; the nearest is {nearest}. "
+            f"{self.name} is not a sum of the products in {self.constant}; "
+            f"the nearest is {nearest}. "
             f"For {self.cases[worst]} that is {fitted:.6g} instead of {measured:.6g}, "
             f"{abs(errors[worst]):.1%} off ({self.largest_error:.1%} is allowed). Add the missing "
             f"product to {self.constant} in benchmarks/cost_table.py."
         )
 
 
-def fit(quantity: Quantity, rows: Sequence[Sequence[float]], found: Sequence[float]) -> list[float]:
+def fit(
+    quantity: Quantity, rows: Sequence[Sequence[float]], measured: Sequence[float]
+) -> list[float]:
     """Factors of a sum of products.
 
     Args:
         rows: the products of each case.
-        found: what was measured in each case.
+        measured: the quantity in each case.
 
     Raises:
-        ValueError: what was found is no such sum.
+        ValueError: the quantity is not such a sum.
     """
-    factors, errors = solve(rows, found)
+    factors, errors = solve(rows, measured)
     if max(map(abs, errors)) > quantity.largest_error:
-        raise ValueError(quantity.misfit(factors, found, errors))
+        raise ValueError(quantity.misfit(factors, measured, errors))
     return factors
 
 
 def fit_peak(
     quantity: Quantity, rows: Sequence[Sequence[float]], moments: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Factors of each phase of a peak: of one if the peak is a sum, otherwise of every moment at
-    which a case has it.
+    """Factors of the phases of a peak.
 
-    What is alive at a moment is always a sum, since it is whole tensors; the largest of several
-    need not be one.
+    What is alive at one moment consists of whole tensors, so it is always a sum of products. The
+    largest of several moments need not be one, if the cases have their peaks at different moments.
+    Then each of these moments is a phase.
 
     Args:
-        moments: of each case, bytes after every operation.
+        moments: bytes after every operation, by case.
 
     Raises:
-        ValueError: as of `fit`.
+        ValueError: see `fit`.
     """
     peaks = [max(case) for case in moments]
     _, errors = solve(rows, peaks)
@@ -529,46 +542,52 @@ def fit_peak(
     if is_sum or len(operations) > 1:
         return [fit(quantity, rows, peaks)]
     phases = []
-    for at in sorted({case.index(peak) for case, peak in zip(moments, peaks, strict=True)}):
-        phase = replace(quantity, name=f"{quantity.name} after operation {at} of {len(moments[0])}")
-        phases.append(fit(phase, rows, [case[at] for case in moments]))
+    operations_with_peak = {case.index(peak) for case, peak in zip(moments, peaks, strict=True)}
+    for number in sorted(operations_with_peak):
+        name = f"{quantity.name} after operation {number} of {len(moments[0])}"
+        phase = replace(quantity, name=name)
+        phases.append(fit(phase, rows, [case[number] for case in moments]))
     return phases
 
 
 def solve(
-    rows: Sequence[Sequence[float]], found: Sequence[float]
+    rows: Sequence[Sequence[float]], measured: Sequence[float]
 ) -> tuple[list[float], list[float]]:
     """Factors of a sum of products by least squares on relative errors, and these errors.
 
-    Most factors are whole numbers: bytes and operations of whole tensors. The largest shares are
-    taken first and rounded, and what they leave is fitted again.
+    Most factors are whole numbers: bytes and operations of whole tensors. So the factor with the
+    largest share is rounded and subtracted, and the rest is fitted again without it, until no
+    factor is left.
     """
-    matrix = np.array(rows) / np.array(found)[:, None]
+    matrix = np.array(rows) / np.array(measured)[:, None]
     factors = np.zeros(matrix.shape[1])
-    rest = np.ones(len(found))
-    open_ones = list(np.flatnonzero(matrix.any(0)))
-    while open_ones:
-        solved = np.linalg.lstsq(matrix[:, open_ones], rest, rcond=None)[0]
-        shares = np.abs(matrix[:, open_ones] * solved).mean(0)
-        at = int(shares.argmax())
-        column = open_ones.pop(at)
-        factors[column] = (
-            round(solved[at])
-            if abs(solved[at] - round(solved[at])) < WHOLE
-            else round(solved[at], 4)
-        )
+    rest = np.ones(len(measured))
+    open_columns = list(np.flatnonzero(matrix.any(0)))
+    while open_columns:
+        solution = np.linalg.lstsq(matrix[:, open_columns], rest, rcond=None)[0]
+        shares = np.abs(matrix[:, open_columns] * solution).mean(0)
+        largest = int(shares.argmax())
+        column = open_columns.pop(largest)
+        factors[column] = _rounded(solution[largest])
         rest = rest - matrix[:, column] * factors[column]
     return [float(factor) for factor in factors], [float(error) for error in rest]
 
 
+def _rounded(factor: float) -> float:
+    """The nearest whole number if it is near, else four decimals."""
+    whole = round(factor)
+    return whole if abs(factor - whole) < WHOLE else round(factor, 4)
+
+
 @dataclass(frozen=True)
 class Metered:
-    """A block, metered.
+    """The measurements of a block.
 
     Attributes:
-        bytes: by what they are.
+        bytes: by the name of the quantity.
         moments: bytes after every operation of a forward pass without gradients.
-        reads: which layers read a tensor that only an adapter would keep.
+        reads: layers whose input only an adapter would keep, with the first layer that reads the
+            same tensor.
     """
 
     bytes: Mapping[str, float]
@@ -577,59 +596,72 @@ class Metered:
 
 
 def metered_block(trial: Trial, *, backend: Any = GRAPHS_OF_INDUCTOR) -> Metered:
-    """The last block with the arguments that it has in a LoRA run, without adapters of its own, and
-    what autograd saves for it in a full fine-tune.
+    """Measure the last block, with the arguments that it has in a LoRA run but without adapters.
 
     Args:
-        backend: meter it compiled by this one, too, which takes most of the time; or None.
+        backend: measure the block compiled by it, too, which takes most of the time.
     """
     block, inputs, settings = _with_arguments(trial)
-    hidden, *others = [leaf for leaf in tree_leaves((inputs, settings)) if isinstance(leaf, Tensor)]
-    there = [*block.parameters(), *block.buffers(), hidden, *others]
-    read: dict[str, Tensor] = {}
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda _, arguments, name=name: read.update({name: arguments[0]})
-        )
-        for name, module in weighted(block)
-    ]
-    with saved_bytes(there) as meter:
-        out = block(*inputs, **settings)
-    for hook in hooks:
-        hook.remove()
-    reads = _reads(read, meter, there)
-    saved = meter.bytes
-    read.clear()
-    del out, meter
-    more = {"trained": _kept(*_with_arguments(trial, full=True))}
+    hidden, *conditions = _tensors((inputs, settings))
+    # What a block does not save itself: weights, and tensors that exist before it runs.
+    existing = [*block.parameters(), *block.buffers(), hidden, *conditions]
+
+    reads, saved = _saved_and_read(block, inputs, settings, existing)
+    trained = _kept(*_with_arguments(trial, full=True))
     trial.model.requires_grad_(False)
     with mock.patch.object(nn.functional, "scaled_dot_product_attention", _flash):
-        with Peak(there) as peak:
+        with Peak(existing) as peak:
             out = block(*inputs, **settings)
             out.backward(torch.empty_like(out))
         del out
-        with torch.no_grad(), Peak(there) as sampling:
+        with torch.no_grad(), Peak(existing) as sampling:
             block(*inputs, **settings)
     with torch.no_grad(), mock.patch.object(nn.functional, "rms_norm", _norm), Traffic() as traffic:
         block(*inputs, **settings)
+
+    quantities: dict[str, float] = {"saved": saved, "trained": trained}
     if backend is not None:
         _compile(trial, block, backend)
-        more["compiled"] = _kept_again(block, inputs, settings)
-    outside = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in others}
-    return Metered(
-        {
-            "saved": saved,
-            **more,
-            "transient": peak.most - saved,
-            "outside": sum(outside.values()),
-            "traffic": traffic.bytes,
-        },
-        sampling.moments,
-        reads,
-    )
+        quantities["compiled"] = _kept_again(block, inputs, settings)
+    quantities["transient"] = peak.most - saved
+    # Conditions that are views of one tensor share its storage, which is counted once.
+    storages = [tensor.untyped_storage() for tensor in conditions]
+    bytes_by_storage = {storage._cdata: storage.nbytes() for storage in storages}
+    quantities["outside"] = sum(bytes_by_storage.values())
+    quantities["traffic"] = traffic.bytes
+    return Metered(quantities, sampling.moments, reads)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _saved_and_read(
+    block: nn.Module, inputs: Any, settings: Any, existing: Sequence[Tensor]
+) -> tuple[dict[str, str], int]:
+    """`Metered.reads`, and the bytes that autograd saves for a block beside existing tensors."""
+    input_of_layer: dict[str, Tensor] = {}
+    hooks = []
+    for name, module in weighted(block):
+        hooks.append(module.register_forward_pre_hook(partial(_note_input, input_of_layer, name)))
+    with saved_bytes(existing) as meter:
+        # The result keeps the saved tensors alive, and with them their addresses.
+        out = block(*inputs, **settings)
+    for hook in hooks:
+        hook.remove()
+    reads = _reads(input_of_layer, meter, existing)
+    del out
+    return reads, meter.bytes
+
+
+def _note_input(
+    input_of_layer: dict[str, Tensor], name: str, module: nn.Module, inputs: tuple[Tensor, ...]
+) -> None:
+    input_of_layer[name] = inputs[0]
 
 
 def _compile(trial: Trial, block: Any, backend: Any) -> None:
+    """Compile a block as training does: its pieces, or the whole block of diffusers."""
     torch._dynamo.reset()
     configure_compiler(ones_are_sizes=False)
     compiler = partial(torch.compile, backend=backend, dynamic=trial.spec.fast_blocks)
@@ -637,36 +669,43 @@ def _compile(trial: Trial, block: Any, backend: Any) -> None:
         pieces = trial.adapter.use_fast_blocks(trial.model).pieces
         pieces |= {name: compiler(piece) for name, piece in pieces.items()}
     else:
-        around = trial.adapter.block_layout(trial.model).compiled
-        block.forward = (
-            compiler(block.forward) if around is None else around(compiler, block.forward)
-        )
+        wrap = trial.adapter.block_layout(trial.model).compiled
+        if wrap is None:
+            block.forward = compiler(block.forward)
+        else:
+            block.forward = wrap(compiler, block.forward)
 
 
-def _kept(block: nn.Module, inputs: Any, settings: Any, others: Sequence[Tensor] = ()) -> int:
-    """Bytes that autograd saves for a block, beside weights, arguments and other tensors."""
-    given = [leaf for leaf in tree_leaves((inputs, settings)) if isinstance(leaf, Tensor)]
-    with saved_bytes([*block.parameters(), *block.buffers(), *given, *others]) as meter:
+def _kept(block: nn.Module, inputs: Any, settings: Any, shared: Sequence[Tensor] = ()) -> int:
+    """Bytes that autograd saves for a block, beside weights, arguments and shared tensors."""
+    arguments = _tensors((inputs, settings))
+    with saved_bytes([*block.parameters(), *block.buffers(), *arguments, *shared]) as meter:
         block(*inputs, **settings)
     return meter.bytes
 
 
 def _kept_again(block: nn.Module, inputs: Any, settings: Any) -> int:
-    """The same without what every call saves, such as position tables, which is no block's own."""
-    given = [leaf for leaf in tree_leaves((inputs, settings)) if isinstance(leaf, Tensor)]
-    with saved_bytes([*block.parameters(), *block.buffers(), *given]) as once:
+    """The same without tensors that all blocks share, such as position tables.
+
+    They are those that a second call saves again instead of making them anew.
+    """
+    arguments = _tensors((inputs, settings))
+    with saved_bytes([*block.parameters(), *block.buffers(), *arguments]) as first_call:
         block(*inputs, **settings)
-    return _kept(block, inputs, settings, once.tensors)
+    return _kept(block, inputs, settings, first_call.tensors)
 
 
 def _with_arguments(trial: Trial, *, full: bool = False) -> tuple[nn.Module, Any, Any]:
-    """A block without adapters, and what the model hands to it; gradients flow where they do beside
-    a LoRA, or in a full fine-tune."""
-    seen: list[Any] = []
+    """A block without adapters, and the arguments that the model calls it with.
+
+    Gradients flow as in a LoRA run or, with `full`, as in a full fine-tune.
+    """
+    calls: list[Any] = []
     block = trial.large[-1]
-    layers = {name: dict(module._modules) for name, module in block.named_modules()}
+    # To remove the adapters again after the call: they replace layers of the block.
+    children_by_name = {name: dict(module._modules) for name, module in block.named_modules()}
     hook = block.register_forward_pre_hook(
-        lambda _, *arguments: seen.append(arguments), with_kwargs=True
+        lambda _, *arguments: calls.append(arguments), with_kwargs=True
     )
     if full:
         trial.model.requires_grad_(True)
@@ -674,30 +713,31 @@ def _with_arguments(trial: Trial, *, full: bool = False) -> tuple[nn.Module, Any
         trial.add_lora()
     trial.forward()
     hook.remove()
-    for name, children in layers.items():
+    for name, children in children_by_name.items():
         block.get_submodule(name)._modules.update(children)
-    inputs, settings = tree_map(_leaf, seen[0])
+    inputs, settings = tree_map(_leaf, calls[0])
     return block, inputs, settings
 
 
 def _leaf(value: Any) -> Any:
-    return (
-        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-    )
+    """A tensor as the start of a graph; other values as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return value
 
 
-def _reads(read: Mapping[str, Tensor], meter: Any, there: Sequence[Tensor]) -> dict[str, str]:
-    """Layers whose input is kept for an adapter alone, with the first layer that reads the same
-    tensor.
-    """
-    known = {each.untyped_storage().data_ptr() for each in there} | meter.addresses
-    first: dict[int, str] = {}
-    found = {}
-    for name, tensor in read.items():
+def _reads(
+    input_of_layer: Mapping[str, Tensor], meter: Any, existing: Sequence[Tensor]
+) -> dict[str, str]:
+    """Layers whose input only an adapter would keep, with the first reader of the same tensor."""
+    kept_anyway = {tensor.untyped_storage().data_ptr() for tensor in existing} | meter.addresses
+    first_reader: dict[int, str] = {}
+    reads = {}
+    for name, tensor in input_of_layer.items():
         address = tensor.untyped_storage().data_ptr()
-        if address not in known:
-            found[name] = first.setdefault(address, name)
-    return found
+        if address not in kept_anyway:
+            reads[name] = first_reader.setdefault(address, name)
+    return reads
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
@@ -705,15 +745,15 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor
 
 
 def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """A norm that reads and writes once, as its kernel does; `add` stands for it."""
+    """An operation that reads and writes once, as the kernel of a norm does."""
     return torch.add(x, 0)
 
 
 class Traffic(TorchDispatchMode):
     """Bytes that elementwise operations read and write."""
 
-    # Products, and what only makes another view of a tensor.
-    OTHERS = re.compile(
+    # Products, and operations that only make a view.
+    NOT_COUNTED = re.compile(
         r"(add)?b?mm|convolution|_?scaled_dot_product.*|empty.*|.*view.*|t|transpose|permute|expand|(un)?squeeze|"
         r"as_strided|slice|select|detach|split.*|unbind|alias|chunk"
     )
@@ -724,33 +764,31 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self.OTHERS.fullmatch(func.overloadpacket.__name__):
-            tensors = [
-                leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)
-            ]
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if not self.NOT_COUNTED.fullmatch(func.overloadpacket.__name__):
+            for tensor in _tensors((args, kwargs, out)):
+                self.bytes += tensor.numel() * tensor.element_size()
         return out
 
 
 def shapes_of(spec: FamilySpec) -> Iterator[dict[str, Any]]:
-    """Parameters of the published checkpoints; those of a repeated block are written once."""
-    flavours: dict[str, list[str]] = {}
+    """Parameters of the published checkpoints; those of a repeated block are written once.
+
+    Flavours that differ only in the type of attention share an entry.
+    """
+    flavours_by_settings: dict[str, list[str]] = {}
     for flavour in spec.flavour_names:
-        settings = {
-            key: value
-            for key, value in spec.cost.published(flavour).items()
-            if key != "attention_type"
-        }
-        flavours.setdefault(json.dumps(settings), []).append(flavour)
-    for text, names in flavours.items():
+        settings = dict(spec.cost.published(flavour))
+        settings.pop("attention_type", None)
+        flavours_by_settings.setdefault(json.dumps(settings), []).append(flavour)
+    for text, names in flavours_by_settings.items():
         with torch.device("meta"):
             model: Any = getattr(diffusers, spec.cost.transformer_class)(**json.loads(text))
         groups = [
             name for name, child in model.named_children() if isinstance(child, nn.ModuleList)
         ]
-        shapes = {
-            numbered(name, groups): list(each.shape) for name, each in model.named_parameters()
-        }
+        shapes = {}
+        for name, parameter in model.named_parameters():
+            shapes[numbered(name, groups)] = list(parameter.shape)
         yield {
             "flavours": names,
             "blocks": {name: len(getattr(model, name)) for name in groups},

@@ -39,12 +39,8 @@ def main() -> None:
                     code = run.train(f"output_dir=output{number}")
                 if code:
                     raise RuntimeError(f"the run ended with {code}")
-                lines = (
-                    (run.path(f"output{number}") / "training_metrics.jsonl")
-                    .read_text()
-                    .splitlines()
-                )
-                steps = [json.loads(line) for line in lines]
+                metrics = run.path(f"output{number}") / "training_metrics.jsonl"
+                steps = [json.loads(line) for line in metrics.read_text().splitlines()]
                 waits = [step["data_seconds"] for step in steps]
                 seconds = [step["seconds"] for step in steps]
                 shares.setdefault(form, []).append(sum(waits[1:]) / sum(seconds[1:]))

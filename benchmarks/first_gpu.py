@@ -1,12 +1,12 @@
-"""Everything to be learned on a new GPU, in one command of less than nine minutes, given twice.
+"""Measure a new GPU with one command of less than nine minutes, given twice.
 
     python -m benchmarks.first_gpu
 
-Each section runs in a process of its own with a time limit, so one that fails, hangs or runs out of
-memory is reported with what it found, and the others go on. Results go to
-benchmarks/results/<device>.json as soon as they are there. The next time, sections without a result
-run first, then those that failed. The variants of a section run one after the other, each with the
-device for itself, so that their peaks are their own.
+Each section runs in a separate process with a time limit. One that fails, hangs or runs out of
+memory is reported with what it measured, and the next section runs. Results are written to
+benchmarks/results/<device>.json after each section. The next run starts with sections without a
+result, then repeats those that failed. The variants of a section run one after the other, with the
+device for themselves, so that their peaks can be compared.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-# Longer than this no command on a rented machine should last.
+# No command on a rented machine should last longer.
 MINUTES = 8.9
-IMPORTS = (
-    10.0  # seconds that a process may take to import everything, beside the limit of its section
-)
+# Seconds for the imports of a process, in addition to the limit of its section.
+IMPORTS = 10.0
 SIZES = ("real", "tiny")
 
 
@@ -69,28 +68,25 @@ def run_all(options: argparse.Namespace) -> int:
     from simpletuner.annexes.report.environment import describe_device
 
     device = describe_device() if options.device == "cuda" else "cpu"
+    unknown = sorted(set(options.only or ()) - SECTIONS.keys())
+    problem = ""
     if options.device == "cuda" and "CUDA" not in device:
-        print(
-            f"There is no CUDA device here ({device}); try --device cpu --size tiny.",
-            file=sys.stderr,
-        )
+        problem = f"There is no CUDA device here ({device}); try --device cpu --size tiny."
+    elif unknown:
+        problem = f"No such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}."
+    if problem:
+        print(problem, file=sys.stderr)
         return 2
+
     path = options.json or RESULTS / f"{file_name(device)}.json"
-    unknown = set(options.only or ()) - SECTIONS.keys()
-    if unknown:
-        print(
-            f"No such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}.",
-            file=sys.stderr,
-        )
-        return 2
     print(f"{device}, size {options.size}", flush=True)
-    ends = time.monotonic() + 60 * options.minutes * options.patience
+    end_of_run = time.monotonic() + 60 * options.minutes * options.patience
     results = earlier_results(path, options.size)
-    left: list[str] = []
-    for name in options.only or to_run(SECTIONS, results):
+    remaining: list[str] = []
+    for name in options.only or sections_to_run(SECTIONS, results):
         limit = (SECTIONS[name][1] + IMPORTS) * options.patience
-        if time.monotonic() + limit > ends:  # a shorter one may fit
-            left.append(name)
+        if time.monotonic() + limit > end_of_run:  # a shorter section may still fit
+            remaining.append(name)
             continue
         results[name] = result_of(partial(run_process, section_words(name, options)), limit)
         if results[name]["state"] == "failed" and name in SUSPECTS:
@@ -98,76 +94,79 @@ def run_all(options: argparse.Namespace) -> int:
         show_section(name, results[name])
         content = {"title": "First run on a device", "size": options.size, "sections": results}
         write_json(path, content, device)
-    print(
-        f"Written to {path}"
-        + (f"; the same command runs what is left: {', '.join(left)}" if left else "")
-    )
-    return 1 if any(result["state"] == "failed" for result in results.values()) else 0
+
+    advice = ""
+    if remaining:
+        advice = f"; the same command runs what is left: {', '.join(remaining)}"
+    print(f"Written to {path}{advice}")
+    has_failed = any(result["state"] == "failed" for result in results.values())
+    return 1 if has_failed else 0
 
 
 def earlier_results(path: Path, size: str) -> dict[str, Any]:
-    """Those of sections that have run at this size, by name."""
+    """Results of sections that have run at this size, by name."""
     content = json.loads(path.read_text()) if path.exists() else {}
     return dict(content["sections"]) if content.get("size") == size else {}
 
 
-def to_run(sections: Iterable[str], results: dict[str, Any]) -> list[str]:
-    """Those without a result, then those that failed."""
-    failed = [name for name in sections if name in results and results[name]["state"] == "failed"]
-    return [*(name for name in sections if name not in results), *failed]
+def sections_to_run(sections: Iterable[str], results: dict[str, Any]) -> list[str]:
+    """Sections without a result, then those that failed."""
+    ordered = list(sections)
+    new = [name for name in ordered if name not in results]
+    failed = [name for name in ordered if results.get(name, {}).get("state") == "failed"]
+    return new + failed
 
 
-# Exit code, None for a process that was killed at its limit, and what it wrote to stdout and
-# stderr.
+# Exit code (None for a process that was killed at its limit), stdout and stderr.
 Ended = tuple[int | None, str, str]
 
 
 def result_of(run: Callable[[float], Ended], limit: float) -> dict[str, Any]:
-    """What became of a section: its state, lines and seconds.
+    """The result of a section: its state, lines and seconds.
+
+    A section prints a JSON object per line: one for each measurement, and its state as the last.
 
     Args:
-        run: starts its process.
-        limit: seconds that it may take.
+        run: starts the process of the section.
+        limit: seconds until it is killed.
     """
     started = time.monotonic()
     code, out, errors = run(limit)
-    whole = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
-    told: list[dict[str, Any]] = [json.loads(line) for line in whole]
-    lines = [each for each in told if "value" in each]
     seconds = round(time.monotonic() - started, 1)
+    # A killed process may have written half a line.
+    complete = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+    objects: list[dict[str, Any]] = [json.loads(line) for line in complete]
+    lines = [measured for measured in objects if "value" in measured]
+    if code == 0:
+        return {**objects[-1], "seconds": seconds, "lines": lines}
+
     if code is None:
-        return {
-            "state": "failed",
-            "reason": f"took longer than {limit:.0f} s",
-            "seconds": limit,
-            "lines": lines,
-        }
-    if code:
-        return {
-            "state": "failed",
-            "reason": cause(errors) or f"ended with {code}",
-            "seconds": seconds,
-            "lines": lines,
-        }
-    return {**told[-1], "seconds": seconds, "lines": lines}
+        reason = f"took longer than {limit:.0f} s"
+        seconds = limit
+    else:
+        reason = cause(errors) or f"ended with {code}"
+    return {"state": "failed", "reason": reason, "seconds": seconds, "lines": lines}
 
 
 def cause(errors: str) -> str:
-    """The last line of a process, or what the one of several that failed first raised, before what
-    torchrun adds.
+    """The error that ended a process, or the first error of several processes.
+
+    torchrun adds an error (ChildFailedError) and a summary after those of its processes. Without
+    it, the last line is the error.
     """
     raised = re.findall(
         r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception)\b.*)", errors, re.MULTILINE
     )
-    several = raised and raised[-1].startswith("ChildFailedError")
-    return raised[0] if several else "".join(errors.strip().splitlines()[-1:])
+    if raised and raised[-1].startswith("ChildFailedError"):
+        return str(raised[0])
+    lines = errors.strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def run_process(words: Sequence[str], limit: float) -> Ended:
     """Run a program for at most so many seconds.
 
-    It is killed with all that it started: compilers would hold its output open, and the device's
-    memory.
+    It is killed with its children: compilers would keep its output open, and the device's memory.
     """
     with subprocess.Popen(
         words,
@@ -182,30 +181,32 @@ def run_process(words: Sequence[str], limit: float) -> Ended:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return None, *process.communicate()
-        except BaseException:  # Ctrl-C does not reach a session of its own
+        except BaseException:  # Ctrl-C does not reach the new session
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return process.returncode, out, errors
 
 
 def section_words(name: str, options: argparse.Namespace) -> list[str]:
-    """The command of a section. No fork of this process: diffusers asks for a GPU when it is
-    imported, and CUDA does not work in forks of a process that has asked.
+    """The command of a section.
+
+    It is not a fork of this process: diffusers queries the GPU when it is imported, and CUDA does
+    not work in forks of a process that has done so.
     """
     worker = [sys.executable, "-m", "benchmarks.first_gpu", "--section", name]
     return [*worker, "--device", options.device, "--size", options.size]
 
 
 def run_section(options: argparse.Namespace) -> None:
-    """In the process of a section."""
+    """Run a section in this process."""
     from benchmarks.gpu_sections import SECTIONS, Machine
 
     function, _ = SECTIONS[options.section]
-    tell(function(Machine(options.device, options.size)))
+    print_lines(function(Machine(options.device, options.size)))
 
 
-def tell(lines: Iterable[Line]) -> None:
-    """Print each line as soon as it is known, and the state as the last."""
+def print_lines(lines: Iterable[Line]) -> None:
+    """Print every line as soon as it is measured, and the state as the last; see `result_of`."""
     from benchmarks.gpu_sections import SkippedError
 
     result = {"state": "done", "reason": ""}
@@ -218,7 +219,7 @@ def tell(lines: Iterable[Line]) -> None:
 
 
 def show_section(name: str, result: dict[str, Any]) -> None:
-    """The section's part of the table."""
+    """Print the table of a section."""
     reason = f": {result['reason']}" if result["reason"] else ""
     print(f"\n{name} ({result['state']}, {result['seconds']:.0f} s){reason}", flush=True)
     for line in result["lines"]:

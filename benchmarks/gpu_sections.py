@@ -1,7 +1,7 @@
-"""The sections of `first_gpu.py`: what a new machine must tell before predictions about it count.
+"""The sections of `first_gpu.py`: measurements of a new machine, on which predictions rely.
 
-Each is a function of the options that yields lines as soon as they are known, so that a section
-that is cut short has told what it found. What a machine cannot do is skipped with a reason.
+A section is a function that yields lines as soon as they are measured, so that one that is cut
+short has reported its first results. What a machine cannot do is skipped with a reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from simpletuner.techniques.tread import Tread
 from simpletuner.timing import fastest
 
 GIGABYTE = 1e9
-STEPS = 3  # that count, of each variant: one of Lite takes up to 3 s on an H100
+STEPS = 3  # measured steps of a variant: one of Lite takes up to 3 s on an H100
 
 
 class SkippedError(Exception):
@@ -91,7 +91,7 @@ class Machine:
 
 
 def peaks(machine: Machine) -> Iterator[Line]:
-    """The rates that everything else is measured in."""
+    """The rates that other results are compared with."""
     device = torch.device(machine.device)
     side, count = (8192, 1 << 30) if machine.on_gpu else (256, 1 << 22)
     source = torch.zeros(count, dtype=torch.uint8, device=device)
@@ -103,77 +103,88 @@ def peaks(machine: Machine) -> Iterator[Line]:
 
 
 def pcie(machine: Machine) -> Iterator[Line]:
-    """Copies from and to page-locked memory, alone and both at once."""
+    """Copies to and from pinned memory, in one direction and in both at once."""
     machine.need_gpu("there is no bus between host and device")
     device = torch.device("cuda")
-    count = 1 << 29
-    up, down = (torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    here, there = (torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2))
-    side = torch.cuda.Stream()
+    count = 2**29
+    host_source = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    host_target = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    device_target = torch.empty(count, dtype=torch.uint8, device=device)
+    device_source = torch.empty(count, dtype=torch.uint8, device=device)
+    stream = torch.cuda.Stream()
 
-    def both() -> None:
-        with torch.cuda.stream(side):
-            here.copy_(up, non_blocking=True)
-        down.copy_(there, non_blocking=True)
+    def copy_back() -> None:
+        host_target.copy_(device_source, non_blocking=True)
 
-    back = fastest(lambda: down.copy_(there, non_blocking=True), device, 5)
-    together = fastest(both, device, 5)
+    def copy_both_ways() -> None:
+        with torch.cuda.stream(stream):
+            device_target.copy_(host_source, non_blocking=True)
+        copy_back()
+
+    back = fastest(copy_back, device, 5)
+    both = fastest(copy_both_ways, device, 5)
     yield Line("host to device", host_to_device_bytes(device, count) / GIGABYTE, "GB/s")
     yield Line("device to host", count / back / GIGABYTE, "GB/s")
-    yield Line("both at once, together", 2 * count / together / GIGABYTE, "GB/s")
+    yield Line("both at once, together", 2 * count / both / GIGABYTE, "GB/s")
 
 
-# Of the pairs of tiles that block-sparse attention visits. That of a checkpoint depends on its
-# weights: a run tells it.
+# Shares of the pairs of tiles that block-sparse attention visits. The share of a checkpoint depends
+# on its weights; a run reports it.
 DENSITIES = (0.125, 0.25, 0.5)
+DIRECTIONS = ("forward", "backward")
+# Operations of attention are 4 n^2 d in the forward pass. The backward pass has five products for
+# its two, the recomputation of the scores included.
+ATTENTION_PRODUCTS = (1.0, 2.5)
 
 
 def sparse(machine: Machine) -> Iterator[Line]:
-    """Block-sparse attention (NABLA) in tiles drawn at random against dense attention, at the shape
-    of Pro. It is worth its while below the density at which its time is that of dense attention."""
+    """Block-sparse attention (NABLA) in random tiles against dense attention, at the shape of Pro.
+
+    It pays off below the density at which it takes as long as dense attention.
+    """
     need_keys("speed_keep_attention")
     from simpletuner.models.kandinsky5.options import TILE
     from simpletuner.models.kandinsky5.tile_attention import choose_attend  # older versions lack it
 
     device = torch.device(machine.device)
     tokens, heads, width = (47_616, 32, 128) if machine.on_gpu else (1_024, 2, 16)
-    count = tokens // TILE
-    shape = f"{tokens} x {heads} x {width}"
-    dense = _attention_seconds(machine, torch_attention, (tokens, heads, width))
-    flops = [4.0 * tokens**2 * heads * width * factor for factor in (1.0, 2.5)]
+    shape = (tokens, heads, width)
+    flops = [4.0 * tokens**2 * heads * width * products for products in ATTENTION_PRODUCTS]
+    dense = _attention_seconds(machine, torch_attention, shape)
     for direction, seconds, work in zip(DIRECTIONS, dense, flops, strict=True):
-        yield Line(f"dense {direction}, {shape}", work / seconds / 1e12, "TFLOP/s")
+        name = f"dense {direction}, {tokens} x {heads} x {width}"
+        yield Line(name, work / seconds / 1e12, "TFLOP/s")
+
     attend = choose_attend(device, machine.dtype, width, heads)
-    drawn = torch.rand(1, heads, count, count, device=device)
+    count = tokens // TILE
+    draws = torch.rand(1, heads, count, count, device=device)
     diagonal = torch.eye(count, device=device).bool()
     for density in DENSITIES:
-
-        def visit(
-            query: Tensor, key: Tensor, value: Tensor, tiles: Tensor = drawn.lt(density) | diagonal
-        ) -> Tensor:
-            return attend(query, key, value, tiles)
-
-        found = _attention_seconds(machine, visit, (tokens, heads, width))
-        for direction, seconds, whole, work in zip(DIRECTIONS, found, dense, flops, strict=True):
+        # Every tile visits itself: a row without a tile would have no result.
+        attend_in_tiles = partial(_attend_in_tiles, attend, draws.lt(density) | diagonal)
+        sparse_seconds = _attention_seconds(machine, attend_in_tiles, shape)
+        for direction, seconds, dense_seconds, work in zip(
+            DIRECTIONS, sparse_seconds, dense, flops, strict=True
+        ):
             name = f"sparse {direction}, density {density}"
-            yield Line(
-                name,
-                density * work / seconds / 1e12,
-                "TFLOP/s",
-                f"{seconds / whole:.3f} of the time of dense",
-            )
+            note = f"{seconds / dense_seconds:.3f} of the time of dense"
+            yield Line(name, density * work / seconds / 1e12, "TFLOP/s", note)
+
+
+def _attend_in_tiles(
+    attend: Callable[..., Tensor], tiles: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    return attend(query, key, value, tiles)
 
 
 def attention(machine: Machine) -> Iterator[Line]:
-    """torch's flash attention, cuDNN's (which training does not use) and installed packages,
-    forward and backward.
-    """
+    """Attention of torch (flash), of cuDNN, which training does not use, and of packages."""
     machine.need_gpu("flash and cuDNN attention are its kernels")
     yield from _kernel_rates(machine, "flash", SDPBackend.FLASH_ATTENTION)
     yield from _kernel_rates(machine, "cuDNN", SDPBackend.CUDNN_ATTENTION)
     device = torch.device(machine.device)
-    for mechanism, asked in ATTENTION_PACKAGES.items():
-        if not asked.torch_name or not is_installed(asked.package.module):
+    for mechanism, provider in ATTENTION_PACKAGES.items():
+        if not provider.torch_name or not is_installed(provider.package.module):
             continue
         try:
             activate_attention(PrecisionConfig(attention_mechanism=mechanism), device)
@@ -186,60 +197,66 @@ def attention(machine: Machine) -> Iterator[Line]:
 def _kernel_rates(machine: Machine, name: str, backend: SDPBackend) -> Iterator[Line]:
     """The rates of a kernel at the shapes of Lite and Image."""
     for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
+        note = ""
         try:
             with sdpa_kernel(backend):
                 seconds = _attention_seconds(machine, torch_attention, (tokens, heads, width))
-                note = ""
-        except (
-            RuntimeError
-        ) as error:  # this release or device has no such kernel; the other one still counts
+        except RuntimeError as error:
+            # This release or device has no such kernel for this shape; the other shape may have.
             seconds = (math.inf, math.inf)
             note = str(error).partition("\n")[0]
-        # 4 n^2 d operations forward, and 2.5 times as many backward, recomputation included.
-        for direction, taken, factor in zip(DIRECTIONS, seconds, (4.0, 10.0), strict=True):
-            rate = factor * tokens**2 * heads * width / taken
+        for direction, duration, products in zip(
+            DIRECTIONS, seconds, ATTENTION_PRODUCTS, strict=True
+        ):
+            rate = 4.0 * products * tokens**2 * heads * width / duration
             shape = f"{tokens} x {heads} x {width}"
             yield Line(f"{name} {direction}, {shape}", rate / 1e12, "TFLOP/s", note)
-
-
-DIRECTIONS = ("forward", "backward")
 
 
 def _attention_seconds(
     machine: Machine, attend: AttentionKernel, shape: tuple[int, int, int]
 ) -> tuple[float, float]:
-    """Of a forward and of a backward pass with so many tokens, heads, and numbers per head."""
+    """Seconds of a forward and of a backward pass.
+
+    Args:
+        shape: tokens, heads, numbers per head.
+    """
     device = torch.device(machine.device)
-    draws = (torch.randn(1, *shape, device=device, dtype=machine.dtype) for _ in range(3))
-    inputs = [each.requires_grad_() for each in draws]
-    out = attend(*inputs)
+    inputs = [
+        torch.randn(1, *shape, device=device, dtype=machine.dtype).requires_grad_()
+        for _ in range(3)
+    ]
+    return _seconds_of_passes(lambda: attend(*inputs), inputs, device)
+
+
+def _seconds_of_passes(
+    run: Callable[[], Tensor], inputs: Sequence[Tensor], device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a function and of the gradients of its inputs."""
+    out = run()
     gradient = torch.randn_like(out)
-    forward = fastest(lambda: attend(*inputs), device, 5)
-    return forward, fastest(
-        lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, 5
-    )
+
+    def differentiate() -> None:
+        torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+    return fastest(run, device, 5), fastest(differentiate, device, 5)
 
 
 def products(machine: Machine) -> Iterator[Line]:
-    """Linear layers whose weights are multiplied in int8 and fp8 (`quantized_matmul`) against
-    bf16.
-    """
+    """Linear layers with products in int8 and fp8 (`quantized_matmul`) against bf16."""
     need_keys("quantized_matmul")
     for size in (machine.video, machine.image):
         settings = SHAPES[size].settings
         tokens = SHAPES[size].tokens
+        columns = settings["model_dim"]
         for rows in (settings["model_dim"], settings["ff_dim"]):
-            yield from _layer_times(
-                machine, f"{size} {tokens} x", tokens, settings["model_dim"], rows
-            )
+            yield from _layer_times(machine, size, tokens, columns, rows)
 
 
 def _layer_times(
     machine: Machine, size: str, tokens: int, columns: int, rows: int
 ) -> Iterator[Line]:
-    """A layer of `rows` by `columns`; compiled ones have the rounding fused, as in compiled
-    blocks.
-    """
+    """A layer of `rows` by `columns`; compiled ones fuse the rounding, as in compiled blocks."""
     device = torch.device(machine.device)
     plain = torch.nn.Linear(columns, rows, device=device, dtype=machine.dtype).requires_grad_(False)
     inputs = torch.randn(1, tokens, columns, device=device, dtype=machine.dtype).requires_grad_()
@@ -249,44 +266,23 @@ def _layer_times(
         use_quantised_products(torch.nn.Sequential(layers[bits]))
         if machine.on_gpu:
             layers[f"{bits}, compiled"] = torch.compile(layers[bits], dynamic=False)
-    found: dict[str, tuple[float, float]] = {}
+    product = f"{size} {tokens} x {columns} x {rows}"
+    seconds_by_layer: dict[str, tuple[float, float]] = {}
     for name, layer in layers.items():
         try:
-            found[name] = _layer_time(layer, inputs, device)
-        except (
-            RuntimeError
-        ) as error:  # this device does not have the product; the others still count
-            yield Line(
-                f"{name} forward, {size} {columns} x {rows}",
-                0.0,
-                "ms",
-                str(error).partition("\n")[0],
-            )
+            seconds_by_layer[name] = _seconds_of_passes(partial(layer, inputs), [inputs], device)
+        except RuntimeError as error:
+            # This device does not have the product; it may have the others.
+            yield Line(f"{name} forward, {product}", 0.0, "ms", str(error).partition("\n")[0])
             continue
         for direction, seconds, unit in zip(
-            ("forward", "backward"), found[name], found["bf16"], strict=True
+            DIRECTIONS, seconds_by_layer[name], seconds_by_layer["bf16"], strict=True
         ):
-            yield Line(
-                f"{name} {direction}, {size} {columns} x {rows}",
-                seconds * 1e3,
-                "ms",
-                _ratio(seconds, unit),
-            )
+            note = _ratio(seconds, unit)
+            yield Line(f"{name} {direction}, {product}", seconds * 1e3, "ms", note)
 
 
-def _layer_time(
-    layer: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device
-) -> tuple[float, float]:
-    """Seconds of the product, and of the gradient of its inputs."""
-    out = layer(inputs)
-    gradient = torch.randn_like(out)
-    forward = fastest(lambda: layer(inputs), device, 5)
-    return forward, fastest(
-        lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, 5
-    )
-
-
-# The parts of `speed`, from the code of diffusers to everything.
+# From the code of diffusers to all that makes a block faster.
 BLOCK_VARIANTS: dict[str, Settings] = {
     "stock": {"speed": "reference"},
     "plain": {"dynamo_backend": "no"},
@@ -295,55 +291,54 @@ BLOCK_VARIANTS: dict[str, Settings] = {
 
 
 def block(machine: Machine) -> Iterator[Line]:
-    """One visual block, forward and backward, with what it keeps and what it peaks at."""
+    """One visual block, forward and backward, with the memory that it keeps and its peak."""
     need_keys("speed")
     for size in (machine.video, machine.image):
-        found: dict[str, float] = {}
+        seconds_by_variant: dict[str, float] = {}
         for name, settings in _block_variants(machine).items():
             seconds, kept, peak = _block_cost(machine, size, settings)
-            found[name] = seconds
-            yield Line(
-                f"{size}, {name} block", seconds * 1e3, "ms", _ratio(seconds, found["stock"])
-            )
+            seconds_by_variant[name] = seconds
+            note = _ratio(seconds, seconds_by_variant["stock"])
+            yield Line(f"{size}, {name} block", seconds * 1e3, "ms", note)
             if machine.on_gpu:
                 yield Line(f"{size}, {name} block, kept for backward", kept / GIGABYTE, "GB")
                 yield Line(f"{size}, {name} block, peak above its inputs", peak / GIGABYTE, "GB")
 
 
 def _block_variants(machine: Machine) -> dict[str, Settings]:
-    """Without a GPU, inductor would spend the time of a short test on its compiler."""
-    return {
-        name: BLOCK_VARIANTS[name]
-        for name in BLOCK_VARIANTS
-        if machine.on_gpu or name != "compiled"
-    }
+    """All variants on a GPU; on a CPU without the compiled one, which takes long to compile."""
+    if machine.on_gpu:
+        return BLOCK_VARIANTS
+    return {name: settings for name, settings in BLOCK_VARIANTS.items() if name != "compiled"}
 
 
 def _block_cost(machine: Machine, size: str, settings: Settings) -> tuple[float, int, int]:
-    """Seconds of a forward and a backward pass through the first visual block, bytes kept between,
-    bytes at most.
+    """The cost of the first visual block.
+
+    Returns seconds of a forward and a backward pass, bytes kept between them, and bytes at most.
     """
     forget(machine.device)
-    inputs: list[Any] = []
+    calls: list[Any] = []
     variant = Variant(
         size, machine.device, {**settings, "gradient_checkpointing": False, "lora_rank": 4}
     )
-    block: Any = variant.assembly.adapter.block_layout(variant.assembly.transformer).groups[
-        "visual_transformer_blocks"
-    ][0]
-    hook = block.register_forward_pre_hook(lambda module, given: inputs.append(given))
+    layout = variant.assembly.adapter.block_layout(variant.assembly.transformer)
+    block: Any = layout.groups["visual_transformer_blocks"][0]
+    hook = block.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
     variant.assembly.transformer.requires_grad_(False)
     with torch.no_grad():
         _predict(variant)
     hook.remove()
-    given = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs[0])
-    hidden = given[0].requires_grad_()
+    hidden, *conditions = [
+        value.detach() if isinstance(value, torch.Tensor) else value for value in calls[0]
+    ]
+    hidden.requires_grad_()
     kept = 0
 
     def run() -> None:
         nonlocal kept
         before = _allocated(machine)
-        out = block(hidden, *given[1:])
+        out = block(hidden, *conditions)
         kept = _allocated(machine) - before
         torch.autograd.grad(out, hidden, torch.ones_like(out))
 
@@ -369,29 +364,25 @@ def _allocated(machine: Machine) -> int:
 
 
 def step(machine: Machine) -> Iterator[Line]:
-    """Our step with all that is faster against the code of diffusers, and how much of the device it
-    uses.
-    """
+    """A fast step against one with the code of diffusers, and its use of the device (MFU)."""
     need_keys("speed")
-    rate = matmul_flops(
-        torch.device(machine.device), machine.dtype, 8192 if machine.on_gpu else 256
-    )
+    side = 8192 if machine.on_gpu else 256
+    rate = matmul_flops(torch.device(machine.device), machine.dtype, side)
+    variants: dict[str, Settings] = {
+        "reference": {"speed": "reference"},
+        "auto": {"speed": "auto"},
+    }
     for size in (machine.video, machine.image):
-        variants: dict[str, Settings] = {
-            "reference": {"speed": "reference"},
-            "auto": {"speed": "auto"},
-        }
-        found: dict[str, Outcome] = {}
-        yield from _measured(machine, size, variants, found)
-        flops = found["auto"].reports[0].flops
+        outcomes: dict[str, Outcome] = {}
+        yield from _measured(machine, size, variants, outcomes)
+        fast = outcomes["auto"]
+        flops = fast.reports[0].flops
         if flops is not None:
-            yield Line(f"{size}, MFU", flops / found["auto"].seconds / rate, "of the matmul rate")
+            yield Line(f"{size}, MFU", flops / fast.seconds / rate, "of the matmul rate")
 
 
 def unchecked(machine: Machine) -> Iterator[Line]:
-    """Steps that recompute half of the blocks and none of them, against the code of diffusers that
-    recomputes none.
-    """
+    """Steps that recompute every block, half of them and none, and one of diffusers' code."""
     need_keys("gradient_checkpointing_kept_blocks")
     for size in (machine.image, machine.video):
         half = SHAPES[size].settings["num_visual_blocks"] // 2
@@ -402,37 +393,31 @@ def unchecked(machine: Machine) -> Iterator[Line]:
             "no block": none,
             "no block, reference": {"speed": "reference", **none},
         }
-        found: dict[str, Outcome] = {}
+        outcomes: dict[str, Outcome] = {}
         for name, settings in variants.items():
             try:
-                yield from _measured(machine, size, {f"{name} recomputed": settings}, found)
-            except (
-                torch.OutOfMemoryError
-            ):  # as of a real clip on most cards; the others still count
+                yield from _measured(machine, size, {f"{name} recomputed": settings}, outcomes)
+            except torch.OutOfMemoryError:
+                # A real clip without recomputation fits few cards; other variants still do.
                 yield Line(f"{size}, {name} recomputed, step", 0.0, "s", "out of memory")
 
 
 def streamer(machine: Machine) -> Iterator[Line]:
-    """Streamed weights against resident ones, then with the inputs of blocks in host memory,
-    too.
-    """
+    """Streamed weights against resident ones, with and without blocks' inputs in host memory."""
     need_keys("group_offload_resident_blocks")
     streamed = {"enable_group_offload": True, "group_offload_use_stream": machine.on_gpu}
     variants: dict[str, Settings] = {"resident": {}, "streamed": streamed}
     if machine.on_gpu:
         variants["streamed, inputs on the host"] = {**streamed, "offload_block_inputs": True}
     for size in (machine.video, machine.image):
-        found: dict[str, Outcome] = {}
-        yield from _measured(machine, size, variants, found)
-        yield Line(
-            f"{size}, streamed, waiting for weights", found["streamed"].weights_share, "of the step"
-        )
+        outcomes: dict[str, Outcome] = {}
+        yield from _measured(machine, size, variants, outcomes)
+        waited = outcomes["streamed"].weights_share
+        yield Line(f"{size}, streamed, waiting for weights", waited, "of the step")
 
 
 def full(machine: Machine) -> Iterator[Line]:
-    """A full fine-tune: all gradients kept, released, with state on the host, and with state in 8
-    bits.
-    """
+    """Full fine-tunes: gradients kept, gradients released, state on the host, state in 8 bits."""
     need_keys("offload_optimizer_state")
     plain: Settings = {"model_type": "full"}
     released = {**plain, "optimizer_release_gradients": True}
@@ -447,15 +432,10 @@ def full(machine: Machine) -> Iterator[Line]:
 
 
 def optimizers(machine: Machine) -> Iterator[Line]:
-    """An update of many small weights and of few large ones, by each kernel; `update_kernel`
-    chooses between them.
-    """
+    """Updates of many small weights and of few large ones by all kernels of `update_kernel`."""
     need_keys("optimizer")
-    from simpletuner.training.update import (
-        KERNEL_KEYS,
-        build_optimizer,
-        runs_triton,
-    )  # older versions lack these
+    # Older versions lack these.
+    from simpletuner.training.update import KERNEL_KEYS, build_optimizer, runs_triton
 
     sizes = ((1200, 1 << 16), (64, 1 << 23)) if machine.on_gpu else ((20, 1 << 8), (2, 1 << 12))
     device = torch.device(machine.device)
@@ -467,16 +447,17 @@ def optimizers(machine: Machine) -> Iterator[Line]:
                 for _ in range(count)
             ]
             config = make_config(optimizer=name).optimizer
+            mixed_precision = "bf16" if name == "adamw_bf16" else "no"
             for kernel in ("loop", *KERNEL_KEYS):
-                optimizer = build_optimizer(
-                    weights, config, "bf16" if name == "adamw_bf16" else "no", 1e-4
-                )
+                optimizer = build_optimizer(weights, config, mixed_precision, 1e-4)
                 (group,) = optimizer.param_groups
-                if (kernel != "loop" and kernel not in group) or (
-                    kernel == "triton" and not runs_triton(weights)
-                ):
+                if kernel != "loop" and kernel not in group:
                     continue
-                group.update({key: key == kernel for key in KERNEL_KEYS if key in group})
+                if kernel == "triton" and not runs_triton(weights):
+                    continue
+                for key in KERNEL_KEYS:
+                    if key in group:
+                        group[key] = key == kernel
                 for weight in weights:
                     weight.grad = torch.full_like(weight, 1e-3)
                 seconds = fastest(optimizer.step, device, 5)
@@ -484,34 +465,33 @@ def optimizers(machine: Machine) -> Iterator[Line]:
 
 
 def selective(machine: Machine) -> Iterator[Line]:
-    """Checkpointing that keeps the attention's result against checkpointing that keeps nothing."""
+    """Checkpointing that keeps the result of attention against checkpointing that keeps nothing."""
     need_keys("speed_keep_attention")
     variants: dict[str, Settings] = {
-        name: {"speed_keep_attention": keep}
-        for name, keep in (("nothing kept", False), ("attention kept", True))
+        "nothing kept": {"speed_keep_attention": False},
+        "attention kept": {"speed_keep_attention": True},
     }
     yield from _measured(machine, machine.video, variants, {})
 
 
 def deterministic(machine: Machine) -> Iterator[Line]:
-    """What an uncompiled step costs with `deterministic`, and whether two runs then agree in every
-    bit.
-    """
+    """The cost of `deterministic` without compiling, and whether two runs agree in every bit."""
     need_keys("deterministic")
     size = machine.image
-    found: list[float] = []
+    seconds_of_variants: list[float] = []
     try:
+        # The fixed order comes first: cuBLAS reads its setting once.
         for name, is_fixed in (("in a fixed order", True), ("in any order", False)):
-            set_determinism(is_fixed)  # first, since cuBLAS reads its setting once
-            (seconds, one), (_, other) = (_four_steps(machine, size) for _ in range(2))
-            found.append(seconds)
-            yield Line(f"{size}, {name}, step", seconds, "s", _ratio(seconds, found[0]))
-            alike = [torch.equal(one[key], other[key]) for key in one]
-            yield Line(
-                f"{size}, {name}, weights of two runs that agree in every bit",
-                sum(alike) / len(alike),
-                "of 1",
-            )
+            set_determinism(is_fixed)
+            seconds, first_weights = _four_steps(machine, size)
+            _, second_weights = _four_steps(machine, size)
+            seconds_of_variants.append(seconds)
+            note = _ratio(seconds, seconds_of_variants[0])
+            yield Line(f"{size}, {name}, step", seconds, "s", note)
+
+            equal = [torch.equal(first_weights[key], second_weights[key]) for key in first_weights]
+            title = f"{size}, {name}, weights of two runs that agree in every bit"
+            yield Line(title, sum(equal) / len(equal), "of 1")
     finally:
         set_determinism(False)
 
@@ -521,34 +501,32 @@ def _four_steps(machine: Machine, size: str) -> tuple[float, dict[str, Tensor]]:
     forget(machine.device)
     variant = Variant(size, machine.device, {"dynamo_backend": "no"})
     seconds = [variant.step().seconds for _ in range(4)]
-    return min(seconds[1:]), {
+    weights = {
         name: parameter.detach().cpu() for name, parameter in variant.assembly.parameters.items()
     }
+    return min(seconds[1:]), weights
 
 
 def tread(machine: Machine) -> Iterator[Line]:
-    """Half of the tokens pass by all blocks but the outermost ones."""
+    """TREAD: half of the tokens skip all but the outermost blocks."""
     for size in (machine.video, machine.image):
-        found: dict[str, Outcome] = {}
-        for name, techniques in (
-            ("all tokens", []),
-            ("half the tokens", [Tread(TreadSpec([routes_of(size)]))]),
-        ):
-            yield from _measured(machine, size, {name: {}}, found, techniques)
+        route = route_of(size)
+        outcomes: dict[str, Outcome] = {}
+        yield from _measured(machine, size, {"all tokens": {}}, outcomes)
+        techniques = [Tread(TreadSpec([route]))]
+        yield from _measured(machine, size, {"half the tokens": {}}, outcomes, techniques)
         if size in MODELS:
-            allowed = share_of_arithmetic(size, [routes_of(size)])
-            reached = allowed * found["all tokens"].seconds / found["half the tokens"].seconds
-            yield Line(
-                f"{size}, speed-up / FLOP limit", reached, "of 1", f"limit {1 / allowed:.2f}"
-            )
+            limit = 1 / share_of_arithmetic(size, [route])
+            speed_up = outcomes["all tokens"].seconds / outcomes["half the tokens"].seconds
+            title = f"{size}, speed-up / FLOP limit"
+            yield Line(title, speed_up / limit, "of 1", f"limit {limit:.2f}")
 
 
-def routes_of(size: str) -> Route:
-    """Half of the tokens pass by layers 2 to -2; by all layers of a model that has no more than
-    three.
-    """
-    edge = 2 if SHAPES[size].settings["num_visual_blocks"] > 3 else 0
-    return Route(0.5, edge, -edge or -1)
+def route_of(size: str) -> Route:
+    """Half of the tokens skip layers 2 to -2, or all layers of a model with at most three."""
+    if SHAPES[size].settings["num_visual_blocks"] > 3:
+        return Route(0.5, 2, -2)
+    return Route(0.5, 0, -1)
 
 
 def vae(machine: Machine) -> Iterator[Line]:
@@ -558,22 +536,23 @@ def vae(machine: Machine) -> Iterator[Line]:
     model = build_clip_vae(machine.video, machine.device)
     frames, height, width = (17, 512, 768) if real else (5, 32, 48)
     pixels = torch.rand(1, 3, frames, height, width, device=device, dtype=machine.dtype)
-    found: dict[str, float] = {}
-    for name, layout in (
-        ("contiguous", torch.contiguous_format),
-        ("channels_last_3d", torch.channels_last_3d),
-    ):
+    layouts = {
+        "contiguous": torch.contiguous_format,
+        "channels_last_3d": torch.channels_last_3d,
+    }
+    seconds_by_layout: dict[str, float] = {}
+    for name, layout in layouts.items():
         model.to(memory_format=layout)
-        given = pixels.contiguous(memory_format=layout)
+        clip = pixels.contiguous(memory_format=layout)
         with torch.no_grad():
-            found[name] = fastest(lambda given=given: model.encode(given), device, 3)
-        yield Line(
-            name, found[name] * 1e3, "ms for one clip", _ratio(found[name], found["contiguous"])
-        )
+            seconds = fastest(partial(model.encode, clip), device, 3)
+        seconds_by_layout[name] = seconds
+        note = _ratio(seconds, seconds_by_layout["contiguous"])
+        yield Line(name, seconds * 1e3, "ms for one clip", note)
 
 
 def decoding(machine: Machine) -> Iterator[Line]:
-    """A clip decoded in each way, and on a GPU what it takes at most, against the plan."""
+    """A clip decoded in every way, and on a GPU its peak memory against the plan."""
     need_keys("validation_decoding")
     from simpletuner.models.decoding import decode_in
     from simpletuner.models.vae_cost import TILE, VaeLoad  # older versions lack these
@@ -581,30 +560,31 @@ def decoding(machine: Machine) -> Iterator[Line]:
     device = torch.device(machine.device)
     spec = FAMILIES["kandinsky5-video"]
     width, height, frames = (768, 512, 61) if machine.size == "real" else (48, 32, 5)
-    z = torch.randn(
-        1, 16, *spec.latent_size(width, height, frames), device=device, dtype=machine.dtype
-    )
-    found: dict[str, float] = {}
-    for how in ("whole", "strips", "tiles"):
+    size = spec.latent_size(width, height, frames)
+    latents = torch.randn(1, 16, *size, device=device, dtype=machine.dtype)
+    seconds_by_way: dict[str, float] = {}
+    for way in ("whole", "strips", "tiles"):
         model = build_clip_vae(machine.video, machine.device)
-        decode_in(how, model, spec.vae_stride)
+        decode_in(way, model, spec.vae_stride)
         if machine.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before = _allocated(machine)
         with torch.no_grad():
-            found[how] = fastest(partial(model.decode, z), device, 2)
-        yield Line(how, found[how] * 1e3, "ms for one clip", _ratio(found[how], found["whole"]))
+            seconds = fastest(partial(model.decode, latents), device, 2)
+        seconds_by_way[way] = seconds
+        yield Line(way, seconds * 1e3, "ms for one clip", _ratio(seconds, seconds_by_way["whole"]))
         if machine.on_gpu:
+            is_tiled = way == "tiles"
             load = VaeLoad(
-                1, frames, width, height, tiled=how == "tiles", strips=how != "whole", tile=TILE
+                1, frames, width, height, tiled=is_tiled, strips=way != "whole", tile=TILE
             )
-            planned = 2 * spec.cost.vae.decode(load)
-            taken = torch.cuda.max_memory_allocated() - before
-            yield Line(f"{how}, peak", taken / 2**30, "GiB", f"{taken / planned:.3f} of the plan's")
+            planned = 2 * spec.cost.vae.decode(load)  # two bytes a number, in bf16
+            peak = torch.cuda.max_memory_allocated() - before
+            yield Line(f"{way}, peak", peak / 2**30, "GiB", f"{peak / planned:.3f} of the plan's")
 
 
 def need_keys(*keys: str) -> None:
-    """Skip the section where this version has no such option."""
+    """Skip the section if this version lacks an option."""
     known = make_config().flat
     missing = [key for key in keys if key not in known]
     if missing:
@@ -615,13 +595,14 @@ def _measured(
     machine: Machine,
     size: str,
     variants: Mapping[str, Settings],
-    found: dict[str, Outcome],
+    outcomes: dict[str, Outcome],
     techniques: Sequence[Technique] = (),
 ) -> Iterator[Line]:
-    """Seconds of each variant, in units of the first one in `found`, and its peak memory."""
+    """Seconds and peak memory of variants; fills in `outcomes`, whose first one is the unit."""
     for name, settings in variants.items():
-        found[name] = outcome = measure(size, machine.device, settings, techniques, steps=STEPS)
-        unit = next(iter(found.values())).seconds
+        outcome = measure(size, machine.device, settings, techniques, steps=STEPS)
+        outcomes[name] = outcome
+        unit = next(iter(outcomes.values())).seconds
         yield Line(f"{size}, {name}, step", outcome.seconds, "s", _ratio(outcome.seconds, unit))
         if outcome.peak_bytes is not None:
             yield Line(f"{size}, {name}, peak", outcome.peak_bytes / 2**30, "GiB")
@@ -632,7 +613,7 @@ def _ratio(value: float, unit: float) -> str:
 
 
 Section = Callable[[Machine], Iterator[Line]]
-# What to look at, and what to set until it is mended, if a section fails.
+# The probable cause of a failing section, and a setting that avoids it.
 SUSPECTS = {
     "sparse": "the implementations of block-sparse attention in `models/kandinsky5/flex.py`",
     "attention": (
@@ -652,8 +633,8 @@ SUSPECTS = {
     "products": "`quantized_matmul: false`, or int8-torchao in place of int8dq-torchao",
     "decoding": "`validation_decoding: tiles`",
 }
-# In order of what is missed most, with the seconds that each may take: about twice what is expected
-# of an H100. All of them fit into two runs of `first_gpu.MINUTES`.
+# In the order of their importance, with time limits in seconds: about twice what an H100 is
+# expected to take. All of them fit into two runs of `first_gpu.MINUTES`.
 SECTIONS: dict[str, tuple[Section, float]] = {
     "sparse": (sparse, 60),
     "peaks": (peaks, 20),

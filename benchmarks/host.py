@@ -1,10 +1,9 @@
-"""Seconds that the host needs for a block, forward and backward, which small pictures on a fast GPU
-wait for.
+"""Host time of a block, forward and backward: small pictures on a fast GPU wait for it.
 
     python -m benchmarks.host
 
-The blocks are so small that launching takes longer than computing, on a GPU (`--device cuda`) as on
-a CPU. A block is the difference between two models of different depth.
+The blocks are so small that launching takes longer than computing, on a GPU (`--device cuda`) and
+on a CPU. The time of a block is the difference between two models of different depth.
 """
 
 from __future__ import annotations
@@ -48,24 +47,20 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else None, ("tiny",), rounds=5)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     options = parser.parse_args()
-    built = {
-        (name, depth): build(VARIANTS[name], depth, options.device)
-        for name in options.only
-        for depth in DEPTHS
-    }
-    steps = {f"{name} {depth}": partial(some_steps, each) for (name, depth), each in built.items()}
+    steps = {}
+    for name in options.only:
+        for depth in DEPTHS:
+            variant = build(VARIANTS[name], depth, options.device)
+            steps[f"{name} {depth}"] = partial(some_steps, variant)
     seconds = interleave(steps, options.rounds, clock_of(options.device))
     few, many = DEPTHS
     ratios = []
     for name in options.only:
         pairs = zip(seconds[f"{name} {many}"], seconds[f"{name} {few}"], strict=True)
-        blocks = [(more - less) / STEPS / (many - few) for more, less in pairs]
+        blocks = [(deep - shallow) / STEPS / (many - few) for deep, shallow in pairs]
         note = f"{statistics.median(blocks) * 1e3:.2f} ms a block"
-        ratios.append(
-            Ratio(
-                name, [block / BAR for block in blocks], 1.0 if name == "compiled" else None, note
-            )
-        )
+        bar = 1.0 if name == "compiled" else None
+        ratios.append(Ratio(name, [block / BAR for block in blocks], bar, note))
     show(f"Host time of a block in units of {BAR * 1e3:g} ms", ratios, options)
 
 

@@ -1,10 +1,9 @@
-"""A start with many files: a dry run, and `simpletuner train` up to the end of step 1, with every
-cache full.
+"""A start with many files and full caches: a dry run, and training up to the end of step 1.
 
 The folders are generated: small PNG files with captions, and cache entries that are copies of a few
-real ones under the keys that the plan asks for. Each command is a process of its own; its CPU time
-is given in seconds and in units of `python -c "import torch"` of the same round, its memory as the
-peak of the process beyond that of a start with `FEW` files. Torch-free itself.
+real ones under the keys of the plan. Each command is a separate process. Its CPU time is given in
+seconds and in units of `python -c "import torch"` in the same round, its memory as the peak of the
+process above that of a start with `FEW` files. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ PRODUCT = ("-m", "simpletuner")
 
 
 def picture(number: int) -> bytes:
-    """A PNG file that no other number has: one colour, and the number as a comment."""
+    """A PNG file of one colour, different for each number, which is in it as a comment."""
     width, height = SIZES[number % len(SIZES)]
     colour = bytes((number % 251, number // 251 % 251, 7))
     rows = (b"\0" + colour * width) * height
@@ -58,34 +57,30 @@ def picture(number: int) -> bytes:
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(content))
-        + kind
-        + content
-        + struct.pack(">I", zlib.crc32(kind + content))
-    )
+    """A chunk of a PNG file: length, kind, content and checksum."""
+    length = struct.pack(">I", len(content))
+    checksum = struct.pack(">I", zlib.crc32(kind + content))
+    return length + kind + content + checksum
 
 
 def add_pictures(folder: Path, first: int, end: int) -> None:
-    """Pictures with their caption files, every tenth with two captions."""
+    """Write pictures with caption files, every tenth with two captions."""
     for number in range(first, end):
         target = folder / f"{number // PER_FOLDER:03}"
         target.mkdir(parents=True, exist_ok=True)
         (target / f"{number:06}.png").write_bytes(picture(number))
-        more = "\nthe same scene, described a second time" if number % 10 == 0 else ""
-        text = (
-            f"number {number}, a plain picture in one colour, soft light from the left, no "
-            f"people{more}\n"
-        )
-        (target / f"{number:06}.txt").write_text(text)
+        caption = f"number {number}, a plain picture in one colour, soft light from the left"
+        lines = [f"{caption}, no people"]
+        if number % 10 == 0:
+            lines.append("the same scene, described a second time")
+        (target / f"{number:06}.txt").write_text("\n".join(lines) + "\n")
 
 
 def copy_entries() -> None:
-    """Fill the caches of the configuration in the working directory with copies of the entries that
-    are there.
+    """Fill the caches of the configuration in the working directory with copies of their entries.
 
     Raises:
-        StopIteration: there is none of some shape.
+        KeyError: no entry has the shape of a missing one.
     """
     from simpletuner.config.sources import parse_arguments
     from simpletuner.planning.build import plan_training
@@ -96,24 +91,26 @@ def copy_entries() -> None:
     assert catalogue is not None
     listing = list_entries(plan, catalogue)
     entries: list[AnyEntry] = [*listing.texts, *listing.latents]
-    shapes = {}
+    content_by_shape = {}
     for entry in entries:
         key = entry.key.digest()
         if entry_path(entry.folder, key).is_file():
-            shapes[_shape(entry)] = read_entry(entry.folder, key)
+            content_by_shape[_shape(entry)] = read_entry(entry.folder, key)
     for entry in entries:
         key = entry.key.digest()
         if not entry_path(entry.folder, key).is_file():
+            content = content_by_shape[_shape(entry)]
             provenance = provenance_of(entry.key, "generated")
-            store_entry(entry.folder, key, shapes[_shape(entry)], provenance, compress=True)
+            store_entry(entry.folder, key, content, provenance, compress=True)
 
 
 def _shape(entry: AnyEntry) -> tuple[int, int] | None:
+    """Width and height of a latent's picture; None for a caption."""
     return entry.sample.geometry.size if isinstance(entry, LatentEntry) else None
 
 
 def make_folder(folder: Path, count: int) -> Path:
-    """A working directory with this many pictures and full caches."""
+    """Make a working directory with this many pictures and full caches."""
     make = [sys.executable, "-c", MAKE_FOLDER, str(folder), json.dumps(SETTINGS)]
     subprocess.run(make, check=True, env=environment(), stderr=subprocess.DEVNULL)
     run = folder / "run"
@@ -134,7 +131,7 @@ def make_folder(folder: Path, count: int) -> Path:
 
 
 def commands(run: Path) -> dict[str, Command]:
-    """What is timed, by name."""
+    """The timed commands by name."""
     fresh = (run / "output",)
     return {
         "dry run": Command((*PRODUCT, "train", "--dry-run"), run, fresh=fresh),
@@ -144,7 +141,7 @@ def commands(run: Path) -> dict[str, Command]:
 
 @dataclass
 class Measured:
-    """What the commands took in the folders of each number of pictures, round by round."""
+    """CPU time and memory of the commands by the number of pictures, round by round."""
 
     unit: list[float] = field(default_factory=list)
     taken: dict[tuple[str, int], list[Usage]] = field(default_factory=dict)
@@ -180,11 +177,11 @@ def main() -> None:
         help="make the folders here, or use those that are here",
     )
     options = parser.parse_args()
-    kept = vars(options).pop("keep")  # a path, which the results do without
+    kept_folder = vars(options).pop("keep")  # results must not name folders of this machine
     measured = Measured()
     with tempfile.TemporaryDirectory() as temporary:
-        place = kept or Path(temporary)
-        runs = {count: place / str(count) / "run" for count in (FEW, *options.counts)}
+        parent = kept_folder or Path(temporary)
+        runs = {count: parent / str(count) / "run" for count in (FEW, *options.counts)}
         for count, run in runs.items():
             if not run.is_dir():
                 make_folder(run.parent, count)
@@ -194,18 +191,17 @@ def main() -> None:
                 f"{first.peak / 1e6:.0f} MB"
             )
         for _ in range(options.rounds):
-            measured.unit.append(Command(("-c", UNIT), place).run(sys.executable).cpu)
+            measured.unit.append(Command(("-c", UNIT), parent).run(sys.executable).cpu)
             for count, run in runs.items():
                 for name, command in commands(run).items():
-                    measured.taken.setdefault((name, count), []).append(command.run(sys.executable))
-    ratios = [
-        measured.line(name, count) for name in ("dry run", "step 1") for count in options.counts
-    ]
-    show(
-        "What files add to a start with full caches, CPU time in units of `import torch`",
-        ratios,
-        options,
-    )
+                    usage = command.run(sys.executable)
+                    measured.taken.setdefault((name, count), []).append(usage)
+    ratios = []
+    for name in ("dry run", "step 1"):
+        for count in options.counts:
+            ratios.append(measured.line(name, count))
+    title = "What files add to a start with full caches, CPU time in units of `import torch`"
+    show(title, ratios, options)
 
 
 if __name__ == "__main__":

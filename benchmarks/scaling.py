@@ -1,4 +1,4 @@
-"""The measurements of `first_gpus.py`, in each of the processes that train together."""
+"""The measurements of `first_gpus.py`, as every process of a group makes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,11 +45,11 @@ class Case:
     """One way to train on several devices.
 
     Attributes:
-        model: of the real size.
-        frames: of a latent of 64 x 96: shorter clips than usual, so that communication is a larger
-            share.
-        strong: whether strong scaling is measured too.
-        shared: whether all processes share the tokens of each sample.
+        model: the size in `SHAPES` of a real run.
+        frames: of a latent of 64 x 96. Clips are shorter than usual, so that communication is a
+            larger share.
+        strong: whether strong scaling is measured, too.
+        shared: whether all processes share the tokens of a sample.
     """
 
     settings: Settings
@@ -59,8 +59,10 @@ class Case:
     shared: bool = False
 
     def shape(self, size: str) -> tuple[str, tuple[int, int, int] | None]:
-        """The model at a size, and the latents of a sample; None for those that the model has."""
-        return (self.model, (self.frames, 64, 96)) if size == "real" else (f"{size}-video", None)
+        """The model at a size, and the latents of a sample; None for the model's default."""
+        if size == "real":
+            return self.model, (self.frames, 64, 96)
+        return f"{size}-video", None
 
 
 _PLAIN: Settings = {"dynamo_backend": "no"}  # compiling would take the time of the measurements
@@ -74,11 +76,11 @@ CASES = {
 
 
 class Sent(TorchDispatchMode):
-    """Bytes that this process sends in collectives if all of them are rings, by the name of the
-    collective.
+    """Counts the bytes that this process sends in collectives, as if all of them were rings.
 
     Attributes:
-        kind: `control` while values are gathered.
+        kind: `control` while values are gathered, else `tensors`.
+        bytes: by kind and name of the collective.
     """
 
     def __init__(self, size: int) -> None:
@@ -89,29 +91,34 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname != "barrier":
-            times = 2 if func._opname == "allreduce_" else 1
-            self.bytes[self.kind, func._opname] += times * self.share * max(map(_nbytes, args))
+            # A ring sends (n - 1) / n of the whole tensor, and an all-reduce does so twice: it
+            # reduces and scatters, then gathers.
+            rounds = 2 if func._opname == "allreduce_" else 1
+            whole = max(map(_nbytes, args))
+            self.bytes[self.kind, func._opname] += rounds * self.share * whole
         return func(*args, **(kwargs or {}))
 
     def total(self, kind: str) -> float:
-        return sum(count for (which, _), count in self.bytes.items() if which == kind)
+        return sum(count for (counted, _), count in self.bytes.items() if counted == kind)
 
 
 def _nbytes(value: Any) -> int:
-    """Of all tensors in an argument; that of a collective which has most is the whole tensor."""
+    """Bytes of all tensors in an argument; a collective's largest argument is the whole tensor."""
     if isinstance(value, Tensor):
         return value.nbytes
-    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+    if isinstance(value, (list, tuple)):
+        return sum(map(_nbytes, value))
+    return 0
 
 
 @dataclass(frozen=True)
 class MeasuredWorld(ConnectedWorld):
-    """Connected processes that note what their agreements cost.
+    """Connected processes that measure their agreements.
 
     Attributes:
-        seconds: of each `gather`, with waiting for the slowest.
-        values: what was gathered.
-        sent: where bytes are counted; those of `gather` apart.
+        seconds: of each `gather`, including the wait for the slowest process.
+        values: what this process gathered.
+        sent: counters of bytes, in which those of `gather` are of another kind.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -128,8 +135,8 @@ class MeasuredWorld(ConnectedWorld):
         return values
 
     def _count_as(self, kind: str) -> None:
-        for each in self.sent:
-            each.kind = kind
+        for counter in self.sent:
+            counter.kind = kind
 
     def forget(self) -> None:
         self.seconds.clear()
@@ -137,10 +144,10 @@ class MeasuredWorld(ConnectedWorld):
 
 
 def scale(case: Case, device: str, size: str, samples: int) -> Iterator[Line]:
-    """Train in this process, together with the others.
+    """Train in this process together with the others of its group, and yield the results.
 
     Args:
-        samples: of the global batch that stays constant.
+        samples: of the global batch of strong scaling.
     """
     place = world_from_launcher(os.environ) or World()
     connected: AbstractContextManager[World] = nullcontext(place)
@@ -160,12 +167,12 @@ def _measured(place: World) -> Iterator[World]:
 
 
 def _lines(case: Case, device: str, size: str, samples: int, world: World) -> Iterator[Line]:
-    """All results; every process computes them, since each takes part in what they come from."""
+    """All results; every process computes them, since each takes part in the measurements."""
     model, latents = case.shape(size)
     sharers = world.size if case.shared else 1
     settings = {**case.settings, "num_processes": world.size, "sequence_parallel_size": sharers}
     variant = Variant(model, device, settings, latents=latents, world=world)
-    for _ in range(2):  # allocations, and the buckets that DDP makes after its first step
+    for _ in range(2):  # allocations, and the buckets that DDP rebuilds after its first step
         step(variant)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -174,9 +181,8 @@ def _lines(case: Case, device: str, size: str, samples: int, world: World) -> It
     if isinstance(world, MeasuredWorld):
         yield from _control(world)
         yield from _sent(world, variant, planned.exchanged)
-    if (
-        device == "cuda" or variant.assembly.streamer is None
-    ):  # on a CPU, streaming leaves the weights where they are
+    # On a CPU, streaming leaves the weights where they are, so the plan's peak does not apply.
+    if device == "cuda" or variant.assembly.streamer is None:
         peak = max(world.gather(peak_of_step(variant, device)))
         yield _judged("peak of a process / planned", peak, planned.memory.total, PEAK_BAR)
     if case.strong:
@@ -188,19 +194,17 @@ def _lines(case: Case, device: str, size: str, samples: int, world: World) -> It
 
 
 def step(variant: Variant) -> float:
-    """One step, with what the loop asks all processes before it and the recorder after it; returns
-    its seconds.
-    """
+    """Run a step with the agreements of the loop and the recorder; returns its seconds."""
     started = time.perf_counter()
     world = variant.assembly.world
-    world.any(False)  # whether to stop
+    world.any(False)  # the loop: whether to stop
     variant.step()
-    world.broadcast([])  # requests
+    world.broadcast([])  # the recorder: new requests
     return time.perf_counter() - started
 
 
 def median_seconds(variant: Variant, world: World, steps: int = STEPS) -> float:
-    """Of a step, in the slowest process."""
+    """The median duration of a step in the slowest process."""
     if isinstance(world, MeasuredWorld):
         world.barrier()
         world.forget()
@@ -208,29 +212,27 @@ def median_seconds(variant: Variant, world: World, steps: int = STEPS) -> float:
 
 
 def _control(world: MeasuredWorld) -> Iterator[Line]:
-    """What the agreements of a step cost, those of the steps measured just now."""
-    # without the gathering of the result
+    """The cost of a step's agreements in the steps that were just measured."""
+    # The last gather was that of the result.
     values = world.values[:-1]
     seconds = world.seconds[:-1]
     count = len(values) // STEPS
-    yield Line(
-        "agreements in a step",
-        count,
-        "gathers",
-        f"{len(pickle.dumps(values[:count]))} bytes of values",
-    )
+    of_a_step = values[:count]
+    size = f"{len(pickle.dumps(of_a_step))} bytes of values"
+    yield Line("agreements in a step", count, "gathers", size)
     yield Line("agreements, waiting included", 1e3 * sum(seconds) / STEPS, "ms a step")
-    alone: dict[str, Sequence[object]] = {
-        "agreements of processes that need not wait": values[:count],
-        "the same in one gather": [values[:count]],
+
+    without_waiting: dict[str, Sequence[object]] = {
+        "agreements of processes that need not wait": of_a_step,
+        "the same in one gather": [of_a_step],
     }
-    for name, gathered in alone.items():
-        spent = _gathering(world, gathered)
-        yield Line(name, 1e3 * spent, "ms a step", f"{spent / 0.25:.2%} of 0.25 s")
+    for name, gathered in without_waiting.items():
+        duration = _gathering(world, gathered)
+        yield Line(name, 1e3 * duration, "ms a step", f"{duration / 0.25:.2%} of 0.25 s")
 
 
 def _gathering(world: MeasuredWorld, values: Sequence[object]) -> float:
-    """Seconds of gathering these values one by one, when all processes do nothing else."""
+    """Seconds of gathering these values one by one, while all processes do nothing else."""
     world.barrier()
     started = time.perf_counter()
     for _ in range(GATHERS):
@@ -249,46 +251,54 @@ def _sent(world: MeasuredWorld, variant: Variant, exchanged: float) -> Iterator[
         world.sent.append(sent)
         step(variant)
         world.sent.clear()
-    found = sent.total("tensors")
     limit = ring_limit(variant, world.size) + exchanged
     yield _judged(
-        "tensors sent in a step by a process / ring limit", found, limit, SENT_BAR, least=0.99
+        "tensors sent in a step by a process / ring limit",
+        measured=sent.total("tensors"),
+        expected=limit,
+        bar=SENT_BAR,
+        least=0.99,
     )
     yield Line("values sent in a step by a process", sent.total("control") / 1e3, "kB")
 
 
-def _judged(name: str, found: float, expected: float, bar: float, least: float = 0.0) -> Line:
-    """Bytes in units of those that are expected, with the largest ratio that is good enough.
+def _judged(name: str, measured: float, expected: float, bar: float, least: float = 0.0) -> Line:
+    """Measured bytes in units of the expected ones, with a verdict.
 
     Args:
-        least: the smallest ratio that is possible if nothing was overlooked.
+        bar: the largest ratio that is good enough.
+        least: the smallest ratio that is possible if every byte was counted.
     """
-    ratio = found / expected
-    verdict = f"bar {bar:.2f}: {'ok' if least <= ratio <= bar else 'MISSED'}"
-    return Line(name, ratio, verdict, f"{found / 1e6:.3f} MB of {expected / 1e6:.3f} MB")
+    ratio = measured / expected
+    verdict = "ok" if least <= ratio <= bar else "MISSED"
+    note = f"{measured / 1e6:.3f} MB of {expected / 1e6:.3f} MB"
+    return Line(name, ratio, f"bar {bar:.2f}: {verdict}", note)
 
 
 def ring_limit(variant: Variant, size: int) -> float:
-    """The least bytes that rings send: gradients reduced on all, or weights gathered twice and
-    gradients scattered.
+    """The least bytes that a process sends in rings.
+
+    DDP all-reduces the gradients, which sends them twice. FSDP2 gathers the weights for the forward
+    and the backward pass, and scatters the gradients.
     """
     share = (size - 1) / size
     assembly = variant.assembly
-    gradients = sum(
-        parameter.numel() * parameter.element_size() for parameter in assembly.parameters.values()
-    )
+    gradients = _bytes_of(assembly.parameters.values())
     if not assembly.is_sharded:
         return 2 * share * gradients
-    weights = sum(
-        parameter.numel() * parameter.element_size()
-        for parameter in assembly.transformer.parameters()
-    )
+    weights = _bytes_of(assembly.transformer.parameters())
     return share * (2 * weights + gradients)
 
 
+def _bytes_of(parameters: Iterable[Tensor]) -> int:
+    """Bytes of whole tensors, also of those of which this process has a shard."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
 def end_with_parent() -> None:
-    """Have this process killed when the launcher is, which starts it in a session of its own. On
-    Linux only.
+    """Let the kernel kill this process when its launcher is killed (Linux only).
+
+    The launcher starts it in a new session, so a signal to the launcher's group does not reach it.
     """
     prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -307,38 +317,35 @@ def planned_step(
     parts = Parts(spec, cost, lora_targets(size), spec.cost.vae, 0, ())
     frames, height, width = latents or shape.latents
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
-    return Step(parts.model(config), load, this_cpu())  # of any device: its seconds are not read
+    # Only its memory and its traffic are read, which no device changes.
+    return Step(parts.model(config), load, this_cpu())
 
 
 def peak_of_step(variant: Variant, device: str) -> float:
-    """Bytes that steps have taken at most on a GPU; on a CPU, those of one more step."""
+    """Peak bytes of the steps so far on a GPU, or of one more step on a CPU."""
     if device == "cuda":
         return float(torch.cuda.max_memory_allocated())
     before = _resident_bytes(variant)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         variant.step()
     events: Any = profiler.profiler.kineto_results.events()
+    # Bytes that were allocated (or freed, if negative), in the order of time.
     changes = sorted(
         (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
     )
-    peak = now = 0
+    peak = 0
+    allocated = 0
     for _, change in changes:
-        now += change
-        peak = max(peak, now)
+        allocated += change
+        peak = max(peak, allocated)
     return float(before + peak)
 
 
 def _resident_bytes(variant: Variant) -> int:
-    """Weights, buffers and the optimizer's state; of what is sharded, this process's part."""
+    """Bytes of weights, buffers and the optimizer's state; only this process's shards count."""
     model = variant.assembly.transformer
-    optimizer = variant.assembly.optimizer
-    state = [
-        value
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    tensors = (*model.parameters(), *model.buffers(), *state)
-    return sum(
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors
-    )
+    tensors = [*model.parameters(), *model.buffers()]
+    for state in variant.assembly.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in local)

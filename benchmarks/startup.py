@@ -1,14 +1,13 @@
 """How long a user waits: for help, for a dry run, and from the command to the end of step 1.
 
-Each command is a process of its own, in units of `python -c "import torch"` of the same round. CPU
-time is compared, which neighbours on the machine disturb least; the wall ratio is in the note.
-Torch-free itself.
+Each command is a separate process, timed in units of `python -c "import torch"` in the same round.
+CPU time is compared, which other processes on the machine disturb least; the ratio of wall times is
+in the note. This file does not import torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -41,7 +40,7 @@ Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint"), max_tra
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process took: CPU and wall seconds, and the peak of its memory in bytes."""
+    """CPU and wall seconds of a process, and the peak of its memory in bytes."""
 
     cpu: float
     wall: float
@@ -54,8 +53,8 @@ class Command:
 
     Attributes:
         folder: where it runs.
-        until: it is ended at the first line of its output that starts so.
-        fresh: folders to delete before it starts.
+        until: it is killed at the first line of its output that begins so.
+        fresh: folders that are deleted before it starts.
     """
 
     words: Sequence[str]
@@ -64,7 +63,7 @@ class Command:
     fresh: Sequence[Path] = ()
 
     def run(self, python: str) -> Usage:
-        """What it took.
+        """Run the command.
 
         Raises:
             RuntimeError: it failed, or ended without the line.
@@ -82,9 +81,11 @@ class Command:
         )
         assert process.stdout is not None
         try:
-            seen = any(
-                self.until is not None and line.startswith(self.until) for line in process.stdout
-            )
+            seen = False
+            for line in process.stdout:
+                if self.until is not None and line.startswith(self.until):
+                    seen = True
+                    break
         except BaseException:
             process.kill()
             raise
@@ -102,15 +103,14 @@ class Command:
 
 
 def environment() -> dict[str, str]:
-    """One thread, this repository, and compiled modules kept, as in an installed package."""
-    inherited = {
-        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
-    }
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """One thread, this repository, and compiled modules, as an installed package has them."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables
 
 
 def commands(folder: Path) -> dict[str, Command]:
-    """What is timed, by name."""
+    """The timed commands by name."""
     run = folder / "run"
     cold = (run / "output", run / "cache")
     product = ("-m", "simpletuner")
@@ -142,7 +142,8 @@ def main() -> None:
         "--only", nargs="+", metavar="NAME", help="lines of the table to measure; by default all"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the command under way ends, too
+    # Exit by an exception, which kills the running command.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     measured: dict[str, list[Usage]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -167,31 +168,25 @@ def main() -> None:
     unit = measured.pop(UNIT)
     ratios = []
     for title, rounds in measured.items():
-        shares = [mine.cpu / base.cpu for mine, base in zip(rounds, unit, strict=True)]
-        wall = statistics.median(
-            mine.wall / base.wall for mine, base in zip(rounds, unit, strict=True)
-        )
-        note = f"wall {wall:.2f}"
+        pairs = list(zip(rounds, unit, strict=True))
+        cpu_ratios = [usage.cpu / base.cpu for usage, base in pairs]
+        wall_ratios = [usage.wall / base.wall for usage, base in pairs]
+        note = f"wall {statistics.median(wall_ratios):.2f}"
         if title == "dry run":
-            note += f"; fastest {min(each.wall for each in rounds):.2f} s (must be under 2 s)"
-        ratios.append(Ratio(title, shares, BARS.get(title), note))
+            fastest = min(usage.wall for usage in rounds)
+            note += f"; fastest {fastest:.2f} s (must be under 2 s)"
+        ratios.append(Ratio(title, cpu_ratios, BARS.get(title), note))
     scipy = "with" if _has_scipy(options.python) else "without"
     show(f"Start-up in units of `import torch`, {scipy} scipy in the environment", ratios, options)
 
 
 def _has_scipy(python: str) -> bool:
-    """transformers and diffusers import scipy where it is installed; here only the extra `dev`
-    brings it.
-    """
+    """transformers and diffusers import scipy if it is installed; only the extra `dev` needs it."""
     if python == sys.executable:
         return importlib.util.find_spec("scipy") is not None
-    code = (
-        "import importlib.util, json; print(json.dumps(importlib.util.find_spec('scipy') is "
-        "not None))"
-    )
-    return bool(
-        json.loads(subprocess.run([python, "-c", code], check=True, capture_output=True).stdout)
-    )
+    code = "import importlib.util; print(importlib.util.find_spec('scipy') is not None)"
+    done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    return done.stdout.strip() == "True"
 
 
 if __name__ == "__main__":

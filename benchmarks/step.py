@@ -1,16 +1,16 @@
-"""Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer,
-checkpointing, batch.
+"""Our optimizer step against a plain loop of diffusers and peft.
 
-With block-sparse attention (NABLA) the loop has our kernel of it, since diffusers' own has no
-backward pass on a CPU.
+Both have the same model, LoRA, optimizer, checkpointing and batch. With block-sparse attention
+(NABLA), the loop uses our kernel, since that of diffusers has no backward pass on a CPU.
 
-`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through
-torch.compile. The latter has a second rival: the same loop after
+`reference` runs diffusers' blocks as the loop does, `eager` runs ours, and `compiled` runs ours
+through torch.compile. `compiled` has a second rival: the same loop after
 `transformer.compile_repeated_blocks()`.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import tempfile
 from collections.abc import Callable
@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BARS = {"reference": 1.05, "eager": 0.95, "compiled": 0.75}
 RIVAL = "plain loop with compile_repeated_blocks"
 RIVAL_BAR = 0.9
-# What everything together must reach on one H100.
+# Bars of `compiled` on one H100.
 GPU_BARS = {"lite": 0.65, "image": 0.55, "sana": 0.70}
 
 
@@ -78,7 +78,7 @@ class _Memory:
 def ours(
     size: str, device: str, config: RunConfig, batch: Batch, record: Path | None = None
 ) -> Callable[[], None]:
-    """One `optimizer_step`; with a folder to `record` in also what is written and shown of it."""
+    """One `optimizer_step`; with the folder `record`, also its record and its display."""
     intent = TrainingSpec(
         lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE
     )
@@ -111,7 +111,7 @@ def ours(
 def plain(
     size: str, device: str, config: RunConfig, batch: Batch, *, repeated: bool = False
 ) -> Callable[[], None]:
-    """The loop that one would write in a notebook.
+    """The loop that a notebook would have.
 
     Args:
         repeated: let diffusers compile its blocks.
@@ -160,15 +160,12 @@ def _kandinsky_velocity(
     frames, height, width = noisy.shape[2:]
     hidden_states = noisy.permute(0, 2, 3, 4, 1)
     if model.config.visual_cond:
-        hidden_states = torch.cat(
-            [
-                hidden_states,
-                torch.zeros_like(hidden_states),
-                torch.zeros_like(hidden_states[..., :1]),
-            ],
-            dim=-1,
-        )
-    is_sparse = model.config.attention_type == "nabla"
+        no_first_frame = torch.zeros_like(hidden_states)
+        no_mask = torch.zeros_like(hidden_states[..., :1])
+        hidden_states = torch.cat([hidden_states, no_first_frame, no_mask], dim=-1)
+    sparse_params = None
+    if model.config.attention_type == "nabla":
+        sparse_params = nabla.sparse_params(hidden_states.shape, model.config, noisy.device)
     positions = [
         torch.arange(count, device=noisy.device) for count in (frames, height // 2, width // 2)
     ]
@@ -180,9 +177,7 @@ def _kandinsky_velocity(
         visual_rope_pos=positions,
         text_rope_pos=torch.arange(embeds["prompt_embeds"].shape[1], device=noisy.device),
         scale_factor=(1.0, 1.0, 1.0) if frames == 1 else (1.0, 2.0, 2.0),
-        sparse_params=nabla.sparse_params(hidden_states.shape, model.config, noisy.device)
-        if is_sparse
-        else None,
+        sparse_params=sparse_params,
         return_dict=False,
     )
     return velocity.permute(0, 4, 1, 2, 3)
@@ -216,64 +211,75 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps = options.steps or {"tiny": 20, "image": 5}.get(options.size, 1)
-    precision = "no" if options.device == "cpu" else "bf16"
+    batches = options.batches or ([1] if is_real(options.size) else [1, 4])
+    latents = tuple(options.latents) if options.latents else None
+    bars = bars_of(options.size, options.device)
+    ratios: list[Ratio] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for count in batches:
+            batch = make_batch(options.size, count, latents)
+            variants = make_variants(options, batch, steps, record=Path(folder))
+            seconds = interleave(variants, options.rounds, clock_of(options.device))
+            ratios += ratios_of(seconds, f"batch {count}", options.variants, bars)
+            del variants  # the next batch has models of its own
+    title = f"Training step, {options.size} model on {options.device}, {steps} step(s) a round"
+    show(title, ratios, options)
+
+
+def is_real(size: str) -> bool:
+    return SHAPES[size].gigabytes is not None
+
+
+def bars_of(size: str, device: str) -> dict[str, float]:
+    """The largest ratio to the plain loop that is good enough, by variant."""
+    bars = dict(BARS)
+    if device == "cuda":
+        bars["compiled"] = GPU_BARS.get(size, 0.75)
+    if not FAMILIES[SHAPES[size].family].fast_blocks:
+        bars["eager"] = BARS["reference"]  # its blocks are those of diffusers
+    return bars
+
+
+def make_variants(
+    options: argparse.Namespace, batch: Batch, steps: int, record: Path
+) -> dict[str, Callable[[], None]]:
+    """What is timed, by name: `steps` steps of each variant and of its rivals."""
+    size = options.size
+    device = options.device
     common = {
-        "mixed_precision": precision,
+        "mixed_precision": "no" if device == "cpu" else "bf16",
         "gradient_checkpointing": True,
         "lora_rank": 16,
         "learning_rate": RATE,
     }
-    configs = {
-        name: config_of(options.size, **common, **settings) for name, settings in VARIANTS.items()
-    }
-    config = configs["eager"]
-    bars = dict(BARS)
-    if options.device == "cuda":
-        bars["compiled"] = GPU_BARS.get(options.size, 0.75)
-    if not FAMILIES[SHAPES[options.size].family].fast_blocks:
-        bars["eager"] = BARS["reference"]  # its blocks are those of diffusers
-    batches = options.batches or ([1, 4] if SHAPES[options.size].gigabytes is None else [1])
-    ratios: list[Ratio] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for count in batches:
-            batch = make_batch(options.size, count, options.latents and tuple(options.latents))
-            makers: dict[str, Callable[[], Callable[[], None]]] = {
-                "plain": lambda batch=batch: plain(options.size, options.device, config, batch),
-            }
-            for name in options.variants:
-                makers[name] = lambda batch=batch, name=name: ours(
-                    options.size, options.device, configs[name], batch
-                )
-            has_rival = (
-                "compiled" in options.variants and transformer_class(options.size)._repeated_blocks
-            )
-            if has_rival:
-                makers[RIVAL] = lambda batch=batch: plain(
-                    options.size, options.device, config, batch, repeated=True
-                )
-            if (
-                SHAPES[options.size].gigabytes is None
-            ):  # another copy of a real model would prove nothing
-                makers["recorded"] = lambda batch=batch: ours(
-                    options.size, options.device, configs["eager"], batch, Path(folder)
-                )
-            variants = {name: _repeat(make(), steps) for name, make in makers.items()}
-            seconds = interleave(variants, options.rounds, clock_of(options.device))
-            for name in options.variants:
-                title = f"step, {name} / plain loop, batch {count}"
-                ratios.append(compare(title, seconds, name, "plain", bars[name]))
-            if has_rival:
-                title = f"step, compiled / {RIVAL}, batch {count}"
-                ratios.append(compare(title, seconds, "compiled", RIVAL, RIVAL_BAR))
-            if "recorded" in seconds:
-                name = f"step and its record / plain loop, batch {count}"
-                ratios.append(compare(name, seconds, "recorded", "plain", 1.05))
-            del variants, makers
-    show(
-        f"Training step, {options.size} model on {options.device}, {steps} step(s) a round",
-        ratios,
-        options,
-    )
+    configs = {name: config_of(size, **common, **settings) for name, settings in VARIANTS.items()}
+    eager = configs["eager"]
+
+    variants = {"plain": plain(size, device, eager, batch)}
+    for name in options.variants:
+        variants[name] = ours(size, device, configs[name], batch)
+    if "compiled" in options.variants and transformer_class(size)._repeated_blocks:
+        variants[RIVAL] = plain(size, device, eager, batch, repeated=True)
+    if not is_real(size):  # one more copy of a real model would prove nothing
+        variants["recorded"] = ours(size, device, eager, batch, record)
+    return {name: _repeat(step, steps) for name, step in variants.items()}
+
+
+def ratios_of(
+    seconds: dict[str, list[float]], batch: str, names: list[str], bars: dict[str, float]
+) -> list[Ratio]:
+    """Every variant in units of the plain loop, and of its other rivals."""
+    ratios = []
+    for name in names:
+        title = f"step, {name} / plain loop, {batch}"
+        ratios.append(compare(title, seconds, name, "plain", bars[name]))
+    if RIVAL in seconds:
+        title = f"step, compiled / {RIVAL}, {batch}"
+        ratios.append(compare(title, seconds, "compiled", RIVAL, RIVAL_BAR))
+    if "recorded" in seconds:
+        title = f"step and its record / plain loop, {batch}"
+        ratios.append(compare(title, seconds, "recorded", "plain", 1.05))
+    return ratios
 
 
 def _repeat(step: Callable[[], None], times: int) -> Callable[[], None]:

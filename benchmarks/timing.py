@@ -1,6 +1,4 @@
-"""Interleaved timing, one table of ratios, one JSON file. Free of torch, so that start-up can be
-timed with it.
-"""
+"""Interleaved timing, a table of ratios and a JSON file; without torch, to time start-up, too."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ class Ratio:
     Attributes:
         name: what is compared with what.
         rounds: the ratio in each round.
-        bar: the largest ratio that is good enough; None where the line is there to be read.
-        note: what else to know.
+        bar: the largest ratio that is good enough; None if any is.
+        note: further numbers.
     """
 
     name: str
@@ -40,7 +38,9 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        return "" if self.bar is None else "ok" if self.median <= self.bar else "MISSED"
+        if self.bar is None:
+            return ""
+        return "ok" if self.median <= self.bar else "MISSED"
 
 
 def interleave(
@@ -65,13 +65,14 @@ def interleave(
 def compare(
     name: str,
     seconds: Mapping[str, Sequence[float]],
-    a: str,
-    b: str,
+    variant: str,
+    unit: str,
     bar: float | None = None,
     note: str = "",
 ) -> Ratio:
-    """Variant `a` in units of variant `b`, round by round."""
-    return Ratio(name, [x / y for x, y in zip(seconds[a], seconds[b], strict=True)], bar, note)
+    """The seconds of a variant in units of another's, round by round."""
+    pairs = zip(seconds[variant], seconds[unit], strict=True)
+    return Ratio(name, [seconds_of_variant / base for seconds_of_variant, base in pairs], bar, note)
 
 
 def arguments(
@@ -110,26 +111,25 @@ def show(title: str, ratios: Sequence[Ratio], options: argparse.Namespace) -> No
 
 
 def write_json(path: Path, content: dict[str, Any], device: str) -> None:
-    """The results, with what they were measured on."""
-    measured = {
+    """Write results with the date, the device and the versions of packages."""
+    environment = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         **describe_environment(device),
     }
+    text = json.dumps({**content, "environment": environment}, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({**content, "environment": measured}, indent=2) + "\n", encoding="utf-8"
-    )
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What the script was called with."""
-    plain = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-    }
-    return {name: value for name, value in plain.items() if name != "json"}
+    """The arguments of the script, without the name of its JSON file."""
+    flags = {}
+    for name, value in vars(options).items():
+        if name != "json":
+            flags[name] = str(value) if isinstance(value, Path) else value
+    return flags
 
 
 def device_of(options: argparse.Namespace) -> str:
-    """The name of what it ran on; scripts without `--device` run on the CPU."""
+    """The name of the device; scripts without `--device` run on the CPU."""
     return describe_device() if vars(options).get("device") == "cuda" else "cpu"

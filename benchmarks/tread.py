@@ -1,4 +1,4 @@
-"""What the arithmetic that token routes save allows: the limit of their speed-up."""
+"""The limit of the speed-up by token routes: the arithmetic that they save."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from simpletuner.config.techniques.tread import Route
 
 MODELS = ("deep", "lite", "image", "pro")  # Sana's convolutions allow no routes
 
-# How often a LoRA step does the arithmetic of the forward pass: in it, in the recomputation, and
-# backward. There frozen weights take one product for each of theirs, attention five for its two.
+# How often a LoRA step does the arithmetic of the forward pass. It is done in the forward pass and
+# in the recomputation. In the backward pass, a frozen weight has one product (the gradient of its
+# input) for one of the forward pass, and attention has five for its two: 1 + 1 + 1, 1 + 1 + 2.5.
 LINEAR_PASSES = 3.0
 ATTENTION_PASSES = 4.5
 
 
 def flops(size: str, tokens: int) -> float:
-    """Arithmetic of one visual block in a step, with so many tokens in it.
+    """Arithmetic of one visual block with so many tokens in a step.
 
-    Text blocks, embeddings and the output, which routes leave alone, come to less than a hundredth
-    and are left out.
+    Text blocks, embeddings and the output have no routes. They are less than a hundredth of the
+    arithmetic and are left out.
     """
     model = SHAPES[size].settings
     caption = SHAPES[size].caption
     width: int = model["model_dim"]
+    # A product with a weight is 2 operations per number of the weight. A token meets q, k, v and
+    # the output of the self-attention, q and the output of the cross-attention, and two layers of
+    # the feed-forward; a token of the caption, k and v of the cross-attention.
     per_token = 2 * (6 * width**2 + 2 * width * model["ff_dim"])
-    of_text = caption * 2 * 2 * width**2  # keys and values of the cross-attention
+    of_text = caption * 2 * 2 * width**2
+    # Scores and their product with the values, with all tokens and with the caption.
     attending = 4 * width * tokens * (tokens + caption)
     return LINEAR_PASSES * (tokens * per_token + of_text) + ATTENTION_PASSES * attending
 
@@ -35,26 +40,19 @@ def share_of_arithmetic(size: str, routes: Sequence[Route]) -> float:
     tokens = SHAPES[size].tokens
     blocks = SHAPES[size].settings["num_visual_blocks"]
     counts = [tokens] * blocks
-    for route in (route.among(blocks) for route in routes):
-        for block in range(route.first, route.last + 1):
-            counts[block] = round((1 - route.ratio) * tokens)
+    for route in routes:
+        resolved = route.among(blocks)
+        for block in range(resolved.first, resolved.last + 1):
+            counts[block] = round((1 - resolved.ratio) * tokens)
     return sum(flops(size, count) for count in counts) / (blocks * flops(size, tokens))
 
 
 def speed_up_table() -> list[list[str]]:
-    """What can be gained from blocks 2 to -2 of the published models, by the share of tokens that
-    is left out.
-    """
+    """Speed-ups of the published models, by the share of tokens that skip blocks 2 to -2."""
     models = ("image", "lite", "pro")
-    ratios = (0.25, 0.5, 0.75)
-    rows = [
-        [1 / share_of_arithmetic(size, [Route(ratio, 2, -2)]) for size in models]
-        for ratio in ratios
-    ]
-    return [
-        ["", *models],
-        *(
-            [f"{ratio:g}", *(f"{each:.2f}" for each in row)]
-            for ratio, row in zip(ratios, rows, strict=True)
-        ),
-    ]
+    table = [["", *models]]
+    for ratio in (0.25, 0.5, 0.75):
+        route = Route(ratio, 2, -2)
+        speed_ups = [1 / share_of_arithmetic(size, [route]) for size in models]
+        table.append([f"{ratio:g}", *(f"{speed_up:.2f}" for speed_up in speed_ups)])
+    return table

@@ -25,7 +25,7 @@ from simpletuner.training.step import optimizer_step
 
 RATE = 1e-4
 Settings = Mapping[str, Any]
-# What every variant has unless it says otherwise.
+# Settings of every variant that does not set them.
 COMMON: Settings = {"gradient_checkpointing": True, "lora_rank": 16, "learning_rate": RATE}
 
 
@@ -44,7 +44,7 @@ class OneBatch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What steps of one variant took.
+    """Time and memory of a variant's steps.
 
     Attributes:
         reports: of the steps that count.
@@ -113,7 +113,7 @@ def measure(
     warm: int = 2,
     steps: int = 5,
 ) -> Outcome:
-    """Steps of one variant that has the device for itself; its memory is free again afterwards.
+    """Run steps of a variant that has the device for itself, and free its memory.
 
     Args:
         warm: steps that do not count: compiling, and the optimizer's state.
@@ -137,7 +137,7 @@ def measure(
 
 
 def forget(device: str) -> None:
-    """Give back what the variant before this one held."""
+    """Free the memory of the previous variant."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

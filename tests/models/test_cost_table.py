@@ -60,11 +60,12 @@ def test_a_quantity_that_does_not_fit_is_reported_with_its_worst_case() -> None:
     found = [sum_of(FEED_FORWARD, numbers) for numbers in NUMBERS]
     found[3] *= 1.5
 
-    with pytest.raises(ValueError, match="is no sum") as error:
+    with pytest.raises(ValueError, match="is not a sum") as error:
         fit(SAMPLING, PRODUCTS, found)
 
     message = str(error.value)
-    assert message.startswith("new-family in bf16: sampling is no sum of the products in BYTES_OF")
+    beginning = "new-family in bf16: sampling is not a sum of the products in BYTES_OF"
+    assert message.startswith(beginning)
     assert str(CASES[3]) in message
     assert "0.2% is allowed" in message
     assert "Add the missing product to BYTES_OF in benchmarks/cost_table.py." in message
