@@ -179,7 +179,7 @@ class Trial:
         case: Case,
         dtype: torch.dtype = torch.float32,
         *,
-        given: bool = False,
+        has_first_frame: bool = False,
         rows: Mapping[str, str] | None = None,
     ) -> None:
         size = small_size(family, case.heads, case.head, case.ratio)
@@ -196,7 +196,7 @@ class Trial:
             self.adapter = RandomAdapter(make_config("trial"), "trial", "cpu")
             self.model: Any = self.adapter.load_transformer(dtype).train().requires_grad_(False)
             batch = make_batch("trial", case.samples)
-        if given:
+        if has_first_frame:
             batch = replace(batch, condition=batch.latents[:, :, :1].clone())
         sigmas = torch.full((case.samples,), 0.5)
         self.noisy = self.adapter.prepare(
@@ -374,7 +374,7 @@ def bytes_of(family: str, rows: Mapping[str, str], *, compiled: bool) -> dict[st
         make_trial = partial(Trial, family, dtype=dtype, rows=rows)
         tables[name] = bytes_in(f"{family} in {name}", make_trial, compiled=compiled)
         if FAMILIES[family].cost.guided_together:
-            make_trial = partial(Trial, family, dtype=dtype, rows=rows, given=True)
+            make_trial = partial(Trial, family, dtype=dtype, rows=rows, has_first_frame=True)
             title = f"{family} in {name} given"
             tables[f"{name} given"] = bytes_in(title, make_trial, compiled=compiled)
     return tables

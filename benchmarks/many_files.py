@@ -149,10 +149,10 @@ class Measured:
     def line(self, name: str, count: int) -> Ratio:
         """What so many files add to a start with few of them."""
         pairs = list(zip(self.taken[name, count], self.taken[name, FEW], strict=True))
-        added = [mine.cpu - few.cpu for mine, few in pairs]
-        whole = statistics.median(mine.cpu for mine, _ in pairs)
-        memory = statistics.median(mine.peak - few.peak for mine, few in pairs) / 1e6
-        peak = statistics.median(mine.peak for mine, _ in pairs) / 1e6
+        added = [usage.cpu - few.cpu for usage, few in pairs]
+        whole = statistics.median(usage.cpu for usage, _ in pairs)
+        memory = statistics.median(usage.peak - few.peak for usage, few in pairs) / 1e6
+        peak = statistics.median(usage.peak for usage, _ in pairs) / 1e6
         note = (
             f"adds {statistics.median(added):.2f} s and {memory:.0f} MB; in all {whole:.2f} s of "
             f"CPU and {peak:.0f} MB"

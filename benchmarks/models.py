@@ -1,8 +1,8 @@
 """Transformers of random weights in many sizes, batches for them, and adapters around them.
 
-The tiny ones, one per family, are what the tests use. medium is large enough that arithmetic
-outweighs Python on one CPU thread. lite, image, pro and sana are the real architectures at their
-usual number of tokens; they are made on the device itself and need a GPU.
+The tests use the tiny ones, one per family. medium is large enough that arithmetic outweighs Python
+on one CPU thread. lite, image, pro and sana are the real architectures with their usual number of
+tokens; they are made on the device and need a GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ CHANNELS = 16
 
 @dataclass(frozen=True)
 class Size:
-    """One architecture and what it is trained on.
+    """An architecture and the size of its samples.
 
     Attributes:
-        settings: what the transformer's class is built with.
+        settings: arguments of the transformer's class.
         latents: frames, height and width.
         caption: tokens of a caption.
         embeds: width of each text embedding; the pooled one has no tokens.
-        gigabytes: weights in bf16 with the parts that stay float32, to be checked.
+        gigabytes: of the weights in bf16, parts that stay float32 included; None for sizes that are
+            not published.
     """
 
     family: str
@@ -58,7 +59,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Of one sample."""
+        """Tokens of a sample, in patches of 2 by 2."""
         frames, height, width = self.latents
         return frames * height * width // 4
 
@@ -238,8 +239,8 @@ def _small_sana(heads: int, head: int, ratio: int) -> dict[str, Any]:
     return {**_TINY_SANA, **counts, **widths, "mlp_ratio": float(ratio)}
 
 
-# Settings of a small transformer of each class with so many heads, of such a width, and a
-# feed-forward so many times as wide; text embeddings are `WIDTH` wide.
+# Settings of a small transformer by class, as functions of the number of heads, their width, and
+# the width of the feed-forward in units of the model's. Text embeddings are `WIDTH` wide.
 SMALL: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "Kandinsky5Transformer3DModel": _small_kandinsky,
     "SanaVideoTransformer3DModel": _small_sana,
@@ -264,7 +265,7 @@ def transformer_class(size: str) -> Any:
 def cost_of(
     cost: FamilyCost, model: Any, kernels: Kernels = STOCK, /, **changes: object
 ) -> TransformerCost:
-    """What a model costs, as its config and its parameters have it, but for some settings."""
+    """The cost of a model by its config, with some changes, and by its parameters."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return cost.transformer({**model.config, **changes}, shapes, kernels)
 
@@ -279,24 +280,31 @@ def hollow_transformer(size: str) -> nn.Module:
 def build_transformer(size: str, device: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """The transformer of a size, in training mode; equal seeds give equal weights.
 
-    Weights are drawn on the device, each in the precision in which a checkpoint of that dtype is
-    loaded, so a model takes no more memory while it is made than afterwards. None is zero: behind a
-    gate of zero, gradients are zero.
+    Weights are drawn on the device and in the dtype in which a checkpoint is loaded, so making a
+    model needs no more memory than having it. No weight is zero: behind a gate of zero, gradients
+    would be zero.
     """
     model = hollow_transformer(size)
     generator = torch.Generator(device).manual_seed(seed)
     for name, module in model.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
-            kind = dtype_of(model, f"{name}.{key}", dtype)
-            values = random_weight(name, key, parameter, torch.device(device), kind, generator)
+            values = random_weight(
+                name,
+                key,
+                like=parameter,
+                device=torch.device(device),
+                dtype=dtype_of(model, f"{name}.{key}", dtype),
+                generator=generator,
+            )
             setattr(module, key, nn.Parameter(values))
     return model.to(device).train()
 
 
 def dtype_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
-    """float32 for what the class keeps in float32 when it is loaded in another dtype."""
-    kept = model._keep_in_fp32_modules or ()
-    return torch.float32 if any(each in name.split(".") for each in kept) else dtype
+    """float32 for modules that the class keeps in float32, else `dtype`."""
+    kept_modules = model._keep_in_fp32_modules or ()
+    is_kept = any(module in name.split(".") for module in kept_modules)
+    return torch.float32 if is_kept else dtype
 
 
 def random_weight(
@@ -307,12 +315,14 @@ def random_weight(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    """Matrices that keep the size of what they multiply, norms near 1, and gates that are small."""
+    """A weight with which activations keep their size: norms near 1, small biases and gates."""
     values = torch.empty(like.shape, device=device, dtype=dtype)
     if like.ndim < 2 and key == "weight":
         return values.normal_(1.0, 0.05, generator=generator)
-    small = like.ndim < 2 or "modulation" in name
-    return values.normal_(0.0, 0.02 if small else like[0].numel() ** -0.5, generator=generator)
+    if like.ndim < 2 or "modulation" in name:
+        return values.normal_(0.0, 0.02, generator=generator)
+    # A sum of n products of independent numbers has n times their variance.
+    return values.normal_(0.0, like[0].numel() ** -0.5, generator=generator)
 
 
 def build_vae() -> AutoencoderKL:
@@ -332,9 +342,7 @@ def build_vae() -> AutoencoderKL:
 
 
 def build_clip_vae(size: str, device: str) -> AutoencoderKLHunyuanVideo:
-    """HunyuanVideo's VAE; the real one for a real size, else an eighth as wide. In bf16 on a
-    GPU.
-    """
+    """HunyuanVideo's VAE, or one an eighth as wide if the size is not published; bf16 on a GPU."""
     real = SHAPES[size].gigabytes is not None
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
@@ -361,25 +369,36 @@ def build_medium_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForCondit
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-# Vocabulary, width, width inside the feed-forward, layers, heads, heads of keys.
-_QWEN = {"slice": (4880, 1024, 5408, 3, 8, 1), "real": (152_064, 3584, 18_944, 28, 28, 4)}
+# In the slice, feed-forward, attention and head have the shares of the arithmetic that they have in
+# the real model.
+_QWEN = {
+    "slice": {
+        "vocab_size": 4880,
+        "hidden_size": 1024,
+        "intermediate_size": 5408,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+    },
+    "real": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+}
 
 
 def build_qwen_of(
     size: str, tokenizer: PreTrainedTokenizerBase, device: str
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with a tiny vision tower: the text model of 7 billion weights in bf16, or a slice
-    of it in float32.
-
-    In the slice, feed-forward, attention and head have the shares of the arithmetic that they have
-    in the real one.
-    """
+    """Qwen2.5-VL with a tiny vision tower: the real text model in bf16, or its slice in float32."""
     config = build_qwen(tokenizer).config
     text = config.text_config
-    text.vocab_size, text.hidden_size, text.intermediate_size, text.num_hidden_layers = _QWEN[size][
-        :4
-    ]
-    text.num_attention_heads, text.num_key_value_heads = _QWEN[size][4:]
+    for name, value in _QWEN[size].items():
+        setattr(text, name, value)
     text.layer_types = ["full_attention"] * text.num_hidden_layers
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [16, 24, 24]}
     text.initializer_range = 0.02
@@ -433,9 +452,7 @@ def adapter_settings(config: RunConfig) -> AdapterSettings:
 
 
 def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
-    """The family's own adapter; loading its transformer makes one of random weights on the
-    device.
-    """
+    """The family's adapter, which makes a transformer of random weights instead of loading one."""
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
     source = ModelSource.from_settings(spec, flavour, config.flat)
@@ -446,8 +463,8 @@ def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
         def build(*inputs: Any, **settings: Any) -> tuple[nn.Module, dict[str, list[str]]]:
             return build_transformer(size, device, dtype), {"missing_keys": []}
 
-        here = mock.patch.object(Part, "fetch", return_value=Path())
-        with here, mock.patch.object(transformer_class(size), "from_pretrained", build):
+        no_download = mock.patch.object(Part, "fetch", return_value=Path())
+        with no_download, mock.patch.object(transformer_class(size), "from_pretrained", build):
             loaded: nn.Module = load(dtype)
         return loaded
 
@@ -457,7 +474,7 @@ def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
 
 
 def make_accelerator(device: str) -> Accelerator:
-    """As a run makes it, on a device of choice."""
+    """An accelerator as a run makes it, on a chosen device."""
     return Accelerator(mixed_precision="no", cpu=device == "cpu")
 
 
@@ -466,21 +483,22 @@ def make_batch(size: str, count: int, latents: tuple[int, int, int] | None = Non
     shape = SHAPES[size]
     with torch.random.fork_rng():
         torch.manual_seed(count)
-        embeds = [
-            {
-                name: torch.randn(width)
-                if name.startswith("pooled")
-                else torch.randn(shape.caption, width)
-                for name, width in shape.embeds.items()
-            }
-            for _ in range(count)
-        ]
+        embeds = [_random_embeds(shape) for _ in range(count)]
         clean = torch.randn(count, CHANNELS, *(latents or shape.latents))
     return Batch(clean, embeds, [f"memory/{index}" for index in range(count)])
 
 
+def _random_embeds(shape: Size) -> dict[str, Tensor]:
+    """Random text embeddings of a caption; the pooled one has no tokens."""
+    embeds = {}
+    for name, width in shape.embeds.items():
+        is_pooled = name.startswith("pooled")
+        embeds[name] = torch.randn(width) if is_pooled else torch.randn(shape.caption, width)
+    return embeds
+
+
 def clock_of(device: str) -> Callable[[], float]:
-    """CPU seconds of this process, or wall seconds with the GPU's queue run empty."""
+    """CPU seconds of this process, or wall seconds after the GPU has finished its work."""
     if device == "cpu":
         return time.process_time
 
@@ -492,7 +510,7 @@ def clock_of(device: str) -> Callable[[], float]:
 
 
 def write_checkpoint(folder: Path, size: str) -> Path:
-    """A whole checkpoint whose transformer has a size; its other parts are the tests'."""
+    """Write a checkpoint with the transformer of a size and the other parts of the tests'."""
     from tests.tools.tiny import make_checkpoint
 
     make_checkpoint(folder)

@@ -1,13 +1,12 @@
-"""Host memory of loading real sizes, against what `simpletuner plan` says of it before a weight is
-loaded.
+"""Host memory of loading real sizes, against the estimate of `simpletuner plan`.
 
-Writes checkpoints of random weights to a scratch folder, shard by shard; a process for each size
-and way to load then loads the transformer as a run does, and runs one micro-step of a few tokens on
-the CPU.
+Checkpoints of random weights are written to a scratch folder, shard by shard. For each size and way
+to load, a process then loads the transformer as a run does, and runs one micro-step of a few tokens
+on the CPU.
 
-The memory of a process is what only it has: anonymous pages and shared memory, looked at every few
-milliseconds. Pages of mapped checkpoints, which the system drops when it needs room, are not in it,
-but in the high-water mark (VmHWM).
+Measured are the pages that only the process has: anonymous pages and shared memory, every few
+milliseconds. Pages of mapped checkpoints are not among them, since the system evicts them when it
+needs room; they are in the high-water mark (VmHWM).
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ from simpletuner.weights.part import DIFFUSERS_WEIGHTS
 
 BAR = 1.10
 SHARD = 10**9  # bytes
-# sizes of the latents, tokens of the caption
-LATENTS = (1, 8, 8)
-CAPTION = 8
-INTERVAL = 0.005  # seconds between looks at the memory
+LATENTS = (1, 8, 8)  # frames, height, width
+CAPTION = 8  # tokens
+INTERVAL = 0.005  # seconds between two readings of the memory
 STATUS = Path("/proc/self/status")
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "int8, streamed": {"base_model_precision": "int8-quanto", "enable_group_offload": True},
@@ -74,16 +72,17 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes that a process had at most, and those that the plan expects.
+    """Peak memory of a process and its estimate, in bytes.
 
     Attributes:
-        loading, step: memory of the process, by phase.
-        marked: its high-water mark, with pages of mapped files.
+        loading, step: measured in the phase.
+        high_water: of the whole process, with pages of mapped files.
+        packed: size of the packed weights.
     """
 
     loading: float
     step: float
-    marked: float
+    high_water: float
     planned_loading: float
     planned_step: float
     packed: float
@@ -114,36 +113,34 @@ def main() -> None:
         for kind in options.kinds:
             rounds = [in_a_process(options.folder, size, kind) for _ in range(options.rounds)]
             ratios += compare(f"{size}, {kind}", rounds)
-    del options.folder, options.here  # what they say is of one machine
+    del options.folder, options.here  # results must not name folders of this machine
     show("Host memory of a process against the plan, on a CPU", ratios, options)
 
 
 def compare(name: str, rounds: list[Peaks]) -> Iterator[Ratio]:
     """The lines of one way to load one size."""
     last = rounds[-1]
-    packed, marked = (f", {each / 1e9:.2f} GB" for each in (last.packed, last.marked))
-    for phase, found, planned, more in (
-        (
-            "loading",
-            [each.loading for each in rounds],
-            last.planned_loading,
-            f"{packed} of packed weights",
-        ),
-        (
-            "micro-step",
-            [each.step for each in rounds],
-            last.planned_step,
-            f"{marked} with mapped pages",
-        ),
-    ):
-        note = f"measured {found[-1] / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB{more}"
-        yield Ratio(
-            f"{name}: {phase}, measured / planned", [each / planned for each in found], BAR, note
-        )
+    yield _ratio(
+        f"{name}: loading, measured / planned",
+        [peaks.loading for peaks in rounds],
+        last.planned_loading,
+        f"{last.packed / 1e9:.2f} GB of packed weights",
+    )
+    yield _ratio(
+        f"{name}: micro-step, measured / planned",
+        [peaks.step for peaks in rounds],
+        last.planned_step,
+        f"{last.high_water / 1e9:.2f} GB with mapped pages",
+    )
+
+
+def _ratio(title: str, measured: list[float], planned: float, note: str) -> Ratio:
+    sizes = f"measured {measured[-1] / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB"
+    return Ratio(title, [peak / planned for peak in measured], BAR, f"{sizes}, {note}")
 
 
 def in_a_process(folder: Path, size: str, kind: str) -> Peaks:
-    """What a process of its own needs."""
+    """The result of `measure` in a new process."""
     words = ["--here", "--folder", str(folder), "--size", size, "--kinds", kind]
     command = [sys.executable, "-m", "benchmarks.real_size", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -151,14 +148,12 @@ def in_a_process(folder: Path, size: str, kind: str) -> Peaks:
 
 
 def write_checkpoint(folder: Path, size: str, *, sparse: bool = False) -> None:
-    """Write the transformer of a size, if it is not there: random weights in bf16, what stays
-    float32 in float32.
+    """Write the transformer of a size with random weights, unless the folder has one.
 
-    Never more than a shard is in memory.
+    Weights are in bf16, but for those that stay in float32. Only one shard is in memory at a time.
 
     Args:
-        sparse: weights are zeros that take no room on the disk: as many pages are mapped and
-            packed.
+        sparse: write zeros that take no room on the disk. The same pages are mapped and packed.
     """
     target = folder / "transformer"
     model = hollow_transformer(size)
@@ -168,19 +163,17 @@ def write_checkpoint(folder: Path, size: str, *, sparse: bool = False) -> None:
     model.save_config(target)
     shards = list(split(model))
     generator = torch.Generator().manual_seed(0)
-    listed: dict[str, str] = {}
+    file_of_weight: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"{DIFFUSERS_WEIGHTS}-{number:05}-of-{len(shards):05}.safetensors"
         if sparse:
             save_zeros(model, names, target / file)
         else:
-            save_file(
-                {name: draw(model, name, generator) for name in names},
-                target / file,
-                {"format": "pt"},
-            )
-        listed |= dict.fromkeys(names, file)
-    index.write_text(json.dumps({"metadata": {}, "weight_map": listed}), encoding="utf-8")
+            weights = {name: draw(model, name, generator) for name in names}
+            save_file(weights, target / file, {"format": "pt"})
+        file_of_weight |= dict.fromkeys(names, file)
+    content = {"metadata": {}, "weight_map": file_of_weight}
+    index.write_text(json.dumps(content), encoding="utf-8")
 
 
 def split(model: Any) -> Iterator[list[str]]:
@@ -199,7 +192,10 @@ def split(model: Any) -> Iterator[list[str]]:
 
 
 def save_zeros(model: Any, names: list[str], path: Path) -> None:
-    """A safetensors file whose values are a hole."""
+    """Write a safetensors file whose values are a hole in the file.
+
+    The format: the length of the header in 8 bytes, the header as JSON, the values.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -226,10 +222,9 @@ def draw(model: Any, name: str, generator: torch.Generator) -> torch.Tensor:
 def measure(folder: Path, size: str, kind: str) -> Peaks:
     """Load a checkpoint in this process, and run a micro-step."""
     settings = dict(KINDS[kind])
-    if "group_offload_to_disk_path" in settings:
-        settings["group_offload_to_disk_path"] = str(
-            folder / settings["group_offload_to_disk_path"]
-        )
+    key = "group_offload_to_disk_path"
+    if key in settings:
+        settings[key] = str(folder / settings[key])
     config = make_config(
         size,
         pretrained_model_name_or_path=str(folder / size),
@@ -238,18 +233,26 @@ def measure(folder: Path, size: str, kind: str) -> Peaks:
         **settings,
     )
     with Watch() as loading:
-        assembly = assemble_it(config, size)
+        assembly = load_assembly(config, size)
     with Watch() as step:
         batch = make_batch(size, 1, LATENTS)
         batch.embeds[0]["prompt_embeds"] = batch.embeds[0]["prompt_embeds"][:CAPTION]
         noisy = make_noisy(batch, torch.tensor([0.5]), torch.randn(batch.latents.shape))
         prediction = assembly.adapter.predict(assembly.transformer, assembly.adapter.prepare(noisy))
         (prediction - noisy.target).square().mean().backward()
-    return Peaks(loading.peak, step.peak, memory()["VmHWM"], *planned(config, size))
+    planned_loading, planned_step, packed = estimate(config, size)
+    return Peaks(
+        loading=loading.peak,
+        step=step.peak,
+        high_water=memory()["VmHWM"],
+        planned_loading=planned_loading,
+        planned_step=planned_step,
+        packed=packed,
+    )
 
 
-def assemble_it(config: RunConfig, size: str) -> Any:
-    """The assembly of a run."""
+def load_assembly(config: RunConfig, size: str) -> Any:
+    """Load a transformer as a run does."""
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
     source = ModelSource.from_settings(spec, flavour, config.flat)
@@ -260,26 +263,27 @@ def assemble_it(config: RunConfig, size: str) -> Any:
     return assemble(assembly_settings(config, intent), adapter, [], make_accelerator("cpu"))
 
 
-def planned(config: RunConfig, size: str) -> tuple[float, float, float]:
-    """Bytes that the plan expects of loading and of the step, and those of the packed weights."""
+def estimate(config: RunConfig, size: str) -> tuple[float, float, float]:
+    """Bytes that the plan expects while loading, in the step, and of packed weights."""
     spec = FAMILIES[SHAPES[size].family]
     cost = cost_of(spec.cost, hollow_transformer(size))
     model = Parts(spec, cost, lora_targets(size), spec.cost.vae, 0, ()).model(config)
     frames, height, width = LATENTS
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, CAPTION)
-    on_disk = config.offload.group_offload_to_disk_path is not None
-    waiting = HOST_BASE + (0.0 if on_disk else model.streamed_bytes)
+    waiting = HOST_BASE
+    if config.offload.group_offload_to_disk_path is None:
+        waiting += model.streamed_bytes
     packed = sum(model.blocks) + model.rest_bytes
     return waiting + model.passing_bytes, waiting + model.memory(load).total, packed
 
 
 class Watch:
-    """Looks at the memory of the process while its block runs."""
+    """Measures the peak memory of this process while its block runs."""
 
     def __init__(self) -> None:
         self.peak = 0.0
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._measure, daemon=True)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -289,22 +293,22 @@ class Watch:
         self._done.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         while True:
-            found = memory()
-            self.peak = max(self.peak, found["RssAnon"] + found["RssShmem"])
+            pages = memory()
+            self.peak = max(self.peak, pages["RssAnon"] + pages["RssShmem"])
             if self._done.wait(INTERVAL):
                 return
 
 
 def memory() -> dict[str, float]:
     """The memory of this process in bytes, as Linux counts it."""
-    lines = (line.split() for line in STATUS.read_text(encoding="ascii").splitlines())
-    return {
-        words[0].rstrip(":"): float(words[1]) * 1024
-        for words in lines
-        if words[0].startswith(("Rss", "VmHWM"))
-    }
+    sizes = {}
+    for line in STATUS.read_text(encoding="ascii").splitlines():
+        name, *rest = line.split()
+        if name.startswith(("Rss", "VmHWM")):
+            sizes[name.rstrip(":")] = float(rest[0]) * 1024  # the file has kB
+    return sizes
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def commands(folder: Path) -> dict[str, Command]:
     product = ("-m", "simpletuner")
     no_previews = "validation_disable=true"
     previews = ("validation_disable=false", "validation_num_inference_steps=2")
-    found = {
+    timed = {
         UNIT: Command(("-c", "import torch"), folder),
         "help": Command((*product, "--help"), folder),
         "dry run": Command((*product, "train", "--dry-run"), run),
@@ -129,8 +129,8 @@ def commands(folder: Path) -> dict[str, Command]:
     if DEMO.is_dir():
         output = folder / "demo"
         words = (*product, "train", "example=demo", f"output_dir={output}")
-        found["demo to step 1"] = Command((*words, no_previews), folder, FIRST_STEP, (output,))
-    return found
+        timed["demo to step 1"] = Command((*words, no_previews), folder, FIRST_STEP, (output,))
+    return timed
 
 
 def main() -> None:

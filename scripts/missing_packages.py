@@ -38,10 +38,10 @@ def is_installed(requirement: Requirement) -> bool:
 
 
 def main(extras: list[str]) -> None:
-    wanted = [Requirement(PROJECT["name"]), *requirements(PROJECT["dependencies"])]
+    required = [Requirement(PROJECT["name"]), *requirements(PROJECT["dependencies"])]
     for extra in extras:
-        wanted += requirements(PROJECT["optional-dependencies"][extra])
-    missing = [str(requirement) for requirement in wanted if not is_installed(requirement)]
+        required += requirements(PROJECT["optional-dependencies"][extra])
+    missing = [str(requirement) for requirement in required if not is_installed(requirement)]
     if missing:
         print(f"Missing: {', '.join(missing)}")
         sys.exit(1)

@@ -58,14 +58,14 @@ def main(folder: Path, target: Path) -> None:
     ]
     clip = sorted((VIDEO_DEMO / "clips").glob("*.mp4"))[2]
     caption = clip.with_suffix(".txt").read_text(encoding="utf-8").strip()
-    shown = [
+    chosen = [
         sections[0],
         sections[2],
         sections[3],
         (f"one of the clips it was trained on: {caption}", [("clip", clip)]),
     ]
     target.parent.mkdir(parents=True, exist_ok=True)
-    draw_figure(shown).save(target, optimize=True)
+    draw_figure(chosen).save(target, optimize=True)
 
 
 if __name__ == "__main__":

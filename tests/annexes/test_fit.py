@@ -402,13 +402,16 @@ def test_auto_slows_no_step_for_previews_that_cannot_fit() -> None:
     training = budget(gpu(12))
     clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
     rendering = with_previews(training, clip)
-    alone = choose(training)
+    without_previews = choose(training)
 
-    both = choose(rendering)
+    with_previews_chosen = choose(rendering)
 
-    assert found_by(check_fit, both), "the previews are too large for every choice"
-    assert (both.config, both.decisions) == (alone.config, alone.decisions)
-    assert both.config.precision.base_model_precision == "no_change"
+    assert found_by(check_fit, with_previews_chosen), "the previews are too large for every choice"
+    assert (with_previews_chosen.config, with_previews_chosen.decisions) == (
+        without_previews.config,
+        without_previews.decisions,
+    )
+    assert with_previews_chosen.config.precision.base_model_precision == "no_change"
 
 
 def test_auto_keeps_every_setting_of_the_user() -> None:
@@ -483,12 +486,12 @@ def test_evaluation_needs_memory_without_gradients() -> None:
 
     # A sweep trains nothing, and holds a LoRA of 1 GB through all of its phases.
     sweep = replace(training, parts=replace(training.parts, trains=False, lora_bytes=10**9))
-    alone = replace(sweep, workload=Workload([], [], False, [], 0.0, evaluated=[LITE]))
-    activations = alone.model.sampling_bytes(alone.parts.load(LITE))
-    sweep_peak = device_bytes(alone, "measuring the evaluation loss")
-    assert sweep_peak == alone.model.frozen_bytes + activations + 1e9
-    assert replace(alone, device=gpu(30)).fits
-    assert not replace(alone, device=gpu(2)).fits
+    sweep_of_losses = replace(sweep, workload=Workload([], [], False, [], 0.0, evaluated=[LITE]))
+    activations = sweep_of_losses.model.sampling_bytes(sweep_of_losses.parts.load(LITE))
+    sweep_peak = device_bytes(sweep_of_losses, "measuring the evaluation loss")
+    assert sweep_peak == sweep_of_losses.model.frozen_bytes + activations + 1e9
+    assert replace(sweep_of_losses, device=gpu(30)).fits
+    assert not replace(sweep_of_losses, device=gpu(2)).fits
 
 
 def test_auto_changes_nothing_that_fits() -> None:
@@ -602,11 +605,11 @@ def with_previews(before: Budget, preview: Bucket = LITE) -> Budget:
 def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(
     gigabytes: float, how: str
 ) -> None:
-    alone = budget(gpu(gigabytes))
-    chosen = choose(with_previews(alone))
+    training = budget(gpu(gigabytes))
+    chosen = choose(with_previews(training))
     assert chosen.config.validation.validation_decoding == how
     assert chosen.fits
-    assert chosen.step_seconds == choose(alone).step_seconds, "previews slow no step down"
+    assert chosen.step_seconds == choose(training).step_seconds, "previews slow no step down"
     assert not chosen.config.caching.vae_enable_tiling
     assert how == "whole" or any(
         f"previews are decoded in {how}" in decision for decision in chosen.decisions
@@ -706,15 +709,15 @@ def test_guidance_is_batched_where_previews_have_room() -> None:
         "validation_decoding": "tiles",
         "validation_guidance": 5.0,
     }
-    alone = with_previews(budget(gpu(80), **streamed))
+    sequential = with_previews(budget(gpu(80), **streamed))
 
-    both = with_faster_previews(alone)
-    assert both.config.validation.validation_batched_guidance
-    assert both.fits
+    batched = with_faster_previews(sequential)
+    assert batched.config.validation.validation_batched_guidance
+    assert batched.fits
 
-    needed = device_bytes(both, PREVIEWS)
-    assert needed > device_bytes(alone, PREVIEWS)
-    assert both.preview_seconds <= alone.preview_seconds
+    needed = device_bytes(batched, PREVIEWS)
+    assert needed > device_bytes(sequential, PREVIEWS)
+    assert batched.preview_seconds <= sequential.preview_seconds
 
     # No room to spare, forbidden by the user, and forbidden by the reference speed.
     not_batched: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -768,10 +771,10 @@ def test_vae_stays_loaded_and_decodes_in_background_where_both_fit() -> None:
         False,
     )
 
-    alone = with_previews(budget(gpu(80), validation_decoding="tiles"))
-    kept = alone.under({"keep_vae_loaded": True}, "test")
+    plain = with_previews(budget(gpu(80), validation_decoding="tiles"))
+    kept = plain.under({"keep_vae_loaded": True}, "test")
     both = kept.under({"validation_decode_in_background": True}, "test")
-    assert training_bytes(alone) < training_bytes(kept) < training_bytes(both)
+    assert training_bytes(plain) < training_bytes(kept) < training_bytes(both)
 
     # Over all cards the VAE stays before it decodes in the background, never the other way round.
     assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {

@@ -103,10 +103,10 @@ def test_damaged_verify_record_is_ignored(store: CacheStore, content: str) -> No
 
 
 def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> None:
-    wanted = {SMALL.digest(), TEXT.digest()}
-    garbage = find_garbage(store.folder, wanted, FAMILY)
+    used_keys = {SMALL.digest(), TEXT.digest()}
+    garbage = find_garbage(store.folder, used_keys, FAMILY)
     assert garbage.entries == {LARGE.digest(): "set/a.png", OTHER.digest(): "set/b.png"}
-    assert not find_garbage(store.folder, wanted, "sanavideo").entries, (
+    assert not find_garbage(store.folder, used_keys, "sanavideo").entries, (
         "entries of other families are left alone"
     )
     assert len(list(list_keys(store.folder))) == 4
@@ -114,8 +114,8 @@ def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> No
     later = dataclasses.replace(OTHER, frames=5)
     store.write(later.digest(), {"x": torch.zeros(1)}, {})
     remove_garbage(store.folder, garbage)
-    assert set(list_keys(store.folder)) == wanted | {later.digest()}
-    assert not find_garbage(store.folder, {*wanted, later.digest()}, FAMILY).entries
+    assert set(list_keys(store.folder)) == used_keys | {later.digest()}
+    assert not find_garbage(store.folder, {*used_keys, later.digest()}, FAMILY).entries
 
 
 def test_gc_assigns_features_to_the_family_of_their_latents(store: CacheStore) -> None:
@@ -189,9 +189,9 @@ def test_cache_entry_stores_its_source_and_ingredients(store: CacheStore) -> Non
 
 
 def test_explain_miss_names_the_ingredient_that_changed(store: CacheStore) -> None:
-    wanted = dataclasses.replace(SMALL, crop=(0, 0))
+    missed_key = dataclasses.replace(SMALL, crop=(0, 0))
 
-    differences = explain_miss(store.folder, wanted, "set/a.png")
+    differences = explain_miss(store.folder, missed_key, "set/a.png")
 
     assert list(differences) == [SMALL.digest(), LARGE.digest()]  # nearest first, and no text
     assert differences[SMALL.digest()] == ["crop: cached [8, 0], wanted [0, 0]"]
@@ -200,7 +200,7 @@ def test_explain_miss_names_the_ingredient_that_changed(store: CacheStore) -> No
         "size",
         "encoder.dtype",
     }
-    assert explain_miss(store.folder, wanted, "set/new.png") == {}
+    assert explain_miss(store.folder, missed_key, "set/new.png") == {}
 
 
 def test_compare_counts_ingredients_of_other_versions() -> None:

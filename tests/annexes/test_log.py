@@ -14,7 +14,7 @@ from simpletuner.annexes.display.log import setup_logging
 from simpletuner.errors import UserError
 from simpletuner.redaction import HIDDEN, _known_secrets, hide, redact, redact_settings
 
-own = logging.getLogger("simpletuner.somewhere")
+our_logger = logging.getLogger("simpletuner.somewhere")
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +34,9 @@ def test_debug_file_logs_everything_and_console_only_what_matters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging(debug_file=tmp_path / "debug.log")
-    own.debug("detail")
-    own.info("caches are complete")
-    own.warning("careful")
+    our_logger.debug("detail")
+    our_logger.info("caches are complete")
+    our_logger.warning("careful")
     logging.getLogger("noisy.library").info("chatter")
 
     logging.getLogger("noisy.library").warning("trouble")
@@ -52,7 +52,7 @@ def test_debug_file_logs_everything_and_console_only_what_matters(
 def test_second_setup_appends_without_duplicating_lines(tmp_path: Path) -> None:
     for word in ("first", "second"):
         setup_logging(debug_file=tmp_path / "debug.log")
-        own.info(word)
+        our_logger.info(word)
     lines = (tmp_path / "debug.log").read_text().splitlines()
 
     assert [line.split()[-1] for line in lines] == ["first", "second"]
@@ -61,7 +61,7 @@ def test_second_setup_appends_without_duplicating_lines(tmp_path: Path) -> None:
 def test_log_lines_name_their_process(tmp_path: Path) -> None:
     for process in ("[0] ", "[1] "):
         setup_logging(debug_file=tmp_path / "debug.log", process=process)
-        own.warning("careful")
+        our_logger.warning("careful")
     assert [line.split()[2] for line in (tmp_path / "debug.log").read_text().splitlines()] == [
         "[0]",
         "[1]",
@@ -73,9 +73,9 @@ def test_log_level_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("SIMPLETUNER_LOG_LEVEL", "warning")
     setup_logging(debug_file=None)
-    own.info("hidden")
+    our_logger.info("hidden")
 
-    own.warning("shown")
+    our_logger.warning("shown")
 
     assert capsys.readouterr().err == "WARNING shown\n"
 
@@ -185,7 +185,7 @@ def test_secrets_in_arguments_and_tracebacks_do_not_reach_the_log(
     try:
         raise RuntimeError("refused api_key=abcdef123456")
     except RuntimeError:
-        own.exception("upload with %s failed", {"auth_token": "s3cr3t-value-1"})
+        our_logger.exception("upload with %s failed", {"auth_token": "s3cr3t-value-1"})
 
     for text in (capsys.readouterr().err, (tmp_path / "debug.log").read_text()):
         assert "RuntimeError: refused" in text

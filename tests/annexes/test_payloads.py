@@ -203,9 +203,9 @@ def test_full_disk_ends_the_run_for_every_subscriber(
     fit.
     """
     monkeypatch.setattr(atomic, "DISK_FULL_CODES", atomic.DISK_FULL_CODES | {errno.EFBIG})
-    heard: list[Event] = []
+    received: list[Event] = []
     path = tmp_path / EVENTS_FILE
-    stream = EventStream(EventLog(tmp_path, Payloads(every=0)), heard.append)
+    stream = EventStream(EventLog(tmp_path, Payloads(every=0)), received.append)
     stream.publish(RUNNING)
     whole = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -218,7 +218,7 @@ def test_full_disk_ends_the_run_for_every_subscriber(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    assert isinstance(heard[-1], StateChanged), "webhooks hear of it as well"
+    assert isinstance(received[-1], StateChanged), "webhooks hear of it as well"
     assert path.read_bytes() == whole, "nothing is written in part"
 
 

@@ -63,7 +63,7 @@ def test_a_plan_downloads_once_and_training_reads_the_files(
         assert "Downloading web: 5 files" in progress
 
         assert workspace.run("plan", "--retry-failed") == 0
-        assert site.asked["/gone.png"] == 2
+        assert site.requests["/gone.png"] == 2
         output = " ".join(capfd.readouterr().out.split())
         reason = "/gone.png: not used, returned HTTP 404 Not Found; --retry-failed tries again"
         assert reason in output, output

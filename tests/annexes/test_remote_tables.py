@@ -76,7 +76,7 @@ def test_addresses_are_downloaded_once_and_become_samples(
     assert {entry.note for entry in dataset.ledger()} == set(captions)
 
     assert build(context, entry)[0][0].samples == dataset.samples
-    assert set(site.asked.values()) == {1}
+    assert set(site.requests.values()) == {1}
 
 
 def test_failed_downloads_are_listed_and_retried_only_on_request(
@@ -119,22 +119,22 @@ def test_failed_downloads_are_listed_and_retried_only_on_request(
         assert reason in reasons_by_name[path]
         assert "--retry-failed" in reasons_by_name[path]
     assert len(reasons_by_name) == 8
-    assert site.asked["/short.png"] == site.asked["/busy.png"] == 3
+    assert site.requests["/short.png"] == site.requests["/busy.png"] == 3
 
     lines = [
         json.loads(line) for line in (tmp_path / "cache" / "failed.jsonl").read_text().splitlines()
     ]
     assert {line["key"] for line in lines} == {file.name for file in dataset.rejected}
 
-    before = dict(site.asked)
+    before = dict(site.requests)
     site.add("/gone.png", picture(9))
     assert len(build(context, entry)[0][0].samples) == 3
-    assert site.asked == before
+    assert site.requests == before
 
     assert len(build(context, entry, retry_failed=True)[0][0].samples) == 4
 
     assert len(build(context, entry)[0][0].samples) == 4
-    assert site.asked["/good.png"] == 2
+    assert site.requests["/good.png"] == 2
 
 
 def test_cached_plan_uses_only_downloaded_files(
@@ -149,13 +149,13 @@ def test_cached_plan_uses_only_downloaded_files(
     assert [problem.message for problem in fatal(problems)] == [
         "2 of 2 files are not fetched yet; `simpletuner plan` fetches them."
     ]
-    assert (sorted(tmp_path.rglob("*")), site.asked) == (before, {})
+    assert (sorted(tmp_path.rglob("*")), site.requests) == (before, {})
 
     build(context, entry)
-    requests = dict(site.asked)
+    requests = dict(site.requests)
     entry = table(tmp_path, [*rows, (site.add("/2.png", picture(2)), "x")])
     (dataset,), problems = build(cached, entry)
-    assert (len(dataset.samples), site.asked) == (2, requests)
+    assert (len(dataset.samples), site.requests) == (2, requests)
     assert not fatal(problems)
 
     [unfetched] = (problem for problem in problems if problem.kind == "unfetched")
@@ -173,7 +173,7 @@ def test_private_address_is_retried_once_it_is_allowed(
     assert len(dataset.samples) == 1
 
     build(context, table(tmp_path, rows))
-    assert site.asked == {"/1.png": 1, "/gone.png": 1}, "other failures are still left alone"
+    assert site.requests == {"/1.png": 1, "/gone.png": 1}, "other failures are still left alone"
 
 
 def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_shared_table_cannot_reach_the_local_network(
     (problem,) = fatal(problems)
 
     assert "which is not a public address; set allow_private_urls to accept it" in problem.message
-    assert not site.asked
+    assert not site.requests
 
 
 def test_redirects_and_proxies_cannot_reach_the_local_network(
@@ -260,7 +260,7 @@ def test_redirects_and_proxies_cannot_reach_the_local_network(
 
     with pytest.raises(DownloadError, match=r"leads to 10\.0\.0\.7"):
         list(web.read_url(f"http://outer.example{port}/start.png", 5000))
-    assert site.asked == {"/start.png": 1}
+    assert site.requests == {"/start.png": 1}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")

@@ -244,14 +244,14 @@ def test_report_shows_where_the_time_went(tmp_path: Path) -> None:
     assert "compute 70 %, waiting for weights 20 %, waiting for data 10 %" in page.text
 
 
-@pytest.mark.parametrize(("device", "shown"), [("NVIDIA H200, 140 GiB", True), ("cpu", False)])
-def test_mfu_is_shown_only_for_known_gpus(tmp_path: Path, device: str, shown: bool) -> None:
+@pytest.mark.parametrize(("device", "is_shown"), [("NVIDIA H200, 140 GiB", True), ("cpu", False)])
+def test_mfu_is_shown_only_for_known_gpus(tmp_path: Path, device: str, is_shown: bool) -> None:
     metrics = [{**row, "mfu": 0.3 + row["step"] % 3 / 10} for row in rows(40)]
 
     page = render(data_of(tmp_path, metrics=metrics, environment={"device": device}))
 
-    assert ("40 % of the measured matmul rate" in page.text) is shown
-    assert ("MFU" in page.source) is shown
+    assert ("40 % of the measured matmul rate" in page.text) is is_shown
+    assert ("MFU" in page.source) is is_shown
 
 
 def test_report_of_a_stopped_run_shows_the_reason(tmp_path: Path) -> None:

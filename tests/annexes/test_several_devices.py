@@ -29,27 +29,30 @@ def peak(chosen: Budget, name: str) -> Any:
 
 
 def test_ddp_needs_the_memory_of_one_process_per_device() -> None:
-    one = budget(gpu(80))
+    single = budget(gpu(80))
 
-    eight = budget(gpu(80), num_processes=8)
+    group = budget(gpu(80), num_processes=8)
 
-    assert [phase.device for phase in eight.phases] == [phase.device for phase in one.phases]
-    assert (peak(one, "training").host, peak(eight, "training").host) == (HOST_BASE, 8 * HOST_BASE)
-    assert peak(eight, "loading").passing == 8 * peak(one, "loading").passing
-    assert eight.step_seconds == one.step_seconds, "gradients of a LoRA are sent meanwhile"
+    assert [phase.device for phase in group.phases] == [phase.device for phase in single.phases]
+    assert (peak(single, "training").host, peak(group, "training").host) == (
+        HOST_BASE,
+        8 * HOST_BASE,
+    )
+    assert peak(group, "loading").passing == 8 * peak(single, "loading").passing
+    assert group.step_seconds == single.step_seconds, "gradients of a LoRA are sent meanwhile"
 
 
 @pytest.mark.parametrize(("machines", "local"), [(1, 8), (2, 4)])
 def test_processes_of_a_machine_share_streamed_weights(machines: int, local: int) -> None:
-    one = budget(gpu(80), **STREAMED)
-    many = budget(gpu(80), **STREAMED, num_processes=8, num_machines=machines)
+    single = budget(gpu(80), **STREAMED)
+    group = budget(gpu(80), **STREAMED, num_processes=8, num_machines=machines)
 
-    streamed = peak(one, "training").host - HOST_BASE
+    streamed = peak(single, "training").host - HOST_BASE
 
     assert streamed > 4e9
-    assert peak(many, "training").host == pytest.approx(local * HOST_BASE + streamed)
-    assert peak(many, "saving").host - peak(many, "training").host == pytest.approx(
-        peak(one, "saving").host - peak(one, "training").host
+    assert peak(group, "training").host == pytest.approx(local * HOST_BASE + streamed)
+    assert peak(group, "saving").host - peak(group, "training").host == pytest.approx(
+        peak(single, "saving").host - peak(single, "training").host
     ), "one process saves"
 
 
@@ -71,13 +74,13 @@ def test_weights_are_in_host_memory_once() -> None:
     """Blocks until FSDP2 splits them, text encoders while they are loaded; otherwise a few blocks
     of each process.
     """
-    one = peak(budget(gpu(80)), "loading")
-    assert one.passing < one.device / 5
+    single = peak(budget(gpu(80)), "loading")
+    assert single.passing < single.device / 5
 
     sharded = peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8), "loading")
     blocks = sum(budget(gpu(80), **FULL).parts.transformer.block_bytes("bf16", quantised=0.0))
     assert sharded.host == 8 * HOST_BASE + blocks
-    assert sharded.passing == 8 * one.passing
+    assert sharded.passing == 8 * single.passing
 
     texts = [
         peak(budget(gpu(80), encodes_text=True, num_processes=count), "encoding")
@@ -94,30 +97,35 @@ def test_slow_link_between_machines_limits_the_step() -> None:
 
 
 def test_sequence_parallel_processes_hold_and_compute_a_share() -> None:
-    one = budget(gpu(80), num_processes=4, sequence_parallel_size=1)
-    four = budget(gpu(80), num_processes=4, sequence_parallel_size=4)
-    alone = one.steps[0]
-    shared = four.steps[0]
+    separate = budget(gpu(80), num_processes=4, sequence_parallel_size=1)
+    parallel = budget(gpu(80), num_processes=4, sequence_parallel_size=4)
+    separate_step = separate.steps[0]
+    parallel_step = parallel.steps[0]
 
-    held = 2 * shared.load.samples * shared.load.tokens * shared.model.cost.hidden
-    assert [activation.held for activation in shared.model.activations(shared.load)[:2]] == [
+    held = (
+        2 * parallel_step.load.samples * parallel_step.load.tokens * parallel_step.model.cost.hidden
+    )
+    assert [
+        activation.held for activation in parallel_step.model.activations(parallel_step.load)[:2]
+    ] == [
         held,
         held / 4,
     ]
-    assert shared.cost.model == pytest.approx(alone.cost.model / 4)
-    assert alone.exchanged == 0
+    assert parallel_step.cost.model == pytest.approx(separate_step.cost.model / 4)
+    assert separate_step.exchanged == 0
 
     # A block exchanges q, k, v and its output: four tensors in the forward pass, in the backward
     # pass, and in the recomputation of checkpointed blocks. Of a process's quarter, it keeps a
     # quarter and sends three.
-    passes = 2 + sum(shared.model.checkpointed) / shared.model.cost.large
+    passes = 2 + sum(parallel_step.model.checkpointed) / parallel_step.model.cost.large
     share = held / 4
     sent_bytes_of_share = share * 3 / 4
-    assert four.sent.exchanged == pytest.approx(
-        shared.model.cost.large * 4 * passes * sent_bytes_of_share
+    assert parallel.sent.exchanged == pytest.approx(
+        parallel_step.model.cost.large * 4 * passes * sent_bytes_of_share
     )
-    assert shared.cost.seconds == pytest.approx(
-        alone.cost.seconds / 4 + shared.exchanged / one.device.rates.link, rel=0.01
+    assert parallel_step.cost.seconds == pytest.approx(
+        separate_step.cost.seconds / 4 + parallel_step.exchanged / separate.device.rates.link,
+        rel=0.01,
     )
 
 

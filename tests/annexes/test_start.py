@@ -246,8 +246,8 @@ def test_few_small_files_are_left_out_instead_of_shrinking_the_rest(
         {"resolution": 1024, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
     )
 
-    own = max(256, min(size) // 64 * 64)
-    assert fit.resolution == (1024 if small <= 6 else own)
+    smaller_resolution = max(256, min(size) // 64 * 64)
+    assert fit.resolution == (1024 if small <= 6 else smaller_resolution)
     assert len(fit.small) == (small if small <= 6 else 0)
 
     notes = " ".join(fit.notes())
@@ -256,7 +256,7 @@ def test_few_small_files_are_left_out_instead_of_shrinking_the_rest(
 
     if fit.small:
         assert f"{small} of 25 pictures (00" in notes
-        assert notes.endswith(f"add resolution={own}.")
+        assert notes.endswith(f"add resolution={smaller_resolution}.")
 
 
 @pytest.mark.parametrize(
@@ -282,14 +282,16 @@ def test_resolution_leaves_few_files_enlarged(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "usual"), [(96, 600), (256, 600), (512, 256), (512, 300), (512, 600)]
+    ("resolution", "usual_size"), [(96, 600), (256, 600), (512, 256), (512, 300), (512, 600)]
 )
-def test_resolution_suggested_for_small_files_is_never_larger(wanted: int, usual: int) -> None:
-    sizes = {str(number): (usual, usual) for number in range(9)}
+def test_resolution_suggested_for_small_files_is_never_larger(
+    resolution: int, usual_size: int
+) -> None:
+    sizes = {str(number): (usual_size, usual_size) for number in range(9)}
     material = opened({**sizes, "tiny": (60, 60)})
 
     fit = material.fit(
-        {"resolution": wanted, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
+        {"resolution": resolution, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
     )
     assert fit.small == ["tiny"]
 

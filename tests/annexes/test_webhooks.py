@@ -160,17 +160,17 @@ def test_raw_webhook_receives_messages_in_order_with_the_token(
 
 
 @pytest.mark.parametrize(
-    ("level", "wanted"),
+    ("level", "types"),
     [("error", ["error", "lifecycle.stage", "training.status"]), ("critical", [])],
 )
 def test_messages_below_log_level_are_not_sent(
-    receiver: Receiver, tmp_path: Path, level: str, wanted: list[str]
+    receiver: Receiver, tmp_path: Path, level: str, types: list[str]
 ) -> None:
     events = [Notice("hot", warning=True), Notice("warm"), StateChanged("failed", 1, 2, "broken")]
 
     deliver(hook(receiver.url, log_level=level), tmp_path, *events)
 
-    assert sorted(receiver.types) == wanted
+    assert sorted(receiver.types) == types
 
 
 @pytest.mark.parametrize("images", ["data_uri", "base64"])
@@ -364,11 +364,11 @@ def test_full_queue_drops_progress_before_important_messages() -> None:
     put(StateChanged("failed", 200, 1000, "broken"))
     outbox.close()
 
-    left = list(iter(outbox.take, None))
+    remaining = list(iter(outbox.take, None))
 
-    assert len(left) == MOST_WAITING
-    assert [message["type"] for message in left].count("training.metric") == MOST_WAITING - 3
-    assert {"training.checkpoint", "error"} < {message["type"] for message in left}
+    assert len(remaining) == MOST_WAITING
+    assert [message["type"] for message in remaining].count("training.metric") == MOST_WAITING - 3
+    assert {"training.checkpoint", "error"} < {message["type"] for message in remaining}
     # The stage of the checkpoint and the notice, all 200 of progress, the oldest metrics, and the
     # stage of the end.
     assert outbox.dropped == 2 + 200 + (70 - (MOST_WAITING - 3)) + 1

@@ -1,6 +1,4 @@
-"""The first run on a GPU, as far as a CPU goes: every section works or says why not, and none stops
-the others.
-"""
+"""The first run on a GPU, tried on a CPU: sections work or give a reason; none stops the rest."""
 
 from __future__ import annotations
 
@@ -182,13 +180,16 @@ def test_next_run_measures_the_remaining_sections(
         "shorter ones fill the time"
     )
 
-    left = [name for name in SECTIONS if name not in ran]
-    assert f"the same command runs what is left: {', '.join(left)}\n" in capsys.readouterr().out
+    remaining = [name for name in SECTIONS if name not in ran]
+    assert (
+        f"the same command runs what is remaining: {', '.join(remaining)}\n"
+        in capsys.readouterr().out
+    )
 
     options.minutes = 60.0
     states["step"] = "done"
     assert first_gpu.run_all(options) == 0
-    assert ran[6:] == [*left, "step"]
+    assert ran[6:] == [*remaining, "step"]
 
     options.only = ["vae"]
     assert first_gpu.run_all(options) == 0

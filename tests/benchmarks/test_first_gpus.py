@@ -1,6 +1,4 @@
-"""Scaling over several processes, as far as a CPU goes: what is sent is counted, and a group that
-fails is told.
-"""
+"""Scaling over several processes, tried on a CPU: traffic is counted, and failures are reported."""
 
 from __future__ import annotations
 
@@ -77,14 +75,14 @@ def work(place: World, words: list[str], folder: Path, port: int) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def group_of_one() -> Iterator[None]:
     """A group of this process."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     distributed.destroy_process_group()
 
 
-def test_what_ddp_sends_is_counted(alone: None) -> None:
+def test_what_ddp_sends_is_counted(group_of_one: None) -> None:
     """As the rings of four processes send it."""
     model = DistributedDataParallel(nn.Linear(8, 4, bias=False))
 
@@ -99,7 +97,7 @@ def test_what_ddp_sends_is_counted(alone: None) -> None:
 
 
 def test_speed_ups_are_relative_to_one_process() -> None:
-    alone = {
+    single = {
         "lines": [
             {"name": first_gpus.WEAK, "value": 2.0},
             {"name": first_gpus.STRONG, "value": 8.0},
@@ -112,9 +110,9 @@ def test_speed_ups_are_relative_to_one_process() -> None:
         ]
     }
 
-    assert [line["value"] for line in first_gpus.speed_ups(four, alone, 4)] == [3.2, 3.2]
+    assert [line["value"] for line in first_gpus.speed_ups(four, single, 4)] == [3.2, 3.2]
     assert first_gpus.speed_ups(four, {"lines": []}, 4) == []
-    assert first_gpus.speed_ups(alone, alone, 1) == []
+    assert first_gpus.speed_ups(single, single, 1) == []
     assert first_gpus.in_order([4, 1, 8, 2]) == [1, 8, 4, 2]
 
 

@@ -57,5 +57,5 @@ def links(text: str) -> set[str]:
 def test_translations_link_to_each_other(page: Path) -> None:
     for language in ("", *LANGUAGES):
         head = read(page, language).partition("\n## ")[0]
-        others = {name for code, name in {"": "English", **LANGUAGES}.items() if code != language}
-        assert others == set(re.findall(r"\[(English|中文|हिन्दी|Español)\]", head))
+        expected = {name for code, name in {"": "English", **LANGUAGES}.items() if code != language}
+        assert expected == set(re.findall(r"\[(English|中文|हिन्दी|Español)\]", head))

@@ -94,11 +94,11 @@ def test_troubleshooting_shows_the_warning_about_guidance(
 ) -> None:
     monkeypatch.chdir(files)
     page = (DOCS / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
-    [shown] = [line for line in page.splitlines() if "turn black or noisy" in line]
+    [warning] = [line for line in page.splitlines() if "turn black or noisy" in line]
 
     output, _ = printed("plan", "example=kandinsky5-video-lite-lora", "validation_guidance=9")
 
-    assert shown.removeprefix("warning: ") in output
+    assert warning.removeprefix("warning: ") in output
 
 
 def test_every_sample_of_an_estimate_is_regenerated() -> None:

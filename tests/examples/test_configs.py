@@ -1,6 +1,4 @@
-"""The packaged configurations: each loads as it is, and with files in its folders the plan has
-nothing to say.
-"""
+"""The packaged configurations load as they are, and with files the plan has no warnings."""
 
 from __future__ import annotations
 
@@ -82,8 +80,9 @@ def test_files_are_in_the_order_of_the_schema_and_named_after_the_example(name: 
 
 
 def test_every_kind_of_flavour_has_an_example() -> None:
-    """A family, what it does, the size of the model, and for Lite the length of its clips (another
-    attention).
+    """The kind is family, task, size of the model, and for Lite the length of its clips.
+
+    Long clips of Lite have another attention.
     """
 
     def kind(family: str, flavour: str) -> tuple[str, str, bool, bool]:

@@ -1,6 +1,4 @@
-"""What only a GPU can show of a step: no waiting for the device, float16, streamed weights, the
-numbers of a CPU.
-"""
+"""What only a GPU can show of a step: no synchronisation, float16, streaming, a CPU's numbers."""
 
 from __future__ import annotations
 
@@ -192,8 +190,8 @@ def test_quantised_products_match_the_cpu(name: str, least: tuple[int, int]) -> 
             ]
         )
 
-    for one, other in zip(*results, strict=True):
-        assert (one - other).norm() < 2**-8 * one.norm()
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        assert (on_cpu - on_gpu).norm() < 2**-8 * on_cpu.norm()
 
 
 def test_deliberate_float32_uses_no_tf32() -> None:
@@ -239,8 +237,8 @@ def test_loader_returns_pinned_memory() -> None:
     assert batch.embeds[0]["prompt_embeds"].is_pinned()
     assert batch.condition is not None
     assert batch.condition.is_pinned()
-    there = batch.to(GPU, non_blocking=True)
-    assert torch.equal(there.latents.cpu(), latents)
+    on_gpu = batch.to(GPU, non_blocking=True)
+    assert torch.equal(on_gpu.latents.cpu(), latents)
 
 
 def test_block_measurement_leaves_no_state_behind(tmp_path: Path) -> None:

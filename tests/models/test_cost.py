@@ -102,7 +102,7 @@ def check_bytes(family: str, table: CostTable, kind: str) -> None:
         case = Case(5, 64, 4, 4, 32, 32, 8)
     else:
         case = Case(4, 64, 4, 3, 8, 16, 20)
-    trial = Trial(family, case, dtype, given=kind.endswith("given"), rows=table.rows)
+    trial = Trial(family, case, dtype, has_first_frame=kind.endswith("given"), rows=table.rows)
     moved = Counter[str]()
 
     block = metered_block(trial, backend=counting(moved) if counts_kernels else None)

@@ -43,7 +43,7 @@ class Block:
         self, case: Case, targets: Any, *, given: bool = False, dtype: torch.dtype = torch.float32
     ) -> None:
         torch.manual_seed(0)
-        self.trial = Trial("sanavideo", case, dtype, given=given)
+        self.trial = Trial("sanavideo", case, dtype, has_first_frame=given)
         model = self.trial.model
         self.shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         if targets is None:

@@ -30,7 +30,7 @@ class Site:
         status: error codes by path; each request uses up one.
         moved: targets of redirects by path.
         announced: a wrong Content-Length by path.
-        asked: number of requests by path.
+        requests: number of requests by path.
     """
 
     address: str
@@ -38,7 +38,7 @@ class Site:
     status: dict[str, list[int]] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
     announced: dict[str, int] = field(default_factory=dict)
-    asked: Counter[str] = field(default_factory=Counter)
+    requests: Counter[str] = field(default_factory=Counter)
 
     def add(self, path: str, body: bytes, kind: str = "image/png") -> str:
         """Serve a body; returns its address."""
@@ -52,7 +52,7 @@ def serve(secure: ssl.SSLContext | None = None) -> Iterator[Site]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            site.asked[self.path] += 1
+            site.requests[self.path] += 1
             codes = site.status.get(self.path, [])
             if codes:
                 self.send_error(codes.pop(0))

@@ -278,7 +278,7 @@ def test_files_of_remote_datasets_are_fetched_only_when_asked_for(
         assert [
             each["key"] for each in told["problems"] if "not fetched yet" in each["message"]
         ] == ["web"]
-        assert (sorted(workspace.folder.rglob("*")), site.asked) == (before, {})
+        assert (sorted(workspace.folder.rglob("*")), site.requests) == (before, {})
         told = ask(
             client,
             "/api/plan",
@@ -286,7 +286,7 @@ def test_files_of_remote_datasets_are_fetched_only_when_asked_for(
             datasets=[web, opened["datasets"][1]],
             fetch=True,
         )
-        assert ([each["used"] for each in told["datasets"]], site.asked) == ([1], {"/a.png": 1})
+        assert ([each["used"] for each in told["datasets"]], site.requests) == ([1], {"/a.png": 1})
 
 
 @pytest.mark.parametrize(

@@ -582,7 +582,7 @@ def test_remote_files_are_fetched_with_a_button(browser: Any, workspace: Workspa
         with opened(browser, workspace.folder.resolve(), "#dataset") as page:
             card = page.locator(".dataset-card").first
             expect(card.locator(".told .bad")).to_contain_text("1 of 1 files are not fetched yet")
-            assert not site.asked
+            assert not site.requests
             page.get_by_role("button", name="Fetch now").click()
             expect(card.locator(".used")).to_have_text("1 of 1 files used")
             expect(page.get_by_role("button", name="Fetch now")).to_have_count(0)
