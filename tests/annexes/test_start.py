@@ -92,10 +92,8 @@ def test_a_folder_of_pictures_is_trained_and_compared(
     assert config["preservation_prompt"] == "a grey cat"
     assert config["validation_prompt"] == "a photo of zkt, a grey cat, on a beach at sunset"
     assert trained["instance_data_dir"] == "my cat"
-    assert (trained["instance_prompt"], trained["prepend_instance_prompt"]) == (
-        "zkt, a grey cat,",
-        True,
-    )
+    assert trained["instance_prompt"] == "zkt, a grey cat,"
+    assert trained["prepend_instance_prompt"]
     assert texts["dataset_type"] == "text_embeds"
     assert "output/my-cat/pytorch_lora_weights.safetensors" in capsys.readouterr().out
 
@@ -104,39 +102,51 @@ def test_some_of_many_files_are_held_out_to_compare_checkpoints(
     commands: list[list[str]], capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 17, captions=0)
-    (folder := Path("output/cat/checkpoint-300")).mkdir(parents=True)
-    rows = [
-        {"step": step, "loss/val/cat": loss} for step, loss in ((150, 0.5), (300, 0.4), (1100, 0.6))
-    ]
-    (folder.parent / "training_metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
-    (swept := Path("output/cat/sweep")).mkdir(parents=True)
-    (swept / "cell.png").touch()
-    cell = {"short_name": "validation", "prompt": "", "path": "cell.png", "width": 64, "height": 64}
-    (swept / "sheet.json").write_text(json.dumps([{**cell, "step": step} for step in (150, 300)]))
-    (swept / "losses.json").write_text(json.dumps({"0.75": 0.38, "1": 0.4}))
 
     assert main(["start", "cat", "--yes"]) == 0
     output = capsys.readouterr().out
     assert "Held out: 2 of 17 files, to compare checkpoints on them (hold_out in" in output
-    assert f"memorised: {folder}/pytorch_lora_weights.safetensors at strength 0.75\n" in output
 
     config = written("cat")
     trained, _ = written("cat", "multidatabackend.json")
-    # 75 steps for each of the 15 others.
-    assert (config["max_train_steps"], trained["hold_out"]) == (1200, 2)
-
-    # Every second checkpoint has a preview.
-    intervals = [
-        config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")
-    ]
-    assert intervals == [150, 150, 300]
+    assert trained["hold_out"] == 2
+    assert config["max_train_steps"] == 1200  # 75 a file for 15 files, rounded
+    assert config["eval_steps_interval"] == 150
+    assert config["checkpoint_step_interval"] == 150
+    assert config["validation_step_interval"] == 300  # every second checkpoint has a preview
 
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     output = capsys.readouterr().out
     assert "15 of 17 files used" in output
     assert "2 of 2 files used" in output
+
+
+def test_best_checkpoint_and_strength_are_named_at_the_end(
+    commands: list[list[str]], capsys: Capture
+) -> None:
+    """The lowest evaluation loss is at step 300, and in its sweep at strength .75."""
+    put_pictures(Path("cat"), 17, captions=0)
+    output_dir = Path("output/cat")
+    checkpoint = output_dir / "checkpoint-300"
+    checkpoint.mkdir(parents=True)
+    losses = {150: 0.5, 300: 0.4, 1100: 0.6}
+    rows = [json.dumps({"step": step, "loss/val/cat": loss}) for step, loss in losses.items()]
+    (output_dir / "training_metrics.jsonl").write_text("\n".join(rows) + "\n")
+    write_sweep(output_dir / "sweep", steps=(150, 300), losses={"0.75": 0.38, "1": 0.4})
+
+    assert main(["start", "cat", "--yes"]) == 0
+
+    output = capsys.readouterr().out
+    assert f"memorised: {checkpoint}/pytorch_lora_weights.safetensors at strength 0.75\n" in output
+
+
+def write_sweep(folder: Path, steps: Sequence[int], losses: dict[str, float]) -> None:
+    """The files of a sweep: a sheet with a picture a step, and losses by strength."""
+    folder.mkdir(parents=True)
+    (folder / "cell.png").touch()
+    cell = {"short_name": "validation", "prompt": "", "path": "cell.png", "width": 64, "height": 64}
+    (folder / "sheet.json").write_text(json.dumps([{**cell, "step": step} for step in steps]))
+    (folder / "losses.json").write_text(json.dumps(losses))
 
 
 def test_written_config_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
@@ -158,18 +168,18 @@ def test_start_asks_at_most_three_questions(
 ) -> None:
     (tmp_path / "clips").mkdir()
     write_clip(tmp_path / "clips" / "a.mp4", seconds=2.0, size=(64, 48))
-    answers = iter(["?", "subject", "?", "qxz, a dog", "2"])  # the question marks explain
-    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    inputs = ["?", "subject", "?", "qxz, a dog", "2"]  # a question mark asks for an explanation
+    monkeypatch.setattr("builtins.input", lambda prompt: inputs.pop(0))
 
     assert main(["start", "clips"]) == 0
-    assert next(answers, None) is None
+    assert inputs == []
 
     config = written("clips")
+    trained, _ = written("clips", "multidatabackend.json")
     assert config["model_family"] == "sanavideo"
-
-    # 2 s at 16 frames a second, rounded down to 4k + 1.
-    (trained, _) = written("clips", "multidatabackend.json")
-    assert trained["video"]["num_frames"] == config["validation_num_video_frames"] == 29
+    # 2 s at 16 frames a second are 32, rounded down to 4k + 1.
+    assert trained["video"]["num_frames"] == 29
+    assert config["validation_num_video_frames"] == 29
 
 
 def test_small_pictures_are_trained_at_a_smaller_size(
@@ -228,35 +238,64 @@ LARGE = [(1024, 1024)]
 def opened(
     sizes: dict[str, tuple[int, int]], clips: dict[str, ClipFacts] | None = None
 ) -> MediaFolder:
-    """A folder whose files say this about themselves."""
+    """A folder whose files have been opened already, and have these sizes."""
     media = MediaFolder(Path(), Scan(), "clips" if clips else "pictures")
     media.__dict__["opened"] = OpenedFiles(sizes, clips or {})
     return media
 
 
-@pytest.mark.parametrize("small", [0, 1, 2, 3, 6, 7, 13, 25])
-@pytest.mark.parametrize("size", [(640, 480), (451, 300), (900, 600)])
+SQUARE: dict[str, Any] = {"resolution": 1024, "crop_aspect": "square"}
+IMAGE = FAMILIES["kandinsky5-image"]
+SMALL_SIZES = [(640, 480), (451, 300), (900, 600)]
+
+
+def mixed_folder(small: int, size: tuple[int, int]) -> MediaFolder:
+    """25 pictures, of which so many have a small size; the others are large."""
+    sizes = {f"{number:02}": size for number in range(small)}
+    for number in range(100 + small, 125):
+        sizes[str(number)] = (3024, 4032)
+    return opened(sizes)
+
+
+def resolution_for(size: tuple[int, int]) -> int:
+    """The largest multiple of 64 that enlarges no picture of this size, at least 256."""
+    return max(256, min(size) // 64 * 64)
+
+
+@pytest.mark.parametrize("small", [1, 2, 3, 6])
+@pytest.mark.parametrize("size", SMALL_SIZES)
 def test_few_small_files_are_left_out_instead_of_shrinking_the_rest(
     small: int, size: tuple[int, int]
 ) -> None:
-    sizes = {f"{number:02}": size for number in range(small)}
-    sizes.update({str(number): (3024, 4032) for number in range(100 + small, 125)})
-    material = opened(sizes)
-    fit = material.fit(
-        {"resolution": 1024, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
-    )
+    fit = mixed_folder(small, size).fit(SQUARE, IMAGE, 1)
 
-    smaller_resolution = max(256, min(size) // 64 * 64)
-    assert fit.resolution == (1024 if small <= 6 else smaller_resolution)
-    assert len(fit.small) == (small if small <= 6 else 0)
-
+    assert fit.resolution == 1024
+    assert len(fit.small) == small
     notes = " ".join(fit.notes())
-    assert ("Left out: " in notes) == (1 <= small <= 6)
-    assert ("Trained at " in notes) == (small > 6)
+    assert f"Left out: {small} of 25 pictures (00" in notes
+    assert "Trained at " not in notes
+    assert notes.endswith(f"add resolution={resolution_for(size)}.")
 
-    if fit.small:
-        assert f"{small} of 25 pictures (00" in notes
-        assert notes.endswith(f"add resolution={smaller_resolution}.")
+
+@pytest.mark.parametrize("small", [7, 13, 25])
+@pytest.mark.parametrize("size", SMALL_SIZES)
+def test_many_small_files_lower_the_resolution(small: int, size: tuple[int, int]) -> None:
+    fit = mixed_folder(small, size).fit(SQUARE, IMAGE, 1)
+
+    assert fit.resolution == resolution_for(size)
+    assert fit.small == []
+    notes = " ".join(fit.notes())
+    assert "Left out: " not in notes
+    assert "Trained at " in notes
+
+
+def test_large_files_are_trained_at_the_usual_resolution_without_a_note() -> None:
+    fit = mixed_folder(0, (640, 480)).fit(SQUARE, IMAGE, 1)
+
+    assert fit.resolution == 1024
+    assert fit.small == []
+    assert "Left out: " not in " ".join(fit.notes())
+    assert "Trained at " not in " ".join(fit.notes())
 
 
 @pytest.mark.parametrize(
@@ -264,7 +303,7 @@ def test_few_small_files_are_left_out_instead_of_shrinking_the_rest(
     [
         ([(2000, 1500)], True, 1024, 0),
         (LARGE * 19 + [(300, 300)], True, 1024, 1),
-        ([(960, 960)], True, 1024, 0),  # enlarged by so little that nobody sees it
+        ([(960, 960)], True, 1024, 0),  # enlarged by so little that it cannot be seen
         ([(512, 288)], False, 384, 0),
         ([(90, 90)], True, 256, 0),
         ([], True, 1024, 0),
@@ -273,12 +312,13 @@ def test_few_small_files_are_left_out_instead_of_shrinking_the_rest(
 def test_resolution_leaves_few_files_enlarged(
     sizes: list[tuple[int, int]], square: bool, trained: int, left_out: int
 ) -> None:
-    material = opened({str(number): size for number, size in enumerate(sizes)})
+    folder = opened({str(number): size for number, size in enumerate(sizes)})
     entry = {"resolution": 1024, "crop_aspect": "square" if square else "preserve"}
 
-    fit = material.fit(entry, FAMILIES["kandinsky5-image"], 1)
+    fit = folder.fit(entry, IMAGE, 1)
 
-    assert (fit.resolution, len(fit.small)) == (trained, left_out)
+    assert fit.resolution == trained
+    assert len(fit.small) == left_out
 
 
 @pytest.mark.parametrize(
@@ -288,20 +328,16 @@ def test_resolution_suggested_for_small_files_is_never_larger(
     resolution: int, usual_size: int
 ) -> None:
     sizes = {str(number): (usual_size, usual_size) for number in range(9)}
-    material = opened({**sizes, "tiny": (60, 60)})
+    folder = opened({**sizes, "tiny": (60, 60)})
 
-    fit = material.fit(
-        {"resolution": resolution, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1
-    )
+    fit = folder.fit({**SQUARE, "resolution": resolution}, IMAGE, 1)
+
     assert fit.small == ["tiny"]
-
     (note,) = [note for note in fit.notes() if note.startswith("Left out: ")]
-    enlarged = fit.resolution <= 256
-    assert note.endswith(
-        f"To train them too, enlarged, add resolution={fit.resolution}."
-        if enlarged
-        else "To train them too, at a smaller size for all, add resolution=256."
-    )
+    remedy = "at a smaller size for all, add resolution=256."
+    if fit.resolution <= 256:  # no smaller resolution is possible
+        remedy = f"enlarged, add resolution={fit.resolution}."
+    assert note.endswith(f"To train them too, {remedy}")
 
 
 def test_small_files_are_left_out_and_reported(commands: list[list[str]], capsys: Capture) -> None:
@@ -704,12 +740,14 @@ def test_few_short_clips_are_left_out_instead_of_shortening_the_rest(
     clips = {
         str(number): ClipFacts(64, 48, count / 16, 16.0) for number, count in enumerate(frames)
     }
-    material = opened(dict.fromkeys(clips, (64, 48)), clips)
+    folder = opened(dict.fromkeys(clips, (64, 48)), clips)
     entry = {"resolution": 64, "video": {}}
+    family: Any = SimpleNamespace(frame_rate=16, frame_stride=4)
 
-    fit = material.fit(entry, SimpleNamespace(frame_rate=16, frame_stride=4), 81)
-    assert (fit.frames, len(fit.short)) == (trained, left_out)
+    fit = folder.fit(entry, family, 81)
 
+    assert fit.frames == trained
+    assert len(fit.short) == left_out
     notes = " ".join(fit.notes())
     assert ("Trained on " in notes) == (trained < 81)
     assert (f"Left out: {left_out} of {len(frames)} clips" in notes) == (left_out > 0)
