@@ -285,9 +285,11 @@ def test_compiled_kernels_are_estimated_only_where_measured(
     family: str, is_gpu: bool, settings: dict[str, Any], compiled: bool
 ) -> None:
     chosen = config(family, **{"speed": "auto", **settings})
-    assert kernels_on(chosen, FAMILIES[family], "cuda" if is_gpu else "cpu") == Kernels(
-        compiled, is_gpu
-    )
+    device = "cuda" if is_gpu else "cpu"
+
+    kernels = kernels_on(chosen, FAMILIES[family], device)
+
+    assert kernels == Kernels(compiled, is_gpu)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -682,8 +684,7 @@ def test_large_clips_are_decoded_in_strips_unless_set(size: tuple[int, int], how
     assert decoding_of(set_by_user) == "whole"
 
     warnings = found_by(check_decoding, set_by_user)
-    assert len(warnings) == (1 if how == "strips" else 0)
-    assert not any(problem.fatal for problem in warnings)
+    assert [problem.fatal for problem in warnings] == ([False] if how == "strips" else [])
     assert found_by(check_decoding, of_pictures) == []
 
 

@@ -57,12 +57,17 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Receiver:
-    """What a server has got, and how it answers."""
+    """A server: what it has received, and how it answers.
+
+    Attributes:
+        late: seconds until it answers; None if it waits for `answers`.
+        got: path, headers and body of every request.
+    """
 
     url: str = ""
     status: int = 204
     location: str | None = None
-    late: float | None = None  # it answers after so many seconds
+    late: float | None = None
     answers: threading.Event = field(default_factory=threading.Event)
     got: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
 
@@ -73,6 +78,9 @@ class Receiver:
     @property
     def types(self) -> list[str]:
         return [payload["type"] for payload in self.payloads]
+
+    def of_type(self, kind: str) -> list[dict[str, Any]]:
+        return [payload for payload in self.payloads if payload["type"] == kind]
 
 
 @contextmanager
@@ -481,34 +489,27 @@ def test_webhook_receives_a_run_from_start_to_end(
 
     assert workspace.run("train") == 0
 
-    statuses = [
-        payload["data"]["status"]
-        for payload in receiver.payloads
-        if payload["type"] == "training.status"
+    statuses = receiver.of_type("training.status")
+    assert [payload["data"]["status"] for payload in statuses] == [
+        "starting",
+        "running",
+        "running",
+        "running",
+        "completed",
     ]
-    assert statuses == ["starting", "running", "running", "running", "completed"]
 
-    keys = {
-        payload["stage"]["key"]
-        for payload in receiver.payloads
-        if payload["type"] == "lifecycle.stage"
-    }
-    assert {
+    stages = {payload["stage"]["key"] for payload in receiver.of_type("lifecycle.stage")}
+    assert stages > {
         "init_text_embed_cache",
         "init_vae_cache",
         "init_load_base_model",
         "final_validation",
-    } < keys
+    }
     assert {payload["job_id"] for payload in receiver.payloads} == {"job-7"}
-    assert any(
-        payload["images"]
-        for payload in receiver.payloads
-        if payload["type"] == "training.validation"
-    )
+    assert any(payload["images"] for payload in receiver.of_type("training.validation"))
 
-    logged = read_events(workspace.path("output/events.jsonl"))
-    assert [event["type"] for event in logged if event["type"] != "lifecycle.stage"] == [
-        kind for kind in receiver.types if kind != "lifecycle.stage"
-    ]
+    logged = [event["type"] for event in read_events(workspace.path("output/events.jsonl"))]
+    without_stages = [kind for kind in receiver.types if kind != "lifecycle.stage"]
+    assert [kind for kind in logged if kind != "lifecycle.stage"] == without_stages
     assert SECRET_PATH not in workspace.path("output/events.jsonl").read_text()
     assert SECRET_PATH not in workspace.path("debug.log").read_text()

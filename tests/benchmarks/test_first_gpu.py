@@ -51,23 +51,12 @@ def test_first_gpu_runs_all_sections_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results" / "cpu.json"
-    flags = [
-        "--device",
-        "cpu",
-        "--size",
-        "tiny",
-        "--only",
-        "peaks",
-        "--json",
-        str(path),
-        "--patience",
-        "20",
-    ]
-    monkeypatch.setattr(sys, "argv", ["first_gpu", *flags])
+    flags = ["--device", "cpu", "--size", "tiny", "--only", "peaks", "--patience", "20"]
+    monkeypatch.setattr(sys, "argv", ["first_gpu", *flags, "--json", str(path)])
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         first_gpu.main()
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
 
     content = json.loads(path.read_text())
     assert content["environment"]["device"] == "cpu"
@@ -84,23 +73,22 @@ def test_suspects_name_keys_that_exist() -> None:
     assert named <= all_options().keys()
 
 
-def ended(*words: str, limit: float = PATIENCE) -> dict[str, Any]:
-    return first_gpu.result_of(partial(first_gpu.run_process, [sys.executable, *words]), limit)
+def run_python(*words: str) -> dict[str, Any]:
+    """The result of a Python program that runs as a section."""
+    command = [sys.executable, *words]
+    return first_gpu.result_of(partial(first_gpu.run_process, command), PATIENCE)
 
 
 def test_section_that_cannot_run_here_reports_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the program that `section_words` starts only the words are used: to import it takes longer
-    than a section.
-    """
-    python, module, name, *words = first_gpu.section_words(
-        "pcie", argparse.Namespace(device="cpu", size="tiny")
-    )
+    """The program is a fork of this process, since its imports take longer than a section."""
+    options = argparse.Namespace(device="cpu", size="tiny")
+    python, module, name, *words = first_gpu.section_words("pcie", options)
     assert [python, module, name] == [sys.executable, "-m", first_gpu.__name__]
 
     with forked_commands(tmp_path, first_gpu.main) as program:
-        result = ended(*program[1:], *words)
+        result = run_python(*program[1:], *words)
     assert (result["state"], result["lines"]) == ("skipped", [])
 
     first_gpu.show_section("pcie", result)
@@ -108,16 +96,19 @@ def test_section_that_cannot_run_here_reports_the_reason(
 
 
 def test_failing_section_reports_its_error() -> None:
-    broken = ended("-c", "{}['no such section']")
-    assert (broken["state"], broken["reason"]) == ("failed", "KeyError: 'no such section'")
+    result = run_python("-c", "{}['no such section']")
+
+    assert result["state"] == "failed"
+    assert result["reason"] == "KeyError: 'no such section'"
 
 
 def test_numbers_measured_before_a_timeout_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where a compiler that it started lives on with its output."""
+    """Even if a child of the section, such as a compiler, keeps its output open."""
     line = json.dumps(vars(Line("first", 1.0, "s")))
-    has_written = tmp_path / "said"
+    has_written = tmp_path / "has-written"
+    # A whole line, a child that lives on, and half a line.
     script = f"echo '{line}'; sleep 3600 & echo '{{\"cut'; touch {has_written}; wait"
     popen = subprocess.Popen
 
@@ -138,11 +129,12 @@ def test_numbers_measured_before_a_timeout_are_kept(
 def test_failing_section_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = {
-        name: {"state": "done", "reason": "", "seconds": 1.0, "lines": []} for name in SECTIONS
-    }
-    ended["step"] |= {"state": "failed", "reason": "an error"}
-    results = [*ended.values()]
+    results = []
+    for name in SECTIONS:
+        result = {"state": "done", "reason": "", "seconds": 1.0, "lines": []}
+        if name == "step":
+            result |= {"state": "failed", "reason": "an error"}
+        results.append(result)
     monkeypatch.setattr(first_gpu, "result_of", lambda run, limit: results.pop(0))
     options = argparse.Namespace(
         device="cpu", size="tiny", only=None, json=tmp_path / "cpu.json", minutes=60.0, patience=1.0
@@ -158,9 +150,7 @@ def test_failing_section_does_not_stop_the_others(
 def test_next_run_measures_the_remaining_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """First what has no result, then what failed; one section alone leaves the results of the
-    others as they are.
-    """
+    """First those without a result, then those that failed. `--only` keeps all other results."""
     ran: list[str] = []
     states = {"step": "failed", "pcie": "skipped"}
     monkeypatch.setattr(first_gpu.time, "monotonic", lambda: 50.0 * len(ran))
@@ -176,15 +166,13 @@ def test_next_run_measures_the_remaining_sections(
     )
 
     assert first_gpu.run_all(options) == 1
-    assert ran == ["sparse", "peaks", "step", "attention", "products", "pcie"], (
-        "shorter ones fill the time"
-    )
+    # Every section takes 50 of the 300 s. After four of them, one with a limit of 110 s and 10 s of
+    # imports no longer fits, but shorter ones do.
+    assert ran == ["sparse", "peaks", "step", "attention", "products", "pcie"]
 
     remaining = [name for name in SECTIONS if name not in ran]
-    assert (
-        f"the same command runs what is remaining: {', '.join(remaining)}\n"
-        in capsys.readouterr().out
-    )
+    advice = f"the same command runs what is left: {', '.join(remaining)}\n"
+    assert advice in capsys.readouterr().out
 
     options.minutes = 60.0
     states["step"] = "done"
@@ -217,21 +205,22 @@ def test_real_sizes_weigh_what_the_models_weigh(size: str) -> None:
         parameter.numel() * dtype_of(model, name, torch.bfloat16).itemsize
         for name, parameter in model.named_parameters()
     )
+
     assert weight / 1e9 == pytest.approx(SHAPES[size].gigabytes, abs=0.05)
 
 
 def test_real_sizes_have_the_published_token_counts() -> None:
-    assert [SHAPES[size].tokens for size in ("lite", "image", "pro", "sana")] == [
-        24_576,
-        4_096,
-        47_616,
-        32_760,
-    ]
+    assert SHAPES["lite"].tokens == 24_576
+    assert SHAPES["image"].tokens == 4_096
+    assert SHAPES["pro"].tokens == 47_616
+    assert SHAPES["sana"].tokens == 32_760
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
 def test_random_models_are_alive_and_the_same_each_time(size: str) -> None:
-    first, second = (build_transformer(size, "cpu", torch.bfloat16) for _ in range(2))
+    first = build_transformer(size, "cpu", torch.bfloat16)
+    second = build_transformer(size, "cpu", torch.bfloat16)
+
     assert all(
         torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
     )
@@ -245,7 +234,8 @@ def test_random_models_are_alive_and_the_same_each_time(size: str) -> None:
     assert not any(buffer.is_meta for buffer in first.buffers())
 
 
-def test_missing_torch_option_skips_the_section() -> None:
+def test_section_is_skipped_by_a_version_without_its_option() -> None:
     gpu_sections.need_keys("gradient_checkpointing")
+
     with pytest.raises(SkippedError, match="no option of_tomorrow"):
         gpu_sections.need_keys("of_tomorrow")
