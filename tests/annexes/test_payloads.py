@@ -199,9 +199,7 @@ def test_new_events_are_read_from_any_position_of_a_long_log(tmp_path: Path) -> 
 def test_full_disk_ends_the_run_for_every_subscriber(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file must not grow here, as on a full disk, which takes the beginning of what does not
-    fit.
-    """
+    """As on a full disk, the file may grow by a few bytes only: a write would be cut off."""
     monkeypatch.setattr(atomic, "DISK_FULL_CODES", atomic.DISK_FULL_CODES | {errno.EFBIG})
     received: list[Event] = []
     path = tmp_path / EVENTS_FILE
@@ -218,21 +216,26 @@ def test_full_disk_ends_the_run_for_every_subscriber(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    assert isinstance(received[-1], StateChanged), "webhooks hear of it as well"
+    assert isinstance(received[-1], StateChanged), "other subscribers receive the end, too"
     assert path.read_bytes() == whole, "nothing is written in part"
 
 
 def test_final_event_is_written_into_reserved_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full here for as long as the reserve is open."""
+    """The disk counts as full for as long as the reserve is open."""
 
-    def held() -> int:
-        files = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-        return sum(file.parent == tmp_path and file.name.endswith("(deleted)") for file in files)
+    def reserve_is_open() -> bool:
+        """Whether this process has an open file in the folder that is deleted already."""
+        for descriptor in Path("/proc/self/fd").iterdir():
+            if descriptor.is_symlink():
+                file = descriptor.readlink()
+                if file.parent == tmp_path and file.name.endswith("(deleted)"):
+                    return True
+        return False
 
     def append(path: Path, content: bytes) -> None:
-        if held():
+        if reserve_is_open():
             raise OSError(errno.ENOSPC, "No space left on device")
         append_whole(path, content)
 

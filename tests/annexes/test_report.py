@@ -91,13 +91,12 @@ def picture(
 ) -> MediaRecord:
     path = f"validation_images/step_{step}_{name}_0_{side}x{side}.png"
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    draws = np.random.default_rng(step)
-    pixels = (
-        draws.integers(0, 255, (side, side, 3), dtype=np.uint8)
-        if noise
-        else np.full((side, side, 3), step % 255)
-    )
-    Image.fromarray(pixels.astype(np.uint8)).save(folder / path)
+    shape = (side, side, 3)
+    if noise:
+        pixels = np.random.default_rng(step).integers(0, 255, shape, dtype=np.uint8)
+    else:
+        pixels = np.full(shape, step % 255, dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / path)
     return MediaRecord(step, name, f"prompt of {name}", path, side, side, 1)
 
 
@@ -123,25 +122,26 @@ def render(data: dict[str, Any]) -> Page:
 def data_of(
     folder: Path, metrics: Sequence[Mapping[str, Any]] | None = None, **changes: object
 ) -> dict[str, Any]:
-    columns = Columns.of(rows(40) if metrics is None else metrics)
-    lists = ("settings", "datasets", "ledger", "samples")
-    base = {
+    """The data of a report of a run in progress, with some changes."""
+    data: dict[str, Any] = {
         "title": "demo",
         "subtitle": "",
         "state": "running",
         "step": 40,
         "total_steps": 300,
         "output_dir": folder,
-    }
-    base |= {
-        "metrics": columns,
+        "metrics": Columns.of(rows(40) if metrics is None else metrics),
         "previews": [],
         "environment": {},
         "message": "",
         "notes": [],
         "result": None,
+        "settings": [],
+        "datasets": [],
+        "ledger": [],
+        "samples": [],
     }
-    return {**base, **{name: [] for name in lists}, **changes}
+    return {**data, **changes}
 
 
 def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
@@ -194,14 +194,8 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     record = replace(picture(tmp_path, 0), short_name=NASTY, prompt=NASTY)
     gone = replace(record, step=40, path=NASTY)
 
-    config = resolve(
-        [
-            Layer(
-                "f", [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)]
-            )
-        ],
-        Problems(),
-    )
+    values = [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)]
+    config = resolve([Layer("f", values)], Problems())
     assert config is not None
 
     page = render(
@@ -288,13 +282,14 @@ def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
     monkeypatch.setattr(html, "BUDGET", 100_000)
     records = [picture(tmp_path, step, side=400, noise=True) for step in (0, 10)]
     html._pack.cache_clear()
-    for _ in range(2):
-        grid = build_grid(records, tmp_path)
+
+    build_grid(records, tmp_path)
+    grid = build_grid(records, tmp_path)
 
     sources = [cell.source for cell in grid.rows[0].plain if cell]
-
-    assert all(source.startswith("data:image/webp") and len(source) < 70_000 for source in sources)
-    assert html._pack.cache_info().misses == 2
+    assert all(source.startswith("data:image/webp") for source in sources)
+    assert all(len(source) < 70_000 for source in sources)
+    assert html._pack.cache_info().misses == 2  # one for each picture, none for the second grid
 
 
 def test_missing_or_broken_previews_leave_an_empty_cell(tmp_path: Path) -> None:
@@ -414,9 +409,8 @@ def test_thinned_curves_keep_their_ends_and_their_spikes() -> None:
     assert len(thin_extremes(points)) <= 1000
     assert (thin(points)[0][0], thin(points)[-1][0]) == (0, 49_999)
     assert (31_415, 99.0) in thin_extremes(points)
-    assert [step for step, _ in thin_extremes(points)] == sorted(
-        step for step, _ in thin_extremes(points)
-    )
+    steps = [step for step, _ in thin_extremes(points)]
+    assert steps == sorted(steps)
 
 
 def test_only_noise_is_smoothed() -> None:
@@ -424,7 +418,8 @@ def test_only_noise_is_smoothed() -> None:
 
     noise = [(step, float(step % 2)) for step in range(100)]
 
-    assert (is_noisy(ramp), is_noisy(noise)) == (False, True)
+    assert not is_noisy(ramp)
+    assert is_noisy(noise)
     assert smoothed("x", ramp).smooth == ()
     assert smoothed("x", noise).smooth[-1][1] == pytest.approx(0.5, abs=0.15)
 
@@ -453,17 +448,18 @@ def test_charts_show_every_recorded_metric(tmp_path: Path) -> None:
     assert [series.name for series in charts[0].series] == ["loss", "val/pooled"]
     assert len(charts[0].series[0].raw) == 19
 
+    # Bars 50 wide: timesteps 10 and 999.9 of 20 steps lie in the first and the last of them.
     [bars] = [chart.series[0].raw for chart in charts if chart.bars]
-    assert {place: count for place, count in bars if count} == {25: 20.0, 975: 20.0}
+    assert {centre: count for centre, count in bars if count} == {25: 20.0, 975: 20.0}
 
     page = render(data_of(tmp_path, recorded, step=1, total_steps=1))
     assert '"hours":[[1,' in page.source
 
 
 def test_prompt_with_tildes_is_not_taken_for_a_home_folder(tmp_path: Path) -> None:
-    assert public_settings(
-        {"validation_prompt": "~kitten~", "output_dir": str(tmp_path / "x")}
-    ).keys() == {"validation_prompt"}
+    settings = {"validation_prompt": "~kitten~", "output_dir": str(tmp_path / "x")}
+
+    assert public_settings(settings).keys() == {"validation_prompt"}
 
 
 def test_settings_mark_what_changed_and_hide_secrets() -> None:
