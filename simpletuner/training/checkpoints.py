@@ -124,8 +124,8 @@ def _restore(
             technique.load_state_dict(content["techniques"][technique.name])
     ema = assembly.trained.ema
     if ema is not None and content["ema"] is None:
-        # Enabled since; without this, it would average the weights of step 0 until its first
-        # update.
+        # It has been enabled since; without this, it would average the weights of step 0 until its
+        # first update.
         ema.restart()
     elif ema is not None:
         refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}")
@@ -146,8 +146,8 @@ def _read_state(checkpoint: Checkpoint, assembly: Assembly) -> dict[str, Any]:
     parameters = [
         parameter for group in assembly.optimizer.param_groups for parameter in group["params"]
     ]
-    # Memory-mapped if its tensors are copied elsewhere, one at a time. On the CPU in any case: the
-    # optimizer moves its state to the device of its parameters.
+    # To the CPU first, since the optimizer moves its state to the device of its parameters.
+    # Memory-mapped if tensors are then copied elsewhere, one at a time.
     mapped = any(map(is_shard, parameters)) or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     step = content["global_step"]

@@ -77,27 +77,26 @@ def make_teacher(model: Any, **settings: Any) -> FrameTeacher:
 
 
 def test_the_teacher_sees_the_pixel_frames_at_latent_frames(model: Any) -> None:
-    """Its features are those of a model called by hand on frames 0, 4 and 8, each cut to the same
-    patches.
-    """
-    own = make_teacher(model, crepa_encoder_frames_batch_size=2)
-    z = torch.randn(16, 3, 12, 8)
+    """Its features equal those of the model on frames 0, 4 and 8, cut to the same patches."""
+    frame_teacher = make_teacher(model, crepa_encoder_frames_batch_size=2)
+    latents = torch.randn(16, 3, 12, 8)
+    mean = torch.tensor(teacher.MEAN).view(3, 1, 1)
+    deviation = torch.tensor(teacher.DEVIATION).view(3, 1, 1)
+
+    features = frame_teacher.encode(latents)
     with torch.no_grad():
-        pixels = own.decoder.decode(z[None])[0]  # 3 9 96 64
-        result = own.encode(z)
-        assert (result.shape, result.dtype) == ((3, 6, 4, 32), torch.bfloat16)
+        pixels = frame_teacher.decoder.decode(latents[None])[0]  # 3 9 96 64
         pictures = torch.nn.functional.interpolate(
             pixels[:, [0, 4, 8]].transpose(0, 1) / 2 + 0.5,
-            (6 * 14, 4 * 14),
+            (6 * 14, 4 * 14),  # 6 x 4 patches of 14 pixels
             mode="bilinear",
             antialias=True,
         )
-        mean, deviation = (
-            torch.tensor(values).view(3, 1, 1) for values in (teacher.MEAN, teacher.DEVIATION)
-        )
         tokens = model((pictures - mean) / deviation).last_hidden_state[:, -24:]
 
-    assert torch.allclose(result.float(), tokens.unflatten(1, (6, 4)), atol=0.03)
+    assert features.shape == (3, 6, 4, 32)
+    assert features.dtype == torch.bfloat16
+    assert torch.allclose(features.float(), tokens.unflatten(1, (6, 4)), atol=0.03)
 
 
 @pytest.mark.parametrize(("height", "width"), [(768, 512), (480, 832), (512, 512), (64, 2048)])
@@ -128,9 +127,7 @@ def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, i
 
 
 def torch_hub_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a transformers DINOv2 under torch hub's names, with query, key and value in
-    one matrix.
-    """
+    """DINOv2's weights from transformers' to torch hub's names, with one matrix for q, k and v."""
     pairs = (
         ("embeddings.patch_embeddings.projection", "patch_embed.proj"),
         ("embeddings.position_embeddings", "pos_embed"),
@@ -144,8 +141,8 @@ def torch_hub_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     )
     results: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        for ours, theirs in pairs:
-            name = name.replace(ours, theirs)
+        for in_transformers, in_torch_hub in pairs:
+            name = name.replace(in_transformers, in_torch_hub)
         results[name] = weight
     for parts, whole in (
         (("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attn.qkv"),
@@ -163,23 +160,25 @@ def test_weights_of_torch_hub_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gated: bool
 ) -> None:
     config = Dinov2WithRegistersConfig(**SMALL, patch_size=14, use_swiglu_ffn=gated)
-    one = Dinov2WithRegistersModel(config).eval()
-    for parameter in one.parameters():
+    original = Dinov2WithRegistersModel(config).eval()
+    for parameter in original.parameters():
         torch.nn.init.normal_(parameter)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     file = tmp_path / "hub/checkpoints/dinov2_vits14_reg4_pretrain.pth"
     file.parent.mkdir(parents=True)
-    torch.save(torch_hub_names(one.state_dict()), file)
+    torch.save(torch_hub_names(original.state_dict()), file)
     named = VisionEncoder("dino_v2_s_reg", "crepa_encoder")
 
     assert named.local() == file
 
     monkeypatch.setattr(VisionEncoder, "settings", lambda self: config.to_dict())
-    other = teacher._load_model(named, torch.float32).eval()
+    loaded = teacher._load_model(named, torch.float32).eval()
     pictures = torch.randn(1, 3, 42, 70)
     with torch.no_grad():
-        assert torch.equal(one(pictures).last_hidden_state, other(pictures).last_hidden_state)
+        expected = original(pictures).last_hidden_state
+        features = loaded(pictures).last_hidden_state
 
+    assert torch.equal(features, expected)
     assert rename_weights({"mask_token": pictures}).keys() == {"embeddings.mask_token"}
 
 
