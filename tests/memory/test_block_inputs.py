@@ -43,19 +43,19 @@ def test_training_with_offloaded_block_inputs_is_bit_equal(
     monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
     inputs = Counting()
     plain = Trained(interval=interval)
-    ours = Trained(interval=interval, block_inputs=inputs)
+    offloaded = Trained(interval=interval, block_inputs=inputs)
     if streams:
-        ours.offloaded()
+        offloaded.offloaded()
     checkpointed = BLOCKS // (interval or 1)
 
     for step in range(1, 4):
-        assert_equal(ours.step(), plain.step())
+        assert_equal(offloaded.step(), plain.step())
         assert (inputs.left, inputs.fetched) == (step * checkpointed, step * checkpointed), (
             "each goes and comes once"
         )
         assert inputs.buffers() == checkpointed, "the buffers of the last step are used again"
 
-    ours.sample()
+    offloaded.sample()
     assert inputs.left == 3 * checkpointed, "sampling keeps nothing"
 
 
@@ -162,11 +162,11 @@ def test_the_device_holds_at_most_two_offloaded_tensors(monkeypatch: pytest.Monk
 def test_block_inputs_are_offloaded_on_a_gpu(streams: bool) -> None:
     device = torch.device("cuda")
     plain = Trained()
-    ours = Trained(block_inputs=BlockInputs(device))
-    for model in (plain, ours):
+    offloaded = Trained(block_inputs=BlockInputs(device))
+    for model in (plain, offloaded):
         model.to(device)
     if streams:
-        ours.offloaded(device=device, group_offload_use_stream=True)
+        offloaded.offloaded(device=device, group_offload_use_stream=True)
 
     for _ in range(3):
-        assert_equal(ours.step(), plain.step())
+        assert_equal(offloaded.step(), plain.step())

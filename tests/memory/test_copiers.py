@@ -203,13 +203,13 @@ def test_quantised_weights_stream_on_a_gpu() -> None:
     plain.to(GPU)
     streamer = streamed.offloaded(device=GPU, group_offload_use_stream=True)
     for _ in range(2):
-        ours = streamed.step()
-        theirs = plain.step()
-        for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value)
-    there = {tensor.device.type for image in streamer.images for tensor in image.tensors}
+        actual = streamed.step()
+        expected = plain.step()
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value)
+    device_types = {tensor.device.type for image in streamer.images for tensor in image.tensors}
 
-    assert there == {"cpu", "cuda"}
+    assert device_types == {"cpu", "cuda"}
 
 
 def test_images_share_no_page() -> None:

@@ -129,10 +129,10 @@ def test_the_product_and_its_gradient_equal_those_of_the_unpacked_weight(
 
     assert_close(outputs, expected, terms=64)
 
-    (ours,) = torch.autograd.grad(outputs.sin().sum(), inputs)
+    (actual,) = torch.autograd.grad(outputs.sin().sum(), inputs)
     (theirs,) = torch.autograd.grad(expected.sin().sum(), inputs)
 
-    assert_close(ours, theirs, terms=64 * 32)
+    assert_close(actual, theirs, terms=64 * 32)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
@@ -163,12 +163,14 @@ def test_int8dq_equals_torchaos_quantisation(dtype: torch.dtype) -> None:
     GPU, keep theirs.
     """
     quantization = pytest.importorskip("torchao.quantization")
-    theirs = nn.Linear(64, 32, bias=False, dtype=dtype)
-    theirs.weight = nn.Parameter(weight(32, 64, dtype), requires_grad=False)
-    ours = QuantisedLinear(theirs, pack(theirs.weight, QUANTISATIONS["int8dq-torchao"]))
-    quantization.quantize_(theirs, quantization.Int8DynamicActivationInt8WeightConfig())
+    of_torchao = nn.Linear(64, 32, bias=False, dtype=dtype)
+    of_torchao.weight = nn.Parameter(weight(32, 64, dtype), requires_grad=False)
+    quantised = QuantisedLinear(
+        of_torchao, pack(of_torchao.weight, QUANTISATIONS["int8dq-torchao"])
+    )
+    quantization.quantize_(of_torchao, quantization.Int8DynamicActivationInt8WeightConfig())
 
-    assert torch.equal(ours.weight, theirs.weight.dequantize())
+    assert torch.equal(quantised.weight, of_torchao.weight.dequantize())
 
     for rows in (16, 17):
         inputs = (
@@ -176,10 +178,10 @@ def test_int8dq_equals_torchaos_quantisation(dtype: torch.dtype) -> None:
             .to(dtype)
             .requires_grad_()
         )
-        outputs = ours(inputs)
-        exact = functional.linear(inputs, ours.weight)
+        outputs = quantised(inputs)
+        exact = functional.linear(inputs, quantised.weight)
         assert torch.equal(outputs, exact) is (rows == 16)
-        assert (outputs - exact).norm() <= 1.1 * (theirs(inputs) - exact).norm()
+        assert (outputs - exact).norm() <= 1.1 * (of_torchao(inputs) - exact).norm()
         gradients = [
             torch.autograd.grad(outputs_of_layer.sum(), inputs)[0]
             for outputs_of_layer in (outputs, exact)

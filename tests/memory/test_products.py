@@ -78,9 +78,9 @@ def test_int8_products_equal_integer_arithmetic_bit_for_bit(dtype: torch.dtype) 
     )
 
     exact, rows = divided(gradient.detach() * scale.float().t(), 127.0)
-    (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
+    (actual,) = torch.autograd.grad(outputs, inputs, gradient.detach())
 
-    assert torch.equal(ours, ((exact.round().long() @ levels.long()).float() * rows).to(dtype))
+    assert torch.equal(actual, ((exact.round().long() @ levels.long()).float() * rows).to(dtype))
     assert exact.round().abs().amax(-1).unique().tolist() == [0.0, 127.0], (
         "every row uses all levels"
     )
@@ -95,10 +95,10 @@ def test_fp8_products_differ_only_by_the_rounding_of_their_factors() -> None:
     levels = quantised.packed[0].float()
     scale = quantised.packed[1].t()
     outputs = quantised(inputs)
-    (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
+    (actual,) = torch.autograd.grad(outputs, inputs, gradient.detach())
     for product, factor, matrix in (
         (outputs.detach() - quantised.bias.detach(), inputs.detach(), levels.t() * scale),
-        (ours, gradient.detach() * scale, levels),
+        (actual, gradient.detach() * scale, levels),
     ):
         rounding = factor.abs() * 2**-4 + divided(factor, 448.0)[1] * 2**-10
         expected = factor @ matrix

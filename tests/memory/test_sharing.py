@@ -19,9 +19,9 @@ from tests.tools.processes import run_together
 def share(place: World, folder: Path) -> None:
     """Share one buffer in every way, in a separate process."""
     with connect(place, f"file://{folder / 'meeting'}", start_limit=60) as world:
-        mine = torch.full((3 * image.PAGE,), 1 + place.rank, dtype=torch.uint8)
-        assert mapped(mine, world, None).startswith("/memfd:simpletuner-offload")
-        assert mapped(mine, world, folder / "disk").startswith(f"{folder}/disk/")
+        buffer = torch.full((3 * image.PAGE,), 1 + place.rank, dtype=torch.uint8)
+        assert mapped(buffer, world, None).startswith("/memfd:simpletuner-offload")
+        assert mapped(buffer, world, folder / "disk").startswith(f"{folder}/disk/")
         # As in containers of their own: the first process is not where the others look, or another
         # one is there.
         image.PROCESSES = folder / f"proc{place.rank}"
@@ -32,7 +32,7 @@ def share(place: World, folder: Path) -> None:
             for number in range(64):
                 (wrong / str(number)).write_bytes(b"what another program has open")
         for where in ("shm", "disk"):
-            assert mapped(mine, world, None if where == "shm" else folder / where).startswith(
+            assert mapped(buffer, world, None if where == "shm" else folder / where).startswith(
                 f"{folder}/{where}/"
             )
             assert sorted(path.name for path in (folder / where).iterdir()) == [
@@ -46,9 +46,9 @@ def share(place: World, folder: Path) -> None:
         with pytest.raises(
             UserError, match=r"The 2 processes .* \(docker run --pid=host\), or /.*--ipc=host"
         ):
-            image.shared_by_machine(mine, world, None)
+            image.shared_by_machine(buffer, world, None)
         with pytest.raises(UserError, match=r"--pid=host\), or group_offload_to_disk_path '/"):
-            image.shared_by_machine(mine, world, folder / "disk")
+            image.shared_by_machine(buffer, world, folder / "disk")
         world.barrier()
         assert sorted(path.name for path in (folder / "disk").iterdir()) == [
             "mine",
@@ -56,11 +56,11 @@ def share(place: World, folder: Path) -> None:
         ]
 
 
-def mapped(mine: torch.Tensor, world: World, folder: Path | None) -> str:
+def mapped(buffer: torch.Tensor, world: World, folder: Path | None) -> str:
     """The file behind a shared buffer, which is the first process's, and in which all see what one
     writes.
     """
-    flat = image.shared_by_machine(mine, world, folder)
+    flat = image.shared_by_machine(buffer, world, folder)
     assert set(flat.tolist()) == {1}
     world.barrier()
     if world.is_main:

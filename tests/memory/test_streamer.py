@@ -180,10 +180,10 @@ def test_the_adversarial_copier_detects_weights_saved_by_value(
     plain = Trained(**KEPT)
     streamed = Trained(**KEPT)
     streamed.offloaded()
-    ours = streamed.step()
-    theirs = plain.step()
+    actual = streamed.step()
+    expected = plain.step()
 
-    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(not torch.equal(actual[name], expected[name]) for name in actual)
 
 
 @pytest.mark.parametrize(
@@ -232,13 +232,13 @@ def test_streaming_changes_neither_names_nor_the_state_dict(
         assert {
             name: id(parameter) for name, parameter in streamed.model.named_parameters()
         } == before
-        ours = streamed.model.state_dict()
-        theirs = plain.model.state_dict()
-        assert list(ours) == list(theirs), "names and their order"
-        for name, value in theirs.items():
+        actual = streamed.model.state_dict()
+        expected = plain.model.state_dict()
+        assert list(actual) == list(expected), "names and their order"
+        for name, value in expected.items():
             values = [
                 getattr(tensor, "dequantize", lambda tensor=tensor: tensor)()
-                for tensor in (ours[name], value)
+                for tensor in (actual[name], value)
             ]
             assert torch.equal(*values), name
 

@@ -100,13 +100,13 @@ def test_loaded_weights_equal_those_of_from_pretrained(
     config, adapter = parts(checkpoints[name], name, **settings, **(STREAMED if streamed else {}))
     expected = read_at_once(adapter, config)
     results, images = load_frozen(transformer_settings(config), adapter, CPU)
-    theirs = {**expected.state_dict(), **dict(expected.named_buffers())}
-    ours = {**results.state_dict(), **dict(results.named_buffers())}
+    expected_tensors = {**expected.state_dict(), **dict(expected.named_buffers())}
+    tensors = {**results.state_dict(), **dict(results.named_buffers())}
 
-    assert [*ours] == [*theirs]
-    for key, tensor in theirs.items():
-        assert (ours[key].dtype, ours[key].is_contiguous()) == (tensor.dtype, True), key
-        assert torch.equal(ours[key], tensor), key
+    assert [*tensors] == [*expected_tensors]
+    for key, tensor in expected_tensors.items():
+        assert (tensors[key].dtype, tensors[key].is_contiguous()) == (tensor.dtype, True), key
+        assert torch.equal(tensors[key], tensor), key
     assert results.training is expected.training is False
     assert dict(results.config) == dict(expected.config)
     assert not any(parameter.requires_grad for parameter in results.parameters())
@@ -129,8 +129,8 @@ def test_a_block_is_packed_before_the_next_is_read(
         image = pack_group(*arguments)
         images.append(image.flat.untyped_storage().data_ptr())
         packed = (buffer for name, buffer in models[0].named_buffers() if ".packed_" in name)
-        there = [tensor for tensor in (*models[0].parameters(), *packed) if not tensor.is_meta]
-        assert {tensor.untyped_storage().data_ptr() for tensor in there} == {*images}
+        filled = [tensor for tensor in (*models[0].parameters(), *packed) if not tensor.is_meta]
+        assert {tensor.untyped_storage().data_ptr() for tensor in filled} == {*images}
         return image
 
     monkeypatch.setattr(

@@ -93,20 +93,20 @@ def predict(assembly: Assembly, checkpoint: Path) -> Tensor:
 @pytest.mark.parametrize("kind", EVERY)
 def test_step_0_and_disabled_predict_like_the_base_model(t2i_checkpoint: Path, kind: str) -> None:
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
-    ours = make_adapter(t2i_checkpoint)
-    base = ours.predict(ours.load_transformer(torch.float32).eval(), batch)
+    actual = make_adapter(t2i_checkpoint)
+    base = actual.predict(actual.load_transformer(torch.float32).eval(), batch)
     fresh = make_assembly(t2i_checkpoint, **KINDS[kind])
     moved = trained(t2i_checkpoint, kind)
 
-    assert distance({"": ours.predict(fresh.transformer.eval(), batch)}, {"": base}) <= (
+    assert distance({"": actual.predict(fresh.transformer.eval(), batch)}, {"": base}) <= (
         ROTATION if kind == "lycoris dora" else 0  # the decomposition rounds
     )
 
     moved.transformer.eval()
-    assert distance({"": ours.predict(moved.transformer, batch)}, {"": base}) > 5 * ROTATION
+    assert distance({"": actual.predict(moved.transformer, batch)}, {"": base}) > 5 * ROTATION
 
     with moved.trained.disabled():
-        assert torch.equal(ours.predict(moved.transformer, batch), base)
+        assert torch.equal(actual.predict(moved.transformer, batch), base)
 
 
 @pytest.mark.parametrize("kind", ["lokr", "lycoris lokr"])
