@@ -79,62 +79,81 @@ def test_addresses_are_downloaded_once_and_become_samples(
     assert set(site.requests.values()) == {1}
 
 
-def test_failed_downloads_are_listed_and_retried_only_on_request(
+def test_failed_downloads_are_listed_with_their_reasons(
     context: DataContext, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simpletuner.annexes.remote.web_table.WEB_PICTURE", 5000)
-    site.status["/busy.png"] = [503, 429]
-    site.add("/short.png", picture(3))
-    site.announced["/short.png"] = 4000
-    site.moved |= {"/elsewhere.png": "/good.png", "/file.png": "file:///etc/hostname"}
-    good = {"/good.png": picture(1), "/busy.png": picture(2)}
-    for path, body in good.items():
-        site.add(path, body)
     site.add("/page.png", b"<html>" * 20, "text/html")
     site.add("/text.png", b"plain words" * 20)
     site.add("/large.png", bytes(6000))
+    site.add("/short.png", picture(3))
+    site.announced["/short.png"] = 4000
+    site.moved["/file.png"] = "file:///etc/hostname"
     reasons = {
-        "/gone.png": "returned HTTP 404 Not Found",
-        "/page.png": "is text/html, not a picture or clip",
-        "/text.png": "is neither a picture nor a clip",
-        "/large.png": "has more than 0 MB",
-        "/short.png": "ended after",
-        "/file.png": "does not lead to http or https",
+        f"{site.address}/gone.png": "returned HTTP 404 Not Found",
+        f"{site.address}/page.png": "is text/html, not a picture or clip",
+        f"{site.address}/text.png": "is neither a picture nor a clip",
+        f"{site.address}/large.png": "has more than 0 MB",
+        f"{site.address}/short.png": "ended after",
+        f"{site.address}/file.png": "does not lead to http or https",
+        "ftp://host/x.png": "uses ftp",
+        "a\0.png": "null byte",
     }
-    paths = [*good, "/elsewhere.png", *reasons]
-    entry = table(
-        tmp_path,
-        [(site.address + path, path) for path in paths]
-        + [("ftp://host/x.png", "ftp"), ("a\0.png", "NUL")],
-    )
+    rows = [(address, "caption") for address in reasons]
+    good = site.add("/good.png", picture(1))
 
-    (dataset,), problems = build(context, entry)
+    (dataset,), problems = build(context, table(tmp_path, [(good, "good"), *rows]))
+
     assert not fatal(problems)
-    assert {sample.captions[0] for sample in dataset.samples} == {*good, "/elsewhere.png"}
+    assert [sample.captions[0] for sample in dataset.samples] == ["good"]
+    details = {file.name: file.detail for file in dataset.rejected}
+    assert details.keys() == reasons.keys()
+    for address, reason in reasons.items():
+        assert reason in details[address]
+        assert "--retry-failed" in details[address]
+    lines = (tmp_path / "cache" / "failed.jsonl").read_text().splitlines()
+    assert {json.loads(line)["key"] for line in lines} == reasons.keys()
 
-    reasons_by_name = {
-        file.name.removeprefix(site.address): file.detail for file in dataset.rejected
-    }
-    for path, reason in {**reasons, "ftp://host/x.png": "uses ftp", "a\0.png": "null byte"}.items():
-        assert reason in reasons_by_name[path]
-        assert "--retry-failed" in reasons_by_name[path]
-    assert len(reasons_by_name) == 8
-    assert site.requests["/short.png"] == site.requests["/busy.png"] == 3
 
-    lines = [
-        json.loads(line) for line in (tmp_path / "cache" / "failed.jsonl").read_text().splitlines()
-    ]
-    assert {line["key"] for line in lines} == {file.name for file in dataset.rejected}
+def test_download_is_tried_three_times_and_follows_redirects(
+    context: DataContext, tmp_path: Path, site: Site
+) -> None:
+    busy = site.add("/busy.png", picture(2))
+    site.status["/busy.png"] = [503, 429]  # then it is sent
+    site.add("/good.png", picture(1))
+    site.moved["/moved.png"] = "/good.png"
+    short = site.add("/short.png", picture(3))
+    site.announced["/short.png"] = 4000
+    rows = [(busy, "busy"), (f"{site.address}/moved.png", "moved"), (short, "short")]
 
-    before = dict(site.requests)
+    (dataset,), problems = build(context, table(tmp_path, rows))
+
+    assert not fatal(problems)
+    assert {sample.captions[0] for sample in dataset.samples} == {"busy", "moved"}
+    assert site.requests["/busy.png"] == 3
+    assert site.requests["/short.png"] == 3
+
+
+def test_failed_downloads_are_retried_only_on_request(
+    context: DataContext, tmp_path: Path, site: Site
+) -> None:
+    good = site.add("/good.png", picture(1))
+    entry = table(tmp_path, [(good, "good"), (f"{site.address}/gone.png", "gone")])
+
+    def count_samples(**settings: bool) -> int:
+        (dataset,), _ = build(context, entry, **settings)
+        return len(dataset.samples)
+
+    assert count_samples() == 1
+    requests = dict(site.requests)
+
     site.add("/gone.png", picture(9))
-    assert len(build(context, entry)[0][0].samples) == 3
-    assert site.requests == before
+    assert count_samples() == 1
+    assert site.requests == requests
 
-    assert len(build(context, entry, retry_failed=True)[0][0].samples) == 4
-
-    assert len(build(context, entry)[0][0].samples) == 4
-    assert site.requests["/good.png"] == 2
+    assert count_samples(retry_failed=True) == 2
+    assert count_samples() == 2
+    assert site.requests["/good.png"] == 1
 
 
 def test_cached_plan_uses_only_downloaded_files(
