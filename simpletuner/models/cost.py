@@ -415,6 +415,7 @@ class TransformerCost(Weights):
         """
         factors = self._factors(batch, size)
         numbers = self._numbers(batch)
+        # `reads` are names, and `sampling` is a list of sums.
         sums = {
             name: sum_of(factors[name], numbers)
             for name in factors
@@ -453,7 +454,7 @@ class TransformerCost(Weights):
         return Activations(
             held=hidden_bytes,
             saved=saved + adapted + tiles,
-            # At the two peaks of the backward pass, not at once.
+            # Not the sum: the backward pass makes the lists at another moment than its peak.
             transient=max(sums["transient"], making_tiles),
             attention=attention,
             outside=sums["outside"],

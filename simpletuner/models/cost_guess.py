@@ -83,6 +83,7 @@ def guess_cost_table(shapes: Shapes) -> CostTable:
 
 def block_lists(shapes: Shapes) -> list[str]:
     """Names of the lists of repeated blocks; the one with the most parameters comes last."""
+    # By list, number of the member, and path in the member.
     lists: dict[str, dict[str, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
     for name, shape in shapes.items():
         group, _, rest = name.partition(".")

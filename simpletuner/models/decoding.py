@@ -128,6 +128,7 @@ def resnet_in_strips(
     if len(x) > 1:  # statistics are computed over one sample
         return torch.cat([resnet_in_strips(block, sample, **settings) for sample in x.split(1)])
     act = block.nonlinearity
+    # The whole of `middle` is needed before the second half, for the statistics of its norm.
     first_norm = normaliser(block.norm1, x)
     middle = in_strips(lambda rows: block.conv1(act(first_norm(rows)), **settings), x)
     second_norm = normaliser(block.norm2, middle)

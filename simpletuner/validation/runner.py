@@ -213,7 +213,8 @@ class ValidationRunner(Callback):
             f"Rendering previews at step {step}", len(previews), unit, PREVIEWS, stage
         )
         render = partial(self._render_all, assembly)
-        # With FSDP2, all processes take part in every forward pass.
+        # With FSDP2, all processes take part in every forward pass. Otherwise they divide the
+        # previews.
         rendered = share_items(
             world, self.events, phase, previews, render, in_lockstep=assembly.is_sharded
         )

@@ -1,4 +1,4 @@
-"""Short runs whose processes share the tokens of samples, or which one process does alone."""
+"""Short runs whose processes shard the tokens of samples, or of a single process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def nabla_adapter(checkpoint: Path) -> Any:
 
 
 def aligned() -> Crepa:
-    """A block aligned with a later one, whose hidden states are gathered from all processes of a
-    sample.
-    """
+    """A block aligned with a later one, whose hidden states are gathered from all processes."""
     config = CrepaConfig(
         crepa_enabled=True,
         crepa_feature_source="backbone",
@@ -54,43 +52,40 @@ CASES = {
 def run_case(
     name: str, checkpoints: Mapping[str, Path], world: World, folder: Path, sequence: int
 ) -> dict[str, Any]:
-    """Train a case; returns its losses, the sizes of its gradients, and what became of the
-    weights.
-    """
+    """Train a case; returns its losses, gradient norms, and the changes of the weights."""
     case = CASES[name]
     settings = {**case.settings, "sequence_parallel_size": sequence}
     case = Case(settings, case.techniques, adapter=case.adapter, batch=case.batch)
     run = Run(checkpoints.get(name, checkpoints["uneven"]), case, world, folder)
-    seen = watch(run)
+    token_counts = watch(run)
     before: dict[str, Tensor] = {name: weight.clone() for name, weight in run.weights().items()}
     run.train(LEG)
     return {
         "losses": run.losses,
         "norms": run.norms(),
         "moved": {name: weight - before[name] for name, weight in run.weights().items()},
-        "seen": sorted(seen),
+        "token_counts": sorted(token_counts),
         "predictions": run.predictions(),
     }
 
 
 def watch(run: Run) -> set[int]:
-    """How many tokens of a sample the last block has while it trains."""
-    seen: set[int] = set()
+    """The numbers of tokens per sample that the last block trains on; filled during the run."""
+    counts: set[int] = set()
 
     def note(module: nn.Module, inputs: tuple[Tensor]) -> None:
         if torch.is_grad_enabled():
-            seen.add(inputs[0].shape[1])
+            counts.add(inputs[0].shape[1])
 
-    run.assembly.trained.transformer.visual_transformer_blocks[
-        -1
-    ].feed_forward.register_forward_pre_hook(note)
-    return seen
+    last_block = run.assembly.trained.transformer.visual_transformer_blocks[-1]
+    last_block.feed_forward.register_forward_pre_hook(note)
+    return counts
 
 
 def main(
     place: World, checkpoints: Mapping[str, Path], folder: Path, cases: Mapping[str, int]
 ) -> None:
-    """One of several processes: train cases with their numbers of processes to a sample."""
+    """One of several processes: train cases, each with its number of processes per sample."""
     set_rendezvous(place, os.environ, Problems())  # for accelerate
     with connect(place, f"file://{folder}/meeting-{place.size}-{len(cases)}") as world:
         results = {

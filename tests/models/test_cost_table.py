@@ -1,6 +1,4 @@
-"""How the table of a family is measured: sums, phases of a peak, and what is said when a sum does
-not fit.
-"""
+"""A cost table is measured as sums and phases of a peak; what does not fit is reported."""
 
 from __future__ import annotations
 
@@ -57,11 +55,11 @@ def test_a_peak_at_one_of_two_moments_has_a_phase_for_each() -> None:
 
 
 def test_a_quantity_that_does_not_fit_is_reported_with_its_worst_case() -> None:
-    found = [sum_of(FEED_FORWARD, numbers) for numbers in NUMBERS]
-    found[3] *= 1.5
+    measured = [sum_of(FEED_FORWARD, numbers) for numbers in NUMBERS]
+    measured[3] *= 1.5
 
     with pytest.raises(ValueError, match="is not a sum") as error:
-        fit(SAMPLING, PRODUCTS, found)
+        fit(SAMPLING, PRODUCTS, measured)
 
     message = str(error.value)
     beginning = "new-family in bf16: sampling is not a sum of the products in BYTES_OF"
@@ -93,9 +91,8 @@ def test_only_the_table_of_the_named_family_is_written(
 def test_the_peak_of_a_forward_pass_is_its_largest_phase() -> None:
     cost = IMAGE_COST.of_flavour("t2i-lite-sft")
     bytes_in_bf16 = {**cost.table.bytes["bf16"], "sampling": [ATTENTION, FEED_FORWARD]}
-    phased = replace(
-        cost, table=replace(cost.table, bytes={**cost.table.bytes, "bf16": bytes_in_bf16})
-    )
+    table = replace(cost.table, bytes={**cost.table.bytes, "bf16": bytes_in_bf16})
+    phased = replace(cost, table=table)
     long_text = BatchShape(1, 1, 8, 8, text=10_000)
     short_text = replace(long_text, text=0)
 
@@ -103,5 +100,8 @@ def test_the_peak_of_a_forward_pass_is_its_largest_phase() -> None:
         phased.activations(batch, 2, NO_ADAPTERS).sampling for batch in (long_text, short_text)
     ]
 
+    # 64 tokens; the feed-forward is 4 times as wide as a token.
     width = cost.hidden
-    assert peaks == [64 * width * 20 + 10_000 * width * 40, 64 * width * (6 + 4 * 4)]
+    attention = 64 * width * 20 + 10_000 * width * 40
+    feed_forward = 64 * width * 6 + 64 * 4 * width * 4
+    assert peaks == [attention, feed_forward]

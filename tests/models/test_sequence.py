@@ -69,6 +69,6 @@ def test_every_process_trains_on_its_shard_of_the_tokens(
 ) -> None:
     tokens = 3 * 8 * 16 if name == "nabla" else 9
 
-    assert results[1][name]["seen"] == [tokens]
+    assert results[1][name]["token_counts"] == [tokens]
     # The last process has the smallest shard.
-    assert results[size][name]["seen"] == [tokens // SHARDED[size][name]]
+    assert results[size][name]["token_counts"] == [tokens // SHARDED[size][name]]

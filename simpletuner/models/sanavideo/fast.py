@@ -6,8 +6,8 @@ Here it is 18 and 19: the results of products and of the depthwise convolution. 
 
 - what is cheap to compute is computed again in the backward pass (`recomputed`): modulation, norms,
   rotation, and linear attention, whose state is a small matrix per head
-- a convolution with frozen weights does not keep its input (`FrozenConvolution`), and a pointwise
-  one is a product, which the compiler fuses with what is before it
+- a convolution with frozen weights does not keep its input (`FrozenConvolution`); a pointwise one
+  is a product, whose input is kept only for trained weights
 
 Compiled code must also hold for a grid of any size. So tokens have the shape `B T H W C` wherever
 sizes matter, because the compiler cannot divide a symbol S into T, H and W.
