@@ -1,6 +1,4 @@
-"""A run that continues from an earlier checkpoint branches: the later steps are set aside, not
-lost, and the branch is as if they had never been trained.
-"""
+"""A run that continues from an earlier checkpoint branches; later steps are set aside, not lost."""
 
 from __future__ import annotations
 

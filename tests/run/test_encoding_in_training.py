@@ -1,6 +1,4 @@
-"""Latents that are encoded during training, when it first uses them or every time: the run is the
-same, and the plan counts the VAE.
-"""
+"""Latents that are encoded during training give the same run, and the plan counts the VAE."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 
 class Status:
-    """What `GET /api/training/status` will answer, from events alone."""
+    """What the page shows of a run (`GET /api/training/status`), from events alone."""
 
     def __init__(self) -> None:
         self.status = "idle"

@@ -98,8 +98,9 @@ def test_cache_entries_damaged_in_any_phase_are_encoded_again(
 
 
 def test_models_are_loaded_in_the_main_thread_while_readers_wait() -> None:
-    """Items 1 and 3 need a model, item 2 takes long to read. Loading 1 waits until 2 is read, and
-    an error of loading 3 is raised where the item is asked for.
+    """Items 1 and 3 need a model, and item 2 takes long to read.
+
+    Loading 1 waits until 2 is read; an error of loading 3 is raised when item 3 is requested.
     """
     loaded: list[int] = []
     reading = threading.Lock()

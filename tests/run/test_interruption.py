@@ -1,5 +1,4 @@
-"""A run that is stopped, killed or left alone: when it stops, what it keeps, and what its record
-holds.
+"""A run that is stopped, killed or left alone: when it stops, and what it keeps.
 
 Signals come at exact moments, since a subscriber to the events of a run can send one.
 """

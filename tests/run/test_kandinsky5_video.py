@@ -1,10 +1,9 @@
-"""Whole runs of Kandinsky 5 Video on tiny checkpoints: clips in, a verified LoRA and playing
-previews out.
-"""
+"""Whole runs of Kandinsky 5 Video: clips in, a verified LoRA and playing previews out."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +125,16 @@ def test_settings_that_clips_cannot_use_are_refused(
 
 
 def test_i2v_needs_a_checkpoint_that_takes_a_source_picture(
-    clips: Workspace, t2v: Path, capsys: Capture
+    tmp_path: Path, clips: Workspace, t2v: Path, capsys: Capture
 ) -> None:
-    config = t2v / "transformer" / "config.json"
-    original = config.read_text()
-    config.write_text(original.replace('"visual_cond": true', '"visual_cond": false'))
-    clips.write_config(model_flavour="i2v-lite-5s")
+    checkpoint = tmp_path / "without-source"
+    shutil.copytree(t2v, checkpoint)
+    config = checkpoint / "transformer" / "config.json"
+    config.write_text(config.read_text().replace('"visual_cond": true', '"visual_cond": false'))
+    clips.write_config(model_flavour="i2v-lite-5s", pretrained_model_name_or_path=str(checkpoint))
 
-    code = clips.train("--dry-run")
+    assert clips.train("--dry-run") == 2
 
-    # The checkpoint is shared by the tests of this file.
-    config.write_text(original)
-    assert code == 2
     assert "does not take a source picture" in capsys.readouterr().err
 
 

@@ -1,6 +1,4 @@
-"""Whole runs with masks in all three families: what is white is learned, a stopped run continues,
-and the plan shows the masks.
-"""
+"""Whole runs with masks in all three families: only what is white is learned."""
 
 from __future__ import annotations
 

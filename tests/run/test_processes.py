@@ -424,8 +424,9 @@ def launch_with(python: str, file: str, arguments: list[str]) -> None:
 
 
 def write_python(path: Path, program: list[str]) -> None:
-    """A `python` for torchrun, which only runs `-u -m simpletuner`, in a process that is forked
-    with everything imported: importing takes longer than training.
+    """Write a `python` that runs `simpletuner` as a process forked with everything imported.
+
+    torchrun only calls it with `-u -m simpletuner`. Importing would take longer than training.
     """
     skip = '[ "$1 $2 $3" = "-u -m simpletuner" ] && shift 3'
     path.write_text(f'#!/bin/sh\n{skip}\nexec {shlex.join(program)} "$@"\n')

@@ -1,6 +1,4 @@
-"""Whole runs of Sana Video on a tiny checkpoint, from settings to files that the stock pipeline
-loads.
-"""
+"""Whole runs of Sana Video on a tiny checkpoint, whose files the stock pipeline loads."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def write_clips(workspace: Workspace) -> None:
 def test_clips_and_pictures_train_together_with_and_without_i2v(
     sana_workspace: Workspace, is_i2v: bool, latents: int
 ) -> None:
-    """`video.is_i2v` of a dataset decides what the run is; pictures beside its clips are trained
-    from noise.
-    """
+    """`video.is_i2v` of a dataset makes a run i2v; its pictures are still trained from noise."""
     clips: dict[str, Any] = {
         **DATASETS[0],
         "id": "clips",

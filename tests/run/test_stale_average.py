@@ -1,6 +1,4 @@
-"""A run that was continued without `use_ema` leaves the moving average of an earlier result beside
-the new one.
-"""
+"""The average of an earlier result, left by a run that continued without it, is not used."""
 
 from __future__ import annotations
 

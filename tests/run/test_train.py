@@ -165,8 +165,9 @@ def test_every_lora_target_and_initialisation_is_verified(
 
 
 def test_pissa_is_saved_as_a_difference_to_the_base_model(workspace: Workspace) -> None:
-    """With a learning rate of almost 0 the trained model is the base model, so the file holds no
-    change, although PiSSA moves a part of the base weights into the LoRA.
+    """PiSSA moves a part of the base weights into the LoRA, which the file must not contain.
+
+    With a learning rate of almost 0 the trained model is the base model: the file has no change.
     """
     workspace.write_config(**STANDSTILL, lora_init_type="pissa", lora_rank=4, max_train_steps=1)
 
@@ -340,8 +341,9 @@ def test_a_damaged_cache_entry_is_encoded_again(trained: Workspace) -> None:
 
 
 def test_regularisation_data_keep_the_base_model(workspace: Workspace) -> None:
-    """On regularisation data the untrained LoRA is already right: the loss is 0 until other data
-    are trained, which is at step 4.
+    """The target is the prediction of the base model, so the loss of an untrained LoRA is 0.
+
+    Other data are trained from step 4 on.
     """
     regularisation = {**DATASETS[0], "id": "regularisation", "is_regularisation_data": True}
     late = {**DATASETS[0], "start_step": 4}

@@ -1,6 +1,4 @@
-"""Whole runs with token routes: pictures and clips, stopped and continued, and previews without
-them.
-"""
+"""Whole runs with token routes, which previews do not use."""
 
 from __future__ import annotations
 
