@@ -1,7 +1,7 @@
 """The interface of techniques, which change the mathematics of a training step.
 
-`deal` chooses the noise of a micro-batch, ahead of its step. The micro-step calls `before_forward`
-of every technique, the forward pass, `extra_losses`, `weigh` and the backward pass, all within
+`choose_noise` is called ahead of a micro-batch's step. The micro-step calls `before_forward` of
+every technique, the forward pass, `extra_losses`, `weigh` and the backward pass, all within
 `acting`; then `extra_passes`. At its neutral setting, a technique is identical to plain training.
 The plan reads its `TechniqueSpec` (`planning.techniques`), which does not import torch. Code that
 only observes is a callback (`training.loop`).
@@ -96,7 +96,7 @@ class Technique:
     def adopt(self, module: nn.Module) -> None:
         """Receive the module wrapped for several processes, and call that from now on."""
 
-    def deal(self, batch: Batch, noise: Tensor, place: Place) -> Tensor:
+    def choose_noise(self, batch: Batch, noise: Tensor, place: Place) -> Tensor:
         """Choose the noise of a micro-batch, `B C F H W`.
 
         Offsets and perturbations are added to it later. Called ahead of the step, in the thread

@@ -25,8 +25,8 @@ class NoiseSource:
     """Draws the noise of a run's micro-batches.
 
     Attributes:
-        world: the processes that train on other samples.
-        techniques: may deal the drawn noise to the samples in another way.
+        world: this process among those that train on different samples.
+        techniques: may replace the drawn noise, such as by reassigning it among the samples.
     """
 
     settings: StepSettings
@@ -42,6 +42,7 @@ class NoiseSource:
         settings = self.settings
         place = self.place(len(batch.names), global_step, micro_step)
         seed_device(batch.latents.device, place.forward_seed)
+
         tokens = self.spec.tokens(*batch.latent_size)
         shift = choose_shift(
             settings.flow,
@@ -51,6 +52,7 @@ class NoiseSource:
         )
         offset = settings.timestep_offsets.get(batch.dataset_id, 0.0)
         sigmas = sample_sigmas(place, settings.flow, shift, offset)
+
         noise = batch.noise
         # Noise drawn for another position would silently change the run.
         if noise is None or batch.place != place:
@@ -84,8 +86,8 @@ class NoiseSource:
         )
 
     def _draw(self, batch: Batch, place: Place) -> Tensor:
-        """The noise of a micro-batch, after techniques have dealt it to the samples."""
+        """The noise of a micro-batch, after techniques have changed it."""
         noise = sample_noise(batch.latents, place.generators("noise"))
         for technique in self.techniques:
-            noise = technique.deal(batch, noise, place)
+            noise = technique.choose_noise(batch, noise, place)
         return noise

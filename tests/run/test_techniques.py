@@ -41,7 +41,7 @@ def test_scheduled_sampling_continues_bit_exactly(
 
     assert_same_run(straight, stopped)
     # The steps of the straight run and the last three again.
-    assert Facing.dealt >= 6 + 3
+    assert Facing.micro_batches >= 6 + 3
     assert "reflexflow_adr" in straight.metrics()[0]
 
     # Half of the inputs are rolled out by 0, 1 or 2 passes, and one more compares with the plain

@@ -22,11 +22,11 @@ class FacingSpec(TechniqueSpec):
 
 
 class Facing(Technique):
-    """Depends only on the sample, so several processes deal the same noise as one."""
+    """Depends only on the sample, so several processes choose the same noise as one."""
 
-    dealt = 0  # micro-batches
+    micro_batches = 0
 
-    def deal(self, batch: Batch, noise: Tensor, place: Place) -> Tensor:
-        Facing.dealt += 1
+    def choose_noise(self, batch: Batch, noise: Tensor, place: Place) -> Tensor:
+        Facing.micro_batches += 1
         product = (noise * batch.latents).sum(dim=(1, 2, 3, 4), keepdim=True)
         return torch.where(product < 0, -noise, noise)
