@@ -17,8 +17,9 @@ from simpletuner.errors import Problem
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
-    """Queue a job that captions files without captions:
-    `{"config", "dataset", "style", "trigger"}`.
+    """Queue a job that captions files without captions.
+
+    The body is `{"config", "dataset", "style", "trigger"}`.
     """
     library = editable(request, body)
     project = project_of(request)

@@ -36,9 +36,9 @@ from simpletuner.annexes.page.project import (
     LARGEST_BODY,
     Project,
     Refusal,
+    checked_value,
     problems_json,
     project_of,
-    wanted,
 )
 from simpletuner.atomic import why_not_writable, write_json
 from simpletuner.config import sources
@@ -102,12 +102,12 @@ class Configuration:
             saved = cls.saved(project, name)
         except ConfigError:  # the user is repairing its text on the page
             saved = cls(project, name, file, {})
-        values = unmasked(wanted(body, "values", dict), saved.values)
+        values = unmasked(checked_value(body, "values", dict), saved.values)
         sent = replace(saved, values=values)
         if body.get("datasets") is None:
             return sent
         # Of the dataset file that the sent values name.
-        entries = unmasked(wanted(body, "datasets", list), sent.saved_entries, "datasets")
+        entries = unmasked(checked_value(body, "datasets", list), sent.saved_entries, "datasets")
         return replace(sent, entries=entries)
 
     @property
@@ -212,7 +212,7 @@ def put_config(request: Request, body: dict[str, Any]) -> Response:
     project = project_of(request)
     name = request.path_params["name"]
     path = writable(project, project.config_file(name))
-    change = partial(with_values, wanted(body, "values", dict))
+    change = partial(with_values, checked_value(body, "values", dict))
     if body.get("whole") is not True:
         settings_in(path)  # raises if the content to keep is unreadable
     return replace_file(
@@ -231,7 +231,7 @@ def put_datasets(request: Request, body: dict[str, Any]) -> Response:
     """Save the entries of a config's dataset file."""
     saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
     path = writable(saved.project, saved.datasets)
-    change = partial(unmasked, wanted(body, "entries", list))
+    change = partial(unmasked, checked_value(body, "entries", list))
     return replace_file(request, path, body, change, lambda: datasets_json(saved))
 
 

@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from simpletuner.annexes.page.control import ask, send
 from simpletuner.annexes.page.live import runs_of, training_in
 from simpletuner.annexes.page.parts import draw_part
-from simpletuner.annexes.page.project import Refusal, project_of, wanted
+from simpletuner.annexes.page.project import Refusal, checked_value, project_of
 from simpletuner.annexes.page.queue import RUNNING, Job, Queue
 from simpletuner.annexes.page.runner import Runner
 from simpletuner.annexes.report import html
@@ -40,8 +40,9 @@ def add(request: Request, body: dict[str, Any]) -> Response:
 
 
 def add_rendering(request: Request, body: dict[str, Any]) -> Response:
-    """Queue a sweep or a sample:
-    `{"run": ID, "command": "sample", "prompts": [...], "strength": "0,1"}`.
+    """Queue a sweep or a sample of a run.
+
+    The body is `{"run": ID, "command": "sample", "prompts": [...], "strength": "0,1"}`.
     """
     run = runs_of(request).find(str(body.get("run", "")))
     command = body.get("command")
@@ -49,8 +50,11 @@ def add_rendering(request: Request, body: dict[str, Any]) -> Response:
         raise Refusal(
             400, "A job must be a sweep or a sample of a run that `simpletuner server` shows."
         )
-    prompts = [str(prompt).strip() for prompt in wanted({"prompts": [], **body}, "prompts", list)]
-    options = [f"--prompt={prompt}" for prompt in prompts if prompt]
+    options = []
+    for prompt in checked_value({"prompts": [], **body}, "prompts", list):
+        text = str(prompt).strip()
+        if text:
+            options.append(f"--prompt={text}")
     image = str(body.get("image") or "")
     if image:
         options.append(f"--image={project_of(request).inside(image)}")
@@ -72,9 +76,9 @@ def move(request: Request, body: dict[str, Any]) -> Response:
     return JSONResponse({})
 
 
-def again(request: Request, body: dict[str, Any]) -> Response:
+def requeue(request: Request, body: dict[str, Any]) -> Response:
     """Requeue an interrupted or failed job, as the next one: `{"job": ID}`."""
-    queue_of(request).again(str(body.get("job")))
+    queue_of(request).requeue(str(body.get("job")))
     return JSONResponse({})
 
 
@@ -108,7 +112,10 @@ def queue_content(runner: Runner) -> dict[str, Any]:
     except (UserError, OSError) as error:
         problem = str(error)
     running = [job.title for job in jobs if job.state == RUNNING]
-    busy = running[0] if running else Path(runner.busy_folder()).name
+    if running:
+        busy = running[0]
+    else:
+        busy = Path(runner.busy_folder()).name
     # Commands append to the same file: only the newest one's output is shown.
     newest = {job.log: job.id for job in jobs if job.command != "train"}
     rows = []

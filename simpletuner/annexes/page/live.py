@@ -26,7 +26,7 @@ from starlette.responses import (
 from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.parts import draw_part
-from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
+from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, checked_value, project_of
 from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import hours_of, thin_extremes
@@ -84,7 +84,7 @@ def post_start(request: Request, body: dict[str, Any]) -> Response:
 def training_in(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The config and the further settings in a request to train; of a run, those of its start."""
     runs = runs_of(request)
-    settings = wanted({"settings": {}, **body}, "settings", dict)
+    settings = checked_value({"settings": {}, **body}, "settings", dict)
     if "run" not in body:
         return str(body.get("config", "config")), settings
     run = runs.find(str(body["run"]))

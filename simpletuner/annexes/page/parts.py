@@ -14,8 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def draw_part(title: str, draw: Callable[[], str]) -> str:
-    """The HTML of a part, or in its place the reason why it cannot be shown. Other parts are not
-    affected.
+    """The HTML of a part, or the reason why it cannot be shown, so that other parts still are.
 
     Raises:
         Refusal: the request names something that does not exist.

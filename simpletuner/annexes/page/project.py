@@ -227,7 +227,7 @@ def project_of(request: Request) -> Project:
     return request.app.state.runs.project
 
 
-def wanted(body: Mapping[str, Any], key: str, kind: type[dict] | type[list]) -> Any:
+def checked_value(body: Mapping[str, Any], key: str, kind: type[dict] | type[list]) -> Any:
     """The value of a key in a request, an object or a list.
 
     Raises:

@@ -166,7 +166,7 @@ class Queue:
                     jobs[:] = [*started_jobs(jobs), *waiting]
                     return
 
-    def again(self, name: str) -> None:
+    def requeue(self, name: str) -> None:
         """Requeue a job that has ended, as the next one."""
         with self._changing() as jobs:
             for job in list(jobs):

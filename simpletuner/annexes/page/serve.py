@@ -126,7 +126,7 @@ PAGE_ROUTES = [
     json_route("/api/training/queue", jobs.add),
     json_route("/api/training/render", jobs.add_rendering),
     json_route("/api/training/queue/move", jobs.move),
-    json_route("/api/training/queue/again", jobs.again),
+    json_route("/api/training/queue/again", jobs.requeue),
     json_route("/api/training/queue/remove", jobs.remove),
     Route("/queue", jobs.show_queue),
     Route("/api/training/events", live.get_events),

@@ -121,8 +121,9 @@ def look(request: Request, body: dict[str, Any]) -> Response:
 
 
 def write(request: Request, body: dict[str, Any]) -> Response:
-    """Write the config of a run as `simpletuner start` does:
-    `{"folder", "purpose", "trigger", "model", "name"}`.
+    """Write the config of a run as `simpletuner start` does.
+
+    The body is `{"folder", "purpose", "trigger", "model", "name"}`.
 
     Raises:
         Refusal: 409 if the config exists, 422 for invalid answers.

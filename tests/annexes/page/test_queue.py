@@ -164,14 +164,14 @@ def test_jobs_move_and_leave(queue: Queue, runner: Pretender) -> None:
 def test_what_was_cut_off_goes_on_before_those_that_wait(queue: Queue, runner: Pretender) -> None:
     cut, *_ = [queue.add("train", name, settings={"seed": 1}) for name in "abc"]
     runner.step()
-    queue.again(cut.id)
+    queue.requeue(cut.id)
     assert states(queue)["a"] == "running", "what is at work waits for nothing"
     runner.ended["a"] = "interrupted"  # by a reboot, say
     runner.step()
-    queue.again(cut.id)
+    queue.requeue(cut.id)
     assert list(states(queue).items()) == [("b", "running"), ("a", "waiting"), ("c", "waiting")]
     assert queue.find(cut.id) == cut
-    queue.again("absent")
+    queue.requeue("absent")
 
 
 def test_a_branch_that_was_cut_off_goes_on_instead_of_starting_again(
@@ -181,7 +181,7 @@ def test_a_branch_that_was_cut_off_goes_on_instead_of_starting_again(
     runner.step()
     runner.ended["a"] = "interrupted"
     runner.step()
-    queue.again(branch.id)
+    queue.requeue(branch.id)
     assert queue.find(branch.id).settings == {"seed": 1}
 
 
