@@ -95,16 +95,16 @@ class Garbage:
     leftovers: list[Path]
 
 
-def find_garbage(folder: Path, wanted: Collection[str], family: str) -> Garbage:
+def find_garbage(folder: Path, used: Collection[str], family: str) -> Garbage:
     """Unused entries of a family, and temporary files of killed runs.
 
     Args:
-        wanted: keys of the entries that are in use.
+        used: keys of the entries that are in use.
         family: entries of other families are kept.
     """
     entries = {}
     for key in list_keys(folder):
-        if key in wanted:
+        if key in used:
             continue
         provenance, ingredients = origin_of(folder, key)
         # Damaged entries, and features whose latents are missing, have no family and count as this
@@ -200,8 +200,8 @@ def origin_of(folder: Path, key: str) -> tuple[dict[str, str], Ingredients]:
     return provenance, json.loads(provenance.pop("ingredients", "{}"))
 
 
-def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[str]]:
-    """Explain a cache miss: how cached entries of the same source differ from the wanted one.
+def explain_miss(folder: Path, missing: CacheKey, source: str) -> dict[str, list[str]]:
+    """Explain a cache miss: how cached entries of the same source differ from the missing one.
 
     Args:
         source: as passed to `provenance_of`.
@@ -209,7 +209,7 @@ def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[
     Returns:
         differences by key of the cached entry, fewest first; empty if the source was never cached.
     """
-    ingredients = wanted.ingredients()
+    ingredients = missing.ingredients()
     misses: dict[str, list[str]] = {}
     for key in list_keys(folder):
         provenance, cached = origin_of(folder, key)
@@ -218,12 +218,12 @@ def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[
     return dict(sorted(misses.items(), key=lambda item: len(item[1])))
 
 
-def compare(cached: Ingredients, wanted: Ingredients) -> list[str]:
-    """The ingredients in which two keys differ, sorted by name; missing ones count as None."""
+def compare(cached: Ingredients, missing: Ingredients) -> list[str]:
+    """The ingredients in which two keys differ, sorted by name; absent ones count as None."""
     differences = []
-    for name in sorted(cached.keys() | wanted.keys()):
+    for name in sorted(cached.keys() | missing.keys()):
         old = cached.get(name)
-        new = wanted.get(name)
+        new = missing.get(name)
         if old != new:
             differences.append(f"{name}: cached {old!r}, wanted {new!r}")
     return differences

@@ -33,7 +33,7 @@ from simpletuner.data.dataset import (
     is_stretched,
     summarise_rejected,
 )
-from simpletuner.data.discovery import Folder, Scan, read_excluded, read_folder, wanted_suffixes
+from simpletuner.data.discovery import Folder, Scan, accepted_suffixes, read_excluded, read_folder
 from simpletuner.data.entries import (
     DataContext,
     check_dataset_file,
@@ -234,11 +234,11 @@ class _Builder:
     def _expected(self, entry: DatasetConfig) -> Set[str]:
         """Reasons of files that are left out without a warning."""
         folder = Path(entry.instance_data_dir or "").resolve()
-        wanted = wanted_suffixes(entry, self.context)
+        wanted = accepted_suffixes(entry, self.context)
         for neighbour in filter(holds_files, self.entries):
             is_same_folder = Path(neighbour.instance_data_dir or "").resolve() == folder
             # One of the two trains the pictures of the folder, the other one its clips.
-            if is_same_folder and wanted_suffixes(neighbour, self.context) != wanted:
+            if is_same_folder and accepted_suffixes(neighbour, self.context) != wanted:
                 return EXPECTED | {CLIP, PICTURE}
         return EXPECTED
 

@@ -268,7 +268,7 @@ def read_folder(
     if listing is None:
         listing = Scan()
         if is_readable(root):
-            listing = scan(root, wanted_suffixes(config, context))
+            listing = scan(root, accepted_suffixes(config, context))
     left_out = {**listing.ignored, **_not_chosen(config, listing.files, excluded, known)}
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
@@ -312,7 +312,7 @@ def _not_chosen(
     return left_out
 
 
-def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:
+def accepted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:
     """File extensions that an entry uses; the mask of a clip may be a picture."""
     if context.spec.media != "video":
         return PICTURE_SUFFIXES

@@ -195,13 +195,13 @@ def _check_complete(folder: Path, files: Sequence[Path]) -> None:
             raise UserError(f"{str(file)!r} {error}.") from None
     if not names:
         raise UserError(f"{str(folder)!r} is incomplete: it lacks every weight.")
-    wanted: set[str] = set()
+    indexed: set[str] = set()
     for index in folder.glob("*.safetensors.index.json"):
         report = Problems()
         content = read_json(index, report, dict)
         report.raise_if_fatal()
-        wanted.update(content.get("weight_map", {}))
-    missing = sorted(wanted - names)
+        indexed.update(content.get("weight_map", {}))
+    missing = sorted(indexed - names)
     if missing:
         raise UserError(f"{str(folder)!r} is incomplete: it lacks {shorten(missing)}.")
 

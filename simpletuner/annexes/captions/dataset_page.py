@@ -81,7 +81,7 @@ class FileCard:
         size, trained: size of the file, and size at which it is trained.
         box: left, top, width and height of the trained crop, in percent of the picture.
         sharpness, motion: see the functions below; None if not measured.
-        print: the fingerprint of the picture, its `colour_grid`.
+        fingerprint: the `colour_grid` of the picture, by which near-duplicates are found.
     """
 
     name: str
@@ -94,7 +94,7 @@ class FileCard:
     box: Sequence[float] | None = None
     sharpness: float | None = None
     motion: float | None = None
-    print: NDArray[np.int16] | None = None
+    fingerprint: NDArray[np.int16] | None = None
 
 
 CaptionReader = Callable[[Dataset, str], Words]
@@ -114,7 +114,7 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
     for dataset in survey.datasets:
         if not dataset.config.is_conditioning:
             compared += cards[dataset.id]
-    mark_twins(compared)
+    mark_near_duplicates(compared)
     counts = Counter[str]()
     for card in chain.from_iterable(cards.values()):
         counts.update(card.kinds.keys())
@@ -122,10 +122,10 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         "captions/dataset.html.jinja",
         survey=survey,
         cards=cards,
-        found=counts,
+        counts=counts,
         kinds=KINDS,
-        room=survey.spec.captions.room(survey.config.text),
-        counted=tokenizer_file(survey) is not None,
+        max_tokens=survey.spec.captions.room(survey.config.text),
+        has_tokenizer=tokenizer_file(survey) is not None,
         scripts=("captions/dataset.js",),
         refresh=None,
     )
@@ -140,7 +140,7 @@ def make_cards(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]
     files: list[tuple[Dataset, LedgerEntry]] = []
     for dataset in survey.datasets:
         cards[dataset.id] = []
-        files += [(dataset, entry) for entry in placed(dataset)]
+        files += [(dataset, entry) for entry in ledger_with_crops(dataset)]
         for sample in dataset.samples:
             captions[dataset.id, sample.name] = sample.captions
     side = SMALL_SIDE if len(files) > MANY else LARGE_SIDE
@@ -161,7 +161,7 @@ def make_cards(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]
     return cards
 
 
-def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
+def ledger_with_crops(dataset: Dataset) -> Iterator[LedgerEntry]:
     """The ledger of a dataset, with crops also for files that lack nothing but a caption."""
     uncaptioned = {file.name for file in dataset.rejected if file.reason in UNCAPTIONED}
     for entry in dataset.ledger():
@@ -189,14 +189,14 @@ def caption_reader(survey: Survey) -> CaptionReader:
     if file is None:
         return lambda dataset, caption: Words(caption)
     tokenizer = Tokenizer.from_file(str(file))
-    room = spec.captions.room(survey.config.text)
+    max_tokens = spec.captions.room(survey.config.text)
 
     def read(dataset: Dataset, caption: str) -> Words:
         text = spec.captions.clean(spec.captions.apply_dataset_keys(dataset.config, caption))
         spans = tokenizer.encode(text, add_special_tokens=False).offsets  # start and end by token
         end = len(text)
-        if len(spans) > room:
-            end, _ = spans[room]  # where the first truncated token starts
+        if len(spans) > max_tokens:
+            end, _ = spans[max_tokens]  # where the first truncated token starts
         return Words(text[:end], text[end:], len(spans))
 
     return read
@@ -213,7 +213,7 @@ def make_card(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side
     except MediaError as error:
         return FileCard(entry.name, {"unused": str(error)}, words)
     card.source = thumbnail(frames[0], side)
-    card.print = colour_grid(frames[0])
+    card.fingerprint = colour_grid(frames[0])
     if entry.geometry is not None:
         card.sharpness = sharpness(frames[0], entry.geometry)
     if any(part.cut for part in words):
@@ -267,15 +267,15 @@ def mark_blurred(cards: Sequence[FileCard]) -> None:
             card.kinds["blurred"] = "blurred"
 
 
-def mark_twins(cards: Iterable[FileCard]) -> None:
+def mark_near_duplicates(cards: Iterable[FileCard]) -> None:
     """Mark near-duplicates with the number of their group."""
     compared: list[FileCard] = []
-    prints: list[NDArray[np.int16]] = []
+    grids: list[NDArray[np.int16]] = []
     for card in cards:
-        if card.print is not None:
+        if card.fingerprint is not None:
             compared.append(card)
-            prints.append(card.print)
-    for number, group in enumerate(near_duplicates(prints), start=1):
+            grids.append(card.fingerprint)
+    for number, group in enumerate(near_duplicates(grids), start=1):
         for index in group:
             compared[index].kinds["twin"] = f"near-duplicate {number}"
 
@@ -287,22 +287,26 @@ def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
     return np.asarray(picture.resize((side, side), Image.Resampling.BOX), dtype=np.int16)
 
 
-def difference_hash(prints: NDArray[np.int16]) -> NDArray[np.bool_]:
+def difference_hash(grids: NDArray[np.int16]) -> NDArray[np.bool_]:
     """Whether cells are darker than their right neighbour, and than their lower one (N 128)."""
-    grey = prints.mean(axis=3)
+    grey = grids.mean(axis=3)
     cells = grey[:, :-1, :-1]
     right = grey[:, :-1, 1:]
     below = grey[:, 1:, :-1]
-    bits = [(neighbours - cells > NOISE).reshape(-1, GRID_SIDE**2) for neighbours in (right, below)]
-    return np.concatenate(bits, axis=1)
+    darker_than_right = right - cells > NOISE
+    darker_than_below = below - cells > NOISE
+    bits = np.stack([darker_than_right, darker_than_below], axis=1)
+    return bits.reshape(-1, BITS)
 
 
-def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
+def near_duplicates(fingerprints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
     """Groups of near-duplicates, as indices of colour grids.
 
     The groups are the connected components of similarity.
     """
-    grids = np.array(prints, dtype=np.int16).reshape(-1, GRID_SIDE + 1, GRID_SIDE + 1, 3)
+    # Reshaped for the case of no grids, whose array would have one dimension.
+    grids = np.array(fingerprints, dtype=np.int16)
+    grids = grids.reshape(-1, GRID_SIDE + 1, GRID_SIDE + 1, 3)
     signs = difference_hash(grids).astype(np.float32) * 2 - 1
     group = np.arange(len(grids))  # the smallest index in the group of a grid
     for start in range(0, len(grids), ROWS):

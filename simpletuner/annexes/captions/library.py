@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from simpletuner.annexes.captions.dataset_page import FileCard, Words, card_of, placed
+from simpletuner.annexes.captions.dataset_page import FileCard, Words, card_of, ledger_with_crops
 from simpletuner.annexes.captions.editing import read_caption, tag_of
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data import discovery
@@ -285,7 +285,7 @@ class Library:
     def _as_trained(self, dataset: Dataset) -> Iterator[Planned]:
         """The files of a dataset with their captions and masks."""
         captions = {sample.name: sample.captions for sample in dataset.samples}
-        for entry in placed(dataset):
+        for entry in ledger_with_crops(dataset):
             if entry.name in dataset.facts:
                 yield entry, captions.get(entry.name, ()), Mask.of(dataset, entry.name)
 
@@ -315,7 +315,7 @@ def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
     folder = Path(entry.instance_data_dir or "")
     if not discovery.is_readable(folder):
         return Scan()
-    return discovery.scan(folder, discovery.wanted_suffixes(entry, context))
+    return discovery.scan(folder, discovery.accepted_suffixes(entry, context))
 
 
 def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:

@@ -93,11 +93,11 @@ def _without_last_part(text: str) -> str:
     return text[:comma] if comma > 0 else text
 
 
-def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None:
+def check_captions(survey: Survey, wording: Wording, dataset_id: str | None) -> None:
     """Check the options of `simpletuner caption`.
 
     Args:
-        wanted: a dataset's id; None means all datasets.
+        dataset_id: a dataset; None means all datasets.
 
     Raises:
         ConfigError: the checkpoint has no captioner, the dataset does not exist, or the trigger is
@@ -107,9 +107,9 @@ def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None
     wording.check(problems)
     check_captioner(survey.spec, survey.source, problems)
     ids = [dataset.id for dataset in _captionable(survey.datasets)]
-    if wanted is not None and wanted not in ids:
-        message = f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)})."
-        problems.error("--dataset", message + did_you_mean(wanted, ids))
+    if dataset_id is not None and dataset_id not in ids:
+        message = f"{dataset_id!r} is not a local dataset of the configuration ({', '.join(ids)})."
+        problems.error("--dataset", message + did_you_mean(dataset_id, ids))
     problems.raise_if_fatal()
 
 
@@ -149,13 +149,15 @@ def _captionable(datasets: Sequence[Dataset]) -> list[Dataset]:
     ]
 
 
-def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[DatasetFile]:
+def uncaptioned(
+    datasets: Sequence[Dataset], dataset_id: str | None = None
+) -> Iterator[DatasetFile]:
     """The usable files without a caption, in one dataset or in all.
 
     Files with the same stem share a caption, so only the first one of a stem is included.
     """
     for dataset in _captionable(datasets):
-        if wanted not in (None, dataset.id) or not is_readable(dataset.root):
+        if dataset_id not in (None, dataset.id) or not is_readable(dataset.root):
             continue
         with_caption_file = scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions.keys()
         with_empty_file = {file.name for file in dataset.rejected if file.detail == EMPTY}

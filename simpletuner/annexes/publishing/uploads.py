@@ -209,8 +209,9 @@ class Uploads(Companion):
 
     def _is_pushed(self, saved: CheckpointSaved) -> bool:
         """Whether to upload a checkpoint; rolling ones serve only to resume."""
-        wanted = self.publish.push_to_hub and self.publish.push_checkpoints_to_hub
-        return wanted and not saved.path.name.endswith("-rolling")
+        if not (self.publish.push_to_hub and self.publish.push_checkpoints_to_hub):
+            return False
+        return not saved.path.name.endswith("-rolling")
 
     def _add(self, job: Callable[[], None], folder: Path | None = None) -> None:
         """Queue a job; `folder` must not be deleted until it is done."""

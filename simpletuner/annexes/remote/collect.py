@@ -13,7 +13,7 @@ from simpletuner.annexes.display.progress import shown_events
 from simpletuner.annexes.remote.store import Item, RemoteFiles, Store, UnfetchedError
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.remote import SOURCES
-from simpletuner.data.discovery import Scan, classify, wanted_suffixes
+from simpletuner.data.discovery import Scan, accepted_suffixes, classify
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Kind, Problem, Problems, UserError
 
@@ -73,7 +73,7 @@ def _open_store(entry: DatasetConfig, context: DataContext, *, fetches: bool) ->
     """The download folder of an entry."""
     return Store(
         root=Path(entry.instance_data_dir or ""),
-        wanted=wanted_suffixes(entry, context),
+        accepted=accepted_suffixes(entry, context),
         retry_failed=context.defaults.retry_failed,
         forgiven="allow_private_urls" if entry.allow_private_urls else "",
         fetches=fetches,
@@ -102,7 +102,7 @@ def _download(dataset: str, store: Store, files: RemoteFiles, problems: Problems
         name = store.name_of(item)
         if name is not None:
             keys[name] = item.key
-    listing = classify([(name, None) for name in keys], store.wanted)
+    listing = classify([(name, None) for name in keys], store.accepted)
     ignored = {**listing.ignored, **files.ignored, **failed}
     table = {name: files.captions[key] for name, key in keys.items() if key in files.captions}
     return replace(listing, ignored=ignored, table=table, origins=keys)

@@ -99,7 +99,7 @@ class Store:
     """A folder of downloads.
 
     Attributes:
-        wanted: suffixes that the dataset accepts.
+        accepted: suffixes that the dataset accepts.
         retry_failed: retry downloads that failed in earlier runs.
         forgiven: retry downloads that failed for a reason containing this text, since a setting has
             changed.
@@ -107,7 +107,7 @@ class Store:
     """
 
     root: Path
-    wanted: frozenset[str]
+    accepted: frozenset[str]
     retry_failed: bool = False
     forgiven: str = ""
     fetches: bool = True
@@ -228,7 +228,7 @@ class Store:
             except MediaError as error:
                 raise DownloadError("is neither a picture nor a clip") from error
             suffix = SUFFIXES.get(kind, f".{kind.lower()}")
-        if suffix not in self.wanted:
+        if suffix not in self.accepted:
             raise DownloadError(f"is a {suffix} file, which this dataset does not accept")
         return suffix
 

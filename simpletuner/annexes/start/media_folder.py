@@ -153,13 +153,13 @@ class MediaFolder:
             longest: maximum number of frames.
         """
         is_square = entry.get("crop_aspect") == "square"
-        wanted = entry["resolution"]
+        usual_resolution = entry["resolution"]
         edges: dict[str, int] = {}
         for name, size in self.opened.sizes.items():
             edges[name] = min(size) if is_square else math.isqrt(math.prod(size))
-        resolution, small = fit_size(edges, wanted)
-        smallest = rounded_size(min(edges.values(), default=wanted))
-        fit = Fit(self.noun, len(edges), resolution, wanted, small, smallest=smallest)
+        resolution, small = fit_size(edges, usual_resolution)
+        smallest = rounded_size(min(edges.values(), default=usual_resolution))
+        fit = Fit(self.noun, len(edges), resolution, usual_resolution, small, smallest=smallest)
         if "video" not in entry:
             return fit
         rate = spec.frame_rate or 1
