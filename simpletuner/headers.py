@@ -28,11 +28,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """The bytes before the tensor data, and the parsed header, always with metadata; leaves the
-    file at the data.
+    """The bytes before the tensor data, and the parsed header, always with metadata.
 
-    Tensors are not checked: the library does that for a user's weights, see
-    `models.source.weights_header`.
+    Leaves the position of the file at the data. Tensors are not checked: the library does that for
+    a user's weights, see `models.source.weights_header`.
 
     Raises:
         ValueError: the header is not readable.

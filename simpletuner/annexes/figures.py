@@ -80,7 +80,8 @@ class Pace:
         self._caching = 0.0  # seconds that the next step has waited for new crops
         self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
         self._loss = RunningMean(LOSS_MEMORY)
-        # Seconds of a step; of its waits for data and weights; and of useful arithmetic.
+        # All in seconds a step: the duration, the waits for data and for weights, and the time that
+        # its arithmetic would take at the measured matmul rate.
         self._seconds = RunningMean(PACE_MEMORY)
         self._data = RunningMean(PACE_MEMORY)
         self._weights = RunningMean(PACE_MEMORY)
@@ -166,7 +167,7 @@ class Pace:
     def live(self) -> dict[str, float | None]:
         """The figures that displays show, by their name in events.
 
-        Some are averages, all other ones those of the last step.
+        Loss and duration are averages, all other figures those of the last step.
         """
         if self.last is None:
             return {}
@@ -303,7 +304,10 @@ class Columns:
 
     def points(self, name: str) -> list[Point]:
         """(step, value) for all steps that have the metric."""
-        return list(zip(*self._curves.get(name, ((), ())), strict=True))
+        if name not in self._curves:
+            return []
+        steps, values = self._curves[name]
+        return list(zip(steps, values, strict=True))
 
     def only(self, names: Collection[str]) -> Columns:
         """The columns with these names."""
@@ -347,6 +351,6 @@ def still(path: Path) -> Image.Image:
     import av  # imported here, since most displays decode no clips
 
     with av.open(str(path)) as clip:
-        # `frames` is 0 if the file does not store it.
+        # `frames` is 0 if the file does not store it; the first frame is shown then.
         middle = clip.streams.video[0].frames // 2
         return next(islice(clip.decode(video=0), middle, None)).to_image()

@@ -181,12 +181,14 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
 
 
 def _check_strengths(request: SampleRequest, weights: Sequence[Sampled], report: Problems) -> None:
-    """Check strengths: only LoRAs have one, and that of a DoRA does not scale all of it."""
+    """Check strengths: only LoRAs have one, and in a DoRA it does not scale the magnitudes."""
     flag = request.flag("--strength")
     strengths = request.strengths
     if weights[0].lora is None and list(strengths) != [1.0]:
         is_full = weights[0].transformer is not None
-        subject = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
+        subject = "the base model"
+        if is_full:
+            subject = "a full fine-tune replaces the weights, so it"
         report.error(flag, f"is for LoRAs: {subject} has no strength.")
     loras = [sampled.lora for sampled in weights if sampled.lora]
     if set(strengths) != {1.0} and any(map(_is_dora, loras)):
@@ -224,7 +226,7 @@ def find_weights(
 
 
 def _flags_of_runs(request: SampleRequest) -> list[str]:
-    """The given flags that choose among the weights of a run."""
+    """The flags of the request that choose among the weights of a run."""
     flags = []
     if request.checkpoints is not None:
         flags.append(request.flag("--checkpoint"))
@@ -340,13 +342,13 @@ def _choose(
     for checkpoint in checkpoints:  # by step, so the last one is the latest
         names = ("latest", str(checkpoint.step), checkpoint.path.name)
         by_name |= dict.fromkeys(names, checkpoint)
-    wanted = request.checkpoints
-    if wanted is None:
-        wanted = [str(checkpoint.step) for checkpoint in checkpoints]
-    if not wanted:
+    requested = request.checkpoints
+    if requested is None:
+        requested = [str(checkpoint.step) for checkpoint in checkpoints]
+    if not requested:
         report.error("source", f"{request.source!r} contains no complete checkpoints.")
     chosen: dict[int, Checkpoint] = {}  # so that one named twice (`latest`) is rendered once
-    for name in wanted:
+    for name in requested:
         if name in by_name:
             checkpoint = by_name[name]
             chosen[checkpoint.step] = checkpoint

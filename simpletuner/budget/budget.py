@@ -242,8 +242,9 @@ def check_decoding(budget: Budget[SamplePlan], report: Problems) -> None:
 
 
 def with_faster_previews(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
-    """Enable settings for faster previews that fit with room to spare, unless the user has chosen
-    them.
+    """Enable settings for faster previews that fit with room to spare.
+
+    Settings of the user are not changed.
     """
     if not budget.workload.previews or budget.device.memory is None:
         return budget

@@ -1,5 +1,4 @@
-"""Densities of block-sparse attention (NABLA) that runs measured, for later estimates on the same
-machine.
+"""Measured densities of block-sparse attention (NABLA), for later estimates on the same machine.
 
 `outcomes.json` in the cache folder: device -> kind of run -> `Outcome`.
 """

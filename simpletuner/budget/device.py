@@ -80,8 +80,14 @@ SPARSE_SHARE = 0.55
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of matmuls, dense attention and block-sparse attention; bytes/s of device memory, of
-    copies from the host, and to another GPU of the machine."""
+    """Speeds of a device.
+
+    Attributes:
+        matmul, attention, sparse: FLOP/s of matmuls, dense attention and block-sparse attention.
+        memory: bytes/s of device memory.
+        transfer: bytes/s of copies from the host.
+        link: bytes/s to another GPU of the machine.
+    """
 
     matmul: float
     attention: float

@@ -327,8 +327,9 @@ class Parts:
         return weights_of(self.transformer.shapes)
 
     def download_bytes(self, source: ModelSource) -> int:
-        """Bytes to download, as the hub lists them; where it does not answer, two for each
-        published parameter.
+        """Bytes to download, as the hub lists them.
+
+        If the hub does not answer, two bytes are assumed for each published parameter.
         """
         parameters = {
             "transformer": self.transformer.parameters,
@@ -463,8 +464,9 @@ def _published(plan: SamplePlan, kernels: Kernels) -> TransformerCost:
 
 
 def _dropped_parameters(plan: SamplePlan, encoders: Sequence[Part]) -> int:
-    """Parameters of the text encoders that are dropped after loading; as published without local
-    encoders.
+    """Parameters of the text encoders that are dropped after loading.
+
+    Without local encoders, the published numbers.
     """
     needs_vision = plan.flavour.task in plan.spec.captions.picture_tasks
     cost = plan.spec.cost
@@ -480,7 +482,5 @@ def _dropped_parameters(plan: SamplePlan, encoders: Sequence[Part]) -> int:
 
 
 def count_parameters(part: Part) -> int:
-    """Number of parameters in the files of a part; 0 if it has no files on this machine, or if
-    unknown.
-    """
+    """Number of parameters in the local files of a part; 0 without files, or if unknown."""
     return sum(math.prod(shape) for shape in part.weight_shapes().values())

@@ -141,7 +141,9 @@ class PrecisionConfig(Group):
     @property
     def checkpoint_interval(self) -> int | None:
         """Every n-th block is recomputed in the backward pass; None: no block."""
-        return (self.gradient_checkpointing_interval or 1) if self.gradient_checkpointing else None
+        if not self.gradient_checkpointing:
+            return None
+        return self.gradient_checkpointing_interval or 1
 
     @property
     def checkpoints_all(self) -> bool:
@@ -214,7 +216,9 @@ def quantisation(name: str) -> Quantisation | None:
     """The quantisation that a precision key selects; None for plain dtypes."""
     # A bare name means optimum-quanto. no_change, bf16 and fp32 become names that are not in the
     # table, such as bf16-quanto.
-    return QUANTISATIONS.get(name if "-" in name else f"{name}-quanto")
+    if "-" not in name:
+        name = f"{name}-quanto"
+    return QUANTISATIONS.get(name)
 
 
 def quantised_bytes(name: str) -> float:
@@ -336,7 +340,9 @@ def text_encoder_storage(precision: PrecisionConfig, encoders: int) -> str:
         stored = quantisation(name)
         stored_as.append("no_change" if stored is None else stored.name)
     # `int8-quanto` if all agree, else for instance `no_change+nf4-bnb`.
-    return stored_as[0] if len(set(stored_as)) == 1 else "+".join(stored_as)
+    if len(set(stored_as)) == 1:
+        return stored_as[0]
+    return "+".join(stored_as)
 
 
 def vae_dtype(precision: PrecisionConfig, caching: CachingConfig) -> str:

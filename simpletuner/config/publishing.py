@@ -62,12 +62,12 @@ class PublishConfig(Group):
         return ", ".join(self.model_card_trigger or [])
 
 
-def repository_name(written: str) -> str:
+def repository_name(name_or_address: str) -> str:
     """`owner/name` or `name` from a name or an address on the hub."""
-    if "://" not in written:
-        return written.partition("?")[0].strip("/")
+    if "://" not in name_or_address:
+        return name_or_address.partition("?")[0].strip("/")
     # https://huggingface.co/me/my-lora/tree/main is me/my-lora.
-    parts = urlsplit(written).path.strip("/").split("/")
+    parts = urlsplit(name_or_address).path.strip("/").split("/")
     return "/".join(parts[:2])
 
 
@@ -112,10 +112,10 @@ def _check_script(key: str, script: str | None, known: Sequence[str], report: Pr
             hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."
             report.warn(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}")
     try:
-        program = shlex.split(script or "")[:1]
+        words = shlex.split(script or "")
     except ValueError as error:
         report.error(key, f"{script!r} cannot be split into words: {error}.")
         return
     # Checked now rather than after the first checkpoint, hours later.
-    if program and shutil.which(program[0]) is None:
-        report.error(key, f"{program[0]!r} is not a program that can be run here.")
+    if words and shutil.which(words[0]) is None:
+        report.error(key, f"{words[0]!r} is not a program that can be run here.")

@@ -26,7 +26,7 @@ def flatten(
 
     Args:
         background: colour of transparent areas.
-        transform: of its colours to sRGB; None leaves them as they are.
+        transform: converts its colours to sRGB; None leaves them as they are.
 
     Raises:
         MediaError: it holds values that are not numbers.

@@ -185,8 +185,9 @@ class World:
 
 @dataclass(frozen=True)
 class DataParallelWorld(World):
-    """Groups of consecutive processes that share the tokens of their samples; see
-    `World.data_parallel`.
+    """Groups of consecutive processes that share the tokens of a sample.
+
+    Made by `World.data_parallel`.
 
     Attributes:
         processes: the processes of all groups.

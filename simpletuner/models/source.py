@@ -162,12 +162,15 @@ def check_channels(
     """
     transformer_config = source["transformer"].read_config() or {}
     vae_config = source["vae"].read_config() or {}
-    takes = transformer_config.get(transformer_key)
-    makes = vae_config.get(vae_key)
-    if takes is None or makes is None:
+    transformer_channels = transformer_config.get(transformer_key)
+    vae_channels = vae_config.get(vae_key)
+    if transformer_channels is None or vae_channels is None:
         return
-    if takes != makes:
-        report.error(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
+    if transformer_channels != vae_channels:
+        report.error(
+            VAE_KEY,
+            f"the VAE has {vae_channels} channels, the transformer {transformer_channels}.",
+        )
 
 
 # Weights of a whole CLIP that are not part of its text encoder.
@@ -200,7 +203,8 @@ def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None)
 def _fault_of_layers(settings: Mapping[str, Any], shapes: Shapes) -> str | None:
     """The layers that its files lack, or None."""
     count = settings.get("num_hidden_layers")
-    layers = {int(match[1]) for match in map(LAYER.search, shapes) if match}
+    matches = [LAYER.search(name) for name in shapes]
+    layers = {int(match[1]) for match in matches if match is not None}
     if not isinstance(count, int) or not layers:
         return None  # nothing to compare
     absent = sorted(set(range(count)) - layers)

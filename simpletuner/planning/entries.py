@@ -80,9 +80,7 @@ def make_catalogue(plan: SamplePlan) -> Catalogue | None:
 
 
 def _identity(source: ModelSource, roles: Iterable[str]) -> str | None:
-    """Identity of those parts that the checkpoint has; None while one of them is not on this
-    machine.
-    """
+    """Identity of the parts that the checkpoint has; None unless all of them are local."""
     folders = [source[role].local_folder() for role in roles if role in source.parts]
     return checkpoint_identity(*filter(None, folders)) if all(folders) else None
 

@@ -105,7 +105,7 @@ class SamplePlan(PreviewPlan):
         warnings: problems that do not prevent the run.
         datasets: samples have none.
         text_caches: the text_embeds entries of the dataset file; samples have none.
-        lora_bytes: of the LoRAs that are applied to the transformer at a time.
+        lora_bytes: size of the LoRAs that are applied to the transformer at the same time.
     """
 
     seed: int
@@ -145,7 +145,7 @@ class Plan(SamplePlan):
     """A run: settings that have passed every check without weights, and what they apply to.
 
     Attributes:
-        purpose: a run that trains, or its caches alone, which may be finished.
+        purpose: to train, or only to fill the caches, also of a finished run.
         dataset_file: the file with the entries of the datasets.
         lora_targets: the layers that a LoRA trains.
         resume: the checkpoint to continue from; None for a fresh run.

@@ -80,8 +80,9 @@ class PhaseEnded(Event):
 
 @dataclass(frozen=True)
 class StepReport(Event):
-    """One finished optimizer step, for callbacks and subscribers. `Recorder` fills in fields that
-    the step lacks.
+    """One finished optimizer step, for callbacks and subscribers.
+
+    `Recorder` fills in fields that the step lacks.
 
     Attributes:
         step: step number, counted from 1, across all sessions of the run.

@@ -12,14 +12,14 @@ from simpletuner.reporting import events
 from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS
 from simpletuner.reporting.wording import pace_text
 
-# Factors of the usual pace. The lower limit ends an episode, so that a pace near the upper limit is
-# reported once.
+# Multiples of the usual duration of a step. An episode of slow steps begins at the first and ends
+# below the second, so that a pace near the first is reported once.
 SLOWER = 1.5
 RECOVERED = 1.2
 RECENT = 5  # steps whose median is compared; a single slow step does not count
 ENOUGH = 20  # steps of a shape needed for its usual pace
 HISTORY = 1000  # steps of a shape, whose median is the usual pace
-# A gap between two steps that is longer than both was a checkpoint, previews or an evaluation.
+# A gap between two steps is a checkpoint, previews or an evaluation if it exceeds both limits.
 PAUSE_SECONDS = 0.1
 PAUSE_STEPS = 0.5  # as a share of the step
 AFTER_A_PAUSE = 2  # steps ignored after a pause
@@ -74,12 +74,12 @@ class SlowSteps:
         self._slow.add(kind)
         if not begins:
             return None
-        slower = (
+        comparison = (
             f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of "
             "this size"
         )
-        reason = REASONS[_slowest_part(history)]
-        return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}."
+        reason = REASONS[_slowed_part(history)]
+        return f"Steps became slower: {pace_text(recent)}, {comparison}. Likely cause: {reason}."
 
     def _follows_a_pause(self, seconds: float) -> bool:
         """Whether other work ran just before a step of this duration.
@@ -112,8 +112,10 @@ def _pace(history: deque[dict[str, float]], part: str, steps: int) -> float:
     return median(step[part] for step in islice(reversed(history), steps))
 
 
-def _slowest_part(history: deque[dict[str, float]]) -> str:
-    """The part of a step that has slowed down most."""
-    return max(
-        REASONS, key=lambda part: _pace(history, part, RECENT) - _pace(history, part, HISTORY)
-    )
+def _slowed_part(history: deque[dict[str, float]]) -> str:
+    """The part of a step that has slowed down most, in seconds."""
+
+    def slowdown(part: str) -> float:
+        return _pace(history, part, RECENT) - _pace(history, part, HISTORY)
+
+    return max(REASONS, key=slowdown)

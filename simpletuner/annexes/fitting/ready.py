@@ -99,8 +99,7 @@ def check_devices(processes: int, report: Problems) -> None:
 
 
 def weigh_plan(arguments: Arguments) -> Budget:
-    """Like `plan_that_fits`, but a run that does not fit is only added to the problems of the
-    arguments.
+    """Like `plan_that_fits`, but a run that does not fit only adds problems to the arguments.
 
     Raises:
         ConfigError: other problems prevent a plan.

@@ -55,7 +55,10 @@ def show_plan(budget: Budget, stream: TextIO) -> None:
     """Write the whole plan as text; a missing GPU is red on a terminal."""
     urgent = {str(warning) for warning in budget.plan.warnings if warning.where == MISSING_GPU}
     for line in plan_lines(budget):
-        print(in_red(line, stream) if line in urgent else line, file=stream)
+        text = line
+        if line in urgent:
+            text = in_red(line, stream)
+        print(text, file=stream)
 
 
 def say_warnings(events: EventStream, warnings: Iterable[Problem]) -> None:
@@ -83,9 +86,9 @@ def plan_lines(budget: Budget) -> Iterator[str]:
     for dataset in plan.datasets:
         yield ""
         yield from _ledger_lines(dataset)
-        learned = _learned(dataset)
-        if learned is not None:
-            yield f"  masks: {learned:.1%} is learned on average"
+        learned_share = _learned_share(dataset)
+        if learned_share is not None:
+            yield f"  masks: {learned_share:.1%} is learned on average"
     yield ""
     yield from _cache_lines(budget)
     yield from _preview_lines(plan)
@@ -125,18 +128,21 @@ def _length_lines(plan: Plan) -> Iterator[str]:
         f"{counted(length.epochs, 'epoch')}"
     )
     if plan.resume is not None:
-        yield f"{continuation(plan.output_dir, plan.resume)} ({plan.resume.path.name}){_left(plan)}"
+        origin = f"{continuation(plan.output_dir, plan.resume)} ({plan.resume.path.name})"
+        yield f"{origin}{_remainder(plan)}"
 
 
-def _left(plan: Plan) -> str:
-    """What is left of a continued run whose data have changed."""
-    left = remaining_steps(plan)
-    if plan.same_data or not left:
+def _remainder(plan: Plan) -> str:
+    """The steps and epochs that remain of a continued run whose data have changed."""
+    steps = remaining_steps(plan)
+    if plan.same_data or not steps:
         return ""
     first = plan.origin.epoch
     last = plan.length.epochs
-    epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
-    return f"; {counted(left, 'step is', 'steps are')} left: {epochs} of today's data"
+    epochs = f"epochs {first} to {last}"
+    if first == last:
+        epochs = f"epoch {first}"
+    return f"; {counted(steps, 'step is', 'steps are')} left: {epochs} of today's data"
 
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
@@ -159,12 +165,12 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     # In a long ledger, only unused files are of interest.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused_lines()
     for entry in shown[:LONGEST_LEDGER]:
-        yield escape_controls(f"  {entry.name}: {_fate(entry)}")
+        yield escape_controls(f"  {entry.name}: {_use_of(entry)}")
     if len(shown) > LONGEST_LEDGER:
         yield f"  and {len(shown) - LONGEST_LEDGER} more"
 
 
-def _fate(entry: LedgerEntry) -> str:
+def _use_of(entry: LedgerEntry) -> str:
     """How a file is used, or why it is not."""
     geometry = entry.geometry
     if entry.use or geometry is None or entry.original_size is None:
@@ -196,8 +202,8 @@ def _cache_lines(budget: Budget) -> Iterator[str]:
         yield f"Caches: about {size} will be downloaded first; then everything is encoded once."
         return
     noun = plan.spec.media_noun
-    yield _cached("captions and prompts", listing.texts)
-    yield _cached(noun, listing.ahead)
+    yield _cache_line("captions and prompts", listing.texts)
+    yield _cache_line(noun, listing.ahead)
     later = len(listing.encoded_in_training)
     if later:
         yield (
@@ -210,10 +216,10 @@ def _cache_lines(budget: Budget) -> Iterator[str]:
             flops = feature_costs(plan.spec, listing).flops
             seconds = duration_text(flops / budget.device.rates.matmul)
             time = f" (about {seconds}, and the time to decode them)"
-        yield f"{_cached('features', listing.features)}{time}"
+        yield f"{_cache_line('features', listing.features)}{time}"
 
 
-def _cached(title: str, entries: Entries[Any]) -> str:
+def _cache_line(title: str, entries: Entries[Any]) -> str:
     absent = len(entries.missing)
     total = len(entries)
     return f"Cache of {title}: {total - absent} of {total} exist, {absent} to encode"
@@ -231,8 +237,10 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         sizes = ", ".join(map(str, plan.sizes))
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
         count, subjects = previews_of_a_round(plan)
-        more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
-        yield f"Previews {_preview_intervals(plan)} at {sizes}: {names}{more}"
+        per_round = ""
+        if subjects > len(plan.prompts):
+            per_round = f", {count} {plan.spec.media_noun} a round"
+        yield f"Previews {_preview_intervals(plan)} at {sizes}: {names}{per_round}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
 
@@ -288,8 +296,8 @@ def _device_line(device: Device) -> str:
 def _process_lines(budget: Budget) -> Iterator[str]:
     launch = budget.config.launch
     machines = counted(launch.num_machines, "machine")
-    way = parallelism(launch, budget.config.offload)
-    yield f"  {launch.num_processes} processes on {machines}, one per device, {way}"
+    method = parallelism(launch, budget.config.offload)
+    yield f"  {launch.num_processes} processes on {machines}, one per device, {method}"
     if launch.sequence_parallel_size > 1:
         yield (
             f"  the tokens of a sample are shared by {launch.sequence_parallel_size} processes, "
@@ -377,8 +385,10 @@ def _time_lines(budget: Budget) -> Iterator[str]:
     training, previews = remaining_seconds(budget)
     step = duration_text(budget.step_seconds)
     steps = f"{duration_text(training)} for {counted(remaining_steps(plan), 'step')}"
-    more = f", and {duration_text(previews)} for previews" if previews else ""
-    yield f"  about {step} a step, {steps}{more}; without filling the caches"
+    preview_time = ""
+    if previews:
+        preview_time = f", and {duration_text(previews)} for previews"
+    yield f"  about {step} a step, {steps}{preview_time}; without filling the caches"
     if previews:
         count = preview_rounds(plan)
         share = previews / (training + previews)
@@ -417,7 +427,9 @@ def halved_previews(plan: Plan) -> str:
 def start_lines(budget: Budget) -> Iterator[str]:
     """A summary of the plan for the start of a run."""
     plan = budget.plan
-    kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
+    kind = "full fine-tune"
+    if plan.config.model.model_type == "lora":
+        kind = plan.config.lora.kind
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
     names = [dataset.id for dataset in plan.trained]
     noun = "datasets" if len(names) > 1 else "dataset"
@@ -468,7 +480,7 @@ def _document(budget: Budget) -> dict[str, Any]:
     settings = {
         key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)
     }
-    _, *lines = budget_lines(budget)
+    _, *lines = budget_lines(budget)  # without the line of the device
     return {
         "model": _model_in_json(budget),
         "output_dir": str(plan.output_dir),
@@ -563,7 +575,7 @@ def _seconds_in_json(budget: Budget) -> dict[str, float]:
     }
 
 
-def _learned(dataset: Dataset) -> float | None:
+def _learned_share(dataset: Dataset) -> float | None:
     """The mean share of a file that its mask leaves to learn; None without masks."""
     shares = dataset.white_shares.values()
     return sum(shares) / len(shares) if shares else None
@@ -579,5 +591,5 @@ def _dataset_in_json(dataset: Dataset) -> dict[str, Any]:
         "trained": dataset.config.is_trained,
         "repeats": dataset.repeats,
         "buckets": dataset.sizes(),
-        "learned": _learned(dataset),  # null without masks
+        "learned": _learned_share(dataset),  # null without masks
     }

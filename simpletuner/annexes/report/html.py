@@ -94,8 +94,8 @@ def with_lines_of(chart: Chart, name: str, compared: Sequence[Chart]) -> Chart:
     """A chart with the lines of another run's chart of the same title; not of histograms.
 
     Args:
-        name: of the other run.
-        compared: its charts.
+        name: name of the other run.
+        compared: charts of the other run.
     """
     if chart.bars:
         return chart
@@ -236,6 +236,7 @@ def _mfu_chart(metrics: Columns) -> Iterator[Chart]:
 
 def _minor_charts(metrics: Columns) -> Iterator[Chart]:
     """Charts, shown on request, of all other columns."""
+    # Charts of their own, or none: see `Figure`.
     drawn = {figure.name for figure in FIGURES if figure.curve or not figure.has_curve}
     for key in metrics.names:
         if key in drawn or key in NOT_MEASURED or key.startswith(EVALUATED):
@@ -353,7 +354,7 @@ MAIN_PROMPT = "validation"
 ROWS = 24
 CELLS = 96
 FEWEST_COLUMNS = 4
-# Bytes of all previews; base64 adds a third.
+# Bytes of all previews in a page; base64 adds a third.
 BUDGET = 6_000_000
 SIDES = (1024, 768, 512, 384, 256, 128)
 QUALITY = 82
@@ -398,8 +399,8 @@ class PreviewGrid:
     hidden_rows: int = 0
 
     @property
-    def compares(self) -> bool:
-        """Whether a row has two previews to compare."""
+    def has_comparison(self) -> bool:
+        """Whether any row has two previews to compare."""
         for row in self.rows:
             for line in (row.plain, row.averaged):
                 shown = [cell for cell in line if cell is not None and cell.source]

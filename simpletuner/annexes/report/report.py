@@ -165,8 +165,7 @@ def _as_text(value: Any) -> str:
 
 @dataclass
 class RunReport(Companion):
-    """Companion that rewrites `training_report.html` at intervals, after new previews, and at the
-    end.
+    """Rewrites `training_report.html` at intervals, after new previews, and at the end.
 
     If the report cannot be written, a single warning is logged and the run continues.
     """

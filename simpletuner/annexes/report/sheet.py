@@ -141,17 +141,17 @@ class Sheet:
             CELL * record.height // max(record.width, record.height) for record in records
         )
         width = (CELL + MARGIN) * len(self.steps) + MARGIN
-        letters = int((width - MARGIN) / font.getlength("n"))
+        line_length = int((width - MARGIN) / font.getlength("n"))  # in characters
         labels: dict[object, list[str]] = {}  # the lines above a row
         for record in records:
             text = f"{record.short_name}: {record.prompt or '(empty prompt)'}"
-            labels[record.row] = wrap(text, letters)
+            labels[record.row] = wrap(text, line_length)
         lines = sum(len(label) for label in labels.values())
         height = line_height * (1 + lines) + cell_height * len(labels)
         sheet = Image.new("RGB", (width, height), "white")
         draw = ImageDraw.Draw(sheet)
 
-        left: dict[int, int] = {}  # of a column
+        left: dict[int, int] = {}  # of a column, by step
         for column, step in enumerate(self.steps):
             left[step] = MARGIN + column * (CELL + MARGIN)
             mark = ", lowest evaluation loss" if step == self.best else ""
@@ -176,8 +176,8 @@ class RenderRecipe:
     """The part of a render's recipe that a page shows; the file beside the render has more keys.
 
     Attributes:
-        step: of the weights; None for a LoRA file without it.
-        strength: of the LoRA; 0 is the base model.
+        step: step of the weights; None for a LoRA file that does not store it.
+        strength: strength of the LoRA; 0 is the base model.
     """
 
     prompt: str
@@ -204,15 +204,17 @@ def samples_in(folder: Path) -> list[MediaRecord]:
     recipes = recipes_in(folder)
     strengths: dict[tuple[Any, ...], set[float]] = defaultdict(set)  # newest row first
     for recipe in recipes.values():
-        strengths[row_of(recipe)] |= {recipe["strength"]} - {0}
+        row_strengths = strengths[row_of(recipe)]
+        if recipe["strength"] != 0:
+            row_strengths.add(recipe["strength"])
 
     records: dict[tuple[Any, ...], MediaRecord] = {}
     for path, recipe in recipes.items():
-        row_strengths = [recipe["strength"]]
+        rows = [recipe["strength"]]
         if recipe["strength"] == 0:
             recipe = {**recipe, "step": 0}
-            row_strengths = sorted(strengths[row_of(recipe)]) or [1]
-        for strength in row_strengths:
+            rows = sorted(strengths[row_of(recipe)]) or [1]
+        for strength in rows:
             title = f"{recipe['prompt']:.50}, seed {recipe['seed']}"
             if strength != 1:
                 title += f", at {strength:g}"

@@ -44,7 +44,7 @@ class SideStream:
     def end_of_compute(self) -> torch.cuda.Event | None:
         """An event after all compute so far, for `after_compute` in another thread.
 
-        There, the current stream would be another one.
+        The current stream is a property of the thread, so that thread cannot record the event.
         """
         if self.stream is None:
             return None

@@ -53,7 +53,7 @@ def round_rows(rows: Tensor, fold: Tensor | None, dtype: torch.dtype) -> tuple[T
     folded = rows if fold is None else rows * fold
     norm = torch.linalg.vector_norm(folded, math.inf, -1, keepdim=True, dtype=torch.float32)
     scale = norm.div_(largest).clamp_min_(TINY)
-    # float32 also for bf16 rows. In place if the rows are a copy.
+    # float32 also for bf16 rows. `folded` is a copy if there is a fold, so it is divided in place.
     exact = rows / scale if fold is None else folded.div_(scale)
     if dtype is torch.int8:
         exact = exact.round_()  # conversion to float8 rounds, to int8 truncates
@@ -91,7 +91,8 @@ def multiply(
             scale,
             columns,
             out_dtype=torch.bfloat16,
-            # Has fewer bits on Ada and Hopper, so gradients, which have a fold, do without.
+            # Sums have fewer bits on Ada and Hopper, which is too few for gradients; only these
+            # have a fold.
             use_fast_accum=fold is None,
         )
     return out.to(rows.dtype)
