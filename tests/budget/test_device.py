@@ -205,16 +205,37 @@ def test_measured_rates_count_only_for_their_device(
 ) -> None:
     monkeypatch.setattr(module, "query_gpu", lambda: Gpu("NVIDIA H100 80GB HBM3", 80e9))
     assumed = find_device(output_dir=tmp_path).rates
-    for name, matmul in (("NVIDIA H100 80GB HBM3", 300e12), ("another", assumed.matmul)):
-        write_rates(tmp_path, DeviceRates(name, 300e12, None, "bfloat16"))
-        rates = find_device(output_dir=tmp_path).rates
-        assert rates.matmul == matmul
-        assert rates.attention / rates.matmul == assumed.attention / assumed.matmul
-        assert (rates.memory, rates.transfer) == (assumed.memory, assumed.transfer)
+
+    write_rates(tmp_path, DeviceRates("NVIDIA H100 80GB HBM3", 300e12, None, "bfloat16"))
+    rates = find_device(output_dir=tmp_path).rates
+    assert rates.matmul == 300e12
+    assert rates.attention / rates.matmul == assumed.attention / assumed.matmul
+    assert (rates.memory, rates.transfer) == (assumed.memory, assumed.transfer)
+
+    write_rates(tmp_path, DeviceRates("another", 300e12, None, "bfloat16"))
+    assert find_device(output_dir=tmp_path).rates == assumed
+
+
+def test_a_matmul_rate_in_float32_does_not_count_for_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "query_gpu", lambda: Gpu("NVIDIA H100 80GB HBM3", 80e9))
+    assumed = find_device(output_dir=tmp_path).rates
+
     write_rates(tmp_path, DeviceRates("NVIDIA H100 80GB HBM3", 30e12, 20e9, "float32"))
+
     rates = find_device(output_dir=tmp_path).rates
     assert (rates.matmul, rates.transfer) == (assumed.matmul, 20e9)
+
+
+def test_a_damaged_file_of_rates_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "query_gpu", lambda: Gpu("NVIDIA H100 80GB HBM3", 80e9))
+    assumed = find_device(output_dir=tmp_path).rates
+
     (tmp_path / "device_rates.json").write_text("{")
+
     assert find_device(output_dir=tmp_path).rates == assumed
 
 

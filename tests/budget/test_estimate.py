@@ -1,6 +1,4 @@
-"""The memory model: known peaks of published models, real optimizer states, and what each switch
-takes off.
-"""
+"""The memory model: peaks of published models, optimizer states, and what each switch saves."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ SANA = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
 def lora(cost: TransformerCost, targets: list[str]) -> StepModel:
-    """A bf16 model with float32 adapters of rank 16 under AdamW, as the peaks below were
-    metered.
-    """
+    """A bf16 model with float32 adapters of rank 16 and AdamW, as in the metered runs below."""
     adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), targets)))
     config = make_config(
         optimizer="adamw", validation_torch_compile=False, group_offload_use_stream=True
@@ -355,17 +351,18 @@ def test_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
 def test_temporaries_of_an_update_are_counted(
     lite: TransformerCost, name: OptimizerName, is_full: bool, bytes_per_number: int
 ) -> None:
-    """That is needed after the backward pass, whose activations are gone by then. What a weight
-    needs is metered in `tests/training/test_optimizers.py`."""
+    """They are needed after the backward pass, when its activations are freed.
+
+    The bytes per number are metered in `tests/training/test_optimizers.py`.
+    """
     setup = lora(lite, KANDINSKY)
     if is_full:
         setup = replace(setup, adapters=NO_ADAPTERS)
     updated = under(setup, optimizer=name)
     assert updated.update_bytes == bytes_per_number
     memory = updated.memory(LOAD)
-    temporary = bytes_per_number * (
-        lite.parameters if is_full else lite.adapter_parameters(setup.adapters)
-    )
+    numbers = lite.parameters if is_full else lite.adapter_parameters(setup.adapters)
+    temporary = bytes_per_number * numbers
     assert memory.update == pytest.approx(
         max(0, temporary - memory.inputs - memory.block - memory.outside)
     )

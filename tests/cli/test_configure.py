@@ -110,8 +110,9 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 @pytest.fixture
 def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
-    """Ask one question about a new config, and return the settings; `doubt` answers whether to keep
-    a doubtful one.
+    """Asks one question about a new config and returns the settings.
+
+    `doubt` is the answer to whether a doubtful value is kept.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

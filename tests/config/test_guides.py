@@ -20,9 +20,7 @@ SANA = "sanavideo"
 
 
 def block(family: str, name: str) -> str:
-    """A block of a guide. Lines that the guide shows without braces get them here, as a reader
-    would do.
-    """
+    """A block of a guide; lines that the guide shows without braces get them, as by its reader."""
     path = GUIDES / family / name
     text = path.read_text(encoding="utf-8")
     return f"{{{text}}}" if path.suffix == ".fragment" else text

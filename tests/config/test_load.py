@@ -199,9 +199,7 @@ def test_a_written_config_has_every_key() -> None:
 
 
 def test_only_the_first_unknown_keys_get_a_suggestion() -> None:
-    """Each suggestion takes milliseconds, and thousands of unknown keys are another kind of
-    file.
-    """
+    """Suggestions take milliseconds; a file with thousands of unknown keys is not a config."""
     _, problems = load(*((f"learning_rte_{number}", 1) for number in range(200)))
 
     suggested = [problem for problem in problems if "Did you mean" in problem]

@@ -206,10 +206,14 @@ def test_lists_may_be_json_or_comma_separated() -> None:
     assert "cannot be used" in problem.message
 
 
-def test_steps_and_repeats_are_bounded() -> None:
-    for key, value in (("max_train_steps", 10**18), ("max_train_steps", "1e18")):
-        (problem,) = read(key, value)[1]
-        assert "is out of range; it must be ≤ 1000000000." in problem.message
+@pytest.mark.parametrize("value", [10**18, "1e18"])
+def test_steps_are_bounded(value: int | str) -> None:
+    _, (problem,) = read("max_train_steps", value)
+
+    assert "is out of range; it must be ≤ 1000000000." in problem.message
+
+
+def test_repeats_are_bounded() -> None:
     problems = Problems()
 
     build_group(DatasetConfig, {"id": "a", "repeats": 100_000}, problems)

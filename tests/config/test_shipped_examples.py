@@ -31,9 +31,7 @@ NAMES = {
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t2i_checkpoint: Path) -> Workspace:
-    """`cp config/X.example config/X` for every X, a model, and pictures where the dataset file
-    looks for them.
-    """
+    """`cp config/X.example config/X` for every X, with a model and the pictures of the dataset."""
     monkeypatch.chdir(tmp_path)
     workspace = Workspace(tmp_path)
     (tmp_path / "config").mkdir()

@@ -1,5 +1,6 @@
-"""Pages in other languages have the code blocks of the English ones; `python -m tests.docs.plans`
-copies them.
+"""Pages in other languages have the code blocks of the English ones.
+
+`python -m tests.docs.plans` copies them.
 """
 
 from __future__ import annotations

@@ -133,9 +133,11 @@ def broken_entries() -> Iterator[dict[str, Any]]:
         values = unusual(option) if option.choices or is_remote else []
         if key not in ("id", "type", "dataset_type"):
             # A table is a file, which no words of a message can make.
-            yield from (
-                {key: value} for value in values or ["words"] * is_remote if value != "parquet"
-            )
+            if not values and is_remote:
+                values = ["words"]
+            for value in values:
+                if value != "parquet":
+                    yield {key: value}
     for value in (1, 40):
         yield {"resolution": value, "resolution_type": "pixel"}
 

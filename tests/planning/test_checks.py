@@ -118,14 +118,13 @@ def test_lr_end_is_ignored_by_schedulers_that_do_not_decay() -> None:
 def test_settings_that_start_after_the_last_step_are_warnings(
     switch: dict[str, Any], key: str
 ) -> None:
-    total_steps = 10
-    for settings, expected in (
-        ({**switch, key: 10}, [key]),
-        ({**switch, key: 9}, []),
-        ({key: 10, "validation_disable": True}, []),
-    ):
-        reported = found_by(check_total, make_config(**settings), total_steps)
-        assert [problem.where for problem in reported if not problem.fatal] == expected
+    def keys_of_warnings(**settings: Any) -> list[str]:
+        problems = found_by(check_total, make_config(**settings), 10)
+        return [problem.where for problem in problems if not problem.fatal]
+
+    assert keys_of_warnings(**switch, **{key: 10}) == [key]
+    assert keys_of_warnings(**switch, **{key: 9}) == []
+    assert keys_of_warnings(**{key: 10, "validation_disable": True}) == []
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,7 @@ def test_output_folder_must_not_be_the_home_or_root_folder(
 
 
 def test_every_number_has_limits() -> None:
-    """Above a default limit of a billion, which is for steps, every number that is no count says
-    what is plausible.
-    """
+    """The default limit of a billion is for counts of steps; other numbers set tighter limits."""
     free = {"seed", "validation_seed", "caption_shuffle.seed"}
     for name, option in {**all_options(), **dataset_options()}.items():
         if option.type_name == "number" and name not in free:

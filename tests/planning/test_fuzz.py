@@ -1,5 +1,6 @@
-"""Whatever a file holds, a plan answers with 0 or 2 and never with a traceback. Seeded, so that a
-failure repeats.
+"""Whatever a file holds, a plan exits with 0 or 2, without a traceback.
+
+Files are drawn from fixed seeds, so a failure repeats.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ Holder = subprocess.Popen[str]
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Callable[[Path], Holder]]:
-    """Starts a process that takes a folder's lock after a line of input, and releases it after
-    another.
-    """
+    """Starts a process that locks a folder after a line of input and releases it after the next."""
     started: list[Holder] = []
 
     def start(folder: Path) -> Holder:
@@ -272,9 +270,7 @@ def test_run_that_ends_keeps_the_lock_of_another_run(tmp_path: Path) -> None:
 def test_disk_without_locks_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    """The name of a living process, or of another machine that refreshes it, still refuses a second
-    run.
-    """
+    """A second run is still refused while the process in the lock file lives or refreshes it."""
 
     def refuse(file: BinaryIO, how: int) -> None:
         raise OSError(code, os.strerror(code))

@@ -122,30 +122,31 @@ def test_plan_is_available_as_json(workspace: Workspace, capsys: Capture) -> Non
     assert written == {"checkpoints", "latents", "text embeddings"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "has_estimate"),
+    [
+        (["learning_rte=1", "lora_rank=x"], False),
+        (["--device-memory=0.001"], True),
+    ],
+)
 def test_json_has_every_problem_and_the_same_exit_code(
-    workspace: Workspace, capsys: Capture
+    workspace: Workspace, capsys: Capture, settings: list[str], has_estimate: bool
 ) -> None:
-    for settings, has_estimate in (
-        (("learning_rte=1", "lora_rank=x"), False),
-        (("--device-memory=0.001",), True),
-    ):
-        capsys.readouterr()
+    assert workspace.run("plan", *settings) == 2
+    as_text = capsys.readouterr()
+    assert workspace.run("plan", "--json", *settings) == 2
+    as_json = capsys.readouterr()
 
-        assert workspace.run("plan", *settings) == 2
-        as_text = capsys.readouterr()
-        assert workspace.run("plan", "--json", *settings) == 2
-        as_json = capsys.readouterr()
-
-        document = json.loads(as_json.out)
-        errors = []
-        for problem in document["problems"]:
-            if problem["fatal"]:
-                errors.append(f"error: {problem['key']}: {problem['message']}")
-        printed = [line for line in as_text.err.splitlines() if line.startswith("error: ")]
-        assert as_json.err == as_text.err
-        assert errors == printed
-        assert not document["ok"]
-        assert ("memory" in document) == has_estimate
+    document = json.loads(as_json.out)
+    errors = []
+    for problem in document["problems"]:
+        if problem["fatal"]:
+            errors.append(f"error: {problem['key']}: {problem['message']}")
+    printed = [line for line in as_text.err.splitlines() if line.startswith("error: ")]
+    assert as_json.err == as_text.err
+    assert errors == printed
+    assert not document["ok"]
+    assert ("memory" in document) == has_estimate
 
 
 def test_finished_run_has_no_remaining_steps(trained: Workspace, capsys: Capture) -> None:

@@ -204,9 +204,7 @@ def test_full_float32_on_a_gpu_changes_the_keys_of_latents(
     visible: str,
     expected: bool | None,
 ) -> None:
-    """Older entries of a GPU were computed in TF32; those of a CPU, and keys of captions, are what
-    they were.
-    """
+    """Older entries of a GPU were computed in TF32; keys of a CPU and of captions are unchanged."""
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with workspace.inside():
@@ -231,8 +229,9 @@ def test_cudnn_attention_is_disabled(workspace: Workspace) -> None:
 def test_tf32_is_off_where_a_float32_vae_runs_beside_training(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, ahead: bool, expected: bool, trains: bool
 ) -> None:
-    """A float32 VAE that encodes meanwhile would, so TF32 stays off; and when samples are compared
-    with previews.
+    """A float32 VAE that encodes during training must not use TF32.
+
+    Plans without datasets, of samples, do the same, so that samples equal previews.
     """
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [place.allow_tf32 for place in places]

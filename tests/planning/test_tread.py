@@ -1,6 +1,4 @@
-"""Token routes in a config: what is refused before a weight is loaded, with every problem at
-once.
-"""
+"""Token routes in a config: all their problems are reported before a weight is loaded."""
 
 from __future__ import annotations
 

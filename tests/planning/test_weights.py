@@ -136,9 +136,7 @@ def test_missing_variant_is_refused(workspace: Workspace, model: Path, capsys: C
 
 
 def test_file_truncated_after_the_check_is_named(model: Path) -> None:
-    """safetensors' own error is no OSError and no ValueError; it comes if a file changes between
-    check and loading.
-    """
+    """safetensors raises an error of its own, which is neither an OSError nor a ValueError."""
     part = Part("vae", "pretrained_vae_model_name_or_path", str(model), "vae", None, None)
     (file,) = (model / "vae").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100])

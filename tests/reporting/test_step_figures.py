@@ -1,6 +1,4 @@
-"""A figure of a step is one entry of a table, and shows wherever steps are recorded and
-displayed.
-"""
+"""A figure of a step is one entry of a table, and appears in all records and displays."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class MediaFolder:
         rate = spec.frame_rate or 1
         lengths = {name: clip.frames_at(rate) for name, clip in self.opened.clips.items()}
         frames, short = fit_length(lengths, longest, spec.frame_stride)
-        return replace(fit, frames=frames, wanted_frames=longest, short=short)
+        return replace(fit, frames=frames, usual_frames=longest, short=short)
 
     def fitted(self, entry: Mapping[str, Any], spec: FamilySpec, longest: int) -> dict[str, Any]:
         """A dataset entry with a resolution and a length that suit these files.

@@ -129,7 +129,7 @@ class NewRun:
         fit = self.media.fit(self.entry, self.spec, self.longest)
         if "resolution" in self.settings:
             # At the user's resolution, no file is left out for its size.
-            return replace(fit, resolution=fit.wanted, small=())
+            return replace(fit, resolution=fit.usual_resolution, small=())
         return fit
 
     @property

@@ -27,9 +27,11 @@ class Fit:
     Attributes:
         noun: pictures or clips.
         files: number of files whose size is known.
-        resolution: the edge of a square of the trained area; `wanted` is that of the model.
+        resolution: the edge of a square of the trained area.
+        usual_resolution: the resolution that the model is trained at.
         small: files that are left out because they are smaller.
-        frames: length of the trained clips; `wanted_frames` is that of the model; 1 for pictures.
+        frames: length of the trained clips; 1 for pictures.
+        usual_frames: the length that the model is trained at.
         short: clips that are left out because they are shorter.
         smallest: a resolution that enlarges no file, but for tiny ones.
     """
@@ -37,10 +39,10 @@ class Fit:
     noun: str
     files: int
     resolution: int
-    wanted: int
+    usual_resolution: int
     small: Sequence[str] = ()
     frames: int = 1
-    wanted_frames: int = 1
+    usual_frames: int = 1
     short: Sequence[str] = ()
     smallest: int = SMALLEST_SIZE
 
@@ -67,12 +69,12 @@ class Fit:
 
     def _notes(self) -> Iterator[tuple[str, str]]:
         """Facts and their remedies."""
-        if self.resolution < self.wanted:
+        if self.resolution < self.usual_resolution:
             yield (
                 f"Trained at {self.resolution}x{self.resolution} pixels: too many of the "
-                f"{self.noun} are smaller than {self.wanted}x{self.wanted}.",
+                f"{self.noun} are smaller than {self.usual_resolution}x{self.usual_resolution}.",
                 "For that size, take the small ones out of the folder, or enlarge them with "
-                f"resolution={self.wanted}.",
+                f"resolution={self.usual_resolution}.",
             )
         if self.small:
             yield (
@@ -80,10 +82,10 @@ class Fit:
                 f"{self.resolution}x{self.resolution}, and would be learned as blur.",
                 f"To train them too, {self._size_with_small}.",
             )
-        if self.frames < self.wanted_frames:
+        if self.frames < self.usual_frames:
             yield (
                 f"Trained on {counted(self.frames, 'frame')} of each clip instead of "
-                f"{self.wanted_frames}: too many clips are shorter.",
+                f"{self.usual_frames}: too many clips are shorter.",
                 "For longer ones, take the short clips out of the folder.",
             )
         if self.short:
@@ -105,36 +107,36 @@ class Fit:
         return f"{len(names)} of {self.files} {self.noun} ({shorten(names, MOST_NAMED)}) {verb}"
 
 
-def fit_size(edges: Mapping[str, int], wanted: int) -> tuple[int, list[str]]:
+def fit_size(edges: Mapping[str, int], usual_resolution: int) -> tuple[int, list[str]]:
     """The trained resolution, and the files that are left out because they are smaller.
 
     Args:
         edges: by file, the edge of the square that can be cut from it, or that has its area.
-        wanted: resolution of the model.
+        usual_resolution: the resolution that the model is trained at.
     """
-    usual = _exceeded_by_most(edges.values(), wanted)
+    edge_of_most = _exceeded_by_most(edges.values(), usual_resolution)
     # Slight enlargement is better than a size that the model was not trained at.
-    resolution = wanted
-    if usual * ACCEPTED_ENLARGEMENT < wanted:
-        resolution = min(wanted, rounded_size(usual))
-    if usual * ACCEPTED_ENLARGEMENT < resolution:
+    resolution = usual_resolution
+    if edge_of_most * ACCEPTED_ENLARGEMENT < usual_resolution:
+        resolution = min(usual_resolution, rounded_size(edge_of_most))
+    if edge_of_most * ACCEPTED_ENLARGEMENT < resolution:
         return resolution, []  # all are tiny, and enlarged
     small = [name for name, edge in edges.items() if edge * ACCEPTED_ENLARGEMENT < resolution]
     return resolution, small
 
 
-def fit_length(lengths: Mapping[str, int], wanted: int, stride: int) -> tuple[int, list[str]]:
+def fit_length(lengths: Mapping[str, int], usual_frames: int, stride: int) -> tuple[int, list[str]]:
     """The number of trained frames, and the clips that are left out because they are shorter.
 
     Args:
         lengths: frames by clip, at the frame rate of the model.
-        wanted: frames that the model is trained with.
-        stride: of the frames that make a latent frame.
+        usual_frames: the length that the model is trained at.
+        stride: number of frames that make a latent frame.
     """
     # Stills, saved as clips of a few frames, must not shorten all clips.
     moving = {name: length for name, length in lengths.items() if length > stride} or lengths
-    usual = _exceeded_by_most(moving.values(), wanted)
-    frames = fitting_frames(min(wanted, usual), stride)
+    length_of_most = _exceeded_by_most(moving.values(), usual_frames)
+    frames = fitting_frames(min(usual_frames, length_of_most), stride)
     return frames, [name for name, length in lengths.items() if length < frames]
 
 
