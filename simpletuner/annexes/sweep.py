@@ -179,7 +179,7 @@ class SweepRenderer:
             problems.raise_if_fatal()
             plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
         except UserError as error:
-            events.say(
+            events.notify(
                 f"The evaluation loss at each strength is not measured: {error}", warning=True
             )
             return None
@@ -381,7 +381,7 @@ def render_sweep(
     # stay valid.
     missing = [job for job in jobs if not name(job).exists()]
     if len(missing) < len(jobs):
-        events.say(f"{len(jobs) - len(missing)} of {len(jobs)} cells exist already.")
+        events.notify(f"{len(jobs) - len(missing)} of {len(jobs)} cells exist already.")
     held_out = None
     if len(strengths) > 1 and sheet.best is not None:
         held_out = renderer.held_out(run, arguments, events)

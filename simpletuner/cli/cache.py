@@ -80,7 +80,7 @@ def verify(context: typer.Context) -> None:
         # Progress goes to stderr; stdout lists only the damaged entries, so that it can be piped.
         with shown_events(sys.stderr) as events:
             if verification.last:
-                events.say(f"Continuing an earlier verification of {folder}.")
+                events.notify(f"Continuing an earlier verification of {folder}.")
             with events.phase(f"Verifying {folder}", len(keys), "entries") as phase:
                 verification.read(folder, keys, phase.advance)
         for key, reason in verification.damaged.items():

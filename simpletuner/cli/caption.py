@@ -48,17 +48,17 @@ def caption(
     files = list(uncaptioned(survey.datasets, dataset))[:limit]
     with logged_events() as events:
         for note in unread(files):
-            events.say(note, warning=True)
+            events.notify(note, warning=True)
         # A second call on a captioned folder ends at once.
         if not files:
-            events.say("Every picture and clip has a caption.")
+            events.notify("Every picture and clip has a caption.")
             return
         with events.phase("Loading torch"), without_gc():
             # At the wall: torch comes with the model, so only once there is something to write.
             from simpletuner.annexes.captions.captioner import described, write_captions
         if preview:
             for file, text in described(survey, thin(files, PREVIEWED), wording, events):
-                events.say(f"{file.path}\n  {text}")
+                events.notify(f"{file.path}\n  {text}")
         else:
             written = write_captions(survey, files, wording, events)
-            events.say(f"Captions written: {written}; files left out: {len(files) - written}.")
+            events.notify(f"Captions written: {written}; files left out: {len(files) - written}.")

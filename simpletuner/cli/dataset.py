@@ -28,4 +28,4 @@ def dataset(
     survey = plan_survey(context.args, cached=cached)
     with shown_events() as events:
         write_page(survey, out, events)
-        events.say(f"Saved {out}")
+        events.notify(f"Saved {out}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
-from simpletuner.annexes.fitting.show import say_warnings
+from simpletuner.annexes.fitting.show import publish_warnings
 from simpletuner.annexes.outcome import Comparison
 from simpletuner.annexes.publishing.uploads import Hub, open_uploads
 from simpletuner.annexes.replay.autopsy import Autopsy
@@ -39,7 +39,7 @@ def execute(
         budget = on_cpu(budget)
         slow = Problems()
         check_gpu(budget, slow)
-        say_warnings(events, slow)
+        publish_warnings(events, slow)
         with announced_end(plan, events, world):
             with_consent(budget, yes=yes)
     run_plan(budget, events, open_companions(plan, hub, events, world), world)
@@ -47,7 +47,7 @@ def execute(
 
 def finish(plan: Plan, ledger: Ledger, hub: Hub | None, events: EventStream, world: World) -> None:
     """Complete what an earlier session has not finished after its last step."""
-    events.say(
+    events.notify(
         f"Training is done, to step {ledger.step}. An earlier session has not finished: {ledger}."
     )
     finish_run(plan, ledger, events, open_companions(plan, hub, events, world))

@@ -74,7 +74,7 @@ def sample(
     )
     with checked_samples(request, logged_events()) as samples:
         for path in samples.render():
-            samples.events.say(f"Saved {path}")
+            samples.events.notify(f"Saved {path}")
 
 
 @app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
@@ -113,8 +113,8 @@ def sweep(
     )
     with checked_samples(request, logged_events()) as samples:
         sheet = samples.compare()
-        samples.events.say(sheet.verdict)
-        samples.events.say(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
+        samples.events.notify(sheet.verdict)
+        samples.events.notify(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
 
 
 def sweep_folder(run: Path) -> Path:
@@ -236,12 +236,12 @@ def checked_samples(
     prepare_output(plan.output_dir)
     with shown as events:
         for warning in plan.warnings:
-            events.say(str(warning), warning=True)
+            events.notify(str(warning), warning=True)
         names = ", ".join(sampled.name for sampled in weights)
-        events.say(f"{plan.spec.title} {plan.flavour.name}, {names}")
-        events.say(fit_line(budget))
+        events.notify(f"{plan.spec.title} {plan.flavour.name}, {names}")
+        events.notify(fit_line(budget))
         for decision in budget.decisions:
-            events.say(f"  offload auto: {decision}")
+            events.notify(f"  offload auto: {decision}")
         with events.phase("Loading torch"), without_gc():
             # The wall: torch and the classes of the family take seconds to import.
             from simpletuner.models.adapter import load_adapter

@@ -14,7 +14,7 @@ import typer
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import shown_events
 from simpletuner.annexes.fitting.ready import plan_that_fits
-from simpletuner.annexes.fitting.show import log_plan, say_warnings, start_lines
+from simpletuner.annexes.fitting.show import log_plan, publish_warnings, start_lines
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
 from simpletuner.annexes.processes.agreement import plan_in_every_process
 from simpletuner.annexes.processes.group import print_error, process_group
@@ -229,16 +229,16 @@ def recorded_events(
 def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Announce the run, make the checks that the plan could not, and train."""
     plan = budget.plan
-    say_warnings(events, plan.warnings)
+    publish_warnings(events, plan.warnings)
     for decision in budget.decisions:
-        events.say(f"offload auto: {decision}")
+        events.notify(f"offload auto: {decision}")
     ledger = None  # what an earlier session has left to do after its last step
     if plan.is_finished:
         ledger = world.main_only(lambda: read_ledger(plan.output_dir))
         if ledger is None:
             done = counted(plan.length.total_steps, "step is done", "steps are done")
             more = f"To train longer, raise {length_key(plan)}; for another run, change output_dir."
-            events.say(f"This run is finished: {done}. Results: {plan.output_dir}. {more}")
+            events.notify(f"This run is finished: {done}. Results: {plan.output_dir}. {more}")
             return
     hub = None
     # Credentials without write access fail now instead of after hours of training.

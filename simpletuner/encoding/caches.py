@@ -168,14 +168,14 @@ def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
         left_out = Problems()
         summarise_rejected(dataset, left_out)
         for problem in left_out:
-            events.say(str(problem), warning=True)
+            events.notify(str(problem), warning=True)
     if share.count == 1:
-        events.say("The caches are complete.")
+        events.notify("The caches are complete.")
         return
     listing = filler.listing
     entries: list[AnyEntry] = [*listing.texts, *listing.ahead, *listing.features]
     part = f"{len(share.of(entries))} of {len(entries)} entries"
-    events.say(f"Share {share.index + 1} of {share.count} is complete: {part}.")
+    events.notify(f"Share {share.index + 1} of {share.count} is complete: {part}.")
 
 
 def prepare_caches(

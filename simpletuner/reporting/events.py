@@ -282,7 +282,7 @@ class EventStream:
                 self._subscriptions.remove(subscription)
                 log_failure(subscription.name, error)
 
-    def say(self, text: str, *, warning: bool = False, urgent: bool = False) -> None:
+    def notify(self, text: str, *, warning: bool = False, urgent: bool = False) -> None:
         """Publish a line for users, with secrets hidden; see `Notice`."""
         self.publish(Notice(redact(text), warning, urgent))
 

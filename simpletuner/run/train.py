@@ -99,7 +99,7 @@ def run_plan(
         loader = session.loader
         budget = replace(budget, plan=plan)
         if plan.resume:
-            events.say(f"Continuing from {plan.resume.path.name}")
+            events.notify(f"Continuing from {plan.resume.path.name}")
         contexts.enter_context(closing(loader))
         # Until all have read the checkpoint, which the start of a branch may move.
         world.barrier()
@@ -116,7 +116,7 @@ def run_plan(
         if rehearsed:
             with events.phase("Rehearsing the memory peaks", stage="init_prepare_models"):
                 for line in rehearse(session, validation, budget):
-                    events.say(line)
+                    events.notify(line)
         # Left before the result is published, when no step is left to finish and Ctrl-C interrupts
         # immediately.
         with ExitStack() as around_training:
@@ -165,12 +165,12 @@ def begin_records(
     with writing_to(plan.output_dir):
         branch = start_line(plan.output_dir, plan.resume)
     if branch is not None:
-        events.say(f"Moved to {plan.output_dir / branch_folder(branch.line)}: {branch.rest}.")
+        events.notify(f"Moved to {plan.output_dir / branch_folder(branch.line)}: {branch.rest}.")
     if step:
         for file in (METRICS_FILE, MEDIA_FILE):
             damage = describe_damage(plan.output_dir / file)
             if damage:
-                events.say(damage, warning=True)
+                events.notify(damage, warning=True)
     # Before the companions, which read the record.
     record = RunRecord(plan.output_dir, step)
     events.subscribe("The record", record, ends_run=Exception)
@@ -212,7 +212,7 @@ def drop_late_requests(plan: Plan, events: EventStream) -> None:
     """Remove the requests that were made after the last step, and log them."""
     requests = take_requests(plan.output_dir)
     if requests:
-        events.say(f"Requested after the last step, so not done: {', '.join(requests)}.")
+        events.notify(f"Requested after the last step, so not done: {', '.join(requests)}.")
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Recorder(Callback):
         self.events.publish(completed)
         notice = self.slow_steps.add(report)
         if notice:
-            self.events.say(notice)
+            self.events.notify(notice)
 
 
 def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:
@@ -130,7 +130,7 @@ class RequestHandler(Callback):
                 self._stop(state, total_steps, "as requested.")
             elif request == "stop_at_epoch_end":
                 self.ends_with_epoch = True
-                self.events.say(
+                self.events.notify(
                     f"The run will stop at the end of epoch {report.epoch}, as requested."
                 )
             else:

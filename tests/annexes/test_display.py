@@ -168,7 +168,7 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(
                 phase.advance(3, note="[bold]file[/].txt")
             events.publish(running(300, start_step=100))
             events.publish(report(101))
-            events.say("a line above")
+            events.notify("a line above")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -1008,13 +1008,13 @@ def test_the_same_answer_to_everything_ends(
 ) -> None:
     asked = 0
 
-    def say(prompt: str) -> str:
+    def reply(prompt: str) -> str:
         nonlocal asked
         asked += 1
         assert asked < 1000, prompt
         return answer
 
-    monkeypatch.setattr("builtins.input", say)
+    monkeypatch.setattr("builtins.input", reply)
 
     assert main(["configure"]) in (0, 2)
 

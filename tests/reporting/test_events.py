@@ -30,8 +30,8 @@ def test_a_subscriber_that_raises_is_named_once_and_removed(
     events.subscribe("My exporter", fail)
     events.subscribe("The others", received.append)
     with caplog.at_level(logging.WARNING, logger=LOGGER):
-        events.say("one")
-        events.say("two")
+        events.notify("one")
+        events.notify("two")
 
     assert [text_of(event) for event in calls] == ["one"]
     assert [text_of(event) for event in received] == ["one", "two"]
@@ -51,7 +51,7 @@ def test_an_error_that_ends_the_run_reaches_the_publisher() -> None:
     events.subscribe("The log", fill_the_disk, ends_run=OSError)
 
     with pytest.raises(OSError, match="no space left"):
-        events.say("one")
+        events.notify("one")
 
 
 def test_an_error_that_does_not_end_the_run_is_only_logged(
@@ -63,7 +63,7 @@ def test_an_error_that_does_not_end_the_run_is_only_logged(
     events = EventStream()
     events.subscribe("The log", misread, ends_run=OSError)
 
-    events.say("one")
+    events.notify("one")
 
     assert "The log stopped working" in caplog.text
 
@@ -76,7 +76,7 @@ def test_ctrl_c_inside_a_subscriber_is_not_swallowed() -> None:
     events.subscribe("Busy", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
-        events.say("one")
+        events.notify("one")
 
 
 def test_a_subscriber_failing_at_its_own_event_is_named_once(
@@ -86,11 +86,11 @@ def test_a_subscriber_failing_at_its_own_event_is_named_once(
 
     def answer(event: Event) -> None:
         if text_of(event) == "question":
-            events.say("answer")
+            events.notify("answer")
         raise ValueError(text_of(event))
 
     events.subscribe("Talkative", answer)
-    events.say("question")
+    events.notify("question")
 
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
@@ -105,5 +105,5 @@ def test_required_subscribers_may_end_the_run() -> None:
     events = EventStream(received.append, fail)
 
     with pytest.raises(LookupError, match="enough"):
-        events.say("one")
+        events.notify("one")
     assert len(received) == 1

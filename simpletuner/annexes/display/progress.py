@@ -48,7 +48,7 @@ class Display:
         elif event.state in events.ENDED:
             self.close()
         if event.state in events.SHOWN:
-            self.say(event.message)
+            self.print_lines(event.message)
 
     def show(self, event: events.Event) -> None:
         """Show an event that does not change the state of the run."""
@@ -58,14 +58,14 @@ class Display:
         """Show that training begins."""
         raise NotImplementedError
 
-    def say(self, text: str) -> None:
+    def print_lines(self, text: str) -> None:
         """Print lines, unless they are empty."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Restore the terminal and print a summary of training. May be called more than once."""
         if self.pace is not None:
-            self.say(self.pace.summary())
+            self.print_lines(self.pace.summary())
             self.pace = None
 
 
@@ -155,19 +155,19 @@ class PlainDisplay(Display):
                 self._advance(event)
             case events.PhaseEnded():
                 del self._printed[event.phase]
-                self.say(f"{event.phase.title}: {ending(event)}")
+                self.print_lines(f"{event.phase.title}: {ending(event)}")
             case events.StepReport():
                 if self.pace is not None:
                     self._step(self.pace, event)
             case _:
-                self.say(line_of(event))
+                self.print_lines(line_of(event))
 
     def begin(self, pace: Pace) -> None:
         # Rounded up, for at most TRAINING_LINES.
         self._every = max(1, ceil_div(pace.total_steps - pace.step, TRAINING_LINES))
         self._printed_at = self._now()
         note = f", continuing after step {pace.step}" if pace.step else ""
-        self.say(f"Training: {counted(pace.total_steps, 'step')}{note}")
+        self.print_lines(f"Training: {counted(pace.total_steps, 'step')}{note}")
 
     def _advance(self, event: events.PhaseAdvanced) -> None:
         """Print the progress of a phase if a line is due."""
@@ -176,7 +176,7 @@ class PlainDisplay(Display):
             return
         self._printed[event.phase] = now
         note = f" ({event.note})" if event.note else ""
-        self.say(f"{event.phase.title}: {reached(event.phase, event.done)}{note}")
+        self.print_lines(f"{event.phase.title}: {reached(event.phase, event.done)}{note}")
 
     def _step(self, pace: Pace, event: events.StepReport) -> None:
         """Print the line of a step if one is due."""
@@ -184,9 +184,9 @@ class PlainDisplay(Display):
         is_due = is_first_or_last or event.step % self._every == 0
         if is_due or self._now() - self._printed_at >= LONGEST_SILENCE:
             self._printed_at = self._now()
-            self.say(step_line(pace, event))
+            self.print_lines(step_line(pace, event))
 
-    def say(self, text: str) -> None:
+    def print_lines(self, text: str) -> None:
         if text:
             self._stream.write(f"{text}\n")
             self._stream.flush()

@@ -68,12 +68,12 @@ class LiveDisplay(Display):
             case events.Notice(urgent=True):
                 self._print(Text(line_of(event), style="red"))
             case _:
-                self.say(line_of(event))
+                self.print_lines(line_of(event))
 
     def begin(self, pace: Pace) -> None:
         self._open()
 
-    def say(self, text: str) -> None:
+    def print_lines(self, text: str) -> None:
         self._print(Text(text))
 
     def close(self) -> None:

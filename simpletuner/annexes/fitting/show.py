@@ -61,10 +61,10 @@ def show_plan(budget: Budget, stream: TextIO) -> None:
         print(text, file=stream)
 
 
-def say_warnings(events: EventStream, warnings: Iterable[Problem]) -> None:
+def publish_warnings(events: EventStream, warnings: Iterable[Problem]) -> None:
     """Publish warnings; that of a missing GPU is urgent."""
     for warning in warnings:
-        events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
+        events.notify(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
 
 
 def plan_lines(budget: Budget) -> Iterator[str]:

@@ -325,7 +325,7 @@ def page_of_run(
     hint = ""
     if access.needs_token(listener):
         hint = f"/?token=TOKEN with the token in {access.source}"
-    events.say(f"Page: http://localhost:{port}{hint}")
+    events.notify(f"Page: http://localhost:{port}{hint}")
     try:
         yield
     finally:

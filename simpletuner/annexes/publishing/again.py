@@ -35,7 +35,7 @@ def publish_again(output_dir: Path, arguments: Arguments) -> None:
     lock = lock_output(output_dir, partial(last_id, output_dir / EVENTS_FILE))
     with lock, signals_as_interrupt(), shown_events() as events:
         for problem in arguments.problems:
-            events.say(str(problem), warning=True)
+            events.notify(str(problem), warning=True)
         hub = open_hub(settings, recorded["tracker_project_name"], events)
         uploads = Uploads(settings, output_dir, recorded["tracker_run_name"], hub, events)
         uploads.repeat()

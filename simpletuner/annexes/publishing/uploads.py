@@ -190,7 +190,7 @@ class Uploads(Companion):
                 time.sleep(0.002)
         except KeyboardInterrupt:
             if self.hub:
-                self.events.say(
+                self.events.notify(
                     "An upload was interrupted; to upload the rest: "
                     f"{repeat_command(self.output_dir)}"
                 )
@@ -276,14 +276,14 @@ class Uploads(Companion):
             except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
                 reason = f"Uploading {name} failed ({type(error).__name__}: {error})"
             if wait is not None:
-                self.events.say(f"{reason}; next attempt in {wait:g} s.", warning=True)
+                self.events.notify(f"{reason}; next attempt in {wait:g} s.", warning=True)
                 time.sleep(wait)
         self._fail(f"{reason}.")
         raise UploadError(reason)
 
     def _fail(self, reason: str) -> None:
         self.failed.append(reason)
-        self.events.say(reason, warning=True)
+        self.events.notify(reason, warning=True)
 
     def _run_script(self, key: str, script: str, folder: Path, step: int, url: str = "") -> None:
         """Run a program without a shell; a failure is a warning."""
@@ -307,9 +307,9 @@ class Uploads(Companion):
             )
         except subprocess.CalledProcessError as error:
             output = (error.stderr or error.stdout).strip()[-500:]
-            self.events.say(f"{key} exited with code {error.returncode}: {output}", warning=True)
+            self.events.notify(f"{key} exited with code {error.returncode}: {output}", warning=True)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            self.events.say(f"{key} failed: {error}", warning=True)
+            self.events.notify(f"{key} failed: {error}", warning=True)
 
 
 # Files that users load from a checkpoint or an output folder.
@@ -459,7 +459,7 @@ def open_hub(publish: PublishConfig, project: str, events: EventStream) -> Hub |
     hub = Hub(repository_name(publish.hub_model_id or project), publish.model_card_private)
     warning = hub.prepare()
     if warning:
-        events.say(warning, warning=True)
+        events.notify(warning, warning=True)
     return hub
 
 

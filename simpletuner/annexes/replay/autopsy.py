@@ -96,7 +96,7 @@ class Autopsy(Companion):
                     with world.uninterrupted():
                         error.add_note(self._write_folder(session, error))
                 except Exception as failed:  # noqa: BLE001 - it must not mask the run's error
-                    session.events.say(
+                    session.events.notify(
                         f"The folder for this failure could not be written: {failed}", warning=True
                     )
             raise
@@ -291,14 +291,14 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream) -> bool:
         whether a step fails again.
     """
     for change in changes(failure, plan):
-        events.say(change, warning=True)
+        events.notify(change, warning=True)
     session = _open_session(plan, events)
     with closing(session.loader):
         failed_again = _repeat(session, failure.step, events)
     if failed_again is None:
-        events.say(f"Step {failure.step} does not fail this time.")
+        events.notify(f"Step {failure.step} does not fail this time.")
         return False
-    events.say(_verdict(failure, *failed_again))
+    events.notify(_verdict(failure, *failed_again))
     return True
 
 

@@ -304,16 +304,16 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
     output = project.path("output")
     output.mkdir()
     stream = EventStream(EventLog(output, Payloads(every=0)))
-    stream.say("before")
+    stream.notify("before")
     run = TestClient(create_app(Project(project.folder))).get("/api/training/status").json()["run"]
     with serving(project.folder) as (port, server):
         first = Listener(port, run)
         late = Listener(port, run, last="0")
-        stream.say("one")
+        stream.notify("one")
         assert first.hear(1) == [(2, "one")]
         assert late.hear(2) == [(1, "before"), (2, "one")]
         first.close()
-        stream.say("two")
+        stream.notify("two")
         stream.publish(Notice("three", warning=True))
         ahead = Listener(port, run, last="99")  # its run was deleted, and this is another
         assert ahead.hear(1) == [(1, "before")]
@@ -321,7 +321,7 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
         assert again.hear(2) == [(3, "two"), (4, "three")]
         assert late.hear(2) == [(3, "two"), (4, "three")]
         (output / EVENTS_FILE).unlink()  # a new run in the same folder
-        EventStream(EventLog(output, Payloads(every=0))).say("anew")
+        EventStream(EventLog(output, Payloads(every=0))).notify("anew")
         assert late.hear(1) == [(1, "anew")]
         for each in (late, ahead, again):
             each.close()
