@@ -1,4 +1,4 @@
-"""Fixtures of rooms that the annexes stand around."""
+"""Fixtures of the core, extended for the annexes."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ __all__ = ["local_context"]
 
 @pytest.fixture
 def context(local_context: DataContext) -> DataContext:
-    """With the door to remote datasets."""
+    """The context of tests/data, with remote datasets."""
     return replace(local_context, collect=collect)

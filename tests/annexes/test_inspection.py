@@ -1,4 +1,4 @@
-"""verify, gc and explain, on folders with known faults."""
+"""`cache verify`, `gc` and `explain` on folders with known faults."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def file_of(store: CacheStore, key: LatentKey | TextKey) -> Path:
 
 
 def verify(folder: Path, stop_after: int | None = None) -> tuple[Verification, int]:
-    """The verification as it ends or is interrupted, and how many entries it read."""
+    """Verify a folder, or a number of its entries; returns how many were read, too."""
     verification = Verification.of(folder)
     count = itertools.count(1)
 

@@ -1,4 +1,4 @@
-"""What reaches the console and the file, and that no secret does."""
+"""What is logged to the console and to the file, without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is compared with its estimate, and stores the densities of attention that it measured."""
+"""A run is compared with its estimate, and stores its measured densities of attention."""
 
 from __future__ import annotations
 

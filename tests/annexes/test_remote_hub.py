@@ -1,4 +1,4 @@
-"""type huggingface on datasets that lie in a folder; `test_remote_plan` reads one from a hub."""
+"""Datasets of type huggingface in a folder; `test_remote_plan` reads one from a hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""type csv: addresses become files; and what is refused on the way."""
+"""Datasets of type csv: addresses become files, unless they are refused."""
 
 from __future__ import annotations
 

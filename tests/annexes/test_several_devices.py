@@ -1,4 +1,4 @@
-"""Several devices: memory of each and of the host, and what `offload: auto` makes of them."""
+"""Several devices: memory of a device and of the host, and the choices of `offload: auto`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a folder to a run: what is asked, what is written, and which commands follow."""
+"""`simpletuner start`: its questions, the files that it writes, and the commands that it runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def put_pictures(
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What is run on a machine with a GPU, instead of running it."""
+    """The commands that `start` would run on a machine with a GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
     called: list[list[str]] = []
@@ -686,7 +686,7 @@ def test_previews_have_the_training_size_and_take_a_fifth_of_the_run(
 def test_ctrl_c_waits_for_the_checkpoint(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """A terminal sends it to both; killed too early, training would lose what it saves."""
+    """A terminal sends it to both processes; training must not be killed while it saves."""
     monkeypatch.setattr(start, "run_command", CALL)
     put_pictures(Path("cat"), 1)
     stub = tmp_path / "python"
@@ -703,7 +703,7 @@ def test_ctrl_c_waits_for_the_checkpoint(
 def test_sigterm_reaches_the_training(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job scheduler ends `start` alone; the training must not go on without it."""
+    """A job scheduler ends only `start`; the training must not continue without it."""
     monkeypatch.setattr(start, "run_command", CALL)
     put_pictures(Path("cat"), 1)
     stub = tmp_path / "python"
@@ -779,7 +779,7 @@ def test_start_without_a_gpu_offers_a_tiny_model(
     assert [*find_models(kind)][-1] == model
 
     started = ["start", kind, "--purpose", "subject", "--trigger", "zkt, a cat"]
-    # It is never chosen unasked, and what would take days is refused before anything is written.
+    # The tiny model is not a default, and a run of days is refused before anything is written.
     assert main([*started, "--yes"]) == 2
     errors = capsys.readouterr().err
     assert "device: no GPU can be used here: about " in errors
@@ -790,7 +790,7 @@ def test_start_without_a_gpu_offers_a_tiny_model(
     assert not commands
     assert not Path("config").exists()
 
-    # Asked, it comes first, so that Enter takes what works here.
+    # In a terminal it is the first choice, so Enter chooses what works here.
     monkeypatch.setattr("builtins.input", lambda prompt: "")
     assert main(started) == 0
     assert commands[0] == ["train", f"env={kind}"]

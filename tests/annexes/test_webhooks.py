@@ -1,4 +1,4 @@
-"""Webhooks against a real server on this machine: what arrives, and what a bad receiver costs."""
+"""Webhooks and a real server on this machine: what arrives, and the cost of a bad receiver."""
 
 from __future__ import annotations
 

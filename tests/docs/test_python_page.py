@@ -1,4 +1,4 @@
-"""The page about Python and the notebook, run as sessions; fewer steps are the only difference."""
+"""The Python page and the notebook run as sessions, with fewer steps."""
 
 from __future__ import annotations
 
