@@ -37,8 +37,9 @@ app.add_typer(cache, name="cache")
 
 @cache.command(context_settings=PASS_THROUGH)
 def fill(context: typer.Context, shard: Shard = "1/1") -> None:
-    """Encode every caption and picture that is not cached yet, then stop. Takes the settings of
-    train.
+    """Encode every caption and picture that is not cached yet, then stop.
+
+    Takes the settings of train.
     """
     share = parse_shard(shard)
     plan = plan_caches(context.args)
@@ -68,8 +69,9 @@ def parse_shard(text: str) -> Share:
 def verify(context: typer.Context) -> None:
     """Read every entry of the configuration's caches and compare it with its checksum.
 
-    A verification stopped by Ctrl-C resumes where it stopped: verifying.json in each cache folder
-    records its progress.
+    A verification stopped by Ctrl-C resumes where it stopped.
+
+    Its progress is recorded in verifying.json in each cache folder.
     """
     plan = plan_caches(context.args)
     folders = cache_folders(plan)
@@ -104,8 +106,7 @@ def gc(
 
     Entries of other model families in a shared folder are kept.
 
-    Those of other configurations of the same family are listed too: keep them while you need these
-    configurations.
+    Those of other configurations of the family are listed too: keep them while you need these.
     """
     plan, listing = _listing(context.args)
     # The keys of all configured entries, cached or not.

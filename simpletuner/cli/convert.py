@@ -33,8 +33,11 @@ def convert(
 ) -> None:
     """Write a LoRA under the names of another program, or a full fine-tune as one file for ComfyUI.
 
-    SOURCE is a file, the output folder of a run, or one of its checkpoints: convert output/my-lora
-    --to comfyui. It is not changed. LoKr and LoHa are converted in their own form.
+    SOURCE is a file, the output folder of a run, or one of its checkpoints; it is not changed.
+
+    Example: convert output/my-lora --to comfyui
+
+    LoKr and LoHa are converted in their own form.
     """
     try:
         factor = parse_number(strength)

@@ -140,6 +140,33 @@ def test_paragraphs_of_help_are_wrapped(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["cache"],
+        ["cache", "fill"],
+        ["cache", "verify"],
+        ["cache", "gc"],
+        ["cache", "explain"],
+        ["convert"],
+        ["configure"],
+        ["sample"],
+    ],
+)
+def test_a_wide_terminal_shows_every_paragraph_of_help_on_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+    assert main([*command, "--help"]) == 0
+
+    help_text, *tables = capsys.readouterr().out.split("╭─ ")
+    paragraphs = re.split(r"\n\s*\n", help_text.strip())
+    rows = [row for table in tables for row in table.splitlines()]
+    assert [paragraph for paragraph in paragraphs if "\n" in paragraph] == []
+    assert [row for row in rows if row.startswith("│     ")] == []
+
+
+@pytest.mark.parametrize(
     ("key", "given", "expected"),
     [
         ("CUDA_DEVICE_ORDER", None, "PCI_BUS_ID"),  # GPUs are counted as the plan counts them
