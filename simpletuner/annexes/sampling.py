@@ -389,9 +389,13 @@ def _layers(
 
 def _warn_of_result(layers: Sequence[Layer], report: Problems) -> None:
     """Warn that a configuration's base model is rendered, not the LoRA that was trained with it."""
-    folders = [str(value) for layer in layers for key, value in layer.values if key == "output_dir"]
-    if folders and (home_path(folders[-1]) / lora_names.LORA_FILE).is_file():
-        command = f"simpletuner sample {shlex.quote(folders[-1])}"
+    output_dir: str | None = None
+    for layer in layers:
+        for key, value in layer.values:
+            if key == "output_dir":
+                output_dir = str(value)
+    if output_dir is not None and (home_path(output_dir) / lora_names.LORA_FILE).is_file():
+        command = f"simpletuner sample {shlex.quote(output_dir)}"
         report.warn(
             "source", f"the base model is rendered; for the result of this configuration: {command}"
         )

@@ -70,7 +70,7 @@ def test_saving_keeps_what_the_page_does_not_name(page: TestClient, folder: Path
     assert written["webhook_config"][0]["webhook_url"] == "https://discord.example/abcdefgh"
 
 
-def test_draft_with_problems_is_saved_and_told_so(page: TestClient, folder: Path) -> None:
+def test_draft_with_problems_is_saved_and_they_are_reported(page: TestClient, folder: Path) -> None:
     answer = put(page, {"learning_rate": "fast"})
     assert answer.status_code == 200
     told = {problem["key"]: problem["message"] for problem in answer.json()["problems"]}
@@ -83,7 +83,7 @@ def test_draft_with_problems_is_saved_and_told_so(page: TestClient, folder: Path
     assert (nan.status_code, nan.json()["values"]["learning_rate"]) == (200, "nan")
 
 
-def test_file_changed_by_somebody_else_is_kept(page: TestClient, folder: Path) -> None:
+def test_saving_refuses_a_file_that_changed_meanwhile(page: TestClient, folder: Path) -> None:
     seen = page.get("/api/configs/config").headers["etag"]
     (folder / "config" / "config.json").write_text('{"seed": 5}')
     answer = page.put(
@@ -118,7 +118,7 @@ def test_wrapped_settings_stay_wrapped(page: TestClient, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"seed": }', "[1]", '{"seed": 1, "seed": 2}', b"\xff\xfe"])
-def test_file_that_would_lose_something_is_not_rewritten(
+def test_saving_refuses_a_file_whose_content_would_be_lost(
     text: Any, page: TestClient, folder: Path
 ) -> None:
     path = folder / "config" / "config.json"
@@ -226,7 +226,7 @@ def test_models_and_folders_are_listed(page: TestClient, folder: Path) -> None:
     assert page.get("/api/datasets/browse").json()["parent"] is None
 
 
-def test_graphics_cards_are_asked_for_by_their_driver(
+def test_gpus_are_listed_by_their_driver(
     page: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -250,7 +250,7 @@ def test_graphics_cards_are_asked_for_by_their_driver(
     assert page.get("/api/hardware/memory").json()["total"] > 2**20
 
 
-def test_events_of_runs_elsewhere_are_kept_within_bounds(
+def test_callback_file_has_a_bounded_size(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "LARGEST_FILE", 200)
@@ -272,14 +272,14 @@ def test_events_of_runs_elsewhere_are_kept_within_bounds(
     assert page.post("/callback", json={"message": "no type"}).status_code == 422
 
 
-def test_full_disk_is_one_sentence(page: TestClient, folder: Path) -> None:
+def test_full_disk_is_reported_in_one_sentence(page: TestClient, folder: Path) -> None:
     (folder / live.CALLBACK_FILE).symlink_to("/dev/full")
     answer = page.post("/callback", json={"type": "notification"})
     assert answer.status_code == 507
     assert "no space left" in answer.json()["problems"][0]["message"]
 
 
-def test_a_damaged_file_is_mended_unless_its_text_may_hold_secrets(
+def test_damaged_file_is_repaired_as_text_unless_it_may_hold_secrets(
     page: TestClient, folder: Path
 ) -> None:
     path = "/api/configs/config"
@@ -307,7 +307,7 @@ def test_a_damaged_file_is_mended_unless_its_text_may_hold_secrets(
     assert saved(folder) == {"seed": 2}
 
 
-def test_a_remedy_of_a_dataset_is_none_of_the_config(page: TestClient) -> None:
+def test_remedy_of_a_dataset_is_not_offered_for_the_config(page: TestClient) -> None:
     entries = [{"id": "a", "type": "local", "seed": 1}]
     body = {
         "values": {"model_family": "sanavideo", "model_type": "lora", "odd": 1},

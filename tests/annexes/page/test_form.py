@@ -74,7 +74,7 @@ def test_page_shows_every_option_once(client: TestClient) -> None:
     }
 
 
-def test_labels_are_distinct_where_they_stand() -> None:
+def test_labels_are_distinct_within_a_section() -> None:
     seen = Counter((field["section"], field["group"], field["label"]) for field in fields())
     assert [place for place, count in seen.items() if count > 1] == []
 
@@ -93,7 +93,7 @@ def test_labels_are_distinct_where_they_stand() -> None:
         ("scheduled_sampling_max_step_offset", "Max Step Offset"),
     ],
 )
-def test_guides_find_their_labels(key: str, label: str) -> None:
+def test_labels_in_guides_exist_on_the_page(key: str, label: str) -> None:
     field = next(field for field in fields() if field["name"] == key)
     assert (field["tab"], field["section"], field["label"]) == (
         "training",
@@ -179,7 +179,7 @@ def test_tabs_name_their_sections(client: TestClient) -> None:
         ),
     ],
 )
-def test_options_without_effect_say_why(
+def test_options_without_effect_have_a_reason(
     settings: dict[str, Any], key: str, reason: str | None
 ) -> None:
     values = {"model_family": "kandinsky5-image", "model_type": "lora", **settings}
@@ -187,7 +187,7 @@ def test_options_without_effect_say_why(
     assert found is reason is None or str(found).startswith(str(reason))
 
 
-def test_a_field_that_is_wrong_is_not_greyed(client: TestClient) -> None:
+def test_invalid_field_is_not_greyed(client: TestClient) -> None:
     values = {"model_family": "kandinsky5-image", "model_type": "full"}
     greyed = ask(client, "/api/training/validate", values=values)["greyed"]
     assert greyed["preservation_weight"].startswith("needs model_type lora")
@@ -200,7 +200,7 @@ def test_a_field_that_is_wrong_is_not_greyed(client: TestClient) -> None:
     )
 
 
-def test_check_has_the_words_of_the_command_line(client: TestClient) -> None:
+def test_check_reports_the_same_messages_as_the_command_line(client: TestClient) -> None:
     values = {
         "model_family": "kandinsky5-image",
         "model_type": "lora",
@@ -229,7 +229,7 @@ def test_check_has_the_words_of_the_command_line(client: TestClient) -> None:
 
 
 @pytest.mark.slow
-def test_plan_is_for_what_is_not_saved_yet(client: TestClient, workspace: Workspace) -> None:
+def test_plan_uses_unsaved_settings(client: TestClient, workspace: Workspace) -> None:
     opened = client.get("/api/configs/config").json()
     before = sorted(workspace.folder.rglob("*"))
     values = {**opened["values"], "max_train_steps": 7}
@@ -265,9 +265,7 @@ def csv_entry(workspace: Workspace, address: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow(3)
-def test_files_of_remote_datasets_are_fetched_only_when_asked_for(
-    client: TestClient, workspace: Workspace
-) -> None:
+def test_remote_files_are_fetched_only_on_request(client: TestClient, workspace: Workspace) -> None:
     opened = client.get("/api/configs/config").json()
     with serve() as site:
         web = csv_entry(workspace, site.add("/a.png", picture(1)))
@@ -359,7 +357,7 @@ def test_nothing_outside_the_project_is_touched(
 @pytest.mark.parametrize(
     "line", ["CACHE_DIR=/elsewhere", "TRAINER_EXTRA_ARGS='--seed=1 --cache-dir /elsewhere'"]
 )
-def test_config_env_leads_nowhere_outside(
+def test_config_env_cannot_name_paths_outside_the_project(
     line: str, client: TestClient, workspace: Workspace
 ) -> None:
     workspace.path("config/config.env").write_text(f"{line}\n")
@@ -408,7 +406,9 @@ def test_secrets_stay_on_the_server(client: TestClient, workspace: Workspace) ->
     assert "s3cr3t" not in client.post("/api/plan", json={"values": opened["values"]}).text
 
 
-def test_what_one_request_hides_garbles_no_other(client: TestClient, workspace: Workspace) -> None:
+def test_redaction_of_one_request_does_not_affect_another(
+    client: TestClient, workspace: Workspace
+) -> None:
     guarded = TestClient(Guard(client.app, Access()), base_url="http://localhost:8001")
     typed = ["https://", "training", "learning_rate", "0123456789abcdef"]
     for secret in typed:

@@ -62,7 +62,7 @@ def save(page: Any) -> None:
     expect(page.locator("#saved")).to_have_text("Saved")
 
 
-def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> None:
+def test_crepa_is_in_the_section_that_guides_name(page: Any, workspace: Workspace) -> None:
     page.get_by_role("tab", name="Training").click()
     section = page.get_by_role("region", name="Loss functions")
     assert section.get_attribute("id") == "training/loss_functions"
@@ -95,7 +95,7 @@ def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> N
 
 
 @pytest.mark.parametrize("settings", [{**UNKNOWN, "validation_disable": False}])
-def test_conflict_stands_beside_its_field(page: Any) -> None:
+def test_conflict_is_shown_beside_its_field(page: Any) -> None:
     page.get_by_role("tab", name="Hardware").click()
     page.get_by_label("Enable Group Offload", exact=True).check()
     page.get_by_label("Enable Model CPU Offload", exact=True).check()
@@ -109,7 +109,7 @@ def test_conflict_stands_beside_its_field(page: Any) -> None:
     expect(told).to_have_count(0)
 
 
-def test_what_changes_on_disk_is_shown_when_somebody_comes_back(
+def test_changes_on_disk_are_shown_when_the_window_gets_focus(
     page: Any, workspace: Workspace
 ) -> None:
     card = page.locator(".dataset-card").first
@@ -135,7 +135,7 @@ def test_what_changes_on_disk_is_shown_when_somebody_comes_back(
     expect(steps).to_have_value("5")
 
 
-def test_what_is_focused_is_not_stale(page: Any, workspace: Workspace) -> None:
+def test_focused_field_is_not_replaced(page: Any, workspace: Workspace) -> None:
     """Whoever types on from an old value would save it over the new one."""
     seed = page.locator("#f-seed")
     come_back = "dispatchEvent(new Event('focus'))"
@@ -163,7 +163,7 @@ def test_what_is_focused_is_not_stale(page: Any, workspace: Workspace) -> None:
     assert saved(workspace)["seed"] == 5
 
 
-def test_what_is_said_of_a_file_goes_once_it_is_mended(page: Any, workspace: Workspace) -> None:
+def test_problem_of_a_file_disappears_once_it_is_repaired(page: Any, workspace: Workspace) -> None:
     path = workspace.path("config/config.json")
     told = page.locator("#raw .told")
     come_back = "dispatchEvent(new Event('focus'))"
@@ -182,7 +182,7 @@ def test_what_is_said_of_a_file_goes_once_it_is_mended(page: Any, workspace: Wor
         expect(page.locator("#saved")).to_have_text(said)
 
 
-def test_a_file_that_is_deleted_is_told_at_once(page: Any, workspace: Workspace) -> None:
+def test_deleted_file_is_reported_at_once(page: Any, workspace: Workspace) -> None:
     told = page.locator("#saved")
     config = workspace.path("config/config.json")
     for path in (config, config.with_name("multidatabackend.json")):
@@ -202,7 +202,7 @@ def test_a_file_that_is_deleted_is_told_at_once(page: Any, workspace: Workspace)
     expect(page.locator("#save")).to_be_disabled()
 
 
-def test_datasets_that_two_people_change_lose_neither(page: Any, workspace: Workspace) -> None:
+def test_concurrent_changes_of_datasets_are_both_kept(page: Any, workspace: Workspace) -> None:
     path = workspace.path("config/multidatabackend.json")
     entries = json.loads(path.read_text())
     page.get_by_role("tab", name="Dataset").click()
@@ -288,7 +288,7 @@ def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: W
 
 @pytest.mark.parametrize("settings", [{**UNKNOWN, "hub_token": "hf_0123456789abcdefgh"}])
 @pytest.mark.parametrize("way", ["Restore everything", "Save only mine as new", "Drop my changes"])
-def test_a_file_that_is_gone_loses_no_key(page: Any, workspace: Workspace, way: str) -> None:
+def test_config_deleted_meanwhile_loses_no_key(page: Any, workspace: Workspace, way: str) -> None:
     before = {key: value for key, value in saved(workspace).items() if key != "hub_token"}
     entries = json.loads(workspace.path("config/multidatabackend.json").read_text())
     workspace.path("config").rename(workspace.path("away"))
@@ -318,7 +318,7 @@ def test_a_file_that_is_gone_loses_no_key(page: Any, workspace: Workspace, way: 
         assert [path.name for path in workspace.path("config").rglob("*.json")] == ["config.json"]
 
 
-def test_a_broken_config_is_mended_as_text(page: Any, workspace: Workspace) -> None:
+def test_broken_config_is_repaired_as_text(page: Any, workspace: Workspace) -> None:
     workspace.path("config/torn").mkdir()
     workspace.path("config/torn/config.json").write_text('{"seed": ')
     page.goto(f"{page.url.partition('?')[0]}?config=torn")
@@ -401,9 +401,7 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     expect(page.locator("#config")).to_have_value("second")
 
 
-def test_a_server_that_is_away_is_told_and_nothing_typed_is_lost(
-    browser: Any, workspace: Workspace
-) -> None:
+def test_typed_text_survives_an_unreachable_server(browser: Any, workspace: Workspace) -> None:
     folder = workspace.folder.resolve()
     with ExitStack() as second, tab(browser) as page:
         with serving(folder) as (port, _):

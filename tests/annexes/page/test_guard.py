@@ -122,7 +122,7 @@ def send(app: Any, attack: Attack) -> Any:
 @pytest.mark.parametrize(
     "attack", [pytest.param(attack, id=name) for name, attack in ATTACKS.items()]
 )
-def test_attack_is_refused(attack: Attack, project: Project) -> None:
+def test_attacks_are_refused(attack: Attack, project: Project) -> None:
     access = Access(token=attack.token)
     answer = send(Guard(create_app(project), access), attack)
     assert answer.status_code == attack.status
@@ -134,7 +134,7 @@ def test_attack_is_refused(attack: Attack, project: Project) -> None:
     "attack",
     [pytest.param(attack, id=name) for name, attack in ATTACKS.items() if attack.unguarded],
 )
-def test_only_the_guard_refuses_it(attack: Attack, project: Project) -> None:
+def test_attacks_would_pass_without_the_guard(attack: Attack, project: Project) -> None:
     body = stream() if isinstance(attack.body, Iterator) else attack.body
     assert (
         send(create_app(project), Attack(**{**vars(attack), "body": body})).status_code
@@ -171,7 +171,7 @@ def test_only_its_own_user_needs_no_token(
         assert ("~/page-token" in told) == (host != "0.0.0.0")  # where strangers could read it
 
 
-def test_body_in_pieces_is_summed(project: Project) -> None:
+def test_size_of_a_chunked_body_is_limited(project: Project) -> None:
     """The test client joins the pieces of a body, so here they come one by one."""
     pieces = [{"type": "http.request", "body": piece, "more_body": True} for piece in stream()]
     answered = []
@@ -235,7 +235,9 @@ def test_link_from_another_site_opens_the_page(project: Project) -> None:
         ("127.0.0.1", "192.168.1.5", 403),
     ],
 )
-def test_given_host_is_known(host: str, name: str, status: int, project: Project) -> None:
+def test_page_answers_only_to_its_host_names(
+    host: str, name: str, status: int, project: Project
+) -> None:
     headers = {"host": name, "x-api-key": TOKEN}
     answer = client(Guard(create_app(project), Access(host, TOKEN))).get("/health", headers=headers)
     assert answer.status_code == status
@@ -344,7 +346,7 @@ def test_every_answer_has_the_headers(project: Project) -> None:
         assert answer.headers["cross-origin-resource-policy"] == "same-origin"
 
 
-def test_page_of_a_run_has_its_buttons_only(project: Project) -> None:
+def test_page_of_a_run_accepts_only_its_buttons(project: Project) -> None:
     visitor = client(Guard(create_app(project, "trainer"), Access(in_run=True)))
     assert visitor.get("/").status_code == 200
     for path in ("/api/training/start", "/api/plan", "/callback"):
@@ -395,14 +397,14 @@ def slow_clients(port: int) -> list[socket.socket]:
     return slow
 
 
-def test_clients_that_say_little_hold_nobody_up(port: int) -> None:
+def test_slow_clients_do_not_delay_others(port: int) -> None:
     slow = slow_clients(port)
     assert answers(port) == b"HTTP/1.1 200"
     for each in slow:
         each.close()
 
 
-def test_clients_that_say_little_are_dropped(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_clients_are_dropped(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "HEAD_SECONDS", 0.1)
     for each in slow_clients(port):
         with each, suppress(ConnectionError):
@@ -410,7 +412,7 @@ def test_clients_that_say_little_are_dropped(port: int, monkeypatch: pytest.Monk
             assert each.recv(1) == b""
 
 
-def test_body_that_never_ends_is_given_up(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_with_an_endless_body_times_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projects, "BODY_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as slow:
         head = (

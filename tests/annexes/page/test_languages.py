@@ -23,7 +23,7 @@ def said() -> set[str]:
 
 
 @pytest.mark.parametrize("language", TABLES)
-def test_every_text_is_there_with_its_values(language: str) -> None:
+def test_every_translation_has_all_texts_and_placeholders(language: str) -> None:
     table = TABLES[language]
     assert table.keys() == said()
     for text, translated in table.items():

@@ -185,7 +185,7 @@ def test_captions_in_other_encodings(
     assert (folder / "cats/0.txt").read_bytes() == content
 
 
-def test_what_edits_make_of_a_caption_is_shown(page: TestClient, folder: Path) -> None:
+def test_trained_form_of_an_edited_caption_is_shown(page: TestClient, folder: Path) -> None:
     write(
         folder,
         "",
@@ -243,12 +243,12 @@ def test_the_trigger_comes_first(page: TestClient, folder: Path) -> None:
         ({"find": "cat", "replace": "<|im_end|>"}, "control token"),
     ],
 )
-def test_edits_that_cannot_be_made(body: dict[str, str], message: str, page: TestClient) -> None:
+def test_invalid_edits_are_refused(body: dict[str, str], message: str, page: TestClient) -> None:
     answer = edit(page, **body)
     assert (answer.status_code, message in answer.text) == (422, True), answer.text
 
 
-def test_a_file_is_left_out_and_taken_back(page: TestClient, folder: Path) -> None:
+def test_file_is_excluded_and_included_again(page: TestClient, folder: Path) -> None:
     card = leave_out(page, "1.png").json()["card"]
     assert "Take back" in card
     assert "left:25.00%" in card  # it is shown as it would be trained
@@ -289,7 +289,7 @@ LOCKED = {
 
 
 @pytest.mark.parametrize(("keys", "message"), LOCKED.values(), ids=LOCKED)
-def test_captions_from_elsewhere_are_not_edited(
+def test_captions_of_tables_and_sources_cannot_be_edited(
     keys: dict[str, Any], message: str, page: TestClient, folder: Path
 ) -> None:
     changed = {key: value for key, value in {**CATS, **keys}.items() if value is not None}
@@ -482,7 +482,7 @@ def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: 
     )
 
 
-def test_a_clip_is_called_one(page: TestClient, folder: Path) -> None:
+def test_clip_is_labelled_as_a_clip(page: TestClient, folder: Path) -> None:
     frames = [Image.new("RGB", (96, 96), (20 * index, 80, 80)) for index in range(9)]
     frames[0].save(folder / "cats/moving.gif", save_all=True, append_images=frames[1:], duration=80)
     write_clip(folder / "cats/clip.mp4", seconds=0.5)
@@ -540,7 +540,7 @@ def test_missing_captions_are_a_job_of_the_queue(
     children[1].wait(PATIENCE)
 
 
-def test_captioning_that_is_killed_says_so(
+def test_killed_captioning_is_reported(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children: list[subprocess.Popen[bytes]] = []
@@ -672,7 +672,7 @@ def test_the_first_mask_makes_a_dataset_of_masks(page: TestClient, folder: Path)
     assert json.loads((folder / "config/multidatabackend.json").read_text()) == made
 
 
-def test_masks_that_are_there_are_kept(page: TestClient, folder: Path) -> None:
+def test_existing_masks_are_kept(page: TestClient, folder: Path) -> None:
     (folder / "cats_masks").mkdir()
     for name in ("0.png", "1.jpg"):
         Image.new("L", (128, 64), 128).save(folder / "cats_masks" / name)
@@ -696,9 +696,7 @@ def test_masks_that_are_there_are_kept(page: TestClient, folder: Path) -> None:
         ("data:image/png;base64,A", "The mask is not sent as a data URI"),
     ],
 )
-def test_what_is_no_mask_is_refused(
-    mask: str, message: str, page: TestClient, folder: Path
-) -> None:
+def test_invalid_masks_are_refused(mask: str, message: str, page: TestClient, folder: Path) -> None:
     (folder / "cats/broken.png").write_bytes(b"?")
     assert "broken.png is not a picture." in save_mask(page, "broken.png", drawn()).text
     answer = save_mask(page, "0.png", mask)

@@ -69,7 +69,7 @@ def post(page: TestClient, path: str, code: int = 202, **body: Any) -> Any:
     return answer.json()
 
 
-def test_before_the_first_run_there_is_something_to_start(
+def test_project_without_runs_is_idle_and_can_start_one(
     page: TestClient, project: Workspace
 ) -> None:
     status = page.get("/api/training/status").json()
@@ -92,7 +92,7 @@ def test_settings_are_checked_before_anything_starts(page: TestClient, project: 
 
 
 @pytest.mark.usefixtures("quick_commands")
-def test_a_run_that_the_plan_refuses_says_why(page: TestClient, project: Workspace) -> None:
+def test_run_refused_by_the_plan_shows_the_reason(page: TestClient, project: Workspace) -> None:
     shutil.rmtree(project.path("datasets"))
     run = post(page, "start", config="config")["run"]
     status = until(page, lambda status: status["status"] == "error")
@@ -121,7 +121,7 @@ def test_a_run_that_the_plan_refuses_says_why(page: TestClient, project: Workspa
     assert until(page, lambda status: status["status"] == "error", run)["run"] == run
 
 
-def test_a_folder_that_is_in_use_is_not_trained_in(page: TestClient, project: Workspace) -> None:
+def test_start_is_refused_while_the_folder_is_in_use(page: TestClient, project: Workspace) -> None:
     output = project.path("output")
     output.mkdir()
     own(output)
@@ -130,7 +130,7 @@ def test_a_folder_that_is_in_use_is_not_trained_in(page: TestClient, project: Wo
     assert sorted(path.name for path in output.iterdir()) == [LOCK_FILE]
 
 
-def test_buttons_become_files(page: TestClient, project: Workspace) -> None:
+def test_buttons_write_request_files(page: TestClient, project: Workspace) -> None:
     output = project.path("output")
     output.mkdir()
     tell(output, *STEPS)
@@ -331,7 +331,7 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
             time.sleep(0.05)
 
 
-def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
+def test_events_for_a_slow_client_are_not_held_in_memory(tmp_path: Path) -> None:
     tell(tmp_path, *STEPS)
     lengthen(tmp_path, 10_000)
     log = tmp_path / EVENTS_FILE

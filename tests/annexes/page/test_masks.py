@@ -68,7 +68,7 @@ def exclude(page: TestClient, name: str, *, out: bool) -> None:
 
 
 @pytest.mark.parametrize("painted", FILES)
-def test_what_the_page_writes_is_accepted_by_the_plan(page: TestClient, painted: str) -> None:
+def test_painted_masks_are_accepted_by_the_plan(page: TestClient, painted: str) -> None:
     first, second, *_ = (name for name in FILES if name != painted)
     exclude(page, first, out=True)
     paint(page, painted, 0.5)

@@ -118,7 +118,7 @@ def everything(page: TestClient) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_broken_run_says_why_and_hides_no_other(tmp_path: Path, kind: str) -> None:
+def test_broken_run_shows_its_reason_and_hides_no_other_run(tmp_path: Path, kind: str) -> None:
     page = project_with_a_run(tmp_path)
     alone = everything(page)["good"]
     damage, reason = KINDS[kind]
@@ -156,7 +156,7 @@ def test_a_broken_neighbour_is_shown_as_broken_beside_a_good_run(
         sync_api.expect(page.locator(".message")).to_contain_text("has an invalid line")
 
 
-def test_a_folder_with_a_name_that_is_no_text_is_a_run_as_well(tmp_path: Path) -> None:
+def test_folder_name_that_is_not_utf8_is_shown_as_a_run(tmp_path: Path) -> None:
     page = project_with_a_run(tmp_path)
     os.rename(tmp_path / "output" / "good", os.fsencode(tmp_path / "output") + b"/good\xff")  # noqa: PTH104
     assert everything(page)["good\N{REPLACEMENT CHARACTER}"]["status"] == "completed"
@@ -174,7 +174,7 @@ def test_a_folder_with_a_name_that_is_no_text_is_a_run_as_well(tmp_path: Path) -
         ("nobody", '{"output_dir": "~nobody-of-this-name/x"}', None),
     ],
 )
-def test_a_broken_config_says_why_and_hides_no_other(
+def test_broken_config_shows_its_reason_and_hides_no_other_config(
     tmp_path: Path, name: str, content: str | Path, reason: str | None
 ) -> None:
     project = tmp_path / "project"
@@ -194,7 +194,7 @@ def test_a_broken_config_says_why_and_hides_no_other(
     assert (reason or "") in (configs[name] or "")
 
 
-def test_a_main_config_that_links_outside_says_why(tmp_path: Path) -> None:
+def test_main_config_linked_outside_shows_its_reason(tmp_path: Path) -> None:
     project = tmp_path / "project"
     page = project_with_a_run(project)
     (tmp_path / "elsewhere.json").write_text("{}")

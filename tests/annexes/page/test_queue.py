@@ -64,7 +64,7 @@ def states(queue: Queue) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("how", ["completed", "error", "cancelled", "interrupted"])
-def test_the_next_starts_however_the_one_before_ended(
+def test_next_job_starts_however_the_previous_one_ended(
     queue: Queue, runner: Pretender, how: str
 ) -> None:
     for name in "ab":
@@ -77,7 +77,7 @@ def test_the_next_starts_however_the_one_before_ended(
     assert (runner.started, states(queue)) == (["a", "b"], {"a": how, "b": "running"})
 
 
-def test_a_run_that_was_started_by_hand_is_waited_for(queue: Queue, runner: Pretender) -> None:
+def test_queue_waits_for_a_run_started_by_hand(queue: Queue, runner: Pretender) -> None:
     queue.add("train", "a")
     runner.by_hand = "/mine"
     runner.step()
@@ -87,9 +87,7 @@ def test_a_run_that_was_started_by_hand_is_waited_for(queue: Queue, runner: Pret
     assert states(queue) == {"a": "running"}
 
 
-def test_what_cannot_start_is_skipped_with_its_problem_and_starts_once_it_can(
-    queue: Queue, runner: Pretender
-) -> None:
+def test_job_with_a_problem_is_skipped_until_it_can_start(queue: Queue, runner: Pretender) -> None:
     for name in "abc":
         queue.add("train", name)
     runner.wrong["a"] = "There is no config 'a'."
@@ -110,7 +108,7 @@ def test_what_cannot_start_is_skipped_with_its_problem_and_starts_once_it_can(
     assert queue.find(a.id).message == ""
 
 
-def test_what_is_refused_again_and_again_goes_on_waiting(queue: Queue, runner: Pretender) -> None:
+def test_repeatedly_refused_job_keeps_waiting(queue: Queue, runner: Pretender) -> None:
     queue.add("train", "a")
     runner.refused["a"] = "in use on another machine"
     for _ in range(3):
@@ -120,7 +118,7 @@ def test_what_is_refused_again_and_again_goes_on_waiting(queue: Queue, runner: P
         ]
 
 
-def test_a_job_that_was_removed_meanwhile_is_not_started(queue: Queue, runner: Pretender) -> None:
+def test_job_removed_during_its_check_is_not_started(queue: Queue, runner: Pretender) -> None:
     job = queue.add("train", "a")
     runner.check = lambda job: queue.remove(job.id)
 
@@ -143,7 +141,7 @@ def test_a_refused_job_keeps_its_place(queue: Queue, runner: Pretender) -> None:
     assert list(states(queue)) == ["a", "b", "c"]
 
 
-def test_jobs_move_and_leave(queue: Queue, runner: Pretender) -> None:
+def test_jobs_can_be_moved_and_removed(queue: Queue, runner: Pretender) -> None:
     ids = [queue.add("train", name).id for name in "abc"]
     queue.move(ids[2], -1)
     queue.move(ids[0], -5)
@@ -161,7 +159,7 @@ def test_jobs_move_and_leave(queue: Queue, runner: Pretender) -> None:
         queue.find("absent")
 
 
-def test_what_was_cut_off_goes_on_before_those_that_wait(queue: Queue, runner: Pretender) -> None:
+def test_requeued_job_comes_before_waiting_jobs(queue: Queue, runner: Pretender) -> None:
     cut, *_ = [queue.add("train", name, settings={"seed": 1}) for name in "abc"]
     runner.step()
     queue.requeue(cut.id)
@@ -174,7 +172,7 @@ def test_what_was_cut_off_goes_on_before_those_that_wait(queue: Queue, runner: P
     queue.requeue("absent")
 
 
-def test_a_branch_that_was_cut_off_goes_on_instead_of_starting_again(
+def test_requeued_branch_continues_instead_of_starting_again(
     queue: Queue, runner: Pretender
 ) -> None:
     branch = queue.add("train", "a", settings={"seed": 1, "resume_from_checkpoint": "checkpoint-8"})
@@ -185,7 +183,7 @@ def test_a_branch_that_was_cut_off_goes_on_instead_of_starting_again(
     assert queue.find(branch.id).settings == {"seed": 1}
 
 
-def test_a_server_that_is_killed_while_it_starts_a_job_leaves_none_that_starts_twice(
+def test_job_is_not_started_twice_after_a_kill_during_its_start(
     queue: Queue, runner: Pretender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue.add("train", "a")
@@ -202,7 +200,7 @@ def test_a_server_that_is_killed_while_it_starts_a_job_leaves_none_that_starts_t
     assert (runner.started, states(queue)) == (["a"], {"a": "running"})
 
 
-def test_the_last_ones_that_ended_are_kept(queue: Queue, runner: Pretender) -> None:
+def test_last_ended_jobs_are_kept(queue: Queue, runner: Pretender) -> None:
     for number in range(KEPT + 3):
         queue.add("train", str(number))
         runner.ended[str(number)] = "completed"
@@ -227,7 +225,7 @@ def test_a_full_disk_starts_nothing_and_loses_nothing(
     assert (runner.started, queue.file.read_bytes()) == ([], before)
 
 
-def test_a_damaged_file_is_kept_and_named(queue: Queue) -> None:
+def test_damaged_queue_file_is_kept_and_reported(queue: Queue) -> None:
     queue.file.write_text('[{"id": 1}]')
     with pytest.raises(UserError, match=f"{QUEUE_FILE} is not a valid queue"):
         queue.add("train", "a")
@@ -241,7 +239,7 @@ def wait(until: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_of_two_servers_one_serves_and_the_other_takes_over(
+def test_second_server_takes_over_the_queue(
     tmp_path: Path, runner: Pretender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
@@ -269,7 +267,7 @@ def test_of_two_servers_one_serves_and_the_other_takes_over(
     assert (tmp_path / SERVER_FILE).is_file()
 
 
-def test_the_queue_outlives_what_nobody_foresaw(
+def test_queue_survives_unforeseen_errors(
     queue: Queue, runner: Pretender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)

@@ -172,7 +172,7 @@ def test_a_sample_renders_the_untrained_model_too_and_a_sweep_waits_for_it(
         ("", "cancelled", "Interrupted."),
     ],
 )
-def test_how_a_job_ended_is_seen_by_a_new_server_too(
+def test_new_server_sees_how_a_job_ended(
     page: TestClient, finished: Path, project: Workspace, said: str, state: str, told: str
 ) -> None:
     post(page, "render", run=run_of(page), command="sweep")
@@ -191,7 +191,7 @@ def test_how_a_job_ended_is_seen_by_a_new_server_too(
 
 
 @pytest.mark.parametrize("command", ["sweep", "train"])
-def test_a_job_without_a_process_is_no_success_of_an_earlier_one(
+def test_job_without_a_process_does_not_take_an_earlier_success(
     page: TestClient, finished: Path, command: Any
 ) -> None:
     (finished / "sweep").mkdir()
@@ -200,7 +200,7 @@ def test_a_job_without_a_process_is_no_success_of_an_earlier_one(
     assert "interrupted" in wait(page, lambda text: "running" not in text)
 
 
-def test_runs_wait_for_one_that_was_started_by_hand(
+def test_queued_runs_wait_for_a_run_started_by_hand(
     page: TestClient, finished: Path, project: Workspace
 ) -> None:
     project.path("config/second").mkdir()
@@ -225,7 +225,7 @@ def test_runs_wait_for_one_that_was_started_by_hand(
     assert job["job"] in [job.id for job in queue_of(page).read()]
 
 
-def test_what_cannot_wait_is_refused_at_once(
+def test_invalid_jobs_are_refused_at_once(
     page: TestClient, finished: Path, project: Workspace
 ) -> None:
     run = run_of(page)
@@ -252,7 +252,7 @@ def test_the_server_starts_jobs(page: TestClient, project: Workspace, finished: 
     assert not thread.is_alive()
 
 
-def test_a_damaged_queue_hides_nothing_else(
+def test_damaged_queue_hides_no_other_part(
     page: TestClient, project: Workspace, finished: Path
 ) -> None:
     project.path(QUEUE_FILE).write_text("[")
@@ -368,7 +368,7 @@ def test_a_lora_is_downloaded_as_the_other_form_would_have_written_it(
         ("sanavideo", False, "it has no built-in Sana Video."),
     ],
 )
-def test_a_lora_that_has_no_other_form_says_why(
+def test_lora_without_another_form_shows_the_reason(
     page: TestClient, finished: Path, t2i_checkpoint: Path, family: str, use_dora: bool, why: str
 ) -> None:
     lora = lora_of(make_assembly(t2i_checkpoint, use_dora=use_dora))
@@ -421,7 +421,7 @@ def test_samples_stand_beside_the_untrained_model(
         assert re.findall(r'data-step="(\d+)"', row) == ["0", "3"]
 
 
-def test_a_sweep_shows_the_cells_that_there_are(
+def test_unfinished_sweep_shows_its_rendered_cells(
     page: TestClient, finished: Path, project: Workspace
 ) -> None:
     folder = finished / "sweep"

@@ -104,7 +104,7 @@ def test_from_an_empty_project_to_the_queue(
 
 
 @pytest.mark.slow(6)
-def test_new_asks_for_no_config_that_is_not_there(
+def test_new_config_is_not_requested_before_it_exists(
     browser: Any, project: Workspace, planned: dict[str, Any]
 ) -> None:
     refused: list[str] = []
@@ -141,7 +141,7 @@ def test_new_asks_for_no_config_that_is_not_there(
 
 
 @pytest.mark.slow(6)
-def test_the_plan_tells_a_problem_once_and_has_buttons(
+def test_plan_reports_a_problem_once_with_its_remedy(
     browser: Any, project: Workspace, planned: dict[str, Any]
 ) -> None:
     project.write_config(train_batch_size=0)
@@ -192,7 +192,7 @@ def test_a_comparison_grows_with_a_round_of_previews(browser: Any, project: Work
 
 
 @pytest.mark.slow(6)
-def test_a_job_that_was_cut_off_goes_on_from_the_queue(
+def test_interrupted_job_is_requeued_from_the_page(
     browser: Any, project: Workspace, started: list[list[str]]
 ) -> None:
     output = project.path("output")
@@ -215,7 +215,7 @@ def test_a_job_that_was_cut_off_goes_on_from_the_queue(
         expect(page.locator(".queue li").first).not_to_contain_text("Ended unexpectedly")
 
 
-def test_names_that_no_new_config_can_have(folder: Path) -> None:
+def test_invalid_names_of_new_configs_are_refused(folder: Path) -> None:
     project = Project(folder)
     (folder / "config" / "old").mkdir(parents=True)
     for name, words in {
@@ -246,9 +246,7 @@ def test_the_strengths_of_a_prompt_stay_together(folder: Path) -> None:
     assert [record.short_name for record in samples_in(folder)] == newest_first
 
 
-def test_a_folder_that_may_not_be_written_is_an_answer(
-    project: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_folder_is_reported(project: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *arguments: object, **more: object) -> None:
         raise OSError(30, "Read-only file system", str(project.path("config")))
 

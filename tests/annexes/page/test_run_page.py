@@ -147,9 +147,7 @@ def test_previews_grow_compare_and_enlarge(page: Any, project: Workspace, finish
     expect(first).to_be_focused()
 
 
-def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(
-    browser: Any, project: Workspace
-) -> None:
+def test_unreachable_server_is_not_shown_as_a_running_run(browser: Any, project: Workspace) -> None:
     output = project.path("output")
     output.mkdir()
     tell(output, *STEPS)
@@ -275,7 +273,7 @@ def test_a_run_with_a_sweep_fits_the_screen_of_a_phone(
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
-def test_an_answer_without_a_part_is_told_in_its_place(
+def test_failed_response_is_shown_in_place_of_its_part(
     browser: Any, project: Workspace, swept: Path
 ) -> None:
     with opened(browser, project.folder, f"?run={run_id(swept)}#run") as page:

@@ -125,7 +125,7 @@ def test_every_part_of_every_kind_of_run_is_shown(page: TestClient, tmp_path: Pa
         with_values_of_other_types,
     ],
 )
-def test_a_damaged_file_takes_no_part_with_it_that_does_not_need_it(
+def test_damaged_file_affects_only_parts_that_need_it(
     page: TestClient, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     whole = COMPLETE.write(tmp_path / "whole")
@@ -146,7 +146,7 @@ def test_a_damaged_sweep_is_named_in_its_place(page: TestClient, tmp_path: Path)
 
 
 @pytest.mark.parametrize("swept", [False, True])
-def test_a_sweep_where_an_earlier_version_put_it_is_named(
+def test_sweep_of_an_earlier_version_is_named(
     page: TestClient, tmp_path: Path, swept: bool
 ) -> None:
     folder = replace(COMPLETE, swept=swept).write(tmp_path)
@@ -173,7 +173,7 @@ def test_damaged_lines_of_a_record_are_named_and_the_others_shown(
     assert "previews/3.png" in shown["previews"]
 
 
-def test_a_part_that_fails_says_so_in_its_place(
+def test_failed_part_shows_its_reason_in_place(
     page: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -188,7 +188,7 @@ def test_a_part_that_fails_says_so_in_its_place(
     assert "Checkpoints compared" in shown
 
 
-def test_a_file_that_cannot_be_read_is_named(
+def test_unreadable_file_is_named(
     page: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = COMPLETE.write(tmp_path)

@@ -216,7 +216,7 @@ def uploaded(folder: Path) -> None:
         (uploaded, "running", ""),
     ],
 )
-def test_the_folder_says_what_became_of_a_run(
+def test_state_of_a_run_is_read_from_its_folder(
     tmp_path: Path, make: Callable[[Path], object], state: str, message: str
 ) -> None:
     make(tmp_path)
@@ -231,7 +231,7 @@ def test_the_folder_says_what_became_of_a_run(
     assert status["can"]["cancel"] == (is_active and "elsewhere" not in message)
 
 
-def test_a_run_that_ends_while_it_is_judged_was_not_killed(
+def test_run_that_ends_during_the_check_is_not_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(tmp_path, *STEPS)
@@ -252,7 +252,7 @@ def test_a_run_that_ends_while_it_is_judged_was_not_killed(
     assert run.owner is None
 
 
-def test_what_a_thread_reads_does_not_change_under_it(tmp_path: Path) -> None:
+def test_history_read_by_a_thread_does_not_change(tmp_path: Path) -> None:
     tell(tmp_path, *STEPS, PhaseStarted("Encoding"))
     run = Run("run", tmp_path)
     before = run.read()
@@ -297,7 +297,7 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_a_living_run_that_tells_nothing_is_not_said_to_be_nearly_done(tmp_path: Path) -> None:
+def test_silent_run_has_no_remaining_time(tmp_path: Path) -> None:
     run = Run("run", tmp_path)
     tell(tmp_path, *STEPS)
     own(tmp_path)
@@ -322,7 +322,7 @@ def test_all_numbers_of_a_killed_run_are_those_of_its_last_step(tmp_path: Path) 
     assert status["progress"]["metrics"]["train_loss"] == 0.25
 
 
-def test_a_session_that_has_not_spoken_yet_is_not_running_and_can_be_stopped(
+def test_session_without_events_is_starting_and_can_be_stopped(
     tmp_path: Path,
 ) -> None:
     tell(tmp_path, *STEPS, PhaseStarted("Rendering", stage="validation"))  # and then it was killed
@@ -397,7 +397,7 @@ def test_a_new_session_begins_a_new_history(tmp_path: Path) -> None:
     assert (second["stages"], run.read().notices) == ({}, [])
 
 
-def test_each_line_is_read_once_and_torn_ones_later(tmp_path: Path) -> None:
+def test_each_line_is_read_once_and_an_incomplete_one_later(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     renewed: list[None] = []
     tail = Tail(path, "id", renew=lambda: renewed.append(None))
@@ -423,7 +423,7 @@ def test_each_line_is_read_once_and_torn_ones_later(tmp_path: Path) -> None:
     assert len(renewed) == 4
 
 
-def test_a_run_that_goes_back_to_a_checkpoint_loses_its_later_steps_here_too(
+def test_run_resumed_from_a_checkpoint_drops_later_steps(
     tmp_path: Path,
 ) -> None:
     run = Run("run", tmp_path)
@@ -449,7 +449,7 @@ def test_a_silent_lock_of_another_machine_is_left_to_the_run_that_watches_it(
     refuse_if_busy(run)
 
 
-def test_a_file_that_is_deleted_while_it_is_looked_at_is_missing(
+def test_file_deleted_while_being_read_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new run deletes the events of the one before; the streams to browsers go on."""
@@ -457,7 +457,7 @@ def test_a_file_that_is_deleted_while_it_is_looked_at_is_missing(
     assert Tail(tmp_path / "absent.jsonl", "id").lines() == []
 
 
-def test_a_request_is_asked_and_then_answered(tmp_path: Path) -> None:
+def test_request_is_pending_until_it_is_processed(tmp_path: Path) -> None:
     run = Run("", tmp_path)
     own(tmp_path)
     tell(tmp_path, *STEPS)

@@ -46,7 +46,7 @@ def is_private(path: Path) -> bool:
     return stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_started_run_has_its_secrets_where_no_one_else_can_read_them(
+def test_secrets_of_a_started_run_are_readable_by_its_user_only(
     page: TestClient, project: Workspace
 ) -> None:
     answer = page.post("/api/training/start", json={"config": "config", "settings": SETTINGS})

@@ -78,7 +78,7 @@ def test_ctrl_c_ends_it_at_once_without_a_traceback(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (130, "Interrupted.\n")
 
 
-def test_elsewhere_a_token_is_printed_once_and_needed(tmp_path: Path) -> None:
+def test_token_is_printed_once_and_required_on_other_addresses(tmp_path: Path) -> None:
     with started(tmp_path, "--host", "0.0.0.0") as (process, address):
         token = address[5]
         with pytest.raises(OSError, match="401"):
@@ -107,7 +107,9 @@ def test_starts_without_torch(tmp_path: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-def test_busy_port_and_foreign_address_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_busy_port_and_foreign_address_are_reported_in_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["server", "--port", str(port)]) == 2
@@ -139,7 +141,7 @@ def test_connection_of_another_user_needs_the_token(
     )
 
 
-def test_everybody_is_let_in_with_a_warning_in_red(
+def test_page_without_a_token_prints_a_warning_in_red(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -202,7 +204,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_streams_and_long_requests_hold_nobody_up_and_end_with_the_server(tmp_path: Path) -> None:
+def test_streams_and_long_requests_end_with_the_server(tmp_path: Path) -> None:
     with started(tmp_path, program=["-c", STREAMS]) as (process, address):
         browsers = [
             socket.create_connection(("127.0.0.1", int(address[3])), PATIENCE) for _ in range(100)
@@ -236,7 +238,7 @@ def test_mode_chooses_what_is_served(
 
 
 @pytest.mark.slow
-def test_change_of_the_source_starts_it_anew(tmp_path: Path) -> None:
+def test_reload_restarts_the_server_after_a_change(tmp_path: Path) -> None:
     with started(tmp_path, "--reload") as (process, address):
         deadline = time.monotonic() + PATIENCE
         while process.poll() is None and time.monotonic() < deadline:
@@ -279,7 +281,7 @@ def test_page_of_a_run_is_up_while_it_lasts(
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_run_whose_page_finds_its_port_taken_does_not_begin(
+def test_run_does_not_start_if_its_page_has_no_port(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workspace.folder)

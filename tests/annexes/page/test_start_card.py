@@ -145,7 +145,7 @@ def test_names_are_made_safe(name: str, kept: str) -> None:
         ("a.png", picture(1)[:60], ""),
     ],
 )
-def test_what_cannot_be_used_is_named(
+def test_unusable_uploads_are_named(
     page: TestClient, cats: Path, name: str, content: bytes, reason: str
 ) -> None:
     told = put(page, name, content).json()
@@ -227,7 +227,7 @@ def test_a_dangerous_zip_is_refused_whole(
     assert files(cats) == []
 
 
-def test_links_and_names_in_a_zip_lead_nowhere(page: TestClient, cats: Path) -> None:
+def test_links_and_names_in_a_zip_cannot_leave_the_folder(page: TestClient, cats: Path) -> None:
     members = [
         ("../b.png", picture(2)),
         ("/etc/c.png", picture(3)),
@@ -347,7 +347,7 @@ def test_two_uploads_at_once(page: TestClient, cats: Path) -> None:
         ("/api/configs/a", BYTES, 415),
     ],
 )
-def test_guard_of_uploads(
+def test_uploads_outside_their_folder_are_refused(
     page: TestClient,
     cats: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -362,7 +362,7 @@ def test_guard_of_uploads(
     assert files(cats.parent) == []
 
 
-def test_large_files_are_refused_in_words(
+def test_large_uploads_are_refused_with_a_message(
     page: TestClient, cats: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receive, "LARGEST_FILE", 10)
@@ -381,9 +381,7 @@ def look(page: TestClient, **answers: str) -> Any:
     return page.post("/api/start/look", json=answers)
 
 
-def test_what_was_dropped_is_described_with_a_draft_for_each_model(
-    page: TestClient, cats: Path
-) -> None:
+def test_dropped_files_are_described_with_a_draft_per_model(page: TestClient, cats: Path) -> None:
     for number in range(3):
         put(page, f"{number}.png", picture(number))
     put(page, "0.txt", b"a cat")
@@ -431,7 +429,7 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(
         ({"folder": "datasets/my-cats", "name": "old"}, 409, "There is a config 'old' already."),
     ],
 )
-def test_answers_that_cannot_be_used(
+def test_invalid_answers_are_refused(
     page: TestClient, cats: Path, folder: Path, answers: dict[str, str], status: int, message: str
 ) -> None:
     put(page, "a.png", picture(1))
@@ -459,7 +457,7 @@ def test_a_copied_demo_can_start(page: TestClient) -> None:
     assert [each for each in told if each["fatal"]] == []
 
 
-def test_what_is_written_is_what_the_command_writes(
+def test_card_writes_the_same_config_as_the_command(
     page: TestClient, cats: Path, folder: Path
 ) -> None:
     from simpletuner.cli.app import main

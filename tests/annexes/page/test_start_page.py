@@ -90,7 +90,7 @@ class Hands:
         self.page.get_by_role("button", name=name, exact=True).click()
 
 
-def test_six_interactions_after_the_drop(
+def test_training_starts_within_six_interactions(
     browser: Any, folder: Path, started: list[list[str]]
 ) -> None:
     dropped = [(f"{number}.png", picture(number)) for number in range(12)]
@@ -131,7 +131,7 @@ def test_six_interactions_after_the_drop(
     assert len(files(folder / "datasets")) == 13
 
 
-def test_by_keyboard_and_what_the_page_says_when_it_cannot(
+def test_start_card_works_by_keyboard_and_reports_problems(
     browser: Any, folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a.png", "b.png", "b.txt"):

@@ -101,23 +101,23 @@ def test_user_of_a_connection(
 
 
 @pytest.mark.usefixtures("recorded")
-def test_nobody_is_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_not_accepted_as_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of this user must not take everybody whom its container does not know for itself."""
     monkeypatch.setattr(os, "geteuid", lambda: guard.NOBODY)
     assert not is_own_user(("127.0.0.1", 0xB71D), SERVER)
     assert is_own_user(("127.0.0.1", 0xB71A), SERVER)
 
 
-def test_nobody_is_known_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_are_unknown_without_socket_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert reports_users(listener) is guard.TABLES[0].exists()
         monkeypatch.setattr(guard, "TABLES", (tmp_path / "tcp",))
         assert not reports_users(listener)
 
 
-def test_token_is_made_once_and_for_its_user_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_is_created_once_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     token, source = page_token(None)
     assert source == str(tmp_path / "simpletuner" / "page-token")
@@ -129,7 +129,7 @@ def test_token_is_made_once_and_for_its_user_alone(
     assert page_token(Path(source)) == (token, source), "the command line is stronger"
 
 
-def test_servers_that_start_at_once_have_one_token(
+def test_servers_started_together_share_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One comes while the other makes its token."""
