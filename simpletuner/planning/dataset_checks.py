@@ -87,7 +87,11 @@ def _check_kinds(config: RunConfig, trained: Sequence[Dataset], report: Problems
         report.error(f"{regularised[0]}.is_regularisation_data", message)
     has_strength = any(dataset.config.slider_strength for dataset in trained)
     if config.lora.slider_lora_target and not has_strength:
-        report.warn("slider_lora_target", "has no effect: no dataset sets slider_strength.")
+        message = (
+            "no dataset sets slider_strength: "
+            "the run trains an ordinary LoRA, on a slider's layers."
+        )
+        report.warn("slider_lora_target", message)
 
 
 def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset], report: Problems) -> None:

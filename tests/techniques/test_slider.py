@@ -204,7 +204,11 @@ def test_invalid_settings_are_reported(
 def test_slider_targets_without_a_slider_cause_a_warning(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = "slider_lora_target: has no effect: no dataset sets slider_strength."
+    """The key still chooses the layers, so the message must not call it without effect."""
+    message = (
+        "slider_lora_target: no dataset sets slider_strength: "
+        "the run trains an ordinary LoRA, on a slider's layers."
+    )
 
     assert message in warnings(workspace, capsys, "slider_lora_target=true")
 
