@@ -94,8 +94,9 @@ class PrecisionConfig(Group):
             model_type="full", because="it multiplies frozen weights, and it has none; leave it out"
         ),
     )
-    """Multiply by the weights of int8-quanto or fp8-quanto without unpacking them. Gradients differ
-    by a percent or more; a run prints the error."""
+    """Multiply by the weights of int8-quanto or fp8-quanto without unpacking them; activations and
+    gradients are rounded to the same type. Gradients differ by a percent or more; a run prints the
+    error."""
     text_encoder_1_precision: Precision = quantised(
         "no_change", label="First Text Encoder Precision", common=True
     )

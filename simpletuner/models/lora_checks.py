@@ -173,7 +173,7 @@ def _check_header(path: Path) -> None:
     unpaired = _unpaired(layers)
     if unpaired:
         raise WeightsError(
-            f"has A and B matrices whose shapes do not match: {shorten(unpaired, 3)}"
+            f"has layers whose A and B matrices do not match: {shorten(unpaired, 3)}"
         )
     per_input = _magnitudes_of_inputs(layers)
     if per_input:

@@ -46,15 +46,15 @@ def complaints(path: Path) -> list[str]:
             {B: torch.ones(8, 4, dtype=torch.bool)},
             "not floating point: transformer.layer.lora_B.weight (BOOL)",
         ),
-        ({A: torch.tensor(1.0)}, "whose shapes do not match: layer (A [], B [8, 4])"),
+        ({A: torch.tensor(1.0)}, "whose A and B matrices do not match: layer (A [], B [8, 4])"),
         (
             {A: torch.ones(0, 8), B: torch.ones(8, 0)},
-            "whose shapes do not match: layer (A [0, 8], B [8, 0])",
+            "whose A and B matrices do not match: layer (A [0, 8], B [8, 0])",
         ),
-        ({B: torch.ones(8, 3)}, "whose shapes do not match: layer (A [4, 8], B [8, 3])"),
+        ({B: torch.ones(8, 3)}, "whose A and B matrices do not match: layer (A [4, 8], B [8, 3])"),
         (
             {ALPHA: torch.ones(2)},
-            "whose shapes do not match: layer (A [4, 8], B [8, 4], alpha [2])",
+            "whose A and B matrices do not match: layer (A [4, 8], B [8, 4], alpha [2])",
         ),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_layer_with_one_matrix_is_refused(tmp_path: Path) -> None:
 
     (complaint, *_) = complaints(tmp_path / "lora.safetensors")
 
-    assert "whose shapes do not match: layer (A [4, 8], B [])" in complaint
+    assert "whose A and B matrices do not match: layer (A [4, 8], B [])" in complaint
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
