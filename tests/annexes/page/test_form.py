@@ -318,7 +318,7 @@ def test_nothing_outside_the_project_is_touched(
     workspace.path("linked").symlink_to(outside)
     monkeypatch.setenv("OUTSIDE", str(outside))
     keys, values = (
-        json.loads(json.dumps(each).replace("{outside}", str(outside))) for each in (keys, values)
+        json.loads(json.dumps(part).replace("{outside}", str(outside))) for part in (keys, values)
     )
     opened = client.get("/api/configs/config").json()
     looked: list[str] = []
@@ -338,11 +338,11 @@ def test_nothing_outside_the_project_is_touched(
     )
     for route in ("/api/plan", "/api/training/validate"):
         told = [
-            each
-            for each in ask(client, route, **asked)["problems"]
-            if "outside the project" in each["message"]
+            problem
+            for problem in ask(client, route, **asked)["problems"]
+            if "outside the project" in problem["message"]
         ]
-        assert [each["key"].split(".")[1 if keys else 0] for each in told] == [key]
+        assert [problem["key"].split(".")[1 if keys else 0] for problem in told] == [key]
     workspace.write_datasets(entries)
     workspace.write_config(**values)
     for answer in (

@@ -304,7 +304,7 @@ def test_no_file_outside_is_written(project: Project) -> None:
             visitor.put(f"/api/datasets/plan?config={name}", json={"entries": []}).status_code
             == 403
         )
-    assert sorted(each.name for each in project.folder.iterdir()) == ["config"]
+    assert sorted(path.name for path in project.folder.iterdir()) == ["config"]
     assert list(outside.iterdir()) == []
 
 
@@ -392,24 +392,24 @@ def answers(port: int) -> bytes:
 
 def slow_clients(port: int) -> list[socket.socket]:
     slow = [socket.create_connection(("127.0.0.1", port), PATIENCE) for _ in range(50)]
-    for number, each in enumerate(slow):
-        each.sendall(b"GET /health HTTP/1.1\r\nX: "[: number % 20])
+    for number, client in enumerate(slow):
+        client.sendall(b"GET /health HTTP/1.1\r\nX: "[: number % 20])
     return slow
 
 
 def test_slow_clients_do_not_delay_others(port: int) -> None:
     slow = slow_clients(port)
     assert answers(port) == b"HTTP/1.1 200"
-    for each in slow:
-        each.close()
+    for client in slow:
+        client.close()
 
 
 def test_slow_clients_are_dropped(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "HEAD_SECONDS", 0.1)
-    for each in slow_clients(port):
-        with each, suppress(ConnectionError):
-            each.sendall(b"x")  # a byte now and then does not keep the connection
-            assert each.recv(1) == b""
+    for client in slow_clients(port):
+        with client, suppress(ConnectionError):
+            client.sendall(b"x")  # a byte now and then does not keep the connection
+            assert client.recv(1) == b""
 
 
 def test_request_with_an_endless_body_times_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -526,7 +526,7 @@ def test_missing_captions_are_a_job_of_the_queue(
     assert page.post("/api/library/describe", json=body).status_code == 409
     again = create_app(Project(folder)).state.runner
     again.step()
-    assert [each.state for each in again.queue.read()] == ["running", "waiting"]
+    assert [job.state for job in again.queue.read()] == ["running", "waiting"]
     assert (
         page.post("/api/training/queue/remove", json={"job": job.id}).status_code == 200
     )  # Ctrl-C

@@ -323,8 +323,8 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
         (output / EVENTS_FILE).unlink()  # a new run in the same folder
         EventStream(EventLog(output, Payloads(every=0))).notify("anew")
         assert late.hear(1) == [(1, "anew")]
-        for each in (late, ahead, again):
-            each.close()
+        for listener in (late, ahead, again):
+            listener.close()
         deadline = time.monotonic() + PATIENCE
         while server.server_state.tasks:  # no stream outlives its browser
             assert time.monotonic() < deadline

@@ -247,7 +247,7 @@ def test_the_server_starts_jobs(page: TestClient, project: Workspace, finished: 
     with serving(project.folder):
         post(page, "render", run=run_of(page), command="sweep")
         wait(page, lambda text: "sweep of output completed" in text, step=False)
-        [thread] = [each for each in threading.enumerate() if each.name == "queue"]
+        [thread] = [running for running in threading.enumerate() if running.name == "queue"]
     thread.join(PATIENCE)
     assert not thread.is_alive()
 
@@ -285,7 +285,7 @@ def shots(count: int, prompts: int, ema: int = False) -> list[MediaRecord]:
 def test_every_preview_is_on_one_page(count: int, prompts: int, ema: bool) -> None:
     records = shots(count, prompts, ema)
     pages = pages_of(records)
-    assert sorted(map(repr, (each for _, page in pages for each in page))) == sorted(
+    assert sorted(map(repr, (row for _, page in pages for row in page))) == sorted(
         map(repr, records)
     )
     assert len({name for name, _ in pages}) == len(pages)
@@ -444,14 +444,12 @@ def test_two_runs_share_a_chart_over_steps(
     (project.path("other")).mkdir()
     tell(project.path("other"), *STEPS)
     other = next(
-        each["run"]
-        for each in page.get("/api/metrics/training/runs").json()
-        if "other" in each["run"]
+        run["run"] for run in page.get("/api/metrics/training/runs").json() if "other" in run["run"]
     )
     run = next(
-        each["run"]
-        for each in page.get("/api/metrics/training/runs").json()
-        if "output" in each["run"]
+        run["run"]
+        for run in page.get("/api/metrics/training/runs").json()
+        if "output" in run["run"]
     )
     data = json.loads(
         re.findall(

@@ -325,13 +325,13 @@ def test_two_uploads_at_once(page: TestClient, cats: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(name for each in told for name in each["saved"]) == [
+    assert sorted(name for answer in told for name in answer["saved"]) == [
         "a.png",
         "b.png",
         "d.png",
         "e.png",
     ]
-    assert sum(len(each["skipped"]) for each in told) == 3
+    assert sum(len(answer["skipped"]) for answer in told) == 3
     assert files(cats) == ["a.png", "b.png", "d.png", "e.png"]
 
 
@@ -399,7 +399,7 @@ def test_dropped_files_are_described_with_a_draft_per_model(page: TestClient, ca
     assert draft["datasets"][0]["instance_data_dir"] == "datasets/my-cats"
     # It can be judged as the form's settings are.
     told = page.post("/api/training/validate", json=draft).json()["problems"]
-    assert [each for each in told if each["fatal"]] == []
+    assert [problem for problem in told if problem["fatal"]] == []
     assert list(look(page, folder="datasets/my-cats", purpose="style").json()["drafts"]) == [
         "kandinsky5-image",
         "demo",
@@ -454,7 +454,7 @@ def test_a_copied_demo_can_start(page: TestClient) -> None:
         "datasets": example["datasets"],
     }
     told = page.post("/api/training/validate", json=copy).json()["problems"]
-    assert [each for each in told if each["fatal"]] == []
+    assert [problem for problem in told if problem["fatal"]] == []
 
 
 def test_card_writes_the_same_config_as_the_command(

@@ -145,7 +145,7 @@ def test_servers_started_together_share_a_token(
     monkeypatch.setattr(guard.secrets, "token_urlsafe", slowly)
     found.append(page_token(file)[0])
     assert found[0] == found[1] == file.read_text()
-    assert [each.name for each in file.parent.iterdir()] == ["token"]
+    assert [path.name for path in file.parent.iterdir()] == ["token"]
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,12 @@ def test_the_first_visit_takes_sixty_kilobytes(
         addresses: dict[str, str] = {}
         session.on(
             "Network.responseReceived",
-            lambda each: addresses.update({each["requestId"]: each["response"]["url"]}),
+            lambda event: addresses.update({event["requestId"]: event["response"]["url"]}),
         )
         session.on(
             "Network.loadingFinished",
-            lambda each: sizes.update(
-                {addresses[each["requestId"]].partition(f":{port}")[2]: each["encodedDataLength"]}
+            lambda event: sizes.update(
+                {addresses[event["requestId"]].partition(f":{port}")[2]: event["encodedDataLength"]}
             ),
         )
         page.goto(f"http://127.0.0.1:{port}/")
