@@ -129,7 +129,7 @@ def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, Shape]:
             names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             with archive.open(names[0]) as file:
                 weights = _Shapes(file).load()
-    except Exception:  # noqa: BLE001 - damaged archives may raise any error; loading reports the fault
+    except Exception:  # noqa: BLE001 - damaged archives raise any error; loading reports it
         return {}
     if not isinstance(weights, dict) or not all(map(_is_shape, weights.values())):
         return {}

@@ -89,7 +89,8 @@ class FakeHub:
         )
         if match is None:
             return 404, {"error": path}
-        name, action = match[1], match[2] or ""
+        name = match[1]
+        action = match[2] or ""
         if name not in self.repositories:
             return 404, {"error": "Repository not found"}
 

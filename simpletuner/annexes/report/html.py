@@ -469,7 +469,8 @@ def pages_of(records: Sequence[MediaRecord]) -> list[tuple[str, list[MediaRecord
         width = columns_beside(chunk)
         for start in range(0, len(steps), width):
             part = steps[start : start + width]
-            first, last = part[0], part[-1]
+            first = part[0]
+            last = part[-1]
             kept = [record for record in chain.from_iterable(chunk) if first <= record.step <= last]
             pages.append((f"steps {first:,} to {last:,}{prompts}", kept))
     return pages
