@@ -16,7 +16,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
 from simpletuner.hashing import hash_json, hash_text
 from simpletuner.weights import files
-from tests.encoding.test_clips import ENCODER
+from tests.tools.catalogues import ENCODER
 from tests.tools.workspace import DATASETS, Workspace
 
 

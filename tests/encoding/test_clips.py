@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.caching.catalogue import Catalogue, DatasetCaches, LatentEntry, missing
-from simpletuner.caching.keys import EncoderIdentity
+from simpletuner.caching.catalogue import Catalogue, LatentEntry, missing
 from simpletuner.config.schema import CachingConfig
 from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
@@ -28,10 +27,10 @@ from simpletuner.encoding import decoding, fill
 from simpletuner.encoding.decoding import prepared_picture
 from simpletuner.encoding.fill import fill_latents, to_pixels
 from simpletuner.encoding.read import BatchReader, CacheStore
+from tests.tools.catalogues import make_catalogue
 from tests.tools.clips import time_in, write_clip
 from tests.tools.processes import PATIENCE
 
-ENCODER = EncoderIdentity("kandinsky5-video", "c" * 64, "fp32")
 SIZE = Size(96, 64)
 
 
@@ -63,17 +62,7 @@ class Silent:
 
 @pytest.fixture
 def catalogue(tmp_path: Path) -> Catalogue:
-    return Catalogue(
-        {"films": DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)},
-        tmp_path / "texts",
-        True,
-        ENCODER,
-        ENCODER,
-        template="",
-        max_length=8,
-        clean=lambda text: text,
-        prompt_holds_picture=False,
-    )
+    return make_catalogue(tmp_path, "films")
 
 
 @pytest.fixture

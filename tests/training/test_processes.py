@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.caching.catalogue import Catalogue, DatasetCaches
+from simpletuner.caching.catalogue import Catalogue
 from simpletuner.config.techniques.tread import Route
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
@@ -20,8 +20,8 @@ from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.state import Assembly
 from tests.data.test_sampler import make_dataset
-from tests.encoding.test_clips import ENCODER
 from tests.tools.assembly import make_assembly, make_batch, no_forward
+from tests.tools.catalogues import make_catalogue
 
 ONE = [World()]
 TWO = [World(0, 2), World(1, 2)]
@@ -75,18 +75,7 @@ def test_samples_captions_and_dropout_equal_those_of_one_process(catalogue: Cata
 
 @pytest.fixture
 def catalogue(tmp_path: Path) -> Catalogue:
-    caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)
-    return Catalogue(
-        {"a": caches, "b": caches},
-        tmp_path / "texts",
-        True,
-        ENCODER,
-        ENCODER,
-        template="",
-        max_length=8,
-        clean=lambda text: text,
-        prompt_holds_picture=False,
-    )
+    return make_catalogue(tmp_path, "a", "b")
 
 
 def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[str, Tensor]:
