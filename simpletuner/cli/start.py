@@ -24,6 +24,7 @@ from simpletuner.annexes.start.new_run import NewRun
 from simpletuner.annexes.start.recipe import find_demo
 from simpletuner.annexes.start.verdict import plan_new_run, unwritten
 from simpletuner.cli.consent import with_consent
+from simpletuner.cli.next_step import print_next_step
 from simpletuner.cli.plan import print_plan
 from simpletuner.cli.sample import sweep_folder
 from simpletuner.cli.settings import CardAsked, MemoryAsked, refuse_asked_device, set_asked_device
@@ -124,6 +125,7 @@ def _report_result(run: NewRun) -> None:
         "Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md explains "
         "what to look for."
     )
+    print_next_step(Path(output))
 
 
 def _show_plan(run: NewRun, *, captions: bool) -> None:

@@ -24,6 +24,7 @@ from simpletuner.annexes.replay.failure import prepare
 from simpletuner.atomic import why_not_writable
 from simpletuner.budget.budget import Budget
 from simpletuner.cli.consent import with_consent
+from simpletuner.cli.next_step import print_next_step
 from simpletuner.cli.plan import print_plan
 from simpletuner.cli.process import configure_torch, without_gc
 from simpletuner.cli.settings import (
@@ -179,6 +180,7 @@ def _train(world: World, budget: Budget, page: Page | None, *, yes: bool) -> Non
         if page is not None:
             stack.enter_context(page.serving(plan.output_dir, events))
         run_checked(budget, events, world, yes=yes)
+    world.main_only(lambda: print_next_step(plan.output_dir))
 
 
 @contextmanager

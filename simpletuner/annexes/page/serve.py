@@ -31,6 +31,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from simpletuner.annexes.page import (
+    advice,
     captioning,
     control,
     datasets,
@@ -138,6 +139,7 @@ PAGE_ROUTES = [
     Route("/docs/{path:path}", docs.show),
     Route("/runs", live.get_list),
     *(Route(f"/runs/{{run}}/{name}", show) for name, show in results.VIEWS.items()),
+    Route("/runs/{run}/advice", advice.show_advice),
     Route("/download/{run}", results.send_lora),
     Route("/runs/{run}/{part}", live.get_part),
     *map(report_file_route, ("page.css", "curves.js", "viewer.js")),

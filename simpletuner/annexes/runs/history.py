@@ -22,6 +22,7 @@ class RunHistory:
         first: id of the first event.
         id: id of the last event.
         status: status of the last `training.status` with progress; empty before the first.
+        summary: the lines that announced it, about its model, files and length.
         progress: progress of the steps, with the latest metrics.
         stages: the latest state of every stage, by key.
         notices: texts of warnings and of confirmed requests.
@@ -33,6 +34,7 @@ class RunHistory:
     id: int = 0
     status: str = ""
     message: str = ""
+    summary: str = ""
     progress: dict[str, Any] = field(default_factory=dict)
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -73,6 +75,8 @@ class RunHistory:
                 # Merged, since some events have no metrics.
                 self.progress = self.progress | progress_of(event["progress"])
                 self.message = str(event.get("message", self.message))
+                if self.status == "starting":
+                    self.summary = self.message
             case "lifecycle.stage":
                 stage = {name: str(event["stage"][name]) for name in ("key", "label", "status")}
                 progress = event["stage"]["progress"]

@@ -10,7 +10,7 @@ const problems = pane.querySelector(".run-problems");
 const absence = pane.querySelector(".absence");
 const place = (part) => pane.querySelector(`[data-part="${part}"]`);
 export const parts = {
-  list: { every: 10 }, queue: { every: 5 }, head: { every: 5 }, results: { every: 60 }, curves: { every: 60 }, previews: { every: 60 },
+  list: { every: 10 }, queue: { every: 5 }, head: { every: 5 }, advice: { every: 60 }, results: { every: 60 }, curves: { every: 60 }, previews: { every: 60 },
   log: { every: 60 },
 };
 const ofAll = { list: "/runs", queue: "/queue" }; // parts that do not belong to a run
@@ -98,7 +98,7 @@ function showHead(node, fresh) {
   tellWaiting();
   const listed = place("list").querySelector(`[data-run="${run}"] .state`);
   const now = node.querySelector(".state"); // none if the part cannot be shown
-  if (listed && now && listed.textContent !== now.textContent) want("list", "results");
+  if (listed && now && listed.textContent !== now.textContent) want("list", "advice", "results");
 }
 
 // Renders of a job are part of the results.
@@ -110,7 +110,7 @@ function showQueue(node, fresh) {
 }
 
 const show = {
-  list: morphChildren, queue: showQueue, head: showHead, results: showPreviews, curves: showCurves, previews: showPreviews, log: showLog,
+  list: morphChildren, queue: showQueue, head: showHead, advice: morphChildren, results: showPreviews, curves: showCurves, previews: showPreviews, log: showLog,
 };
 const put = (name, html) => show[name](place(name), parsed(html));
 
@@ -216,7 +216,7 @@ function tick() {
 
 const CONCERNS = {
   "training.status": ["head", "curves", "log"], "lifecycle.stage": ["head", "log"], "training.checkpoint": ["results", "log"],
-  "training.metric": ["curves", "log"], "training.validation": ["previews", "log"], "validation.image": ["previews"],
+  "training.metric": ["advice", "curves", "log"], "training.validation": ["previews", "log"], "validation.image": ["previews"],
   notification: ["head", "log"], error: ["head", "log"],
 };
 
@@ -226,7 +226,7 @@ function listen() {
   for (const [type, names] of Object.entries(CONCERNS)) events.addEventListener(type, () => want(...names));
   events.addEventListener("end", end);
   // Events before the connection, or during an interruption, were missed.
-  events.onopen = events.onerror = () => want("head", "results", "curves", "previews", "log");
+  events.onopen = events.onerror = () => want("head", "advice", "results", "curves", "previews", "log");
 }
 
 // ---- Buttons ----
