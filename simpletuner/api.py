@@ -17,8 +17,8 @@ from typing import Any
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import make_display
 from simpletuner.annexes.figures import is_number
+from simpletuner.annexes.fitting.plan_json import plan_json
 from simpletuner.annexes.fitting.ready import plan_that_fits, weigh_plan
-from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
 from simpletuner.cli.consent import with_consent

@@ -110,10 +110,12 @@ class ConfigError(UserError):
 
     Args:
         problems: all problems; only fatal ones are printed as errors.
+        is_printed: they have been printed, so that only their number is left to say.
     """
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], *, is_printed: bool = False) -> None:
         self.problems = list(problems)
+        self.is_printed = is_printed
         super().__init__("\n".join(str(problem) for problem in self.problems if problem.fatal))
 
 

@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command, get_group
 
 from simpletuner.atomic import DISK_FULL_CODES, OCCUPIED_CODES, UNWRITABLE_CODES
+from simpletuner.cli.problems import print_problems
 from simpletuner.cli.process import set_environment, without_gc
 from simpletuner.errors import (
     ConfigError,
@@ -27,77 +29,100 @@ from simpletuner.errors import (
     full_text,
     is_out_of_memory,
     reached_limit,
+    shorten,
 )
 from simpletuner.redaction import redact
-from simpletuner.reporting.screen import in_red
+from simpletuner.reporting.layout import Layout
+from simpletuner.reporting.screen import layout_of
 
 USAGE = 2
 INTERRUPTED = 130
 
-# The commands in the order of the help: the module whose `app` has it, and its line there.
-COMMANDS = {
-    "start": (
-        "simpletuner.cli.start",
-        "Train on a folder: writes config/NAME, captions if asked, trains, and compares the "
-        "checkpoints.",
-    ),
-    "train": ("simpletuner.cli.train", "Train with config/config.json, or another file."),
-    "plan": (
-        "simpletuner.cli.plan",
-        "Check everything that needs no weights, and print the steps, time, memory and disk "
-        "space of a run.",
-    ),
-    "sample": (
-        "simpletuner.cli.sample",
-        'Render from a result: sample OUTPUT_DIR a prompt, or --prompt "...". Also takes a '
-        "checkpoint or a LoRA file.",
-    ),
-    "sweep": (
-        "simpletuner.cli.sample",
-        "Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page "
-        "and as a picture.",
-    ),
-    "caption": (
-        "simpletuner.cli.caption",
-        "Write a .txt caption for each picture or clip that has none, with the checkpoint's "
-        "Qwen2.5-VL.",
-    ),
-    "dataset": (
-        "simpletuner.cli.dataset",
-        "Write a page that shows how every file will be trained: crop, caption, "
-        "near-duplicates, and skipped files.",
-    ),
-    "publish": (
-        "simpletuner.cli.publish",
-        "Upload the result of a run for the first time or again, or finish a failed upload. "
-        "Nothing is trained.",
-    ),
-    "configure": (
-        "simpletuner.cli.configure",
-        "Write config.json by answering questions; ? explains a question. An existing dataset "
-        "file is not changed.",
-    ),
-    "convert": (
-        "simpletuner.cli.convert",
-        "Write a LoRA under the names of another program, or a full fine-tune as one file for "
-        "ComfyUI.",
-    ),
-    "server": (
-        "simpletuner.cli.server",
-        "Serve the web page of the project in this folder, on http://localhost:8001.",
-    ),
-    "help": (
-        "simpletuner.cli.help",
-        "Explain a setting (help learning_rate), a section (help LoRA), or search (help offload).",
-    ),
-    "cache": (
-        "simpletuner.cli.cache",
-        "Fill, verify, explain and clean up the caches of a configuration.",
-    ),
-    "examples": (
-        "simpletuner.cli.examples",
-        "List the packaged examples, or copy one to start from.",
-    ),
+# The commands by what they are for, in the order of the help: the module whose `app` has the
+# command, and its line there.
+GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Train": {
+        "start": (
+            "simpletuner.cli.start",
+            "Train on a folder: writes config/NAME, captions if asked, trains, and compares the "
+            "checkpoints.",
+        ),
+        "train": ("simpletuner.cli.train", "Train with config/config.json, or another file."),
+        "plan": (
+            "simpletuner.cli.plan",
+            "Check everything that needs no weights, and print the steps, time, memory and disk "
+            "space of a run.",
+        ),
+        "server": (
+            "simpletuner.cli.server",
+            "Serve the web page of the project in this folder, on http://localhost:8001.",
+        ),
+    },
+    "Use what was trained": {
+        "sample": (
+            "simpletuner.cli.sample",
+            'Render from a result: sample OUTPUT_DIR a prompt, or --prompt "...". Also takes a '
+            "checkpoint or a LoRA file.",
+        ),
+        "sweep": (
+            "simpletuner.cli.sample",
+            "Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page "
+            "and as a picture.",
+        ),
+        "convert": (
+            "simpletuner.cli.convert",
+            "Write a LoRA under the names of another program, or a full fine-tune as one file for "
+            "ComfyUI.",
+        ),
+        "publish": (
+            "simpletuner.cli.publish",
+            "Upload the result of a run for the first time or again, or finish a failed upload. "
+            "Nothing is trained.",
+        ),
+    },
+    "Prepare": {
+        "caption": (
+            "simpletuner.cli.caption",
+            "Write a .txt caption for each picture or clip that has none, with the checkpoint's "
+            "Qwen2.5-VL.",
+        ),
+        "dataset": (
+            "simpletuner.cli.dataset",
+            "Write a page that shows how every file will be trained: crop, caption, "
+            "near-duplicates, and skipped files.",
+        ),
+        "examples": (
+            "simpletuner.cli.examples",
+            "List the packaged examples, or copy one to start from.",
+        ),
+        "configure": (
+            "simpletuner.cli.configure",
+            "Write config.json by answering questions; ? explains a question. An existing dataset "
+            "file is not changed.",
+        ),
+    },
+    "Look up and clean up": {
+        "help": (
+            "simpletuner.cli.help",
+            "Explain a setting (help learning_rate), a section (help LoRA), or search (help "
+            "offload).",
+        ),
+        "cache": (
+            "simpletuner.cli.cache",
+            "Fill, verify, explain and clean up the caches of a configuration.",
+        ),
+    },
+}
+COMMANDS = dict(chain.from_iterable(commands.items() for commands in GROUPS.values()))
+
+PURPOSE = (
+    "Fine-tune Kandinsky 5 Image, Kandinsky 5 Video and Sana Video: what is trained is what is "
+    "sampled."
+)
+OPTIONS = {
+    "--version": "Show the version.",
+    "--help": "Show this help; after a command, that of the command.",
+    "--install-completion": "Complete commands with Tab in this shell.",
 }
 
 # Names of these commands in other programs.
@@ -126,6 +151,11 @@ class Commands(TyperGroup):
         for name, (_, line) in COMMANDS.items():
             self.add_command(TyperCommand(name, help=line))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups, what one needs first at the top, then the options."""
+        for line in help_lines(ctx.command_path, layout_of(sys.stdout)):
+            formatter.write(f"{line}\n")
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command that a line names, with its own options, and the arguments after its name."""
         name, command, rest = super().resolve_command(ctx, args)
@@ -142,14 +172,26 @@ def load_command(name: str) -> Any:
     return get_group(file.app).commands[name]
 
 
+def help_lines(program: str, layout: Layout) -> Iterator[str]:
+    """The help of the program."""
+    yield f"Usage: {program} COMMAND ..."
+    yield ""
+    yield from layout.wrap(PURPOSE)
+    widest = max(map(len, COMMANDS))
+    for title, commands in GROUPS.items():
+        yield ""
+        yield title
+        yield from layout.pairs(((name, line) for name, (_, line) in commands.items()), widest)
+    yield ""
+    yield "Options"
+    yield from layout.pairs(OPTIONS.items(), widest)
+
+
 app = typer.Typer(
     cls=Commands,
     name="simpletuner",
-    help=(
-        "Fine-tune Kandinsky 5 Image, Kandinsky 5 Video and Sana Video: what is trained is what "
-        "is sampled."
-    ),
-    no_args_is_help=True,
+    help=PURPOSE,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -173,8 +215,11 @@ Version = Annotated[
 
 
 @app.callback()
-def options(version: Version = False) -> None:
-    """Options that come before a command."""
+def options(context: typer.Context, version: Version = False) -> None:
+    """Options that come before a command; without one, the help is printed."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(USAGE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -226,19 +271,19 @@ def suggest_command(message: str) -> str:
 
 
 def _report(error: SimpleTunerError) -> int:
-    """Print an expected error; warnings come first, so that errors are last on the screen."""
+    """Print an expected error; the problems of a configuration all at once."""
     if not isinstance(error, ConfigError):
         text = full_text(error)
         if error.exit_code == USAGE:
             text = f"error: {text}"
         return _print_error(text, error.exit_code)
-    for problem in error.problems:
-        if not problem.fatal:
-            print(redact(f"warning: {problem}"), file=sys.stderr)
-    errors = [problem for problem in error.problems if problem.fatal]
-    for problem in errors:
-        print(in_red(redact(f"error: {problem}"), sys.stderr), file=sys.stderr)
-    count = counted(len(errors), "problem")
+    fatal = [problem for problem in dict.fromkeys(error.problems) if problem.fatal]
+    count = counted(len(fatal), "problem")
+    if error.is_printed:  # above a plan, whose tables may have moved them off the screen
+        keys = shorten([problem.where for problem in fatal if problem.where])
+        return _print_error(f"{count} to fix ({keys}); nothing was started.", error.exit_code)
+    with suppress(OSError):  # stderr may be closed
+        print_problems(error.problems, sys.stderr)
     return _print_error(f"{count} to fix; nothing was started.", error.exit_code)
 
 

@@ -8,8 +8,11 @@ from typing import Annotated
 import typer
 
 from simpletuner.annexes.fitting.nominal import nominal_files
+from simpletuner.annexes.fitting.plan_json import plan_json
+from simpletuner.annexes.fitting.plan_text import detail_lines
 from simpletuner.annexes.fitting.ready import weigh_plan
-from simpletuner.annexes.fitting.show import plan_json, show_plan
+from simpletuner.annexes.fitting.show import show_summary, show_warnings
+from simpletuner.cli.problems import print_problems
 from simpletuner.cli.process import without_gc
 from simpletuner.cli.settings import (
     Cached,
@@ -21,8 +24,15 @@ from simpletuner.cli.settings import (
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 from simpletuner.config.sources import Arguments
 from simpletuner.errors import ConfigError
+from simpletuner.reporting.screen import layout_of
 from simpletuner.run.companions import read_ledger
 
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", help="List every file, the family's settings, and the cost of each size."
+    ),
+]
 app = typer.Typer()
 
 
@@ -40,6 +50,7 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")
     ] = False,
+    verbose: Verbose = False,
     cached: Cached = False,
 ) -> None:
     """Check everything that needs no weights, and print the steps, time, memory and disk space of a
@@ -52,17 +63,19 @@ def plan(
     if machines is not None:
         arguments.settings.append(("num_machines", machines))
     if as_json or not arguments.device.is_elsewhere:
-        print_plan(arguments, as_json=as_json)
+        print_plan(arguments, as_json=as_json, verbose=verbose)
         return
     # Whether a model fits a card can be asked before there are files.
     with nominal_files(arguments) as (nominal, sentence):
         if sentence:
-            print(f"{sentence}\n")
-        print_plan(nominal)
+            for line in layout_of(sys.stdout).wrap(sentence):
+                print(line)
+            print()
+        print_plan(nominal, verbose=verbose)
 
 
-def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
-    """Print the plan of a run.
+def print_plan(arguments: Arguments, *, as_json: bool = False, verbose: bool = False) -> None:
+    """Print the plan of a run: a summary, all problems, then the details.
 
     Raises:
         ConfigError: lists all problems.
@@ -78,12 +91,24 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
     plan = budget.plan
     if as_json:
         print(plan_json(budget, [*plan.warnings, *arguments.problems]))
+        if arguments.problems.are_fatal:
+            print_problems(arguments.problems, sys.stderr)
+            raise ConfigError(arguments.problems, is_printed=True)
+        return
+    show_summary(budget, sys.stdout)
+    if arguments.problems.are_fatal:
+        sys.stdout.flush()
+        print_problems(arguments.problems, sys.stderr)
+        sys.stderr.flush()
     else:
-        show_plan(budget, sys.stdout)
-        ledger = read_ledger(plan.output_dir) if plan.is_finished else None
-        if ledger:
-            print(
-                f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does "
-                "this first."
-            )
-    arguments.problems.raise_if_fatal()  # after the numbers that show why a run does not fit
+        show_warnings(plan.warnings, sys.stdout)
+    print()
+    for line in detail_lines(budget, layout_of(sys.stdout), verbose=verbose):
+        print(line)
+    ledger = read_ledger(plan.output_dir) if plan.is_finished else None
+    if ledger:
+        print(
+            f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first."
+        )
+    if arguments.problems.are_fatal:  # the numbers above show why a run does not fit
+        raise ConfigError(arguments.problems, is_printed=True)

@@ -33,7 +33,7 @@ from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.requests import signal_handlers
-from simpletuner.errors import ConfigError, UserError, counted
+from simpletuner.errors import ConfigError, Interrupted, UserError, counted
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.weights.lora_names import LORA_FILE
 
@@ -92,8 +92,11 @@ def start(
     )
     if not dry_run:
         _check_training(run)
-    run.save()
-    _report_written(run)
+    if (run.root / run.folder).exists():
+        print(f"{run.folder} is as these answers would write it, so it is used.", flush=True)
+    else:
+        run.save()
+        _report_written(run)
     if dry_run:
         _show_plan(run, captions=caption)
         return
@@ -216,7 +219,10 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
                 continue
             is_fixable = code == UserError.exit_code
             advice = "Once that is fixed, go on with" if is_fixable else "To go on"
-            print(f"Stopped. {advice}: {' && '.join(shown[number:])}", file=sys.stderr)
+            message = f"Stopped. {advice}: {' && '.join(shown[number:])}"
+            if code == Interrupted.exit_code:
+                raise Interrupted(message)  # in place of another "Interrupted."
+            print(message, file=sys.stderr)
             # As in shells: a child that was killed by a signal has that signal's negative number.
             raise typer.Exit(code if code > 0 else 128 - code)
     finally:

@@ -13,8 +13,9 @@ import typer
 
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import shown_events
+from simpletuner.annexes.fitting.plan_text import log_plan
 from simpletuner.annexes.fitting.ready import plan_that_fits
-from simpletuner.annexes.fitting.show import log_plan, publish_warnings, start_lines
+from simpletuner.annexes.fitting.show import MISSING_GPU, publish_warnings, start_lines
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
 from simpletuner.annexes.processes.agreement import plan_in_every_process
 from simpletuner.annexes.processes.group import print_error, process_group
@@ -79,6 +80,7 @@ def train(
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", "--device_memory", hidden=True)
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", hidden=True)] = False,
 ) -> None:
     """Train with config/config.json, or another file.
 
@@ -90,8 +92,10 @@ def train(
     arguments = command_settings(context.args)
     if dry_run:
         set_asked_device(arguments, device, device_memory)
-        print_plan(arguments)
+        print_plan(arguments, verbose=verbose)
         return
+    if verbose:
+        raise UserError("--verbose is for the plan: add --dry-run.")
     refuse_asked_device(device, device_memory)
     configure_torch()
     if replay is not None:
@@ -231,9 +235,8 @@ def recorded_events(
 def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Announce the run, make the checks that the plan could not, and train."""
     plan = budget.plan
-    publish_warnings(events, plan.warnings)
-    for decision in budget.decisions:
-        events.notify(f"offload auto: {decision}")
+    urgent = [warning for warning in plan.warnings if warning.where == MISSING_GPU]
+    publish_warnings(events, urgent)
     ledger = None  # what an earlier session has left to do after its last step
     if plan.is_finished:
         ledger = world.main_only(lambda: read_ledger(plan.output_dir))
@@ -256,6 +259,9 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     step = plan.resume.step if plan.resume else 0
     summary = "\n".join(start_lines(budget))
     events.publish(StateChanged("starting", step, plan.length.total_steps, summary))
+    publish_warnings(events, [warning for warning in plan.warnings if warning not in urgent])
+    for decision in budget.decisions:
+        events.notify(f"offload auto: {decision}")
     keep_compiled(machine_folder(plan))
     with events.phase("Loading torch", stage="init_torch"), without_gc():
         # The wall: torch and the classes of the family take seconds to import, so they come after

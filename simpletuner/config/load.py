@@ -7,6 +7,7 @@ pydantic's messages reworded for users.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,9 @@ MOST_GUESSED = 50  # unknown keys that get a suggestion, each of which takes 3 m
 SAME_WORD = 0.85  # similarity of words that differ in one or two letters
 # Characters of a wrong value, so that a pasted object does not bury the message.
 LONGEST_SHOWN = 120
+# Allowed words that are listed in full; of more, only those that resemble the wrong one.
+LONGEST_CHOICE = 12
+NEAREST_SHOWN = 6
 # Names of PyTorch's dtypes here; a key accepts at most the first that is one of its words.
 # mixed_precision no means float32.
 DTYPES = {
@@ -326,6 +330,11 @@ def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
         if name in allowed:
             hint = f" Did you mean '{name}'?"
             break
+    if len(allowed) > LONGEST_CHOICE:
+        near = difflib.get_close_matches(word, allowed, n=NEAREST_SHOWN, cutoff=0)
+        rest = len(allowed) - len(near)
+        advice = f"`simpletuner help {path}` lists all."
+        return f"is not one of: {', '.join(near)} and {rest} more.{hint} {advice}"
     return f"is not one of: {', '.join(allowed)}.{hint}"
 
 

@@ -44,6 +44,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 EXAMPLES_ALIAS = "config/examples/"
 BACKENDS = ("json", "toml", "env")  # in search order
 DATASET_FILE = "multidatabackend.json"
+# The name of a config, as in env=NAME. \w lacks the vowel signs of Devanagari.
+CONFIG_NAME = re.compile(r"\w([\w.-]|[^\x00-\xa0\s])*")
 # Launch settings that may come from environment variables, and their keys.
 LAUNCH_VARIABLES = {
     "TRAINING_NUM_PROCESSES": "num_processes",

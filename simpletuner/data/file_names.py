@@ -75,6 +75,9 @@ UNREAD_CLIPS = frozenset(
     }
 )
 
+# Files that macOS and Windows write into folders of pictures, in lower case.
+JUNK_FILES = frozenset({".ds_store", "thumbs.db", "desktop.ini"})
+JUNK_PREFIX = "._"  # of files with what other file systems cannot store
 # Folders of thumbnails, deleted files and metadata, in lower case. Names that start with a dot are
 # hidden anyway.
 SYSTEM_FOLDERS = frozenset(
@@ -156,6 +159,12 @@ def name_problem(name: str) -> Reason | None:
     if name.lower() in SYSTEM_FOLDERS:
         return "hidden", "belongs to the system: it holds thumbnails, deleted files or metadata"
     return None
+
+
+def is_junk(name: str) -> bool:
+    """Whether a system writes such a file beside pictures, which nobody wants to read about."""
+    base = name.rpartition("/")[2].lower()
+    return base in JUNK_FILES or base.startswith(JUNK_PREFIX)
 
 
 def unread_format(name: str) -> str | None:

@@ -18,7 +18,7 @@ from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_checks import check_init_lora
 from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec
+from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.weights.files import Shapes
 
 
@@ -70,7 +70,7 @@ def planned_adapters(
 
 
 def trained_layers(
-    config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems
+    config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems
 ) -> Targets:
     """The layers that get an adapter; reports problems of this selection and of `init_lora`."""
     value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
@@ -78,7 +78,10 @@ def trained_layers(
     if config.model.model_type != "lora":
         return targets
     # Old formats list their weights only on loading, and are checked then.
-    shapes = source["transformer"].weight_shapes()
+    part = source["transformer"]
+    shapes: Shapes = part.weight_shapes()
+    if part.local_folder() is None and part.location in (flavour.repository, flavour.base_model):
+        shapes = spec.cost.published_shapes(flavour.name)  # so before it is downloaded
     kind = adapter_kind(config.lora)
     if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS

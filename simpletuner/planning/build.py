@@ -166,7 +166,7 @@ def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "t
     previews = plan_previews(model, Rendering(), report)
 
     # So far, settings and headers of weights were read; from here on, files that the settings name.
-    targets = trained_layers(model.config, model.spec, model.source, report)
+    targets = trained_layers(model.config, model.spec, model.flavour, model.source, report)
     # Before the seed, which a continued run takes from its checkpoint.
     resume = check_resume(model, targets, report)
     seed = decide_seed(model.config.run.seed, resume)

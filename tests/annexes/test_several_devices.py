@@ -255,8 +255,8 @@ def test_plan_for_several_devices_shows_steps_previews_and_traffic(
     assert workspace.run(*command) == 0
     output = capsys.readouterr().out
     for line in (
-        "2 steps of 8 samples",
-        "learning rate 0.0008, which is 0.0001 scaled to the samples of a step",
+        "  length    2 steps of 8 samples",
+        "  rate      0.0008, which is 0.0001 scaled to the samples of a step",
         "  4 processes on 2 machines, one per device, DDP",
     ):
         assert line in output.splitlines(), output

@@ -16,7 +16,6 @@ import pexpect
 import pytest
 from PIL import Image
 
-from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.page.receive import receive
 from simpletuner.annexes.start import answers
 from simpletuner.annexes.start.intervals import checkpoint_interval, preview_interval
@@ -28,6 +27,7 @@ from simpletuner.budget.drivers import Gpu
 from simpletuner.cli import start
 from simpletuner.cli.app import main
 from simpletuner.cli.start import _check_training
+from simpletuner.config.sources import CONFIG_NAME
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
 from simpletuner.errors import ConfigError, Problem
@@ -117,8 +117,8 @@ def test_some_of_many_files_are_held_out_to_compare_checkpoints(
 
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     output = capsys.readouterr().out
-    assert "15 of 17 files used" in output
-    assert "2 of 2 files used" in output
+    assert "15 of 17 pictures used" in output
+    assert "2 of 2 pictures used" in output
 
 
 def test_best_checkpoint_and_strength_are_named_at_the_end(
@@ -157,7 +157,7 @@ def test_written_config_can_be_planned(commands: list[list[str]], capsys: Captur
 
     capsys.readouterr()
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
-    assert "3 of 3 files used" in capsys.readouterr().out
+    assert "3 of 3 pictures used" in capsys.readouterr().out
 
     (trained, _) = written("cat", "multidatabackend.json")
     assert trained["instance_prompt"] == "in the style of zkt"
@@ -195,7 +195,7 @@ def test_small_pictures_are_trained_at_a_smaller_size(
 
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     output = capsys.readouterr().out
-    assert "bucket 640x640 (1.0): 3" in output
+    assert "trained sizes: 3 of 640x640" in output
     assert "enlarged" not in output
 
 
@@ -360,8 +360,8 @@ def test_small_files_are_left_out_and_reported(commands: list[list[str]], capsys
 
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     output = capsys.readouterr().out
-    assert "20 of 25 files used" in output
-    assert "2 of 2 files used" in output
+    assert "20 of 25 pictures used" in output
+    assert "2 of 2 pictures used" in output
     assert "enlarged" not in output
 
     # The remedy of the note.
@@ -404,7 +404,7 @@ def test_settings_reach_the_datasets_in_any_spelling(
     assert "resolution" not in trained, "which would override it"
 
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
-    assert "bucket 512x512 (1.0): 1" in capsys.readouterr().out
+    assert "trained sizes: 1 of 512x512" in capsys.readouterr().out
 
 
 def test_an_empty_trigger_is_the_default(commands: list[list[str]]) -> None:
@@ -455,7 +455,7 @@ def test_a_dry_run_writes_no_captions_and_shows_the_plan(
 
     output = capsys.readouterr().out
     assert "Write 2 captions before training: simpletuner caption env=cat\n" in output
-    assert "bucket 1024x1024 (1.0): 3" in output
+    assert "trained sizes: 3 of 1024x1024" in output
     assert not commands
     assert written("cat", "multidatabackend.json")[0]["caption_strategy"] == "textfile"
 
@@ -513,8 +513,8 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
             "config/old exists already: continue with `simpletuner train env=old`, or set",
         ),
         (
-            ["cat", "--name", "ol d"],
-            "config/ol d exists already: continue with `simpletuner train env='ol d'`, or set",
+            ["cat", "--name", "my cat!!"],
+            "--name 'my cat!!': a name has letters, digits, -, _ and . only, as in my-cat.",
         ),
         (["cat", "--trigger", "--dry-run"], "--trigger needs a value, and --dry-run is an option."),
     ],
@@ -782,7 +782,7 @@ def test_start_without_a_gpu_offers_a_tiny_model(
     # The tiny model is not a default, and a run of days is refused before anything is written.
     assert main([*started, "--yes"]) == 2
     errors = capsys.readouterr().err
-    assert "device: no GPU can be used here: about " in errors
+    assert "device: no GPU was found. On the CPU this takes about " in errors
     assert (
         f" Add --model {model} (a tiny model that draws simple shapes, in minutes), --dry-run ("
         in errors
@@ -809,7 +809,7 @@ def test_start_without_a_gpu_offers_a_tiny_model(
     assert main(["plan", f"env={kind}"]) == 0
 
     files = {"pictures": 6, "clips": 1}[kind]
-    assert f"{files} of {files} file" in capsys.readouterr().out
+    assert f"{files} of {files} {kind.removesuffix('s')}" in capsys.readouterr().out
 
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
     assert (

@@ -144,7 +144,7 @@ def test_captions_are_used_or_the_remedy_is_printed(layout: str, capsys: Capture
     prompt = "zkt woman" if keys is TRIGGER_ALONE else "zkt woman,"
     assert entry["instance_prompt"] == prompt
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
-    assert "(1.0): 2\n" in capsys.readouterr().out
+    assert "trained sizes: 2 of " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_kohya_folder_name_sets_repeats_and_trigger(place: str, capsys: Capture)
         "(reg/1_woman/a.jpg" in output
     )
     assert main(["plan", "env=kohya", "--device-memory=80"]) == 0
-    assert "2 of 2 files used" in capsys.readouterr().out
+    assert "2 of 2 pictures used" in capsys.readouterr().out
 
 
 def test_every_kohya_folder_becomes_a_dataset(capsys: Capture) -> None:
@@ -253,7 +253,7 @@ def test_every_kohya_folder_becomes_a_dataset(capsys: Capture) -> None:
     assert (woman["instance_data_dir"], woman["repeats"]) == ("kohya/10_zkt woman", 9)
     assert (woman["caption_strategy"], woman["instance_prompt"]) == ("textfile", "zkt woman,")
     assert main(["plan", "env=kohya", "--device-memory=80"]) == 0
-    assert "3 of 3 files used" in capsys.readouterr().out
+    assert "3 of 3 pictures used" in capsys.readouterr().out
 
 
 def test_trigger_option_overrides_the_kohya_folder_name() -> None:

@@ -277,7 +277,7 @@ def test_a_named_folder_gets_its_dataset_file_and_the_settings_of_start(
         in printed
     )
     assert main(["plan", "--device-memory=80"]) == 0
-    assert "3 of 3 files used" in capsys.readouterr().out
+    assert "3 of 3 pictures used" in capsys.readouterr().out
 
 
 def test_models_are_offered_with_whether_they_fit_the_gpu(

@@ -83,7 +83,7 @@ def test_the_datasets_of_the_image_guide(
     workspace.add_pictures("datasets/my_images", 2, scale=16)
     assert warnings(workspace, capsys) == ""
     assert workspace.run("plan") == 0
-    assert "Dataset my-image-dataset: 2 of 2 files used" in capsys.readouterr().out
+    assert "my-image-dataset: 2 of 2 pictures used" in capsys.readouterr().out
 
 
 def other_family(workspace: Workspace, family: str) -> None:

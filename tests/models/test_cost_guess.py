@@ -12,13 +12,14 @@ import pytest
 
 from benchmarks.models import cost_of
 from simpletuner.annexes.fitting.fit import check_fit, choose
-from simpletuner.annexes.fitting.show import budget_lines
+from simpletuner.annexes.fitting.plan_text import budget_lines
 from simpletuner.budget.budget import Budget
 from simpletuner.models import cost, cost_guess
 from simpletuner.models.cost import Adapters, BatchShape, TransformerCost
 from simpletuner.models.cost_guess import block_lists, cost_table_of, guess_cost_table
 from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.registry import FAMILIES
+from simpletuner.reporting.layout import Layout
 from tests.annexes.test_fit import budget, gpu
 from tests.models.contract import load_of, trial_of
 from tests.models.fourth import FOURTH
@@ -97,7 +98,11 @@ def unmeasured() -> Callable[[float], Budget]:
 def test_a_plan_warns_that_the_family_is_not_measured(
     unmeasured: Callable[[float], Budget],
 ) -> None:
-    (line,) = [line for line in budget_lines(unmeasured(80)) if "not measured yet" in line]
+    (line,) = [
+        line
+        for line in budget_lines(unmeasured(80), Layout(), verbose=False)
+        if "not measured yet" in line
+    ]
 
     assert line.startswith(
         "  Kandinsky 5 Video is not measured yet: FLOPs and activations are assumed from"

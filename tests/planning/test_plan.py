@@ -41,12 +41,12 @@ def test_run_without_a_name_is_named_after_its_folder(
 def test_plan_shows_model_output_and_steps(workspace: Workspace, capsys: Capture) -> None:
     shown = plan(workspace, capsys, "lora_rank=8", "validation_disable=false")
     for line in (
-        "Kandinsky 5 Image t2i-lite-sft, lora",
-        "seed     7\n",
+        "LoRA on Kandinsky 5 Image t2i-lite-sft\n  on 8 pictures (dataset pictures)\n",
+        "seed      7\n",
         "4 steps of 2 samples",
         "8 batches an epoch, 1 epoch\n",
-        "Dataset pictures: 8 of 8 files used",
-        "p0.png: 96x64, resized to ",
+        "  pictures: 8 of 8 pictures used",
+        "trained sizes: 8 of ",
         "Cache of pictures: 0 of 8 exist, 8 to encode",
         "Previews every 100 steps at 128x128: validation",
     ):
@@ -82,7 +82,11 @@ def test_plan_shows_model_output_and_steps(workspace: Workspace, capsys: Capture
         ),
         (["max_train_steps=50"], "every 100 steps", "validation_num_inference_steps 1 halves it"),
         (["max_train_steps=1", "validation_steps=1"], "every step", "for 1 step,"),
-        (["max_train_steps=4", "validation_epoch_interval=1"], "every epoch", "8 of 8 files used"),
+        (
+            ["max_train_steps=4", "validation_epoch_interval=1"],
+            "every epoch",
+            "8 of 8 pictures used",
+        ),
     ],
 )
 def test_previews_have_up_to_eight_milestones_unless_an_interval_is_set(
@@ -150,7 +154,7 @@ def test_json_has_every_problem_and_the_same_exit_code(
 
 
 def test_finished_run_has_no_remaining_steps(trained: Workspace, capsys: Capture) -> None:
-    shown = plan(trained, capsys)
+    shown = plan(trained, capsys, "--verbose")
     document = json.loads(plan(trained, capsys, "--json"))
     Ledger(4, 1, ("uploads", "end")).write(trained.path("output"))
     shown_with_tasks = plan(trained, capsys)
@@ -184,12 +188,19 @@ def test_run_starts_with_a_summary_and_ends_with_its_result(
 
 
 def test_plan_shows_the_origin_of_every_setting(workspace: Workspace, capsys: Capture) -> None:
-    lines = [line.split() for line in plan(workspace, capsys, "--lora_rank", "8").splitlines()]
-    assert ["lora_rank", "8", "(command", "line)"] in lines
-    assert ["learning_rate", "0.001", "(config/config.json)"] in lines
-    assert ["validation_guidance", "5.0", "(family", "default)"] in lines
-    assert ["validation_disable", "true", "(config/config.json)"] in lines
-    assert not any(line[:1] == ["lora_alpha"] for line in lines), "defaults are left out"
+    shown = plan(workspace, capsys, "--verbose", "--lora_rank", "8")
+
+    assert ["lora_rank", "8"] in settings_from("command line", shown)
+    assert ["learning_rate", "0.001"] in settings_from("config/config.json", shown)
+    assert ["validation_disable", "true"] in settings_from("config/config.json", shown)
+    assert ["validation_guidance", "5.0"] in settings_from("family default", shown)
+    assert "lora_alpha" not in shown, "defaults are left out"
+
+
+def settings_from(origin: str, shown: str) -> list[list[str]]:
+    """Names and values of the settings of an origin."""
+    group = shown.partition(f"Settings ({origin})\n")[2].partition("\n\n")[0]
+    return [line.split() for line in group.splitlines()]
 
 
 def test_plan_shows_no_secrets(workspace: Workspace, capsys: Capture) -> None:
@@ -215,11 +226,13 @@ def test_every_file_is_used_or_listed_with_its_reason(
     (folder / "notes.doc").write_text("x")
     (folder / "lonely.txt").write_text("x")
     (folder / "red\x1b[31m\nrow.doc").write_text("x")
-    shown = plan(workspace, capsys)
+    shown = plan(workspace, capsys, "--verbose")
     for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt", r"red\x1b[31m\nrow.doc"):
         assert f"  {name}: not used, " in shown
 
-    assert "6 of 11 files used" in shown
+    assert (
+        "6 of 8 pictures used, 1 without a caption, 1 not usable; 3 other files are not read"
+    ) in shown
 
 
 def test_plan_counts_cached_entries(filled: Workspace, capsys: Capture) -> None:
@@ -247,14 +260,16 @@ def test_length_is_given_in_steps_or_epochs(
     workspace: Workspace, capsys: Capture, settings: tuple[str, ...], steps: int, epochs: int
 ) -> None:
     shown = plan(workspace, capsys, *settings)
-    assert f"\n{steps} steps of " in shown
+    assert f"  length    {steps} steps of " in shown
     assert f"an epoch, {epochs} epoch" in shown
 
 
 def test_datasets_with_windows_are_counted(workspace: Workspace, capsys: Capture) -> None:
     second = {**DATASETS[0], "id": "later", "start_epoch": 3, "end_epoch": 4, "repeats": 0}
     workspace.write_datasets([DATASETS[0], second, DATASETS[1]])
-    assert "\n48 steps of" in plan(workspace, capsys, "max_train_steps=", "num_train_epochs=5")
+    assert "  length    48 steps of" in plan(
+        workspace, capsys, "max_train_steps=", "num_train_epochs=5"
+    )
 
 
 def test_run_that_outlasts_its_datasets_is_refused(workspace: Workspace, capsys: Capture) -> None:
@@ -357,7 +372,7 @@ def test_family_name_may_be_spelled_differently(
 ) -> None:
     monkeypatch.setenv("FAMILY", "kandinsky5-image")
     workspace.write_config(model_family=spelling)
-    assert plan(workspace, capsys).startswith("Kandinsky 5 Image")
+    assert plan(workspace, capsys).startswith("LoRA on Kandinsky 5 Image")
 
 
 def test_dataset_file_beside_the_config_is_used_with_a_warning(
@@ -381,7 +396,7 @@ def test_names_in_any_script_and_with_spaces_are_accepted(
         [{**DATASETS[0], "instance_data_dir": "datasets/मेरी तस्वीरें 图片"}, DATASETS[1]]
     )
 
-    assert "  बिल्ली 猫.png: 96x64" in plan(workspace, capsys, "output_dir=मेरा output")
+    assert "  बिल्ली 猫.png: 96x64" in plan(workspace, capsys, "--verbose", "output_dir=मेरा output")
 
 
 def test_unusual_terminal_does_not_break_the_plan(workspace: Workspace) -> None:
@@ -394,7 +409,7 @@ def test_unusual_terminal_does_not_break_the_plan(workspace: Workspace) -> None:
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "simpletuner", "plan"],
+        [sys.executable, "-m", "simpletuner", "plan", "--verbose"],
         cwd=workspace.folder,
         env=environment,
         capture_output=True,

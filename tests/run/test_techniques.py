@@ -47,5 +47,5 @@ def test_scheduled_sampling_continues_bit_exactly(
     # Half of the inputs are rolled out by 0, 1 or 2 passes, and one more compares with the plain
     # input where there were any: (0 + 2 + 3) / 3 / 2 = 0.83.
     capsys.readouterr()
-    assert straight.run("plan", "max_train_steps=9") == 0
-    assert "with 0.83 extra forward passes a micro-step" in capsys.readouterr().out
+    assert straight.run("plan", "--verbose", "max_train_steps=9") == 0
+    assert "techniques add 0.83 forward passes per micro-step" in capsys.readouterr().out

@@ -37,7 +37,7 @@ def warnings(workspace: Workspace, capsys: pytest.CaptureFixture[str], *settings
     code = workspace.run("plan", *settings)
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    return printed.out.partition("Warnings:")[2]
+    return printed.out.partition("Warnings:\n")[2].partition("\n\n")[0]
 
 
 def family_complaints(config: RunConfig, spec: FamilySpec) -> list[Problem]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
+from simpletuner.annexes.fitting.excess import check_excess
 from simpletuner.annexes.fitting.fit import (
     STATE_ON_HOST,
     Change,
@@ -111,8 +112,10 @@ def weigh_plan(arguments: Arguments) -> Budget:
         raise ConfigError(problems) from None
     slow = Problems()
     check_gpu(budget, slow)
-    arguments.problems.extend(slow)
-    return with_warnings(budget, [*slow, *budget.plan.warnings])
+    excess = Problems()
+    check_excess(budget, excess)
+    arguments.problems.extend([*slow, *excess])
+    return with_warnings(budget, [*slow, *budget.plan.warnings, *excess])
 
 
 def with_warnings(budget: Budget[AnyPlan], warnings: list[Problem]) -> Budget[AnyPlan]:
@@ -233,7 +236,7 @@ def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
     seconds = sum(remaining_seconds(budget))
     if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
         return
-    reason = "no GPU can be used here"
+    reason = "no GPU was found"
     advice = ""
     if device.idle:
         reason = f"torch cannot use the {device.idle} of this machine"
@@ -247,8 +250,8 @@ def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
             advice = REINSTALL[device.backend]
     if needs_consent(budget) and not yes:
         advice += f" {CONSENT}"
-    time = f"about {duration_text(seconds)} on the CPU, {duration_text(budget.step_seconds)} a step"
-    report.warn(MISSING_GPU, f"{reason}: {time}.{advice}")
+    time = f"about {duration_text(seconds)}, {duration_text(budget.step_seconds)} a step"
+    report.warn(MISSING_GPU, f"{reason}. On the CPU this takes {time}.{advice}")
 
 
 # What is known of training on GPUs that are not NVIDIA's; docs/INSTALL.md has a table.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +24,7 @@ from simpletuner.config.json_reader import json_kind, parse_json
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.option import JSON_OR_FILE
 from simpletuner.config.schema import all_options
-from simpletuner.config.sources import EXAMPLES, example_names, resolve_alias
+from simpletuner.config.sources import CONFIG_NAME, EXAMPLES, example_names, resolve_alias
 from simpletuner.config.types import parse_path
 from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.redaction import redact
@@ -42,7 +41,6 @@ LARGEST_BODY = 2 * 2**20
 BODY_SECONDS = 20.0  # timeout of a request's body
 UPLOADS = "/api/uploads/"  # prefix of the URLs of uploads, which are neither JSON nor small
 MAIN_FILES = ("config.json", "config/config.json")
-CONFIG_NAME = re.compile(r"\w([\w.-]|[^\x00-\xa0\s])*")  # \w lacks the vowel signs of Devanagari
 WEIGHTS = ("_name_or_path", "init_lora")  # suffixes of keys that name weights
 
 

@@ -15,11 +15,12 @@ from simpletuner.annexes.questions.dialogue import Dialogue
 from simpletuner.annexes.questions.interview import ask_all
 from simpletuner.annexes.start.answers import RunAnswers
 from simpletuner.annexes.start.media_folder import MediaFolder, read_media_folder
-from simpletuner.annexes.start.new_run import FILES, NewRun, run_name
+from simpletuner.annexes.start.new_run import FILES, NewRun, holds_run, run_name
 from simpletuner.annexes.start.questions import QUESTIONS
 from simpletuner.annexes.start.recipe import PURPOSES, find_models, writes_captions
 from simpletuner.config.device import HERE, AskedDevice
-from simpletuner.errors import Problems, counted, not_one_of
+from simpletuner.config.sources import CONFIG_NAME
+from simpletuner.errors import Problems, counted, not_one_of, shorten
 
 
 def ask_run(
@@ -59,6 +60,7 @@ def ask_run(
     ask_all(QUESTIONS, answers, dialogue)
     run = answers.run(answers.model)
     _check_settings(run)
+    _check_existing(run)
     for note in run.fit.notes():
         dialogue.warn(note)
     if run.captioned_as:
@@ -107,7 +109,13 @@ def _check_name(name: str, report: Problems) -> None:
     target = Path("config") / name
     if re.search(r"[/\\\x00-\x1f]", name):
         report.error("", f"--name {name!r} is not the name of a folder.")
-    elif target.exists() or target.is_symlink():
+    elif not CONFIG_NAME.fullmatch(name):
+        report.error(
+            "",
+            f"--name {name!r}: a name has letters, digits, -, _ and . only, as in "
+            f"{run_name(Path(name))}.",
+        )
+    elif (target.exists() or target.is_symlink()) and not holds_run(target):
         message = (
             f"{target} exists already: continue with `simpletuner train env={shlex.quote(name)}`, "
             "or set --name."
@@ -166,6 +174,26 @@ def _check_settings(run: NewRun) -> None:
     }
     judgement = Draft(run.folder / "config.json", checked).judgement
     Problems(judgement.problems).raise_if_fatal()
+
+
+def _check_existing(run: NewRun) -> None:
+    """Raise a problem if the config exists, and is not what these answers would write.
+
+    `start --dry-run` leaves such a config behind, from which `start` goes on.
+    """
+    if not (run.root / run.folder).exists():
+        return
+    changed = run.differences()
+    if not changed:
+        return
+    report = Problems()
+    name = shlex.quote(run.name)
+    report.error(
+        "",
+        f"{run.folder} exists already, and differs from these answers in {shorten(changed, 5)}. "
+        f"Train it as it is with `simpletuner train env={name}`, or set --name.",
+    )
+    report.raise_if_fatal()
 
 
 def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -277,8 +278,28 @@ class NewRun:
         """Write config, dataset file and prompts into an existing folder."""
         (folder / "config.json").write_text(render_config(self.config()), encoding="utf-8")
         write_json(folder / FILES["data_backend_config"], self.datasets())
-        prompts = {"unrelated": self.recipe.unrelated_prompt}
-        write_json(folder / FILES["user_prompt_library"], prompts)
+        write_json(folder / FILES["user_prompt_library"], self._prompts())
+
+    def differences(self) -> list[str]:
+        """Keys of the config, and names of the other files, that differ from those on disk."""
+        folder = self.root / self.folder
+        before = _content(folder / "config.json")
+        after: object = json.loads(render_config(self.config()))
+        changed = []
+        if isinstance(before, dict) and isinstance(after, dict):
+            keys = [*after, *(key for key in before if key not in after)]
+            changed += [key for key in keys if before.get(key) != after.get(key)]
+        elif before != after:
+            changed.append("config.json")
+        if _content(folder / FILES["data_backend_config"]) != self.datasets():
+            changed.append(FILES["data_backend_config"])
+        if _content(folder / FILES["user_prompt_library"]) != self._prompts():
+            changed.append(FILES["user_prompt_library"])
+        return changed
+
+    def _prompts(self) -> dict[str, str]:
+        """The content of the prompt library."""
+        return {"unrelated": self.recipe.unrelated_prompt}
 
     def save(self) -> None:
         """Create the folder of the run's config, all or nothing; existing files are never replaced.
@@ -300,6 +321,19 @@ class NewRun:
             if isinstance(error, PermissionError):
                 advice = f" Make {final.parent} writable, or start in another folder."
             raise UserError(f"{self.folder} cannot be written: {error.strerror}.{advice}") from None
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has the files of a config that `start` writes."""
+    return all((folder / file).is_file() for file in ("config.json", *FILES.values()))
+
+
+def _content(path: Path) -> object:
+    """The content of a JSON file; None if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def run_name(folder: Path) -> str:

@@ -477,7 +477,7 @@ def test_plan_is_live_and_answers_what_if(no_gpu: None, page: Any, workspace: Wo
     workspace.path("datasets/pictures/notes.pdf").write_bytes(b"?")
     plan = page.get_by_role("complementary", name="Plan")
     expect(plan.locator("#verdict")).to_have_text("no GPU")
-    expect(plan.locator(".bad")).to_contain_text("no GPU can be used here: about ")
+    expect(plan.locator(".bad")).to_contain_text("no GPU was found. On the CPU this takes about ")
     page.get_by_label("Plan for a card").fill("48")
     expect(plan).to_contain_text("a GPU with 48 GiB")
     expect(plan.locator("#verdict")).to_have_text("would fit")
