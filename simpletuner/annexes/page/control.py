@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +25,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from simpletuner.annexes.page.archive import is_archived
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.project import (
     EXAMPLE,
@@ -74,6 +75,11 @@ SKIPPED_FOLDERS = frozenset(
         "validation_images",
     }
 )
+# Files that make a folder the folder of a run, and folders in it that hold no other runs.
+RUN_FILES = frozenset({METRICS_FILE, LOCK_FILE, CONSOLE_FILE})
+FOLDERS_OF_RUNS = frozenset(
+    {"benchmarks", "failures", "model_card", "pipeline", "requests", "samples", "sweep"}
+)
 RESUME = "resume_from_checkpoint"
 NOTHING_RUNS = "No active training job."
 NOT_IN_LOOP = (
@@ -95,11 +101,12 @@ class Runs:
         self._lock = threading.Lock()
 
     def all(self) -> list[Run]:
-        """All runs: active ones first, then the newest."""
+        """All runs that are not archived: active ones first, then the newest."""
         if self.project.run:
             configs = {self.project.run: ""}
         else:
             configs = self._recorded() | self._configured()
+            configs = {folder: name for folder, name in configs.items() if not is_archived(folder)}
         runs = [self.at(folder) for folder in configs]
         for run in runs:
             run.written_by = configs[run.folder]
@@ -107,6 +114,25 @@ class Runs:
         # folder by now.
         runs += [run for run in self._runs.values() if run not in runs and run.child]
         return sorted(runs, key=lambda run: (run.pid is not None, run.seen), reverse=True)
+
+    def archived(self) -> list[Run]:
+        """The archived runs, the newest first. They can be looked at, but not trained further."""
+        if self.project.run:
+            return []
+        runs = [self.at(folder) for folder in self._recorded() if is_archived(folder)]
+        for run in runs:
+            run.may_start = False
+        return sorted(runs, key=lambda run: run.seen, reverse=True)
+
+    def forget(self, run: Run) -> None:
+        """Forget a run whose folder was moved or deleted."""
+        self._runs.pop(run.folder, None)
+
+    @contextmanager
+    def starting_nothing(self) -> Iterator[None]:
+        """A block during which no run is started from here."""
+        with self._lock:
+            yield
 
     def find(self, name: str | None) -> Run:
         """The run with an id; without an id, the first run.
@@ -116,7 +142,7 @@ class Runs:
         """
         # Known runs first, since a search visits many folders.
         known = [run for run in list(self._runs.values()) if run.id == name]
-        for run in known or self.all():
+        for run in known or [*self.all(), *self.archived()]:
             if name in (None, "", run.id):
                 return run
         raise Refusal(404, f"There is no run {name!r}." if name else "There are no runs yet.")
@@ -129,8 +155,7 @@ class Runs:
         """Folders with the files of a run, near the top of the project."""
         roots = (self.project.folder, *self.project.roots)
         walked = islice(chain.from_iterable(map(walk, roots)), MOST_FOLDERS)
-        files_of_runs = {METRICS_FILE, LOCK_FILE, CONSOLE_FILE}
-        return {folder: "" for folder, files in walked if files_of_runs & files}
+        return {folder: "" for folder, files in walked if RUN_FILES & files}
 
     def _configured(self) -> dict[Path, str]:
         """The output folders of all configs, by which a later name replaces an earlier one.
@@ -356,8 +381,9 @@ def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
     for path, folders, files in os.walk(root):
         folder = Path(path)
         is_deep = len(folder.relative_to(root).parts) >= DEPTH
+        left_out = FOLDERS_OF_RUNS if RUN_FILES & set(files) else frozenset()
         # `os.walk` visits the folders that are left in this list.
-        folders[:] = [] if is_deep else sorted(filter(_is_searched, folders))
+        folders[:] = [] if is_deep else sorted(filter(_is_searched, set(folders) - left_out))
         yield folder, set(files)
 
 

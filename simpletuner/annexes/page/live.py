@@ -27,6 +27,7 @@ from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, checked_value, project_of
+from simpletuner.annexes.page.run_list import listed
 from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import hours_of, thin_extremes
@@ -230,21 +231,6 @@ def get_media(request: Request) -> Response:
 def get_report(request: Request) -> Response:
     """Redirect to the HTML report, at a URL where its relative links work."""
     return RedirectResponse(f"/media/{chosen(request).id}/{REPORT_FILE}")
-
-
-def get_list(request: Request) -> Response:
-    """All runs, as HTML."""
-    return HTMLResponse(listed(runs_of(request)))
-
-
-def listed(runs: Runs) -> str:
-    """The list of all runs, as HTML."""
-
-    def draw() -> str:
-        with_status = [(run, run.status()) for run in runs.all()]
-        return html.render("page/run_parts.html.jinja", part="list", runs=with_status)
-
-    return draw_part("Runs", draw)
 
 
 def get_part(request: Request) -> Response:

@@ -155,8 +155,8 @@ class Queue:
                 return job
         raise UserError(f"There is no job {name!r} in the queue.")
 
-    def move(self, name: str, by: int) -> None:
-        """Move a waiting job by places: -1 is one earlier."""
+    def move(self, name: str, by: int) -> bool:
+        """Move a waiting job by places: -1 is one earlier. False if no such job waits."""
         with self._changing() as jobs:
             waiting = in_state(jobs, WAITING)
             for place, job in enumerate(waiting):
@@ -164,7 +164,8 @@ class Queue:
                     waiting.pop(place)
                     waiting.insert(max(0, place + by), job)
                     jobs[:] = [*started_jobs(jobs), *waiting]
-                    return
+                    return True
+        return False
 
     def requeue(self, name: str) -> None:
         """Requeue a job that has ended, as the next one."""
@@ -178,6 +179,14 @@ class Queue:
         """Remove a job, unless it is running."""
         with self._changing() as jobs:
             jobs[:] = [job for job in jobs if job.id != name or job.state == RUNNING]
+
+    def drop_ended(self, folder: str) -> None:
+        """Remove the ended jobs of an output folder that is no longer there."""
+        if not self.file.is_file():
+            return
+        with self._changing() as jobs:
+            at_work = (WAITING, RUNNING)
+            jobs[:] = [job for job in jobs if job.folder != folder or job.state in at_work]
 
     def replace(self, job: Job, new: Job) -> bool:
         """Replace a job; False if it has been changed or removed meanwhile."""

@@ -32,6 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from simpletuner.annexes.page import (
     advice,
+    archiving,
     captioning,
     control,
     datasets,
@@ -42,6 +43,7 @@ from simpletuner.annexes.page import (
     library,
     live,
     results,
+    run_list,
     start_card,
 )
 from simpletuner.annexes.page.control import Runs
@@ -137,7 +139,11 @@ PAGE_ROUTES = [
     Route("/media/{run}/{path:path}", live.get_media),
     Route("/report/{run}", live.get_report),
     Route("/docs/{path:path}", docs.show),
-    Route("/runs", live.get_list),
+    Route("/runs", run_list.get_list),
+    Route("/runs/{run}/contents", archiving.show_contents),
+    json_route("/api/runs/archive", archiving.post_archive),
+    json_route("/api/runs/bring-back", archiving.post_bring_back),
+    json_route("/api/runs/delete", archiving.post_delete),
     *(Route(f"/runs/{{run}}/{name}", show) for name, show in results.VIEWS.items()),
     Route("/runs/{run}/advice", advice.show_advice),
     Route("/download/{run}", results.send_lora),

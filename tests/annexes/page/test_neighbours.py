@@ -147,11 +147,11 @@ def test_a_broken_neighbour_is_shown_as_broken_beside_a_good_run(
     tell(folder / "output" / "bad", *STEPS, StateChanged("finished", 3, 9))
     with opened(browser, folder, "#run") as page:
         listed = page.locator(".run-list a", has_text="bad")
-        sync_api.expect(listed).to_contain_text("completed")
+        sync_api.expect(listed).to_contain_text("finished")
         KINDS["an event without a session"][0](folder / "output" / "bad")
         page.reload()
         sync_api.expect(listed).to_contain_text("broken")
-        sync_api.expect(page.locator(".run-list a", has_text="good")).to_contain_text("completed")
+        sync_api.expect(page.locator(".run-list a", has_text="good")).to_contain_text("finished")
         listed.click()
         sync_api.expect(page.locator(".message")).to_contain_text("has an invalid line")
 

@@ -193,7 +193,7 @@ def test_the_page_of_a_run_says_that_it_has_ended(
             "The run has ended, and its page with it."
         )
         expect(state(page)).to_have_text(shown)
-        expect(page.locator(".run-list .state")).to_have_text(shown)
+        expect(page.locator(".run-list .state")).to_have_class(f"state {shown}")
         expect(page.locator("[data-part=head]")).to_contain_text("what became of it")
         assert page.locator("[data-part=head]").get_attribute("inert") is not None
 

@@ -98,7 +98,7 @@ function showHead(node, fresh) {
   tellWaiting();
   const listed = place("list").querySelector(`[data-run="${run}"] .state`);
   const now = node.querySelector(".state"); // none if the part cannot be shown
-  if (listed && now && listed.textContent !== now.textContent) want("list", "advice", "results");
+  if (listed && now && listed.className !== now.className) want("list", "advice", "results");
 }
 
 // Renders of a job are part of the results.
@@ -175,7 +175,7 @@ const linkOf = (config) => place("list").querySelector(`a[data-config="${CSS.esc
 
 function chooseFirst() {
   if (!opened && !inRun) return;
-  const links = [...place("list").querySelectorAll("a")];
+  const links = [...place("list").querySelectorAll("a[data-run]")];
   const followed = follows && linkOf(opened);
   if (followed) choose(followed.dataset.run);
   else if (!links.some((link) => link.dataset.run === run)) {
@@ -189,13 +189,13 @@ function chooseFirst() {
   for (const link of links) link.setAttribute("aria-current", String(link.dataset.run === run));
 }
 
-function choose(id) {
+export function choose(id) {
   if (run !== id) for (const part of Object.values(parts)) part.query = "";
   run = id;
   follows = false;
   remember("run", id);
   problems.hidden = true;
-  for (const link of place("list").querySelectorAll("a")) link.setAttribute("aria-current", String(link.dataset.run === id));
+  for (const link of place("list").querySelectorAll("a[data-run]")) link.setAttribute("aria-current", String(link.dataset.run === id));
   listen();
 }
 
