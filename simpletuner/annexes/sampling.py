@@ -85,6 +85,7 @@ class Sampled:
         lora: a LoRA file for the base model.
         transformer: the transformer of a full fine-tune, in place of the base model's.
         content: identifies the weights, see `caching.keys`; empty for a base model.
+        ema: whether they are the moving average.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Sampled:
     lora: Path | None = None
     transformer: Part | None = None
     content: str = ""
+    ema: bool = False
 
 
 def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
@@ -270,6 +272,8 @@ def _weights_of_run(
             weights.append(sampled)
             if not sampled.name:
                 break  # the following ones are missing for the same reason
+        if request.sweeps and request.checkpoints is None and not is_checkpoint and not is_full:
+            weights += _uncompared_result(request, path, weights, report)
         return weights, run
 
     result = path / (PIPELINE_FOLDER if is_full else lora_names.LORA_FILE)
@@ -287,6 +291,18 @@ def _weights_of_run(
         advice = f"Its checkpoints: {names}; choose one with --checkpoint."
     report.error("source", f"{request.source!r} contains no result ({result.name}). {advice}")
     return [], run
+
+
+def _uncompared_result(
+    request: SampleRequest, path: Path, weights: Sequence[Sampled], report: Problems
+) -> list[Sampled]:
+    """The LoRA of a run's last step, unless a checkpoint has that step."""
+    step = result_step(path, "lora")
+    if step is None or any(sampled.step == step or not sampled.name for sampled in weights):
+        return []
+    if request.ema and (average_is_stale(path) or not (path / "ema").is_dir()):
+        return []
+    return [_weights(path, step, ema=request.ema, is_full=False, report=report)]
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
@@ -327,11 +343,11 @@ def _weights(
         report.error("source", f"{str(path)!r} does not exist: {reason}")
         return Sampled("")
     if not is_full:
-        return Sampled(folder.name, step, lora=path, content=hash_file(path))
+        return Sampled(folder.name, step, lora=path, content=hash_file(path), ema=ema)
     part = Part("transformer", "source", str(folder), name, None, None)
     # Path and time instead of a hash: a full transformer has gigabytes.
     content = f"{path.resolve()} {folder.stat().st_mtime_ns}"
-    return Sampled(folder.name, step, transformer=part, content=content)
+    return Sampled(folder.name, step, transformer=part, content=content, ema=ema)
 
 
 def _choose(

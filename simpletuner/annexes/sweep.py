@@ -19,7 +19,9 @@ from torch import nn
 
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.fitting.ready import weigh
-from simpletuner.annexes.report.sheet import Sheet, cell
+from simpletuner.annexes.report.contact_sheet import write_sheet
+from simpletuner.annexes.report.samples import ROW_KEYS
+from simpletuner.annexes.report.sheet import Sheet, SheetCell, StrengthLosses, at_work
 from simpletuner.annexes.sampling import Sampled, plan_evaluation
 from simpletuner.atomic import unused_path, write_json
 from simpletuner.caching.catalogue import Catalogue
@@ -361,35 +363,57 @@ def render_sweep(
         arguments: arguments of the command line.
     """
     renderer = SweepRenderer.open(plan, events)
-    jobs = renderer.jobs(weights, strengths)
+    jobs = [*_untrained_jobs(renderer, weights), *renderer.jobs(weights, _trained(strengths))]
 
     def name(job: RenderJob) -> Path:
         return plan.output_dir / CELLS / f"{job.digest}{renderer.suffix}"
 
-    records = []
+    cells = []
     for job in sorted(jobs, key=lambda job: (job.number, job.recipe["strength"])):
-        row = job.prompt.prompt.short_name
-        if len(strengths) > 1:
-            # One row per strength, since columns are checkpoints.
-            row += f" at {job.recipe['strength']:g}"
-        records.append(cell(job.recipe, row, name(job).relative_to(plan.output_dir).as_posix()))
+        cells.append(_cell(job, name(job).relative_to(plan.output_dir).as_posix()))
     metrics = Columns.of(read_rows(run / METRICS_FILE))
-    sheet = Sheet(run.resolve().name, plan.output_dir, records, metrics)
-    sheet.begin()
-
-    # A cell is named after the digest of its recipe: changed settings make new files, and old files
-    # stay valid.
-    missing = [job for job in jobs if not name(job).exists()]
-    if len(missing) < len(jobs):
-        events.notify(f"{len(jobs) - len(missing)} of {len(jobs)} cells exist already.")
-    held_out = None
-    if len(strengths) > 1 and sheet.best is not None:
-        held_out = renderer.held_out(run, arguments, events)
-    renderer.render(missing, name, events, "Sweeping")
-    if held_out:
-        evaluation, reader = held_out
-        best = next(sampled for sampled in weights if sampled.step == sheet.best)
-        losses = renderer.measure(evaluation, reader, best, strengths, events)
-        sheet = replace(sheet, losses=losses)
-    sheet.write()
+    sheet = Sheet(run.resolve().name, plan.output_dir, cells, metrics)
+    with at_work(plan.output_dir):
+        sheet.begin()
+        # A cell is named after the digest of its recipe: changed settings make new files, and old
+        # files stay valid.
+        missing = [job for job in jobs if not name(job).exists()]
+        if len(missing) < len(jobs):
+            events.notify(f"{len(jobs) - len(missing)} of {len(jobs)} cells exist already.")
+        held_out = None
+        if len(strengths) > 1 and sheet.best is not None:
+            held_out = renderer.held_out(run, arguments, events)
+        renderer.render(missing, name, events, "Sweeping")
+        if held_out and sheet.best is not None:
+            evaluation, reader = held_out
+            best = next(sampled for sampled in weights if sampled.step == sheet.best)
+            losses = renderer.measure(evaluation, reader, best, strengths, events)
+            sheet = replace(sheet, measured=StrengthLosses(sheet.best, losses))
+            sheet.keep_losses()
+        write_sheet(sheet)
     return sheet
+
+
+def _trained(strengths: Sequence[float]) -> list[float]:
+    """The strengths without 0, at which all checkpoints are the untrained model."""
+    return [strength for strength in strengths if strength != 0]
+
+
+def _untrained_jobs(renderer: SweepRenderer, weights: Sequence[Sampled]) -> list[RenderJob]:
+    """Every prompt with the untrained model; none beside full fine-tunes, which replace it."""
+    if any(sampled.transformer is not None for sampled in weights):
+        return []
+    return renderer.jobs([Sampled("untrained", 0)], [0.0])
+
+
+def _cell(job: RenderJob, path: str) -> SheetCell:
+    """The cell of a render in a sheet."""
+    values = {key: job.recipe[key] for key in ROW_KEYS}
+    return SheetCell(
+        step=job.recipe["step"] or 0,
+        short_name=job.prompt.prompt.short_name,
+        path=path,
+        strength=job.recipe["strength"],
+        ema=job.weights.ema,
+        **values,
+    )

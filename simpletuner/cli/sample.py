@@ -14,6 +14,7 @@ import typer
 
 from simpletuner.annexes.fitting.ready import weigh
 from simpletuner.annexes.fitting.show import fit_line
+from simpletuner.annexes.report.contact_sheet import PAGE, PICTURE
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet
 from simpletuner.annexes.sampling import Sampled, SampleRequest, plan_samples
 from simpletuner.cli.process import without_gc
@@ -114,12 +115,7 @@ def sweep(
     with checked_samples(request, logged_events()) as samples:
         sheet = samples.compare()
         samples.events.notify(sheet.verdict)
-        samples.events.notify(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
-
-
-def sweep_folder(run: Path) -> Path:
-    """The folder of a run's sweep, where the page looks for it."""
-    return run / SWEEP_FOLDER
+        samples.events.notify(f"Saved {sheet.folder / PAGE} and {PICTURE}")
 
 
 def read_request(
@@ -142,7 +138,7 @@ def read_request(
     arguments = command_settings(rest)
     expand_short_names(arguments)
     asked["strengths"] = parse_strengths(key, strengths, arguments.problems)
-    folder = str(output or sweep_folder(Path(source or "")))
+    folder = str(output or Path(source or "") / SWEEP_FOLDER)
     try:
         parse_path(folder)
     except ValueError as error:

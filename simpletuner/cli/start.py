@@ -14,11 +14,10 @@ from typing import Annotated
 
 import typer
 
-from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.fitting.ready import CONSENT
 from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.annexes.questions.dialogue import Dialogue
-from simpletuner.annexes.report.sheet import Sheet
+from simpletuner.annexes.start.ending import ending_of
 from simpletuner.annexes.start.interview import ask_run
 from simpletuner.annexes.start.new_run import NewRun
 from simpletuner.annexes.start.recipe import find_demo
@@ -26,7 +25,6 @@ from simpletuner.annexes.start.verdict import plan_new_run, unwritten
 from simpletuner.cli.consent import with_consent
 from simpletuner.cli.next_step import print_next_step
 from simpletuner.cli.plan import print_plan
-from simpletuner.cli.sample import sweep_folder
 from simpletuner.cli.settings import CardAsked, MemoryAsked, refuse_asked_device, set_asked_device
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 from simpletuner.config.load import canonical
@@ -34,8 +32,6 @@ from simpletuner.config.schema import main_name
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.requests import signal_handlers
 from simpletuner.errors import ConfigError, Interrupted, UserError, counted
-from simpletuner.reporting.metrics import METRICS_FILE, read_rows
-from simpletuner.weights.lora_names import LORA_FILE
 
 STRENGTHS = "0.75,1.0"  # compared by the sweep; a LoRA trained on few files is often best below 1
 app = typer.Typer()
@@ -101,7 +97,10 @@ def start(
         _show_plan(run, captions=caption)
         return
     _run(_commands(run, captions=caption))
-    _report_result(run)
+    output = Path(str(run.config()["output_dir"]))
+    for line in ending_of(output, run.held_out):
+        print(line)
+    print_next_step(output)
 
 
 def _report_written(run: NewRun) -> None:
@@ -114,21 +113,6 @@ def _report_written(run: NewRun) -> None:
             "(hold_out in multidatabackend.json).",
             flush=True,
         )
-
-
-def _report_result(run: NewRun) -> None:
-    """Print where the LoRA is, and what its checkpoints scored on files that were held out."""
-    output = str(run.config()["output_dir"])
-    print(f"The LoRA: {output}/{LORA_FILE}")
-    best = _best_checkpoint(Path(output)) if run.held_out else ""
-    if best:
-        files = f"the {run.held_out} files that were held out, and so could not be memorised"
-        print(f"Lowest loss on {files}: {best}")
-    print(
-        "Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md explains "
-        "what to look for."
-    )
-    print_next_step(Path(output))
 
 
 def _show_plan(run: NewRun, *, captions: bool) -> None:
@@ -186,19 +170,6 @@ def _check_training(run: NewRun) -> None:
                 message = f"{problem.message.removesuffix(CONSENT).strip()} Add {ways}."
                 error.problems[number] = replace(problem, message=message)
         raise
-
-
-def _best_checkpoint(output: Path) -> str:
-    """The LoRA file and strength with the lowest evaluation loss; empty if none was measured."""
-    columns = Columns.of(read_rows(output / METRICS_FILE))
-    sheet = Sheet.read(sweep_folder(output), output.name, columns)
-    if sheet.best is None:
-        return ""
-    file = f"{output}/checkpoint-{sheet.best}/{LORA_FILE}"
-    if not sheet.losses:
-        return file
-    strength = min(sheet.losses, key=sheet.losses.__getitem__)
-    return f"{file} at strength {strength}"
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:

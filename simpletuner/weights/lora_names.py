@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from simpletuner.headers import METADATA
 from simpletuner.weights.files import Shape, Shapes
 
 # Dtypes of the format that a LoRA may have.
@@ -67,19 +66,6 @@ def plain_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
     }
-
-
-def rename(header: Mapping[str, Any], form: LoraForm) -> dict[str, Any]:
-    """The header of this program's LoRA file in another form; the data that follow are the same."""
-    notes: dict[str, str] = header[METADATA]
-    settings: dict[str, Any] = json.loads(notes[METADATA_KEY])
-    settings = {without_prefix(key): value for key, value in settings.items()}
-    tensors = {
-        PREFIXES[form] + without_prefix(name): tensor
-        for name, tensor in header.items()
-        if name != METADATA
-    }
-    return {METADATA: {**notes, **file_settings(settings, form)}, **tensors}
 
 
 def module_of(key: str, modules: Sequence[str]) -> str:

@@ -12,17 +12,24 @@ from diffusers import Kandinsky5Transformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from simpletuner.annexes.adapters.convert import convert
+from simpletuner.annexes.adapters.convert import convert, why_not
 from simpletuner.annexes.adapters.converted import ProductAdapter
-from simpletuner.annexes.adapters.forms import other_form
+from simpletuner.annexes.adapters.rewrite import decoded
 from simpletuner.cli.app import main
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.planning.checkpoint_folder import NOTE_FILE
-from simpletuner.training.lora_files import read_lora_file
+from simpletuner.planning.checkpoint_folder import (
+    NOTE_FILE,
+    Identity,
+    Manifest,
+    describe_files,
+    write_manifest,
+)
+from simpletuner.training.lora_files import read_lora_file, verify_file
 from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE, LoraForm
 from simpletuner.weights.published_lora import COMPANIONS
 from tests.tools.assembly import lora_of, make_assembly, write_lora
+from tests.tools.families import make_adapter
 from tests.tools.refusals import complaints
 from tests.tools.tolerances import ELEMENTWISE, assert_close
 from tests.tools.workspace import Workspace
@@ -134,7 +141,7 @@ def test_converted_lora_equals_one_written_in_that_format(
 
     result = convert(tmp_path / "my-lora", target)
 
-    assert result.path == tmp_path / "my-lora" / f"my-lora-{target}.safetensors"
+    assert result.path == tmp_path / "my-lora" / f"my-lora-step3-{target}.safetensors"
     assert result.path.read_bytes() == expected
 
 
@@ -251,10 +258,18 @@ def test_refused_conversion_gives_the_reason_and_writes_nothing(
 def test_page_does_not_offer_comfyui_for_an_i2i_lora(tmp_path: Path) -> None:
     path = write(tmp_path / LORA_FILE, [], "kandinsky5-image/i2i-lite-sft/lora")
 
-    assert other_form(path) == (
-        "comfyui",
-        "ComfyUI cannot use it: it cannot run Kandinsky 5 Image i2i-lite-sft.",
-    )
+    obstacle = why_not(path, "comfyui")
+
+    assert obstacle == "ComfyUI cannot use it: it cannot run Kandinsky 5 Image i2i-lite-sft."
+    assert why_not(path, "diffusers") == ""
+
+
+def test_damaged_lora_is_not_offered(tmp_path: Path) -> None:
+    (tmp_path / LORA_FILE).write_bytes(bytes(100))
+
+    obstacle = why_not(tmp_path / LORA_FILE, "comfyui")
+
+    assert obstacle == "The file is damaged: its header cannot be read."
 
 
 def test_plan_refuses_comfyui_format_for_i2i(workspace: Workspace, capsys: Capture) -> None:
@@ -278,12 +293,155 @@ def test_convert_replaces_a_file_only_with_overwrite(
     assert main(command) == 0
     assert "Put it into ComfyUI's folder models/loras." in capsys.readouterr().out
     first = (tmp_path / "star-comfyui.safetensors").read_bytes()
-    assert main([*command, "--strength", "0.5"]) == 2
+    write(tmp_path / "star.safetensors", [], title="another")
+    assert main(command) == 2
     assert "star-comfyui.safetensors exists already" in capsys.readouterr().err
     assert (tmp_path / "star-comfyui.safetensors").read_bytes() == first
-    assert main([*command, "--strength", "0.5", "--overwrite"]) == 0
-    up = load_file(tmp_path / "star-comfyui.safetensors")[f"diffusion_model.{LAYER}.lora_B.weight"]
+    assert main([*command, "--overwrite"]) == 0
+    assert (tmp_path / "star-comfyui.safetensors").read_bytes() != first
+
+
+def test_a_strength_is_in_the_weights_and_in_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "star.safetensors", [])
+
+    assert main(["convert", "star.safetensors", "--to", "comfyui", "--strength", "0.5"]) == 0
+
+    assert "The strength 0.5 is in the file: load it at strength 1." in capsys.readouterr().out
+    weights = load_file(tmp_path / "star-strength0.5-comfyui.safetensors")
+    up = weights[f"diffusion_model.{LAYER}.lora_B.weight"]
     assert torch.equal(up, torch.full((8, 4), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strength", [0.5, 0.75, -1.5, 100.0, 1e-3])
+def test_a_strength_is_multiplied_as_torch_would(
+    tmp_path: Path, dtype: torch.dtype, strength: float
+) -> None:
+    matrix = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    names = [f"transformer.{LAYER}.lora_{side}.weight" for side in "AB"]
+    weights = {names[0]: matrix.T.contiguous(), names[1]: matrix}
+    save_file(weights, tmp_path / "a.safetensors")
+
+    path = convert(tmp_path / "a.safetensors", "diffusers", None, strength).path
+
+    up = load_file(path)[names[1]]
+    assert torch.equal(up, matrix.to(up.dtype) * strength)
+    assert up.dtype in (dtype, torch.float32)
+    assert torch.equal(load_file(path)[names[0]], matrix.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_are_decoded_as_torch_does(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    name = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}[dtype]
+
+    values = torch.from_numpy(decoded(codes.numpy().tobytes(), name).copy())
+
+    assert torch.equal(values.nan_to_num(7e7), codes.view(dtype).float().nan_to_num(7e7))
+
+
+@pytest.mark.parametrize("strength", [0.75, -2.0])
+@pytest.mark.parametrize("form", ["diffusers", "comfyui"])
+def test_a_file_at_a_strength_acts_as_the_lora_at_that_strength(
+    t2i_checkpoint: Path, tmp_path: Path, form: LoraForm, strength: float
+) -> None:
+    write_lora(lora_of(shifted(t2i_checkpoint, lora_rank=4, lora_alpha=6)), tmp_path, **NOTE)
+    trained = updates_in(load_file(tmp_path / LORA_FILE), "transformer.")
+
+    path = convert(tmp_path, form, None, strength).path
+
+    prefix = {"diffusers": "transformer.", "comfyui": "diffusion_model."}[form]
+    folded = updates_in(load_file(path), prefix)
+    assert folded.keys() == trained.keys()
+    for layer, update in folded.items():
+        assert_close(update, strength * trained[layer], terms=4)
+    if form == "diffusers":
+        pipeline = make_adapter(t2i_checkpoint).load_bare_pipeline()
+        verify_file(path, load_file(path), form, pipeline)
+    assert read_header(path)[METADATA]["simpletuner.strength"] == f"{strength:g}"
+
+
+def updates_in(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The update of every layer of a LoRA whose file states no strength."""
+    layers = {name.removeprefix(prefix).partition(".lora_")[0] for name in weights}
+    return {
+        layer: weights[f"{prefix}{layer}.lora_B.weight"].float()
+        @ weights[f"{prefix}{layer}.lora_A.weight"].float()
+        for layer in layers
+    }
+
+
+def write_run(folder: Path) -> None:
+    """Write a run with checkpoints of two steps, each with an average; it has no result yet."""
+    identity = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, 0, "", {})
+    for step in (2, 4):
+        checkpoint = folder / f"checkpoint-{step}"
+        for place in (checkpoint, checkpoint / "ema"):
+            place.mkdir(parents=True)
+            write(place / LORA_FILE, [], "kandinsky5-image/t2i-lite-sft/lora", place=place.name)
+        write_manifest(checkpoint, Manifest(step, 0, identity, describe_files(checkpoint)))
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "place", "name"),
+    [
+        ("cats", ["--checkpoint", "2"], "checkpoint-2", "cats-step2-comfyui"),
+        ("cats", ["--checkpoint", "latest"], "checkpoint-4", "cats-step4-comfyui"),
+        ("cats", ["--checkpoint", "checkpoint-2"], "checkpoint-2", "cats-step2-comfyui"),
+        ("cats", ["--checkpoint", "2", "--ema"], "ema", "cats-step2-ema-comfyui"),
+        ("cats/checkpoint-2", [], "checkpoint-2", "cats-step2-comfyui"),
+        (
+            "cats",
+            ["--checkpoint", "2", "--strength", "0.75"],
+            "checkpoint-2",
+            "cats-step2-strength0.75-comfyui",
+        ),
+    ],
+)
+def test_a_checkpoint_is_written_beside_the_checkpoints(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    more: list[str],
+    place: str,
+    name: str,
+) -> None:
+    """A file in the folder of a checkpoint would be deleted with it."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "cats")
+
+    assert main(["convert", source, "--to", "comfyui", *more]) == 0
+
+    notes = read_header(tmp_path / "cats" / f"{name}.safetensors")[METADATA]
+    assert notes["place"] == place
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "contains no result. Its checkpoints: checkpoint-2, checkpoint-4; choose one with"),
+        (["--checkpoint", "3"], "'3' is not a complete checkpoint. Checkpoints in cats:"),
+        (["--checkpoint", "checkpoint2"], "Did you mean checkpoint-2?"),
+        (["--checkpoint", "2", "--strength", "0"], "--strength: 0 is the untrained model"),
+    ],
+)
+def test_weights_that_do_not_exist_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    more: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "cats")
+
+    assert main(["convert", "cats", "--to", "comfyui", *more]) == 2
+
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.glob("cats/*.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from simpletuner.annexes.figures import Columns, still
-from simpletuner.annexes.report.sheet import Sheet
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.annexes.report.contact_sheet import write_sheet
+from simpletuner.annexes.report.sheet import Sheet, SheetCell
 from tests.tools.cards import pretend_to_have
 from tests.tools.runs import LORA
 from tests.tools.workspace import DATASETS, Workspace
@@ -448,13 +448,13 @@ def test_a_sheet_interprets_the_evaluation_loss(
     tmp_path: Path, losses: dict[int, float], verdict: str, best: int | None
 ) -> None:
     """The best checkpoint is the last one up to the lowest loss; losses of averages are ignored."""
-    records = [MediaRecord(step, "validation", "a", "a.png", 8, 8) for step in (100, 150, 290)]
+    cells = [SheetCell(step, "validation", "a", "a.png", 8, 8) for step in (100, 150, 290)]
     rows = [
         {"step": step, "loss/val/held": loss, "loss/val/held/ema": 0.1}
         for step, loss in losses.items()
     ]
 
-    sheet = Sheet("run", tmp_path, records, Columns.of(rows))
+    sheet = Sheet("run", tmp_path, cells, Columns.of(rows))
 
     assert verdict in sheet.verdict
     assert sheet.best == best
@@ -464,8 +464,8 @@ def test_a_long_prompt_makes_the_sheet_taller(tmp_path: Path) -> None:
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
 
     def height(prompt: str) -> int:
-        record = MediaRecord(1, "validation", prompt, "a.png", 64, 64)
-        Sheet("run", tmp_path, [record], Columns.of([])).write()
+        cell = SheetCell(1, "validation", prompt, "a.png", 64, 64)
+        write_sheet(Sheet("run", tmp_path, [cell], Columns.of([])))
         return still(tmp_path / "sheet.png").height
 
     assert height("") == height("a cat")

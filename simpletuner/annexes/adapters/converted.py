@@ -29,7 +29,7 @@ from peft import LoHaConfig, LoKrConfig, PeftConfig
 from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
 
-from simpletuner.annexes.adapters.convert import products_in
+from simpletuner.annexes.adapters.convert import names_of_product
 from simpletuner.annexes.adapters.kinds import CONFIG_FILE, LycorisFile, read_lycoris
 from simpletuner.atomic import write_json
 from simpletuner.config.lora import LoraConfig
@@ -44,6 +44,7 @@ from simpletuner.training.drafts import Draft
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import write_verified, write_weights
 from simpletuner.training.lora_hooks import LoraHook
+from simpletuner.training.lora_writing import fold_scale
 from simpletuner.training.meter import weight_shapes
 from simpletuner.training.trained import AdapterWeights, Publication
 from simpletuner.weights.lora_names import (
@@ -267,7 +268,9 @@ class ProductAdapter(ConvertedAdapter):
         if isinstance(settings["target_modules"], set):
             settings["target_modules"] = sorted(settings["target_modules"])
         header = {**file_settings(settings, form), **note}
-        weights = products_in(trained, form, factor)
+        weights = {}
+        for name, (old, scale) in names_of_product(trained, form, factor).items():
+            weights[name] = fold_scale(trained[old], scale)
         return Draft(self.native_file, partial(write_weights, header=header), weights)
 
     def disabled(self) -> AbstractContextManager[None]:

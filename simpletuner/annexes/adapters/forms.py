@@ -1,4 +1,4 @@
-"""In which program's form a LoRA is, and whether it can have the other form."""
+"""In which program's form a LoRA is, and whether ComfyUI can use its model."""
 
 from __future__ import annotations
 
@@ -23,26 +23,6 @@ def form_of(names: Iterable[str]) -> LoraForm:
     if any(name.startswith(PREFIXES["comfyui"]) for name in names):
         return "comfyui"
     return "diffusers"
-
-
-def other_form(path: Path) -> tuple[LoraForm, str]:
-    """The other form of a LoRA of this program, and why it cannot have it; empty if it can."""
-    try:
-        header = read_header(path)
-        family, flavour = model_in_header(path)
-    except ValueError:
-        return "comfyui", "The file is damaged: its header cannot be read."
-    form: LoraForm = "diffusers" if form_of(header) == "comfyui" else "comfyui"
-    obstacle = why_not_comfyui(family, flavour) if form == "comfyui" else ""
-    if obstacle:
-        return form, obstacle
-    if holds_magnitudes(header):
-        return form, f"{DORA} For the other file, train with lora_format: {form}."
-    try:
-        lora_names.rename(header, form)
-    except (KeyError, ValueError):
-        return form, "It cannot be converted: its header does not have the settings of the LoRA."
-    return form, ""
 
 
 def why_not_comfyui(family: str, flavour: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from simpletuner.annexes.page.stars import STARS_FILE
 from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.report.sheet import CONTENT as SHEET_FILE
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER
@@ -58,6 +59,7 @@ TOP_FILES = frozenset(
         METRICS_FILE,
         RATES_FILE,
         REPORT_FILE,
+        STARS_FILE,
         STARTED_FILE,
         WANDB_FILE,
         "caption.log",
@@ -73,6 +75,7 @@ PATTERNS = (
     r"(ema/)?[a-z_]+_weights\.safetensors",
     r"(ema/)?(config_lora|lycoris_config)\.json",
     r"[^/]+-(comfyui|diffusers)\.safetensors",
+    r"\.stars\.json\.lock",
     r"(pipeline|transformer|transformer_ema)/([\w-]+/)?[\w.-]+\.(json|safetensors|jinja|model|txt)",
     # Checkpoints without a manifest, which were not completed.
     r"checkpoint-[\w-]+/(ema/)?[a-z_]+_weights\.safetensors",
@@ -82,7 +85,7 @@ PATTERNS = (
     # Previews, samples and comparisons; the model card.
     rf"validation_images/(in_progress/)?step_\d+_[^/]+\.({MEDIA})",
     rf"benchmarks/base_model/[^/]+_\d+x\d+[^/]*\.({MEDIA})",
-    rf"{SWEEP_FOLDER}/(sheet\.(html|json|png)|losses\.json|job\.log)",
+    rf"{SWEEP_FOLDER}/(sheet\.(html|json|png)|(losses|owner)\.json|job\.log)",
     rf"{SWEEP_FOLDER}/cells/[0-9a-f]{{20}}\.(json|{MEDIA})",
     rf"{SAMPLES_FOLDER}/job\.log",
     r"model_card/(README\.md|simpletuner_config\.json)",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.annexes.page.results import SAMPLES_FOLDER
+from simpletuner.annexes.report.samples import SAMPLES_FOLDER
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER
 from simpletuner.annexes.runs.console import CONSOLE_FILE
 from simpletuner.atomic import locked_for_change, write_atomically

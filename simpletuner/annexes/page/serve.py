@@ -34,6 +34,8 @@ from simpletuner.annexes.page import (
     advice,
     archiving,
     captioning,
+    chosen_file,
+    comparing,
     control,
     datasets,
     docs,
@@ -45,6 +47,7 @@ from simpletuner.annexes.page import (
     results,
     run_list,
     start_card,
+    table,
 )
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
@@ -62,7 +65,7 @@ Mode = Literal["unified", "trainer", "callback"]
 HEAD_SECONDS = 10.0
 # How long a shutdown waits for open streams and requests.
 SHUTDOWN_SECONDS = 1
-UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, results.BINARY)
+UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, chosen_file.BINARY)
 
 
 def health(request: Request) -> Response:
@@ -146,9 +149,13 @@ PAGE_ROUTES = [
     json_route("/api/runs/delete", archiving.post_delete),
     *(Route(f"/runs/{{run}}/{name}", show) for name, show in results.VIEWS.items()),
     Route("/runs/{run}/advice", advice.show_advice),
-    Route("/download/{run}", results.send_lora),
+    *(Route(f"/runs/{{run}}/{name}", show) for name, show in table.TABLE_VIEWS.items()),
+    Route("/runs/{run}/use", chosen_file.show_use),
+    Route("/download/{run}", chosen_file.send_file),
+    json_route("/api/training/estimate", comparing.post_estimate),
+    json_route("/api/training/star", table.post_star),
     Route("/runs/{run}/{part}", live.get_part),
-    *map(report_file_route, ("page.css", "curves.js", "viewer.js")),
+    *map(report_file_route, ("page.css", "comparison.css", "curves.js", "viewer.js")),
     Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
 ]
 

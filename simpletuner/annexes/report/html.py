@@ -426,12 +426,21 @@ def build_grid(
     all_steps = steps_of(shown)
     steps = thin(all_steps, columns_beside(shown))
     embedded = [record for record in chain.from_iterable(shown) if record.step in steps]
-    # Bytes per preview, for the next power of two of previews: a change re-encodes all of them, so
-    # it happens only when their number doubles.
-    allowance = BUDGET // (1 << max(0, len(embedded) - 1).bit_length())
-    source = link or partial(_source, output_dir=output_dir, allowance=allowance)
+    source = link or embedding(output_dir, len(embedded))
     rows = [_build_row(row, steps, source) for row in shown]
     return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(ordered) - len(shown))
+
+
+def embedding(folder: Path, count: int) -> Callable[[MediaRecord], str]:
+    """What returns the data URIs of previews in a page with this many of them.
+
+    Args:
+        folder: the folder to which the paths of previews are relative.
+    """
+    # Bytes per preview, for the next power of two of previews: a change re-encodes all of them, so
+    # it happens only when their number doubles.
+    allowance = BUDGET // (1 << max(0, count - 1).bit_length())
+    return partial(_source, output_dir=folder, allowance=allowance)
 
 
 def grid_rows(records: Iterable[MediaRecord]) -> list[list[MediaRecord]]:

@@ -69,6 +69,9 @@ function itemOf(button, group, name, prompt) {
   };
 }
 
+// In a table, the lines of a prompt share its text.
+const promptOf = (row) => (row.querySelector(".prompt") ?? row.closest("tbody").querySelector(".prompt")).textContent;
+
 let items = [];
 let rows = [];
 
@@ -76,7 +79,7 @@ let rows = [];
 function gather() {
   items = [];
   rows = [...document.querySelectorAll(".prompt-row")].map((row, group) => {
-    const prompt = row.querySelector(".prompt").textContent;
+    const prompt = promptOf(row);
     const previews = [...row.querySelectorAll("button.preview")].map((button) => itemOf(button, group, row.dataset.name, prompt));
     items.push(...previews.filter((item) => !item.ema), ...previews.filter((item) => item.ema));
     return previews;
@@ -134,6 +137,7 @@ function fillComparison(section, rowsShown = rows) {
 
 const viewer = document.getElementById("viewer");
 const view = { index: 0, compare: false, natural: false };
+const moreTools = []; // functions of an item that return further controls for it
 
 function button(text, label, act, { disabled = false, pressed = null } = {}) {
   const made = element("button", { type: "button", "aria-label": label, title: label }, text);
@@ -167,6 +171,7 @@ function show(index) {
     button("←", "Previous (left arrow)", () => show(index - 1), { disabled: index === 0 }),
     button("→", "Next (right arrow)", () => show(index + 1), { disabled: index === items.length - 1 }),
     ...(canCompare ? [button("Compare", `Compare with ${shortLabel(first)}`, toggle("compare"), { pressed: view.compare })] : []),
+    ...moreTools.flatMap((make) => make(item)),
     button("1:1", "Actual pixels", toggle("natural"), { pressed: view.natural }),
     ...(item.file ? [element("a", { href: item.file, target: "_blank", rel: "noopener" }, "File")] : []),
     button("✕", "Close (Escape)", () => viewer.close()));

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.adapters.forms import other_form
 from simpletuner.annexes.page import runner as running
 from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.project import Project
@@ -30,7 +29,7 @@ from simpletuner.annexes.page.runner import Runner
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.report.html import pages_of
 from simpletuner.errors import UserError
-from simpletuner.headers import join_header, with_metadata
+from simpletuner.headers import with_metadata
 from simpletuner.planning.lock import LOCK_FILE
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
@@ -316,12 +315,14 @@ def test_the_lora_is_downloaded_under_the_name_of_its_run(page: TestClient, fini
     run = run_of(page)
     answer = page.get(f"/download/{run}")
     assert answer.content == (finished / LORA_FILE).read_bytes()
-    assert answer.headers["content-disposition"] == 'attachment; filename="output.safetensors"'
+    assert (
+        answer.headers["content-disposition"] == 'attachment; filename="output-step3.safetensors"'
+    )
     assert page.get(f"/download/{run}?step=2").status_code == 404
     shown = page.get(f"/runs/{run}/results").text
     assert f'href="/download/{run}"' in shown
     (finished / LORA_FILE).write_bytes(b"torn")
-    assert "Download" not in page.get(f"/runs/{run}/results").text
+    assert "Use this" not in page.get(f"/runs/{run}/results").text
 
 
 @pytest.mark.parametrize(("form", "other"), [("diffusers", "comfyui"), ("comfyui", "diffusers")])
@@ -340,31 +341,30 @@ def test_a_lora_is_downloaded_as_the_other_form_would_have_written_it(
     lora.form = form
     write_lora(lora, finished, **note)
     run = run_of(page)
-    shown = page.get(f"/runs/{run}/results").text
-    assert (
-        f'<a href="/download/{run}?form={other}" download>output-{other}.safetensors</a>' in shown
-    )
+    shown = page.get(f"/runs/{run}/use").text
+    assert f'href="/download/{run}?form={other}" download' in shown
     assert "LoraLoaderModelOnly" in shown
     answer = page.get(f"/download/{run}?form={other}")
     assert answer.content == expected
     assert answer.headers["content-length"] == str(len(expected))
     assert (
         answer.headers["content-disposition"]
-        == f'attachment; filename="output-{other}.safetensors"'
+        == f'attachment; filename="output-step3-{other}.safetensors"'
     )
     if other == "diffusers":
         (tmp_path / LORA_FILE).write_bytes(answer.content)
         lora.form = other
         pipeline = make_adapter(t2i_checkpoint).load_bare_pipeline()
         verify_file(tmp_path / LORA_FILE, lora.file_weights(), other, pipeline)
-    assert page.get(f"/download/{run}?form={form}").status_code == 404
+    own = page.get(f"/download/{run}?form={form}")
+    assert own.content == (finished / LORA_FILE).read_bytes()
     assert page.get(f"/download/{run}?form=kohya").status_code == 404
 
 
 @pytest.mark.parametrize(
     ("family", "use_dora", "why"),
     [
-        ("kandinsky5-image", True, "For the other file, train with lora_format: comfyui."),
+        ("kandinsky5-image", True, "Train with lora_format: comfyui."),
         ("sanavideo", False, "it has no built-in Sana Video."),
     ],
 )
@@ -374,21 +374,10 @@ def test_lora_without_another_form_shows_the_reason(
     lora = lora_of(make_assembly(t2i_checkpoint, use_dora=use_dora))
     write_lora(lora, finished, **{STEP_NOTE: "3", "modelspec.architecture": f"{family}/any"})
     run = run_of(page)
-    shown = page.get(f"/runs/{run}/results").text
+    shown = page.get(f"/runs/{run}/use").text
     assert why in shown
-    assert "?form=" not in shown
+    assert "?form=comfyui" not in shown
     assert why in page.get(f"/download/{run}?form=comfyui").text
-
-
-def test_a_lora_without_its_settings_has_no_other_form(tmp_path: Path) -> None:
-    notes = {STEP_NOTE: "3", "modelspec.architecture": "kandinsky5-image/lite-t2i"}
-    (tmp_path / LORA_FILE).write_bytes(join_header({"__metadata__": notes}, b""))
-    assert "does not have the settings of the LoRA" in other_form(tmp_path / LORA_FILE)[1]
-
-
-def test_a_damaged_lora_has_no_other_form(tmp_path: Path) -> None:
-    (tmp_path / LORA_FILE).write_bytes(bytes(100))
-    assert other_form(tmp_path / LORA_FILE)[1] == "The file is damaged: its header cannot be read."
 
 
 def test_the_page_shows_the_program_of_the_report(page: TestClient, finished: Path) -> None:
@@ -398,8 +387,7 @@ def test_the_page_shows_the_program_of_the_report(page: TestClient, finished: Pa
     )
     (finished / "training_report.html").write_text(page_of_report)
     assert (
-        '<pre tabindex="0">a &lt; &#34;b&#34;</pre>'
-        in page.get(f"/runs/{run_of(page)}/results").text
+        '<pre tabindex="0">a &lt; &#34;b&#34;</pre>' in page.get(f"/runs/{run_of(page)}/use").text
     )
 
 
@@ -415,7 +403,7 @@ def test_samples_stand_beside_the_untrained_model(
         (folder / f"{strength}.json").write_text(json.dumps({**made, "strength": strength}))
     (folder / "else.png").write_bytes(picture)
     shown = page.get(f"/runs/{run_of(page)}/results").text
-    rows = re.findall(r'data-name="(.*?)".*?</article>', shown, re.DOTALL)
+    rows = re.findall(r'<article[^>]* data-name="(.*?)".*?</article>', shown, re.DOTALL)
     assert sorted(rows) == ["a &lt;bird&gt;, seed 7", "a &lt;bird&gt;, seed 7, at 0.5"]
     for row in re.findall(r"<article.*?</article>", shown, re.DOTALL):
         assert re.findall(r'data-step="(\d+)"', row) == ["0", "3"]
@@ -484,9 +472,6 @@ def test_a_person_compares_two_steps_and_two_runs(
             StateChanged("finished", 4, 4),
         )
         expect(tags).to_have_text(["step 1", "step 4"] * 2)
-        with page.expect_download() as download:
-            page.get_by_role("link", name="Download output.safetensors").click()
-        assert download.value.suggested_filename == "output.safetensors"
 
 
 @pytest.mark.slow(5)

@@ -14,7 +14,7 @@ from simpletuner.annexes.page import control
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.report.sheet import samples_in
+from simpletuner.annexes.report.samples import samples_in
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell

@@ -3,7 +3,7 @@
 /* global fillComparison, itemOf */
 
 import { element } from "./form.js";
-import { forms, parsed, parts, run, send, want } from "./run.js";
+import { parsed, parts, run, send, want } from "./run.js";
 
 const pane = document.querySelector(".run-view");
 const comparison = document.getElementById("comparison");
@@ -70,17 +70,9 @@ pane.addEventListener("change", (event) => {
 
 // ---- Jobs ----
 
-forms.job = (form) => {
-  const { prompts, ...fields } = Object.fromEntries(new FormData(form));
-  return send("render", { run, command: form.dataset.job, prompts: prompts.split("\n"), ...fields });
-};
-
 pane.addEventListener("click", (event) => {
   const job = event.target.closest("[data-job]")?.dataset.job;
   if (event.target.matches("[data-move]")) send("queue/move", { job, by: Number(event.target.dataset.move) });
   if (event.target.matches("[data-again]")) send("queue/again", { job });
   if (event.target.matches("[data-remove]")) send("queue/remove", { job });
-  if (!event.target.matches(".snippet .copy")) return;
-  getSelection().selectAllChildren(event.target.nextElementSibling);
-  event.target.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl-C";
 });

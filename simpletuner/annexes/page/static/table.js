@@ -1,0 +1,118 @@
+// The result of a run: the panel that gives the file of some weights, stars, and comparisons of checkpoints.
+/* global moreTools */
+
+import { api, element, sentences } from "./form.js";
+import { forms, parsed, run, send, want } from "./run.js";
+
+const pane = document.querySelector(".run-view");
+
+// ---- "Use this" ----
+
+const panel = element("dialog", { id: "use", "aria-labelledby": "use-title" });
+document.body.append(panel);
+
+async function openPanel(query) {
+  const answer = await fetch(`/runs/${encodeURIComponent(run)}/use?${query}`).catch(() => null);
+  const html = answer?.ok ? await answer.text() : await refusalOf(answer);
+  panel.replaceChildren(...parsed(html).childNodes);
+  panel.query = query;
+  if (!panel.open) panel.showModal();
+}
+
+async function refusalOf(answer) {
+  const data = await answer?.json().catch(() => null);
+  const told = sentences({ data }).join(" ") || "The server does not answer.";
+  const close = '<form method="dialog"><button type="submit">Close</button></form>';
+  return `<h2 id="use-title">Not available</h2>${element("p", { textContent: told }).outerHTML}${close}`;
+}
+
+function use({ use: step, strength, ema }) {
+  const query = new URLSearchParams({ step, strength });
+  if (ema !== undefined) query.set("ema", "1");
+  openPanel(query);
+}
+
+panel.addEventListener("change", (event) => {
+  if (!event.target.matches("[data-built-in]")) return;
+  panel.query.set("built_in", event.target.checked ? "1" : "0");
+  openPanel(panel.query);
+});
+panel.addEventListener("click", (event) => {
+  if (event.target === panel) panel.close();
+  copy(event);
+});
+
+// ---- Copying ----
+
+function copy(event) {
+  if (!event.target.matches(".snippet .copy")) return;
+  getSelection().selectAllChildren(event.target.nextElementSibling);
+  event.target.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl-C";
+}
+
+// ---- Stars ----
+
+async function star(button) {
+  const { star: step, strength, prompt, ema } = button.dataset;
+  const starred = button.getAttribute("aria-pressed") !== "true";
+  const body = { run, step: Number(step), strength: Number(strength), prompt, ema: ema !== undefined, starred };
+  const answer = await send("star", body);
+  if (answer) want("results");
+}
+
+// ---- Comparisons ----
+
+function asked(form) {
+  const { prompts = "", prompt, ...fields } = Object.fromEntries(new FormData(form));
+  const ticked = [...form.querySelectorAll("[name=prompt]")];
+  const chosen = ticked.filter((box) => box.checked).map((box) => box.value);
+  const written = prompts.split("\n").filter((line) => line.trim());
+  // Without prompts, the command takes those of the run, with the pictures that belong to them.
+  const isWhole = chosen.length === ticked.length && !written.length;
+  return { ...fields, prompts: isWhole ? [] : [...chosen, ...written] };
+}
+
+forms.job = async (form) => {
+  await send("render", { run, command: form.dataset.job, ...asked(form) });
+  want("results");
+};
+
+let pause = 0;
+
+function estimate(form) {
+  clearTimeout(pause);
+  pause = setTimeout(async () => {
+    const answer = await api("/api/training/estimate", { method: "POST", body: { run, ...asked(form) } });
+    if (answer.ok) form.querySelector("[data-estimate]").textContent = answer.data.estimate;
+  }, 300);
+}
+
+pane.addEventListener("input", (event) => {
+  const form = event.target.closest("form[data-job=sweep]");
+  if (form) estimate(form);
+});
+
+pane.addEventListener("click", (event) => {
+  copy(event);
+  const button = event.target.closest("button");
+  if (button?.dataset.use) use(button.dataset);
+  else if (button?.dataset.star) star(button);
+  else if (button?.dataset.cancel) send("queue/remove", { job: button.dataset.cancel }).then(() => want("results"));
+});
+
+// ---- In the viewer ----
+
+moreTools.push(({ button }) => {
+  const choice = button.closest("td")?.querySelector(".choice");
+  if (!choice) return [];
+  return [...choice.children].map((control) => {
+    const shown = control.cloneNode(true);
+    shown.addEventListener("click", () => {
+      if (shown.dataset.use) return void use(shown.dataset);
+      star(control);
+      shown.setAttribute("aria-pressed", String(shown.getAttribute("aria-pressed") !== "true"));
+      shown.textContent = shown.getAttribute("aria-pressed") === "true" ? "★" : "☆";
+    });
+    return shown;
+  });
+});
