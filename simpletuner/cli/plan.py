@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from simpletuner.annexes.fitting.card_table import card_table
 from simpletuner.annexes.fitting.nominal import nominal_files
 from simpletuner.annexes.fitting.plan_json import plan_json
 from simpletuner.annexes.fitting.plan_text import detail_lines
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import show_summary, show_warnings
+from simpletuner.annexes.fitting.show_cards import table_json, table_lines
 from simpletuner.cli.problems import print_problems
 from simpletuner.cli.process import without_gc
 from simpletuner.cli.settings import (
@@ -22,7 +25,7 @@ from simpletuner.cli.settings import (
     set_asked_device,
 )
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
-from simpletuner.config.sources import Arguments
+from simpletuner.config.sources import Arguments, lacks_configuration
 from simpletuner.errors import ConfigError
 from simpletuner.reporting.screen import layout_of
 from simpletuner.run.companions import read_ledger
@@ -54,7 +57,7 @@ def plan(
     cached: Cached = False,
 ) -> None:
     """Check everything that needs no weights, and print the steps, time, memory and disk space of a
-    run.
+    run. Without a configuration, show what the card can train.
     """
     arguments = command_settings(context.args, cached=cached)
     set_asked_device(arguments, device, device_memory)
@@ -62,6 +65,9 @@ def plan(
         arguments.settings.append(("num_processes", devices))
     if machines is not None:
         arguments.settings.append(("num_machines", machines))
+    if lacks_configuration(arguments):
+        print_card_table(arguments, as_json=as_json)
+        return
     if as_json or not arguments.device.is_elsewhere:
         print_plan(arguments, as_json=as_json, verbose=verbose)
         return
@@ -72,6 +78,26 @@ def plan(
                 print(line)
             print()
         print_plan(nominal, verbose=verbose)
+
+
+def print_card_table(arguments: Arguments, *, as_json: bool) -> None:
+    """Print what a card can train, where there is no configuration to plan.
+
+    Raises:
+        ConfigError: the card is not known, or a word is not a setting.
+    """
+    arguments.problems.raise_if_fatal()
+    with without_gc():
+        table = card_table(arguments.device)
+    if as_json:
+        print(table_json(table))
+        return
+    layout = layout_of(sys.stdout)
+    for line in table_lines(table, arguments.device, layout):
+        print(line)
+    configs = sorted(path.parent.name for path in Path("config").glob("*/config.json"))
+    if configs:
+        print(f"A run of this folder: `simpletuner plan env={'` or `env='.join(configs)}`")
 
 
 def print_plan(arguments: Arguments, *, as_json: bool = False, verbose: bool = False) -> None:

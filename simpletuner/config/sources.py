@@ -311,6 +311,14 @@ def locate(selectors: Mapping[str, str], report: Problems) -> Located:
     raise ConfigError(report)
 
 
+def lacks_configuration(arguments: Arguments) -> bool:
+    """Whether nothing chooses a configuration, and none is where one is looked for."""
+    chooses = arguments.settings or arguments.selectors or arguments.base
+    if chooses or _environment_name({}) or os.environ.get("CONFIG_PATH"):
+        return False
+    return not any(map(os.path.isfile, _candidates(None, {}, Problems())))
+
+
 def _environment_name(selectors: Mapping[str, str]) -> str | None:
     """The name of the environment that is asked for; None for the default configuration."""
     name = selectors.get("env")

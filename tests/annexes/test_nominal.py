@@ -93,5 +93,5 @@ def test_unknown_card_is_reported_before_missing_files(
         main(["plan", "example=kandinsky5-image-lora", "--device=h10", "--device-memory=80"]) == 2
     )
     errors = capsys.readouterr().err
-    assert "--device: 'h10' is not one of" in errors
+    assert "--device: 'h10' is not a known card. Did you mean 'h100'" in errors
     assert "datasets/my_images" not in errors

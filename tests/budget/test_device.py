@@ -19,7 +19,8 @@ from simpletuner.budget.device import (
 )
 from simpletuner.budget.drivers import Gpu, compute_capability, query_gpu
 from simpletuner.budget.phases import PhasePeak
-from simpletuner.config.device import Card, parse_card
+from simpletuner.config.device import Card, parse_card, read_asked_device
+from simpletuner.errors import Problems
 
 
 def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -188,6 +189,58 @@ def test_every_card_has_rates() -> None:
 )
 def test_card_may_be_written_with_its_series(written: object) -> None:
     assert parse_card(written) == "4090"
+
+
+@pytest.mark.parametrize(
+    ("written", "card", "memory"),
+    [
+        ("rtx5090", "5090", None),
+        ("geforce-rtx-4090", "4090", None),
+        ("4070tisuper", "4070-ti-super", None),
+        ("rtxa6000", "a6000", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "pro-6000", None),
+        ("NVIDIA H100 PCIe", "h100-pcie", None),
+        ("A100 80GB", "a100", 80),
+        ("NVIDIA A100-SXM4-40GB", "a100", 40),
+        ("4060 ti 8 gb", "4060-ti", 8),
+        ("L40S 48GB", "l40s", None),  # as on its label; its driver reports less
+        ("24gb", None, 24),
+    ],
+)
+def test_card_is_understood_as_shops_and_drivers_write_it(
+    written: str, card: str | None, memory: float | None
+) -> None:
+    report = Problems()
+
+    asked = read_asked_device(report, written)
+
+    assert not report
+    assert (asked.device, asked.device_memory) == (card, memory)
+
+
+@pytest.mark.parametrize(
+    ("written", "suggestion"),
+    [
+        ("4090ti", "Did you mean '4090', "),
+        ("5090ti", "Did you mean '5090', "),
+        ("4080 super", "Did you mean '4080', "),
+        ("v100", "Did you mean 'h100', "),
+        ("7900xtx", "Known are: b200, "),
+        ("", "Known are: b200, "),
+    ],
+)
+def test_unknown_card_is_answered_with_the_nearest_ones(written: str, suggestion: str) -> None:
+    report = Problems()
+
+    read_asked_device(report, written)
+
+    [problem] = report
+    assert str(problem).startswith(f"--device: {written!r} is not a known card. {suggestion}")
+    assert "--device-memory takes its GB" in problem.message
+
+
+def test_memory_on_the_command_line_wins_over_that_in_a_name() -> None:
+    assert read_asked_device(Problems(), "a100 80gb", 40).device_memory == 40
 
 
 def test_measured_rates_of_a_cpu_count_for_any_dtype(

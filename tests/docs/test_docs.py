@@ -265,7 +265,7 @@ def test_config_errors_in_troubleshooting_match_the_program(
     if text:
         Path("config/config.json").write_text(text, encoding="utf-8")
 
-    assert main(["plan"]) == 2
+    assert main(["train"]) == 2
 
     assert message in capsys.readouterr().err.splitlines()
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import av
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
 from PIL import Image
 
 from simpletuner.atomic import write_json
@@ -16,7 +20,6 @@ from simpletuner.config.json_reader import read_json
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, dataset_file, resolve_alias
 from simpletuner.config.types import Size
-from simpletuner.data.clip_writer import write_mp4
 from simpletuner.errors import ConfigError, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -28,11 +31,14 @@ MOST_FRAMES = 1000  # of a clip that is written
 
 
 @contextmanager
-def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
+def nominal_files(arguments: Arguments, count: int = FILES) -> Iterator[tuple[Arguments, str]]:
     """Arguments with files of the usual size in place of folders that do not exist.
 
     With them comes a sentence about the files; it is empty if nothing is replaced. The files exist
     within the context.
+
+    Args:
+        count: files of a folder.
     """
     with TemporaryDirectory(prefix="simpletuner-nominal-") as name:
         try:
@@ -44,6 +50,8 @@ def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
             yield arguments, ""
             return
         spec = FAMILIES[config.model.model_family]
+        size = _size_of(config, spec)
+        frame_rate = spec.frame_rate or 1
         folder = Path(name)
         folders: list[str] = []
         kinds: list[str] = []
@@ -53,7 +61,7 @@ def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
                 replaced.append(entry)
                 continue
             dataset_folder = folder / str(number)
-            kinds.append(_fill(dataset_folder, entry, spec))
+            kinds.append(_fill(dataset_folder, entry, size, frame_rate, count))
             folders.append(repr(entry["instance_data_dir"]))
             replaced.append({**entry, "instance_data_dir": str(dataset_folder)})
         path = folder / "multidatabackend.json"
@@ -84,25 +92,47 @@ def _is_missing(entry: Mapping[str, Any]) -> bool:
     return not Path(resolve_alias(folder)).expanduser().exists()
 
 
-def _fill(folder: Path, entry: Mapping[str, Any], spec: FamilySpec) -> str:
+def _fill(folder: Path, entry: Mapping[str, Any], size: Size, usual_rate: float, count: int) -> str:
     """Write grey files with captions for an entry into a new folder; returns a description."""
     folder.mkdir()
-    size = _size_of(spec)
-    picture = Image.new("RGB", size, "grey")
     if "video" in entry:
         frames = _number_in(entry["video"], "num_frames") or USUAL_FRAMES
-        frame_rate = _number_in(entry["video"], "frame_rate") or spec.frame_rate or 1
+        frame_rate = _number_in(entry["video"], "frame_rate") or usual_rate
         first = folder / "0.mp4"
-        write_mp4(first, [picture] * frames, frame_rate)
-        description = f"{FILES} clips of {frames} frames of {size}"
+        _write_still_clip(first, size, frames, frame_rate)
+        description = f"{count} clips of {frames} frames of {size}"
     else:
         first = folder / "0.png"
-        picture.save(first, compress_level=1)
-        description = f"{FILES} pictures of {size}"
-    for number in range(FILES):
-        (folder / f"{number}.txt").write_text("a sample", encoding="utf-8")
-        (folder / f"{number}{first.suffix}").write_bytes(first.read_bytes())
+        Image.new("RGB", size, "grey").save(first, compress_level=1)
+        description = f"{count} pictures of {size}"
+    (folder / "0.txt").write_text("a sample", encoding="utf-8")
+    for number in range(1, count):
+        for file in (first, folder / "0.txt"):
+            (folder / f"{number}{file.suffix}").hardlink_to(file)
     return description
+
+
+def _write_still_clip(path: Path, size: Size, frames: int, rate: float) -> None:
+    """Write a clip in which nothing moves: one frame, encoded once and stored for every time."""
+    exact_rate = Fraction(rate).limit_denominator(1001)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=exact_rate)
+        assert isinstance(stream, VideoStream)
+        stream.width = size.width
+        stream.height = size.height
+        stream.pix_fmt = "yuv420p"
+        frame = VideoFrame(size.width, size.height, "yuv420p")
+        frame.pts = 0
+        encoded = bytes([*stream.encode(frame), *stream.encode(None)][0])
+        for number in range(frames):
+            packet = av.Packet(encoded)
+            packet.stream = stream
+            packet.time_base = 1 / exact_rate
+            packet.pts = number
+            packet.dts = number
+            packet.duration = 1
+            packet.is_keyframe = True
+            container.mux(packet)
 
 
 def _number_in(settings: object, key: str) -> int:
@@ -114,8 +144,11 @@ def _number_in(settings: object, key: str) -> int:
     return 0
 
 
-def _size_of(spec: FamilySpec) -> Size:
-    """The size at which the model is usually trained."""
+def _size_of(config: RunConfig, spec: FamilySpec) -> Size:
+    """The size of the previews, which is the one that is sampled; else the model's usual size."""
+    previews = config.validation.validation_resolution
+    if previews:
+        return previews[0]
     edge = spec.defaults["resolution"]
     if edge in spec.native_sizes:
         return spec.native_sizes[edge][0]
