@@ -33,7 +33,7 @@ from simpletuner.errors import (
 )
 from simpletuner.redaction import redact
 from simpletuner.reporting.layout import Layout
-from simpletuner.reporting.screen import layout_of
+from simpletuner.reporting.screen import is_screen, layout_of
 
 USAGE = 2
 INTERRUPTED = 130
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TyperException as error:
         return _report_usage(error)
     except (typer.Abort, KeyboardInterrupt):
-        return _print_error("Interrupted.", INTERRUPTED)
+        return _report_interrupt()
     except typer.Exit as stop:
         return stop.exit_code
     except SimpleTunerError as error:
@@ -243,8 +243,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line
         return _report_unforeseen(error)
     if code == INTERRUPTED:
-        return _print_error("Interrupted.", INTERRUPTED)
+        return _report_interrupt()
     return code if isinstance(code, int) else 0
+
+
+def _report_interrupt() -> int:
+    """Print that the user interrupted the command, in place of the ^C that a terminal echoes."""
+    erase = "\r\x1b[K" if is_screen(sys.stderr) else ""
+    return _print_error(f"{erase}Interrupted.", INTERRUPTED)
 
 
 def _report_usage(error: TyperException) -> int:

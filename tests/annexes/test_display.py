@@ -187,6 +187,20 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(
     assert "Trained 1 step in" in output[output.rindex(show) :]
 
 
+def test_echo_of_ctrl_c_fits_beside_the_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would wrap, and the first line of the display would stay on the screen."""
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+
+    with closing(LiveDisplay(terminal)) as display:
+        display(running(300))
+        display(report(1))
+
+    panel = re.search(r"╰─+╯", terminal.getvalue())
+    assert panel is not None
+    assert len(panel[0]) <= 80 - len("^C^C")
+
+
 def test_phase_without_a_total_shows_no_count() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=100)

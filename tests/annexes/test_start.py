@@ -615,7 +615,10 @@ def test_start_never_replaces_a_config(
     monkeypatch.setattr("builtins.input", answer)
 
     assert main(["start", "cat"]) == 2
-    assert "config/cat cannot be written: Directory not empty." in capsys.readouterr().err
+    assert (
+        "config/cat exists already, and differs from these answers in config.json, "
+        in capsys.readouterr().err
+    )
     assert sorted(path.as_posix() for path in Path("config").rglob("*.json")) == [
         "config/cat-tmp/config.json",
         "config/cat/config.json",

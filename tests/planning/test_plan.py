@@ -46,7 +46,7 @@ def test_plan_shows_model_output_and_steps(workspace: Workspace, capsys: Capture
         "4 steps of 2 samples",
         "8 batches an epoch, 1 epoch\n",
         "  pictures: 8 of 8 pictures used",
-        "trained sizes: 8 of ",
+        "trained sizes: 4 of 64x64, 4 of 80x48",
         "Cache of pictures: 0 of 8 exist, 8 to encode",
         "Previews every 100 steps at 128x128: validation",
     ):
@@ -180,8 +180,12 @@ def test_run_starts_with_a_summary_and_ends_with_its_result(
     assert lines[begin + 2].endswith("; saved to output")
     assert lines[begin + 3].startswith("  fits: up to ")
     assert " while " in lines[begin + 3]
-    saved, report, sample, further = lines[-4:]
-    assert saved.startswith("Saved output/pytorch_lora_weights.safetensors")
+    (end,) = [
+        number
+        for number, line in enumerate(lines)
+        if line.startswith("Saved output/pytorch_lora_weights.safetensors")
+    ]
+    report, sample, further = lines[end + 1 : end + 4]
     assert report == "Report: output/training_report.html"
     assert sample == 'Render with it: simpletuner sample output --prompt "..."'
     assert "max_train_steps" in further

@@ -8,6 +8,7 @@ from typing import TextIO, cast
 
 from rich import box, progress
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -21,6 +22,9 @@ from simpletuner.reporting.wording import clock_text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
+# Columns for the ^C that a terminal echoes after the last line. If they wrapped, the display would
+# begin one line lower than it thinks, and leave its first line behind.
+ROOM_FOR_ECHO = 2 * len("^C")
 
 
 class LiveDisplay(Display):
@@ -110,7 +114,7 @@ class LiveDisplay(Display):
         parts: list[RenderableType] = [self._bars] if self._bars.tasks else []
         if self.pace is not None:
             parts.append(training_panel(self.pace))
-        return Group(*parts)
+        return Constrain(Group(*parts), self._console.width - ROOM_FOR_ECHO)
 
 
 def training_panel(pace: Pace) -> Panel:

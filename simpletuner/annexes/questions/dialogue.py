@@ -72,6 +72,9 @@ class Dialogue:
                 advice = f" {self.unasked} takes every default." if self.unasked else ""
                 message = f"The input ended before the last question. Nothing was written.{advice}"
                 raise InputEnded(message) from None
+            except KeyboardInterrupt:
+                self.show()  # what follows begins a line of its own
+                raise
             if not sys.stdin.isatty():
                 self.show(answer)  # piped input is not echoed
             if all(unicodedata.category(char) not in REFUSED_CATEGORIES for char in answer):
