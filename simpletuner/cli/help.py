@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +20,7 @@ from simpletuner.errors import UserError, did_you_mean
 from simpletuner.models.registry import FAMILIES
 
 WIDTH = 78
+TROUBLES = Path(__file__).parents[1] / "docs" / "TROUBLESHOOTING.md"
 
 app = typer.Typer()
 
@@ -60,7 +63,13 @@ def settings_help(wanted: str) -> list[str]:
     if same_name:
         return _explain_keys(same_name, section, mentions)
     if section or mentions:
-        return [*chain(*map(summary, section or mentions))]
+        return [*chain(*map(summary, section or mentions)), *_see_also(_everyday_words(wanted))]
+    # A sentence, such as "my cat looks burned": what its everyday words are about.
+    meant = [words for word in wanted.split() for words in _everyday_words(word)]
+    if meant:
+        keys = dict.fromkeys(chain.from_iterable(EVERYDAY_WORDS[words] for words in meant))
+        options = {**dataset_options(), **option_names()}
+        return [*chain(*(summary(options[key]) for key in keys)), *_see_also(meant)]
     raise UserError(_why_unknown(wanted))
 
 
@@ -167,10 +176,7 @@ def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
     Those that sections.toml lists for an everyday word, in its order; then those that mention all
     words, in their name before elsewhere.
     """
-    keys: list[str] = []
-    for words, listed in EVERYDAY_WORDS.items():
-        if f" {wanted.lower()} " in f" {words} ":
-            keys += listed
+    keys = [*chain.from_iterable(EVERYDAY_WORDS[words] for words in _everyday_words(wanted))]
     meant = [option for option in options if option.name in keys]
     meant.sort(key=lambda option: keys.index(option.name))
     mentioning = [
@@ -178,6 +184,22 @@ def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
     ]
     mentioning.sort(key=lambda option: _distance(option, wanted))
     return meant + mentioning
+
+
+def _everyday_words(wanted: str) -> list[str]:
+    """The rows of everyday words that contain a word or a phrase."""
+    return [words for words in EVERYDAY_WORDS if f" {wanted.lower()} " in f" {words} "]
+
+
+def _see_also(meant: Sequence[str]) -> Iterator[str]:
+    """The headings of the page about problems that mention any of the everyday words."""
+    if not meant or not TROUBLES.is_file():
+        return
+    words = {word for row in meant for word in row.split() if len(word) > 2}
+    headings = re.findall(r"^## (.*)$", TROUBLES.read_text(encoding="utf-8"), re.MULTILINE)
+    titles = [title for title in headings if words & {*re.findall(r"\w+", title.lower())}]
+    if titles:
+        yield f"\nSee docs/TROUBLESHOOTING.md: {'; '.join(titles)}."
 
 
 def _distance(option: Option, wanted: str) -> int:

@@ -574,7 +574,7 @@ def _not_found(candidates: list[Path], name: str | None) -> str:
         f"{path} (a folder)" if path.is_dir() else str(path) for path in first_in_folders.values()
     )
     missing = f"the environment {name!r} was not found" if name else "no configuration was found"
-    names = sorted(folder.name for folder in Path("config").glob("*/"))
+    names = sorted({file.parent.name for file in Path("config").glob("*/config.*")})
     first = candidates[0]
     hint = did_you_mean(name or "", names)
     if not hint and len(first_in_folders) == 1:  # the user named a path

@@ -201,6 +201,20 @@ def test_echo_of_ctrl_c_fits_beside_the_live_display(monkeypatch: pytest.MonkeyP
     assert len(panel[0]) <= 80 - len("^C^C")
 
 
+def test_lines_of_the_live_display_end_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = Terminal()
+    path = "output/a-rather-long-name/of-a-folder/pytorch_lora_weights.safetensors"
+
+    with closing(LiveDisplay(terminal)) as display:
+        display.print_lines(f"Saved {path}; all tensors load through the stock pipeline.")
+
+    first, *further = terminal.getvalue().splitlines()
+    assert first == "Saved"
+    assert further[0].strip() == f"{path};"
+    assert max(map(len, further[1:])) <= 40
+
+
 def test_phase_without_a_total_shows_no_count() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=100)

@@ -480,7 +480,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["."], "output/test_start_refuses_what"),
         (["."], "is inside ., so previews would be trained. Start outside of it: cd "),
         (["cat", "output_dir=cat/out"], "cat/out is inside cat, so previews would be trained."),
-        (["cat/0.png"], "cat/0.png is a file; start takes a folder of pictures or clips."),
+        (["cat/0.png"], "cat/0.png is a file; name the folder that it is in: cat"),
         (["hlaf"], "hlaf is not a folder. Did you mean 'half'?"),
         (["empty"], "empty contains no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
@@ -871,3 +871,33 @@ def test_terminal_questions_can_be_corrected_and_abandoned(
 
     assert child.exitstatus == 2
     assert not (tmp_path / "config").exists()
+
+
+def test_start_goes_on_from_its_dry_run(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 3)
+    answers = ["start", "cat", "--yes", "--trigger", "zkt, a cat"]
+    assert main([*answers, "--dry-run"]) == 0
+    before = Path("config/cat/config.json").read_bytes()
+    assert commands.pop() == ["plan", "env=cat"]
+
+    assert main(answers) == 0
+
+    assert "config/cat is as these answers would write it" in capsys.readouterr().out
+    assert commands[0] == ["train", "env=cat"]
+    assert Path("config/cat/config.json").read_bytes() == before
+
+
+def test_start_names_what_differs_in_a_config_that_exists(
+    commands: list[list[str]], capsys: Capture
+) -> None:
+    put_pictures(Path("cat"), 3)
+    answers = ["start", "cat", "--yes", "--trigger", "zkt, a cat"]
+    assert main([*answers, "--dry-run"]) == 0
+    commands.clear()
+
+    assert main([*answers, "max_train_steps=900"]) == 2
+
+    errors = capsys.readouterr().err
+    assert "config/cat exists already, and differs from these answers in max_train_steps" in errors
+    assert "Train it as it is with `simpletuner train env=cat`" in errors
+    assert commands == []

@@ -21,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 
 def estimate(workspace: Workspace, capsys: Capture, *settings: str) -> list[str]:
     capsys.readouterr()
-    assert workspace.run("plan", *settings) == 0, capsys.readouterr().err
+    assert workspace.run("plan", "--verbose", *settings) == 0, capsys.readouterr().err
     return capsys.readouterr().out.partition("Estimate for ")[2].splitlines()
 
 

@@ -230,6 +230,14 @@ def test_help_understands_everyday_words(words: str, capsys: Capture) -> None:
     assert [*dict.fromkeys(shown)][: len(keys)] == keys
 
 
+def test_help_understands_the_everyday_words_of_a_sentence(capsys: Capture) -> None:
+    assert main(["help", "my", "cat", "looks", "burned"]) == 0
+
+    shown = capsys.readouterr().out
+    assert shown.startswith("--max_train_steps\n")
+    assert "See docs/TROUBLESHOOTING.md: Overfitting; Previews are black, noisy or burnt." in shown
+
+
 def test_everyday_words_name_keys_that_exist() -> None:
     known = {*all_options(), *dataset_options()}
     assert not [key for keys in EVERYDAY_WORDS.values() for key in keys if key not in known]

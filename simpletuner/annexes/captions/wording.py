@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from simpletuner.config.sources import EXAMPLES
 from simpletuner.data.captions import EMPTY, control_token
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset, DatasetFile
@@ -123,6 +125,13 @@ def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> 
         report.error("model_family", message)
         return
     part = source["text_encoder"]
+    if Path(part.location).is_relative_to(EXAMPLES):
+        message = (
+            "the text encoder of the demo is too small to write captions. Write them by hand, or "
+            "with another model."
+        )
+        report.error("pretrained_model_name_or_path", message)
+        return
     is_usable = ModelSource({role: source[role] for role in ENCODER}).check(report)
     names = list(part.weight_shapes()) if is_usable else []
     if not names:

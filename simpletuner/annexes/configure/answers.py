@@ -177,13 +177,17 @@ def nearest_example(examples: list[str], values: Mapping[str, Any], draft: Draft
     return same_family
 
 
-def example_datasets(draft: Draft) -> list[dict[str, Any]]:
-    """The content of an initial dataset file: an example's, with clips as long as previews."""
+def usual_example(draft: Draft) -> str:
+    """The packaged example of the family, for the task of the flavour."""
     examples = [*MODELS["pictures"], *MODELS["clips"]]
     if draft.judgement.flavour.task == "i2i":
         examples = [*MODELS["pairs"]]
-    example = next(name for name in examples if name.startswith(draft.spec.name))
-    trained, *further = read_example(example, DATASET_FILE)
+    return next(name for name in examples if name.startswith(draft.spec.name))
+
+
+def example_datasets(draft: Draft) -> list[dict[str, Any]]:
+    """The content of an initial dataset file: an example's, with clips as long as previews."""
+    trained, *further = read_example(usual_example(draft), DATASET_FILE)
     no_files_yet = MediaFolder(Path(trained["instance_data_dir"]), Scan())
     longest = draft.config.validation.validation_num_video_frames or 1
     return [no_files_yet.fitted(trained, draft.spec, longest), *further]

@@ -13,10 +13,11 @@ from typing import Any
 
 from huggingface_hub import get_token
 
-from simpletuner.annexes.configure.answers import ConfigAnswers
+from simpletuner.annexes.configure.answers import ConfigAnswers, usual_example
 from simpletuner.annexes.draft import Draft, key_of
 from simpletuner.annexes.guide import about_flavour
 from simpletuner.annexes.questions.question import Question
+from simpletuner.annexes.start.recipe import read_example
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
 from simpletuner.config.schema import LEARNING_RATES, all_options
@@ -28,6 +29,8 @@ from simpletuner.models.registry import FAMILIES
 
 # The schema's default, one epoch, is too short for most datasets.
 STEPS = 1000
+# As in the guides; of a short run, a tenth.
+WARMUP_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,21 @@ def _offload(draft: Draft) -> str:
     return "auto"
 
 
+def _warmup_steps(draft: Draft) -> int:
+    """A warm-up as in the guides; a file without the key keeps its value."""
+    if draft.loaded:
+        return int(draft.effective("lr_warmup_steps") or 0)
+    steps = draft.config.schedule.max_train_steps
+    return min(WARMUP_STEPS, steps // 10) if steps else WARMUP_STEPS
+
+
+def _preview_prompt(draft: Draft) -> str | None:
+    """The prompt of the family's example; a file without one keeps none."""
+    if draft.loaded:
+        return None
+    return str(read_example(usual_example(draft))["validation_prompt"])
+
+
 def _is_tracked(draft: Draft) -> bool:
     """Whether curves are sent to a tracker."""
     return draft.config.tracking.report_to not in ("none", "simpletuner")
@@ -280,7 +298,7 @@ SETTINGS: Sequence[Setting] = (
         propose=lambda draft: LEARNING_RATES[draft.config.model.model_type],
     ),
     Setting("lr_scheduler", "Schedule of the learning rate"),
-    Setting("lr_warmup_steps", "Warm-up steps"),
+    Setting("lr_warmup_steps", "Warm-up steps", propose=_warmup_steps),
     Setting(
         "crepa_enabled", "CREPA (steadier video)?", when=lambda draft: draft.spec.media == "video"
     ),
@@ -298,7 +316,11 @@ SETTINGS: Sequence[Setting] = (
     Setting("use_ema", "Keep a running average of the weights (EMA)?"),
     Setting("ema_validation", "Previews with EMA"),
     Setting("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
-    Setting("validation_prompt", "Prompt for previews (none: only the empty prompt is rendered)"),
+    Setting(
+        "validation_prompt",
+        "Prompt for previews (-: only the empty prompt is rendered)",
+        propose=_preview_prompt,
+    ),
     Setting("user_prompt_library", "File with more prompts", propose=_prompt_library),
     Setting("validation_resolution", "Preview size, width x height"),
     Setting("validation_num_video_frames", "Preview length in frames"),

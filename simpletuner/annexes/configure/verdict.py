@@ -11,6 +11,7 @@ from PIL import Image
 from simpletuner.annexes.configure.answers import ConfigAnswers, example_datasets
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.fitting.ready import weigh_plan
+from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
@@ -29,7 +30,8 @@ NO_GPU = (
 def judge(answers: ConfigAnswers) -> tuple[list[str], list[Problem]]:
     """Sentences about memory and time, and the problems that training would report.
 
-    Without a dataset file and a folder, the plan is for a single sample of the family's usual size.
+    Without a dataset file and a folder, the plan is for a single sample of the family's usual size,
+    and says nothing of this machine's CPU.
     """
     report = Problems()
     _check_folder(answers, report)
@@ -52,7 +54,10 @@ def judge(answers: ConfigAnswers) -> tuple[list[str], list[Problem]]:
     shortage = [problem for problem in problems if problem.where == "memory"]
     if not budget.device.is_gpu:
         # Memory was compared with this machine's RAM.
-        return [NO_GPU], [problem for problem in problems if problem not in shortage]
+        uncounted = [*shortage]
+        if not has_files:
+            uncounted += [problem for problem in problems if problem.where == MISSING_GPU]
+        return [NO_GPU], [problem for problem in problems if problem not in uncounted]
     memory = memory_needed(budget, fits=not shortage)
     return [memory, run_time(budget, has_files=has_files)], problems
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from simpletuner.annexes.display.progress import Display, LastingStream, key_figures
 from simpletuner.annexes.figures import Pace, ending, line_of, reached
 from simpletuner.reporting import events
+from simpletuner.reporting.layout import Layout
 from simpletuner.reporting.wording import clock_text
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -70,7 +71,7 @@ class LiveDisplay(Display):
             case events.StepReport():
                 pass  # the panel follows the pace
             case events.Notice(urgent=True):
-                self._print(Text(line_of(event), style="red"))
+                self._print(Text(self._wrapped(line_of(event)), style="red"))
             case _:
                 self.print_lines(line_of(event))
 
@@ -78,7 +79,16 @@ class LiveDisplay(Display):
         self._open()
 
     def print_lines(self, text: str) -> None:
-        self._print(Text(text))
+        self._print(Text(self._wrapped(text)))
+
+    def _wrapped(self, text: str) -> str:
+        """The text with lines that end between words, where the terminal would break words."""
+        layout = Layout(self._console.width)
+        lines: list[str] = []
+        for line in text.splitlines():
+            content = line.lstrip()
+            lines += layout.wrap(content, len(line) - len(content))
+        return "\n".join(lines)
 
     def close(self) -> None:
         if self._live is not None:

@@ -231,7 +231,7 @@ def read_media_folder(folder: Path) -> MediaFolder:
         UserError: the folder contains none of them.
     """
     if folder.is_file():
-        raise UserError(f"{folder} is a file; start takes a folder of pictures or clips.")
+        raise UserError(f"{folder} is a file; name the folder that it is in: {folder.parent}")
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder.{similar_path(folder, '*/')}")
     if not is_readable(folder):
