@@ -68,8 +68,8 @@ def settings_help(wanted: str) -> list[str]:
     meant = [words for word in wanted.split() for words in _everyday_words(word)]
     if meant:
         keys = dict.fromkeys(chain.from_iterable(EVERYDAY_WORDS[words] for words in meant))
-        options = {**dataset_options(), **option_names()}
-        return [*chain(*(summary(options[key]) for key in keys)), *_see_also(meant)]
+        known = {**dataset_options(), **option_names()}
+        return [*chain(*(summary(known[key]) for key in keys)), *_see_also(meant)]
     raise UserError(_why_unknown(wanted))
 
 
