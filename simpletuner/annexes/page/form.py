@@ -86,11 +86,30 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 
 
 def page(request: Request) -> Response:
-    """The page with all tabs; inside a run, only the run."""
+    """The page without its settings; inside a run, only the run."""
     content = start_card.card_content(request.headers.get("accept-language", ""))
-    content |= {"tabs": tabs(), "pane": pane, "dataset_fields": dataset_fields(), "prose": prose}
-    in_run = project_of(request).run is not None
-    return HTMLResponse(render("page/page.html.jinja", in_run=in_run, **content))
+    project = project_of(request)
+    in_run = project.run is not None
+    is_empty = not project.config_names() and not request.app.state.runs.all()
+    first = "start" if is_empty and not in_run else "run"
+    return HTMLResponse(render("page/page.html.jinja", first=first, in_run=in_run, **content))
+
+
+def settings(request: Request) -> Response:
+    """The place "Settings", with the form of all tabs."""
+    return HTMLResponse(settings_page())
+
+
+@functools.cache
+def settings_page() -> str:
+    """The place "Settings"; cached, since it never changes."""
+    return render(
+        "page/settings.html.jinja",
+        tabs=[{"id": tab, "label": tab.capitalize()} for tab in TABS],
+        pane=pane,
+        dataset_fields=dataset_fields(),
+        prose=prose,
+    )
 
 
 def tab(request: Request) -> Response:

@@ -94,6 +94,7 @@ HEALTH_ROUTES = [Route("/health", health), Route("/api/metrics/health/live", hea
 CALLBACK_ROUTES = [json_route("/callback", live.post_event)]
 PAGE_ROUTES = [
     Route("/", form.page),
+    Route("/settings", form.settings),
     Route("/tabs/{tab}", form.tab),
     Route("/api/fields/tabs", form.field_tabs),
     Route("/api/fields/metadata", form.field_metadata),

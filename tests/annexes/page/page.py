@@ -74,3 +74,13 @@ def opened(browser: Any, folder: Path, anchor: str = "") -> Iterator[Any]:
         page.goto(f"http://127.0.0.1:{port}/{anchor}")
         yield page
     assert complaints == [], complaints
+
+
+def go(page: Any, place: str) -> None:
+    """Open a place of the page by its link in the header: New, Settings or Runs."""
+    page.get_by_role("navigation", name="Places").get_by_role("link", name=place).click()
+
+
+def open_part(page: Any, part: str) -> None:
+    """Open a part of Settings, such as Training."""
+    page.get_by_role("tab", name=part).click()

@@ -86,7 +86,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 @pytest.fixture(scope="module")
 def page(browser: Any, workspace: Workspace) -> Iterator[Any]:
     """The page, on which all tests of this module go on."""
-    with workspace.inside(), opened(browser, workspace.folder) as page:
+    with workspace.inside(), opened(browser, workspace.folder, "#basic") as page:
         yield page
 
 
@@ -139,7 +139,7 @@ def test_search_and_dialogs_are_accessible(page: Any) -> None:
     page.locator("#search").fill("vram")
     expect(page.locator("#f-offload")).to_be_visible()
     assert complaints(page) == ""
-    page.get_by_role("button", name="New", exact=True).click()
+    page.get_by_role("button", name="New config").click()
     expect(page.get_by_role("dialog", name="New config")).to_be_visible()
     assert complaints(page) == ""
 

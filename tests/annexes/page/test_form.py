@@ -63,11 +63,11 @@ def test_every_option_is_in_one_section() -> None:
 
 
 def test_page_shows_every_option_once(client: TestClient) -> None:
-    page = client.get("/").text.partition('<template id="dataset"')[0]
+    page = client.get("/settings").text.partition('<template id="dataset"')[0]
     assert Counter(re.findall(r'data-key="([\w.]+)"', page)) == Counter(
         field["name"] for field in fields()
     )
-    assert "in-run" not in page
+    assert "in-run" not in client.get("/").text
     tab = client.get("/tabs/training").text
     assert set(re.findall(r'data-key="(\w+)"', tab)) == {
         field["name"] for field in fields() if field["tab"] == "training"

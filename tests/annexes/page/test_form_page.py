@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.annexes.page.page import opened, serving, tab
+from tests.annexes.page.page import go, open_part, opened, serving, tab
 from tests.annexes.page.test_form import csv_entry
 from tests.tools.web_server import picture, serve
 from tests.tools.workspace import DATASETS, Workspace
@@ -46,7 +46,7 @@ def workspace(
 @pytest.fixture
 def page(browser: Any, workspace: Workspace, settings: dict[str, Any]) -> Iterator[Any]:
     """The page, with the first check done."""
-    with opened(browser, workspace.folder.resolve()) as page:
+    with opened(browser, workspace.folder.resolve(), "#basic") as page:
         expect(page.locator("#f-seed")).to_have_value("7")
         if settings["my_own_key"]:
             expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
@@ -63,7 +63,7 @@ def save(page: Any) -> None:
 
 
 def test_crepa_is_in_the_section_that_guides_name(page: Any, workspace: Workspace) -> None:
-    page.get_by_role("tab", name="Training").click()
+    open_part(page, "Training")
     section = page.get_by_role("region", name="Loss functions")
     assert section.get_attribute("id") == "training/loss_functions"
     for label in ("Block Index", "Weight", "Adjacent Distance", "Temporal Decay", "Vision Encoder"):
@@ -85,7 +85,7 @@ def test_crepa_is_in_the_section_that_guides_name(page: Any, workspace: Workspac
     block = page.locator("#f-crepa_block_index")
     flavour = page.locator("#f-model_flavour")
     expect(block).to_have_attribute("placeholder", "8")
-    page.get_by_role("tab", name="Basic").click()
+    open_part(page, "Basic")
     page.get_by_label("Family", exact=True).select_option("sanavideo")
     expect(block).to_have_attribute("placeholder", "10")
     expect(flavour.locator("option", has_text="2b-480p")).to_have_count(1)
@@ -96,7 +96,7 @@ def test_crepa_is_in_the_section_that_guides_name(page: Any, workspace: Workspac
 
 @pytest.mark.parametrize("settings", [{**UNKNOWN, "validation_disable": False}])
 def test_conflict_is_shown_beside_its_field(page: Any) -> None:
-    page.get_by_role("tab", name="Hardware").click()
+    open_part(page, "Hardware")
     page.get_by_label("Enable Group Offload", exact=True).check()
     page.get_by_label("Enable Model CPU Offload", exact=True).check()
     told = page.locator("[data-key=enable_group_offload] .bad")
@@ -119,13 +119,13 @@ def test_changes_on_disk_are_shown_when_the_window_gets_focus(
     page.evaluate(come_back)
     expect(steps).to_have_value("9")
     expect(page.locator("#problems")).to_be_empty()
-    page.get_by_role("tab", name="Dataset").click()
+    open_part(page, "Dataset")
     expect(card.locator(".used")).to_have_text("2 of 2 files used")
     workspace.add_pictures("datasets/pictures", 3)
     page.evaluate(come_back)
     expect(card.locator(".used")).to_have_text("3 of 3 files used")
     # What is not saved stays, and the page says that there is something else in the file.
-    page.get_by_role("tab", name="Basic").click()
+    open_part(page, "Basic")
     steps.fill("5")
     workspace.write_config(seed=3)
     page.evaluate(come_back)
@@ -205,7 +205,7 @@ def test_deleted_file_is_reported_at_once(page: Any, workspace: Workspace) -> No
 def test_concurrent_changes_of_datasets_are_both_kept(page: Any, workspace: Workspace) -> None:
     path = workspace.path("config/multidatabackend.json")
     entries = json.loads(path.read_text())
-    page.get_by_role("tab", name="Dataset").click()
+    open_part(page, "Dataset")
     page.locator(".dataset-card").first.get_by_label("Repeats", exact=True).fill("5")
     path.write_text(
         json.dumps([entries[0] | {"repeats": 4, "crop": False}, *entries[1:], {"id": "theirs"}])
@@ -227,7 +227,7 @@ def test_a_required_choice_is_no_default_and_captions_are_told_where_they_are_se
 ) -> None:
     workspace.path("datasets/pictures/p1.txt").unlink()
     page.evaluate("dispatchEvent(new Event('focus'))")
-    page.get_by_role("tab", name="Dataset").click()
+    open_part(page, "Dataset")
     card = page.locator(".dataset-card").first
     expect(card.locator("[data-key=caption_strategy] .told")).to_contain_text("no caption")
     expect(card.locator("[data-key=id] .told p")).to_have_count(0)
@@ -255,13 +255,13 @@ def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace:
         "train_batch_size": 4,
     }
     assert list(after) == [key for key in before if key != "seed"]
-    page.get_by_role("tab", name="Publishing").click()
+    open_part(page, "Publishing")
     expect(page.locator("#f-webhook_config")).to_have_value("set")
     page.get_by_role("button", name="Replace").click()
     page.locator("#f-webhook_config").fill(SECRET.replace("old", "new"))
     save(page)
     assert saved(workspace)["webhook_config"].endswith("new")
-    page.get_by_role("tab", name="Basic").click()
+    open_part(page, "Basic")
     page.get_by_label("Batch Size", exact=True).fill("two")
     expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text(
         "is not a whole number"
@@ -353,7 +353,7 @@ def test_all_keys_are_edited_as_json(page: Any, workspace: Workspace) -> None:
     datasets.fill(
         json.dumps([*json.loads(datasets.input_value()), {"id": "third", "type": "local"}])
     )
-    page.get_by_role("tab", name="Dataset").click()
+    open_part(page, "Dataset")
     expect(page.locator(".dataset-card")).to_have_count(3)
     save(page)
     assert (saved(workspace)["my_own_key"], saved(workspace)["train_batch_size"]) == (4, 3)
@@ -363,9 +363,10 @@ def test_all_keys_are_edited_as_json(page: Any, workspace: Workspace) -> None:
 
 
 def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> None:
-    page.get_by_role("tab", name="Run").click()
+    go(page, "Runs")
     expect(page.get_by_role("heading", level=1)).to_have_text("output")
-    page.get_by_role("button", name="New", exact=True).click()
+    go(page, "Settings")
+    page.get_by_role("button", name="New config").click()
     dialog = page.get_by_role("dialog", name="New config")
     refusals = {
         "": "Give it a name",
@@ -380,16 +381,18 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     dialog.get_by_role("button", name="Create", exact=True).click()
     expect(dialog).to_be_hidden()
     expect(page.locator("#config")).to_have_value("second")
-    page.get_by_role("tab", name="Basic").click()
+    open_part(page, "Basic")
     page.get_by_label("Output Folder", exact=True).fill("there")
-    page.get_by_role("tab", name="Run").click()
+    go(page, "Runs")
     # Start asks for unsaved changes, and saves nothing unless told to.
     page.get_by_role("button", name="Start", exact=True).click()
     dialog = page.get_by_role("dialog", name="There are unsaved changes")
     dialog.get_by_role("button", name="Cancel").click()
     assert not workspace.path("config/second").exists()
     assert not workspace.path("output").exists()
+    go(page, "Settings")
     save(page)
+    go(page, "Runs")
     expect(page.get_by_role("heading", level=1)).to_have_text("there")
     page.goto(page.url.replace("#run", "#basic"))
     page.reload()
@@ -397,7 +400,7 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     expect(page.locator("#config")).to_have_value("second")
     # A project that has no config/config.json opens another one.
     workspace.path("config/config.json").unlink()
-    page.goto(page.url.partition("?")[0])
+    page.goto(page.url.partition("?")[0] + "#basic")
     expect(page.locator("#config")).to_have_value("second")
 
 
@@ -405,7 +408,7 @@ def test_typed_text_survives_an_unreachable_server(browser: Any, workspace: Work
     folder = workspace.folder.resolve()
     with ExitStack() as second, tab(browser) as page:
         with serving(folder) as (port, _):
-            page.goto(f"http://127.0.0.1:{port}/")
+            page.goto(f"http://127.0.0.1:{port}/#basic")
             expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
         page.get_by_label("Batch Size", exact=True).fill("two")
         expect(page.get_by_role("alert")).to_contain_text(
@@ -428,7 +431,7 @@ def test_a_copy_of_an_example_has_an_output_folder_of_its_own(
     page: Any, workspace: Workspace
 ) -> None:
     for name, folder in (("second", "output/second"), ("demo", "output/my-demo")):
-        page.get_by_role("button", name="New", exact=True).click()
+        page.get_by_role("button", name="New config").click()
         dialog = page.get_by_role("dialog", name="New config")
         dialog.get_by_label("Name, for").fill(name)
         dialog.get_by_label("Start from").select_option("examples/demo")
@@ -443,7 +446,7 @@ def test_a_copy_of_an_example_has_an_output_folder_of_its_own(
 
 def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:
     workspace.path("datasets/others").mkdir()
-    page.get_by_role("tab", name="Dataset").click()
+    open_part(page, "Dataset")
     card = page.locator(".dataset-card").first
     card.get_by_label("Repeats", exact=True).fill("-3")
     expect(card.locator("[data-key=repeats] .bad")).to_contain_text("-3")
@@ -493,7 +496,7 @@ def test_plan_is_live_and_answers_what_if(no_gpu: None, page: Any, workspace: Wo
     page.get_by_label("Plan for a card").fill("")
     expect(plan.locator("#verdict")).to_have_text("no GPU")
     page.evaluate("dispatchEvent(new Event('focus'))")
-    page.get_by_role("tab", name="Dataset").click()
+    open_part(page, "Dataset")
     card = page.locator(".dataset-card").first
     expect(card.locator(".used")).to_have_text("2 of 3 files used")
     card.get_by_text("1 of 3 files not used").click()
@@ -554,7 +557,7 @@ def test_search_and_keys_reach_every_option(page: Any) -> None:
 
 
 def test_tread_is_none_a_quarter_or_a_half(page: Any, workspace: Workspace) -> None:
-    page.get_by_role("tab", name="Training").click()
+    open_part(page, "Training")
     routes = page.get_by_label("TREAD Routes", exact=True)
     expect(routes.locator("option")).to_contain_text(
         ["none (default)", "quarter: a quarter", "half: half of them"]

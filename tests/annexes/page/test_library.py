@@ -564,8 +564,7 @@ def test_killed_captioning_is_reported(
 
 @pytest.mark.slow(4)
 def test_files_in_a_browser(browser: Any, folder: Path) -> None:
-    with opened(browser, folder) as page:
-        page.get_by_role("tab", name="Dataset").click()
+    with opened(browser, folder, "#dataset") as page:
         page.get_by_role("link", name="Files").click()
         dialog = page.get_by_role("dialog", name="cats")
         caption = dialog.get_by_label("Caption of 0.png")

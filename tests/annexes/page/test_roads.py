@@ -15,7 +15,7 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.report.samples import samples_in
-from tests.annexes.page.page import opened
+from tests.annexes.page.page import open_part, opened
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
 from tests.annexes.page.test_start_page import PLAN, started
@@ -109,15 +109,15 @@ def test_new_config_is_not_requested_before_it_exists(
 ) -> None:
     refused: list[str] = []
     project.write_config(validation_negative_prompt="")
-    with opened(browser, project.folder) as page:
+    with opened(browser, project.folder, "#basic") as page:
         page.on(
             "response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None
         )
-        page.get_by_role("tab", name="Validation").click()
+        open_part(page, "Validation")
         expect(page.locator("#f-validation_negative_prompt")).to_have_attribute(
             "placeholder", "empty"
         )
-        page.get_by_role("button", name="New", exact=True).click()
+        page.get_by_role("button", name="New config").click()
         dialog = page.get_by_role("dialog", name="New config")
         for name, words in {
             "config": "There is a config config already.",
@@ -128,9 +128,9 @@ def test_new_config_is_not_requested_before_it_exists(
             expect(dialog.get_by_role("alert")).to_contain_text(words)
         dialog.get_by_label("Name, for").fill("mine")
         dialog.get_by_role("button", name="Create").click()
-        page.get_by_role("tab", name="Basic").click()
+        open_part(page, "Basic")
         expect(page.get_by_label("Output Folder", exact=True)).to_have_value("output/mine")
-        page.get_by_role("tab", name="Dataset").click()
+        open_part(page, "Dataset")
         expect(page.locator("#f-data_backend_config")).to_have_value(
             "config/mine/multidatabackend.json"
         )
@@ -147,7 +147,7 @@ def test_plan_reports_a_problem_once_with_its_remedy(
     project.write_config(train_batch_size=0)
     batch = "with train_batch_size 8 a step would take as long: the GPU waits for the host"
     missing = "these folders do not exist or cannot be listed: pictures: 'datasets/pictures'."
-    with opened(browser, project.folder) as page:
+    with opened(browser, project.folder, "#basic") as page:
         told = page.locator("[data-key=train_batch_size] .told .bad")
         expect(told).to_have_count(1)
         said = page.request.post(

@@ -13,7 +13,7 @@ import pytest
 
 from simpletuner.annexes.page import control, start_card
 from simpletuner.annexes.page.control import Runs
-from tests.annexes.page.page import opened
+from tests.annexes.page.page import go, opened
 from tests.annexes.page.test_start_card import files, zipped
 from tests.tools.web_server import picture
 
@@ -99,7 +99,7 @@ def test_training_starts_within_six_interactions(
         ("my cat.zip", zipped(("cat/20.png", picture(20)), ("cat/21.mp4", b"?"))),
     ]
     with opened(browser, folder) as page:
-        expect(page.get_by_role("tab", name="Start")).to_have_attribute("aria-selected", "true")
+        expect(page.get_by_role("link", name="New")).to_have_attribute("aria-current", "page")
         expect(page.locator("#drop")).to_be_visible()
         page.evaluate(
             DROP, [(name, base64.b64encode(content).decode()) for name, content in dropped]
@@ -159,7 +159,7 @@ def test_start_card_works_by_keyboard_and_reports_problems(
         expect(page.get_by_role("tab", name="Dataset")).to_have_attribute("aria-selected", "true")
         entry = json.loads((folder / "config/cats/multidatabackend.json").read_text())[0]
         assert (entry["caption_strategy"], entry["prepend_instance_prompt"]) == ("textfile", True)
-        page.get_by_role("tab", name="Start").click()
+        go(page, "New")
         page.get_by_role("button", name=re.compile("^demo LoRA")).click()
         dialog = page.get_by_role("dialog", name="New config")
         expect(dialog.get_by_label("Start from")).to_have_value("examples/demo")

@@ -1,7 +1,8 @@
 // The dataset file as cards; keys that a card does not show are edited as JSON.
 import { asJson, bindField, bindJson, complete, element, inForm, isObject, problemLine, showField, showJson, state, tell } from "./form.js";
 
-const list = inForm("#datasets"), template = document.querySelector("#dataset");
+const list = inForm("#datasets");
+const template = document.querySelector("#dataset");
 const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
 const part = (entry, key) => key.split(".").reduce((value, name) => value?.[name], entry);
 const cards = () => [...list.children];

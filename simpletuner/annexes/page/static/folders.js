@@ -1,5 +1,5 @@
 // A dialog to browse the folders that the server may show.
-import { api, ask, element, page } from "./form.js";
+import { api, ask, element, page } from "./common.js";
 
 // Resolves to the chosen folder, or "" on Cancel.
 export async function chooseFolder(start) {

@@ -1,61 +1,25 @@
 // The settings of the open config: the file's values, the page's values, and their problems.
 // A field shows a value of `state.values`, or as its placeholder the value that training uses by default.
+import { api, element, page, sentences } from "./common.js";
+
+export * from "./common.js";
 
 // `gone` names a file of the open config that was deleted or moved.
-export const state = { broken: {}, config: "config", opened: "", switched: false, path: "", gone: "", etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, path: "", file: [], entries: [] } };
-export const page = (selector) => document.querySelector(selector);
+export const state = { broken: {}, config: "config", path: "", gone: "", etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, path: "", file: [], entries: [] } };
 // The panes of the form are templates until they are drawn: `fields` and `inForm` are of both.
-const parts = [document, ...[...document.querySelectorAll("template")].map(({ content }) => content)];
+const parts = [];
+export const fields = new Map();
 export const inForm = (selector) => parts.map((part) => part.querySelector(selector)).find(Boolean);
-export const fields = new Map(parts.flatMap((part) => [...part.querySelectorAll(".group .field")]).map((field) => [field.dataset.key, field]));
+
+// Finds the fields, once the form is on the page.
+export function collectFields(pane) {
+  parts.push(pane, ...[...pane.querySelectorAll("template")].map(({ content }) => content));
+  for (const field of parts.flatMap((part) => [...part.querySelectorAll(".group .field")])) fields.set(field.dataset.key, field);
+}
 export const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 const clone = (value) => JSON.parse(JSON.stringify(value));
 export const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 export const asJson = (value) => JSON.stringify(value, null, 2);
-
-export async function api(path, { method = "GET", body, etag, signal } = {}) {
-  const headers = { ...(body && { "Content-Type": "application/json" }), ...(etag && { "If-Match": etag }) };
-  let response;
-  try {
-    response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    watch();
-    return { ok: false, status: 0, etag: null, data: { problems: [{ key: "", message: "The server does not answer.", fatal: true }] } };
-  }
-  const data = await response.json().catch(() => ({ problems: [{ key: "", message: response.statusText, fatal: true }] }));
-  return { ok: response.ok, status: response.status, etag: response.headers.get("ETag"), data };
-}
-
-// Polls the server and shows a notice while it is unreachable. Sends the event "beat" at every response, and "back" when
-// the server is reachable again.
-export async function watch() {
-  clearTimeout(timer);
-  const notice = page("#away"), wasAway = !notice.hidden;
-  const { ok, status, statusText } = await fetch("/health", { signal: AbortSignal.timeout(10000) }).catch(() => ({}));
-  notice.hidden = Boolean(ok);
-  if (!ok && !wasAway) notice.textContent = `The server ${status ? `answers "${status} ${statusText}"` : "does not answer"}. What you typed is kept; the page continues when the server is back.`;
-  if (ok) document.dispatchEvent(new Event(wasAway ? "back" : "beat"));
-  clearTimeout(timer);
-  timer = setTimeout(watch, ok ? 5000 : 1500);
-}
-let timer = setTimeout(watch, 5000);
-
-// The problems of a refused request.
-export const sentences = ({ ok, data }) => (ok ? [] : data.problems.map(({ key, message }) => (key ? `${key}: ${message}` : message)));
-
-export function element(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
-
-// Keeps the open config in the URL, so that a reload opens it again.
-export function remember(key, value) {
-  const url = new URL(location);
-  url.searchParams.set(key, value);
-  history.replaceState(history.state, "", url);
-}
 
 // A field: its common parts, its control, and conversion between the control and JSON.
 export function complete(field, prefix) {
@@ -271,14 +235,4 @@ export async function reread() {
 export async function refuseName(name) {
   if (!/^[\p{L}\p{N}_][\p{L}\p{M}\p{N}_.-]*$/u.test(name)) return "Give it a name of letters, digits and . _ -";
   return (await allConfigs()).some((each) => each.name === name) ? `There is a config ${name} already.` : "";
-}
-
-// Shows a dialog; resolves to the value of the button, or "" on Escape.
-export function ask(dialog) {
-  return new Promise((resolve) => {
-    dialog.returnValue = "";
-    dialog.onclick = ({ target }) => target.matches(".tools-row button") && dialog.close(target.value);
-    dialog.onclose = () => resolve(dialog.returnValue);
-    dialog.showModal();
-  });
 }

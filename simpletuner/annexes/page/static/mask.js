@@ -1,5 +1,5 @@
 // Paints the mask of a file over its picture. Tinted areas are not learned; the mask is white elsewhere.
-import { api, element, page, sentences } from "./form.js";
+import { api, element, page, sentences } from "./common.js";
 
 const LONGEST = 1024, SHORTEST = 128; // pixels of the sides, as on the server
 const STRETCH = 0.02; // maximum relative difference between the aspect ratios of a mask and its file

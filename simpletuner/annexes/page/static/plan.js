@@ -1,19 +1,13 @@
 // The plan of the settings on the page: memory, time, steps and disk. A plan for another card than this machine's has
 // another colour, and its problems are shown only in this panel.
 import { api, element, problemLine } from "./form.js";
+import { duration, gigabytes } from "./units.js";
 
 const panel = document.querySelector("#plan"), body = document.querySelector("#plan-body"), verdict = document.querySelector("#verdict");
 const whatIf = document.querySelector("#what-if");
-export const gigabytes = (bytes) => (bytes < 5e7 ? `${Math.round(bytes / 1e5) / 10} MB` : `${(bytes / 1e9).toFixed(bytes < 1e10 ? 1 : 0)} GB`);
 const dim = (textContent) => element("p", { className: "dim", textContent });
 const pending = {};
 let settings = {}, own = null, timer;
-
-export function duration(seconds) {
-  if (seconds < 90) return `${seconds.toPrecision(2)} s`;
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
-  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
-}
 
 // The card to plan for: 4090 is one, and not an amount of memory.
 function supposed() {

@@ -2,7 +2,7 @@
 // the queue.
 /* global fillComparison, itemOf */
 
-import { element } from "./form.js";
+import { element } from "./common.js";
 import { parsed, parts, run, send, want } from "./run.js";
 
 const pane = document.querySelector(".run-view");

@@ -2,8 +2,8 @@
 // would lose. curves.js draws charts, viewer.js enlarges previews.
 /* global drawCharts, gather, interpolator, items, plots, setAxis, view, viewer */
 
-import { maySwitch, openConfig } from "./app.js";
-import { api, element, remember, sentences, state } from "./form.js";
+import { followRun, maySwitch, openConfig } from "./app.js";
+import { api, element, remember, sentences } from "./common.js";
 
 const pane = document.querySelector(".run-view");
 const problems = pane.querySelector(".run-problems");
@@ -16,8 +16,8 @@ export const parts = {
 const ofAll = { list: "/runs", queue: "/queue" }; // parts that do not belong to a run
 export let run = new URLSearchParams(location.search).get("run");
 let events = null;
-let opened = state.opened; // the config, and whether to show its run as soon as the list has it
-let follows = state.switched;
+let opened = new URLSearchParams(location.search).get("config"); // the config of Settings
+let follows = false; // whether to show its run as soon as the list has it
 let seen = Date.now(); // time of the server's last response
 const PATIENCE = 60000; // milliseconds
 const AT_THE_SERVER = "`simpletuner server` opens the page of all runs in this folder.";
@@ -171,10 +171,10 @@ async function refresh(name) {
   if (name === "list" && !hasEnded) chooseFirst();
 }
 
-const linkOf = (config) => place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`);
+const linkOf = (config) => (config ? place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`) : null);
+const linkTo = (id) => place("list").querySelector(`a[data-run="${CSS.escape(id ?? "")}"]`);
 
 function chooseFirst() {
-  if (!opened && !inRun) return;
   const links = [...place("list").querySelectorAll("a[data-run]")];
   const followed = follows && linkOf(opened);
   if (followed) choose(followed.dataset.run);
@@ -197,6 +197,7 @@ export function choose(id) {
   problems.hidden = true;
   for (const link of place("list").querySelectorAll("a[data-run]")) link.setAttribute("aria-current", String(link.dataset.run === id));
   listen();
+  followRun(linkTo(id)?.dataset.config);
 }
 
 export function want(...names) {
@@ -281,8 +282,13 @@ pane.addEventListener("submit", (event) => {
 
 // Shows the run of the opened or saved config; at first, the run in the URL or the first of the list.
 document.addEventListener("config", (event) => {
-  follows = opened !== "";
   opened = event.detail;
+  follows = linkTo(run)?.dataset.config !== opened;
+  want("list");
+});
+// A run was started elsewhere on the page.
+document.addEventListener("started", (event) => {
+  choose(event.detail);
   want("list");
 });
 document.addEventListener("visibilitychange", tick);

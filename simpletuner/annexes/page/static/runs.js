@@ -1,6 +1,6 @@
 // The list of runs: search, and what is done with chosen ones: compare, archive, bring back, delete. The server renders
 // the rows; this adds the controls around them, and keeps which rows are chosen.
-import { api, element, sentences } from "./form.js";
+import { api, element, sentences } from "./common.js";
 import { choose, run, want } from "./run.js";
 
 const list = document.querySelector('.run-list [data-part="list"]');

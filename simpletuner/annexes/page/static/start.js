@@ -1,8 +1,8 @@
 // The pane "Start": uploads files, asks what to learn from them, and starts the run.
-import { api, element, page, sentences } from "./form.js";
+import { api, element, page, sentences } from "./common.js";
 import { chooseFolder } from "./folders.js";
 import { maySwitch, newConfig, openConfig } from "./app.js";
-import { duration, gigabytes } from "./plan.js";
+import { duration, gigabytes } from "./units.js";
 
 const { suffixes, unread, files: most, bytes: largest } = page("#start-card").dataset;
 const usable = new Set(suffixes.split(" ")), unreadable = new Set(unread.split(" "));

@@ -1,7 +1,7 @@
 // The result of a run: the panel that gives the file of some weights, stars, and comparisons of checkpoints.
 /* global moreTools */
 
-import { api, element, sentences } from "./form.js";
+import { api, element, sentences } from "./common.js";
 import { forms, parsed, run, send, want } from "./run.js";
 
 const pane = document.querySelector(".run-view");
