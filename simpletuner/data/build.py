@@ -46,7 +46,7 @@ from simpletuner.data.file_names import pair_key
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.media_checks import check_media
-from simpletuner.data.sample import CLIP, EXPECTED, PICTURE, Rejected, Sample
+from simpletuner.data.sample import CLIP, EXPECTED, HELD_OUT, PICTURE, Rejected, Sample
 from simpletuner.errors import Problems, counted, did_you_mean, shorten
 
 MOST_COMPARED = 1000  # file names compared for a "did you mean"
@@ -415,7 +415,7 @@ def _hold_out(dataset: Dataset, report: Problems) -> tuple[Dataset, list[Dataset
     )
     reason = "is held out, to measure the evaluation loss on it"
     reasons = {sample.name: reason for sample in chosen}
-    return dataset.without(reasons, "held out"), [held_out]
+    return dataset.without(reasons, HELD_OUT), [held_out]
 
 
 def _choose_held_out(dataset: Dataset, count: int) -> list[Sample]:

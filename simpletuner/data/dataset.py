@@ -27,6 +27,7 @@ from simpletuner.data.files import MediaError, UnsuitableError
 from simpletuner.data.sample import (
     ADVICE,
     EXPECTED,
+    HELD_OUT,
     UNCAPTIONED,
     LedgerEntry,
     Rejected,
@@ -310,10 +311,15 @@ class Dataset:
             frames=sample.frames,
         )
 
-    def unused_lines(self) -> list[LedgerEntry]:
-        """The lines of the files that are left out, sorted by name."""
+    def unused_lines(self, except_for: Collection[str] = ()) -> list[LedgerEntry]:
+        """The lines of the files that are left out, sorted by name.
+
+        Args:
+            except_for: reasons of files without a line.
+        """
         origins = self.folder.listing.origins
-        left_out = sorted(self.rejected, key=lambda file: file.name)
+        rejected = [file for file in self.rejected if file.reason not in except_for]
+        left_out = sorted(rejected, key=lambda file: file.name)
         return [
             LedgerEntry(self.id, file.name, use=file.detail, note=origins.get(file.name, ""))
             for file in left_out
@@ -412,8 +418,9 @@ class DatasetFile:
 
 
 def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
-    """The first lines of the ledgers, unused files first."""
-    unused = (line for dataset in datasets for line in dataset.unused_lines())
+    """The first lines of the ledgers, unused files first, and every file once."""
+    # Held-out files have their lines in the dataset that evaluates them.
+    unused = (line for dataset in datasets for line in dataset.unused_lines({HELD_OUT}))
     used = (dataset.used_line(sample) for dataset in datasets for sample in dataset.samples)
     return list(islice(chain(unused, used), most))
 

@@ -18,6 +18,8 @@ UNCAPTIONED = ("no caption", "unreadable caption")
 # Reasons of files that another dataset would train.
 CLIP = "clip among pictures"
 PICTURE = "picture among clips"
+# The reason of files that are evaluated instead, in the dataset that `hold_out` splits off.
+HELD_OUT = "held out"
 # What to do about the files of a reason.
 ADVICE = {
     UNREAD: "Save such pictures as .png or .jpg, and such clips as .mp4.",

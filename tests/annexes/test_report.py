@@ -139,6 +139,8 @@ def data_of(
         "settings": [],
         "datasets": [],
         "ledger": [],
+        "ledger_lines": len(changes.get("ledger", ())),
+        "next_step": "",
         "samples": [],
     }
     return {**data, **changes}
@@ -179,7 +181,7 @@ def test_report_shows_every_section_and_loads_nothing(tmp_path: Path) -> None:
         "glimmer",
         "is truncated",
         "1 of 2",
-        "python",
+        "Python",
     ):
         assert text in page.text
     assert page.tags.count("img") == 3
@@ -248,6 +250,51 @@ def test_mfu_is_shown_only_for_known_gpus(tmp_path: Path, device: str, is_shown:
     assert ("MFU" in page.source) is is_shown
 
 
+def test_report_begins_with_few_figures_and_what_to_do_next(tmp_path: Path) -> None:
+    recorded = [{**row, "peak_memory_gb": 0.6} for row in rows(40)]
+    recorded[19]["loss/val/held"] = 0.51
+    recorded[39]["loss/val/held"] = 0.63
+    sentence = "Take checkpoint 20: the loss on held-out files has risen since."
+
+    page = render(
+        data_of(
+            tmp_path, metrics=recorded, next_step=sentence, environment=describe_environment("cpu")
+        )
+    )
+
+    top = page.text.partition("Curves")[0]
+    assert f"Next: {sentence}" in top
+    assert "Lowest held-out loss0.51, step 20" in top
+    assert "Peak memory0.60 GB" in top, "as on the page of a run"
+    assert "compute" not in top
+    assert "CPU" not in top
+    assert "DeviceCPU" in page.text
+
+
+def test_backticks_of_a_warning_are_shown_as_code(tmp_path: Path) -> None:
+    page = render(data_of(tmp_path, notes=["`cache gc --remove` deletes <it>"]))
+
+    assert "<li><code>cache gc --remove</code> deletes &lt;it&gt;</li>" in page.source
+
+
+def test_settings_have_names_and_name_only_unusual_origins(tmp_path: Path) -> None:
+    layers = [
+        Layer("family default", [("validation_guidance", 5.0)]),
+        Layer(
+            "config/cats/config.json",
+            [("model_family", "kandinsky5-image"), ("model_type", "lora"), ("lora_rank", 8)],
+        ),
+    ]
+    config = resolve(layers, Problems())
+    assert config is not None
+
+    page = render(data_of(tmp_path, settings=settings_of(config)))
+
+    assert page.text.count("config/cats/config.json") == 1
+    assert "family default" in page.text
+    assert re.search(r"Rank\s*lora_rank", page.text)
+
+
 def test_report_of_a_stopped_run_shows_the_reason(tmp_path: Path) -> None:
     page = render(data_of(tmp_path, state="stopped", message="the disk is full"))
 
@@ -266,7 +313,14 @@ def test_report_of_a_long_run_stays_small(tmp_path: Path) -> None:
     datasets: list[Any] = [("d", 30_000, 27_000, [])]
 
     page = render(
-        data_of(tmp_path, metrics=rows(50_000), previews=records, datasets=datasets, ledger=ledger)
+        data_of(
+            tmp_path,
+            metrics=rows(50_000),
+            previews=records,
+            datasets=datasets,
+            ledger=ledger,
+            ledger_lines=30_000,
+        )
     )
 
     assert len(page.source) < 10_000_000

@@ -535,6 +535,15 @@ def test_held_out_samples_become_an_eval_set(context: DataContext, photos: Path)
     assert not names_of(dataset) & names_of(held_out)
 
 
+def test_a_short_ledger_has_held_out_files_once(context: DataContext, photos: Path) -> None:
+    datasets, _ = build(context, folder(photos, hold_out=2))
+
+    lines = ledger_rows(datasets, 100)
+
+    assert len({line.name for line in lines}) == len(lines) == 6
+    assert not any(line.use for line in lines)
+
+
 def test_holding_out_more_samples_keeps_those_that_were_held_out(
     context: DataContext, photos: Path
 ) -> None:

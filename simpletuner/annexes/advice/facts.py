@@ -58,17 +58,15 @@ class LastSession:
     Attributes:
         state: what has become of it.
         total_steps: steps of the whole run; None if unknown.
-        summary: the lines that announced it.
+        files: what its plan says of the files.
         message: why it failed or stopped.
-        warnings: warnings of its plan.
         passes: losses that an evaluation measures; 0 if unknown.
     """
 
     state: State
     total_steps: int | None
-    summary: str = ""
+    files: Files = Files()
     message: str = ""
-    warnings: Sequence[str] = ()
     passes: int = 0
 
 
@@ -114,12 +112,16 @@ def facts_of_run(folder: Path, metrics: Columns, session: LastSession) -> Facts:
         curve=LossCurve(points, session.passes) if points else None,
         checkpoints=sorted({checkpoint.step for checkpoint in checkpoints}),
         changes=preview_changes(folder, read_media(folder / MEDIA_FILE)),
-        files=read_files(session.summary, session.warnings),
+        files=session.files,
     )
 
 
 def read_files(summary: str, warnings: Iterable[str]) -> Files:
-    """What the plan of a run said of its files."""
+    """What the plan of a run said of its files.
+
+    Args:
+        summary: the lines that announced the run; empty if they are unknown.
+    """
     uncaptioned = 0
     enlarged = 0
     measured = 0

@@ -20,6 +20,7 @@ from simpletuner.annexes.report.html import render
 from simpletuner.budget.device import host_memory
 from simpletuner.budget.drivers import ask_driver
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
+from simpletuner.config.labels import label_of
 from simpletuner.config.option import Group, Option, describe
 from simpletuner.config.schema import all_options
 from simpletuner.config.sections import (
@@ -71,17 +72,6 @@ DATASET_KEYS = (
     "video.is_i2v",
     "video.bucket_strategy",
 )
-WORDS = """
-    VAE EMA LoRA DoRA LoKr LyCORIS TF32 CPU SNR CREPA TREAD ReflexFlow RoPE FSDP ID LR GB PEFT bf16
-    of to by for from via or in on
-"""
-SPELLINGS = {word.lower(): word for word in WORDS.split()} | {
-    "num": "Number of",
-    "dir": "Folder",
-    "eval": "Evaluation",
-    "qlen": "Queue Length",
-    "crepa": "",
-}
 GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits")
 
 
@@ -310,14 +300,3 @@ def _type(option: Option) -> str:
         if name in TYPES:
             return TYPES[name]
     return "json"
-
-
-def label_of(option: Option) -> str:
-    """The label of a key, without the name of its heading: `crepa_block_index` is Block Index."""
-    if option.label:
-        return option.label
-    heading = option.section.lower().replace(" ", "_")
-    key = option.name.rpartition(".")[2].removeprefix(f"{heading}_")
-    words = (SPELLINGS.get(word, word.capitalize()) for word in key.split("_"))
-    text = " ".join(word for word in words if word)
-    return text[:1].upper() + text[1:]

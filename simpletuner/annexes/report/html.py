@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from PIL import Image
 
 from simpletuner.annexes.figures import BARS, Columns, Point, RunningMean, evaluation_names
@@ -134,9 +134,15 @@ def _environment() -> Environment:
     )
     environment.filters["breakable"] = breakable
     environment.filters["grouped"] = "{:,}".format
+    environment.filters["prose"] = prose
     environment.globals["resource"] = lambda name: Markup(loader.get_source(environment, name)[0])
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment
+
+
+def prose(text: str) -> Markup:
+    """A message as HTML: what is in backticks becomes code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 Item = TypeVar("Item")

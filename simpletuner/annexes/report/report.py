@@ -7,24 +7,30 @@ there is news. Its ledger lists every input file as used, or with the reason why
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from simpletuner.annexes.figures import Columns, shares_text
+from simpletuner.annexes.advice.facts import LastSession, facts_of_run, read_files
+from simpletuner.annexes.advice.next_step import next_step
+from simpletuner.annexes.figures import Columns, evaluation_points, shares_text
 from simpletuner.annexes.publishing.card import published_result
 from simpletuner.annexes.report.environment import describe_environment
 from simpletuner.annexes.report.html import gallery, render, thin, thumbnail
 from simpletuner.atomic import write_atomically
+from simpletuner.config.labels import label_of
 from simpletuner.config.schema import RunConfig, all_options
-from simpletuner.data.dataset import ledger_rows
+from simpletuner.data.dataset import Dataset, ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
-from simpletuner.data.sample import Sample
+from simpletuner.data.sample import EXPECTED, HELD_OUT, Sample
 from simpletuner.encoding.decoding import prepared_picture
 from simpletuner.errors import UserError
+from simpletuner.planning.entries import evaluated
 from simpletuner.planning.plans import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events
@@ -53,7 +59,14 @@ OPEN_UP_TO = 24  # files; a longer list starts collapsed
 REWRITES = 20
 FEWEST_STEPS = 50  # between two rewrites
 
-State = Literal["running", "finished", "stopped"]
+ENVIRONMENT_NAMES = {
+    "device": "Device",
+    "python": "Python",
+    "system": "System",
+    "processor": "Processor",
+}
+
+State = Literal["running", "finished", "stopped", "failed"]
 
 
 def write_report(path: Path, data: Mapping[str, Any]) -> None:
@@ -78,6 +91,8 @@ def write_report(path: Path, data: Mapping[str, Any]) -> None:
         used=sum(used for _, _, used, _ in data["datasets"]),
         share=share,
         facts=list(facts(data)),
+        further_facts=list(further_facts(data)),
+        usual_origin=usual_origin(data["settings"]),
         open_up_to=OPEN_UP_TO,
         refresh=REFRESH if data["state"] == "running" else None,
         **curves_and_previews,
@@ -96,33 +111,33 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         first = sum(losses[:tenth]) / tenth
         last = sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
-    yield from time_facts(metrics)
+    held_out = evaluation_points(metrics)
+    if held_out:
+        step, lowest = min(held_out, key=itemgetter(1))
+        yield "Lowest held-out loss", f"{lowest:.4g}, step {step:,}"
+    seconds = [value for _, value in metrics.points("seconds")]
+    if seconds:
+        yield "Pace", pace_text(sum(seconds) / len(seconds))
+        yield "Time in steps", clock_text(sum(seconds))
     memory = [value for _, value in metrics.points("peak_memory_gb")]
     if memory:
-        yield "Peak memory", f"{max(memory):.1f} GB"
+        yield "Peak memory", f"{max(memory):.2f} GB"
+
+
+def further_facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the time was spent on, and where the run was, as (name, text)."""
+    metrics: Columns = data["metrics"]
+    seconds = [value for _, value in metrics.points("seconds")]
+    if seconds:
+        for_data = [value for _, value in metrics.points("data_seconds")]
+        for_weights = [value for _, value in metrics.points("weights_seconds")]
+        parts = shares(sum(seconds), sum(for_data), sum(for_weights) if for_weights else None)
+        yield "Time spent on", shares_text(parts)
     utilisation = [value for _, value in metrics.points("mfu")]
     if utilisation and has_accelerator(data):
         yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
-    if data["datasets"]:
-        files = sum(files for _, files, _, _ in data["datasets"])
-        used = sum(used for _, _, used, _ in data["datasets"])
-        yield "Files used", f"{used:,} of {files:,}"
-    device = data["environment"].get("device")
-    if device:
-        yield "Device", device.partition(",")[0]
-
-
-def time_facts(metrics: Columns) -> Iterator[tuple[str, str]]:
-    """How long steps took, and what they waited for."""
-    seconds = [value for _, value in metrics.points("seconds")]
-    if not seconds:
-        return
-    yield "Pace", pace_text(sum(seconds) / len(seconds))
-    yield "Time in steps", clock_text(sum(seconds))
-    for_data = [value for _, value in metrics.points("data_seconds")]
-    for_weights = [value for _, value in metrics.points("weights_seconds")]
-    parts = shares(sum(seconds), sum(for_data), sum(for_weights) if for_weights else None)
-    yield "Time spent on", shares_text(parts)
+    for name, value in data["environment"].items():
+        yield ENVIRONMENT_NAMES.get(name, name), "CPU" if value == "cpu" else value
 
 
 def has_accelerator(data: Mapping[str, Any]) -> bool:
@@ -134,7 +149,8 @@ def settings_of(config: RunConfig) -> list[dict[str, Any]]:
     """All options of a run in the order of the reference page, with secrets hidden.
 
     `origin` is what set an option: `default`, `family default`, a file, or the command line.
-    `changed` options were set, and differ from the global default.
+    `changed` options were set, and differ from the global default. `label` is the name of the
+    option on the page.
     """
     values = redact_settings(config.flat)
     keys_set = config.keys_set()
@@ -146,6 +162,7 @@ def settings_of(config: RunConfig) -> list[dict[str, Any]]:
         settings.append(
             {
                 "key": name,
+                "label": label_of(option),
                 "value": _as_text(values[name]),
                 "default": default,
                 "section": option.section,
@@ -154,6 +171,12 @@ def settings_of(config: RunConfig) -> list[dict[str, Any]]:
             }
         )
     return settings
+
+
+def usual_origin(settings: Sequence[Mapping[str, Any]]) -> str:
+    """The origin of most settings that differ from their defaults; empty if there are none."""
+    origins = Counter(setting["origin"] for setting in settings if setting["changed"])
+    return max(origins, key=origins.__getitem__, default="")
 
 
 def _as_text(value: Any) -> str:
@@ -217,6 +240,8 @@ class RunReport(Companion):
                 self.write("finished")
             case events.StateChanged(state="finished"):
                 self.write("finished")
+            case events.StateChanged(state="failed"):
+                self.write("failed", event.message)
             case events.StateChanged() if event.state in ENDED:
                 self.write("stopped", event.message)
 
@@ -241,11 +266,12 @@ class RunReport(Companion):
         plan = self.plan
         folder = self.plan.output_dir
         kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
+        metrics = Columns.of(read_rows(folder / METRICS_FILE))
         # Id, number of files, number of used files, and trained sizes.
         datasets = []
         for dataset in plan.datasets:
             used = len(dataset.samples)
-            files = used + len(dataset.rejected)
+            files = used + number_left_out(dataset)
             datasets.append((dataset.id, files, used, sorted(dataset.sizes())))
         damage = [describe_damage(folder / file) for file in (METRICS_FILE, MEDIA_FILE)]
         notes = [*(redact(str(warning)) for warning in plan.warnings), *filter(None, damage)]
@@ -256,17 +282,49 @@ class RunReport(Companion):
             "step": self.events.step,
             "total_steps": plan.length.total_steps,
             "output_dir": folder,
-            "metrics": Columns.of(read_rows(folder / METRICS_FILE)),
+            "metrics": metrics,
+            "next_step": self._next_step(metrics, state, message),
             "previews": read_media(folder / MEDIA_FILE),
             "settings": settings_of(plan.config),
             "datasets": datasets,
             "ledger": ledger_rows(plan.datasets, LEDGER_ROWS),
+            "ledger_lines": sum(map(number_of_lines, plan.datasets)),
             "samples": self.samples,
             "environment": self._environment,
             "message": redact(message),
             "notes": notes,
             "result": published_result(plan, self.events.step) if state == "finished" else None,
         }
+
+    def _next_step(self, metrics: Columns, state: State, message: str) -> str:
+        """What to do next with the run; empty where its record does not decide."""
+        plan = self.plan
+        files = replace(
+            read_files("", map(str, plan.warnings)),
+            trained=sum(len(dataset.samples) for dataset in plan.trained),
+            noun=plan.spec.media_noun,
+        )
+        held_out = sum(len(dataset.samples) for dataset in evaluated(plan))
+        session = LastSession(
+            state=state,
+            total_steps=plan.length.total_steps,
+            files=files,
+            message=message,
+            passes=held_out * plan.config.evaluation.eval_timesteps,
+        )
+        step = next_step(facts_of_run(plan.output_dir, metrics, session))
+        return "" if step is None else redact(step.sentence)
+
+
+def number_of_lines(dataset: Dataset) -> int:
+    """The lines that a ledger would have without a limit."""
+    return len(dataset.samples) + len(dataset.rejected) - dataset.counts()[HELD_OUT]
+
+
+def number_left_out(dataset: Dataset) -> int:
+    """The files that are not used: not those of other kinds, and not those that are evaluated."""
+    counts = dataset.counts()
+    return counts.total() - sum(counts[reason] for reason in {*EXPECTED, HELD_OUT})
 
 
 def _thumbnail(sample: Sample) -> str:

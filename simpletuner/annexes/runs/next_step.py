@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simpletuner.annexes.advice import next_step as advice
-from simpletuner.annexes.advice.facts import LastSession, State, facts_of_run
+from simpletuner.annexes.advice.facts import LastSession, State, facts_of_run, read_files
 from simpletuner.annexes.advice.next_step import NextStep
 from simpletuner.annexes.runs.history import RunHistory
 from simpletuner.annexes.runs.run import Run
@@ -39,9 +39,8 @@ def session_of(verdict: Verdict, state: State) -> LastSession:
     return LastSession(
         state=state,
         total_steps=history.progress.get("total"),
-        summary=history.summary,
+        files=read_files(history.summary, history.notices),
         message=f"{history.message}\n{verdict.message}",
-        warnings=history.notices,
         passes=passes_in(history),
     )
 
