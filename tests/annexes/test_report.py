@@ -264,7 +264,7 @@ def test_report_begins_with_few_figures_and_what_to_do_next(tmp_path: Path) -> N
 
     top = page.text.partition("Curves")[0]
     assert f"Next: {sentence}" in top
-    assert "Lowest held-out loss0.51, step 20" in top
+    assert "Held-out loss at step 200.51" in top
     assert "Peak memory0.60 GB" in top, "as on the page of a run"
     assert "compute" not in top
     assert "CPU" not in top
@@ -499,7 +499,7 @@ def test_charts_show_every_recorded_metric(tmp_path: Path) -> None:
         ("Timesteps", False),
         ("crepa_loss", True),
     ]
-    assert [series.name for series in charts[0].series] == ["loss", "val/pooled"]
+    assert [series.name for series in charts[0].series] == ["loss", "held-out loss (pooled)"]
     assert len(charts[0].series[0].raw) == 19
 
     # Bars 50 wide: timesteps 10 and 999.9 of 20 steps lie in the first and the last of them.

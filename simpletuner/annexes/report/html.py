@@ -134,19 +134,20 @@ def _environment() -> Environment:
     )
     environment.filters["breakable"] = breakable
     environment.filters["grouped"] = "{:,}".format
-    environment.filters["prose"] = prose
+    environment.filters["with_code"] = with_code
     environment.globals["resource"] = lambda name: Markup(loader.get_source(environment, name)[0])
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment
 
 
-def prose(text: str) -> Markup:
+def with_code(text: str) -> Markup:
     """A message as HTML: what is in backticks becomes code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 Item = TypeVar("Item")
 
+HELD_OUT_SUFFIX = "-held-out"  # of the id of a dataset that `hold_out` splits off
 POINTS = 1000  # more than a chart has pixels
 # A curve is smoothed over this share of its length, within these bounds in steps.
 SMOOTHING_SHARE = 0.05
@@ -318,10 +319,16 @@ def _loss_chart(metrics: Columns) -> Iterator[Chart]:
         span = smoothing_span(len(points))
         note = f"faint: each step; line: smoothed over about {span} steps"
     evaluations = [
-        Series(key.removeprefix("loss/"), thin(metrics.points(key)))
+        Series(evaluation_title(key), thin(metrics.points(key)))
         for key in evaluation_names(metrics)
     ]
     yield Chart("Loss", [loss, *evaluations], note, log=True)
+
+
+def evaluation_title(key: str) -> str:
+    """`held-out loss (cats)`, with the dataset whose files were held out or set apart."""
+    dataset = key.removeprefix(EVALUATED).replace(HELD_OUT_SUFFIX, "").replace("/", ", ")
+    return f"held-out loss ({dataset})"
 
 
 def _waiting_chart(metrics: Columns) -> Iterator[Chart]:

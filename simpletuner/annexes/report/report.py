@@ -114,7 +114,7 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     held_out = evaluation_points(metrics)
     if held_out:
         step, lowest = min(held_out, key=itemgetter(1))
-        yield "Lowest held-out loss", f"{lowest:.4g}, step {step:,}"
+        yield f"Held-out loss at step {step:,}", f"{lowest:.4g}"
     seconds = [value for _, value in metrics.points("seconds")]
     if seconds:
         yield "Pace", pace_text(sum(seconds) / len(seconds))
@@ -272,12 +272,14 @@ class RunReport(Companion):
         for dataset in plan.datasets:
             used = len(dataset.samples)
             files = used + number_left_out(dataset)
-            datasets.append((dataset.id, files, used, sorted(dataset.sizes())))
+            # `96x96 (1.0)` ends with the name of its bucket, which means nothing here.
+            sizes = {size.partition(" ")[0] for size in dataset.sizes()}
+            datasets.append((dataset.id, files, used, sorted(sizes)))
         damage = [describe_damage(folder / file) for file in (METRICS_FILE, MEDIA_FILE)]
         notes = [*(redact(str(warning)) for warning in plan.warnings), *filter(None, damage)]
         return {
             "title": redact(plan.title),
-            "subtitle": f"{kind} on {plan.spec.name} {plan.flavour.name}",
+            "subtitle": f"{kind} on {plan.spec.title} {plan.flavour.name}",
             "state": state,
             "step": self.events.step,
             "total_steps": plan.length.total_steps,
