@@ -77,7 +77,7 @@ def plan(
             for line in layout_of(sys.stdout).wrap(sentence):
                 print(line)
             print()
-        print_plan(nominal, verbose=verbose)
+        print_plan(nominal, verbose=verbose, nominal=bool(sentence))
 
 
 def print_card_table(arguments: Arguments, *, as_json: bool) -> None:
@@ -100,8 +100,16 @@ def print_card_table(arguments: Arguments, *, as_json: bool) -> None:
         print(f"A run of this folder: `simpletuner plan env={'` or `env='.join(configs)}`")
 
 
-def print_plan(arguments: Arguments, *, as_json: bool = False, verbose: bool = False) -> None:
+def print_plan(
+    arguments: Arguments, *, as_json: bool = False, verbose: bool = False, nominal: bool = False
+) -> None:
     """Print the plan of a run: a summary, all problems, then the details.
+
+    Args:
+        arguments: the settings.
+        as_json: print one JSON document instead.
+        verbose: print every detail.
+        nominal: the dataset file is a temporary one, which is not shown.
 
     Raises:
         ConfigError: lists all problems.
@@ -129,7 +137,8 @@ def print_plan(arguments: Arguments, *, as_json: bool = False, verbose: bool = F
     else:
         show_warnings(plan.warnings, sys.stdout)
     print()
-    for line in detail_lines(budget, layout_of(sys.stdout), verbose=verbose):
+    layout = layout_of(sys.stdout)
+    for line in detail_lines(budget, layout, verbose=verbose, nominal=nominal):
         print(line)
     ledger = read_ledger(plan.output_dir) if plan.is_finished else None
     if ledger:

@@ -531,9 +531,10 @@ def _nothing_usable(dataset: Dataset) -> str:
 
 def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -> str:
     count = len(dataset.samples)
+    samples = counted(count, "sample")
     repeats = dataset.repeats
     return (
-        f"no samples detected in dataset {dataset.id} for a whole step: {count} samples x "
+        f"no samples detected in dataset {dataset.id} for a whole step: {samples} x "
         f"(repeats {repeats} + 1) = {count * (repeats + 1)}, and one step takes {needed} "
         f"(train_batch_size {dataset.batch_size} x {context.num_processes} processes x "
         f"gradient_accumulation_steps {context.gradient_accumulation_steps}). repeats {enough} "

@@ -123,7 +123,8 @@ def check_mask_sizes(dataset: Dataset, masks: Dataset, report: Problems) -> None
         if misfit is not None:
             wrong.append(f"{masks.name_for(name)} {misfit}")
     if wrong:
-        message = f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}."
+        count = counted(len(wrong), "mask does", "masks do")
+        message = f"{count} not fit the files of {dataset.id}: {shorten(wrong)}."
         report.error(masks.id, message)
 
 

@@ -109,6 +109,8 @@ class ModelSource:
 def _fault_at(location: str, parts: Sequence[Part]) -> str | None:
     """Why the parts at a location cannot be used, or None."""
     if not parts[0].is_local:
+        if location.endswith(".safetensors"):
+            return f"{location!r} is a file; name a model folder, or a hub id (owner/name)."
         if HUB_ID.fullmatch(location):
             return None
         return f"{location!r} is neither an existing folder nor a valid hub id."

@@ -26,7 +26,7 @@ AFTER_A_PAUSE = 2  # steps ignored after a pause
 
 TOTAL = "total"
 REASONS = {
-    COMPUTE: "compute; another program uses the device, or it is throttled by heat or power",
+    COMPUTE: "another program uses the processor, or it is throttled by heat or power",
     WEIGHTS: (
         "waiting for streamed weights; another program uses host memory or the bus to the device"
     ),

@@ -125,6 +125,27 @@ def test_length_or_interval_far_from_the_usual_is_a_warning_with_its_consequence
     assert consequence not in warnings(workspace, capsys, *usual)
 
 
+def test_temporary_files_of_a_plan_without_files_are_not_shown(
+    workspace: Workspace, capsys: Capture
+) -> None:
+    workspace.path("datasets/pictures").rename(workspace.path("datasets/elsewhere"))
+
+    shown = plan(workspace, capsys, "--device-memory=24")
+
+    assert "does not exist yet: this is the plan for 10 pictures" in shown
+    assert "simpletuner-nominal" not in shown
+
+
+def test_missing_file_of_weights_is_not_taken_for_a_hub_id(
+    workspace: Workspace, capsys: Capture
+) -> None:
+    weights = "pretrained_transformer_model_name_or_path=models/cat.safetensors"
+
+    problem = complaint(workspace, capsys, "plan", weights)
+
+    assert "'models/cat.safetensors' is a file; name a model folder, or a hub id" in problem
+
+
 def test_few_of_many_allowed_words_are_listed(workspace: Workspace, capsys: Capture) -> None:
     problem = complaint(workspace, capsys, "plan", "optimizer=adam")
 

@@ -278,7 +278,7 @@ def test_a_picture_is_not_masked_by_a_clip(tmp_path: Path) -> None:
     _, problems = build(tmp_path, "mask", "t2v", pictures)
 
     assert fatal(problems) == [
-        "1 masks do not fit the files of pictures: b.mkv has 8 frames at 8 fps and b.png 1."
+        "1 mask does not fit the files of pictures: b.mkv has 8 frames at 8 fps and b.png 1."
     ]
 
 

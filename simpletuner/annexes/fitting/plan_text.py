@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from typing import Any
 
@@ -59,19 +59,23 @@ def log_plan(budget: Budget) -> None:
         logger.debug("plan %s", line)
 
 
-def detail_lines(budget: Budget, layout: Layout, *, verbose: bool = False) -> Iterator[str]:
+def detail_lines(
+    budget: Budget, layout: Layout, *, verbose: bool = False, nominal: bool = False
+) -> Iterator[str]:
     """What follows the summary: run, settings, datasets and estimate.
 
     Args:
         budget: the plan with its estimate.
         layout: the width of the terminal.
         verbose: also every file, the settings that the family brings, and the cost of each bucket.
+        nominal: the dataset file is a temporary one, which is not shown.
     """
     plan = budget.plan
+    hidden = {"datasets", "data_backend_config"} if nominal else set[str]()
     yield "Run"
-    yield from layout.pairs(_run_rows(plan))
+    yield from layout.pairs(row for row in _run_rows(plan) if row[0] not in hidden)
     yield ""
-    yield from _settings_lines(plan, layout, verbose=verbose)
+    yield from _settings_lines(plan, layout, hidden, verbose=verbose)
     yield "Datasets"
     for dataset in plan.datasets:
         yield from _dataset_lines(dataset, layout, verbose=verbose)
@@ -135,10 +139,18 @@ def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
     return [(name, values[name], origins[name]) for name in plan.config.keys_set()]
 
 
-def _settings_lines(plan: Plan, layout: Layout, *, verbose: bool) -> Iterator[str]:
-    """The settings other than defaults, grouped by origin, with an empty line after each group."""
+def _settings_lines(
+    plan: Plan, layout: Layout, hidden: Set[str], *, verbose: bool
+) -> Iterator[str]:
+    """The settings other than defaults, grouped by origin, with an empty line after each group.
+
+    Args:
+        hidden: keys to leave out.
+    """
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, value, origin in changed_settings(plan):
+        if name in hidden:
+            continue
         if name in OF_DATASETS and not _is_trained_with(plan, name, value):
             continue
         groups.setdefault(origin, []).append((name, as_user_text(value)))
