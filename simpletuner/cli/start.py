@@ -1,4 +1,4 @@
-"""`simpletuner start FOLDER`: from a folder of files to a LoRA, with at most three questions."""
+"""`simpletuner start FOLDER`: from a folder of files to a LoRA, with a few questions."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def start(
         run.save()
         _report_written(run)
     if dry_run:
-        _show_plan(run, captions=caption)
+        _show_plan(run)
         return
-    _run(_commands(run, captions=caption))
+    _run(_commands(run))
     output = Path(str(run.config()["output_dir"]))
     for line in ending_of(output, run.held_out):
         print(line)
@@ -115,13 +115,13 @@ def _report_written(run: NewRun) -> None:
         )
 
 
-def _show_plan(run: NewRun, *, captions: bool) -> None:
+def _show_plan(run: NewRun) -> None:
     """Show the plan of a run that is written and not started.
 
     Raises:
         ConfigError, typer.Exit: training would refuse it.
     """
-    if not captions or not run.media.uncaptioned:
+    if not run.writes_captions or not run.media.uncaptioned:
         _run([["plan", f"env={run.name}", *run.device.flags]])
         return
     # `plan` would refuse the files for their lack of captions.
@@ -135,11 +135,11 @@ def _show_plan(run: NewRun, *, captions: bool) -> None:
         print_plan(arguments)
 
 
-def _commands(run: NewRun, *, captions: bool) -> list[list[str]]:
+def _commands(run: NewRun) -> list[list[str]]:
     """The commands that follow the config."""
     output = str(run.config()["output_dir"])
     commands = [["train", f"env={run.name}"], ["sweep", output, "--strengths", STRENGTHS]]
-    return [_caption_command(run), *commands] if captions else commands
+    return [_caption_command(run), *commands] if run.writes_captions else commands
 
 
 def _caption_command(run: NewRun) -> list[str]:

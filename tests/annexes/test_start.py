@@ -190,7 +190,7 @@ def test_small_pictures_are_trained_at_a_smaller_size(
     Path("cat/link.png").symlink_to("nowhere.png")
 
     assert main(["start", "cat", "--yes", "--dry-run"]) == 0
-    assert "cat: pictures: 4, 700x900; with a caption: 0" in capsys.readouterr().out
+    assert "cat: 3 pictures, 700x900, none captioned\n" in capsys.readouterr().out
     assert written("cat", "multidatabackend.json")[0]["resolution"] == 640
 
     assert main(["plan", "env=cat", "--device-memory=80"]) == 0
@@ -208,7 +208,7 @@ def test_stray_animation_among_pictures_is_reported_and_left_out(
 
     assert main(["start", "cat", "--yes"]) == 0
     output = capsys.readouterr().out
-    assert "cat: pictures: 3, 1024x1024; with a caption: 3" in output
+    assert "cat: 3 pictures, 1024x1024, all captioned" in output
     assert (
         "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train "
         "clips, put them" in output
@@ -228,7 +228,7 @@ def test_few_pictures_among_clips_are_reported_and_left_out(
 
     assert main(["start", "clips", "--yes"]) == 0
     output = capsys.readouterr().out
-    assert "clips: clips: 2, 64x48, 2.0 s; with a caption: 0" in output
+    assert "clips: 2 clips, 64x48, 2.0 s, none captioned" in output
     assert "Not trained, pictures: 0.png." in output
 
 
@@ -380,7 +380,7 @@ def test_unusable_files_are_neither_held_out_nor_counted(
 
     assert main(["start", "cat", "--yes"]) == 0
     output = capsys.readouterr().out
-    assert "with a caption: 17\n" in output
+    assert "cat: 15 pictures, 1024x1024, all captioned\n" in output
     assert "Not usable: 7.png has an empty caption file." in output
     assert "Not usable: broken.png is " in output
     assert "Held out" not in output
@@ -610,7 +610,7 @@ def test_start_never_replaces_a_config(
     def answer(prompt: str) -> str:
         Path("config/cat").mkdir(exist_ok=True)  # meanwhile, on the page
         Path("config/cat/config.json").write_text("theirs")
-        return ""
+        return "zkt, a cat" if "made-up word" in prompt else ""
 
     monkeypatch.setattr("builtins.input", answer)
 
@@ -858,7 +858,7 @@ def test_terminal_questions_can_be_corrected_and_abandoned(
     child.expect("Did you mean 'style'")
     child.expect(r"What should be learned\? \[style\]: ")
     child.sendline("")
-    child.expect(r"the model does not know \[zkt\]: ")
+    child.expect(r"made-up word \(zkt\) \[zkt\]: ")
     child.sendline("back")
     child.expect(r"What should be learned\? \[style\]: ")
     child.sendcontrol("d")

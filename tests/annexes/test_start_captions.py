@@ -34,9 +34,21 @@ METADATA = {"caption_strategy": "metadata"}
 TRIGGER_ALONE = {"caption_strategy": "instanceprompt", "instance_prompt": "zkt woman"}
 # Files beside the pictures; the keys that read them; and what is said.
 LAYOUTS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
-    "text files": ({"a.txt": "a cat", "b.txt": "a dog"}, TEXTFILE, "with a caption: 2"),
-    "kohya": ({"a.caption": "a cat", "b.caption": "a dog"}, TEXTFILE, "with a caption: 2"),
-    "whole names": ({"a.jpg.txt": "a cat", "b.jpg.txt": "a dog"}, TEXTFILE, "with a caption: 2"),
+    "text files": (
+        {"a.txt": "a cat", "b.txt": "a dog"},
+        TEXTFILE,
+        "2 pictures, 1024x1024, all captioned",
+    ),
+    "kohya": (
+        {"a.caption": "a cat", "b.caption": "a dog"},
+        TEXTFILE,
+        "2 pictures, 1024x1024, all captioned",
+    ),
+    "whole names": (
+        {"a.jpg.txt": "a cat", "b.jpg.txt": "a dog"},
+        TEXTFILE,
+        "2 pictures, 1024x1024, all captioned",
+    ),
     "tags and captions": (
         {"a.txt": "cat", "a.caption": "a cat", "b.txt": "dog", "b.caption": "a dog"},
         TEXTFILE,
@@ -55,7 +67,7 @@ LAYOUTS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "musubi": (
         {"metadata.jsonl": rows(*NAMES, column="image_path", text="caption", folder="/data/set/")},
         METADATA,
-        "with a caption: 2",
+        "2 pictures, 1024x1024, all captioned",
     ),
     "musubi unnamed": (
         {"set.jsonl": rows(*NAMES, column="image_path", text="caption", folder="/data/set/")},
@@ -98,9 +110,9 @@ LAYOUTS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "alternatives": (
         {"a.txt": "a cat\nan animal", "b.txt": "a dog\na pet"},
         TEXTFILE,
-        "with a caption: 2",
+        "2 pictures, 1024x1024, all captioned",
     ),
-    "none": ({}, TRIGGER_ALONE, "with a caption: 0"),
+    "none": ({}, TRIGGER_ALONE, "2 pictures, 1024x1024, none captioned"),
 }
 
 

@@ -271,7 +271,7 @@ def test_a_named_folder_gets_its_dataset_file_and_the_settings_of_start(
     assert values["data_backend_config"] == "config/multidatabackend.json"
     assert not {"recipe", "model_family"} & {*person.asked}
     printed = capsys.readouterr().out
-    assert "my cat: pictures: 3, 600x500; with a caption: 0" in printed
+    assert "my cat: 3 pictures, 600x500, none captioned" in printed
     assert (
         "Trained at 448x448 pixels: too many of the pictures are smaller than 1024x1024.\n"
         in printed
@@ -289,7 +289,7 @@ def test_models_are_offered_with_whether_they_fit_the_gpu(
 
     shown = capsys.readouterr().out
     assert "Folder of your pictures or clips" not in shown
-    assert "datasets/videos: clips: 1, 64x48, 2.0 s" in shown, "the usual folder is proposed"
+    assert "datasets/videos: 1 clip, 64x48, 2.0 s" in shown, "the usual folder is proposed"
     assert re.search(r"\* 1  \S+ +fits, about ", shown)
     assert "Write the dataset file" not in shown
     assert (written()["model_family"], written()["validation_num_video_frames"]) == (

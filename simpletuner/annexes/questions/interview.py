@@ -70,7 +70,7 @@ def ask(question: Question[Answers], answers: Answers, dialogue: Dialogue) -> No
     choices = question.choices(answers)
     dialogue.list_choices(choices, question.word(proposed))
     for _ in range(PATIENCE):
-        answer = dialogue.read_line(f"  {question.prompt(answers)} {_shown(proposed, question)}: ")
+        answer = dialogue.read_line(f"  {question.prompt(answers)}{_shown(proposed, question)}: ")
         if answer == HELP:
             _explain(question, choices, dialogue)
             continue
@@ -162,5 +162,7 @@ def _explain(question: Question[Any], choices: Mapping[str, str], dialogue: Dial
 
 
 def _shown(value: Any, question: Question[Any]) -> str:
-    """A proposed value as the prompt shows it."""
-    return bracketed(value if isinstance(value, bool) else question.word(value))
+    """A proposed value as the prompt shows it; empty for no proposal."""
+    if value == "":
+        return ""
+    return " " + bracketed(value if isinstance(value, bool) else question.word(value))

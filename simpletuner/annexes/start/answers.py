@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from simpletuner.annexes.start.left_out import LeftOut, find_left_out
 from simpletuner.annexes.start.media_folder import MediaFolder
 from simpletuner.annexes.start.new_run import NewRun
 from simpletuner.annexes.start.recipe import DEMOS, PURPOSES, TRIGGER, find_models, writes_captions
 from simpletuner.annexes.start.verdict import Verdict, judge_new_run
 from simpletuner.config.device import HERE, AskedDevice
+
+# What to do with files that would be left out.
+CAPTION = "caption"
+START = "start"
+STOP = "stop"
 
 
 class RunAnswers:
@@ -23,6 +29,7 @@ class RunAnswers:
         captions: captions will be written for files without one.
         device: the device that the plan is asked about.
         offers_demo: without a GPU, offer a tiny model that trains on a CPU.
+        asks: the user can be asked what to do with incomplete answers and files.
     """
 
     def __init__(
@@ -35,6 +42,7 @@ class RunAnswers:
         captions: bool = False,
         device: AskedDevice = HERE,
         offers_demo: bool = True,
+        asks: bool = False,
     ) -> None:
         self.name = name
         self.media = media
@@ -43,6 +51,7 @@ class RunAnswers:
         self.captions = captions
         self.device = device
         self.offers_demo = offers_demo
+        self.asks = asks
         self.answered: dict[str, str] = {}
         # Kept by purpose, trigger and device, since a plan takes a moment.
         self._verdicts: dict[tuple[str, str, AskedDevice], dict[str, Verdict]] = {}
@@ -106,19 +115,41 @@ class RunAnswers:
         return next(iter(candidates))
 
     @property
-    def has_captions(self) -> bool:
-        """Whether every file has a caption, or will get one."""
-        return self.captions or not self.media.uncaptioned
+    def left_out(self) -> LeftOut:
+        """The files that would not be trained, if no more captions are written."""
+        return find_left_out(self.media, self.run(self.model))
+
+    @property
+    def may_caption(self) -> bool:
+        """Whether the model can write the missing captions."""
+        media = self.media
+        is_possible = media.uncaptioned and not media.captions.is_table
+        return bool(is_possible) and writes_captions(find_models(media.kind)[self.model])
+
+    @property
+    def captions_rest(self) -> bool:
+        """Whether captions will be written for files without one."""
+        return self.captions or self.answered.get("rest") == CAPTION
+
+    @property
+    def _trained(self) -> MediaFolder:
+        """The files to train: those with a caption, if some have one and no more are written."""
+        media = self.media
+        if self.captions_rest or media.concepts or not media.captioned:
+            return media
+        return media.captioned_only() if media.uncaptioned else media
 
     def run(self, model: str) -> NewRun:
         """The run with one of the models."""
+        media = self._trained
         return NewRun(
             name=self.name,
-            media=self.media,
+            media=media,
             purpose=self.purpose,
             trigger=self.trigger,
-            example=find_models(self.media.kind)[model],
-            captions=self.has_captions,
+            example=find_models(media.kind)[model],
+            captions=self.captions_rest or not media.uncaptioned,
             settings=self.settings,
             device=self.device,
+            writes_captions=self.captions_rest,
         )

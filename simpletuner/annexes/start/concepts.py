@@ -74,7 +74,7 @@ def find_concepts(root: Path, files: Scan) -> tuple[list[Concept], list[str]]:
             untrained += names
         else:
             repeats, words = parsed
-            concepts.append(Concept(folder, title, repeats, words, _only(files, names)))
+            concepts.append(Concept(folder, title, repeats, words, only(files, names)))
     if len(untrained) * 2 > len(files.files):
         return [], []
 
@@ -100,10 +100,10 @@ def files_of_concepts(files: Scan, concepts: Sequence[Concept]) -> Scan:
     names: list[str] = []
     for concept in concepts:
         names += concept.files.files
-    return _only(files, sorted(names))
+    return only(files, sorted(names))
 
 
-def _only(files: Scan, names: Sequence[str]) -> Scan:
+def only(files: Scan, names: Sequence[str]) -> Scan:
     """Only the pictures or clips with these names, and their captions."""
     captions = {name: files.captions[name] for name in names if name in files.captions}
     return replace(files, files=tuple(names), captions=captions)

@@ -13,14 +13,15 @@ from typing import Any
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.questions.dialogue import Dialogue
 from simpletuner.annexes.questions.interview import ask_all
-from simpletuner.annexes.start.answers import RunAnswers
+from simpletuner.annexes.start.answers import STOP, RunAnswers
+from simpletuner.annexes.start.left_out import SHARE
 from simpletuner.annexes.start.media_folder import MediaFolder, read_media_folder
 from simpletuner.annexes.start.new_run import FILES, NewRun, holds_run, run_name
 from simpletuner.annexes.start.questions import QUESTIONS
 from simpletuner.annexes.start.recipe import PURPOSES, find_models, writes_captions
 from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.sources import CONFIG_NAME
-from simpletuner.errors import Problems, counted, not_one_of, shorten
+from simpletuner.errors import Problems, UserError, counted, not_one_of, shorten
 
 
 def ask_run(
@@ -52,15 +53,22 @@ def ask_run(
         captions=captions,
         device=device,
         offers_demo=dialogue.asks,  # a demo is never chosen unasked
+        asks=dialogue.asks,
     )
     dialogue.print(f"{folder}: {media.describe()}")
     for note in media.notes():
         dialogue.warn(note)
     _check(folder, answers).raise_if_fatal()
     ask_all(QUESTIONS, answers, dialogue)
+    if answers.answered.get("rest") == STOP:
+        raise UserError(f"{answers.left_out.describe()} Nothing was written.")
     run = answers.run(answers.model)
     _check_settings(run)
     _check_existing(run)
+    missing = len(media.files.files) - len(run.media.files.files)
+    if missing:
+        verb = "has" if missing == 1 else "have"
+        dialogue.warn(f"Left out: {counted(missing, 'file')} that {verb} no caption.")
     for note in run.fit.notes():
         dialogue.warn(note)
     if run.captioned_as:
@@ -154,7 +162,7 @@ def _check_captions(media: MediaFolder, answers: RunAnswers, report: Problems) -
                 "--caption writes .txt files, and captions are read from a metadata table: "
                 f"{advice}",
             )
-    elif captioned or media.sources:
+    elif (captioned or media.sources) and not _may_leave_out(missing, captioned, answers):
         first = media.uncaptioned[0]
         advice = (
             "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name "
@@ -165,6 +173,13 @@ def _check_captions(media: MediaFolder, answers: RunAnswers, report: Problems) -
             f"--caption {advice}"
         )
         report.error("", message)
+
+
+def _may_leave_out(missing: int, captioned: int, answers: RunAnswers) -> bool:
+    """Whether files without a caption can be left out: if they are few, or if the user is asked."""
+    if answers.media.concepts or not captioned:
+        return False
+    return answers.asks or missing * SHARE <= missing + captioned
 
 
 def _check_settings(run: NewRun) -> None:

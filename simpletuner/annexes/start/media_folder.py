@@ -11,22 +11,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from simpletuner.annexes.start.captions import MOST_NAMED, MOST_OPENED, FolderCaptions
-from simpletuner.annexes.start.concepts import Concept, files_of_concepts, find_concepts
+from simpletuner.annexes.start.concepts import Concept, files_of_concepts, find_concepts, only
 from simpletuner.annexes.start.sizes import Fit, fit_length, fit_size, rounded_size
+from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.paths import similar_path
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, probe_clip
-from simpletuner.data.discovery import Scan, is_readable, scan
+from simpletuner.data.discovery import Scan, is_readable, read_excluded, scan
 from simpletuner.data.file_names import UNREAD
 from simpletuner.data.files import MediaError
 from simpletuner.data.pictures import probe
 from simpletuner.data.sample import ADVICE
-from simpletuner.errors import UserError, counted, escape_controls, shorten
+from simpletuner.errors import Problems, UserError, counted, escape_controls, shorten
 from simpletuner.models.spec import FamilySpec
 
 # `pairs`: pictures before and after an edit.
 Kind = Literal["pictures", "clips", "pairs"]
 # Names of the folders with pictures before and after an edit.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
+# The usual list of files that the user leaves out, in the folder of a dataset.
+EXCLUDED = str(DatasetConfig.model_fields["exclude_files"].default)
+WHY_EXCLUDED = f"is left out by {EXCLUDED}"
+NOT_CHOSEN = "not chosen"  # the reason of these files in `Scan.ignored`
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,16 @@ class MediaFolder:
     def _only(self, concept: Concept) -> MediaFolder:
         folder = self.folder / concept.folder
         return replace(self, folder=folder, files=concept.inner, concepts=(), concept_notes=())
+
+    def captioned_only(self) -> MediaFolder:
+        """The folder without the files that lack a caption."""
+        return replace(self, files=only(self.files, self.captioned))
+
+    @property
+    def excluded(self) -> list[str]:
+        """The files that the user leaves out."""
+        ignored = self.files.ignored.items()
+        return [name for name, (reason, _) in ignored if reason == NOT_CHOSEN]
 
     @property
     def words(self) -> str:
@@ -152,11 +167,8 @@ class MediaFolder:
             entry: the dataset entry of the model's example.
             longest: maximum number of frames.
         """
-        is_square = entry.get("crop_aspect") == "square"
         usual_resolution = entry["resolution"]
-        edges: dict[str, int] = {}
-        for name, size in self.opened.sizes.items():
-            edges[name] = min(size) if is_square else math.isqrt(math.prod(size))
+        edges = {name: edge_of(size, entry) for name, size in self.opened.sizes.items()}
         resolution, small = fit_size(edges, usual_resolution)
         smallest = rounded_size(min(edges.values(), default=usual_resolution))
         fit = Fit(self.noun, len(edges), resolution, usual_resolution, small, smallest=smallest)
@@ -182,18 +194,26 @@ class MediaFolder:
         return fitted
 
     def describe(self) -> str:
-        """A one-line description."""
-        count = str(len(self.files.files))
+        """The usable files in one line: `26 pictures, 451x300 to 3024x4032, none captioned`."""
+        facts = [counted(self.usable, self.noun.removesuffix("s"))]
         if self.sources:
-            count += f", each with a picture in {self.sources.name}"
-        facts = [count]
+            facts.append(f"each with a picture in {self.sources.name}")
         sizes = [f"{width}x{height}" for width, height in self.sizes]
         if sizes:
             facts.append(_range(sizes[0], sizes[-1]))
         seconds = sorted(clip.seconds for clip in self.opened.clips.values())
         if seconds:
             facts.append(f"{_range(f'{seconds[0]:.1f}', f'{seconds[-1]:.1f}')} s")
-        return f"{self.noun}: {', '.join(facts)}; with a caption: {len(self.captioned)}"
+        facts.append(self._share_captioned)
+        return ", ".join(facts)
+
+    @property
+    def _share_captioned(self) -> str:
+        """How many of the usable files have a caption."""
+        if not self.uncaptioned:
+            return "all captioned"
+        captioned = self.usable - len(self.uncaptioned)
+        return f"{captioned} captioned" if captioned > 0 else "none captioned"
 
     def notes(self) -> list[str]:
         """Sentences about files that are not trained, and about captions."""
@@ -224,6 +244,13 @@ class MediaFolder:
             )
 
 
+def edge_of(size: tuple[int, int], entry: Mapping[str, Any]) -> int:
+    """The edge of the square that a dataset entry cuts from a file, or that has its area."""
+    if entry.get("crop_aspect") == "square":
+        return min(size)
+    return math.isqrt(math.prod(size))
+
+
 def read_media_folder(folder: Path) -> MediaFolder:
     """The pictures or the clips in a folder, whichever are more, or its pairs of pictures.
 
@@ -243,7 +270,7 @@ def read_media_folder(folder: Path) -> MediaFolder:
         edited = scan(after)
         if not edited.files:
             raise UserError(f"{after} contains no pictures.")
-        return MediaFolder(after, edited, "pairs", sources=before)
+        return MediaFolder(after, _chosen(edited, after), "pairs", sources=before)
 
     pictures = scan(folder)
     clips = scan(folder, CLIP_SUFFIXES)
@@ -281,12 +308,39 @@ def _find_pair(folder: Path) -> tuple[Path, Path] | None:
 
 
 def _with_concepts(media: MediaFolder) -> MediaFolder:
-    """The files of the concepts, if there are any."""
+    """The chosen files of the concepts if there are any, or else all chosen files."""
     concepts, notes = find_concepts(media.folder, media.files)
     if not concepts:
-        return media
+        return replace(media, files=_chosen(media.files, media.folder))
     files = files_of_concepts(media.files, concepts)
-    return replace(media, files=files, concepts=concepts, concept_notes=notes)
+    chosen = []
+    for concept in concepts:
+        files = _chosen(files, media.folder, concept.folder)
+        kept = {*files.files}
+        names = [name for name in concept.files.files if name in kept]
+        chosen.append(replace(concept, files=only(concept.files, names)))
+    return replace(media, files=files, concepts=chosen, concept_notes=notes)
+
+
+def _chosen(files: Scan, root: Path, folder: str = ".") -> Scan:
+    """The files without those that the user leaves out in a folder of a dataset.
+
+    Args:
+        files: of the folder `root`.
+        folder: the dataset's folder, below `root`.
+
+    Raises:
+        ConfigError: the list of these files cannot be read.
+    """
+    config = DatasetConfig(id="files", instance_data_dir=str(root / folder))
+    report = Problems()
+    excluded = read_excluded(config, report)
+    report.raise_if_fatal()
+    if folder != ".":
+        excluded = frozenset(f"{folder}/{name}" for name in excluded)
+    left_out = {name: (NOT_CHOSEN, WHY_EXCLUDED) for name in files.files if name in excluded}
+    kept = [name for name in files.files if name not in excluded]
+    return replace(only(files, kept), ignored={**files.ignored, **left_out})
 
 
 def _range(first: str, last: str) -> str:

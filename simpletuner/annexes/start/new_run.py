@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unicodedata import category
 
 from simpletuner.annexes.start.intervals import checkpoint_interval, preview_interval
-from simpletuner.annexes.start.media_folder import MediaFolder
+from simpletuner.annexes.start.media_folder import EXCLUDED, MediaFolder
 from simpletuner.annexes.start.recipe import DEMOS, RECIPES, Recipe, read_example
 from simpletuner.annexes.start.sizes import Fit
+from simpletuner.annexes.start.trigger import name_from
 from simpletuner.atomic import write_json
 from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.schema import render_config
@@ -50,6 +50,7 @@ class NewRun:
         trigger: a word for the learned concept, optionally followed by a comma and its class.
         example: the packaged example of the model.
         captions: every file has a caption, or will get one.
+        writes_captions: files without a caption get one before training.
         settings: keys from the command line.
         root: the working folder of the run.
         device: the device that the plan is asked about.
@@ -68,6 +69,7 @@ class NewRun:
     device: AskedDevice = HERE
     most_frames: int = 0
     measures_loss: bool = True
+    writes_captions: bool = False
 
     @property
     def folder(self) -> Path:
@@ -132,6 +134,12 @@ class NewRun:
             # At the user's resolution, no file is left out for its size.
             return replace(fit, resolution=fit.usual_resolution, small=())
         return fit
+
+    @property
+    def resolution(self) -> int:
+        """The trained resolution: the user's, or else that of the files."""
+        resolution = self.settings.get("resolution")
+        return resolution if isinstance(resolution, int) else self.fit.resolution
 
     @property
     def usable(self) -> int:
@@ -254,8 +262,10 @@ class NewRun:
 
     def entry_from(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """The entry for these files: with their folder, and the keys for their captions."""
-        folder = self._relative(self.media.folder)
-        return {**entry, "instance_data_dir": folder, **self._captions()}
+        keys: dict[str, Any] = {"instance_data_dir": self._relative(self.media.folder)}
+        if (self.media.folder / EXCLUDED).is_file():
+            keys["exclude_files"] = EXCLUDED
+        return {**entry, **keys, **self._captions()}
 
     def _captions(self) -> dict[str, Any]:
         """The keys that read the captions, and put the learned words into them."""
@@ -338,11 +348,4 @@ def _content(path: Path) -> object:
 
 def run_name(folder: Path) -> str:
     """The name of a run, from the name of its folder."""
-    name = "".join(char if _is_in_names(char) else " " for char in folder.resolve().name)
-    return "-".join(name.split()).strip("-.") or "my-lora"
-
-
-def _is_in_names(char: str) -> bool:
-    """Whether the name of a run may contain a character."""
-    # L, M and N: letters, vowel signs (of Devanagari, which \w does not match), and digits.
-    return char in "_.-" or category(char)[0] in "LMN"
+    return name_from(folder.resolve().name) or "my-lora"

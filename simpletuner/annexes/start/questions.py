@@ -1,4 +1,4 @@
-"""The questions about a new run: at most three, about what is still open."""
+"""The questions about a new run: about what is still open, and about files that are left out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simpletuner.annexes.questions.question import Question
-from simpletuner.annexes.start.answers import RunAnswers
+from simpletuner.annexes.start.answers import CAPTION, START, STOP, RunAnswers
 from simpletuner.annexes.start.recipe import PURPOSES, RECIPES, TRIGGER
+from simpletuner.annexes.start.trigger import EXAMPLE, SUBJECT, why_incomplete
+from simpletuner.errors import Problem
 
 
 class RunQuestion(Question[RunAnswers]):
@@ -50,19 +52,27 @@ class Trigger(RunQuestion):
     """The words for what is learned."""
 
     key = "trigger"
-    text = "A word for it that the model does not know"
+    text = "Name it: a made-up word"
     about = "It names what is learned, in captions now and later in your prompts."
 
     def prompt(self, answers: RunAnswers) -> str:
-        if answers.purpose != "subject":
-            return self.text
-        return f"{self.text}, and what it is, as in: {TRIGGER}, a grey cat"
+        if answers.purpose != SUBJECT:
+            return f"{self.text} ({TRIGGER})"
+        return f"{self.text}, then what it is ({EXAMPLE})"
 
     def applies(self, answers: RunAnswers) -> bool:
         return not answers.known_trigger and answers.purpose != "edit"
 
     def default(self, answers: RunAnswers) -> str:
-        return answers.trigger
+        # Enter is not an answer for a subject: the default would not say what it is.
+        return "" if self._insists(answers) else answers.trigger
+
+    def problems(self, value: str, answers: RunAnswers) -> list[Problem]:
+        reason = why_incomplete(answers.purpose, value) if self._insists(answers) else ""
+        return [Problem(self.key, reason)] if reason else []
+
+    def _insists(self, answers: RunAnswers) -> bool:
+        return answers.asks and answers.purpose == SUBJECT
 
     def read(self, answer: str, choices: Mapping[str, str]) -> str:
         return answer
@@ -85,4 +95,30 @@ class Model(RunQuestion):
         return {model: verdict.words for model, verdict in answers.judged_models().items()}
 
 
-QUESTIONS: Sequence[Question[RunAnswers]] = (Purpose(), Trigger(), Model())
+class Rest(RunQuestion):
+    """What to do with many files that would be left out."""
+
+    key = "rest"
+    text = "What shall be done?"
+    about = "Files that are left out stay where they are."
+
+    def prompt(self, answers: RunAnswers) -> str:
+        return f"{answers.left_out.describe()} {self.text}"
+
+    def applies(self, answers: RunAnswers) -> bool:
+        return answers.asks and answers.left_out.is_much
+
+    def default(self, answers: RunAnswers) -> str:
+        return next(iter(self.choices(answers)))
+
+    def choices(self, answers: RunAnswers) -> Mapping[str, str]:
+        choices = {}
+        if answers.may_caption:
+            choices[CAPTION] = "write the missing captions with the model, then train all"
+        if answers.left_out.trained:
+            choices[START] = f"train only the other {answers.left_out.trained}"
+        choices[STOP] = "write nothing"
+        return choices
+
+
+QUESTIONS: Sequence[Question[RunAnswers]] = (Purpose(), Trigger(), Model(), Rest())

@@ -23,6 +23,8 @@ TABLE = read_toml("simpletuner.annexes.start", "recipes.toml")
 MODELS: Mapping[Kind, Sequence[str]] = TABLE["models"]
 # Tiny models by kind of files; none for pairs.
 DEMOS: Mapping[Kind, str] = TABLE["demos"]
+# What the models are, in a few words, by example.
+TITLES: Mapping[str, str] = TABLE["titles"]
 # Purposes by kind of files, likeliest first.
 PURPOSES: Mapping[Kind, Sequence[str]] = TABLE["purposes"]
 # Not a word in any language, and not a single token.

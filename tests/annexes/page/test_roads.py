@@ -77,7 +77,7 @@ def test_from_an_empty_project_to_the_queue(
         chooser.set_input_files(
             [folder / name for name in ("0.png", "1.png", "notes.txt", "torn.png")]
         )
-        expect(page.locator("#start-told")).to_contain_text("pictures: 2")
+        expect(page.locator("#start-told")).to_contain_text("2 pictures")
         # What the folder as a whole tells, too: that no picture has the name of a text.
         assert sorted(skipped(page)) == [
             "notes.txt: has no picture or clip of the same name",
@@ -85,8 +85,9 @@ def test_from_an_empty_project_to_the_queue(
         ]
         chooser.set_input_files([folder / "torn.png"])
         expect(page.locator("#start-skipped li")).to_have_count(2)
-        expect(page.locator("#start-told")).to_contain_text("pictures: 2")
+        expect(page.locator("#start-told")).to_contain_text("2 pictures")
         assert refused == []
+        page.get_by_label("Name it").fill("zkt, a stone")
         name = page.get_by_label("Name of the run")
         name.fill("config")
         card = page.locator("#start-form")

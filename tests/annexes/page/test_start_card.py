@@ -20,9 +20,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.page import receive, start_card
+from simpletuner.annexes.page.drop_folder import LEDGER
 from simpletuner.annexes.page.guard import Access, Guard
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.receive import safe_name
+from simpletuner.annexes.page.receive import HIDDEN, safe_name
 from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import serving
 from tests.tools.clips import write_clip
@@ -60,10 +61,9 @@ def put(page: TestClient, name: str, content: Any, folder: str = "my-cats") -> A
 
 
 def files(folder: Path) -> list[str]:
-    """All that lies below a folder, hidden or not."""
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-    )
+    """All that lies below a folder, hidden or not, without the page's list of dropped files."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != LEDGER]
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 def zipped(*members: tuple[str | ZipInfo, bytes]) -> bytes:
@@ -270,9 +270,9 @@ def test_a_connection_that_breaks_leaves_nothing(folder: Path, cats: Path) -> No
             client.sock.sendall(
                 f"{head}Content-Type: application/octet-stream\r\n\r\n".encode() + picture(1)
             )
-            while not [*cats.iterdir()]:
+            while not [*cats.glob(f"{HIDDEN}*")]:
                 pass
-        while [*cats.iterdir()]:
+        while [*cats.glob(f"{HIDDEN}*")]:
             pass
     assert files(cats) == []
 
@@ -381,32 +381,28 @@ def look(page: TestClient, **answers: str) -> Any:
     return page.post("/api/start/look", json=answers)
 
 
-def test_dropped_files_are_described_with_a_draft_per_model(page: TestClient, cats: Path) -> None:
+def test_dropped_files_are_described_with_the_models_that_suit(
+    page: TestClient, cats: Path
+) -> None:
     for number in range(3):
         put(page, f"{number}.png", picture(number))
     put(page, "0.txt", b"a cat")
+    (cats / ".DS_Store").write_bytes(b"?")
     (cats / "notes.pdf").write_bytes(b"?")
     (cats / ".captions-20260101-120000.json").write_text("{}")  # our own
     write_clip(cats / "a.mp4", seconds=0.5, size=(64, 48))
     seen = look(page, folder="datasets/my-cats").json()
     assert (seen["name"], seen["files"], seen["uncaptioned"]) == ("my-cats", 3, 2)
-    assert seen["described"] == "pictures: 3, 80x64; with a caption: 1"
+    assert seen["described"] == "3 pictures, 80x64, 1 captioned"
     assert seen["notes"][0].startswith("Not trained, clips: a.mp4.")
     assert {each["file"] for each in seen["skipped"]} == {"notes.pdf", "a.mp4"}
     assert list(seen["purposes"]) == ["subject", "style"]
-    draft = seen["drafts"]["kandinsky5-image"]
-    assert draft["values"]["output_dir"] == "output/my-cats"
-    assert draft["datasets"][0]["instance_data_dir"] == "datasets/my-cats"
-    # It can be judged as the form's settings are.
-    told = page.post("/api/training/validate", json=draft).json()["problems"]
-    assert [problem for problem in told if problem["fatal"]] == []
-    assert list(look(page, folder="datasets/my-cats", purpose="style").json()["drafts"]) == [
-        "kandinsky5-image",
-        "demo",
-    ]
+    models = look(page, folder="datasets/my-cats", purpose="style").json()["models"]
+    assert list(models) == ["kandinsky5-image", "demo"]
+    assert models["kandinsky5-image"]["title"].startswith("Kandinsky 5 Image")
     (clips := cats.with_name("clips")).mkdir()
     (cats / "a.mp4").rename(clips / "a.mp4")
-    assert len(look(page, folder="datasets/clips").json()["drafts"]) == 4
+    assert len(look(page, folder="datasets/clips").json()["models"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -464,7 +460,7 @@ def test_card_writes_the_same_config_as_the_command(
 
     put(page, "a.png", picture(1))
     answers = {"folder": "datasets/my-cats", "purpose": "style", "trigger": "qxz", "name": "there"}
-    assert page.post("/api/start/write", json=answers).json() == {"config": "there"}
+    assert page.post("/api/start/write", json=answers).json()["config"] == "there"
     main(
         [
             "start",

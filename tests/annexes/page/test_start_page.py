@@ -105,20 +105,18 @@ def test_training_starts_within_six_interactions(
             DROP, [(name, base64.b64encode(content).decode()) for name, content in dropped]
         )
         told = page.locator("#start-told")
-        expect(told).to_contain_text(
-            "datasets/my-files: pictures: 13, 80x64; with a caption: 0. Trained at 256x256 pixels"
-        )
+        expect(told).to_contain_text("13 pictures, 80x64, none captioned.")
         expect(page.locator("#start-skipped li")).to_have_count(2)
         expect(page.locator("#start-skipped")).to_contain_text(
             "notes.pdf: is not a picture, a clip, a caption (.txt, .caption)"
         )
-        expect(page.get_by_label("kandinsky5-image")).to_have_count(1)
+        expect(page.get_by_label("Kandinsky 5 Image")).to_have_count(1)
         expect(page.locator("#start-models")).to_contain_text(
-            "fits, about 40 min without previews, 2.0 GB to download"
+            "fits, about 41 min with previews, up to 20 GB of memory, 2.0 GB to download"
         )
         hands = Hands(page)
         hands.choose("a style: how everything looks")
-        hands.write("A word for it", "qxz")
+        hands.write("Name it", "qxz")
         hands.write("Name of the run", "old-maps")
         # No setting was chosen, so none is wrong.
         expect(page.locator("[role=tab] .count:visible")).to_have_count(0)
@@ -131,11 +129,43 @@ def test_training_starts_within_six_interactions(
     assert len(files(folder / "datasets")) == 13
 
 
+def test_captions_are_written_by_keys_from_a_drop_to_training_in_five_interactions(
+    browser: Any, folder: Path, started: list[list[str]]
+) -> None:
+    dropped = [(f"{number}.png", picture(number)) for number in range(3)]
+    with opened(browser, folder) as page:
+        expect(page.locator("#drop")).to_be_visible()
+        encoded = [(name, base64.b64encode(content).decode()) for name, content in dropped]
+        page.evaluate(DROP, encoded)
+        hands = Hands(page)
+        hands.count += 1  # the drop
+        hands.write("Name it", "zkt, a grey cat")
+        hands.click("Write captions")
+        expect(page.get_by_role("dialog", name="0.png")).to_be_visible()
+        words = page.locator("#drop-words")  # its name follows the file
+        expect(words.get_by_role("status")).to_have_text("1 of 3")
+        for text in ("on a chair", "in the garden", "it sleeps"):
+            page.keyboard.type(text)
+            page.keyboard.press("Enter")
+        expect(words.get_by_role("button", name="Start")).to_be_focused()
+
+        page.keyboard.press("Enter")
+
+        hands.count += 1
+        expect(page.get_by_role("heading", level=1)).to_have_text("zkt")
+    assert hands.count <= 5
+    assert started == [["train", f"--config={folder / 'config/zkt/config.json'}"]]
+    assert (folder / "datasets/zkt/1.txt").read_text() == "in the garden\n"
+    entry = json.loads((folder / "config/zkt/multidatabackend.json").read_text())[0]
+    assert (entry["instance_data_dir"], entry["caption_strategy"]) == ("datasets/zkt", "textfile")
+
+
 def test_start_card_works_by_keyboard_and_reports_problems(
     browser: Any, folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("a.png", "b.png", "b.txt"):
-        (folder / name).write_bytes(picture(1))
+    for number, name in enumerate(("a.png", "b.png")):
+        (folder / name).write_bytes(picture(number))
+    (folder / "b.txt").write_text("on a chair")
     monkeypatch.setattr(start_card, "MOST_FILES", 2)
     with opened(browser, folder) as page:
         expect(page.locator("#drop")).to_be_visible()
@@ -150,12 +180,19 @@ def test_start_card_works_by_keyboard_and_reports_problems(
             if len(names) == 3:
                 expect(page.locator("#start-told")).to_contain_text("These are more than 2 files.")
             else:
-                expect(page.locator("#start-told")).to_contain_text(f"pictures: {len(names)}")
-        # One of two has a caption, so training would refuse to start.
-        expect(page.get_by_role("button", name="Start", exact=True)).to_be_disabled()
+                expect(page.locator("#start-told")).to_contain_text(
+                    "1 picture" if len(names) == 1 else "2 pictures"
+                )
         expect(page.locator("#start-captions")).to_contain_text("1 of 2 files have no caption")
+        page.get_by_label("Name it").fill("zkt")
         page.get_by_label("Name of the run").fill("cats")
         page.get_by_role("button", name="Only write the config").click()
+        expect(page.locator("#start-word-told")).to_contain_text("Say what zkt is, too")
+        page.get_by_label("Name it").fill("zkt, a cat")
+        page.get_by_role("button", name="Only write the config").click()
+        ask = page.get_by_role("dialog", name="Leave so many files out?")
+        expect(ask).to_contain_text("1 of 2 pictures would be left out: 1 without a caption.")
+        ask.get_by_role("button", name="Start without them").click()
         expect(page.get_by_role("tab", name="Dataset")).to_have_attribute("aria-selected", "true")
         entry = json.loads((folder / "config/cats/multidatabackend.json").read_text())[0]
         assert (entry["caption_strategy"], entry["prepend_instance_prompt"]) == ("textfile", True)
