@@ -44,13 +44,13 @@ def draw(run: Run, part: str, title: str, values: Callable[[], dict[str, Any]]) 
 
 
 def show_curves(request: Request) -> Response:
-    """The curves of a run, overlaid with the curves of another run: `?beside=ID`."""
+    """The curves of a run, overlaid with those of other runs: `?beside=ID&beside=ID`."""
     run = chosen(request)
-    name = request.query_params.get("beside")
-    compared = runs_of(request).find(name) if name else None
+    names = filter(None, request.query_params.getlist("beside"))
+    compared = [runs_of(request).find(name) for name in names]
 
     def values() -> dict[str, Any]:
-        beside = {compared.name: compared.metrics} if compared else {}
+        beside = {other.name: other.metrics for other in compared}
         return html.curves(run.metrics, beside=beside)
 
     with drawing:

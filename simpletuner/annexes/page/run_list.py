@@ -195,8 +195,8 @@ def thumbnail_of(folder: Path) -> str:
     if record is None:
         return ""
     file = folder / record.path
-    times = file.stat().st_mtime_ns
-    return f"/library/thumbnail?{urlencode({'path': str(file), 'stamp': times})}"
+    changed = file.stat().st_mtime_ns
+    return f"/library/thumbnail?{urlencode({'path': str(file), 'stamp': changed})}"
 
 
 def last_preview(folder: Path) -> MediaRecord | None:

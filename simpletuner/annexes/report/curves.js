@@ -15,7 +15,9 @@ function shape(tag, attributes = {}, text = "") {
   return node;
 }
 
-const COLOURS = ["var(--accent)", "var(--accent-2)", "var(--accent-3)", "var(--dim)"];
+const COLOURS = ["var(--accent)", "var(--accent-2)", "var(--accent-3)", "var(--accent-4)", "var(--accent-5)", "var(--dim)"];
+// A line may name its colour: lines of one run then have the same colour in all charts.
+const colourOf = (line, index) => COLOURS[(line.colour ?? index) % COLOURS.length];
 const MARGIN = { left: 54, right: 10, top: 8, bottom: 24 };
 
 function readable(value) {
@@ -97,7 +99,7 @@ class Plot {
     button?.addEventListener("click", () => this.setLogarithmic(!this.logarithmic));
     this.holder.addEventListener("pointermove", (event) => this.point(event));
     this.holder.addEventListener("pointerleave", () => this.unpoint());
-    if (this.series.length > 1) this.holder.before(this.legend());
+    if (this.series.length > 1 || "colour" in this.series[0]) this.holder.before(this.legend());
     new ResizeObserver(() => this.draw()).observe(this.holder);
   }
 
@@ -127,7 +129,7 @@ class Plot {
   legend() {
     const items = this.series.map((one, index) => {
       const line = element("i");
-      line.style.background = COLOURS[index % COLOURS.length]; // a served page allows no style attributes
+      line.style.background = colourOf(one, index); // a served page allows no style attributes
       return element("span", {}, line, one.name);
     });
     return element("div", { class: "key-line" }, ...items);
@@ -148,7 +150,7 @@ class Plot {
     this.y = (value) => floor - ((scale(value) - scale(low)) / (scale(high) - scale(low))) * (floor - MARGIN.top);
     this.svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": this.summary() });
     this.svg.append(this.frame(width, height, first, last, low, high));
-    this.series.forEach((one, index) => this.svg.append(...this.lines(one, COLOURS[index % COLOURS.length])));
+    this.series.forEach((one, index) => this.svg.append(...this.lines(one, colourOf(one, index))));
     this.marks = shape("g");
     this.svg.append(this.marks);
     this.holder.replaceChildren(this.svg, this.tip);
@@ -215,7 +217,7 @@ class Plot {
       const smooth = one.smooth.length ? `, smoothed ${readable(shown[1])}` : "";
       const where = point[0] === step ? "" : ` (step ${point[0].toLocaleString("en")})`;
       texts.push(`${one.name} ${readable(point[1])}${smooth}${where}`);
-      const spot = { cx: this.x(shown[0]), cy: this.y(shown[1]), r: 4, fill: COLOURS[index % COLOURS.length] };
+      const spot = { cx: this.x(shown[0]), cy: this.y(shown[1]), r: 4, fill: colourOf(one, index) };
       this.marks.append(shape("circle", spot));
     });
     this.tip.textContent = texts.join("\n");
