@@ -13,7 +13,9 @@ from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.annexes.fitting.show import start_lines
 from simpletuner.annexes.runs.next_step import next_step_of
 from simpletuner.annexes.runs.run import Run
+from simpletuner.cli.next_step import print_next_step
 from simpletuner.config.sources import parse_arguments
+from simpletuner.planning.lock import LOCK_FILE
 from simpletuner.reporting.metrics import MediaRecord
 from tests.annexes.page.test_runs import own
 from tests.tools.records import MadeRecord, write_grey
@@ -248,6 +250,25 @@ def test_the_terminal_adds_what_to_type(tmp_path: Path, record: MadeRecord, how:
 
     assert step is not None
     assert step.in_terminal(Path("output/cats")) == f"Next: {step.sentence} ({how})"
+
+
+def test_the_end_of_a_command_is_silent_without_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decided = MadeRecord(held_out=FALLING).write(tmp_path / "decided")
+    undecided = MadeRecord().write(tmp_path / "undecided")
+    damaged = MadeRecord(held_out=FALLING).write(tmp_path / "damaged")
+    (damaged / LOCK_FILE).write_text("[")
+
+    print_next_step(decided)
+    print_next_step(undecided)
+    print_next_step(damaged)
+    print_next_step(tmp_path / "no folder")
+
+    assert capsys.readouterr().out == (
+        "Next: Continue to step 600: the loss on held-out files was still falling at the end, from "
+        "1.31 at step 250 to 1.18 at step 400. (max_train_steps=600)\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,12 @@ Trend = Literal["rising", "falling", "level", "unclear"]
 
 # Fewer points show no trend: their noise cannot be estimated.
 FEWEST_POINTS = 4
-# Between two steps, the loss of a file at a noise level changes differently than that of others, by
-# about this share of it. Their mean is known better the more of them are measured.
-PAIRED_SPREAD = 0.05
+# Between two steps, the losses of different files and noise levels change by different amounts:
+# their standard deviation is up to this share of the loss (0.9 to 2.7 % within a run of the demo's
+# model). Their mean is known the better the more of them are measured, and two standard errors are
+# clear.
+PAIRED_SPREAD = 0.025
+STANDARD_ERRORS = 2
 USUAL_PASSES = 28  # if the number of measurements is unknown: one file at the default noise levels
 # A change is clear beyond so many standard deviations of the curve's noise. On curves of pure
 # noise, about 3 in 100 still seem to rise.
@@ -57,8 +60,8 @@ class LossCurve:
     @property
     def precision(self) -> float:
         """The smallest change that so few files and noise levels can show."""
-        spread = PAIRED_SPREAD / sqrt(self.passes or USUAL_PASSES)
-        return min(self.losses) * spread
+        error = PAIRED_SPREAD / sqrt(self.passes or USUAL_PASSES)
+        return STANDARD_ERRORS * error * min(self.losses)
 
     @property
     def noise(self) -> float:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-
-from simpletuner.annexes.page.live import chosen
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.report import html
 from simpletuner.annexes.runs.next_step import next_step_of
@@ -15,13 +11,8 @@ from simpletuner.annexes.runs.run import Run
 from simpletuner.weights.lora_names import LORA_FILE
 
 
-def show_advice(request: Request) -> Response:
-    """What to do next with a run; an empty part where its record does not decide."""
-    return HTMLResponse(advice_part(chosen(request)))
-
-
 def advice_part(run: Run) -> str:
-    """The part as HTML."""
+    """What to do next with a run, as HTML; empty where its record does not decide."""
 
     def draw() -> str:
         return html.render("page/advice.html.jinja", run=run, **values_of(run))

@@ -24,6 +24,7 @@ from starlette.responses import (
 )
 
 from simpletuner.annexes.figures import Columns, is_number
+from simpletuner.annexes.page.advice import advice_part
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, checked_value, project_of
@@ -136,7 +137,12 @@ async def get_events(request: Request) -> Response:
 
 def parts_at_end(runs: Runs, run: Run) -> dict[str, str]:
     """The HTML parts that show how a run ended; previews could no longer be loaded."""
-    return {"list": listed(runs), "head": drawn(run, "head"), "log": drawn(run, "log")}
+    return {
+        "list": listed(runs),
+        "head": drawn(run, "head"),
+        "advice": advice_part(run),
+        "log": drawn(run, "log"),
+    }
 
 
 async def event_stream(
@@ -239,6 +245,11 @@ def get_part(request: Request) -> Response:
     if name not in PARTS:
         raise Refusal(404, f"A run has no part {name!r}.")
     return HTMLResponse(drawn(chosen(request), name))
+
+
+def get_advice(request: Request) -> Response:
+    """What to do next with a run."""
+    return HTMLResponse(advice_part(chosen(request)))
 
 
 def drawn(run: Run, part: str) -> str:

@@ -31,7 +31,6 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from simpletuner.annexes.page import (
-    advice,
     archiving,
     captioning,
     chosen_file,
@@ -157,7 +156,7 @@ PAGE_ROUTES = [
     json_route("/api/runs/bring-back", archiving.post_bring_back),
     json_route("/api/runs/delete", archiving.post_delete),
     *(Route(f"/runs/{{run}}/{name}", show) for name, show in results.VIEWS.items()),
-    Route("/runs/{run}/advice", advice.show_advice),
+    Route("/runs/{run}/advice", live.get_advice),
     *(Route(f"/runs/{{run}}/{name}", show) for name, show in table.TABLE_VIEWS.items()),
     Route("/runs/{run}/use", chosen_file.show_use),
     Route("/download/{run}", chosen_file.send_file),
