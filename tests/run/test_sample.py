@@ -210,19 +210,24 @@ def test_a_sweep_marks_the_lowest_loss_and_continues_where_it_stopped(
 
     output = joined_output(capsys)
     assert "The evaluation loss is lowest at " in output
-    losses = json.loads(trained.path("sweep/losses.json").read_text())
+    stored = json.loads(trained.path("sweep/losses.json").read_text())
+    assert stored["step"] == best
+    losses = stored["losses"]
     assert losses.keys() == {"0.5", "1"}
     assert losses["1"] == pytest.approx(recorded[best], rel=1e-5)
     assert losses["0.5"] != losses["1"]
     by_strength = f"{losses['0.5']:.4g} at strength 0.5, {losses['1']:.4g} at strength 1."
     assert f"Checkpoint {best} has {by_strength}" in output
-    # Two checkpoints at two strengths.
+    # Two checkpoints at two strengths, and the untrained model.
     cells = sorted(trained.path("sweep/cells").glob("*.png"))
-    assert len(cells) == 4
-    assert preview(trained, 4) in [cell.read_bytes() for cell in cells]
+    assert len(cells) == 5
+    contents = [cell.read_bytes() for cell in cells]
+    assert preview(trained, 4) in contents
+    assert trained.path(BASE_PREVIEW).read_bytes() in contents
     page = trained.path("sweep/sheet.html").read_text()
-    assert page.count("data:image/png;base64,") == 4
-    assert page.count("lowest evaluation loss</span>") == 2, "once a strength"
+    assert page.count("data:image/png;base64,") == 6, "the untrained model begins every line"
+    assert page.count(">lowest loss</span>") == 1, "at the strength with the lowest loss"
+    assert not trained.path("sweep/owner.json").exists()
     with Image.open(trained.path("sweep/sheet.png")) as sheet:
         assert sheet.width > 2 * 256
 
@@ -231,7 +236,7 @@ def test_a_sweep_marks_the_lowest_loss_and_continues_where_it_stopped(
     assert trained.run(*command) == 0
     trained.path("datasets/away").rename(trained.path("datasets/held"))
     output = joined_output(capsys)
-    assert "3 of 4 cells exist already" in output
+    assert "4 of 5 cells exist already" in output
     assert sorted(trained.path("sweep/cells").glob("*.png")) == cells
     # Held-out pictures are read and encoded first: a text encoder and the transformer together
     # may not fit.

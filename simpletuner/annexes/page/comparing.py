@@ -19,7 +19,8 @@ from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import checked_value
 from simpletuner.annexes.page.queue import RUNNING, WAITING, Job
 from simpletuner.annexes.report.comparison import CheckpointTable
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, SheetCell, worker_in
+from simpletuner.annexes.report.html import grid_order
+from simpletuner.annexes.report.sheet import CONTENT, SWEEP_FOLDER, Sheet, SheetCell, worker_in
 from simpletuner.annexes.runs.run import Run
 from simpletuner.config.types import parse_number
 from simpletuner.errors import UserError, counted
@@ -57,16 +58,29 @@ class UnderWay:
 def comparison_under_way(run: Run, request: Request, table: CheckpointTable) -> UnderWay | None:
     """The comparison of a run that is being made; None if there is none."""
     job = job_of(run, request)
+    if job is not None and job.state == WAITING:
+        return UnderWay(job.id, waits=True)
     owner = worker_in(run.folder / SWEEP_FOLDER)
+    if job is not None and owner is None and has_begun(run, job):
+        owner = job.owner  # which ends
+    name = job.id if job else ""
     if owner is None:
-        return None if job is None else UnderWay(job.id, job.state == WAITING)
-    cells = table.cells
-    done = [cell for cell in cells if cell.source]
-    seconds = seconds_since(run, [cell.record for cell in done], owner.since)
+        return UnderWay(name, waits=False) if job else None
+    is_done = {cell.record.path: bool(cell.source) for cell in table.cells}
+    done = [path for path in is_done if is_done[path]]
+    seconds = seconds_since(run, done, owner.since)
     left = ""
-    if seconds and len(cells) > len(done):
-        left = duration_text((len(cells) - len(done)) * seconds)
-    return UnderWay(job.id if job else "", False, len(done), len(cells), left)
+    if seconds and len(is_done) > len(done):
+        left = duration_text((len(is_done) - len(done)) * seconds)
+    return UnderWay(name, False, len(done), len(is_done), left)
+
+
+def has_begun(run: Run, job: Job) -> bool:
+    """Whether a comparison has listed its cells."""
+    with suppress(OSError):
+        listed = (run.folder / SWEEP_FOLDER / CONTENT).stat().st_mtime
+        return job.owner is not None and listed >= job.owner.since
+    return False
 
 
 def job_of(run: Run, request: Request) -> Job | None:
@@ -79,12 +93,12 @@ def job_of(run: Run, request: Request) -> Job | None:
     return None
 
 
-def seconds_since(run: Run, records: Sequence[SheetCell], since: float) -> float:
+def seconds_since(run: Run, paths: Sequence[str], since: float) -> float:
     """Seconds that a render took since a time; 0 until two are made."""
     times = set()
-    for record in records:
+    for path in paths:
         with suppress(OSError):
-            times.add((run.folder / record.path).stat().st_mtime)
+            times.add((run.folder / path).stat().st_mtime)
     recent = sorted(moment for moment in times if moment >= since)
     gaps = [after - before for before, after in pairwise(recent)]
     return median(gaps) if gaps else 0.0
@@ -109,7 +123,8 @@ def seconds_of_previews(run: Run) -> float:
 
 def compare_form(run: Run, saved: SavedWeights) -> dict[str, Any]:
     """Template values for the form that compares checkpoints."""
-    prompts = {cell.prompt: cell.short_name for cell in preview_cells(run)}
+    previews = sorted(preview_cells(run), key=grid_order)
+    prompts = {cell.prompt: cell.short_name for cell in previews}
     strengths = "1" if saved.is_full else STRENGTHS
     return {
         "prompts": {text: prompts[text] for text in prompts if text} or prompts,

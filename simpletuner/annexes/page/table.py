@@ -194,7 +194,8 @@ def star_in(body: Mapping[str, Any]) -> Star:
     step = body.get("step")
     strength = body.get("strength")
     prompt = body.get("prompt")
-    if not isinstance(step, int) or not 0 < step < 2**63:
+    # Not isinstance, since true is an int too.
+    if type(step) is not int or not 0 < step < 2**63:
         raise Refusal(400, "A star needs the step of a checkpoint.")
     if not is_number(strength):
         raise Refusal(400, "A star needs a strength, such as 0.75.")

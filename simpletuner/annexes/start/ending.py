@@ -28,7 +28,9 @@ def ending_of(output: Path, held_out: int) -> Iterator[str]:
     strength = sheet.best_strength if best is not None else 1.0
     if best is not None:
         files = f"the {held_out} files that were held out, and so could not be memorised"
-        yield f"Lowest loss on {files}: checkpoint {best:,} at strength {strength:g}."
+        checkpoint = output / f"checkpoint-{best}"
+        place = checkpoint if checkpoint.is_dir() else f"the result, of step {best:,},"
+        yield f"Lowest loss on {files}: {place} at strength {strength:g}."
     yield from _commands(output, best, strength)
     yield (
         f"Compare the pictures before you decide, in {output / SWEEP_FOLDER / PAGE} or with "

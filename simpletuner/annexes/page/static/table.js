@@ -8,7 +8,8 @@ const pane = document.querySelector(".run-view");
 
 // ---- "Use this" ----
 
-const panel = element("dialog", { id: "use", "aria-labelledby": "use-title" });
+const panel = element("dialog", { id: "use" });
+panel.setAttribute("aria-labelledby", "use-title");
 document.body.append(panel);
 
 async function openPanel(query) {
@@ -55,9 +56,15 @@ function copy(event) {
 async function star(button) {
   const { star: step, strength, prompt, ema } = button.dataset;
   const starred = button.getAttribute("aria-pressed") !== "true";
+  show(button, starred);
   const body = { run, step: Number(step), strength: Number(strength), prompt, ema: ema !== undefined, starred };
-  const answer = await send("star", body);
-  if (answer) want("results");
+  if (!(await send("star", body))) show(button, !starred);
+  want("results");
+}
+
+function show(button, starred) {
+  button.setAttribute("aria-pressed", String(starred));
+  if (button.textContent.length === 1) button.textContent = starred ? "★" : "☆";
 }
 
 // ---- Comparisons ----
@@ -110,8 +117,7 @@ moreTools.push(({ button }) => {
     shown.addEventListener("click", () => {
       if (shown.dataset.use) return void use(shown.dataset);
       star(control);
-      shown.setAttribute("aria-pressed", String(shown.getAttribute("aria-pressed") !== "true"));
-      shown.textContent = shown.getAttribute("aria-pressed") === "true" ? "★" : "☆";
+      show(shown, control.getAttribute("aria-pressed") === "true");
     });
     return shown;
   });
