@@ -131,7 +131,7 @@ def print_plan(
         return
     show_summary(budget, sys.stdout)
     if arguments.problems.are_fatal:
-        sys.stdout.flush()
+        print(flush=True)  # the order of both streams on a terminal
         print_problems(arguments.problems, sys.stderr)
         sys.stderr.flush()
     else:

@@ -49,7 +49,9 @@ def test_plan_begins_with_the_four_lines_of_a_run(workspace: Workspace, capsys: 
 def test_plan_fits_a_terminal_without_breaking_words(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a file name that is wider than the terminal may stick out."""
+    for suffix in (".png", ".txt"):
+        file = workspace.path(f"datasets/pictures/p0{suffix}")
+        file.rename(file.with_name(f"a-picture-with-{'a-very-' * 12}long-name{suffix}"))
     prompt = "a photo of a grey cat " * 8
     wide = set(plan(workspace, capsys, "--verbose", f"validation_prompt={prompt}").split())
     monkeypatch.setenv("COLUMNS", "80")

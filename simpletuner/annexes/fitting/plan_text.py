@@ -87,9 +87,7 @@ def detail_lines(
     yield from budget_lines(budget, layout, verbose=verbose)
     if not verbose:
         yield ""
-        yield from layout.wrap(
-            "--verbose adds all files, the family's settings and tables of cost."
-        )
+        yield "--verbose adds all files, the family's settings and the cost of each size."
 
 
 def _run_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -220,7 +218,7 @@ def _left_out_lines(dataset: Dataset, layout: Layout) -> Iterator[str]:
     names = {file.name for file in dataset.rejected if file.reason not in expected}
     entries = [entry for entry in dataset.unused_lines() if entry.name in names]
     for entry in entries[:SHOWN_LEFT_OUT]:
-        yield from layout.wrap(escape_controls(f"{entry.name}: {_use_of(entry)}"), indent=4)
+        yield from _file_lines(entry, layout)
     if len(entries) > SHOWN_LEFT_OUT:
         yield f"    and {len(entries) - SHOWN_LEFT_OUT} more (--verbose)"
 
@@ -231,9 +229,15 @@ def _ledger_lines(dataset: Dataset, layout: Layout) -> Iterator[str]:
     ledger = dataset.unused_lines() if is_long else dataset.ledger()
     shown = [entry for entry in ledger if not is_junk(entry.name)]
     for entry in shown[:LONGEST_LEDGER]:
-        yield from layout.wrap(escape_controls(f"{entry.name}: {_use_of(entry)}"), indent=4)
+        yield from _file_lines(entry, layout)
     if len(shown) > LONGEST_LEDGER:
         yield f"    and {len(shown) - LONGEST_LEDGER} more"
+
+
+def _file_lines(entry: LedgerEntry, layout: Layout) -> Iterator[str]:
+    """A file and its use; a name that is wider than the terminal loses its middle."""
+    name = layout.shorten(escape_controls(entry.name), used=len("    : "))
+    yield from layout.wrap(f"{name}: {escape_controls(_use_of(entry))}", indent=4)
 
 
 def _use_of(entry: LedgerEntry) -> str:
