@@ -1237,3 +1237,29 @@ def _put_data(task: Task) -> None:
             workspace.add_pictures(entry["instance_data_dir"], 4)
             entry["resolution"] = 64
     workspace.write_datasets(entries)
+
+
+def test_a_new_file_has_the_warm_up_of_the_guides_and_a_prompt(configure: Configure) -> None:
+    code, _ = configure()
+
+    written = json.loads(FILE.read_text())
+    assert code == 0
+    assert written["lr_warmup_steps"] == 50
+    assert written["validation_prompt"] == "a photo of my subject on a beach"
+    assert written["offload"] == "auto"
+
+
+def test_short_run_is_warmed_up_for_a_tenth_of_it(configure: Configure) -> None:
+    configure(max_train_steps="100")
+
+    assert json.loads(FILE.read_text())["lr_warmup_steps"] == 10
+
+
+def test_time_on_the_cpu_is_not_estimated_without_files(
+    configure: Configure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure()
+
+    shown = capsys.readouterr().out
+    assert "There is no GPU here." in shown
+    assert "On the CPU this takes" not in shown
