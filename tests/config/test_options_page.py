@@ -18,6 +18,7 @@ READ = re.compile(r"""os\.environ(?:\.get\(|\[)["']([A-Z][A-Z_]+)["']""")
 # Looked at to find out what another program would do; nobody sets them for a run.
 OF_OTHERS = {
     "TERM",
+    "COLUMNS",
     "NETRC",
     "WANDB_BASE_URL",
     "WANDB_CONFIG_DIR",

@@ -259,7 +259,10 @@ def test_masks_of_clips_have_their_length(tmp_path: Path) -> None:
     _, problems = build(tmp_path, task="i2v")
 
     black, misfit = sorted(fatal(problems), reverse=True)
-    assert "do not fit the files of files: long.mkv has 9 frames at 8 fps and long.mp4 8." in misfit
+    assert (
+        "1 mask does not fit the files of files: long.mkv has 9 frames at 8 fps and long.mp4 8."
+        in misfit
+    )
     assert "black, frame 0 aside, wherever it is trained, so nothing is learned" in black
     assert "1 mask, dark.mkv" in black
 

@@ -129,8 +129,7 @@ def test_picture_key_on_a_text_cache_is_a_warning(workspace: Workspace, capsys: 
     warnings = plan_warnings(workspace, capsys, {})
 
     assert warnings == [
-        "",
-        "text.resolution: has no effect: an entry of text_embeds only names a cache.",
+        "text.resolution: has no effect: an entry of text_embeds only names a cache."
     ]
 
 
