@@ -20,6 +20,7 @@ from simpletuner.errors import UserError, did_you_mean
 from simpletuner.models.registry import FAMILIES
 
 WIDTH = 78
+COMMON_WORDS = {"and", "are", "does", "not", "out", "the", "too"}
 TROUBLES = Path(__file__).parents[1] / "docs" / "TROUBLESHOOTING.md"
 
 app = typer.Typer()
@@ -63,13 +64,16 @@ def settings_help(wanted: str) -> list[str]:
     if same_name:
         return _explain_keys(same_name, section, mentions)
     if section or mentions:
-        return [*chain(*map(summary, section or mentions)), *_see_also(_everyday_words(wanted))]
+        return [
+            *chain(*map(summary, section or mentions)),
+            *_see_also(wanted, _everyday_words(wanted)),
+        ]
     # A sentence, such as "my cat looks burned": what its everyday words are about.
     meant = [words for word in wanted.split() for words in _everyday_words(word)]
     if meant:
         keys = dict.fromkeys(chain.from_iterable(EVERYDAY_WORDS[words] for words in meant))
         known = {**dataset_options(), **option_names()}
-        return [*chain(*(summary(known[key]) for key in keys)), *_see_also(meant)]
+        return [*chain(*(summary(known[key]) for key in keys)), *_see_also(wanted, meant)]
     raise UserError(_why_unknown(wanted))
 
 
@@ -191,15 +195,27 @@ def _everyday_words(wanted: str) -> list[str]:
     return [words for words in EVERYDAY_WORDS if f" {wanted.lower()} " in f" {words} "]
 
 
-def _see_also(meant: Sequence[str]) -> Iterator[str]:
-    """The headings of the page about problems that mention any of the everyday words."""
+def _see_also(wanted: str, meant: Sequence[str]) -> Iterator[str]:
+    """The headings of the page about problems that mention what is wanted.
+
+    Args:
+        wanted: the user's words.
+        meant: rows of everyday words, whose other words count where those of the user do not occur.
+    """
     if not meant or not TROUBLES.is_file():
         return
-    words = {word for row in meant for word in row.split() if len(word) > 2}
-    headings = re.findall(r"^## (.*)$", TROUBLES.read_text(encoding="utf-8"), re.MULTILINE)
-    titles = [title for title in headings if words & {*re.findall(r"\w+", title.lower())}]
+    text = TROUBLES.read_text(encoding="utf-8")
+    headings = {title: _long_words(title) for title in re.findall(r"^## (.*)$", text, re.MULTILINE)}
+    titles: list[str] = []
+    for words in (_long_words(wanted), _long_words(" ".join(meant))):
+        titles = titles or [title for title, known in headings.items() if words & known]
     if titles:
         yield f"\nSee docs/TROUBLESHOOTING.md: {'; '.join(titles)}."
+
+
+def _long_words(text: str) -> set[str]:
+    """The words of a text with at least three letters, in lower case, without common ones."""
+    return {*re.findall(r"\w{3,}", text.lower())} - COMMON_WORDS
 
 
 def _distance(option: Option, wanted: str) -> int:
