@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,8 @@ def plan(
             for line in layout_of(sys.stdout).wrap(sentence):
                 print(line)
             print()
-        print_plan(nominal, verbose=verbose, nominal=bool(sentence))
+        hidden = {"data_backend_config"} if sentence else set[str]()
+        print_plan(nominal, verbose=verbose, hidden=hidden)
 
 
 def print_card_table(arguments: Arguments, *, as_json: bool) -> None:
@@ -101,7 +103,11 @@ def print_card_table(arguments: Arguments, *, as_json: bool) -> None:
 
 
 def print_plan(
-    arguments: Arguments, *, as_json: bool = False, verbose: bool = False, nominal: bool = False
+    arguments: Arguments,
+    *,
+    as_json: bool = False,
+    verbose: bool = False,
+    hidden: Set[str] = frozenset(),
 ) -> None:
     """Print the plan of a run: a summary, all problems, then the details.
 
@@ -109,7 +115,7 @@ def print_plan(
         arguments: the settings.
         as_json: print one JSON document instead.
         verbose: print every detail.
-        nominal: the dataset file is a temporary one, which is not shown.
+        hidden: keys of temporary files, which are not shown.
 
     Raises:
         ConfigError: lists all problems.
@@ -138,7 +144,7 @@ def print_plan(
         show_warnings(plan.warnings, sys.stdout)
     print()
     layout = layout_of(sys.stdout)
-    for line in detail_lines(budget, layout, verbose=verbose, nominal=nominal):
+    for line in detail_lines(budget, layout, verbose=verbose, hidden=hidden):
         print(line)
     ledger = read_ledger(plan.output_dir) if plan.is_finished else None
     if ledger:

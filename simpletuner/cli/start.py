@@ -19,7 +19,7 @@ from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.annexes.questions.dialogue import Dialogue
 from simpletuner.annexes.start.ending import ending_of
 from simpletuner.annexes.start.interview import ask_run
-from simpletuner.annexes.start.new_run import NewRun
+from simpletuner.annexes.start.new_run import FILES, NewRun
 from simpletuner.annexes.start.recipe import find_demo
 from simpletuner.annexes.start.verdict import plan_new_run, unwritten
 from simpletuner.cli.consent import with_consent
@@ -132,7 +132,7 @@ def _show_plan(run: NewRun) -> None:
         "Until then, the plan takes the trigger words as the caption of every file.\n", flush=True
     )
     with unwritten(run) as arguments:
-        print_plan(arguments)
+        print_plan(arguments, hidden=FILES.keys())
 
 
 def _commands(run: NewRun) -> list[list[str]]:

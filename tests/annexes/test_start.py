@@ -456,6 +456,7 @@ def test_a_dry_run_writes_no_captions_and_shows_the_plan(
     output = capsys.readouterr().out
     assert "Write 2 captions before training: simpletuner caption env=cat\n" in output
     assert "trained sizes: 3 of 1024x1024" in output
+    assert "data_backend_config" not in output, "a temporary file"
     assert not commands
     assert written("cat", "multidatabackend.json")[0]["caption_strategy"] == "textfile"
 

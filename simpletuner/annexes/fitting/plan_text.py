@@ -60,7 +60,7 @@ def log_plan(budget: Budget) -> None:
 
 
 def detail_lines(
-    budget: Budget, layout: Layout, *, verbose: bool = False, nominal: bool = False
+    budget: Budget, layout: Layout, *, verbose: bool = False, hidden: Set[str] = frozenset()
 ) -> Iterator[str]:
     """What follows the summary: run, settings, datasets and estimate.
 
@@ -68,12 +68,11 @@ def detail_lines(
         budget: the plan with its estimate.
         layout: the width of the terminal.
         verbose: also every file, the settings that the family brings, and the cost of each bucket.
-        nominal: the dataset file is a temporary one, which is not shown.
+        hidden: keys of temporary files, which are not shown.
     """
     plan = budget.plan
-    hidden = {"datasets", "data_backend_config"} if nominal else set[str]()
     yield "Run"
-    yield from layout.pairs(row for row in _run_rows(plan) if row[0] not in hidden)
+    yield from layout.pairs(_run_rows(plan, hidden))
     yield ""
     yield from _settings_lines(plan, layout, hidden, verbose=verbose)
     yield "Datasets"
@@ -90,10 +89,11 @@ def detail_lines(
         yield "--verbose adds all files, the family's settings and the cost of each size."
 
 
-def _run_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def _run_rows(plan: Plan, hidden: Set[str]) -> Iterator[tuple[str, str]]:
     """The facts of a run, by name."""
     yield "model", plan.source["transformer"].location
-    yield "datasets", str(plan.dataset_file)
+    if "data_backend_config" not in hidden:
+        yield "datasets", str(plan.dataset_file)
     yield "output", str(plan.output_dir)
     is_drawn = plan.seed != plan.config.run.seed and not plan.resume
     note = " (drawn for this run; set seed to repeat it)" if is_drawn else ""
