@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
-from simpletuner.errors import Problems
-from simpletuner.models.registry import FAMILIES
+from simpletuner.config.json_reader import read_toml
+from simpletuner.config.sources import EXAMPLES
 from simpletuner.models.spec import Flavour
+from simpletuner.reporting.wording import duration_text
+
+NEEDS_FILE = "needs.json"  # beside the examples
 
 TASKS = {
     "t2i": "text to image",
@@ -43,18 +48,39 @@ def about_flavour(flavour: Flavour) -> str:
     return ", ".join(phrases)
 
 
-def about_example(name: str) -> str:
-    """A description of an example, derived from its config."""
-    config = json.loads(example_file(name, Problems()).read_text(encoding="utf-8"))
-    spec = FAMILIES[config["model_family"]]
-    flavour = spec.flavour(config.get("model_flavour"))
-    kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
-    about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
-    if "-official-" in name:
-        about += ", with the settings of the official trainer"
-    if "num_processes" in config:
-        about += f", on {config['num_processes']} GPUs"
-    checkpoint = str(config.get("pretrained_model_name_or_path", ""))
-    if checkpoint.startswith(EXAMPLES_ALIAS):
-        about += "; tiny model, no download, no GPU, minutes"
-    return about
+@dataclass(frozen=True)
+class Example:
+    """A packaged example in words.
+
+    Attributes:
+        about: what it trains.
+        needs: the least memory of a card, and the time on a usual card.
+        is_usual: it suits most users of its group.
+    """
+
+    name: str
+    about: str
+    needs: str
+    is_usual: bool
+
+
+def examples_by_group() -> dict[str, list[Example]]:
+    """The packaged examples, grouped by what they learn from; the usual one comes first."""
+    needs = json.loads((EXAMPLES / NEEDS_FILE).read_text(encoding="utf-8"))  # demos need nothing
+    groups: dict[str, list[Example]] = {}
+    for group in read_toml("simpletuner.annexes", "guide.toml")["groups"]:
+        listed: list[Example] = []
+        for name, about in group["examples"].items():
+            is_usual = not listed and name in needs
+            listed.append(Example(name, about, _needs_text(needs.get(name)), is_usual))
+        groups[group["title"]] = listed
+    return groups
+
+
+def _needs_text(needs: Mapping[str, Any] | None) -> str:
+    """`from 16 GB; 2 h on 4090`, `8 GPUs from 16 GB; ...`, or `minutes on any computer`."""
+    if needs is None:
+        return "minutes on any computer"
+    cards = "from" if needs["devices"] == 1 else f"{needs['devices']} GPUs from"
+    time = duration_text(needs["seconds"])
+    return f"{cards} {needs['gigabytes']} GB; {time} on a {needs['on']}"

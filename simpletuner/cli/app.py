@@ -51,7 +51,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "plan": (
             "simpletuner.cli.plan",
             "Check everything that needs no weights, and print the steps, time, memory and disk "
-            "space of a run.",
+            "space of a run. Without a configuration, show what the card can train.",
         ),
         "server": (
             "simpletuner.cli.server",

@@ -5,34 +5,51 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from simpletuner.annexes.guide import about_example
+from simpletuner.annexes.guide import examples_by_group
 from simpletuner.atomic import build_folder, write_atomically
-from simpletuner.config.sources import EXAMPLES_ALIAS, example_file, example_names
+from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
 from simpletuner.errors import Problems, UserError
+from simpletuner.reporting.screen import layout_of
 
-examples = typer.Typer(
-    help="List the packaged examples, or copy one to start from.", no_args_is_help=True
-)
+examples = typer.Typer(help="List the packaged examples, or copy one to start from.")
 app = typer.Typer()
 app.add_typer(examples, name="examples")
 
 
+@examples.callback(invoke_without_command=True)
+def list_without_command(context: typer.Context) -> None:
+    """List the packaged examples, or copy one to start from."""
+    if context.invoked_subcommand is None:
+        list_examples()
+
+
 @examples.command("list")
 def list_examples() -> None:
-    """List the packaged examples, one per line."""
-    names = example_names()
-    width = max(map(len, names))
-    for name in names:
-        typer.echo(f"{name:<{width}}  {about_example(name)}")
-    typer.echo(
-        "\nRun one: simpletuner train example=NAME. Make a copy to change: simpletuner "
-        "examples copy NAME."
+    """List the packaged examples, with the card that each needs and the time it takes there."""
+    layout = layout_of(sys.stdout)
+    for group, listed in examples_by_group().items():
+        typer.echo(group)
+        for example in listed:
+            mark = " (the usual choice)" if example.is_usual else ""
+            typer.echo(f"  {example.name}{mark}")
+            for line in layout.wrap(f"{example.about} ({example.needs})", indent=6, hanging=0):
+                typer.echo(line)
+        typer.echo("")
+    notes = (
+        "Memory and time are calculated for the settings as they are. Add offload=auto for a "
+        "smaller card: `simpletuner plan --device 3060` shows what it can train.",
+        "Run one: `simpletuner train example=NAME`. Make a copy to change: `simpletuner examples "
+        "copy NAME`.",
     )
+    for note in notes:
+        for line in layout.wrap(note, hanging=0):
+            typer.echo(line)
 
 
 @examples.command("copy")

@@ -114,6 +114,7 @@ CardName = Literal[
 CARD_NAMES: Sequence[str] = get_args(CardName)
 Card = Annotated[CardName, BeforeValidator(parse_card)]
 MOST_SUGGESTED = 3  # similar names
+ANY_CARD = "For any other, --device-memory takes its GB."  # after those names
 
 
 class AskedDevice(Group):
@@ -169,7 +170,7 @@ def _unknown_card(written: str, name: str) -> str:
     hint = f"Known are: {', '.join(CARD_NAMES)}."
     if last:
         hint = f"Did you mean {', '.join(first)} or {last}?" if first else f"Did you mean {last}?"
-    return f"{written!r} is not a known card. {hint} For any other, --device-memory takes its GB."
+    return f"{written!r} is not a known card. {hint} {ANY_CARD}"
 
 
 def read_card_or_memory(answer: str, report: Problems) -> AskedDevice:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from simpletuner.annexes.guide import examples_by_group
 from simpletuner.cli.app import main
 from simpletuner.config.sources import EXAMPLES
 
@@ -21,14 +23,30 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_examples_are_listed(capsys: Capture) -> None:
-    assert main(["examples", "list"]) == 0
+@pytest.mark.parametrize("words", [["examples"], ["examples", "list"]])
+def test_examples_are_listed_by_what_they_learn_from(words: list[str], capsys: Capture) -> None:
+    assert main(words) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    names = [path.parent.name for path in sorted(EXAMPLES.glob("*/config.json"))]
-    assert [line.split()[0] for line in lines[: len(names)]] == names
-    assert all(len(line.split()) > 5 for line in lines[: len(names)])
-    assert "no download, no GPU" in lines[names.index("demo")]
+    assert [line for line in lines if line in ("Pictures", "Clips", "Try it")] == [
+        "Pictures",
+        "Clips",
+        "Try it",
+    ]
+    names = {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
+    assert names == {path.parent.name for path in EXAMPLES.glob("*/config.json")}
+    assert lines[lines.index("Pictures") + 1] == "  kandinsky5-image-lora (the usual choice)"
+
+
+def test_examples_differ_in_words_and_name_what_they_need() -> None:
+    listed = [example for group in examples_by_group().values() for example in group]
+
+    described = [(example.about, example.needs) for example in listed]
+    assert len(set(described)) == len(described)
+    needs = {example.name: example.needs for example in listed}
+    assert re.fullmatch(r"from 24 GB; \d+ min on a 4090", needs["kandinsky5-image-lora"])
+    assert needs["kandinsky5-video-lite-full-8gpu"].startswith("8 GPUs from ")
+    assert needs["demo"] == "minutes on any computer"
 
 
 def test_paths_of_a_copied_example_point_to_the_copy(capsys: Capture) -> None:

@@ -3,8 +3,8 @@
 - A sample is a code block whose first line is its command, `$ simpletuner plan ...`. What follows
   is an excerpt: the lines of the output from the first that begins with the same word to the last
   that does.
-- The rows of three tables name what is planned: choices of `offload: auto`, clips whose tokens
-  are shared, and cards with the time that they take.
+- The rows of two tables name what is planned: choices of `offload: auto`, and clips whose tokens
+  are shared. `scripts/cards_page.py` writes the table of cards.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from av.video.frame import VideoFrame
 from PIL import Image
 
 from simpletuner.cli.app import main
-from simpletuner.reporting.wording import duration_text
 from tests.docs.languages import DOCS, LANGUAGES, TRANSLATED, with_blocks
 
 SAMPLE = re.compile(r"(?<=^```\n\$ )(simpletuner plan .*)\n((?:.+\n)+?)(?=```$)", re.MULTILINE)
 CHOICES = re.compile(r"(?<=^\| `)(\S+)(?=` \|(?: [^|]+ \|){5}$)(.*)", re.MULTILINE)
 SHARED = re.compile(r"(?<=^\| )((\d+)×(\d+), (\d+) frames.*?) \| [\d,]+ \|(.*\n.*)", re.MULTILINE)
-CARD_TIMES = re.compile(r"(?<=^\| `)([\w-]+)` \| \d+ GB \|.*", re.MULTILINE)
 SAMPLED = ("FSDP2", "MEMORY", "OFFLOAD", "quickstart/KANDINSKY5_VIDEO")
 PICTURE = (1024, 1024)
 CLIPS = {"videos": (1280, 720), "768": (768, 512), "1280": (1280, 768)}  # sizes by folder
@@ -192,27 +190,12 @@ def table_row(cells: list[str]) -> str:
     return " ".join(f"{cell} |".strip() for cell in cells)
 
 
-def card_row(row: re.Match[str]) -> str:
-    """A row of the table of cards: a card's memory, and how long the packaged examples take."""
-    card = row[1]
-    plans = [
-        plan(f"example={example}", "offload=auto", "--device", card) for example in CARD_EXAMPLES
-    ]
-    memory = f"{plans[0]['device']['memory'] / 2**30:.0f} GB"
-    times = []
-    for answer in plans:
-        times.append(duration_text(answer["seconds"]["total"]) if answer["ok"] else "does not fit")
-    return f"{card}` | {memory} | {' | '.join(times)} |"
-
-
 def renewed(page: str) -> str:
     """The text of a page with today's plans; needs `write_files` in the working directory."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     text = SAMPLE.sub(lambda block: f"{block[1]}\n{excerpt(*block.groups())}", text)
     if page == "MEMORY":
         text = CHOICES.sub(choices_row, text)
-    if page == "TROUBLESHOOTING":
-        text = CARD_TIMES.sub(card_row, text)
     if page == "DISTRIBUTED":
         text = SHARED.sub(shared_rows, text)
     return text
@@ -229,7 +212,7 @@ if __name__ == "__main__":
     ):
         write_files(Path(folder))
         with contextlib.chdir(folder):
-            for stale in (*SAMPLED, "DISTRIBUTED", "TROUBLESHOOTING"):
+            for stale in (*SAMPLED, "DISTRIBUTED"):
                 (DOCS / f"{stale}.md").write_text(renewed(stale), encoding="utf-8")
                 sys.stdout.write(f"{stale}\n")
     for english in TRANSLATED:

@@ -37,7 +37,7 @@ def _other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED", "TROUBLESHOOTING"])
+@pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED"])
 def test_documented_plans_are_current(
     page: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from simpletuner.annexes.page import (
     archiving,
     captioning,
+    cards,
     chosen_file,
     comparing,
     control,
@@ -113,6 +114,8 @@ PAGE_ROUTES = [
     json_route("/api/training/validate", files.validate),
     json_route("/api/configuration/check", files.validate),
     Route("/api/plan", control.plan_unsaved, methods=["POST"]),
+    Route("/cards", cards.show_cards),
+    json_route("/api/cards/begin", cards.begin),
     json_route("/api/start/look", start_card.look),
     Route("/api/start/plan", start_card.plan_proposed, methods=["POST"]),
     json_route("/api/start/write", start_card.write),

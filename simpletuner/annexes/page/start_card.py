@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.captions.editing import BACKUP
-from simpletuner.annexes.guide import about_example
+from simpletuner.annexes.guide import examples_by_group
 from simpletuner.annexes.page import control, files
 from simpletuner.annexes.page.control import DISCONNECTED
 from simpletuner.annexes.page.drop_folder import (
@@ -63,7 +63,7 @@ from simpletuner.annexes.start.recipe import (
 from simpletuner.annexes.start.sizes import SMALLEST_SIZE
 from simpletuner.annexes.start.trigger import name_from, split_trigger, why_incomplete
 from simpletuner.atomic import unused_path, writing_to
-from simpletuner.config.sources import example_names
+from simpletuner.config.device import CARD_NAMES
 from simpletuner.data.file_names import UNREAD_CLIPS, UNREAD_PICTURES
 from simpletuner.errors import Problem, UserError, counted, not_one_of
 
@@ -89,14 +89,14 @@ def card_content(accepted: str) -> dict[str, Any]:
         "files": MOST_FILES,
         "bytes": LARGEST_FILE,
     }
-    demos_first = sorted(example_names(), key=lambda name: not name.startswith("demo"))
     return {
         "language": language,
         "words": words,
         "say": say,
         "limits": limits,
         "trigger": TRIGGER,
-        "examples": {name: about_example(name) for name in demos_first},
+        "examples": examples_by_group(),
+        "cards": CARD_NAMES,
     }
 
 

@@ -17,7 +17,8 @@ FOLDER = LANGUAGES.parents[1]
 def said() -> set[str]:
     """Every text that the card asks for: in its template, its script, and the recipes."""
     scripts = ("start.js", "drop.js", "dropwords.js")
-    sources = [FOLDER / "start.html.jinja", *(LANGUAGES.parent / name for name in scripts)]
+    templates = [FOLDER / "start.html.jinja", FOLDER / "cards.html.jinja"]
+    sources = [*templates, *(LANGUAGES.parent / name for name in scripts)]
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     calls = "".join(re.findall(r"\bsay\(((?:[^()\"]|\"[^\"]*\")*)", text))
     return {

@@ -109,11 +109,17 @@ function phases(memory, usable) {
   return element("ul", { className: "phases" }, ...rows);
 }
 
+function steps({ steps, steps_done: done, finished }) {
+  if (finished) return `${steps}, all done`;
+  return done ? `${steps - done} of ${steps} left` : steps;
+}
+
 function facts({ length, seconds, disk, memory }) {
   const written = disk.reduce((total, each) => total + each.bytes, 0);
+  const times = [["A step", duration(seconds.step)], ["Training", duration(seconds.training)], ["Previews", duration(seconds.previews)]];
   const pairs = [
-    ["Steps", length.steps_done ? `${length.steps - length.steps_done} of ${length.steps} left` : length.steps],
-    ["A step", duration(seconds.step)], ["Training", duration(seconds.training)], ["Previews", duration(seconds.previews)],
+    ["Steps", steps(length)],
+    ...(length.finished ? [] : times), // nothing is left that would take time
     ["Disk", gigabytes(written)], ["Host memory", gigabytes(Math.max(...memory.map((phase) => phase.host)))],
   ];
   return element("dl", { className: "plan-facts" }, ...pairs.map(([name, value]) => element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: value }))));

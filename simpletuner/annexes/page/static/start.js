@@ -2,7 +2,7 @@
 import { api, ask, element, page, sentences } from "./common.js";
 import { followList, forget, preview, say, showFiles } from "./drop.js";
 import { chooseFolder } from "./folders.js";
-import { maySwitch, newConfig, openConfig } from "./app.js";
+import { maySwitch, openConfig } from "./app.js";
 import { duration, gigabytes } from "./units.js";
 
 const { suffixes, unread, files: most, bytes: largest } = page("#start-card").dataset;
@@ -352,5 +352,3 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   submit(event.submitter?.value ?? "start");
 });
-
-for (const tile of document.querySelectorAll(".tiles button")) tile.addEventListener("click", () => newConfig(`examples/${tile.dataset.example}`));
