@@ -182,14 +182,7 @@ class Runs:
                 problems of the settings, 403 on the page of a run.
         """
         run = self.started_by(name, settings)
-        file = self.project.config_file(name)
-        # The command line parses lists and objects from JSON.
-        texts = {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in settings.items()
-        }
-        options = [f"--{key}={text}" for key, text in texts.items() if not is_secret(key)]
-        secrets = {key: text for key, text in texts.items() if is_secret(key)}
+        arguments, secrets = self.arguments(name, settings)
         # Two concurrent clicks must not both see a free folder.
         with self._lock:
             refuse_if_busy(run)
@@ -197,9 +190,22 @@ class Runs:
             after = last_id(run.folder / EVENTS_FILE)
             started = {"config": name, "settings": dict(settings), "after": after}
             write_json(run.folder / STARTED_FILE, started, private=True)
-            arguments = ["train", chosen_by(name, file), *options]
-            run.child = self.spawn(run.folder / CONSOLE_FILE, arguments, secrets)
+            run.child = self.spawn(run.folder / CONSOLE_FILE, ["train", *arguments], secrets)
         return run
+
+    def arguments(self, name: str, settings: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+        """The arguments of a command for a config with further settings; and those that are secret.
+
+        Secrets are passed in the environment, since all users can list the arguments of processes.
+        """
+        # The command line parses lists and objects from JSON.
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in settings.items()
+        }
+        options = [f"--{key}={text}" for key, text in texts.items() if not is_secret(key)]
+        secrets = {key: text for key, text in texts.items() if is_secret(key)}
+        return [chosen_by(name, self.project.config_file(name)), *options], secrets
 
     def started_by(self, name: str, settings: Mapping[str, Any]) -> Run:
         """The run that a config starts with further settings.

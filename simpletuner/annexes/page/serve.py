@@ -139,7 +139,7 @@ PAGE_ROUTES = [
     json_route("/api/training/start", live.post_start),
     json_route("/api/training/new", live.post_new_run),
     *(json_route(path, partial(live.post_button, act)) for path, act in live.BUTTONS.items()),
-    json_route("/api/training/queue", jobs.add),
+    Route("/api/training/queue", jobs.add, methods=["POST"]),
     json_route("/api/training/render", jobs.add_rendering),
     json_route("/api/training/queue/move", jobs.move),
     json_route("/api/training/queue/again", jobs.requeue),

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from simpletuner.annexes.fitting.ready import CONSENT
+from simpletuner.annexes.page import jobs
 from simpletuner.annexes.page import runner as running
 from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.project import Project
@@ -44,10 +46,13 @@ from tests.tools.processes import PATIENCE
 from tests.tools.workspace import Workspace
 
 # In place of simpletuner: says what it was asked for, and goes on until the file `go` is in its
-# folder.
+# folder. A plan has the problems in plan.json.
 PROGRAM = """
-import signal, sys, time
+import json, signal, sys, time
 from pathlib import Path
+if sys.argv[1] == "plan":
+    print(json.dumps({"problems": json.loads(Path("plan.json").read_text())}))
+    sys.exit()
 def interrupt(*_):
     print("Interrupted.", flush=True)
     sys.exit(130)
@@ -67,6 +72,7 @@ def project(
     made = Workspace.create(tmp_path.resolve() / "project", t2i_checkpoint)
     monkeypatch.chdir(made.folder)
     (tmp_path / "program.py").write_text(PROGRAM)
+    made.path("plan.json").write_text("[]")
     monkeypatch.setattr(
         "simpletuner.annexes.page.control.PROGRAM", (sys.executable, str(tmp_path / "program.py"))
     )
@@ -154,7 +160,7 @@ def test_a_sample_renders_the_untrained_model_too_and_a_sweep_waits_for_it(
         "no prompt becomes an option"
     )
     (finished / "go").touch()
-    text = wait(page, lambda text: "sweep of output completed" in text)
+    text = wait(page, lambda text: "sweep of output finished" in text)
     assert (
         (finished / "sweep" / "job.log")
         .read_text()
@@ -166,9 +172,9 @@ def test_a_sample_renders_the_untrained_model_too_and_a_sweep_waits_for_it(
 @pytest.mark.parametrize(
     ("said", "state", "told"),
     [
-        ("error: strength: is odd.", "error", "strength: is odd."),
-        ("Sweeping: 3/9", "error", "Ended unexpectedly. Its last line: Sweeping: 3/9"),
-        ("", "cancelled", "Interrupted."),
+        ("error: strength: is odd.", "failed", "strength: is odd."),
+        ("Sweeping: 3/9", "failed", "Ended unexpectedly. Its last line: Sweeping: 3/9"),
+        ("", "stopped", "Interrupted."),
     ],
 )
 def test_new_server_sees_how_a_job_ended(
@@ -196,7 +202,7 @@ def test_job_without_a_process_does_not_take_an_earlier_success(
     (finished / "sweep").mkdir()
     (finished / "sweep" / "job.log").write_text("$ simpletuner sweep\nSaved everything\n")
     queue_of(page).add(command, str(finished), state="running")
-    assert "interrupted" in wait(page, lambda text: "running" not in text)
+    assert "ended early" in wait(page, lambda text: "running" not in text)
 
 
 def test_queued_runs_wait_for_a_run_started_by_hand(
@@ -220,7 +226,7 @@ def test_queued_runs_wait_for_a_run_started_by_hand(
     text = wait(page, lambda text: "second running" in text)
     assert "--max_train_steps=9" in (finished / "console.log").read_text()
     (project.path("output") / "go").write_text("error: nor this.")
-    wait(page, lambda text: "second error" in text)
+    wait(page, lambda text: "second failed" in text)
     assert job["job"] in [job.id for job in queue_of(page).read()]
 
 
@@ -234,6 +240,7 @@ def test_invalid_jobs_are_refused_at_once(
     post(page, "render", 400, run=run, command="sample", prompts="a bird")
     post(page, "render", 403, run=run, command="sample", prompts=["a bird"], image="/etc/hostname")
     post(page, "queue/move", 400, job="x", by="y")
+    post(page, "queue/move", 404, job="absent", by=1)
     post(page, "queue/remove", 422, job="absent")
     inner = TestClient(create_app(Project(project.folder, run=finished)))
     post(inner, "render", 400, run=run_of(inner), command="sweep")
@@ -241,11 +248,63 @@ def test_invalid_jobs_are_refused_at_once(
     assert not project.path(QUEUE_FILE).exists()
 
 
+MISSING = {"key": "device", "message": f"no GPU was found. {CONSENT}", "fatal": False}
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ({"key": "output_dir", "message": "is odd.", "fatal": True}, "is odd."),
+        (MISSING, "no GPU was found. To train on the CPU, switch on i_know_what_i_am_doing"),
+        ({"key": "cats", "message": "soon", "fatal": True, "kind": "unfetched"}, ""),
+        ({"key": "seed", "message": "is odd.", "fatal": False}, ""),
+    ],
+)
+def test_what_its_plan_refuses_is_not_queued(
+    page: TestClient,
+    project: Workspace,
+    problem: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    project.path("plan.json").write_text(json.dumps([problem]))
+    monkeypatch.setattr(jobs, "sees_gpu_files", lambda: False)
+
+    answer = post(page, "queue", 422 if reason else 202, config="config")
+
+    if reason:
+        assert reason in answer["problems"][0]["message"]
+        assert not project.path(QUEUE_FILE).exists()
+
+
+def test_a_run_whose_captions_are_written_first_is_queued(
+    page: TestClient, project: Workspace
+) -> None:
+    problem = {"key": "pictures", "message": "no file has a caption.", "fatal": True}
+    project.path("plan.json").write_text(json.dumps([problem]))
+    queue_of(page).add("caption", str(project.path("output")))
+
+    post(page, "queue", config="config")
+
+    assert [job.command for job in queue_of(page).read()] == ["caption", "train"]
+
+
+def test_queue_shows_what_runs_and_waits_before_what_has_ended(
+    page: TestClient, project: Workspace
+) -> None:
+    for name, state in {"a": "completed", "b": "error", "c": "running", "d": "waiting"}.items():
+        queue_of(page).add("train", str(project.path(name)), state=state)
+
+    shown = re.findall("<b>(.*?)</b>", page.get("/queue").text)
+
+    assert shown == ["c", "d", "b", "a"]
+
+
 def test_the_server_starts_jobs(page: TestClient, project: Workspace, finished: Path) -> None:
     (finished / "go").touch()
     with serving(project.folder):
         post(page, "render", run=run_of(page), command="sweep")
-        wait(page, lambda text: "sweep of output completed" in text, step=False)
+        wait(page, lambda text: "sweep of output finished" in text, step=False)
         [thread] = [running for running in threading.enumerate() if running.name == "queue"]
     thread.join(PATIENCE)
     assert not thread.is_alive()
@@ -492,6 +551,6 @@ def test_a_person_samples_and_orders_the_queue(
         page.get_by_role("button", name="Move output up").click()
         expect(jobs.nth(1)).to_contain_text("output waiting")
         page.get_by_role("button", name="Stop sample of output").click()
-        expect(jobs.first).to_contain_text("cancelled")
+        expect(page.locator(".queue.ended li")).to_contain_text("stopped")
         said = (finished / "samples" / "job.log").read_text()
     assert "'--prompt=a bird' '--prompt=an owl' '--strength=0, 1'" in said
