@@ -280,8 +280,11 @@ class Runs:
         threading.Thread(target=child.wait, daemon=True).start()  # reaps the zombie
         return child
 
-    def renew(self, run: Run, name: str) -> str:
+    def renew(self, run: Run, name: str) -> list[str]:
         """Write config/NAME/config.json, which trains a run's LoRA further in a new folder.
+
+        Returns:
+            which settings were left out, since this version no longer has them.
 
         Raises:
             Refusal: 400 if the run has no config or LoRA, 409 if the new config exists, 422 if its
@@ -299,11 +302,12 @@ class Runs:
             if redact_settings({key: value}) == {key: value}
         }
         settings = datasets | Configuration.saved(self.project, run.config, overrides).values
-        settings = without_removed(settings, str(file), Problems())
+        left_out = Problems()
+        settings = without_removed(settings, str(file), left_out)
         settings["init_lora"] = str(run.folder / LORA_FILE)
         settings["output_dir"] = f"output/{name}"
         write_json(file, settings)
-        return name
+        return [problem.message for problem in left_out]
 
 
 def ask(run: Run, request: requests.Request) -> None:

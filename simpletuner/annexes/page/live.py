@@ -94,11 +94,15 @@ def training_in(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, 
 
 
 def post_new_run(request: Request, body: dict[str, Any]) -> Response:
-    """Write a config that starts from the LoRA of a run: `{"run": ID, "name": NAME}`."""
+    """Write a config that starts from the LoRA of a run: `{"run": ID, "name": NAME}`.
+
+    The answer says which settings were left out.
+    """
     runs = runs_of(request)
     run = runs.find(str(body.get("run", "")))
-    config = runs.renew(run, str(body.get("name", "")))
-    return JSONResponse({"config": config}, 201)
+    name = str(body.get("name", ""))
+    left_out = runs.renew(run, name)
+    return JSONResponse({"config": name, "left_out": left_out}, 201)
 
 
 def post_button(act: Callable[[Run], None], request: Request, body: dict[str, Any]) -> Response:

@@ -25,6 +25,7 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.annexes.runs.console import CONSOLE_FILE
+from simpletuner.config.absent import removed_keys
 from simpletuner.planning.lock import LOCK_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
@@ -187,6 +188,23 @@ def test_a_new_run_starts_from_the_lora_of_another(page: TestClient, project: Wo
         "config",
         "second",
     }
+
+
+def test_a_new_run_says_which_settings_it_leaves_out(page: TestClient, project: Workspace) -> None:
+    removed = next(key for key, row in removed_keys("config").items() if not row.part_of)
+    project.write_config(**{removed: 0.25})
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS, StateChanged("finished", 3, 3))
+    (output / LORA_FILE).touch()
+    run = page.get("/api/training/status").json()["run"]
+
+    answer = post(page, "new", 201, run=run, name="second")
+
+    assert answer["config"] == "second"
+    assert len(answer["left_out"]) == 1
+    assert f"{removed} was removed" in answer["left_out"][0]
+    assert removed not in json.loads(project.path("config/second/config.json").read_text())
 
 
 def test_a_run_continues_its_branch_instead_of_starting_it_again(project: Workspace) -> None:

@@ -259,7 +259,8 @@ export const forms = {
   new: async (form) => {
     const made = (await maySwitch()) && (await send("new", { run, name: form.elements.name.value }));
     if (!made) return;
-    location.hash = "basic";
+    if (made.left_out.length) tellProblems([`The config ${made.config} is written, but not all of it:`, ...made.left_out]);
+    else location.hash = "basic";
     await openConfig(made.config);
   },
 };
