@@ -222,7 +222,9 @@ def _choice_of_configuration(token: str) -> str:
     if token in example_names():
         return f"is not a setting. Did you mean example={token}?"
     folder = home_path(token)
-    return describe_folder(folder) if os.path.isdir(folder) else ""  # noqa: PTH112 - Path's may raise
+    if not os.path.isdir(folder):  # noqa: PTH112 - Path's may raise
+        return ""
+    return describe_folder(folder, EXAMPLES)
 
 
 def is_secret(key: str) -> bool:
@@ -242,6 +244,10 @@ def _why_stray(token: str) -> str:
     option = option_names().get(plain_key(token))
     if option is not None:
         return f"needs a value: {token}={'true' if option.is_flag else 'VALUE'}."
+    if "/" in token and not os.path.lexists(home_path(token)):
+        return (
+            "does not exist, and is not a setting either; write key=value, --key value or --flag."
+        )
     return "is not a setting; write key=value, --key value or --flag."
 
 

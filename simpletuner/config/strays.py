@@ -21,11 +21,15 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)(-rolling)?")
 CONFIG = "config.json"
 
 
-def describe_folder(folder: Path) -> str:
-    """The end of the message about a folder; empty if it is neither a run nor data."""
+def describe_folder(folder: Path, examples: Path) -> str:
+    """The end of the message about a folder; empty if it is neither a run nor data.
+
+    Args:
+        examples: the folder of the packaged examples, whose runs newcomers have first.
+    """
     checkpoints = _checkpoints(folder)
     if checkpoints:
-        choice = _choice(_config_of_output(folder))
+        choice = _choice(_config_of_output(folder)) or _example_of_output(folder, examples)
         if not choice:
             choice = f"--config {shlex.quote(str(checkpoints[-1] / CONFIG))}"
         return (
@@ -92,6 +96,15 @@ def _config_of_output(folder: Path) -> Path | None:
         if _is_at(folder, content.get("output_dir")):
             return path
     return None
+
+
+def _example_of_output(folder: Path, examples: Path) -> str:
+    """The argument that chooses the packaged example whose results are in a folder, or nothing."""
+    for path in sorted(examples.glob(f"*/{CONFIG}")):
+        content = read_stored(path, dict) or {}
+        if _is_at(folder, content.get("output_dir")):
+            return f"example={path.parent.name}"
+    return ""
 
 
 def _config_of_dataset(folder: Path) -> Path | None:

@@ -95,6 +95,22 @@ def test_an_output_folder_suggests_its_configuration(workspace: Workspace, capsy
     assert of_file.endswith("--config output/checkpoint-1/config.json.")
 
 
+def test_the_output_folder_of_an_example_suggests_the_example(
+    workspace: Workspace, capsys: Capture
+) -> None:
+    checkpoint = workspace.path("output/demo/checkpoint-1")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+
+    assert complaint(workspace, capsys, "train", "output/demo").endswith("instead: example=demo.")
+
+
+def test_a_path_that_does_not_exist_is_called_so(workspace: Workspace, capsys: Capture) -> None:
+    assert complaint(workspace, capsys, "train", "output/nothing").endswith(
+        "does not exist, and is not a setting; write key=value, --key value or --flag."
+    )
+
+
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("resumed", ["1", "01", "checkpoint-1"])
 def test_a_step_names_its_checkpoint(workspace: Workspace, resumed: str) -> None:
