@@ -23,7 +23,7 @@ from simpletuner.annexes.report import html
 from simpletuner.annexes.report.comparison import Shown, build_table
 from simpletuner.annexes.report.contact_sheet import PAGE as SHEET_PAGE
 from simpletuner.annexes.report.samples import SAMPLES_FOLDER, samples_in
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, SheetCell
+from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, SheetCell, best_of
 from simpletuner.annexes.runs.run import Run
 from simpletuner.errors import UserError
 from simpletuner.reporting.wording import size_text
@@ -66,11 +66,11 @@ def result(run: Run) -> dict[str, Any]:
     step = saved.result or saved.steps[-1]
     best = None
     with suppress(UserError):  # a damaged comparison, which its own part reports
-        sheet, shown = sheet_of(run, saved)
-        columns = build_table(sheet, lambda _: "", shown).columns
-        best = next((column for column in columns if column.is_best), None)
+        sheet, _shown = sheet_of(run, saved)
+        # Of all that can be used, also those without pictures.
+        best = best_of(sheet.metrics, saved.steps)
         if best is not None:
-            step = best.step
+            step = best
             values["strength"] = sheet.best_strength if sheet.best == step else 1.0
     choice = choice_of(run, str(step), ema=False)
     size = "" if choice.is_full else size_text(choice.path.stat().st_size)

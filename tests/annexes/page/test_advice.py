@@ -75,3 +75,19 @@ def test_a_run_without_a_sentence_has_an_empty_part(page: TestClient, tmp_path: 
     folder = MadeRecord().write(tmp_path / "output" / "cats")
 
     assert advice(page, folder).strip() == ""
+
+
+def test_the_result_and_the_sentence_name_the_same_checkpoint(
+    page: TestClient, tmp_path: Path
+) -> None:
+    folder = MadeRecord(held_out=RISING).write(tmp_path / "output" / "cats")
+    for step in (100, 200, 300, 400):
+        write_lora(folder / f"checkpoint-{step}", step)
+    write_lora(folder, 400)
+
+    shown = page.get(f"/runs/{run_id(folder.resolve())}/results").text
+
+    assert "Take checkpoint 200" in advice(page, folder)
+    result = shown.partition("<h2>Result</h2>")[2].partition("</section>")[0]
+    assert "tep 200</b>" in result
+    assert "the lowest loss on held-out files" in result
