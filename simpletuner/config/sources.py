@@ -244,11 +244,10 @@ def _why_stray(token: str) -> str:
     option = option_names().get(plain_key(token))
     if option is not None:
         return f"needs a value: {token}={'true' if option.is_flag else 'VALUE'}."
+    what = "is not a setting"
     if "/" in token and not os.path.lexists(home_path(token)):
-        return (
-            "does not exist, and is not a setting either; write key=value, --key value or --flag."
-        )
-    return "is not a setting; write key=value, --key value or --flag."
+        what = "does not exist, and is not a setting"
+    return f"{what}; write key=value, --key value or --flag."
 
 
 def _is_value(token: str, key: str) -> bool:
